@@ -1,0 +1,70 @@
+# `make demo`, `make test` and `make lint` do all their own set-up in .venv; the second time only what has changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+OLD_TRITON := $(VENV)/triton-3.6
+NATIVE_SOURCES := setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+
+.PHONY: help setup demo test lint bench soak clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo   the start program, unfused and fused, on this machine"
+	@echo "make test   the tests"
+	@echo "make lint   ruff, mypy, codespell"
+	@echo "make bench  speed of each op against its baseline and its roof"
+	@echo "make soak   the tests that take minutes"
+	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
+	@echo "make clean  remove .venv and everything built"
+
+setup: $(VENV)/.built $(VENV)/.dev
+
+demo: $(VENV)/.built
+	$(BIN)/python -m fusedcomm demo
+
+test: setup $(VENV)/.old_triton
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+bench: $(VENV)/.built
+	$(BIN)/python -m bench.bench_matmul_all_to_all $(BENCH_ARGS)
+
+soak: setup
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f kernels/cpu/*.so
+	find fusedcomm kernels tests bench -name __pycache__ -type d -exec rm -rf {} +
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "fusedcomm needs Python 3.10 to 3.13, and $(PYTHON) is: $$($(PYTHON) --version 2>&1)." \
+	         "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# torch and setuptools first: without build isolation setup.py builds the native part against them. Without
+# NumPy torch works, but complains.
+$(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml $(NATIVE_SOURCES)
+	@echo "Installing PyTorch, Triton and what they need into $(VENV), then building fusedcomm: minutes the first time"
+	$(PIP) setuptools torch numpy
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+# fusedcomm itself is there already: this adds what the extra names, and builds nothing again.
+$(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.built
+	$(PIP) "fusedcomm[dev]"
+	@touch $@
+
+# tests/test_compile_only.py asserts the signal order in PTX under this version too.
+$(VENV)/.old_triton: $(VENV)/.made
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	  --target $(OLD_TRITON) triton==3.6.0
+	@touch $@

@@ -1,0 +1,8 @@
+"""``python -m fusedcomm``."""
+
+import sys
+
+from fusedcomm.cli import main
+
+if __name__ == "__main__":  # spawned ranks import this module too
+    sys.exit(main())

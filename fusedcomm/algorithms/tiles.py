@@ -1,0 +1,136 @@
+"""Tile sizes of the Triton kernels: a table per architecture, and the rule that picks a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fusedcomm.exchange import RoundSpans, Span
+
+INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
+BLOCK_K = 64  # of all tiles that descriptors load, or a divisor
+_MAX_POINTER_N = 128
+_MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this much more than is needed
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A CUDA block computes [block_m, block_n] in steps of block_k, num_stages of them in flight.
+
+    ``halves``: the result is stored in two halves, which takes fewer registers and less shared
+    memory.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    halves: bool = False
+
+
+@dataclass(frozen=True)
+class UnpackConfig:
+    """One CUDA block copies block_runs runs of block_inner elements at a time."""
+
+    block_runs: int
+    block_inner: int
+    num_warps: int
+
+
+# Largest first. Registers and shared memory of every row: tests/test_compile_only.py.
+_HALF: dict[int, tuple[TileConfig, ...]] = {
+    80: (  # fits the 99 KiB of sm_86, sm_89 and sm_120 too
+        TileConfig(128, 128, 64, 8, 8, 4, halves=True),
+        TileConfig(64, 128, 64, 8, 4, 3),
+        TileConfig(64, 64, 64, 8, 4, 3),
+    ),
+    90: (
+        TileConfig(128, 256, 64, 8, 8, 4, halves=True),
+        TileConfig(128, 128, 64, 8, 8, 4, halves=True),
+        TileConfig(64, 128, 64, 8, 4, 4),
+        TileConfig(64, 64, 64, 8, 4, 4),
+    ),
+    100: (
+        TileConfig(128, 256, 64, 8, 8, 4, halves=True),
+        TileConfig(128, 128, 64, 8, 8, 4, halves=True),
+        TileConfig(64, 128, 64, 8, 4, 4),
+        TileConfig(64, 64, 64, 8, 4, 4),
+    ),
+}
+_TF32 = (TileConfig(128, 128, 32, 8, 8, 3, halves=True), TileConfig(64, 64, 32, 8, 4, 3))
+_FP32 = (TileConfig(64, 64, 16, 8, 8, 3), TileConfig(32, 32, 16, 8, 4, 3))  # no tensor cores
+
+
+def architecture(device: torch.device) -> int:
+    """The table for a device. sm_120 has neither wgmma nor tcgen05: its table is sm_80's."""
+    if device.type != "cuda":
+        return INTERPRETER
+    major, _ = torch.cuda.get_device_capability(device)
+    return major * 10 if major in (9, 10) else 80
+
+
+def in_runs(span: Span, block: int) -> bool:
+    """Whether tiles stop at the end of each run of ``inner`` indices: theirs are consecutive."""
+    if span.inner >= span.size:
+        return True
+    return -(-span.inner // block) * block <= _MAX_RUN_WASTE * span.inner
+
+
+def num_tiles(config: TileConfig, spans: RoundSpans) -> int:
+    """Tiles of one chunk."""
+    return spans.batches.size * _cuts(spans.rows, config.block_m) * _cuts(spans.columns, config.block_n)
+
+
+def _cuts(span: Span, block: int) -> int:
+    if in_runs(span, block):
+        return -(-span.size // span.inner) * -(-span.inner // block)
+    return -(-span.size // block)
+
+
+def matmul_config(
+    arch: int,
+    dtype: torch.dtype,
+    spans: RoundSpans,
+    k: int,
+    group_size: int,
+    num_programs: int,
+    describable: bool,
+    allow_tf32: bool,
+) -> TileConfig:
+    """The largest tile that gives every program work; the smallest if none does.
+
+    ``describable``: x and w fit tensor descriptors. Loads by pointer need registers that the widest
+    tiles do not leave.
+    """
+    if arch == INTERPRETER:
+        m, n = _fitting(spans.rows.size, 64), _fitting(spans.columns.size, 64)
+        return TileConfig(m, n, _fitting(k, 64), 2, 4, 1)
+    single = _TF32 if allow_tf32 else _FP32
+    table = single if dtype == torch.float32 else _HALF[arch]
+    for config in table:
+        by_pointer = not (describable and boxes(config, spans))
+        if by_pointer and config.block_n > _MAX_POINTER_N:
+            continue
+        if num_tiles(config, spans) * group_size >= num_programs:
+            return config
+    return table[-1]
+
+
+def boxes(config: TileConfig, spans: RoundSpans) -> bool:
+    """Whether every tile is one box of x and one of w, as tensor descriptors load them."""
+    return in_runs(spans.rows, config.block_m) and in_runs(spans.columns, config.block_n)
+
+
+def unpack_config(arch: int, span: Span, itemsize: int) -> UnpackConfig:
+    """16 KiB at a time: 4 loads of 16 bytes in flight per thread; less if runs are unaligned."""
+    numel = 1024 if arch == INTERPRETER else (16384 if span.inner % 16 == 0 else 2048) // itemsize
+    block_inner = min(numel, _fitting(span.inner, numel))
+    return UnpackConfig(numel // block_inner, block_inner, num_warps=8)
+
+
+def _fitting(size: int, most: int) -> int:
+    """The power of two that covers ``size``, between 16 (the least of a dot) and ``most``."""
+    return min(most, max(16, 1 << (size - 1).bit_length()))

@@ -1,0 +1,219 @@
+"""``fusedcomm demo``: one pair of the start program, as users write it today and fused."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from fusedcomm.cli import launch
+from fusedcomm.cli.problem import DTENSOR, OURS, ROOF, UNFUSED, Problem, RankData
+from fusedcomm.cli.timing import Timing, ValuesDiffer, check_values, measure
+from fusedcomm.testing.ranks import RankError
+
+VARIANTS = (DTENSOR, UNFUSED, OURS, ROOF)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TIMEOUT_S = 600
+HEADS = 16
+PLAIN_WIDTH = 120  # of lines where no terminal says its own
+FASTER = "x vs"
+CPU = "CPU, one thread a rank"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 reports."""
+
+    problem: str
+    world_size: int
+    device: str
+    rounds: int
+    plan: str
+    algorithm: str
+    huge_pages: bool  # asked for by torch's own CPU allocations
+    times: dict[str, Timing]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="the start program, unfused and fused, on this machine",
+        description="Runs matmul + all_to_all on the GPUs present, else on CPU ranks; by itself, "
+        "or in the ranks of torchrun. Checks all values, then prints times side by side.",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--world-size", type=_positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)")
+    parser.add_argument("--rounds", type=_positive, default=7, metavar="N", help="default: 7")
+    parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on GPUs, float32 on CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    device_type = args.device or launch.default_device_type()
+    world_size = args.world_size or launch.default_world_size(device_type)
+    if problem := _wrong_arguments(args, device_type):
+        return _fail(problem, code=2)
+    dtype = DTYPES[args.dtype or ("bfloat16" if device_type == "cuda" else "float32")]
+    try:
+        with launch.ranks(device_type, world_size, TIMEOUT_S) as call:
+            result = call(_measure, device_type, dtype, args.rounds)
+    except ValuesDiffer as error:
+        return _fail(str(error))
+    except RankError as error:
+        failure = error.failures[0]
+        if failure.exception_type == ValuesDiffer.__name__:
+            return _fail(failure.message)
+        return _fail(str(error))
+    if result is not None:
+        _print(result)
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump(report(result), file, indent=2)
+    return 0
+
+
+def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
+    """What would otherwise come up in the ranks, or after all is measured."""
+    if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
+        return f"--device cuda: {missing}"
+    if args.json and launch.is_rank_0():
+        try:
+            open(args.json, "a").close()
+        except OSError as error:
+            return f"--json {args.json}: {error.strerror}"
+    return None
+
+
+def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> Problem:
+    """(16, 16192, 4096) @ (16, 4096, 8192) per GPU, as DESIGN section 1 has it, with the batch cut
+    to what memory holds; much smaller on a CPU."""
+    heads = HEADS if HEADS % world_size == 0 else world_size
+    if device.type == "cpu":
+        problem = Problem((2, 1024, 1024), (2, 1024, 256 * heads), (heads, 256), 1, -2, dtype)
+    else:
+        problem = Problem((16, 16192, 4096), (16, 4096, 512 * heads), (heads, 512), 1, -2, dtype)
+        free = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
+        dist.all_reduce(free, dist.ReduceOp.MIN)
+        # inputs, product, packed, received, result; and the oracle's copies in float32
+        bytes_per_batch = 12 * 4 * problem.x_shape[1] * problem.w_shape[2]
+        batch = max(1, min(16, int(free) // bytes_per_batch))
+        x_shape, w_shape = ((batch, *shape[1:]) for shape in (problem.x_shape, problem.w_shape))
+        problem = replace(problem, x_shape=x_shape, w_shape=w_shape)
+    return problem
+
+
+def report(result: Result) -> dict[str, Any]:
+    """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
+    roof, unfused, dtensor = (result.times[name].median for name in (ROOF, UNFUSED, DTENSOR))
+    return {
+        **launch.run_facts(),
+        **asdict(result),
+        "ratios": {
+            name: {
+                "faster_than_matmul_and_all_to_all": unfused / t.median,
+                "faster_than_dtensor": dtensor / t.median,
+                "time_over_roof": t.median / roof,
+                "exposed_communication": t.median - roof,
+            }
+            for name, t in result.times.items()
+        },
+    }
+
+
+def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int) -> Result:
+    device = launch.rank_device(device_type)
+    world_size = dist.get_world_size()
+    problem = start_program(device, dtype, world_size)
+    data = RankData(problem, device)
+    plan = data.plan()
+    variants = data.variants(*VARIANTS)
+    with _progress(rank == 0, rounds + 1) as on_round:
+        check_values(variants, data.check)
+        data.randomize()
+        times = measure(variants, device, rounds=rounds, on_round=on_round)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
+    huge_pages = launch.torch_asks_for_huge_pages()
+    return Result(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times)
+
+
+@contextlib.contextmanager
+def _progress(here: bool, total: int) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    if not (here and console.is_terminal):
+        yield lambda done: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    # No refresh thread: it would take time from the rank that is measured.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("checking values", total=total)
+
+        def on_round(done: int) -> None:
+            progress.update(task, completed=done, description="round", refresh=True)
+
+        yield on_round
+
+
+def _print(result: Result) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
+    console.print(f"{result.world_size} ranks ({result.device}), each: {result.problem}")
+    console.print(f"values equal on all ranks; slowest rank, median of {result.rounds} rounds")
+    console.print(_table(result.times))
+    if result.device == CPU:
+        console.print(f"{DTENSOR} on a CPU mesh: all_gather + split, which is what torch does there")
+    console.print(f"{FASTER} = times faster than; exposed = communication not hidden: time - roof")
+    if _pages_differ(result):
+        console.print(f"exposed can be below 0: the result of {OURS} is in huge pages, torch's in small ones")
+    console.print(f"plan of {OURS}: {result.plan}", markup=False)
+
+
+def _pages_differ(result: Result) -> bool:
+    """`chunked` on a CPU asks for huge pages for its result; torch does if the environment says so."""
+    asks = result.device == CPU and result.algorithm == "chunked" and not result.huge_pages
+    return asks and launch.system_huge_pages() == "madvise"
+
+
+def _table(times: dict[str, Timing]) -> Table:
+    roof, unfused, dtensor = (times[name].median for name in (ROOF, UNFUSED, DTENSOR))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(no_wrap=True)
+    for heading in (
+        "time\nms",
+        f"{FASTER}\nDTensor",
+        f"{FASTER} matmul\n+ all_to_all",
+        "time /\nroof",
+        "exposed\nms",
+    ):
+        table.add_column(heading, justify="right")
+    for name, timing in times.items():
+        time, ratios = timing.median, ["", "", "", ""]
+        if name != ROOF:
+            ratios = [f"{ratio:.2f}" for ratio in (dtensor / time, unfused / time, time / roof)]
+            ratios.append(f"{(time - roof) * 1e3:.1f}")
+        table.add_row(name, f"{time * 1e3:.1f}", *ratios, style="bold" if name == OURS else None)
+    return table
+
+
+def _fail(text: str, code: int = 1) -> int:
+    print(f"fusedcomm demo: {text}", file=sys.stderr)
+    return code
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

@@ -1,0 +1,114 @@
+"""How every speed is measured: values first, then all variants side by side in one run.
+
+* Every variant's result is checked on every rank before any is timed; no timing of wrong results.
+* Variants are interleaved round by round, in an order that changes with the round and is equal on
+  all ranks: a slow moment of the machine meets all, and none always follows the same other.
+* The ranks start a measurement together; its time is the slowest rank's. Reported: the median over
+  rounds, P10, P90.
+
+Ranks call these functions alike, under torchrun or in a RankPool.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Variants = Mapping[str, Callable[[], Tensor]]
+
+L2_BYTES = 256 << 20  # more than the L2 of any GPU
+TEXT_BYTES = 400  # of a check's answer
+SKEW_CYCLES = 2_000_000  # about 1 ms: the GPU waits until all launches of a measurement are queued
+
+
+class ValuesDiffer(Exception):
+    """A variant gave wrong values on some rank; raised alike on all ranks."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the slowest rank."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def check_values(variants: Variants, check: Callable[[str, Tensor], str | None]) -> None:
+    """``check(name, result)`` says what is wrong, or None. ValuesDiffer is raised on all ranks."""
+    for name, variant in variants.items():
+        result = variant()
+        found = _all_gather_text(check(name, result) or "", result.device)
+        wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
+        if wrong:
+            raise ValuesDiffer(f"{name!r} gave wrong values: " + "; ".join(wrong))
+
+
+def measure(
+    variants: Variants,
+    device: torch.device,
+    *,
+    rounds: int,
+    warmup: int = 1,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> dict[str, Timing]:
+    """Times of checked variants. ``on_round`` gets the number of rounds done, warm-up included."""
+    names = list(variants)
+    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    seconds = torch.zeros(rounds, len(names), dtype=torch.float64, device=device)
+    for round_ in range(-warmup, rounds):
+        for i in random.Random(round_).sample(range(len(names)), len(names)):
+            elapsed = clock(variants[names[i]])
+            if round_ >= 0:
+                seconds[round_, i] = elapsed
+        on_round(round_ + warmup + 1)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    low, median, high = seconds.quantile(
+        torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=device), dim=0
+    ).tolist()
+    return {name: Timing(median[i], low[i], high[i]) for i, name in enumerate(names)}
+
+
+def _all_gather_text(text: str, device: torch.device) -> list[str]:
+    """Not all_gather_object: that needs NumPy, which torch does not depend on."""
+    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
+    local = torch.tensor(list(data), dtype=torch.uint8, device=device)
+    every = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, local)
+    return [bytes(t.tolist()).decode(errors="replace").strip() for t in every]
+
+
+class _CpuClock:
+    def __call__(self, variant: Callable[[], Tensor]) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        result = variant()
+        elapsed = time.perf_counter() - start
+        del result  # after the clock was read: freeing is not part of any variant
+        return elapsed
+
+
+class _CudaClock:
+    def __init__(self, device: torch.device) -> None:
+        self.flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
+        self.token = torch.zeros(1, device=device)
+
+    def __call__(self, variant: Callable[[], Tensor]) -> float:
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        dist.barrier()
+        self.flush.zero_()
+        torch.cuda._sleep(SKEW_CYCLES)
+        dist.all_reduce(self.token)  # on the stream: GPUs start together, whatever launches took
+        start.record()
+        variant()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3

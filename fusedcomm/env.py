@@ -1,0 +1,54 @@
+"""Every environment variable of fusedcomm, read when it is needed and never at import."""
+
+from __future__ import annotations
+
+import os
+
+ALGORITHMS = ("unfused", "chunked", "fused")
+
+
+def timeout_s() -> float:
+    """``FUSEDCOMM_TIMEOUT_S``: the bound of every wait for a peer, in seconds (default 600)."""
+    return _positive("FUSEDCOMM_TIMEOUT_S", 600.0)
+
+
+def workspace_bytes() -> int:
+    """``FUSEDCOMM_WORKSPACE_BYTES``: the most memory a group's workspace may hold on one device (default 1 GiB)."""
+    return int(_positive("FUSEDCOMM_WORKSPACE_BYTES", float(1 << 30)))
+
+
+def algorithm() -> str | None:
+    """``FUSEDCOMM_ALGORITHM``: the algorithm every op should use where it can run, or None for the planner's choice."""
+    name = os.environ.get("FUSEDCOMM_ALGORITHM") or None
+    if name is not None and name not in ALGORITHMS:
+        raise ValueError(f"FUSEDCOMM_ALGORITHM must be one of {', '.join(ALGORITHMS)}, got {name!r}")
+    return name
+
+
+def host_id() -> str:
+    """Ranks with equal ids can map each other's memory. ``FUSEDCOMM_HOST_ID`` overrides it (tests do).
+
+    The boot id tells hosts apart. The PID namespace must be shared too: memory is handed over through /proc/<pid>/fd.
+    """
+    override = os.environ.get("FUSEDCOMM_HOST_ID")
+    if override:
+        return override
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot_id = file.read().strip()
+        return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown host of process {os.getpid()}"
+
+
+def _positive(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise ValueError(f"{name} must be a positive number, got {text!r}")
+    return value

@@ -1,0 +1,1 @@
+"""One file per op: checks, schema, fake, autograd, dispatch."""

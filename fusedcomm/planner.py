@@ -1,0 +1,144 @@
+"""How a call runs: decided from what all ranks know, so that all ranks decide alike.
+
+    rule                                            plan        why
+    one rank                                        unfused     nothing to exchange
+    no workspace (host, native, peers, memory)      unfused     a vote said so: one rank that cannot means nobody does
+    one row does not fit a slot                     unfused     rounds are cut between rows
+    CPU                                             chunked     the matmul writes into the peer's slot: no pack, no copy
+    GPU, CUDA graph capture                         fused       a graph would fix the slots that chunked copies to
+    GPU, float32 without TF32                       chunked     the fused kernel would not use the tensor cores
+    GPU, chunks of 16 MiB or more                   chunked     full copy-engine speed, and no SM taken from the matmul
+    GPU, else                                       fused       tiles leave as they are finished
+
+`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the last five where the algorithm can run; like a capture, they must
+be the same on all ranks (chunked and fused can meet, either of them and unfused cannot).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from fusedcomm import env
+from fusedcomm.exchange import Exchange
+from fusedcomm.registry import Member
+from fusedcomm.topology import tf32_allowed
+
+log = logging.getLogger("fusedcomm")
+
+FORCED = "forced"
+COPY_ENGINE_BYTES = 16 << 20  # where a copy reaches full NVLink speed (DESIGN section 4); not measured by us yet
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run. Equal on all ranks."""
+
+    op: str
+    algorithm: str
+    reason: str
+    slot_bytes: int = 0  # what one round needs
+    num_rounds: int = 0
+
+    def __str__(self) -> str:
+        rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
+        return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
+
+
+class force_algorithm:  # a function to its users: force_algorithm("fused"), or in a with statement
+    """Make every op of this process use ``name`` where it can run; None gives the choice back to the planner.
+
+    Where it cannot run, `unfused` runs for that reason, or with ``strict`` a RuntimeError is raised. Call it alike on
+    every rank. In a ``with`` statement the earlier setting comes back at the end.
+    """
+
+    current: tuple[str | None, bool] = (None, False)
+
+    def __init__(self, name: str | None, strict: bool = False) -> None:
+        if name is not None and name not in env.ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(env.ALGORITHMS)} or None, got {name!r}")
+        self.previous = force_algorithm.current
+        force_algorithm.current = (name, strict)
+
+    def __enter__(self) -> force_algorithm:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        force_algorithm.current = self.previous
+
+
+def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None) -> Plan:
+    """``member`` is None for a group of one rank."""
+    if member is None or exchange.group_size == 1:
+        return Plan(op, "unfused", "one rank: nothing to exchange")
+    name, strict = force_algorithm.current
+    name = name or member.topology.algorithm
+    reason = _reject_reason(name, exchange, dtype, member)
+    if reason is not None:
+        if strict and name not in (None, "unfused"):
+            raise RuntimeError(f"{op} cannot run as {name}: {reason}")
+        log_fallback(op, reason)
+        return Plan(op, "unfused", reason)
+    if name is not None:
+        algorithm, why = name, FORCED
+    else:
+        algorithm, why = _choose(exchange, dtype, member)
+    if algorithm == "unfused":
+        return Plan(op, "unfused", why)
+    slot_bytes, num_rounds = _rounds(exchange, dtype, member)
+    return Plan(op, algorithm, why, slot_bytes, num_rounds)
+
+
+def _choose(exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
+    if member.device.type == "cpu":
+        return "chunked", "CPU: the matmul of each chunk writes into the peer's memory"
+    if torch.cuda.is_current_stream_capturing():
+        return "fused", "CUDA graph: kernels take the slot from the device"
+    if member.topology.no_fused is not None:
+        return "chunked", member.topology.no_fused
+    if dtype == torch.float32 and not tf32_allowed():
+        return "chunked", "float32 without TF32: cuBLAS is faster than the fused kernel"
+    chunk_bytes = exchange.chunk_numel * dtype.itemsize
+    if chunk_bytes >= COPY_ENGINE_BYTES:
+        return "chunked", f"{chunk_bytes >> 20} MiB per peer: the copy engines run at full speed"
+    return "fused", f"{chunk_bytes / 2**20:.3g} MiB per peer: tiles leave as they are finished"
+
+
+def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Member) -> str | None:
+    """Why neither ``name`` nor, for None, any algorithm with a workspace can run these inputs; None if one can."""
+    topology = member.topology
+    if name == "unfused":
+        return None
+    if member.no_workspace is not None:
+        return member.no_workspace
+    row_bytes = exchange.row_numel * dtype.itemsize * exchange.group_size
+    if row_bytes > member.max_slot_bytes:
+        return (
+            f"one row for every peer takes {row_bytes} bytes, a slot has {member.max_slot_bytes}: "
+            f"FUSEDCOMM_WORKSPACE_BYTES={topology.workspace_bytes}"
+        )
+    capturing = member.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if (name == "fused" or capturing) and topology.no_fused is not None:
+        return topology.no_fused
+    if name == "chunked" and capturing:
+        return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"
+    return None
+
+
+def _rounds(exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[int, int]:
+    """Bytes of a slot and number of rounds; rounds are cut only where the workspace cap asks for it."""
+    peer_bytes = exchange.group_size * dtype.itemsize
+    if exchange.chunk_numel * peer_bytes <= member.max_slot_bytes:
+        return exchange.chunk_numel * peer_bytes, 1
+    return member.max_slot_bytes, len(exchange.rounds(member.max_slot_bytes // peer_bytes))
+
+
+_logged: set[tuple[str, str]] = set()
+
+
+def log_fallback(op: str, reason: str) -> None:
+    if (op, reason) not in _logged:
+        _logged.add((op, reason))
+        log.warning("%s runs unfused: %s", op, reason)

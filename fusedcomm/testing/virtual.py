@@ -1,0 +1,108 @@
+"""R ranks in one process on one device, each with a stream of its own: for tests and benches that have one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from fusedcomm.workspace import FINGERPRINT_BITS, Workspace
+
+
+class VirtualGroup:
+    """Workspaces of R virtual ranks over plain memory. The SMs are divided, so that all ranks' kernels are co-resident.
+
+    On CUDA, what the driver does at a first use (load a kernel, make memory) can wait for the kernels that run. If one
+    of those waits for a rank whose launch comes after, nobody goes on: ``load`` every call before its first ``run``.
+    """
+
+    def __init__(self, group_size: int, slot_bytes: int, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        if self.cuda and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        size = Workspace.num_bytes(group_size, slot_bytes)
+        with self._on_device():
+            segments = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(group_size)]
+            self.workspaces = [Workspace(rank, segments, f"virtual {group_size}") for rank in range(group_size)]
+            self.streams = [torch.cuda.Stream(self.device) if self.cuda else None for _ in range(group_size)]
+            for rank, workspace in enumerate(self.workspaces):
+                workspace.lane = rank  # ranks of one device must not be put into one order
+                workspace.num_sms = max(1, workspace.num_sms // group_size)
+                if self.cuda:
+                    self._warm_up(workspace)
+        self._clear()
+
+    def run(self, fn: Callable[..., Any], *args_by_rank: list[Any]) -> list[Any]:
+        """``fn(workspace, *args of the rank)`` for every rank on its stream; the caller's stream waits for all."""
+        with self._on_device():
+            results = []
+            for rank, workspace in enumerate(self.workspaces):
+                stream = self.streams[rank]
+                if stream is not None:
+                    stream.wait_stream(torch.cuda.current_stream())
+                with self.on_stream(rank):
+                    results.append(fn(workspace, *(args[rank] for args in args_by_rank)))
+            for stream in self.streams:
+                if stream is not None:
+                    torch.cuda.current_stream().wait_stream(stream)
+        return results
+
+    def load(self, fn: Callable[..., Any], fingerprint: int, *args: Any) -> None:
+        """``fn(workspace, *args)``, a call of one round, by one rank after the other: each finds all flags set.
+
+        Loads every kernel as this group's size specialises it, and fills the ranks' memory pools. Leaves nothing in
+        the workspaces.
+        """
+        flag = 1 << FINGERPRINT_BITS | fingerprint
+        self._clear()
+        with self._on_device():
+            for rank, workspace in enumerate(self.workspaces):
+                start = workspace.layout.flag(1, 0)
+                flags = workspace.buffers[rank][start : start + 8 * workspace.group_size]
+                flags.view(torch.int64).fill_(flag)
+                self._synchronize()
+                with self.on_stream(rank):
+                    fn(workspace, *args)
+                self.check("load")
+                assert workspace.epoch == 1, f"load needs a call of one round, got {workspace.epoch}"
+        self._clear()
+
+    def check(self, op: str) -> None:
+        """Wait for the device and raise what any rank's waits found."""
+        self._synchronize()
+        for workspace in self.workspaces:
+            workspace.check(op)
+
+    def on_stream(self, rank: int) -> AbstractContextManager[Any]:
+        stream = self.streams[rank]
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.cuda else nullcontext()
+
+    def _synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _clear(self) -> None:
+        """Workspaces as new: no flags, no data, epoch 0."""
+        self._synchronize()
+        with self._on_device():
+            for workspace in self.workspaces:
+                workspace.buffers[workspace.rank].zero_()
+                workspace.arm()
+                workspace.epoch = 0
+        self._synchronize()
+
+    def _warm_up(self, workspace: Workspace) -> None:
+        """Give the rank's streams cuBLAS workspaces and memory as large as two slots."""
+        for stream in (self.streams[workspace.rank], workspace.side_stream()):
+            with torch.cuda.stream(stream):
+                a = torch.ones(16, 16, dtype=torch.bfloat16, device=self.device)
+                torch.mm(a, a)
+                torch.addmm(a[0], a, a)  # cublasLt has one of its own
+                torch.empty(2 * workspace.slot_bytes, dtype=torch.uint8, device=self.device)
+        self._synchronize()

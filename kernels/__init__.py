@@ -1,0 +1,1 @@
+"""Everything that is compiled; imported only as `fusedcomm.kernels`."""

@@ -1,0 +1,62 @@
+// The extension module fusedcomm.kernels.cpu.native.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "flags.h"
+#include "huge_pages.h"
+
+namespace py = pybind11;
+
+namespace fusedcomm {
+
+void register_symmetric_memory();  // symmetric_memory.cpp
+
+namespace {
+
+void check_address(const char* name, uintptr_t address) {
+  if (address == 0 || address % sizeof(int64_t) != 0) {
+    throw py::value_error(std::string(name) + " must be the address of a 64-bit word, got " + std::to_string(address));
+  }
+}
+
+}  // namespace
+}  // namespace fusedcomm
+
+PYBIND11_MODULE(native, m) {
+  using namespace fusedcomm;
+  m.doc() = "Words in shared memory, and on import the CPU backend of torch symmetric memory.";
+
+  m.def(
+      "signal",
+      [](uintptr_t address, int64_t value) {
+        check_address("address", address);
+        signal_word(address, value);
+      },
+      py::arg("address"), py::arg("value"), "Store a 64-bit word after all earlier writes of this thread (release).");
+
+  m.def(
+      "load",
+      [](uintptr_t address) {
+        check_address("address", address);
+        return load_word(address);
+      },
+      py::arg("address"), "Load a 64-bit word before all later reads of this thread (acquire).");
+
+  m.def(
+      "wait",
+      [](uintptr_t address, int64_t epoch, uintptr_t broken, int64_t num_broken, double timeout_s) {
+        check_address("address", address);
+        if (num_broken > 0) check_address("broken", broken);
+        return wait_word(address, epoch, broken, num_broken, timeout_s);
+      },
+      py::arg("address"), py::arg("epoch"), py::arg("broken"), py::arg("num_broken"), py::arg("timeout_s"),
+      "Wait until `flag >> 24 >= epoch`, or one of the `num_broken` words at `broken` is not zero and of that epoch "
+      "or an earlier one (`word >> 8`), or the time is over; return the flag last seen (acquire).");
+
+  m.def(
+      "prefer_huge_pages", [](uintptr_t address, uintptr_t num_bytes) { prefer_huge_pages(address, num_bytes); },
+      py::arg("address"), py::arg("num_bytes"), "Ask for large pages in a range of memory that is not touched yet.");
+
+  register_symmetric_memory();
+}

@@ -1,0 +1,226 @@
+"""What every kernel here is made of: signal, bounded wait, failure, tile order, Span maps.
+
+The only file with PTX-level matters. What differs between the GPU and the Triton interpreter is
+decided here, once.
+
+Control flow must be the same in all threads of a program, and two threads that load a word that a
+peer is about to write, or read the clock, may see different values. So whatever decides a branch
+comes from an atomic: one thread executes it and Triton hands its result to the whole block.
+"""
+
+import time
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import globaltimer
+
+INTERPRET = tl.constexpr(knobs.runtime.interpret)
+
+# The header of a segment, in bytes: fusedcomm.workspace.HeaderLayout, the parts that do not depend
+# on group_size.
+EPOCH = tl.constexpr(0)
+ARRIVALS = tl.constexpr(8)
+TIMEOUT = tl.constexpr(16)
+RECORD = tl.constexpr(24)
+BROKEN = tl.constexpr(128)
+
+FINGERPRINT_BITS = tl.constexpr(24)
+KIND_BITS = tl.constexpr(8)
+TIMED_OUT = tl.constexpr(1)
+MISMATCHED = tl.constexpr(2)
+BROKEN_BY_PEER = tl.constexpr(3)
+RECORD_FREE = tl.constexpr(0)
+RECORD_CLAIMED = tl.constexpr(1)
+RECORD_COMPLETE = tl.constexpr(2)
+RECORD_WORDS = tl.constexpr(8)
+
+if knobs.runtime.interpret:
+
+    def clock_ns() -> int:
+        time.sleep(0)  # ranks may share a core: let the one run that this one waits for
+        return time.monotonic_ns()
+
+else:
+    clock_ns = globaltimer
+
+
+@triton.jit
+def tile_coords(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Column-major order inside bands of GROUP_M tile rows: the rows of a band stay in L2."""
+    tiles_in_band = GROUP_M * num_n
+    first_m = (tile // tiles_in_band) * GROUP_M
+    band_m = min(num_m - first_m, GROUP_M)
+    in_band = tile % tiles_in_band
+    return first_m + in_band % band_m, in_band // band_m
+
+
+@triton.jit
+def span_index(i, peer, start, inner, outer_stride, peer_stride):
+    """fusedcomm.exchange.Span on the device: where index i of a peer's part lies, 64 bits wide."""
+    first = tl.cast(start, tl.int64) + tl.cast(peer, tl.int64) * peer_stride
+    run = i // inner
+    return first + tl.cast(run, tl.int64) * outer_stride + (i - run * inner)
+
+
+@triton.jit
+def in_segment(segment, offset, DTYPE: tl.constexpr):
+    """Pointer to data ``offset`` bytes into a segment; both are multiples of 128."""
+    return tl.multiple_of((segment + offset).to(tl.pointer_type(DTYPE)), 128)
+
+
+@triton.jit
+def word(segment, offset):
+    """Pointer to the int64 word ``offset`` bytes into the segment at address ``segment``."""
+    return (segment + offset).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def flag_value(epoch, fingerprint):
+    return (epoch << FINGERPRINT_BITS) | fingerprint
+
+
+@triton.jit
+def flags_of(segment, epoch, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_SLOTS: tl.constexpr):
+    """Pointer to the flags of the slot of ``epoch``, one per src_rank."""
+    return word(segment, FLAGS) + (epoch % NUM_SLOTS) * GROUP_SIZE
+
+
+@triton.jit
+def block_barrier():
+    """Barrier of all threads of a program; orders what they wrote before it for the block.
+
+    Triton does not pipeline loops that hold a tl.debug_barrier, and a persistent loop must hold
+    one. Only kernels without warp specialization may use this: barrier 0 takes all threads.
+    """
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def signal(flag_ptr, value):
+    """Release at system scope: who acquires ``value`` sees all that this block wrote before.
+
+    The barrier puts the stores of all threads before the release of the one that signals. Our
+    kernels write peers' memory with ordinary stores only; one that used TMA stores (the async
+    proxy) would have to complete them first, in the thread that issued them
+    (cp.async.bulk.wait_group 0).
+    """
+    block_barrier()
+    tl.atomic_xchg(flag_ptr, tl.cast(value, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def back_off():
+    """Between two polls: many programs wait, and each poll of theirs goes to the memory that peers write to."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise("nanosleep.u32 64; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def poll(ptrs, mask=None):
+    """Acquire at system scope; the same value in every thread. A read-modify-write of nothing."""
+    return tl.atomic_add(ptrs, tl.cast(0, tl.int64), mask=mask, sem="acquire", scope="sys")
+
+
+@triton.jit
+def poll_broken(segment, rank, epoch, expired, GROUP_SIZE: tl.constexpr):
+    """Whether any rank has given up on this workspace by round ``epoch``; giving it up itself where ``expired``.
+
+    A peer that failed in a later round has completed this one: its data are good.
+
+    That the clock has run out is told to the block through memory: ``expired`` may differ between
+    threads, the word that one of them writes does not.
+    """
+    RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
+    ranks = tl.arange(0, RANKS)
+    value = tl.where((ranks == rank) & expired, TIMED_OUT, 0).to(tl.int64)
+    mask = ranks < GROUP_SIZE
+    words = tl.atomic_or(word(segment, BROKEN) + ranks, value, mask=mask, sem="acquire", scope="sys")
+    return tl.max((mask & given_up(words, epoch)).to(tl.int32), axis=0) != 0
+
+
+@triton.jit
+def given_up(words, epoch):
+    """broken[src]: kind | epoch << 8; 0 while src_rank goes on."""
+    return (words != 0) & ((words >> KIND_BITS) <= epoch)
+
+
+@triton.jit
+def wait(flag_ptr, segment, rank, epoch, skip, GROUP_SIZE: tl.constexpr):
+    """Acquire the flag that a peer sets by ``signal`` in round ``epoch``; returns its last value.
+
+    Ends early where the workspace is broken or its time-out is over (then it is broken); ``skip``
+    looks only once.
+    """
+    deadline = tl.load(word(segment, TIMEOUT)) + clock_ns()
+    flag = poll(flag_ptr)
+    waiting = ((flag >> FINGERPRINT_BITS) < epoch) & (skip == 0)
+    while waiting:
+        back_off()
+        broken = poll_broken(segment, rank, epoch, clock_ns() > deadline, GROUP_SIZE)
+        flag = poll(flag_ptr)
+        waiting = ((flag >> FINGERPRINT_BITS) < epoch) & (broken == 0)
+    block_barrier()  # the loads of all threads come after the acquire of one
+    return flag
+
+
+@triton.jit
+def fail(
+    segments_ptr,
+    segment,
+    rank,
+    epoch,
+    fingerprint,
+    FLAGS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+):
+    """Judge why a wait failed. The first program to do so fills the record and breaks all ranks.
+
+    A mismatch is judged before ``broken``: the peer that has found it too has broken this workspace
+    already. Nobody is to blame where the flag that this rank gave up on has come since.
+    """
+    RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
+    ranks = tl.arange(0, RANKS)
+    mask = ranks < GROUP_SIZE
+    flags = poll(flags_of(segment, epoch, FLAGS, GROUP_SIZE, NUM_SLOTS) + ranks, mask)
+    arrived = (flags >> FINGERPRINT_BITS) >= epoch
+    mismatched = (mask & arrived & (flags != flag_value(epoch, fingerprint))).to(tl.int64)
+    missing = (mask & (arrived == 0) & (ranks != rank)).to(tl.int64)
+    broken = given_up(poll(word(segment, BROKEN) + ranks, mask), epoch)
+    breakers = (mask & broken & (ranks != rank)).to(tl.int64)
+    any_mismatched = tl.max(mismatched, axis=0) != 0
+    any_missing = tl.max(missing, axis=0) != 0
+    kind = tl.where(any_mismatched, MISMATCHED, tl.where(any_missing, TIMED_OUT, BROKEN_BY_PEER))
+    bad = tl.where(any_mismatched, mismatched, tl.where(any_missing, missing, breakers))
+
+    record = tl.load(word(segment, RECORD)).to(tl.pointer_type(tl.int64))
+    # Only programs of this device compete for the record; system scope would need atomics over the
+    # host's bus.
+    free = tl.cast(RECORD_FREE, tl.int64)
+    state = tl.atomic_cas(record, free, tl.cast(RECORD_CLAIMED, tl.int64), sem="acq_rel", scope="gpu")
+    if state == RECORD_FREE:
+        tl.store(record + 1, kind.to(tl.int64))
+        tl.store(record + 2, epoch)
+        tl.store(record + 3, tl.cast(rank, tl.int64))
+        tl.store(record + 4, tl.cast(fingerprint, tl.int64))
+        tl.store(record + RECORD_WORDS + ranks, flags, mask)
+        tl.store(record + RECORD_WORDS + GROUP_SIZE + ranks, bad, mask)
+        block_barrier()  # whoever learns of the failure finds it on record
+        segments = tl.load(segments_ptr + ranks, mask, other=0)
+        value = tl.zeros((RANKS,), tl.int64) + (kind.to(tl.int64) | (epoch << KIND_BITS))
+        tl.atomic_xchg(word(segments, BROKEN) + rank, value, mask=mask, sem="release", scope="sys")
+        signal(record, RECORD_COMPLETE)
+
+
+@triton.jit
+def is_broken(segment, rank, epoch, GROUP_SIZE: tl.constexpr):
+    """For readers after their last read: a peer that gave up may have overwritten the slot.
+
+    The data have been read: their stores, which needed them, come before the barrier.
+    """
+    block_barrier()
+    return poll_broken(segment, rank, epoch, False, GROUP_SIZE)

@@ -1,0 +1,63 @@
+"""Builds the optional extension fusedcomm.kernels.cpu.native; the rest is in pyproject.toml."""
+
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+
+NAME = "fusedcomm.kernels.cpu.native"
+FOLDER = Path("kernels/cpu")
+
+
+def reject_reason() -> str | None:
+    """Why the extension cannot be built here, None if it can."""
+    if sys.platform != "linux":
+        return f"it needs Linux (memfd_create), got {sys.platform}"
+    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[0]
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler found ({compiler})"
+    try:
+        import torch.utils.cpp_extension  # noqa: F401
+    except Exception as error:
+        return f"no torch in the build environment ({error}); --no-build-isolation uses yours"
+    return None
+
+
+def left_out(reason: object) -> None:
+    print(f"{NAME} is left out, ops on CPU will run unfused: {reason}", file=sys.stderr)
+
+
+def native_extension() -> dict[str, Any]:
+    """The arguments of setup() that build the extension."""
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    class OptionalBuild(BuildExtension):
+        def run(self) -> None:
+            try:
+                super().run()
+            except Exception as error:
+                left_out(error)
+                self.extensions: list[Any] = []
+
+    extension = CppExtension(
+        NAME,
+        sources=[str(FOLDER / "native.cpp"), str(FOLDER / "symmetric_memory.cpp")],
+        depends=[str(header) for header in sorted(FOLDER.glob("*.h"))],
+        define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None)],
+        extra_compile_args=["-O2", "-g0", "-Wall", "-fvisibility=hidden"],
+    )
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": OptionalBuild.with_options(use_ninja=False)},
+    }
+
+
+reason = reject_reason()
+if reason is not None:
+    left_out(reason)
+setup(**(native_extension() if reason is None else {}))
