@@ -285,7 +285,8 @@ class Workspace:
     def fail(self, op: str, epoch: int, fingerprint: int) -> None:
         """Judge what is there, break every rank's workspace, keep the error and raise it.
 
-        A mismatch is judged first: the peer that found it too has broken this workspace already.
+        A mismatch is judged first: the peer that found it too has broken this workspace already. A peer that has left
+        a round will not signal again: that it has left is the cause, that it is missing is not.
         """
         base = self.addresses[self.rank]
         flags = [_native().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
@@ -294,12 +295,16 @@ class Workspace:
             s for s in others if flags[s] >> FINGERPRINT_BITS == epoch and flags[s] & FINGERPRINT != fingerprint
         ]
         missing = [s for s in others if flags[s] >> FINGERPRINT_BITS < epoch]
+        breakers = self.breakers(epoch)
+        left = [s for s in others if breakers.get(s) == ABANDONED]
         if mismatched:
             kind, bad = MISMATCHED, mismatched
+        elif left:
+            kind, bad = BROKEN_BY_PEER, left
         elif missing:
             kind, bad = TIMED_OUT, missing
         else:
-            kind, bad = BROKEN_BY_PEER, [s for s in self.breakers(epoch) if s != self.rank]
+            kind, bad = BROKEN_BY_PEER, [s for s in others if s in breakers]
         self.record.fill(kind, epoch, self.rank, fingerprint, flags, bad)
         for address in self.addresses:
             _native().signal(address + self.layout.broken + 8 * self.rank, kind | epoch << 8)

@@ -27,12 +27,16 @@ class Left(Exception):
     """Something that happens in the middle of a round: Ctrl-C, no memory, a compiler error."""
 
 
-def check_left_round(rank: int, algorithm: str) -> None:
-    """A round that one rank leaves after it has signalled must not be taken for the next one."""
+def check_left_round(rank: int, algorithm: str, seconds: float) -> None:
+    """A round that one rank leaves after it has signalled must not be taken for the next one.
+
+    ``seconds`` later: by then its peer has had all data of the round, and is right to return them.
+    """
     problem = BY_NAME["heads"]
     name = "received" if algorithm == "chunked" else "unpack"
 
     def leave(*args: Any) -> None:
+        time.sleep(seconds)
         raise Left
 
     with fresh_group(TIMEOUT_S="5") as group, fusedcomm.force_algorithm(algorithm, strict=True):
@@ -55,9 +59,10 @@ def check_left_round(rank: int, algorithm: str) -> None:
         check(group, problem, call(group, problem, 3), 3)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["at-once", "late"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_round_left_half_way_is_never_taken_for_the_next(ranks: Any, algorithm: str) -> None:
-    ranks(2).run(check_left_round, algorithm)
+def test_a_round_left_half_way_is_never_taken_for_the_next(ranks: Any, algorithm: str, seconds: float) -> None:
+    ranks(2).run(check_left_round, algorithm, seconds)
 
 
 def check_reset_against_close(rank: int) -> None:

@@ -347,6 +347,14 @@ def test_broken_by_a_peer(arrived: bool) -> None:
     assert ranks[0].record.tolist() == record(3 if arrived else 1, 1, 0, flags, bad)
 
 
+def test_a_peer_that_left_is_the_cause_of_what_is_missing() -> None:
+    ranks = case_ranks(3)
+    push(ranks[0], 1)
+    ranks[0].word(ranks[0].layout.broken, 3)[1] = 4 | 1 << 8
+    assert torch.isnan(unpack(ranks[0])[5:]).all()
+    assert ranks[0].record.tolist() == record(3, 1, 0, [flag(1), 0, 0], [0, 1, 0])
+
+
 def test_nobody_is_to_blame_for_a_flag_that_comes_with_the_deadline() -> None:
     """The wait is over, the flag arrives before the judgement: the rank must not name itself."""
     ranks = case_ranks(2)

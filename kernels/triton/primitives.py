@@ -27,9 +27,11 @@ BROKEN = tl.constexpr(128)
 
 FINGERPRINT_BITS = tl.constexpr(24)
 KIND_BITS = tl.constexpr(8)
+KIND = tl.constexpr(0xFF)
 TIMED_OUT = tl.constexpr(1)
 MISMATCHED = tl.constexpr(2)
 BROKEN_BY_PEER = tl.constexpr(3)
+ABANDONED = tl.constexpr(4)
 RECORD_FREE = tl.constexpr(0)
 RECORD_CLAIMED = tl.constexpr(1)
 RECORD_COMPLETE = tl.constexpr(2)
@@ -181,7 +183,8 @@ def fail(
     """Judge why a wait failed. The first program to do so fills the record and breaks all ranks.
 
     A mismatch is judged before ``broken``: the peer that has found it too has broken this workspace
-    already. Nobody is to blame where the flag that this rank gave up on has come since.
+    already. A peer that has left a round will not signal again: that is the cause, not that it is
+    missing. Nobody is to blame where the flag that this rank gave up on has come since.
     """
     RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
     ranks = tl.arange(0, RANKS)
@@ -190,12 +193,16 @@ def fail(
     arrived = (flags >> FINGERPRINT_BITS) >= epoch
     mismatched = (mask & arrived & (flags != flag_value(epoch, fingerprint))).to(tl.int64)
     missing = (mask & (arrived == 0) & (ranks != rank)).to(tl.int64)
-    broken = given_up(poll(word(segment, BROKEN) + ranks, mask), epoch)
-    breakers = (mask & broken & (ranks != rank)).to(tl.int64)
+    words = poll(word(segment, BROKEN) + ranks, mask)
+    breakers = mask & given_up(words, epoch) & (ranks != rank)
+    left = (breakers & ((words & KIND) == ABANDONED)).to(tl.int64)
     any_mismatched = tl.max(mismatched, axis=0) != 0
+    any_left = tl.max(left, axis=0) != 0
     any_missing = tl.max(missing, axis=0) != 0
-    kind = tl.where(any_mismatched, MISMATCHED, tl.where(any_missing, TIMED_OUT, BROKEN_BY_PEER))
-    bad = tl.where(any_mismatched, mismatched, tl.where(any_missing, missing, breakers))
+    cause = tl.where(any_left, left, tl.where(any_missing, missing, breakers.to(tl.int64)))
+    timed_out = any_missing & (any_left == 0)
+    kind = tl.where(any_mismatched, MISMATCHED, tl.where(timed_out, TIMED_OUT, BROKEN_BY_PEER))
+    bad = tl.where(any_mismatched, mismatched, cause)
 
     record = tl.load(word(segment, RECORD)).to(tl.pointer_type(tl.int64))
     # Only programs of this device compete for the record; system scope would need atomics over the
