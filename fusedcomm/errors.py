@@ -26,7 +26,7 @@ class PeerError(RuntimeError):
 
 
 class PeerTimeoutError(PeerError):
-    """A peer did not signal within ``FUSEDCOMM_TIMEOUT_S``: dead, late, or never called the op."""
+    """A peer did not signal within ``FUSEDCOMM_TIMEOUT_S``: dead, late, never called the op, or left it."""
 
 
 class PeerMismatchError(PeerError):

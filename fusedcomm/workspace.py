@@ -110,6 +110,7 @@ class ErrorRecord:
         flags = words[self.WORDS : self.WORDS + self.group_size]
         peers = [r for r, bad in enumerate(words[self.WORDS + self.group_size :]) if bad]
         found = [r for r, what in breakers.items() if what == MISMATCHED and r != rank]
+        left = [r for r in peers if breakers.get(r) == ABANDONED]
         seen = ", ".join(f"{r}: {flag >> FINGERPRINT_BITS}" for r, flag in enumerate(flags) if r != rank)
         where = f"{op} on group {group_name!r}, rank {rank}, round {epoch}"
         after = f"(rounds seen by rank: {seen}). Call fusedcomm.reset(group) on every rank before the next call"
@@ -119,6 +120,8 @@ class ErrorRecord:
                 PeerMismatchError,
                 f"ranks {peers} called another op, or this one with other shapes, dtype or dims",
             )
+        elif left:
+            text = f"ranks {left} left their call half way, by an exception there"
         elif found:
             error, text = (
                 PeerMismatchError,
