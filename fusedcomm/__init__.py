@@ -2,7 +2,11 @@
 
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.explain import explain
+from fusedcomm.ops.all_gather_matmul import all_gather_matmul
+from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
+from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
+from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.planner import Plan, force_algorithm
 from fusedcomm.registry import close, reset, synchronize
 
@@ -11,10 +15,14 @@ __all__ = [
     "PeerMismatchError",
     "PeerTimeoutError",
     "Plan",
+    "all_gather_matmul",
+    "all_to_all_matmul",
     "close",
     "explain",
     "force_algorithm",
+    "matmul_all_reduce",
     "matmul_all_to_all",
+    "matmul_reduce_scatter",
     "reset",
     "synchronize",
 ]

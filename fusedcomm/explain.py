@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedcomm.group import Group, resolve
-from fusedcomm.ops import matmul_all_to_all
+from fusedcomm.exchange import Exchange
+from fusedcomm.group import resolve
+from fusedcomm.ops import (
+    all_gather_matmul,
+    all_to_all_matmul,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+)
 from fusedcomm.ops.dispatch import prepare
 from fusedcomm.planner import Plan
 
+_OPS = {
+    module.OP: module
+    for module in (
+        matmul_all_to_all,
+        all_to_all_matmul,
+        all_gather_matmul,
+        matmul_reduce_scatter,
+        matmul_all_reduce,
+    )
+}
 
-def explain(
-    op: str,
-    x: Tensor,
-    w: Tensor,
-    gather_dim: int,
-    scatter_dim: int,
-    group: Group = None,
-    *,
-    bias: Tensor | None = None,
-    out_shape: Sequence[int] | None = None,
-    verbose: bool = True,
-) -> Plan:
-    """The plan for ``fusedcomm.<op>`` with these arguments, printed unless ``verbose`` is False.
 
-    x and w can be meta tensors (``torch.empty(..., device="meta")``): then the plan is that of the GPU if there is
+def explain(op: str, *args: Any, verbose: bool = True, **kwargs: Any) -> Plan:
+    """The plan for ``fusedcomm.<op>(*args, **kwargs)``, printed unless ``verbose`` is False.
+
+    Tensors can be meta tensors (``torch.empty(..., device="meta")``): then the plan is that of the GPU if there is
     one, else of the CPU. Raises the op's ValueErrors. The first call on a group is a collective, as the op's own is.
     """
-    if op != matmul_all_to_all.OP:
-        raise ValueError(f"op must be {matmul_all_to_all.OP!r}, got {op!r}")
-    group_size, group_name = resolve(group)
-    exchange = matmul_all_to_all.exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, group_size)
+    if op not in _OPS:
+        raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+    module = _OPS[op]
+    bound = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
+    bound.apply_defaults()
+    x: Tensor = bound.arguments["x"]
+    group_size, group_name = resolve(bound.arguments["group"])
+    named = {**bound.arguments, "group_size": group_size}
+    exchange: Exchange = module.exchange_of(*(named[name] for name in inspect.signature(module.exchange_of).parameters))
     device = x.device
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

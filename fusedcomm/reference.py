@@ -22,6 +22,40 @@ def exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_size: int, grou
     return received.view(blocks.shape).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
 
+def all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str) -> Tensor:
+    """Every rank's t, concatenated along gather_dim."""
+    gather_dim = gather_dim % t.ndim
+    if group_size == 1:
+        return t.contiguous()
+    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(t.contiguous(), group_size, group_name))
+    blocks = gathered.unflatten(0, (group_size, t.shape[0]))
+    return blocks.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
+
+
+def reduce_scatter(t: Tensor, reduce_op: str, scatter_dim: int, group_size: int, group_name: str) -> Tensor:
+    """Block r, of R along scatter_dim, of the sum or average of every rank's t."""
+    scatter_dim = scatter_dim % t.ndim
+    if group_size == 1:
+        return t.contiguous()
+    blocks = t.unflatten(scatter_dim, (group_size, t.shape[scatter_dim] // group_size)).movedim(scatter_dim, 0)
+    sent = blocks.flatten(0, 1).contiguous()
+    total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(sent, "sum", group_size, group_name))
+    return averaged(total.view(blocks.shape[1:]), reduce_op, group_size)
+
+
+def all_reduce(t: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
+    """The sum or average of every rank's t."""
+    if group_size == 1:
+        return t.contiguous()
+    total = _c10d.wait_tensor(_c10d.all_reduce(t.contiguous(), "sum", group_name))
+    return averaged(total, reduce_op, group_size)
+
+
+def averaged(total: Tensor, reduce_op: str, group_size: int) -> Tensor:
+    """gloo cannot average, so all backends sum."""
+    return total / group_size if reduce_op == "avg" else total
+
+
 def matmul(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ w + bias``, rounded once; w is [K, N] or has x's batch dims."""
     if bias is None:
@@ -45,3 +79,45 @@ def matmul_all_to_all(
     if out_shape is not None:
         y = y.unflatten(-1, tuple(out_shape))
     return exchange(y, gather_dim, scatter_dim, group_size, group_name)
+
+
+def all_to_all_matmul(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    gather_dim: int,
+    scatter_dim: int,
+    num_lead: int,
+    group_size: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    """The result and the exchanged x. ``num_lead``: dims of it that are not K."""
+    exchanged = exchange(x, gather_dim, scatter_dim, group_size, group_name)
+    return matmul(exchanged.flatten(num_lead), w, bias), exchanged
+
+
+def all_gather_matmul(
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    gather_dim: int,
+    group_size: int,
+    group_name: str,
+) -> tuple[list[Tensor], Tensor]:
+    """The results and the gathered x."""
+    gathered = all_gather(x, gather_dim, group_size, group_name)
+    return [matmul(gathered, w, bias) for w, bias in zip(ws, biases, strict=True)], gathered
+
+
+def matmul_reduce_scatter(
+    x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, scatter_dim: int, group_size: int, group_name: str
+) -> Tensor:
+    total = reduce_scatter(torch.matmul(x, w), reduce_op, scatter_dim, group_size, group_name)
+    return total if bias is None else total + bias
+
+
+def matmul_all_reduce(
+    x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int, group_name: str
+) -> Tensor:
+    total = all_reduce(torch.matmul(x, w), reduce_op, group_size, group_name)
+    return total if bias is None else total + bias

@@ -134,6 +134,16 @@ class ErrorRecord:
         return error(f"{where}: {text} {after}", peers=peers, op=op, epoch=epoch)
 
 
+@dataclass(frozen=True)
+class Call:
+    """One use of an op, as the algorithms run it."""
+
+    op: str
+    fingerprint: int
+    exchange: Exchange
+    workspace: Workspace
+
+
 class Workspace:
     """One segment per rank, mapped by all ranks, and this rank's place in the protocol.
 
@@ -179,8 +189,11 @@ class Workspace:
         words[self.layout.record // 8] = self.record.words.data_ptr()
 
     def num_programs(self, kind: str) -> int:
-        """Programs of a persistent kernel: all are co-resident, and "unpack", which waits, leaves SMs to pushes."""
-        return self.num_sms if kind == "push" else max(1, self.num_sms // 2)
+        """Programs of a persistent kernel. All are co-resident; those that wait leave SMs to those that send."""
+        pack = max(1, self.num_sms // 8)
+        if kind == "gather":  # a pack runs beside it
+            return max(1, self.num_sms - pack)
+        return {"push": self.num_sms, "pack": pack}.get(kind, max(1, self.num_sms // 2))
 
     def max_chunk_numel(self, itemsize: int) -> int:
         return self.slot_bytes // self.group_size // itemsize
@@ -234,18 +247,28 @@ class Workspace:
             self.error = PeerError(f"{text}. {after}", peers=[self.rank], op=op, epoch=epoch)
             raise
 
-    def rounds(self, exchange: Exchange, dtype: torch.dtype, op: str, fingerprint: int) -> Iterator[Round]:
+    def rounds(self, call: Call, dtype: torch.dtype) -> Iterator[Round]:
         """The rounds of a call that the host drives. Each takes one epoch when it is complete."""
+        self.begin(call)
+        for spans in call.exchange.rounds(self.max_chunk_numel(dtype.itemsize)):
+            with self.round(call, spans, dtype) as round:
+                yield round
+
+    def begin(self, call: Call) -> None:
+        """Before the first round of a call that the host drives."""
         assert not _capturing(self.device), "the slots of a captured round would stay where they are"
-        self.enter(op, fingerprint)
+        self.enter(call.op, call.fingerprint)
         if self.captured:  # graph replays have moved the epoch without the host
             self.epoch = int(self._epoch_word().item())
-        for spans in exchange.rounds(self.max_chunk_numel(dtype.itemsize)):
-            yield Round(self, self.epoch + 1, spans, dtype, op, fingerprint)
-            self.epoch += 1
-            if self.device.type == "cpu":
-                self._epoch_word().fill_(self.epoch)
-                self._check_peers(op, fingerprint, self.epoch)
+
+    @contextmanager
+    def round(self, call: Call, spans: RoundSpans, dtype: torch.dtype) -> Iterator[Round]:
+        """One round; it takes its epoch when the block is left without an exception."""
+        yield Round(self, self.epoch + 1, spans, dtype, call.op, call.fingerprint)
+        self.epoch += 1
+        if self.device.type == "cpu":
+            self._epoch_word().fill_(self.epoch)
+            self._check_peers(call.op, call.fingerprint, self.epoch)
 
     def launched(self, captured: bool) -> None:
         """A round's kernels are launched, or captured into a graph; they count the epoch themselves."""

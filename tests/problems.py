@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusedcomm import geometry
 from fusedcomm.exchange import Exchange
 
 
@@ -40,7 +41,7 @@ class Problem:
         return [*lead, k], w, columns if self.out_shape else None
 
     def exchange(self, x: Tensor, w: Tensor, group_size: int) -> Exchange:
-        return Exchange(
+        return geometry.matmul_all_to_all(
             x.shape,
             w.shape,
             self.sizes(group_size)[2],

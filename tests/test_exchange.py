@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
+from fusedcomm import geometry
 from fusedcomm.algorithms.chunked import ChunkMatmul
-from fusedcomm.exchange import Exchange, Range, block_shape, span
+from fusedcomm.spans import Range, block_shape, span
 from tests.problems import PROBLEMS, Problem, expected, integers
 
 
@@ -73,7 +74,7 @@ def test_long_interleaved_runs_are_multiplied_in_place() -> None:
             torch.randint(-4, 5, shape).float(),
             torch.randint(-4, 5, (8, math.prod(out_shape))).float(),
         )
-        exchange = Exchange(x.shape, w.shape, out_shape, gather_dim, scatter_dim, 2)
+        exchange = geometry.matmul_all_to_all(x.shape, w.shape, out_shape, gather_dim, scatter_dim, 2)
         y = (x @ w).view(*shape[:-1], *out_shape)
         for spans in exchange.rounds(exchange.chunk_numel):
             for dst_rank in range(2):

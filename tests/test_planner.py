@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import planner, topology
+from fusedcomm import geometry, planner, topology
 from fusedcomm.exchange import Exchange
 from fusedcomm.ops import dispatch
 from fusedcomm.registry import Member
@@ -20,9 +20,9 @@ from fusedcomm.topology import Topology
 
 OP = "matmul_all_to_all"
 ABLE = Topology(no_workspace=None, no_fused=None, workspace_bytes=1 << 30, algorithm=None)
-SMALL = Exchange((1024, 512), (512, 1024), None, 0, 1, 2)  # 1 MiB per peer in bf16
-LARGE = Exchange((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
-HUGE_ROW = Exchange((4, 8), (8, 1 << 29), None, 0, 1, 2)
+SMALL = geometry.matmul_all_to_all((1024, 512), (512, 1024), None, 0, 1, 2)  # 1 MiB per peer in bf16
+LARGE = geometry.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
+HUGE_ROW = geometry.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
 
 
 def member(device: str = "cuda:0", verdict: Topology = ABLE) -> Member:

@@ -1,33 +1,116 @@
-"""`fused`: a persistent Triton kernel stores each finished tile into the peer's slot; a second one collects."""
+"""`fused`: persistent Triton kernels. One stores each finished tile into the peer's slot, one waits per source in its
+loop, one adds what has arrived.
+
+What sends never waits and what waits never sends, so a gather is two kernels: the copies to the peers run beside the
+matmul, on the side stream, on SMs that it leaves free.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import launch
 from fusedcomm.algorithms.ordering import ordered
-from fusedcomm.exchange import Exchange
-from fusedcomm.workspace import Workspace
+from fusedcomm.exchange import RoundSpans
+from fusedcomm.workspace import Call, Workspace
 
 
-def push_matmul(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    exchange: Exchange,
-    workspace: Workspace,
-    op: str,
-    fingerprint: int,
-) -> Tensor:
+def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    out = x.new_empty(exchange.out_shape)
-    workspace.enter(op, fingerprint)
-    with ordered(workspace), workspace.guarded(op):
-        for spans in exchange.rounds(workspace.max_chunk_numel(x.dtype.itemsize)):
+    workspace, fingerprint = call.workspace, call.fingerprint
+    out = x.new_empty(call.exchange.out_shape)
+    with _kernels(call):
+        for spans in _rounds(call, x):
             launch.push(x, w, bias, spans, workspace, fingerprint)
             launch.unpack(out, spans.unpack, workspace, fingerprint)
-            workspace.launched(captured=x.is_cuda and torch.cuda.is_current_stream_capturing())
-            if not x.is_cuda:
-                workspace.check(op)
+            _launched(call)
     return out
+
+
+def push_reduce(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
+    workspace, fingerprint = call.workspace, call.fingerprint
+    out = x.new_empty(call.exchange.out_shape)
+    with _kernels(call):
+        for spans in _rounds(call, x):
+            launch.push(x, w, None, spans, workspace, fingerprint)
+            launch.reduce(out, spans.pack, bias, scale, workspace, fingerprint)
+            _launched(call)
+    return out
+
+
+def push_reduce_gather(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """``all_reduce(x @ w) * scale + bias``: two rounds for each part, as the second sends what the first has added."""
+    workspace, fingerprint = call.workspace, call.fingerprint
+    out = x.new_empty(call.exchange.out_shape)
+    reduced = x.new_empty(call.exchange.block)
+    with _kernels(call):
+        for spans in _rounds(call, x):
+            launch.push(x, w, None, spans, workspace, fingerprint)
+            launch.reduce(reduced, spans.pack, bias, scale, workspace, fingerprint)
+            _launched(call)
+            launch.pack(reduced, spans.pack, workspace, fingerprint)
+            launch.unpack(out, spans.unpack, workspace, fingerprint)
+            _launched(call)
+    return out
+
+
+def gather_matmul(
+    call: Call, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], return_gathered: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x itself if asked for."""
+    workspace, fingerprint = call.workspace, call.fingerprint
+    x = x.contiguous()
+    outs = [x.new_empty(shape) for shape in call.exchange.out_shapes]
+    gathered = x.new_empty(call.exchange.shape) if return_gathered else None
+    with _kernels(call):
+        for spans in _rounds(call, x):
+            with _beside(workspace, x):
+                launch.pack(x, spans.pack, workspace, fingerprint)
+            for out, w, bias in zip(outs, ws, biases, strict=True):
+                launch.gather_matmul(out, w, bias, spans, workspace, fingerprint)
+            if x.is_cuda:  # the copies read the epoch: the round must not end before them
+                torch.cuda.current_stream(x.device).wait_stream(workspace.side_stream())
+            if gathered is None:
+                launch.wait(workspace, fingerprint)
+            else:
+                launch.unpack(gathered, spans.unpack, workspace, fingerprint)
+            _launched(call)
+    return outs, gathered
+
+
+@contextmanager
+def _kernels(call: Call) -> Iterator[None]:
+    """Around the kernels of a call."""
+    call.workspace.enter(call.op, call.fingerprint)
+    with ordered(call.workspace), call.workspace.guarded(call.op):
+        yield
+
+
+def _rounds(call: Call, x: Tensor) -> list[RoundSpans]:
+    return call.exchange.rounds(call.workspace.max_chunk_numel(x.itemsize))
+
+
+def _launched(call: Call) -> None:
+    workspace = call.workspace
+    cuda = workspace.device.type == "cuda"
+    workspace.launched(captured=cuda and torch.cuda.is_current_stream_capturing())
+    if not cuda:
+        workspace.check(call.op)
+
+
+@contextmanager
+def _beside(workspace: Workspace, sent: Tensor) -> Iterator[None]:
+    """What is launched inside runs beside what is launched after; on a GPU."""
+    if workspace.device.type != "cuda":
+        yield
+        return
+    side = workspace.side_stream()
+    side.wait_stream(torch.cuda.current_stream(workspace.device))
+    with torch.cuda.stream(side):
+        yield
+    sent.record_stream(side)

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fusedcomm import group, planner
 from fusedcomm.exchange import Exchange
 from fusedcomm.planner import Plan
-from fusedcomm.registry import Member, WorkspaceUnavailable, member
+from fusedcomm.registry import Member, WorkspaceUnavailable, member, on_device
+from fusedcomm.workspace import Call
 
 lib = torch.library.Library("fusedcomm", "DEF")
 
@@ -27,31 +29,39 @@ def prepare(
     return planner.plan(op, exchange, dtype, ours), ours
 
 
-def push_matmul(
-    op: str,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    exchange: Exchange,
-    plan: Plan,
-    ours: Member | None,
-) -> Tensor | None:
-    """Run a planned call that pushes a matmul's result. None: on all ranks alike, it is to be run unfused."""
-    if plan.algorithm == "unfused":
-        return None
-    assert ours is not None
-    fingerprint = fingerprint_of(op, exchange.shape, exchange.k, exchange.gather_dim, exchange.scatter_dim, x.dtype)
-    name = plan.algorithm
-    if x.is_cuda and (name == "fused" or plan.reason != planner.FORCED):
-        name = _loading(name, op, (exchange, x.dtype, x.stride(), w.stride(), bias is None), ours)
-    algorithm = importlib.import_module(f"fusedcomm.algorithms.{name}")
-    with ours.lock:
-        try:
-            workspace = ours.workspace_for(plan.slot_bytes, op, fingerprint)
-        except WorkspaceUnavailable as error:
-            planner.log_fallback(op, str(error))
-            return None
-        return algorithm.push_matmul(x, w, bias, exchange, workspace, op, fingerprint)
+def run(
+    op: str, verb: str, exchange: Exchange, group_name: str, x: Tensor, *args: Any, unfused: Callable[[], Any]
+) -> Any:
+    """Plan a call and run it: the algorithm's ``verb(call, x, *args)``, or on all ranks alike ``unfused()``."""
+    with on_device(x.device):
+        plan, ours = prepare(op, exchange, x.dtype, x.device, group_name)
+        if plan.algorithm == "unfused":
+            return unfused()
+        assert ours is not None
+        name = plan.algorithm
+        if x.is_cuda and (name == "fused" or plan.reason != planner.FORCED):
+            name = _loading(name, op, (op, exchange.key, x.dtype, *_layouts(x, *args)), ours)
+        algorithm = importlib.import_module(f"fusedcomm.algorithms.{name}")
+        fingerprint = fingerprint_of(op, exchange.key, x.dtype)
+        with ours.lock:
+            try:
+                workspace = ours.workspace_for(plan.slot_bytes, op, fingerprint)
+            except WorkspaceUnavailable as error:
+                planner.log_fallback(op, str(error))
+                return unfused()
+            return getattr(algorithm, verb)(Call(op, fingerprint, exchange, workspace), x, *args)
+
+
+def by_product(gathered: Tensor | None, x: Tensor) -> Tensor:
+    """The second result of a gather op: an empty tensor where it was not asked for, and never x itself."""
+    if gathered is None:
+        return x.new_empty(0)
+    return gathered.clone() if gathered.data_ptr() == x.data_ptr() else gathered
+
+
+def _layouts(*args: Any) -> list[Any]:
+    """What kernels are specialised on besides shapes."""
+    return [(arg.shape, arg.stride()) if isinstance(arg, Tensor) else arg for arg in pytree.tree_leaves(args)]
 
 
 def _loading(name: str, op: str, call: tuple[Any, ...], ours: Member) -> str:
@@ -83,9 +93,15 @@ def _autocast(op: str, device_type: str, key: str) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return getattr(torch.ops.fusedcomm, op)(*map(cast, args))
+            return getattr(torch.ops.fusedcomm, op)(*pytree.tree_map(cast, args))
 
     return call
+
+
+def refuse_transforms(op: str) -> None:
+    """torch.func's transforms have no rule for a call that other ranks take part in."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"fusedcomm.{op} does not work inside torch.func transforms: use torch.autograd")
 
 
 def fingerprint_of(*facts: Any) -> int:

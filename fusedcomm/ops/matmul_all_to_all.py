@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm import reference
-from fusedcomm.exchange import Exchange, cached_exchange, check_tensors
+from fusedcomm import geometry, reference
+from fusedcomm.exchange import Exchange
+from fusedcomm.geometry import check_bias, check_tensors
 from fusedcomm.group import Group, resolve
-from fusedcomm.ops.dispatch import lib, prepare, push_matmul, register_autocast
-from fusedcomm.registry import on_device
+from fusedcomm.ops import gradients
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
 
 OP = "matmul_all_to_all"
 
@@ -50,7 +51,8 @@ def matmul_all_to_all(
         out_shape: sizes that view y's last dim, with product N, e.g. [heads, head_dim] or [3, heads, head_dim].
 
     Every rank of the group must call it with the same shapes, dtype and dims. Autocast casts its tensors as it does
-    torch.matmul's. Reverse-mode autograd only; the backward exchanges unfused.
+    torch.matmul's. Reverse-mode autograd: grad x is `all_to_all_matmul` of the result's gradient, and the exchanged
+    gradient, its by-product, makes grad w and grad bias, which are this rank's.
 
     Raises:
         ValueError: bad arguments, before anything is sent.
@@ -58,6 +60,7 @@ def matmul_all_to_all(
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims.
         Where it runs unfused (see `fusedcomm.explain`), such errors are those of the group's own collectives.
     """
+    refuse_transforms(OP)
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
     return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, gather_dim, scatter_dim, group_size, group_name)
@@ -73,9 +76,11 @@ def exchange_of(
     group_size: int,
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
-    check_tensors(x, w, bias)
+    check_tensors(x, [w], [bias])
     shape = None if out_shape is None else tuple(out_shape)
-    return cached_exchange(tuple(x.shape), tuple(w.shape), shape, gather_dim, scatter_dim, group_size)
+    exchange = geometry.of(geometry.matmul_all_to_all, x.shape, w.shape, shape, gather_dim, scatter_dim, group_size)
+    check_bias(bias, w.shape[-1])
+    return exchange
 
 
 @torch.library.impl(lib, OP, "CPU")
@@ -91,12 +96,11 @@ def _kernel(
     group_name: str,
 ) -> Tensor:
     exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, group_size)
-    with on_device(x.device):
-        plan, member = prepare(OP, exchange, x.dtype, x.device, group_name)
-        out = push_matmul(OP, x, w, bias, exchange, plan, member)
-        if out is None:
-            out = reference.matmul_all_to_all(x, w, bias, out_shape, gather_dim, scatter_dim, group_size, group_name)
-        return out
+
+    def unfused() -> Tensor:
+        return reference.matmul_all_to_all(x, w, bias, out_shape, gather_dim, scatter_dim, group_size, group_name)
+
+    return run(OP, "push_matmul", exchange, group_name, x, w, bias, unfused=unfused)
 
 
 @torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
@@ -110,9 +114,7 @@ def _fake(
     group_size: int,
     group_name: str,
 ) -> Tensor:
-    check_tensors(x, w, bias)
-    # not cached: sizes may be symbolic
-    return x.new_empty(Exchange(x.shape, w.shape, out_shape, gather_dim, scatter_dim, group_size).out_shape)
+    return x.new_empty(exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, group_size).out_shape)
 
 
 register_autocast(OP)
@@ -122,22 +124,26 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, _bias, out_shape, gather_dim, scatter_dim, group_size, group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
     ctx.num_columns = 1 if out_shape is None else len(out_shape)
-    ctx.exchange = (scatter_dim, gather_dim, group_size, group_name)
-    ctx.batched = w.ndim > 2
+    ctx.x_shape, ctx.w_ndim = x.shape, w.ndim
+    ctx.exchange = (scatter_dim, gather_dim, group_size, group_name)  # back
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The exchange back, then the matmul's own gradients: what autograd of the unfused program gives on this rank."""
     x, w = ctx.saved_tensors
-    grad_y = reference.exchange(grad, *ctx.exchange).flatten(-ctx.num_columns)
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     grad_x = grad_w = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = torch.matmul(grad_y, w.mT)
-    if ctx.needs_input_grad[1]:
-        flat = (x, grad_y) if ctx.batched else (x.flatten(0, -2), grad_y.flatten(0, -2))
-        grad_w = torch.matmul(flat[0].mT, flat[1])
-    if ctx.needs_input_grad[2]:
-        grad_bias = grad_y.flatten(0, -2).sum(0)
+    if needs_x:
+        gather_dim, scatter_dim, *group = ctx.exchange
+        flat_x, grad_y = torch.ops.fusedcomm.all_to_all_matmul(
+            grad, w.mT, None, gather_dim, scatter_dim, needs_w or needs_bias, *group
+        )
+        grad_x = flat_x.view(ctx.x_shape)
+    else:
+        grad_y = reference.exchange(grad, *ctx.exchange)
+    if needs_w:
+        grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_ndim)
+    if needs_bias:
+        grad_bias = gradients.of_bias(grad_y.flatten(-ctx.num_columns))
     return grad_x, grad_w, grad_bias, None, None, None, None, None
 
 

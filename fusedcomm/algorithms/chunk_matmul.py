@@ -1,0 +1,92 @@
+"""A matmul on parts of tensors that Spans describe: no copy of an operand where runs are long."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedcomm.exchange import Exchange, RoundSpans
+from fusedcomm.spans import Span
+
+_MIN_PIECE = 128  # interleaved runs at least this long are multiplied in place, shorter ones are gathered first
+
+
+class PushedMatmul:
+    """Computes any chunk of ``x @ w + bias`` into a given place."""
+
+    def __init__(self, x: Tensor, w: Tensor, bias: Tensor | None, exchange: Exchange) -> None:
+        self.x = x.reshape(exchange.num_batches, exchange.num_rows, exchange.k)
+        self.w = w.reshape(exchange.num_batches, exchange.k, w.shape[-1])
+        self.bias = bias
+
+    def __call__(self, spans: RoundSpans, dst_rank: int, chunk: Tensor) -> None:
+        """``chunk``: flat [batches * rows * columns]."""
+        batches, rows, columns = spans.batches, spans.rows, spans.columns
+        _matmul(
+            rows.view(batches.view(self.x, 0, dst_rank), 2, dst_rank),  # [bo, bi, ro, ri, K]
+            columns.view(batches.view(self.w, 0, dst_rank), 3, dst_rank),  # [bo, bi, K, co, ci]
+            None if self.bias is None else columns.view(self.bias, 0, dst_rank),  # [co, ci]
+            chunk.view(*_split(batches), *_split(rows), *_split(columns)),
+        )
+
+
+class GatheredMatmul:
+    """Multiplies what has arrived by w, into its place in the result."""
+
+    def __init__(self, out: Tensor, w: Tensor, bias: Tensor | None, exchange: Exchange) -> None:
+        self.out = out.view(exchange.num_batches, exchange.num_rows, w.shape[-1])
+        self.w = w.reshape(exchange.num_batches, exchange.k, w.shape[-1])
+        self.bias = None if bias is None else bias.unsqueeze(0)  # [1, N]
+
+    def chunk(self, spans: RoundSpans, src_rank: int, chunk: Tensor) -> None:
+        """Rows that are src_rank's alone. ``chunk``: flat [batches * rows * K]."""
+        self._rows(spans, src_rank, chunk.view(*_split(spans.batches), *_split(spans.rows), self.w.shape[1]))
+
+    def gathered(self, spans: RoundSpans, x: Tensor) -> None:
+        """The rows of a round, whose K came from all ranks. ``x`` [num_batches, num_rows, K]."""
+        self._rows(spans, 0, spans.rows.view(spans.batches.view(x, 0, 0), 2, 0))
+
+    def _rows(self, spans: RoundSpans, src_rank: int, x: Tensor) -> None:
+        batches, rows = spans.batches, spans.rows
+        _matmul(
+            x,  # [bo, bi, ro, ri, K]
+            batches.view(self.w, 0, src_rank).unsqueeze(3),  # [bo, bi, K, 1, N]
+            self.bias,
+            rows.view(batches.view(self.out, 0, src_rank), 2, src_rank).unsqueeze(4),  # [bo, bi, ro, ri, 1, N]
+        )
+
+
+def _split(span: Span) -> tuple[int, int]:
+    return span.outer, span.inner
+
+
+def _matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [bo, bi, ro, ri, co, ci] = x [bo, bi, ro, ri, K] @ w [bo, bi, K, co, ci] + bias [co, ci]."""
+    if out.numel() == 0:
+        return
+    dense = out
+    if out.shape[2] > 1 and out.shape[3] < _MIN_PIECE:
+        x, dense = x.flatten(2, 3).unsqueeze(2), dense.reshape(*out.shape[:2], 1, -1, *out.shape[4:])
+    if out.shape[4] > 1 and out.shape[5] < _MIN_PIECE:
+        w, dense = w.flatten(3, 4).unsqueeze(3), dense.flatten(4, 5).unsqueeze(4)
+        bias = None if bias is None else bias.reshape(1, -1)
+    for b in range(dense.shape[0]):
+        for r in range(dense.shape[2]):
+            for c in range(dense.shape[4]):
+                _multiply(x[b, :, r], w[b, :, :, c], None if bias is None else bias[c], dense[b, :, r, :, c])
+    if dense.data_ptr() != out.data_ptr():
+        out.copy_(dense.view(out.shape))
+
+
+def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [b, m, n] = x [b, m, K] @ w [b, K, n] + bias [n]; one rounding."""
+    if out.shape[0] == 1:
+        x, w, out = x[0], w[0], out[0]
+        if bias is None:
+            torch.mm(x, w, out=out)
+        else:
+            torch.addmm(bias, x, w, out=out)
+    elif bias is None:
+        torch.bmm(x, w, out=out)
+    else:
+        torch.baddbmm(bias, x, w, out=out)

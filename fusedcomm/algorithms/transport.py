@@ -1,0 +1,179 @@
+"""How `chunked` moves chunks on a device: where a matmul writes, what sends, waits, and ends a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fusedcomm.spans import copy_between
+from fusedcomm.workspace import Round, Workspace
+
+
+class Transport(Protocol):
+    def empty(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """For a result."""
+
+    def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
+        """Where the matmul may write dst_rank's chunk, flat. ``out``: the result that it is unpacked to."""
+
+    def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
+        """Move what was written to ``place``, and signal."""
+
+    def pack(self, round: Round, packed: Tensor, own: bool) -> None:
+        """Send every chunk of ``packed``; to my own slot only if ``own``."""
+
+    def wait(self, round: Round, src_rank: int) -> None:
+        """What reads the chunk of src_rank comes after this."""
+
+    def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
+        """Wait for all chunks and copy them to their places; ends the round. ``own``: what was packed, if anything."""
+
+    def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
+        """Wait for all chunks and add them, in rank order, in float32, rounded once; ends the round."""
+
+    def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
+        """End a round whose chunks have been read; ``outs`` hold what was made of them."""
+
+
+class CpuTransport:
+    """Peers' slots are memory like any other; waits are on the host and raise."""
+
+    def empty(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        from fusedcomm.kernels.cpu import native
+
+        out = like.new_empty(shape)
+        native.prefer_huge_pages(out.data_ptr(), out.numel() * out.itemsize)
+        return out
+
+    def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
+        unpack = round.spans.unpack
+        if out is not None and dst_rank == round.workspace.rank and unpack.outer == 1:
+            return unpack.view(out.view(-1), 0, dst_rank)[0]
+        return round.part(dst_rank)
+
+    def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
+        if dst_rank != round.workspace.rank:
+            round.signal(dst_rank)
+
+    def pack(self, round: Round, packed: Tensor, own: bool) -> None:
+        for dst_rank in round.peers()[:-1]:
+            chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
+            round.part(dst_rank).view(chunk.shape).copy_(chunk)
+            round.signal(dst_rank)
+
+    def wait(self, round: Round, src_rank: int) -> None:
+        round.wait(src_rank)
+
+    def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
+        spans, rank = round.spans, round.workspace.rank
+        if own is not None:
+            copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
+        elif spans.unpack.outer != 1:
+            copy_between(spans.unpack.view(out.view(-1), 0, rank), round.received(rank))
+        for src_rank in round.sources()[1:]:
+            round.wait(src_rank)
+            copy_between(spans.unpack.view(out.view(-1), 0, src_rank), round.received(src_rank))
+
+    def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
+        for src_rank in round.sources()[1:]:
+            round.wait(src_rank)
+        parts = [round.received(src_rank) for src_rank in range(round.workspace.group_size)]
+        add_in_order(round.spans.pack.view(out.view(-1), 0, 0).view(-1), parts, bias, scale)
+
+    def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
+        pass
+
+
+class CudaTransport:
+    """Copy engines move chunks on a side stream; waits are kernels, whose failures poison the results with NaN.
+
+    Each send waits for the main stream first: that is also the edge that lets no signal of this round overtake my
+    reads of the last one.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.main = torch.cuda.current_stream(workspace.device)
+        self.side = workspace.side_stream()
+
+    def empty(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        return like.new_empty(shape)
+
+    def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
+        own = round.part(dst_rank)
+        return own if dst_rank == round.workspace.rank else torch.empty_like(own)
+
+    def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
+        self.side.wait_stream(self.main)
+        with torch.cuda.stream(self.side):
+            if dst_rank != round.workspace.rank:
+                round.part(dst_rank).copy_(chunk)
+                chunk.record_stream(self.side)
+            self._signal(round, dst_rank)
+
+    def pack(self, round: Round, packed: Tensor, own: bool) -> None:
+        self.side.wait_stream(self.main)
+        with torch.cuda.stream(self.side):
+            for dst_rank in round.peers():
+                if own or dst_rank != round.workspace.rank:
+                    chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
+                    round.part(dst_rank).view(chunk.shape).copy_(chunk)
+                self._signal(round, dst_rank)
+        packed.record_stream(self.side)
+
+    def wait(self, round: Round, src_rank: int) -> None:
+        from fusedcomm.algorithms import launch
+
+        launch.wait_source(src_rank, round.workspace, round.fingerprint)
+
+    def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
+        from fusedcomm.algorithms import launch
+
+        self.main.wait_stream(self.side)
+        launch.unpack(out, round.spans.unpack, round.workspace, round.fingerprint)
+
+    def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
+        from fusedcomm.algorithms import launch
+
+        self.main.wait_stream(self.side)
+        launch.reduce(out, round.spans.pack, bias, scale, round.workspace, round.fingerprint)
+
+    def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
+        from fusedcomm.algorithms import launch
+
+        self.main.wait_stream(self.side)
+        for i, out in enumerate(outs):
+            launch.finish(out, round.workspace, round.fingerprint, end_round=i == len(outs) - 1)
+
+    def _signal(self, round: Round, dst_rank: int) -> None:
+        from fusedcomm.algorithms import launch
+
+        launch.signal(round.workspace, dst_rank, round.fingerprint)
+
+
+def transport_of(workspace: Workspace) -> Transport:
+    return CudaTransport(workspace) if workspace.device.type == "cuda" else CpuTransport()
+
+
+_BLOCK = 1 << 16  # elements: what a core's caches hold of the sum
+
+
+def add_in_order(out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scale: float) -> None:
+    """``out = sum(parts) * scale + bias``, flat; in float32, in the order given, rounded once. bias [N] repeats."""
+    if len(parts) == 2 and bias is None and scale == 1:  # one rounding too: torch adds in float32
+        torch.add(parts[0], parts[1], out=out)
+        return
+    row = 1 if bias is None else max(bias.numel(), 1)
+    step = max(_BLOCK // row, 1) * row
+    for start in range(0, out.numel(), step):
+        end = min(start + step, out.numel())
+        total = torch.zeros(end - start, dtype=torch.float32)
+        for part in parts:
+            total += part[start:end]
+        if scale != 1:
+            total *= scale
+        if bias is not None:
+            total = (total.view(-1, row) + bias).view(-1)
+        out[start:end] = total

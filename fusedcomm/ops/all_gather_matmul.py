@@ -1,0 +1,214 @@
+"""fusedcomm::all_gather_matmul: gathered chunks are multiplied as they arrive, by one weight or by several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from fusedcomm import geometry, reference
+from fusedcomm.exchange import Exchange
+from fusedcomm.geometry import check_bias, check_tensors
+from fusedcomm.group import Group, resolve
+from fusedcomm.ops import dispatch, gradients
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
+
+OP = "all_gather_matmul"
+Biases = Sequence[Tensor | None] | Tensor | None
+
+lib.define(
+    "all_gather_matmul(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, "
+    "int group_size, str group_name) -> (Tensor[], Tensor)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+
+@overload
+def all_gather_matmul(
+    x: Tensor, w: Tensor, gather_dim: int, group: Group = None, *, bias: Biases = None, save_gathered: bool = True
+) -> Tensor: ...
+@overload
+def all_gather_matmul(
+    x: Tensor,
+    w: Sequence[Tensor],
+    gather_dim: int,
+    group: Group = None,
+    *,
+    bias: Biases = None,
+    save_gathered: bool = True,
+) -> list[Tensor]: ...
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    gather_dim: int,
+    group: Group = None,
+    *,
+    bias: Biases = None,
+    save_gathered: bool = True,
+) -> Tensor | list[Tensor]:
+    """The gather of x and the matmul of what arrives, overlapped. Same result on every rank as::
+
+        gathered = torch.cat(every_ranks_x, gather_dim)  # in rank order
+        return gathered @ w + bias                       # for lists: [gathered @ w + b for w, b in zip(w, bias)]
+
+    Args:
+        x: at least 2-D, e.g. [batch, tokens / R, K]; float32, float16 or bfloat16.
+        w: [K, N], or [..., K, N] with exactly the batch dims of the gathered x; or a list of such, whose N may differ
+            and which share one gather.
+        gather_dim: a dim of x; negative ones count from the end. If it is the last one, K is R times x's size there,
+            and sums stay in float32 across sources.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        bias: [N], added before the one rounding from float32; for a list of w, None or a list of [N] or None.
+        save_gathered: keep the gathered x for grad w, R times as large as x; otherwise the backward gathers x again.
+
+    Returns: the result, or for a list of w the list of results.
+
+    Every rank of the group must call it with the same shapes, dtype and dims. Autocast casts its tensors as it does
+    torch.matmul's. Reverse-mode autograd: grad x is `matmul_reduce_scatter` of the results' gradients.
+
+    Raises: as `matmul_all_to_all`.
+    """
+    refuse_transforms(OP)
+    group_size, group_name = resolve(group)
+    ws, biases = _lists(w, bias)
+    keep = save_gathered and torch.is_grad_enabled() and any(each.requires_grad for each in ws)
+    outs = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, gather_dim, keep, group_size, group_name)[0]
+    return outs[0] if isinstance(w, Tensor) else outs
+
+
+def _lists(w: Tensor | Sequence[Tensor], bias: Biases) -> tuple[list[Tensor], list[Tensor | None]]:
+    if isinstance(w, Tensor):
+        if not isinstance(bias, Tensor | None):
+            raise ValueError("bias must be a tensor or None beside one w, got a list")
+        return [w], [bias]
+    if isinstance(bias, Tensor):
+        raise ValueError("bias must be a list or None beside a list of w, got a tensor")
+    return list(w), [None] * len(w) if bias is None else list(bias)
+
+
+def exchange_of(x: Tensor, w: Tensor | Sequence[Tensor], bias: Biases, gather_dim: int, group_size: int) -> Exchange:
+    """Check a call and work out its geometry. Raises ValueError."""
+    ws, biases = _lists(w, bias)
+    check_tensors(x, ws, biases)
+    shapes = tuple(w.shape for w in ws)
+    exchange = geometry.of(geometry.all_gather_matmul, x.shape, shapes, gather_dim, group_size)
+    for w, bias in zip(ws, biases, strict=True):
+        check_bias(bias, w.shape[-1])
+    return exchange
+
+
+@torch.library.impl(lib, OP, "CPU")
+@torch.library.impl(lib, OP, "CUDA")
+def _kernel(
+    x: Tensor,
+    ws: list[Tensor],
+    biases: list[Tensor | None],
+    gather_dim: int,
+    return_gathered: bool,
+    group_size: int,
+    group_name: str,
+) -> tuple[list[Tensor], Tensor]:
+    exchange = exchange_of(x, ws, biases, gather_dim, group_size)
+
+    def unfused() -> tuple[list[Tensor], Tensor | None]:
+        outs, gathered = reference.all_gather_matmul(x, ws, biases, gather_dim, group_size, group_name)
+        return outs, gathered if return_gathered else None
+
+    outs, gathered = run(OP, "gather_matmul", exchange, group_name, x, ws, biases, return_gathered, unfused=unfused)
+    return outs, dispatch.by_product(gathered, x)
+
+
+@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
+def _fake(
+    x: Tensor,
+    ws: list[Tensor],
+    biases: list[Tensor | None],
+    gather_dim: int,
+    return_gathered: bool,
+    group_size: int,
+    group_name: str,
+) -> tuple[list[Tensor], Tensor]:
+    exchange = exchange_of(x, ws, biases, gather_dim, group_size)
+    return [x.new_empty(s) for s in exchange.out_shapes], x.new_empty(exchange.shape if return_gathered else 0)
+
+
+register_autocast(OP)
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    """register_autograd has no gradients for Tensor?[]: here the tensors are arguments of their own."""
+
+    @staticmethod
+    def forward(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, gather_dim, return_gathered, group_size, group_name = args
+        ws, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        with torch._C._AutoDispatchBelowAutograd():
+            outs, gathered = torch.ops.fusedcomm.all_gather_matmul(
+                x, ws, biases, gather_dim, return_gathered, group_size, group_name
+            )
+        return *outs, gathered
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, *tensors, gather_dim, return_gathered, group_size, group_name = inputs
+        num_ws = len(tensors) // 2
+        ws = tensors[:num_ws]
+        ctx.set_materialize_grads(False)
+        ctx.needs_w, ctx.needs_bias = ctx.needs_input_grad[1 : 1 + num_ws], ctx.needs_input_grad[1 + num_ws : -4]
+        saved_x = None
+        if any(ctx.needs_w):
+            saved_x = output[-1] if return_gathered else x
+        ctx.save_for_backward(saved_x, *(ws if ctx.needs_input_grad[0] else []))
+        ctx.saved_gathered, ctx.w_ndim = return_gathered, ws[0].ndim
+        ctx.gather_dim, ctx.group = gather_dim, (group_size, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved_x, *ws = ctx.saved_tensors
+        *grad_outs, grad_gathered = grads
+        grad_x = _grad_x(ctx, grad_outs, ws, grad_gathered) if ctx.needs_input_grad[0] else None
+        x = saved_x
+        if x is not None and not ctx.saved_gathered and any(g is not None for g in grad_outs):
+            x = reference.all_gather(x, ctx.gather_dim, *ctx.group)
+        grad_ws = [
+            gradients.of_w(x, g, ctx.w_ndim) if needed and g is not None else None
+            for g, needed in zip(grad_outs, ctx.needs_w, strict=True)
+        ]
+        grad_biases = [
+            gradients.of_bias(g) if needed and g is not None else None
+            for g, needed in zip(grad_outs, ctx.needs_bias, strict=True)
+        ]
+        return grad_x, *grad_ws, *grad_biases, None, None, None, None
+
+
+def _grad_x(
+    ctx: Any, grad_outs: Sequence[Tensor | None], ws: Sequence[Tensor], grad_gathered: Tensor | None
+) -> Tensor | None:
+    """One matmul_reduce_scatter for all weights: of the concatenated gradients and weights."""
+    used = [(g, w) for g, w in zip(grad_outs, ws, strict=True) if g is not None]
+    grad_x = None
+    if used:
+        grad = used[0][0] if len(used) == 1 else torch.cat([g for g, _ in used], -1)
+        w = used[0][1] if len(used) == 1 else torch.cat([w for _, w in used], -1)
+        grad_x = torch.ops.fusedcomm.matmul_reduce_scatter(grad, w.mT, None, "sum", ctx.gather_dim, *ctx.group)
+    if grad_gathered is not None:
+        part = reference.reduce_scatter(grad_gathered, "sum", ctx.gather_dim, *ctx.group)
+        grad_x = part if grad_x is None else grad_x + part
+    return grad_x
+
+
+@torch.library.impl(lib, OP, "Autograd")
+def _autograd(
+    x: Tensor,
+    ws: list[Tensor],
+    biases: list[Tensor | None],
+    gather_dim: int,
+    return_gathered: bool,
+    group_size: int,
+    group_name: str,
+) -> tuple[list[Tensor], Tensor]:
+    tensors = (x, *ws, *biases)
+    *outs, gathered = _AllGatherMatmul.apply(*tensors, gather_dim, return_gathered, group_size, group_name)
+    return outs, gathered

@@ -1,0 +1,158 @@
+"""fusedcomm::all_to_all_matmul: an exchange whose chunks are multiplied as they arrive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm import geometry, reference
+from fusedcomm.exchange import Exchange
+from fusedcomm.geometry import check_bias, check_tensors
+from fusedcomm.group import Group, resolve
+from fusedcomm.ops import dispatch, gradients
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
+
+OP = "all_to_all_matmul"
+
+lib.define(
+    "all_to_all_matmul(Tensor x, Tensor w, Tensor? bias, int gather_dim, int scatter_dim, bool return_exchanged, "
+    "int group_size, str group_name) -> (Tensor, Tensor)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+
+def all_to_all_matmul(
+    x: Tensor,
+    w: Tensor,
+    gather_dim: int,
+    scatter_dim: int,
+    group: Group = None,
+    *,
+    bias: Tensor | None = None,
+    save_exchanged: bool = True,
+) -> Tensor:
+    """The exchange of x and the matmul of what arrives, overlapped. Same result on every rank as::
+
+        blocks = x.chunk(R, scatter_dim)                    # block p goes to rank p
+        exchanged = torch.cat(received_blocks, gather_dim)  # in rank order
+        return exchanged.flatten(-c) @ w + bias             # its last c dims, as few as make up K
+
+    Args:
+        x: at least 2-D, e.g. [batch, tokens, heads / R, head_dim]; float32, float16 or bfloat16.
+        w: [K, N], or [..., K, N] with exactly the batch dims of the exchanged x; then one dim of x is rows.
+        gather_dim, scatter_dim: dims of x, different; negative ones count from the end. x's size at scatter_dim must be
+            divisible by the group's size R. The exchanged x is R times larger at gather_dim, and R times smaller at
+            scatter_dim. Where the gathered dim is part of K, sums stay in float32 across sources.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        bias: [N], added before the one rounding from float32.
+        save_exchanged: keep the exchanged x for grad w, as large as x; otherwise the backward exchanges x again.
+
+    Every rank of the group must call it with the same shapes, dtype and dims. Autocast casts its tensors as it does
+    torch.matmul's. Reverse-mode autograd: grad x is `matmul_all_to_all` of the result's gradient.
+
+    Raises: as `matmul_all_to_all`.
+    """
+    refuse_transforms(OP)
+    group_size, group_name = resolve(group)
+    keep = save_exchanged and torch.is_grad_enabled() and w.requires_grad
+    call = torch.ops.fusedcomm.all_to_all_matmul
+    return call(x, w, bias, gather_dim, scatter_dim, keep, group_size, group_name)[0]
+
+
+def exchange_of(
+    x: Tensor, w: Tensor, bias: Tensor | None, gather_dim: int, scatter_dim: int, group_size: int
+) -> Exchange:
+    """Check a call and work out its geometry. Raises ValueError."""
+    check_tensors(x, [w], [bias])
+    exchange = geometry.of(geometry.all_to_all_matmul, x.shape, w.shape, gather_dim, scatter_dim, group_size)
+    check_bias(bias, w.shape[-1])
+    return exchange
+
+
+@torch.library.impl(lib, OP, "CPU")
+@torch.library.impl(lib, OP, "CUDA")
+def _kernel(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    gather_dim: int,
+    scatter_dim: int,
+    return_exchanged: bool,
+    group_size: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, group_size)
+
+    def unfused() -> tuple[list[Tensor], Tensor | None]:
+        out, exchanged = reference.all_to_all_matmul(
+            x, w, bias, gather_dim, scatter_dim, exchange.num_lead, group_size, group_name
+        )
+        return [out], exchanged if return_exchanged else None
+
+    (out,), exchanged = run(
+        OP, "gather_matmul", exchange, group_name, x, [w], [bias], return_exchanged, unfused=unfused
+    )
+    return out, dispatch.by_product(exchanged, x)
+
+
+@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
+def _fake(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    gather_dim: int,
+    scatter_dim: int,
+    return_exchanged: bool,
+    group_size: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, group_size)
+    return x.new_empty(exchange.out_shape), x.new_empty(exchange.shape if return_exchanged else 0)
+
+
+register_autocast(OP)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, w, _bias, gather_dim, scatter_dim, return_exchanged, group_size, group_name = inputs
+    ctx.set_materialize_grads(False)
+    saved_x = None
+    if ctx.needs_input_grad[1]:
+        saved_x = output[1] if return_exchanged else x
+    ctx.save_for_backward(saved_x, w if ctx.needs_input_grad[0] else None)
+    ctx.x_shape, ctx.w_ndim, ctx.num_lead = x.shape, w.ndim, output[0].ndim - 1
+    ctx.saved_exchanged = return_exchanged
+    ctx.dims, ctx.group = (gather_dim, scatter_dim), (group_size, group_name)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_exchanged: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    gather_dim, scatter_dim = ctx.dims
+    grad_x = grad_w = grad_bias = None
+    if grad is not None:
+        if ctx.needs_input_grad[0]:
+            columns = _exchanged_shape(ctx.x_shape, gather_dim, scatter_dim, ctx.group[0])[ctx.num_lead :]
+            grad_x = torch.ops.fusedcomm.matmul_all_to_all(
+                grad, w.mT, None, columns, scatter_dim, gather_dim, *ctx.group
+            )
+        if ctx.needs_input_grad[1]:
+            exchanged = x if ctx.saved_exchanged else reference.exchange(x, gather_dim, scatter_dim, *ctx.group)
+            grad_w = gradients.of_w(exchanged.flatten(ctx.num_lead), grad, ctx.w_ndim)
+        if ctx.needs_input_grad[2]:
+            grad_bias = gradients.of_bias(grad)
+    if grad_exchanged is not None and ctx.needs_input_grad[0]:
+        back = reference.exchange(grad_exchanged, scatter_dim, gather_dim, *ctx.group)
+        grad_x = back if grad_x is None else grad_x + back
+    return grad_x, grad_w, grad_bias, None, None, None, None, None
+
+
+def _exchanged_shape(x: torch.Size, gather_dim: int, scatter_dim: int, group_size: int) -> list[int]:
+    shape = list(x)
+    shape[scatter_dim] = shape[scatter_dim] // group_size
+    shape[gather_dim] = shape[gather_dim] * group_size
+    return shape
+
+
+torch.library.register_autograd(f"fusedcomm::{OP}", _backward, setup_context=_setup_context, lib=lib)

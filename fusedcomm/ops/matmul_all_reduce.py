@@ -1,0 +1,104 @@
+"""fusedcomm::matmul_all_reduce: a reduce_scatter of the matmul's result and a gather of what each rank has added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm import geometry, reference
+from fusedcomm.exchange import Exchange
+from fusedcomm.geometry import check_bias, check_tensors
+from fusedcomm.group import Group, find, resolve
+from fusedcomm.ops import gradients
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
+
+OP = "matmul_all_reduce"
+
+lib.define(
+    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str reduce_op, int group_size, str group_name) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+
+def matmul_all_reduce(
+    x: Tensor, w: Tensor, group: Group = None, *, reduce_op: str = "sum", bias: Tensor | None = None
+) -> Tensor:
+    """The matmul and the reduction of its result to all ranks, overlapped. Same result on every rank as::
+
+        y = sum(every_ranks_x @ every_ranks_w)  # over ranks, in rank order; "avg": divided by R
+        return y + bias
+
+    Args:
+        x: [..., K], at least 2-D; float32, float16 or bfloat16.
+        w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]).
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        reduce_op: "sum" or "avg".
+        bias: [N], added once, to the sum.
+
+    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more: `chunked` and `fused`
+    are bit-equal from run to run and between ranks. Every rank of the group must call it with the same shapes and
+    dtype. Autocast casts its tensors as it does torch.matmul's. Reverse-mode autograd, without communication: the
+    result's gradient is taken to be the same on all ranks, as in tensor parallelism.
+
+    Raises: as `matmul_all_to_all`.
+    """
+    refuse_transforms(OP)
+    group_size, group_name = resolve(group)
+    return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name)
+
+
+def exchange_of(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int) -> Exchange:
+    """Check a call and work out its geometry, of x with some rows more where R divides no dim. Raises ValueError."""
+    check_tensors(x, [w], [bias])
+    exchange = geometry.of(geometry.matmul_all_reduce, x.shape, w.shape, reduce_op, group_size)
+    check_bias(bias, w.shape[-1])
+    return exchange
+
+
+@torch.library.impl(lib, OP, "CPU")
+@torch.library.impl(lib, OP, "CUDA")
+def _kernel(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int, group_name: str) -> Tensor:
+    exchange = exchange_of(x, w, bias, reduce_op, group_size)
+
+    def unfused() -> Tensor:
+        return reference.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name)
+
+    scale = 1 / group_size if reduce_op == "avg" else 1.0
+    num_rows = x.shape[-2]
+    padding = exchange.shape[x.ndim - 2] - num_rows
+    padded = torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
+    own_bias = bias
+    if bias is not None and exchange.splits_columns:
+        own_bias = bias.chunk(group_size)[find(group_name).rank()]
+    out = run(OP, "push_reduce_gather", exchange, group_name, padded, w, own_bias, scale, unfused=unfused)
+    return out if out.shape[-2] == num_rows else out.narrow(-2, 0, num_rows).contiguous()
+
+
+@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int, group_name: str) -> Tensor:
+    exchange_of(x, w, bias, reduce_op, group_size)
+    return x.new_empty(*x.shape[:-1], w.shape[-1])
+
+
+register_autocast(OP)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, _bias, reduce_op, group_size, _group_name = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
+    ctx.w_ndim, ctx.reduce_op, ctx.group_size = w.ndim, reduce_op, group_size
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    part = reference.averaged(grad, ctx.reduce_op, ctx.group_size)
+    grad_x = torch.matmul(part, w.mT) if needs_x else None
+    grad_w = gradients.of_w(x, part, ctx.w_ndim) if needs_w else None
+    grad_bias = gradients.of_bias(grad) if needs_bias else None
+    return grad_x, grad_w, grad_bias, None, None, None
+
+
+torch.library.register_autograd(f"fusedcomm::{OP}", _backward, setup_context=_setup_context, lib=lib)

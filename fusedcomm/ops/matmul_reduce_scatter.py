@@ -1,0 +1,132 @@
+"""fusedcomm::matmul_reduce_scatter: partial sums go to their owner chunk by chunk while the next are computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm import geometry, reference
+from fusedcomm.exchange import Exchange
+from fusedcomm.geometry import check_bias, check_tensors
+from fusedcomm.group import Group, resolve
+from fusedcomm.ops import gradients
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
+
+OP = "matmul_reduce_scatter"
+
+lib.define(
+    "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, int group_size, "
+    "str group_name) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    w: Tensor,
+    scatter_dim: int,
+    group: Group = None,
+    *,
+    reduce_op: str = "sum",
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The matmul and the reduction of its result, overlapped. Same result on every rank as::
+
+        y = sum(every_ranks_x @ every_ranks_w)      # over ranks, in rank order; "avg": divided by R
+        return y.chunk(R, scatter_dim)[rank] + bias
+
+    Args:
+        x: [..., K], at least 2-D; float32, float16 or bfloat16.
+        w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]).
+        scatter_dim: a dim of y; negative ones count from the end. y's size there must be divisible by the group's
+            size R.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        reduce_op: "sum" or "avg".
+        bias: [N], or [N / R] where N is scattered: added to what this rank gets.
+
+    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more: `chunked` and `fused`
+    are bit-equal from run to run. Every rank of the group must call it with the same shapes, dtype and dims. Autocast
+    casts its tensors as it does torch.matmul's. Reverse-mode autograd: grad x is `all_gather_matmul` of the result's
+    gradient, and the gathered gradient, its by-product, makes grad w.
+
+    Raises: as `matmul_all_to_all`.
+    """
+    refuse_transforms(OP)
+    group_size, group_name = resolve(group)
+    return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name)
+
+
+def exchange_of(
+    x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, scatter_dim: int, group_size: int
+) -> Exchange:
+    """Check a call and work out its geometry. Raises ValueError."""
+    check_tensors(x, [w], [bias])
+    make = geometry.matmul_reduce_scatter
+    exchange: Exchange = geometry.of(make, x.shape, w.shape, reduce_op, scatter_dim, group_size)
+    check_bias(bias, exchange.block[-1], "N / R" if exchange.splits_columns else "N")
+    return exchange
+
+
+@torch.library.impl(lib, OP, "CPU")
+@torch.library.impl(lib, OP, "CUDA")
+def _kernel(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    reduce_op: str,
+    scatter_dim: int,
+    group_size: int,
+    group_name: str,
+) -> Tensor:
+    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, group_size)
+
+    def unfused() -> Tensor:
+        return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name)
+
+    scale = 1 / group_size if reduce_op == "avg" else 1.0
+    return run(OP, "push_reduce", exchange, group_name, x, w, bias, scale, unfused=unfused)
+
+
+@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
+def _fake(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    reduce_op: str,
+    scatter_dim: int,
+    group_size: int,
+    group_name: str,
+) -> Tensor:
+    return x.new_empty(exchange_of(x, w, bias, reduce_op, scatter_dim, group_size).out_shape)
+
+
+register_autocast(OP)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, _bias, reduce_op, scatter_dim, group_size, group_name = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
+    ctx.w_ndim, ctx.reduce_op = w.ndim, reduce_op
+    ctx.scatter_dim, ctx.group = scatter_dim, (group_size, group_name)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    grad_x = grad_w = None
+    part = reference.averaged(grad, ctx.reduce_op, ctx.group[0])
+    if needs_x:
+        (grad_x,), gathered = torch.ops.fusedcomm.all_gather_matmul(
+            part, [w.mT], [None], ctx.scatter_dim, needs_w, *ctx.group
+        )
+    elif needs_w:
+        gathered = reference.all_gather(part, ctx.scatter_dim, *ctx.group)
+    if needs_w:
+        grad_w = gradients.of_w(x, gathered, ctx.w_ndim)
+    grad_bias = gradients.of_bias(grad) if needs_bias else None
+    return grad_x, grad_w, grad_bias, None, None, None, None
+
+
+torch.library.register_autograd(f"fusedcomm::{OP}", _backward, setup_context=_setup_context, lib=lib)

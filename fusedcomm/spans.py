@@ -1,0 +1,109 @@
+"""Sets of indices, one per rank, that five integers describe; kernels and host code read the same five.
+
+Of a run of R * size indices cut as (outer, R, inner), peer p owns [:, p, :]. A `Span` is that set for a part of the
+indices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Indices of one peer: ``start + peer * peer_stride + (i // inner) * outer_stride + i % inner``, 0 <= i < size."""
+
+    size: int
+    start: int
+    inner: int
+    outer_stride: int
+    peer_stride: int
+
+    @property
+    def outer(self) -> int:
+        return self.size // self.inner
+
+    def first(self, peer: int) -> int:
+        return self.start + peer * self.peer_stride
+
+    def view(self, t: Tensor, dim: int, peer: int) -> Tensor:
+        """The peer's indices of ``dim`` as two dims (outer, inner); never a copy."""
+        shape, stride = list(t.shape), list(t.stride())
+        step = stride[dim]
+        shape[dim : dim + 1] = [self.outer, self.inner]
+        stride[dim : dim + 1] = [self.outer_stride * step, step]
+        return t.as_strided(shape, stride, t.storage_offset() + self.first(peer) * step)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A part of one dim of a chunk."""
+
+    start: int
+    size: int
+
+
+def span(sizes: Sequence[int], split_dim: int | None, group_size: int, box: Sequence[Range]) -> Span:
+    """Flat indices of ``box`` in a contiguous tensor of ``sizes`` whose ``split_dim`` is cut into one block per rank.
+
+    ``box`` has one Range per dim, relative to the peer's block. Dims before the first Range of more than one index hold
+    a single one; dims after it are whole: that is what makes five integers enough.
+    """
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    start = sum(r.start * stride for r, stride in zip(box, strides, strict=True))
+    lengths = [r.size for r in box]
+    size = math.prod(lengths)
+    if split_dim is None:
+        return Span(size, start, max(size, 1), 0, 0)
+    peer_stride = sizes[split_dim] // group_size * strides[split_dim]
+    inner = math.prod(lengths[split_dim:])
+    if size in (0, inner):
+        return Span(size, start, max(size, 1), 0, peer_stride)
+    return Span(size, start, inner, sizes[split_dim] * strides[split_dim], peer_stride)
+
+
+def block_shape(shape: Sequence[int], split_dim: int, group_size: int) -> list[int]:
+    """``shape`` with ``split_dim`` cut into ``group_size`` blocks: the shape of one block."""
+    block = list(shape)
+    block[split_dim] = block[split_dim] // group_size
+    return block
+
+
+def boxes(lead: list[int], row_numel: int, max_numel: int) -> Iterator[list[Range]]:
+    """Single indices in the first dims, parts of one dim, all of the rest: as few boxes as fit ``max_numel``."""
+    whole = [Range(0, size) for size in lead]
+    if math.prod(lead) * row_numel <= max_numel:
+        yield whole
+        return
+    cut_dim = next(d for d in range(len(lead)) if math.prod(lead[d + 1 :]) * row_numel <= max_numel)
+    step = max_numel // (math.prod(lead[cut_dim + 1 :]) * row_numel)
+    for outer in range(math.prod(lead[:cut_dim])):
+        singles = [Range(i, 1) for i in _unravel(outer, lead[:cut_dim])]
+        for start in range(0, lead[cut_dim], step):
+            yield [*singles, Range(start, min(step, lead[cut_dim] - start)), *whole[cut_dim + 1 :]]
+
+
+def _unravel(index: int, sizes: list[int]) -> list[int]:
+    coords = []
+    for size in reversed(sizes):
+        index, i = divmod(index, size)
+        coords.append(i)
+    return coords[::-1]
+
+
+def copy_between(to: Tensor, source: Tensor) -> None:
+    """``to.flatten()[i] = source.flatten()[i]`` for two Span views, (outer, inner) each, or flat ones; one pass."""
+    if source.is_contiguous() or to.shape == source.shape:
+        to.copy_(source.reshape(to.shape))
+    elif to.shape[0] % source.shape[0] == 0:
+        shape = (source.shape[0], to.shape[0] // source.shape[0], to.shape[1])
+        to.view(shape).copy_(source.view(shape))
+    elif source.shape[0] % to.shape[0] == 0:
+        shape = (to.shape[0], source.shape[0] // to.shape[0], source.shape[1])
+        to.view(shape).copy_(source.view(shape))
+    else:
+        to.copy_(source.reshape(to.shape))
