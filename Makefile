@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 OLD_TRITON := $(VENV)/triton-3.6
+OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce
+OP ?= $(OPS)
 NATIVE_SOURCES := setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
 .PHONY: help setup demo test lint bench soak clean
@@ -13,7 +15,9 @@ help:
 	@echo "make demo   the start program, unfused and fused, on this machine"
 	@echo "make test   the tests"
 	@echo "make lint   ruff, mypy, codespell"
-	@echo "make bench  speed of each op against its baseline and its roof"
+	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: OP=matmul_all_to_all for one;"
+	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
+	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
 	@echo "make soak   the tests that take minutes"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
 	@echo "make clean  remove .venv and everything built"
@@ -33,7 +37,7 @@ lint: setup
 	$(BIN)/codespell
 
 bench: $(VENV)/.built
-	$(BIN)/python -m bench.bench_matmul_all_to_all $(BENCH_ARGS)
+	set -e; for op in $(OP); do echo "$$op"; $(BIN)/python -m bench.bench_$$op $(BENCH_ARGS); done
 
 soak: setup
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

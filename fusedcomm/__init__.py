@@ -1,5 +1,6 @@
 """Matmuls fused with their collectives, as torch ops. Importing this registers the ops and does nothing else."""
 
+from fusedcomm import nn
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.explain import explain
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
@@ -23,6 +24,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "nn",
     "reset",
     "synchronize",
 ]

@@ -19,6 +19,8 @@ from typing import Any
 
 from fusedcomm.spans import Range, Span, block_shape, boxes, span
 
+FEW_ROWS = 128  # with fewer a matmul reads w longer than it computes, on CPUs and GPUs alike
+
 
 @dataclass(frozen=True)
 class RoundSpans:
@@ -46,7 +48,7 @@ class RoundSpans:
         return Span(self.chunk_numel, 0, max(self.chunk_numel, 1), 0, 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class Exchange:
     """A call, checked, and cut into chunks and rounds. Sizes may be symbolic until ``rounds`` is called."""
 
@@ -59,6 +61,7 @@ class Exchange:
     group_size: int
     out_shapes: list[list[int]]  # of the results
     k: int
+    gathers: bool = False  # the matmul takes ``shape``; else it makes it
     facts: tuple[Any, ...] = ()  # what all ranks must agree on besides: part of the fingerprint
     _rounds: dict[int, list[RoundSpans]] = field(default_factory=dict)
 
@@ -97,6 +100,16 @@ class Exchange:
     @property
     def splits_columns(self) -> bool:
         return self.split_dim >= self.num_lead
+
+    @property
+    def splits_rows(self) -> bool:
+        """Every chunk needs all of w. (Parts of a batched w do not.)"""
+        return self.num_batch_dims <= self.split_dim < self.num_lead
+
+    @property
+    def few_rows(self) -> bool:
+        """A matmul of one chunk alone would take as long as that of all, which reads w only once."""
+        return self.splits_rows and self.num_rows < FEW_ROWS * self.group_size
 
     @cached_property
     def key(self) -> tuple[Any, ...]:

@@ -65,6 +65,7 @@ def all_to_all_matmul(x: Shape, w: Shape, gather_dim: int, scatter_dim: int, gro
         group_size=group_size,
         out_shapes=[[*lead, w[-1]]],
         k=w[-2],
+        gathers=True,
     )
 
 
@@ -90,6 +91,7 @@ def all_gather_matmul(x: Shape, ws: Sequence[Shape], gather_dim: int, group_size
         group_size=group_size,
         out_shapes=[[*gathered[:-1], w[-1]] for w in ws],
         k=gathered[-1],
+        gathers=True,
     )
 
 
@@ -119,16 +121,14 @@ def matmul_reduce_scatter(x: Shape, w: Shape, reduce_op: str, scatter_dim: int, 
 def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Exchange:
     """``all_reduce(x @ w, reduce_op)``: each rank reduces one block and gathers the others.
 
-    The first dim of y that R divides is cut. Where it divides none, y is that of an x with some more rows.
+    Where R divides no dim of y, it is that of an x with some more rows.
     """
-    _check_group_size(group_size)
-    _check_matmul(x, w, "x")
-    _check_reduce_op(reduce_op)
+    check_all_reduce(x, w, reduce_op, group_size)
     y = [*x[:-1], w[-1]]
-    split_dim = next((dim for dim, size in enumerate(y) if size % group_size == 0), None)
-    if split_dim is None:
-        split_dim = len(y) - 2
-        y[split_dim] += -y[split_dim] % group_size
+    dims = [dim for dim, size in enumerate(y) if size % group_size == 0]
+    wide = w[-1] > math.prod(x[len(w) - 2 : -1])  # then x is read once for each rank, else w
+    split_dim = dims[-1 if wide else 0] if dims else len(y) - 2
+    y[split_dim] += -y[split_dim] % group_size
     block = block_shape(y, split_dim, group_size)
     return Exchange(
         shape=y,
@@ -142,6 +142,12 @@ def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Ex
         k=x[-1],
         facts=(reduce_op,),
     )
+
+
+def check_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> None:
+    _check_group_size(group_size)
+    _check_matmul(x, w, "x")
+    _check_reduce_op(reduce_op)
 
 
 def of(make: Callable[..., Any], *args: Any) -> Any:

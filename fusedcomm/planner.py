@@ -4,13 +4,15 @@
     one rank                                        unfused     nothing to exchange
     no workspace (host, native, peers, memory)      unfused     a vote said so: one rank that cannot means nobody does
     one row does not fit a slot                     unfused     rounds are cut between rows
-    CPU                                             chunked     the matmul writes into the peer's slot: no pack, no copy
+    rows cut, fewer than 128 per rank               unfused     decode: every part of the matmul would read all of w
+    CPU                                             chunked     matmuls read and write the peers' memory: fewer copies
     GPU, CUDA graph capture                         fused       a graph would fix the slots that chunked copies to
+    GPU, chunks of less than 64 KiB                 unfused     decode: nothing to hide
     GPU, float32 without TF32                       chunked     the fused kernel would not use the tensor cores
-    GPU, chunks of 16 MiB or more                   chunked     full copy-engine speed, and no SM taken from the matmul
-    GPU, else                                       fused       tiles leave as they are finished
+    GPU, chunks of 16 MiB or more, K not gathered   chunked     full copy-engine speed, and no SM taken from the matmul
+    GPU, else                                       fused       tiles leave, or are used, as they are finished
 
-`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the last five where the algorithm can run; like a capture, they must
+`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the last seven where the algorithm can run; like a capture, they must
 be the same on all ranks (chunked and fused can meet, either of them and unfused cannot).
 """
 
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedcomm import env
-from fusedcomm.exchange import Exchange
+from fusedcomm.exchange import FEW_ROWS, Exchange
 from fusedcomm.registry import Member
 from fusedcomm.topology import tf32_allowed
 
@@ -30,6 +32,7 @@ log = logging.getLogger("fusedcomm")
 
 FORCED = "forced"
 COPY_ENGINE_BYTES = 16 << 20  # where a copy reaches full NVLink speed (DESIGN section 4); not measured by us yet
+SMALL_BYTES = 64 << 10  # of which a peer's part arrives in a few microseconds, a launch's time; not measured by us yet
 
 
 @dataclass(frozen=True)
@@ -92,18 +95,23 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
 
 
 def _choose(exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
+    rows = exchange.num_rows // exchange.group_size
+    if exchange.few_rows:
+        return "unfused", f"{rows} rows per rank, fewer than {FEW_ROWS}: each rank's part would read all of w again"
     if member.device.type == "cpu":
-        return "chunked", "CPU: the matmul of each chunk writes into the peer's memory"
+        return "chunked", "CPU: matmuls read and write the peers' memory"
     if torch.cuda.is_current_stream_capturing():
         return "fused", "CUDA graph: kernels take the slot from the device"
+    chunk_bytes = exchange.chunk_numel * dtype.itemsize
+    if chunk_bytes < SMALL_BYTES:
+        return "unfused", f"{chunk_bytes / 1024:.3g} KiB per peer, less than {SMALL_BYTES >> 10}: nothing to hide"
     if member.topology.no_fused is not None:
         return "chunked", member.topology.no_fused
     if dtype == torch.float32 and not tf32_allowed():
         return "chunked", "float32 without TF32: cuBLAS is faster than the fused kernel"
-    chunk_bytes = exchange.chunk_numel * dtype.itemsize
-    if chunk_bytes >= COPY_ENGINE_BYTES:
+    if chunk_bytes >= COPY_ENGINE_BYTES and not (exchange.gathers and exchange.splits_columns):
         return "chunked", f"{chunk_bytes >> 20} MiB per peer: the copy engines run at full speed"
-    return "fused", f"{chunk_bytes / 2**20:.3g} MiB per peer: tiles leave as they are finished"
+    return "fused", f"{chunk_bytes / 2**20:.3g} MiB per peer: tiles leave, or are used, as they are finished"
 
 
 def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Member) -> str | None:

@@ -1,4 +1,4 @@
-"""A group of its own for a test, and calls in it."""
+"""A group of its own for a test, calls in it, and the checks of values that all ops share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm import registry
 from tests.problems import Problem, expected, integers
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ALGORITHMS = ["unfused", "chunked", "fused"]
 
 
 @contextmanager
@@ -29,23 +32,44 @@ def fresh_group(**env: str) -> Iterator[Any]:
         dist.destroy_process_group(group)
 
 
-def call(group: Any, problem: Problem, seed: int = 0) -> torch.Tensor:
+@contextmanager
+def empty_is_nan() -> Iterator[None]:
+    """torch fills what ``empty`` returns with NaN: an element that an op leaves out shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def call(group: Any, problem: Problem, seed: int = 0) -> Any:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    x, w, bias = integers(problem, rank, size, seed=seed)
-    return fusedcomm.matmul_all_to_all(
-        x,
-        w,
-        problem.gather_dim,
-        problem.scatter_dim,
-        group,
-        bias=bias,
-        out_shape=problem.sizes(size)[2],
-    )
+    return problem.call(integers(problem, rank, size, seed=seed), group)
 
 
-def check(group: Any, problem: Problem, out: torch.Tensor, seed: int = 0) -> None:
+def check(group: Any, problem: Problem, out: Any, seed: int = 0) -> None:
     want = expected(problem, dist.get_world_size(group), seed=seed)[dist.get_rank(group)]
     torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+def check_values(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str | None, calls: int) -> None:
+    """``calls`` back to back with fresh data: both slots are used again, and again."""
+    size = dist.get_world_size()
+    wants = [expected(problem, size, dtype, seed)[rank] for seed in range(calls)]
+    with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
+        outs = [problem.call(integers(problem, rank, size, dtype, seed)) for seed in range(calls)]
+    for out, want in zip(outs, wants, strict=True):
+        assert all(t.is_contiguous() for t in (out if isinstance(out, list) else [out]))
+        torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+def non_contiguous(t: torch.Tensor) -> torch.Tensor:
+    """Same values, every stride doubled."""
+    wide = torch.full([2 * size for size in t.shape], float("nan"), dtype=t.dtype)
+    view = wide[tuple(slice(None, None, 2) for _ in t.shape)]
+    view.copy_(t)
+    return view
 
 
 def member_of(group: Any) -> registry.Member:

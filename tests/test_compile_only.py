@@ -20,6 +20,8 @@ pytest.importorskip("triton")
 
 from fusedcomm.testing import ptx_order
 
+pytestmark = pytest.mark.timeout(900)  # the first test of each version waits for two minutes' compiling
+
 SHARED_BYTES = {
     80: 99 << 10,
     90: 227 << 10,
@@ -57,7 +59,7 @@ def version(request: pytest.FixtureRequest, processes: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def compiled(version: str, processes: dict[str, Any]) -> Compiled:
-    out, err = processes[version].communicate(timeout=300)
+    out, err = processes[version].communicate(timeout=850)
     assert processes[version].returncode == 0, err
     kernels = [json.loads(line) for line in out.splitlines()]
     if version == "3.6":
@@ -75,13 +77,21 @@ def _start(folder: Path, first_on_path: Path | None) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
-def pushes(compiled: Compiled, arch: int) -> dict[str, dict[str, int]]:
+def counts_of(compiled: Compiled, arch: int, kernel_name: str) -> dict[str, dict[str, int]]:
     """Instruction counts of the half-precision matmuls."""
     return {
         name: kernel["counts"]
         for (name, a), kernel in compiled.items()
-        if a == arch and kernel["kernel"] == "push_matmul_kernel" and "fp32" not in name
+        if a == arch and kernel["kernel"] == kernel_name and "fp32" not in name
     }
+
+
+def pushes(compiled: Compiled, arch: int) -> dict[str, dict[str, int]]:
+    return counts_of(compiled, arch, "push_matmul_kernel")
+
+
+def gathers(compiled: Compiled, arch: int) -> dict[str, dict[str, int]]:
+    return counts_of(compiled, arch, "gather_matmul_kernel")
 
 
 def test_prints_what_each_kernel_needs(compiled: Compiled) -> None:
@@ -96,9 +106,9 @@ def test_prints_what_each_kernel_needs(compiled: Compiled) -> None:
 
 def test_every_matmul_is_on_the_tensor_cores(compiled: Compiled) -> None:
     for arch, instruction in ((80, "mma_sync"), (90, "wgmma"), (100, "tcgen05")):
-        found = pushes(compiled, arch)
-        assert len(found) >= 8
-        assert all(counts[instruction] > 0 for counts in found.values()), found
+        for found in (pushes(compiled, arch), gathers(compiled, arch)):
+            assert len(found) >= 8
+            assert all(counts[instruction] > 0 for counts in found.values()), found
 
 
 def test_loads_are_tma_where_a_tile_is_a_box(compiled: Compiled) -> None:
@@ -113,27 +123,41 @@ def test_loads_are_tma_where_a_tile_is_a_box(compiled: Compiled) -> None:
         assert counts["tma_loads"] == 0 and counts["cp_async"] > 0, name
 
 
-def test_results_leave_in_whole_vectors(compiled: Compiled) -> None:
-    for (name, arch), kernel in compiled.items():
-        if kernel["kernel"] in ("push_matmul_kernel", "unpack_kernel"):
-            assert kernel["counts"]["vector_stores"] >= 4, (name, arch)
-            assert kernel["counts"]["tma_stores"] == 0, (
-                name,
-                arch,
-            )  # signal() would have to wait for them
+def test_gathers_load_chunks_ahead_by_pointer(compiled: Compiled) -> None:
+    """cp.async is of the generic proxy, as the peers' stores are; w comes by TMA where blocks of K are whole.
+
+    Where neither has rows that begin on 16 bytes, single elements are loaded, and not ahead.
+    """
     for arch in SHARED_BYTES:
-        assert compiled["unpack", arch]["counts"]["vector_loads"] >= 4
+        for name, counts in gathers(compiled, arch).items():
+            assert (counts["cp_async"] >= 12) == (name != "gather ragged"), (name, arch)
+            by_tma = arch >= 90 and name not in ("gather ragged", "gather K short runs")
+            assert (counts["tma_loads"] >= 3) == by_tma, (name, arch)
+
+
+def test_results_leave_in_whole_vectors(compiled: Compiled) -> None:
+    at_least = {"push_matmul_kernel": 4, "unpack_kernel": 4, "pack_kernel": 4, "finish_kernel": 4}
+    at_least |= {"gather_matmul_kernel": 8, "reduce_kernel": 2}  # of those, one half poisons
+    for key, kernel in compiled.items():
+        if kernel["kernel"] in at_least and key[0] not in ("gather ragged", "wait"):
+            assert kernel["counts"]["vector_stores"] >= at_least[kernel["kernel"]], key
+        assert kernel["counts"]["tma_stores"] == 0, key  # signal() would have to wait for them
+    for arch in SHARED_BYTES:
+        for name in ("unpack", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
+            assert compiled[name, arch]["counts"]["vector_loads"] >= 4, (name, arch)
 
 
 def test_waits_sleep_between_polls(compiled: Compiled) -> None:
     for key, kernel in compiled.items():
-        waits = kernel["kernel"] in ("unpack_kernel", "wait_kernel")
-        assert (kernel["counts"]["sleeps"] > 0) == waits, key
+        sends = kernel["kernel"] in ("push_matmul_kernel", "pack_kernel", "signal_kernel")
+        assert (kernel["counts"]["sleeps"] > 0) == (not sends), key
 
 
 def test_no_spills_and_within_the_budget(compiled: Compiled) -> None:
     for key, kernel in compiled.items():
-        assert kernel["stack"] == 0 and kernel["counts"]["local"] == 0, key
+        assert kernel["counts"]["local"] == 0 and kernel["spills_in_loops"] == 0, key
+        # Triton 3.6 on sm_80 needs all 255 registers; between its loops it may put two words aside
+        assert kernel["stack"] <= (8 if kernel["kernel"] == "gather_matmul_kernel" else 0), key
         assert kernel["shared"] <= SHARED_BYTES[key[1]], (key, kernel["shared"])
         assert kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, key
 
@@ -150,6 +174,22 @@ def test_a_push_ends_in_count_and_signal(compiled: Compiled, version: str, folde
         counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)
         assert ptx.index("bar.sync", last_store) < counter
         assert ptx.index("atom.global.sys.release.exch", counter)
+
+
+def test_a_pack_counts_and_signals_each_chunk(compiled: Compiled, version: str, folders: dict) -> None:
+    for arch in SHARED_BYTES:
+        ptx = (folders[version] / f"pack.{arch}.ptx").read_text()
+        last_store = ptx.rindex("st.global.v4")
+        counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)
+        assert ptx.index("bar.sync", last_store) < counter
+        assert ptx.index("atom.global.sys.release.exch", counter)
+
+
+def test_only_the_last_kernel_of_a_round_counts_arrivals(compiled: Compiled, version: str, folders: dict) -> None:
+    for arch in SHARED_BYTES:
+        first, last = ((folders[version] / f"{name}.{arch}.ptx") for name in ("gather_first_of_two", "gather"))
+        assert "atom.global.gpu.acq_rel.add" not in first.read_text()
+        assert "atom.global.gpu.acq_rel.add" in last.read_text()
 
 
 PUSH = """
@@ -177,11 +217,13 @@ $L__BB0_1:
     ret;
 }
 """
+GATHER = UNPACK.replace("ld.global.v4.b32 { %r1, %r2, %r3, %r4 }", "cp.async.cg.shared.global [ %r1 + 0 ]")
 
 
 def test_the_order_checker_accepts_the_right_order() -> None:
     assert ptx_order.violations(PUSH) == []
     assert ptx_order.violations(UNPACK, reads_after_wait=True) == []
+    assert ptx_order.violations(GATHER, reads_after_wait=True) == []
 
 
 def _moved(ptx: str, what: str, before: str) -> str:
@@ -208,6 +250,8 @@ def _moved(ptx: str, what: str, before: str) -> str:
         pytest.param(UNPACK.replace("bar.sync 0;", ""), 1, id="no barrier after the poll"),
         pytest.param(_moved(UNPACK, "ld.global.v4", "atom"), 1, id="read before the poll"),
         pytest.param(_moved(UNPACK, "bar.sync", "$L__BB0_1"), 1, id="barrier before the poll"),
+        pytest.param(GATHER.replace("bar.sync 0;", ""), 1, id="no barrier before loads into shared memory"),
+        pytest.param(_moved(GATHER, "cp.async.cg", "atom"), 1, id="loads into shared memory before the poll"),
     ],
 )
 def test_the_order_checker_can_fail(ptx: str, count: int) -> None:

@@ -21,6 +21,12 @@ from fusedcomm.topology import Topology
 OP = "matmul_all_to_all"
 ABLE = Topology(no_workspace=None, no_fused=None, workspace_bytes=1 << 30, algorithm=None)
 SMALL = geometry.matmul_all_to_all((1024, 512), (512, 1024), None, 0, 1, 2)  # 1 MiB per peer in bf16
+DECODE = geometry.matmul_all_to_all((16, 512), (512, 1024), None, 0, 1, 2)  # 16 KiB
+FEW_ROWS = geometry.matmul_reduce_scatter((64, 512), (512, 1 << 16), "sum", 0, 2)
+BATCHES = geometry.matmul_reduce_scatter((64, 4, 512), (64, 512, 1 << 12), "sum", 0, 2)  # 1 MiB; each its own w
+GATHERED_K = geometry.all_to_all_matmul((4096, 8192), (16384, 64), 1, 0, 2)  # 32 MiB
+GATHERED_ROWS = geometry.all_gather_matmul((4096, 4096), ((4096, 64),), 0, 2)  # 32 MiB
+DECODED = geometry.matmul_all_reduce((16, 512), (512, 1 << 20), "sum", 2)  # 16 MiB, cut along N: one pass over w
 LARGE = geometry.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
 HUGE_ROW = geometry.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
 
@@ -52,7 +58,7 @@ NO_TRITON = replace(ABLE, no_fused="Triton is not installed")
 @pytest.mark.parametrize(
     "exchange, dtype, us, graph, allowed, algorithm, reason",
     [
-        (SMALL, BF16, member("cpu"), False, False, "chunked", "CPU: the matmul of each chunk"),
+        (SMALL, BF16, member("cpu"), False, False, "chunked", "CPU: matmuls read and write"),
         (SMALL, BF16, member(), False, False, "fused", "1 MiB per peer"),
         (LARGE, BF16, member(), False, False, "chunked", "32 MiB per peer: the copy engines"),
         (SMALL, FP32, member(), False, False, "chunked", "float32 without TF32"),
@@ -64,6 +70,15 @@ NO_TRITON = replace(ABLE, no_fused="Triton is not installed")
         (SMALL, BF16, member(verdict=NO_PEERS), False, False, "unfused", "rank 1 is on another host"),
         (HUGE_ROW, BF16, member(), False, False, "unfused", "one row for every peer takes"),
         (SMALL, BF16, None, False, False, "unfused", "one rank"),
+        (DECODE, BF16, member(), False, False, "unfused", "16 KiB per peer, less than 64"),
+        (DECODE, BF16, member(), True, False, "fused", "CUDA graph"),
+        (DECODE, BF16, member("cpu"), False, False, "chunked", "CPU"),
+        (FEW_ROWS, BF16, member(), False, False, "unfused", "32 rows per rank, fewer than 128"),
+        (FEW_ROWS, BF16, member("cpu"), False, False, "unfused", "32 rows per rank, fewer than 128"),
+        (BATCHES, BF16, member("cpu"), False, False, "chunked", "CPU"),
+        (DECODED, BF16, member("cpu"), False, False, "chunked", "CPU"),
+        (GATHERED_K, BF16, member(), False, False, "fused", "32 MiB per peer: tiles"),
+        (GATHERED_ROWS, BF16, member(), False, False, "chunked", "32 MiB per peer: the copy engines"),
     ],
 )
 def test_each_rule(
@@ -153,7 +168,7 @@ def test_nvml_decides_on_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def explain_meta(rank: int) -> Any:
     x, w = torch.empty(4, 8, device="meta"), torch.empty(8, 6, device="meta")
-    with pytest.raises(ValueError, match="op must be 'matmul_all_to_all', got 'matmul'"):
+    with pytest.raises(ValueError, match="op must be one of matmul_all_to_all, .*, got 'matmul'"):
         fusedcomm.explain("matmul", x, w, 0, 1)
     return fusedcomm.explain(OP, x, w, 0, 1, dist.group.WORLD, verbose=False)
 
@@ -161,4 +176,4 @@ def explain_meta(rank: int) -> Any:
 def test_explain_takes_meta_tensors(ranks: Any) -> None:
     first, second = ranks(2).run(explain_meta)
     assert first == second
-    assert str(first) == f"{OP}: chunked (CPU: the matmul of each chunk writes into the peer's memory)"
+    assert str(first) == f"{OP}: chunked (CPU: matmuls read and write the peers' memory)"

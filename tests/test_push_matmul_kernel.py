@@ -17,63 +17,22 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedcomm import workspace
+from fusedcomm import geometry, workspace
 from fusedcomm.algorithms import chunked, fused, launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.exchange import Exchange
 from fusedcomm.kernels.triton import primitives
 from fusedcomm.testing.virtual import VirtualGroup
-from fusedcomm.workspace import HeaderLayout
-
-GUARD = 0xA5
-NOT_A_NUMBER = 0xFF  # in every byte of a float of any type
-FINGERPRINT = 0x5A17C3
-NUM_PROGRAMS = {"push": 3, "unpack": 2}
-
-
-class VirtualRank:
-    """One rank's view of segments that lie in this process."""
-
-    def __init__(self, rank: int, segments: list[Tensor], slot_bytes: int, num_slots: int) -> None:
-        self.rank, self.group_size = rank, len(segments)
-        self.layout = HeaderLayout(self.group_size)
-        self.segments = torch.tensor([segment.data_ptr() for segment in segments])
-        self.segment = segments[rank]
-        self.slot_bytes, self.num_slots = slot_bytes, num_slots
-        self.record = torch.zeros(8 + 2 * self.group_size, dtype=torch.int64)
-        self.word(self.layout.timeout)[0] = int(60e9)
-        self.word(self.layout.record)[0] = self.record.data_ptr()
-
-    def num_programs(self, kind: str) -> int:
-        return NUM_PROGRAMS[kind]
-
-    def word(self, offset: int, count: int = 1) -> Tensor:
-        return self.segment[offset : offset + 8 * count].view(torch.int64)
-
-    @property
-    def epoch(self) -> int:
-        return int(self.word(self.layout.epoch))
-
-    @property
-    def broken(self) -> list[int]:
-        return self.word(self.layout.broken, self.group_size).tolist()
-
-    def assert_idle(self) -> None:
-        assert int(self.word(self.layout.arrivals)) == 0
-        assert not self.word(self.layout.tiles_done, self.group_size).any()
-        assert (self.segment[-64:] == GUARD).all()
-
-
-def virtual_ranks(group_size: int, slot_bytes: int, num_slots: int = 2) -> list[VirtualRank]:
-    slot_bytes = -(-slot_bytes // 128) * 128
-    header = HeaderLayout(group_size).header_bytes
-    segments = []
-    for _ in range(group_size):
-        segment = torch.zeros(header + 2 * slot_bytes + 64, dtype=torch.uint8)
-        segment[header:] = NOT_A_NUMBER
-        segment[-64:] = GUARD
-        segments.append(segment)
-    return [VirtualRank(rank, segments, slot_bytes, num_slots) for rank in range(group_size)]
+from fusedcomm.workspace import Call, HeaderLayout
+from tests.virtual_ranks import (
+    FINGERPRINT,
+    VirtualRank,
+    assert_results,
+    flag,
+    guarded,
+    record,
+    virtual_ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +67,7 @@ class Case:
 
     def exchange(self, group_size: int) -> Exchange:
         shapes = (*self.lead, self.k), self.w_shape(), self.out_shape
-        return Exchange(*shapes, self.gather_dim, self.scatter_dim, group_size)
+        return geometry.matmul_all_to_all(*shapes, self.gather_dim, self.scatter_dim, group_size)
 
 
 def oracle(case: Case, inputs: list[tuple[Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
@@ -136,19 +95,9 @@ def run(case: Case, group_size: int, calls: int = 1) -> None:
             for rank, (out, _) in zip(ranks, padded, strict=True):
                 launch.unpack(out, spans.unpack, rank, FINGERPRINT)
             num_rounds += 1
-        for (out, guards), expected in zip(padded, oracle(case, inputs), strict=True):
-            torch.testing.assert_close(out, expected, rtol=0, atol=0)
-            assert all(torch.isnan(guard).all() for guard in guards)
+        assert_results(padded, oracle(case, inputs))
     for rank in ranks:
-        rank.assert_idle()
-        assert rank.epoch == num_rounds and not rank.record.any()
-
-
-def guarded(shape: list[int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """A NaN tensor between NaNs that nobody may write."""
-    numel = math.prod(shape)
-    buffer = torch.full((numel + 64,), float("nan"), dtype=dtype)
-    return buffer[32 : 32 + numel].view(shape), (buffer[:32], buffer[32 + numel :])
+        rank.assert_idle(num_rounds)
 
 
 def cases(r: int) -> dict[str, Case]:
@@ -218,14 +167,14 @@ def test_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of sm_90 and later: a tile is one box of x and one of w."""
     made = []
 
-    def counted(*args: Any, describe: Any = launch.descriptors) -> Any:
+    def counted(*args: Any, describe: Any = launch.describe_x) -> Any:
         made.append(args)
         return describe(*args)
 
     monkeypatch.setattr(tiles, "architecture", lambda device: 90)
     monkeypatch.setattr(tiles, "BLOCK_K", 16)
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(32, 32, 16, 2, 4, 1, True))
-    monkeypatch.setattr(launch, "descriptors", counted)
+    monkeypatch.setattr(launch, "describe_x", counted)
     run(DESCRIPTOR_CASES[name], 2)
     assert made
 
@@ -237,7 +186,7 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(16, 16, 16, 2, 4, 1))
     x, w = torch.ones(2, 16, 24), torch.ones(2, 24, 16)
     w[1] = math.inf
-    exchange = Exchange(x.shape, w.shape, None, 1, 2, 1)
+    exchange = geometry.matmul_all_to_all(x.shape, w.shape, None, 1, 2, 1)
     (rank,) = virtual_ranks(1, exchange.chunk_numel * 4)
     out = torch.full(exchange.out_shape, float("nan"))
     (spans,) = exchange.rounds(1 << 40)
@@ -270,14 +219,6 @@ def case_ranks(group_size: int, timeout_s: float = 60.0, num_slots: int = 2) -> 
     return ranks
 
 
-def flag(epoch: int, fingerprint: int = FINGERPRINT) -> int:
-    return epoch << 24 | fingerprint
-
-
-def record(kind: int, epoch: int, rank: int, flags: list[int], bad: list[int]) -> list[int]:
-    return [2, kind, epoch, rank, FINGERPRINT, 0, 0, 0, *flags, *bad]
-
-
 @pytest.mark.parametrize("num_slots", [2, 1])
 def test_a_peer_may_be_one_round_ahead(num_slots: int) -> None:
     """Two slots are enough; one is not (negative control)."""
@@ -301,7 +242,7 @@ def test_time_out_names_who_is_missing() -> None:
     assert ranks[0].record.tolist() == record(1, 1, 0, [flag(1), flag(1), 0], [0, 0, 1])
     assert [rank.broken for rank in ranks] == [[1 | 1 << 8, 0, 0]] * 3
     assert ranks[0].epoch == 1
-    ranks[0].assert_idle()
+    ranks[0].assert_idle(1, failed=True)
 
 
 def test_a_broken_workspace_waits_no_more_and_keeps_its_first_record() -> None:
@@ -400,7 +341,7 @@ def test_a_virtual_group_is_as_new_after_load(algorithm: Any, name: str) -> None
     exchange = case.exchange(2)
     group = VirtualGroup(2, max(1, 2 * exchange.chunk_numel * 4), "cpu")
     for _ in range(2):
-        group.load(lambda ws, *inputs: algorithm.push_matmul(*inputs, exchange, ws, "op", 7), 7, *case.inputs(0))
+        group.load(lambda ws, *inputs: algorithm.push_matmul(Call("op", 7, exchange, ws), *inputs), 7, *case.inputs(0))
     (spans,) = exchange.rounds(1 << 40)
     for call in range(3):
         inputs = [case.inputs(10 * call + rank) for rank in range(2)]

@@ -1,17 +1,11 @@
 """The clock of all benches: wrong values stop every rank, times are the slowest rank's."""
 
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
-from bench import bench_matmul_all_to_all as bench
-from bench.bench_matmul_all_to_all import measure_row, summary
-from fusedcomm.cli import launch
 from fusedcomm.cli.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.testing import RankPool
 
@@ -64,42 +58,3 @@ def test_times_are_the_slowest_ranks_and_variants_take_turns(
     assert all(sorted(r) == ["quick", "slow", "third"] for r in rounds)
     assert len({tuple(r) for r in rounds}) > 1
     assert done == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_the_bench(ranks: Callable[[int], RankPool], dtype: torch.dtype) -> None:
-    row, _ = ranks(2).run(measure_row, "cpu", 33, 16, 6, dtype, 2)
-    assert (row.rows, row.k, row.n) == (33, 16, 6)
-    assert row.speedup == row.baseline.median / row.auto.median
-    mean, worst, roof = summary([row, row])
-    assert mean.value == pytest.approx(row.speedup) == worst.value
-    assert roof.value == row.over_roof
-    assert mean.met == (mean.value >= 1.3)
-
-
-@pytest.mark.parametrize("huge_pages", [False, True])
-def test_the_bench_says_which_pages_the_ranks_got(
-    huge_pages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
-    monkeypatch.setattr(bench, "QUICK", ((33, 16, 6),))
-    file = tmp_path / "bench.json"
-    assert bench.main(["--quick", "--rounds", "1", "--json", str(file), *["--huge-pages"] * huge_pages]) == 0
-    assert json.loads(file.read_text())["huge_pages"] is huge_pages
-    heading = capsys.readouterr().out.splitlines()[0]
-    assert heading.startswith("pages: huge for all" if huge_pages else "pages: torch's default")
-
-
-def test_under_torchrun_its_caller_must_ask_for_huge_pages(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The rank that reads the option has started torch already."""
-    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    with pytest.raises(SystemExit):
-        bench.parse(["--huge-pages"])
-    assert "start torchrun with THP_MEM_ALLOC_ENABLE=1" in capsys.readouterr().err
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    assert bench.parse(["--huge-pages"]).huge_pages

@@ -20,8 +20,11 @@ class PushedMatmul:
         self.bias = bias
 
     def __call__(self, spans: RoundSpans, dst_rank: int, chunk: Tensor) -> None:
-        """``chunk``: flat [batches * rows * columns]."""
+        """``chunk``: flat [batches * rows * columns]; or [runs, rows in a run * columns], where `fills_runs` allows."""
         batches, rows, columns = spans.batches, spans.rows, spans.columns
+        if chunk.ndim == 2:
+            rows_in_run = rows.size // chunk.shape[0]
+            rows = Span(rows.size, rows.start, rows_in_run, rows_in_run, 0)
         _matmul(
             rows.view(batches.view(self.x, 0, dst_rank), 2, dst_rank),  # [bo, bi, ro, ri, K]
             columns.view(batches.view(self.w, 0, dst_rank), 3, dst_rank),  # [bo, bi, K, co, ci]
@@ -40,20 +43,25 @@ class GatheredMatmul:
 
     def chunk(self, spans: RoundSpans, src_rank: int, chunk: Tensor) -> None:
         """Rows that are src_rank's alone. ``chunk``: flat [batches * rows * K]."""
-        self._rows(spans, src_rank, chunk.view(*_split(spans.batches), *_split(spans.rows), self.w.shape[1]))
-
-    def gathered(self, spans: RoundSpans, x: Tensor) -> None:
-        """The rows of a round, whose K came from all ranks. ``x`` [num_batches, num_rows, K]."""
-        self._rows(spans, 0, spans.rows.view(spans.batches.view(x, 0, 0), 2, 0))
-
-    def _rows(self, spans: RoundSpans, src_rank: int, x: Tensor) -> None:
         batches, rows = spans.batches, spans.rows
         _matmul(
-            x,  # [bo, bi, ro, ri, K]
+            chunk.view(*_split(batches), *_split(rows), self.w.shape[1]),  # [bo, bi, ro, ri, K]
             batches.view(self.w, 0, src_rank).unsqueeze(3),  # [bo, bi, K, 1, N]
             self.bias,
             rows.view(batches.view(self.out, 0, src_rank), 2, src_rank).unsqueeze(4),  # [bo, bi, ro, ri, 1, N]
         )
+
+    def all(self, gathered: Tensor) -> None:
+        """All rows at once."""
+        x = gathered.view(*self.out.shape[:2], self.w.shape[1])
+        if self.out.numel() > 0:
+            _multiply(x, self.w, None if self.bias is None else self.bias[0], self.out)
+
+
+def fills_runs(spans: RoundSpans) -> bool:
+    """Whether the matmul can write a chunk where it is unpacked to: in runs of consecutive rows, long ones."""
+    run, row = spans.unpack.inner, spans.columns.size
+    return spans.batches.size == spans.rows.outer == 1 and run % max(row, 1) == 0 and run >= _MIN_PIECE * max(row, 1)
 
 
 def _split(span: Span) -> tuple[int, int]:

@@ -68,8 +68,10 @@ def gather_matmul(
     x = x.contiguous()
     outs = [transport.empty(x, shape) for shape in exchange.out_shapes]
     matmuls = [GatheredMatmul(*each, exchange) for each in zip(outs, ws, biases, strict=True)]
-    # where K is gathered, one matmul of all of K: sums stay in float32 across sources
-    gathered = transport.empty(x, exchange.shape) if return_gathered or exchange.splits_columns else None
+    # One matmul after all have arrived: where K is gathered, so that sums stay in float32 across sources, and where
+    # a matmul for each source would read w again and again.
+    at_once = exchange.splits_columns or exchange.few_rows
+    gathered = transport.empty(x, exchange.shape) if return_gathered or at_once else None
     with ordered(workspace), workspace.guarded(call.op):
         for round in workspace.rounds(call, x.dtype):
             transport.pack(round, x, own=False)
@@ -77,14 +79,15 @@ def gather_matmul(
                 chunk = _chunk_from(src_rank, round, transport, x)
                 if gathered is not None:
                     copy_between(round.spans.unpack.view(gathered.view(-1), 0, src_rank), chunk)
-                if not exchange.splits_columns:
+                if not at_once:
                     for matmul in matmuls:
                         matmul.chunk(round.spans, src_rank, chunk.reshape(-1))
-            if exchange.splits_columns:
-                assert gathered is not None
-                for matmul in matmuls:
-                    matmul.gathered(round.spans, gathered.view(exchange.num_batches, exchange.num_rows, exchange.k))
-            transport.finish(round, outs if gathered is None else [*outs, gathered])
+            made = [] if at_once else outs
+            transport.finish(round, made if gathered is None else [*made, gathered])
+        if at_once:
+            assert gathered is not None
+            for matmul in matmuls:
+                matmul.all(gathered)
     return outs, gathered if return_gathered else None
 
 

@@ -71,14 +71,13 @@ def gather_matmul(
         for spans in _rounds(call, x):
             with _beside(workspace, x):
                 launch.pack(x, spans.pack, workspace, fingerprint)
-            for out, w, bias in zip(outs, ws, biases, strict=True):
-                launch.gather_matmul(out, w, bias, spans, workspace, fingerprint)
-            if x.is_cuda:  # the copies read the epoch: the round must not end before them
-                torch.cuda.current_stream(x.device).wait_stream(workspace.side_stream())
-            if gathered is None:
-                launch.wait(workspace, fingerprint)
-            else:
+            for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
+                last = gathered is None and i == len(outs) - 1
+                launch.gather_matmul(out, w, bias, spans, workspace, fingerprint, end_round=last)
+            if gathered is not None:
                 launch.unpack(gathered, spans.unpack, workspace, fingerprint)
+            if x.is_cuda:  # the next round counts its copies in the same words
+                torch.cuda.current_stream(x.device).wait_stream(workspace.side_stream())
             _launched(call)
     return outs, gathered
 

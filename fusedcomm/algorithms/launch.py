@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import tiles
-from fusedcomm.exchange import RoundSpans, Span
+from fusedcomm.exchange import RoundSpans
+from fusedcomm.spans import Span
 from fusedcomm.topology import tf32_allowed
 from fusedcomm.workspace import HeaderLayout
 
 _TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors
+_ALL_REGISTERS = (
+    255  # or ptxas spills for the sake of a second block per multiprocessor, which persistent grids never have
+)
 _INT32_MAX = 2**31 - 1  # descriptors are indexed by int32
 
 
@@ -47,14 +51,17 @@ def push(
     from fusedcomm.kernels.triton.push_matmul import push_matmul_kernel
 
     num_m = x.shape[-2]  # rows per batch; unused where w has no batches
-    x, w = _matrices(x, w)
+    if w.shape[-2] == 0:  # the kernel takes K > 0
+        x, w = x.new_zeros(*x.shape[:-1], 1), w.new_zeros(*w.shape[:-2], 1, w.shape[-1])
+    x, w = x.flatten(0, -2).contiguous(), _matrices(w)
     _, num_k, num_n = w.shape
-    config, use_tma = _push_config(x, w, spans, workspace)
-    x_operand, w_operand = descriptors(x, w, config) if use_tma else (x, w)
-    num_tiles = workspace.group_size * tiles.num_tiles(config, spans)
-    push_matmul_kernel[(min(workspace.num_programs("push"), num_tiles),)](
-        x_operand,
-        w_operand,
+    shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, workspace.group_size)
+    describable = can_describe_x(x) and can_describe_w(w)
+    config = _matmul_config(x, shape, workspace.num_programs("push"), describable)
+    use_tma = _has_tma(x) and describable and tiles.boxes(config, shape)
+    push_matmul_kernel[_grid("push", workspace, tiles.num_tiles(config, shape) * shape.count)](
+        describe_x(x, config) if use_tma else x,
+        describe_w(w, config) if use_tma else w,
         None if bias is None else bias.contiguous(),
         workspace.segments,
         _span(spans.batches),
@@ -90,17 +97,121 @@ def push(
     )
 
 
-def unpack(out: Tensor, span: Span, workspace: Segments, fingerprint: int) -> None:
-    """Wait for every src_rank's chunk and copy it to its place in ``out``; this ends the round."""
+def pack(t: Tensor, span: Span, workspace: Segments, fingerprint: int) -> None:
+    """Copy every dst_rank's part of ``t`` into its slot, and signal it; own chunk first.
+
+    May run beside the kernel that consumes the round, on a stream of its own; what follows that kernel must then wait
+    for this one.
+    """
+    assert t.is_contiguous()
+    if span.size == 0:
+        signal(workspace, None, fingerprint)
+        return
+    from fusedcomm.kernels.triton.copy import pack_kernel
+
+    config, num_tiles = _copy_config(t, span)
+    pack_kernel[_grid("pack", workspace, num_tiles)](
+        t,
+        workspace.segments,
+        _span(span),
+        workspace.slot_bytes,
+        fingerprint,
+        workspace.rank,
+        workspace.layout.tiles_done,
+        workspace.layout.flags,
+        workspace.layout.header_bytes,
+        workspace.group_size,
+        config.block_runs,
+        config.block_inner,
+        workspace.num_slots,
+        num_warps=config.num_warps,
+    )
+
+
+def gather_matmul(
+    out: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    spans: RoundSpans,
+    workspace: Segments,
+    fingerprint: int,
+    *,
+    end_round: bool,
+) -> None:
+    """Multiply every src_rank's chunk with its part of w, as they arrive, into its rows of ``out``, with the bias.
+
+    out [..., N], of all rounds; w [K, N] or [..., K, N]. ``end_round``: no kernel of this round follows.
+    """
+    assert out.is_contiguous()
+    num_m = out.shape[-2]  # rows per batch; unused where w has no batches
+    w = _matrices(w)
+    _, num_k, num_n = w.shape
+    split_k = spans.columns.size != num_k
+    shape = _gather_shape(spans, num_n, workspace.group_size, split_k)
+    whole_blocks = spans.columns.inner % tiles.BLOCK_K == 0
+    describable = whole_blocks and can_describe_w(w)
+    aligned = _aligned(spans.columns.size * w.itemsize, _row_step(w) * w.itemsize)
+    config = _matmul_config(out, shape, workspace.num_programs("gather"), describable, aligned)
+    num_tiles = tiles.num_tiles(config, shape) * shape.count
+    if num_tiles == 0:
+        if end_round:
+            wait(workspace, fingerprint)
+        return
+    from fusedcomm.kernels.triton.gather_matmul import gather_matmul_kernel
+
+    even_k = spans.columns.inner % config.block_k == 0
+    w_tma = _has_tma(out) and describable
+    in_runs = tiles.in_runs(spans.columns, config.block_k)
+    gather_matmul_kernel[_grid("gather", workspace, num_tiles)](
+        out,
+        describe_w(w, config) if w_tma else w,
+        None if bias is None else bias.contiguous(),
+        workspace.segments,
+        _span(spans.batches),
+        _span(spans.rows),
+        _span(spans.columns),
+        num_m,
+        num_n,
+        num_k,
+        w.stride(),
+        spans.chunk_numel,
+        workspace.slot_bytes,
+        fingerprint,
+        workspace.rank,
+        workspace.layout.flags,
+        workspace.layout.header_bytes,
+        workspace.group_size,
+        split_k,
+        w_tma,
+        w.stride(2) != 1,
+        tiles.in_runs(spans.rows, config.block_m),
+        in_runs,
+        even_k or (not in_runs and spans.columns.size % config.block_k == 0),
+        tf32_allowed(),
+        config.block_m,
+        config.block_n,
+        config.block_k,
+        config.group_m,
+        config.halves,
+        end_round,
+        workspace.num_slots,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=_ALL_REGISTERS,
+    )
+
+
+def unpack(out: Tensor, span: Span, workspace: Segments, fingerprint: int, *, end_round: bool = True) -> None:
+    """Wait for every src_rank's chunk and copy it to its place in ``out``."""
     assert out.is_contiguous()
     if span.size == 0:
-        wait(workspace, fingerprint)
+        if end_round:
+            wait(workspace, fingerprint)
         return
-    from fusedcomm.kernels.triton.unpack import unpack_kernel
+    from fusedcomm.kernels.triton.copy import unpack_kernel
 
-    config = tiles.unpack_config(tiles.architecture(out.device), span, out.itemsize)
-    num_tiles = -(-(span.size // span.inner) // config.block_runs) * -(-span.inner // config.block_inner)
-    unpack_kernel[(min(workspace.num_programs("unpack"), num_tiles),)](
+    config, num_tiles = _copy_config(out, span)
+    unpack_kernel[_grid("unpack", workspace, num_tiles)](
         out,
         workspace.segments,
         _span(span),
@@ -112,8 +223,43 @@ def unpack(out: Tensor, span: Span, workspace: Segments, fingerprint: int) -> No
         workspace.group_size,
         config.block_runs,
         config.block_inner,
+        end_round,
         workspace.num_slots,
         num_warps=config.num_warps,
+    )
+
+
+def reduce(out: Tensor, span: Span, bias: Tensor | None, scale: float, workspace: Segments, fingerprint: int) -> None:
+    """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias; this ends the round.
+
+    ``span``: one run of out's elements, rows as long as the bias. ``scale``: 1, or 1 / R for the average.
+    """
+    assert out.is_contiguous() and span.inner >= span.size
+    assert scale in (1.0, 1.0 / workspace.group_size)
+    if span.size == 0:
+        wait(workspace, fingerprint)
+        return
+    from fusedcomm.kernels.triton.reduce import reduce_kernel
+
+    block, num_warps = tiles.reduce_block(tiles.architecture(out.device))
+    reduce_kernel[_grid("reduce", workspace, -(-span.size // block))](
+        out,
+        None if bias is None else bias.contiguous(),
+        workspace.segments,
+        span.size,
+        span.start,
+        1 if bias is None else bias.numel(),
+        workspace.slot_bytes,
+        fingerprint,
+        workspace.rank,
+        workspace.layout.flags,
+        workspace.layout.header_bytes,
+        workspace.group_size,
+        scale != 1.0,
+        block,
+        workspace.num_slots,
+        num_warps=num_warps,
+        maxnreg=_ALL_REGISTERS,
     )
 
 
@@ -136,12 +282,13 @@ def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
     )
 
 
-def wait(workspace: Segments, fingerprint: int) -> None:
-    """Wait for all ranks' signals and end a round in which nothing is to be read."""
-    from fusedcomm.kernels.triton.handshake import wait_kernel
+def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
+    """Wait for one rank's signal: what follows on the stream may read its chunk. ``finish`` must follow the reads."""
+    from fusedcomm.kernels.triton.handshake import wait_source_kernel
 
-    wait_kernel[(1,)](
+    wait_source_kernel[(1,)](
         workspace.segments,
+        src_rank,
         fingerprint,
         workspace.rank,
         workspace.layout.flags,
@@ -151,61 +298,118 @@ def wait(workspace: Segments, fingerprint: int) -> None:
     )
 
 
-def _matrices(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows of all batches, K] and w [num_batches, K, N], K or N contiguous, as the kernel takes them: K > 0."""
-    if w.shape[-2] == 0:
-        x, w = x.new_zeros(*x.shape[:-1], 1), w.new_zeros(*w.shape[:-2], 1, w.shape[-1])
-    x = x.flatten(0, -2).contiguous()
+def wait(workspace: Segments, fingerprint: int) -> None:
+    """Wait for all ranks' signals and end a round in which nothing is to be read."""
+    _finish(None, workspace, fingerprint, end_round=True)
+
+
+def finish(out: Tensor, workspace: Segments, fingerprint: int, *, end_round: bool) -> None:
+    """After the reads of a round on this stream: make ``out`` NaN if a wait has failed or the slot was given up."""
+    assert out.is_contiguous()
+    _finish(out, workspace, fingerprint, end_round)
+
+
+def _finish(out: Tensor | None, workspace: Segments, fingerprint: int, end_round: bool) -> None:
+    from fusedcomm.kernels.triton.handshake import finish_kernel
+
+    finish_kernel[(1,)](
+        out,
+        0 if out is None else out.numel(),
+        workspace.segments,
+        fingerprint,
+        workspace.rank,
+        workspace.layout.flags,
+        workspace.group_size,
+        tiles.POISON_BLOCK,
+        end_round,
+        workspace.num_slots,
+        num_warps=1,
+    )
+
+
+def _grid(kind: str, workspace: Segments, num_tiles: int) -> tuple[int]:
+    return (min(workspace.num_programs(kind), num_tiles),)
+
+
+def _matrices(w: Tensor) -> Tensor:
+    """w as the kernels take it: [num_batches, K, N], K or N contiguous."""
     w = w.unsqueeze(0).flatten(0, -3)
-    return x, w if 1 in w.stride()[1:] else w.contiguous()
+    return w if 1 in w.stride()[1:] else w.contiguous()
 
 
-def _push_config(x: Tensor, w: Tensor, spans: RoundSpans, workspace: Segments) -> tuple[tiles.TileConfig, bool]:
-    """Tile sizes, and whether tensor descriptors load x and w."""
-    arch = tiles.architecture(x.device)
-    describable = arch >= 90 and can_describe(x, w)
-    group_size, num_programs = workspace.group_size, workspace.num_programs("push")
-    allow_tf32 = tf32_allowed()
-    config = tiles.matmul_config(arch, x.dtype, spans, w.shape[1], group_size, num_programs, describable, allow_tf32)
-    return config, describable and tiles.boxes(config, spans)
+def _copy_config(t: Tensor, span: Span) -> tuple[tiles.CopyConfig, int]:
+    """Tile sizes, and the number of tiles in a chunk."""
+    config = tiles.copy_config(tiles.architecture(t.device), span, t.itemsize)
+    return config, -(-(span.size // span.inner) // config.block_runs) * -(-span.inner // config.block_inner)
 
 
-def can_describe(x: Tensor, w: Tensor) -> bool:
-    """Whether tensor descriptors can load x [rows, K] and w [num_batches, K, N], K or N contiguous.
+def _matmul_config(
+    t: Tensor, shape: tiles.Shape, num_programs: int, describable: bool, aligned: bool = True
+) -> tiles.TileConfig:
+    """Tile sizes for operands of t's dtype on t's device."""
+    arch = tiles.architecture(t.device)
+    describable = describable and _has_tma(t)
+    return tiles.matmul_config(arch, t.dtype, shape, num_programs, describable, tf32_allowed(), aligned)
+
+
+def _has_tma(t: Tensor) -> bool:
+    return tiles.architecture(t.device) >= 90
+
+
+def _gather_shape(spans: RoundSpans, num_n: int, group_size: int, split_k: bool) -> tiles.Shape:
+    """What gather_matmul_kernel does: a matmul for each source, or one that adds up all of them."""
+    columns = Span(num_n, 0, max(num_n, 1), 0, 0)
+    count = 1 if split_k else group_size
+    return tiles.Shape(spans.batches.size, spans.rows, columns, spans.columns.size, count)
+
+
+def can_describe_x(x: Tensor) -> bool:
+    """Whether a tensor descriptor can load x [rows, K]."""
+    return _aligned(x.data_ptr(), x.shape[1] * x.itemsize) and max(x.shape) <= _INT32_MAX
+
+
+def can_describe_w(w: Tensor) -> bool:
+    """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous.
 
     Batches of w lie below one another; a block of K must not reach into the next.
     """
     num_batches, num_k, num_n = w.shape
-    step = w.stride(1) if w.stride(2) == 1 else w.stride(2)
+    step = _row_step(w)
     length = num_k if w.stride(2) == 1 else num_n
     batches_follow = num_batches == 1 or (w.stride(0) == length * step and num_k % tiles.BLOCK_K == 0)
-    aligned = all(
-        number % _TMA_ALIGNMENT == 0 for number in (x.data_ptr(), w.data_ptr(), num_k * x.itemsize, step * w.itemsize)
+    return (
+        batches_follow
+        and _aligned(w.data_ptr(), step * w.itemsize)
+        and max(num_batches * length, num_n, num_k) <= _INT32_MAX
     )
-    return batches_follow and aligned and max(x.shape[0], num_batches * length, num_n, num_k) <= _INT32_MAX
 
 
-def descriptors(x: Tensor, w: Tensor, config: tiles.TileConfig) -> tuple[Any, Any]:
-    """x and w as the kernel's loads see them: two dims each, the batches of w below one another."""
+def _row_step(w: Tensor) -> int:
+    return w.stride(1) if w.stride(2) == 1 else w.stride(2)
+
+
+def _aligned(*numbers: int) -> bool:
+    return all(number % _TMA_ALIGNMENT == 0 for number in numbers)
+
+
+def describe_x(x: Tensor, config: tiles.TileConfig) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [config.block_m, config.block_k])
+
+
+def describe_w(w: Tensor, config: tiles.TileConfig) -> Any:
+    """w as the kernels' loads see it: two dims, the batches below one another."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     num_batches, num_k, num_n = w.shape
     if w.stride(2) == 1:
-        shape, step, block = (
-            (num_batches * num_k, num_n),
-            w.stride(1),
-            (config.block_k, config.block_n),
-        )
+        rows, columns, step = num_batches * num_k, num_n, w.stride(1)
+        block = [config.block_k, config.block_n]
     else:
-        shape, step, block = (
-            (num_batches * num_n, num_k),
-            w.stride(2),
-            (config.block_n, config.block_k),
-        )
-    return (
-        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [config.block_m, config.block_k]),
-        TensorDescriptor(w, list(shape), [step, 1], list(block)),
-    )
+        rows, columns, step = num_batches * num_n, num_k, w.stride(2)
+        block = [config.block_n, config.block_k]
+    return TensorDescriptor(w, [rows, columns], [step, 1], block)
 
 
 def _span(span: Span) -> tuple[int, int, int, int, int]:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedcomm.exchange import RoundSpans, Span
+from fusedcomm.spans import Span
 
 INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
+POISON_BLOCK = 1024
 BLOCK_K = 64  # of all tiles that descriptors load, or a divisor
 _MAX_POINTER_N = 128
+_MAX_ELEMENT_N = 64
 _MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this much more than is needed
 
 
@@ -32,12 +34,23 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
-class UnpackConfig:
+class CopyConfig:
     """One CUDA block copies block_runs runs of block_inner elements at a time."""
 
     block_runs: int
     block_inner: int
     num_warps: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One of ``count`` equal matmuls that a kernel does: num_batches of rows [.., k] @ [k, columns]."""
+
+    num_batches: int
+    rows: Span
+    columns: Span
+    k: int
+    count: int
 
 
 # Largest first. Registers and shared memory of every row: tests/test_compile_only.py.
@@ -79,9 +92,9 @@ def in_runs(span: Span, block: int) -> bool:
     return -(-span.inner // block) * block <= _MAX_RUN_WASTE * span.inner
 
 
-def num_tiles(config: TileConfig, spans: RoundSpans) -> int:
-    """Tiles of one chunk."""
-    return spans.batches.size * _cuts(spans.rows, config.block_m) * _cuts(spans.columns, config.block_n)
+def num_tiles(config: TileConfig, shape: Shape) -> int:
+    """Tiles of one matmul."""
+    return shape.num_batches * _cuts(shape.rows, config.block_m) * _cuts(shape.columns, config.block_n)
 
 
 def _cuts(span: Span, block: int) -> int:
@@ -93,42 +106,46 @@ def _cuts(span: Span, block: int) -> int:
 def matmul_config(
     arch: int,
     dtype: torch.dtype,
-    spans: RoundSpans,
-    k: int,
-    group_size: int,
+    shape: Shape,
     num_programs: int,
     describable: bool,
     allow_tf32: bool,
+    aligned: bool = True,
 ) -> TileConfig:
     """The largest tile that gives every program work; the smallest if none does.
 
-    ``describable``: x and w fit tensor descriptors. Loads by pointer need registers that the widest
-    tiles do not leave.
+    ``describable``: tensor descriptors can load w, and x if the kernel has one for it. ``aligned``: rows begin where
+    vectors may. Loads by pointer need registers that the widest tiles do not leave, single elements even more.
     """
     if arch == INTERPRETER:
-        m, n = _fitting(spans.rows.size, 64), _fitting(spans.columns.size, 64)
-        return TileConfig(m, n, _fitting(k, 64), 2, 4, 1)
+        m, n = _fitting(shape.rows.size, 64), _fitting(shape.columns.size, 64)
+        return TileConfig(m, n, _fitting(shape.k, 64), 2, 4, 1)
     single = _TF32 if allow_tf32 else _FP32
     table = single if dtype == torch.float32 else _HALF[arch]
     for config in table:
-        by_pointer = not (describable and boxes(config, spans))
-        if by_pointer and config.block_n > _MAX_POINTER_N:
+        by_pointer = not (describable and boxes(config, shape))
+        if by_pointer and config.block_n > (_MAX_POINTER_N if aligned else _MAX_ELEMENT_N):
             continue
-        if num_tiles(config, spans) * group_size >= num_programs:
+        if num_tiles(config, shape) * shape.count >= num_programs:
             return config
     return table[-1]
 
 
-def boxes(config: TileConfig, spans: RoundSpans) -> bool:
+def boxes(config: TileConfig, shape: Shape) -> bool:
     """Whether every tile is one box of x and one of w, as tensor descriptors load them."""
-    return in_runs(spans.rows, config.block_m) and in_runs(spans.columns, config.block_n)
+    return in_runs(shape.rows, config.block_m) and in_runs(shape.columns, config.block_n)
 
 
-def unpack_config(arch: int, span: Span, itemsize: int) -> UnpackConfig:
+def copy_config(arch: int, span: Span, itemsize: int) -> CopyConfig:
     """16 KiB at a time: 4 loads of 16 bytes in flight per thread; less if runs are unaligned."""
     numel = 1024 if arch == INTERPRETER else (16384 if span.inner % 16 == 0 else 2048) // itemsize
     block_inner = min(numel, _fitting(span.inner, numel))
-    return UnpackConfig(numel // block_inner, block_inner, num_warps=8)
+    return CopyConfig(numel // block_inner, block_inner, num_warps=8)
+
+
+def reduce_block(arch: int) -> tuple[int, int]:
+    """Elements that a CUDA block adds up at a time, and its warps: one load of 8 per rank and thread."""
+    return (1024, 4) if arch == INTERPRETER else (2048, 8)
 
 
 def _fitting(size: int, most: int) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fusedcomm.algorithms.chunk_matmul import fills_runs
 from fusedcomm.spans import copy_between
 from fusedcomm.workspace import Round, Workspace
 
@@ -49,10 +50,10 @@ class CpuTransport:
         return out
 
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
-        unpack = round.spans.unpack
-        if out is not None and dst_rank == round.workspace.rank and unpack.outer == 1:
-            return unpack.view(out.view(-1), 0, dst_rank)[0]
-        return round.part(dst_rank)
+        if out is None or dst_rank != round.workspace.rank or not self._in_place(round):
+            return round.part(dst_rank)
+        own = round.spans.unpack.view(out.view(-1), 0, dst_rank)
+        return own[0] if own.shape[0] == 1 else own
 
     def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
         if dst_rank != round.workspace.rank:
@@ -71,7 +72,7 @@ class CpuTransport:
         spans, rank = round.spans, round.workspace.rank
         if own is not None:
             copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
-        elif spans.unpack.outer != 1:
+        elif not self._in_place(round):
             copy_between(spans.unpack.view(out.view(-1), 0, rank), round.received(rank))
         for src_rank in round.sources()[1:]:
             round.wait(src_rank)
@@ -85,6 +86,10 @@ class CpuTransport:
 
     def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
         pass
+
+    def _in_place(self, round: Round) -> bool:
+        """Whether the own chunk of a push goes straight to the result."""
+        return round.spans.unpack.outer == 1 or fills_runs(round.spans)
 
 
 class CudaTransport:

@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.cli.timing import Variants
+from fusedcomm.cli.timing import Variants, difference
 
 ROOF = "matmul alone (roof)"
 DTENSOR = "DTensor"
@@ -89,14 +89,7 @@ class RankData:
 
     def check(self, name: str, result: Tensor) -> str | None:
         expected = self._product(self.x, self.w) if name == ROOF else self._oracle
-        if result.shape != expected.shape:
-            return f"shape {tuple(result.shape)}, must be {tuple(expected.shape)}"
-        wrong = int((result != expected).sum())
-        if wrong == 0:
-            return None
-        where = (result != expected).nonzero()[0].tolist()
-        got, must = result[tuple(where)].item(), expected[tuple(where)].item()
-        return f"{wrong} of {result.numel()} elements, first at {where}: {got}, must be {must}"
+        return difference(result, expected)
 
     def _integers(self, rank: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator(self.device).manual_seed(rank)

@@ -15,12 +15,15 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 Variants = Mapping[str, Callable[[], Tensor]]
+Result = TypeVar("Result")  # a tensor or a tuple of them
 
 L2_BYTES = 256 << 20  # more than the L2 of any GPU
 TEXT_BYTES = 400  # of a check's answer
@@ -39,19 +42,44 @@ class Timing:
     p10: float
     p90: float
 
+    @staticmethod
+    def of(seconds: Tensor) -> Timing:
+        """``seconds`` [rounds], float64."""
+        low, median, high = seconds.quantile(seconds.new_tensor([0.1, 0.5, 0.9])).tolist()
+        return Timing(median, low, high)
 
-def check_values(variants: Variants, check: Callable[[str, Tensor], str | None]) -> None:
+    def __truediv__(self, calls: int) -> Timing:
+        """Of one, where ``calls`` were measured as one."""
+        return Timing(self.median / calls, self.p10 / calls, self.p90 / calls)
+
+
+def check_values(variants: Mapping[str, Callable[[], Result]], check: Callable[[str, Result], str | None]) -> None:
     """``check(name, result)`` says what is wrong, or None. ValuesDiffer is raised on all ranks."""
     for name, variant in variants.items():
         result = variant()
-        found = _all_gather_text(check(name, result) or "", result.device)
+        device = pytree.tree_leaves(result)[0].device
+        found = _all_gather_text(check(name, result) or "", device)
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
         if wrong:
             raise ValuesDiffer(f"{name!r} gave wrong values: " + "; ".join(wrong))
 
 
+def difference(result: Tensor, expected: Tensor) -> str | None:
+    """Where the values differ, or None."""
+    if result.shape != expected.shape:
+        return f"shape {tuple(result.shape)}, must be {tuple(expected.shape)}"
+    if result.dtype != expected.dtype:
+        return f"{result.dtype}, must be {expected.dtype}"
+    wrong = int((result != expected).sum())
+    if wrong == 0:
+        return None
+    where = (result != expected).nonzero()[0].tolist()
+    got, must = result[tuple(where)].item(), expected[tuple(where)].item()
+    return f"{wrong} of {result.numel()} elements, first at {where}: {got}, must be {must}"
+
+
 def measure(
-    variants: Variants,
+    variants: Mapping[str, Callable[[], Any]],
     device: torch.device,
     *,
     rounds: int,
@@ -59,6 +87,19 @@ def measure(
     on_round: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Timing]:
     """Times of checked variants. ``on_round`` gets the number of rounds done, warm-up included."""
+    seconds = measure_rounds(variants, device, rounds=rounds, warmup=warmup, on_round=on_round)
+    return {name: Timing.of(each) for name, each in seconds.items()}
+
+
+def measure_rounds(
+    variants: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    rounds: int,
+    warmup: int = 1,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> dict[str, Tensor]:
+    """Per variant the seconds of the slowest rank in every round, float64, on the CPU."""
     names = list(variants)
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     seconds = torch.zeros(rounds, len(names), dtype=torch.float64, device=device)
@@ -69,10 +110,7 @@ def measure(
                 seconds[round_, i] = elapsed
         on_round(round_ + warmup + 1)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    low, median, high = seconds.quantile(
-        torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=device), dim=0
-    ).tolist()
-    return {name: Timing(median[i], low[i], high[i]) for i, name in enumerate(names)}
+    return dict(zip(names, seconds.cpu().unbind(1), strict=True))
 
 
 def _all_gather_text(text: str, device: torch.device) -> list[str]:
@@ -85,7 +123,7 @@ def _all_gather_text(text: str, device: torch.device) -> list[str]:
 
 
 class _CpuClock:
-    def __call__(self, variant: Callable[[], Tensor]) -> float:
+    def __call__(self, variant: Callable[[], Any]) -> float:
         dist.barrier()
         start = time.perf_counter()
         result = variant()
@@ -99,7 +137,7 @@ class _CudaClock:
         self.flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
         self.token = torch.zeros(1, device=device)
 
-    def __call__(self, variant: Callable[[], Tensor]) -> float:
+    def __call__(self, variant: Callable[[], Any]) -> float:
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()

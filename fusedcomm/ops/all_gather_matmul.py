@@ -193,7 +193,7 @@ def _grad_x(
         grad = used[0][0] if len(used) == 1 else torch.cat([g for g, _ in used], -1)
         w = used[0][1] if len(used) == 1 else torch.cat([w for _, w in used], -1)
         grad_x = torch.ops.fusedcomm.matmul_reduce_scatter(grad, w.mT, None, "sum", ctx.gather_dim, *ctx.group)
-    if grad_gathered is not None:
+    if grad_gathered is not None and ctx.saved_gathered:  # what was not asked for is empty, and constant
         part = reference.reduce_scatter(grad_gathered, "sum", ctx.gather_dim, *ctx.group)
         grad_x = part if grad_x is None else grad_x + part
     return grad_x

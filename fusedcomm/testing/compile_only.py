@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -25,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedcomm import geometry
 from fusedcomm.algorithms import launch, tiles
 from fusedcomm.exchange import Exchange
 from fusedcomm.testing import ptx_order
 from fusedcomm.workspace import HeaderLayout
 
 GROUP_SIZE = 4
-NUM_PROGRAMS = 132
+NUM_SMS = 132
 ARCHITECTURES = (80, 90, 100)
 
 COUNTED = {
@@ -50,7 +52,7 @@ COUNTED = {
 
 @dataclass(frozen=True)
 class Report:
-    """What one kernel was made into. ``stack`` > 0 would be spilled registers."""
+    """What one kernel was made into. ``stack`` > 0: spilled registers; ``spills_in_loops``: accesses in main loops."""
 
     name: str
     arch: int
@@ -59,6 +61,7 @@ class Report:
     num_warps: int
     registers: int
     stack: int
+    spills_in_loops: int
     shared: int
     counts: dict[str, int]
     order: list[str]
@@ -92,7 +95,7 @@ class MetaWorkspace:
         self.layout = HeaderLayout(GROUP_SIZE)
 
     def num_programs(self, kind: str) -> int:
-        return NUM_PROGRAMS
+        return {"push": NUM_SMS, "pack": NUM_SMS // 8, "gather": NUM_SMS - NUM_SMS // 8}.get(kind, NUM_SMS // 2)
 
 
 @contextmanager
@@ -149,14 +152,78 @@ class Problem:
 
     def _exchange(self) -> Exchange:
         x, w, _ = self.tensors()
-        return Exchange(x.shape, w.shape, self.out_shape, self.gather_dim, self.scatter_dim, GROUP_SIZE)
+        return geometry.matmul_all_to_all(
+            x.shape, w.shape, self.out_shape, self.gather_dim, self.scatter_dim, GROUP_SIZE
+        )
 
     def _spans(self) -> Any:
         return self._exchange().rounds(1 << 62)[0]
 
 
+@dataclass(frozen=True)
+class Gather:
+    """A call of all_gather_matmul, or with a scatter_dim of all_to_all_matmul, whose round is compiled."""
+
+    shape: tuple[int, ...]  # of each rank's x
+    n: int
+    gather_dim: int
+    scatter_dim: int | None = None
+    batched: bool = False
+    transposed: bool = False
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    end_round: bool = True
+
+    def pack(self) -> None:
+        x = self._meta(*self.shape)
+        launch.pack(x, self._exchange().rounds(1 << 62)[0].pack, MetaWorkspace(), 1)
+
+    def gather(self) -> None:
+        exchange = self._exchange()
+        w = self._meta(*self._w_shape())
+        if self.transposed:
+            w = self._meta(*w.shape[:-2], self.n, w.shape[-2]).mT
+        bias = self._meta(self.n) if self.bias else None
+        (spans,) = exchange.rounds(1 << 62)
+        out = self._meta(*exchange.out_shape)
+        launch.gather_matmul(out, w, bias, spans, MetaWorkspace(), 1, end_round=self.end_round)
+
+    def _meta(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def _w_shape(self) -> tuple[int, ...]:
+        """K: what is left of x's last dims after a leading dim for the batches, and one for the rows."""
+        shape = list(self.shape)
+        shape[self.gather_dim] *= GROUP_SIZE
+        if self.scatter_dim is not None:
+            shape[self.scatter_dim] //= GROUP_SIZE
+        num_lead = 2 if len(shape) > 2 else 1
+        return (*(shape[: num_lead - 1] if self.batched else ()), math.prod(shape[num_lead:]), self.n)
+
+    def _exchange(self) -> Exchange:
+        if self.scatter_dim is None:
+            return geometry.all_gather_matmul(self.shape, [self._w_shape()], self.gather_dim, GROUP_SIZE)
+        return geometry.all_to_all_matmul(self.shape, self._w_shape(), self.gather_dim, self.scatter_dim, GROUP_SIZE)
+
+
+def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> None:
+    """matmul_reduce_scatter of 4096 rows per rank."""
+    exchange = geometry.matmul_reduce_scatter((4 * 4096, 1024), (1024, 4096), "sum", 0, GROUP_SIZE)
+    (spans,) = exchange.rounds(1 << 62)
+    out = torch.empty(exchange.out_shape, dtype=dtype, device="meta")
+    vector = torch.empty(4096, dtype=dtype, device="meta") if bias else None
+    launch.reduce(out, spans.pack, vector, scale, MetaWorkspace(), 1)
+
+
+def finish() -> None:
+    out = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    launch.finish(out, MetaWorkspace(), 1, end_round=True)
+
+
 START = Problem((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the program of DESIGN section 1
 LINEAR = Problem((16384,), 4096, 8192, 0, 1, transposed=True, bias=True)
+TOKENS = Gather((4096, 4096), 8192, 0)  # of sequence parallelism
+ULYSSES = Gather((4, 16384, 8, 128), 4096, 2, 1)  # back from heads to tokens
 PACKED_QKV = Problem((4, 4096), 4096, 12288, 1, 3, (3, 32, 128), bias=True)
 
 
@@ -175,8 +242,35 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "push tf32", lambda: with_tf32(single.push)
     yield "unpack", START.unpack
     yield "unpack fp32", dataclasses.replace(LINEAR, dtype=torch.float32).unpack
+    yield from gathers()
+    yield "pack", ULYSSES.pack
+    yield "pack fp32", dataclasses.replace(TOKENS, dtype=torch.float32).pack
+    yield "reduce", lambda: reduce(torch.bfloat16)
+    yield "reduce average bias", lambda: reduce(torch.bfloat16, bias=True, scale=1 / GROUP_SIZE)
+    yield "reduce fp32 bias", lambda: reduce(torch.float32, bias=True)
+    yield "finish", finish
+    yield "wait source", lambda: launch.wait_source(0, MetaWorkspace(), 1)
     yield "signal", lambda: launch.signal(MetaWorkspace(), None, 1)
     yield "wait", lambda: launch.wait(MetaWorkspace(), 1)
+
+
+def gathers() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Rows, batches or K gathered; every row of the tile tables; every way to load w."""
+    yield "gather", TOKENS.gather
+    yield "gather rows transposed bias", dataclasses.replace(TOKENS, transposed=True, bias=True).gather
+    yield "gather rows batched fp16", Gather((16, 1024, 4096), 8192, 1, batched=True, dtype=torch.float16).gather
+    yield "gather first of two", dataclasses.replace(TOKENS, end_round=False).gather
+    yield "gather ragged", Gather((4096, 4100), 8200, 0, bias=True).gather
+    yield "gather K", ULYSSES.gather
+    yield "gather K transposed bias", dataclasses.replace(ULYSSES, transposed=True, bias=True).gather
+    yield "gather K short runs", Gather((4, 4096, 128, 16), 4096, 3, 1).gather
+    yield "gather K 1024 rows", Gather((1024, 1024), 1024, 1, bias=True).gather
+    for m in (512, 256, 64):  # smaller and smaller tiles
+        yield f"gather {m} rows", Gather((m, 4096), 1024, 0, bias=True).gather
+    single = dataclasses.replace(TOKENS, dtype=torch.float32, bias=True)
+    yield "gather fp32", single.gather
+    yield "gather tf32", lambda: with_tf32(single.gather)
+    yield "gather K fp32", dataclasses.replace(ULYSSES, dtype=torch.float32).gather
 
 
 def with_tf32(start: Callable[[], None]) -> None:
@@ -188,20 +282,39 @@ def with_tf32(start: Callable[[], None]) -> None:
         matmul.fp32_precision = before
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: Path) -> tuple[int, int]:
     """Registers and stack bytes per thread."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = _cuobjdump("--dump-resource-usage", cubin)
     numbers = [re.search(rf"{key}:(\d+)", usage) for key in ("REG", "STACK", "LOCAL")]
     assert all(numbers), usage
     registers, stack, local = (int(match.group(1)) for match in numbers if match)
     return registers, stack + local
+
+
+def spills_in_loops(cubin: Path) -> int:
+    """Accesses to spilled registers in the innermost loops that multiply."""
+    code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", _cuobjdump("-sass", cubin), re.MULTILINE)
+    instructions = [(int(address, 16), text) for address, text in code]
+    loops = []
+    for at, text in instructions:
+        branch = re.search(r"\bBRA\b.* (0x[0-9a-f]+)", text)
+        if branch and int(branch.group(1), 16) < at:
+            loops.append((int(branch.group(1), 16), at))
+
+    def found(pattern: str, loop: tuple[int, int]) -> int:
+        return sum(loop[0] <= at <= loop[1] and bool(re.search(pattern, text)) for at, text in instructions)
+
+    multiply = [loop for loop in loops if found(r"\b(HMMA|HGMMA|UTC\w*MMA|FFMA)\b", loop)]
+    assert multiply, "no loop that multiplies"
+    inner = [(a, b) for a, b in multiply if not any((a, b) != (c, d) and a <= c and d <= b for c, d in multiply)]
+    return sum(found(r"\b(LDL|STL)\b", loop) for loop in inner)
+
+
+def _cuobjdump(what: str, cubin: Path) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([str(tool), what, str(cubin)], check=True, capture_output=True, text=True).stdout
 
 
 def report(name: str, arch: int, kernel: Any, folder: Path) -> Report:
@@ -209,7 +322,11 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> Report:
 
     ptx = kernel.asm["ptx"]
     (folder / f"{name.replace(' ', '_')}.{arch}.ptx").write_text(ptx)
-    registers, stack = resources(kernel.asm["cubin"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        registers, stack = resources(Path(file.name))
+        in_loops = spills_in_loops(Path(file.name)) if stack else 0
     return Report(
         name=name,
         arch=arch,
@@ -218,9 +335,10 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> Report:
         num_warps=kernel.metadata.num_warps,
         registers=registers,
         stack=stack,
+        spills_in_loops=in_loops,
         shared=kernel.metadata.shared,
         counts={key: len(re.findall(pattern, ptx)) for key, pattern in COUNTED.items()},
-        order=ptx_order.violations(ptx, reads_after_wait=name.startswith("unpack")),
+        order=ptx_order.violations(ptx, reads_after_wait=name.startswith(("unpack", "gather", "reduce"))),
     )
 
 

@@ -4,7 +4,7 @@ Follows every path through a kernel with a few facts about what has happened on 
 must hold:
 
     data stores -> bar.sync -> counter (acq_rel) -> bar.sync -> flag (release.sys)    a push
-    poll (acquire.sys) -> bar.sync -> data loads                                      reads
+    poll (acquire.sys) -> bar.sync -> data loads, cp.async too                        reads
 
 and stores of the async proxy (TMA) must be waited for before the barrier. Scalar 64-bit accesses
 are header words, all other global accesses are data.
@@ -76,7 +76,7 @@ def _step(instruction: Instruction, facts: Facts, reads_after_wait: bool) -> tup
         return replace(facts, unbarred=True, uncounted=facts.uncounted or not _WORD.search(op)), None
     if op.startswith(("atom", "ld")) and "acquire" in op and ".sys" in op:
         return replace(facts, polled=True, acquired=False), None
-    if op.startswith("ld.") and "global" in op and reads_after_wait and not _WORD.search(op):
+    if reads_after_wait and _reads_data(op):
         return facts, None if facts.acquired else "data are read before the wait and its barrier"
     if op.startswith("atom") and ("release" in op or "acq_rel" in op):
         problem = "stores before it are not complete in all threads" if facts.unbarred else None
@@ -86,6 +86,13 @@ def _step(instruction: Instruction, facts: Facts, reads_after_wait: bool) -> tup
             problem = "data stores before it are not counted"
         return facts, problem
     return facts, None
+
+
+def _reads_data(op: str) -> bool:
+    """TMA loads are of weights: peers' chunks are read by ordinary loads, or by cp.async into shared memory."""
+    return (op.startswith("ld.") and "global" in op and not _WORD.search(op)) or op.startswith(
+        ("cp.async.ca", "cp.async.cg")
+    )
 
 
 def _parse(ptx: str) -> tuple[list[Instruction], dict[str, list[int]]]:

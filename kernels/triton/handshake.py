@@ -1,19 +1,10 @@
-"""Signal and wait as kernels of one program: for what is copied, not computed, and for rounds without data."""
+"""Signal and wait as kernels of one program: for what is copied or computed elsewhere, and for rounds without data."""
 
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import (
-    EPOCH,
-    block_barrier,
-    fail,
-    flag_value,
-    flags_of,
-    is_broken,
-    signal,
-    wait,
-    word,
-)
+from fusedcomm.kernels.triton.primitives import EPOCH, flag_value, flags_of, signal, word
+from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, wait_all, wait_source
 
 
 @triton.jit(do_not_specialize=["first", "count", "fingerprint", "rank"])
@@ -35,25 +26,48 @@ def signal_kernel(
         signal(flags + rank, flag_value(epoch, fingerprint))
 
 
-@triton.jit(do_not_specialize=["fingerprint", "rank"])
-def wait_kernel(
+@triton.jit(do_not_specialize=["src_rank", "fingerprint", "rank"])
+def wait_source_kernel(
     segments_ptr,  # [R] addresses of the ranks' segments
+    src_rank,
     fingerprint,
     rank,
     FLAGS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     NUM_SLOTS: tl.constexpr = 2,
 ):
-    """Wait, bounded, for what signal_kernel of each src_rank signals; ends the round. No data are read."""
-    segment = tl.load(segments_ptr + rank)
-    epoch = tl.load(word(segment, EPOCH)) + 1
-    flags = flags_of(segment, epoch, FLAGS, GROUP_SIZE, NUM_SLOTS)
-    failed = epoch < 0
-    for step in range(GROUP_SIZE):
-        src_rank = (rank + GROUP_SIZE - step) % GROUP_SIZE
-        flag = wait(flags + src_rank, segment, rank, epoch, failed, GROUP_SIZE)
-        failed = failed | (flag != flag_value(epoch, fingerprint))
-    if failed | is_broken(segment, rank, epoch, GROUP_SIZE):
-        fail(segments_ptr, segment, rank, epoch, fingerprint, FLAGS, GROUP_SIZE, NUM_SLOTS)
-    block_barrier()  # every thread has read the epoch
-    tl.store(word(segment, EPOCH), epoch)
+    """Wait, bounded, for what src_rank signals: what follows on the stream may read its chunk.
+
+    Judges nothing and ends nothing: finish_kernel does, after the reads.
+    """
+    round = next_round(segments_ptr, rank, fingerprint)
+    wait_source(src_rank, round, round[3] < 0, FLAGS, GROUP_SIZE, NUM_SLOTS)
+
+
+@triton.jit(do_not_specialize=["fingerprint", "rank"])
+def finish_kernel(
+    out_ptr,  # contiguous; None: nothing was read
+    numel,
+    segments_ptr,  # [R] addresses of the ranks' segments
+    fingerprint,
+    rank,
+    FLAGS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    END_ROUND: tl.constexpr,
+    NUM_SLOTS: tl.constexpr = 2,
+):
+    """After the last read of a slot on this stream: out = NaN if any of it may be wrong.
+
+    Waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals.
+    """
+    round = next_round(segments_ptr, rank, fingerprint)
+    failed = wait_all(round, FLAGS, GROUP_SIZE, NUM_SLOTS)
+    failed = must_poison(round, failed, FLAGS, GROUP_SIZE, NUM_SLOTS)
+    if out_ptr is not None:
+        for first in range(0, tl.where(failed, tl.cast(numel, tl.int64), 0), BLOCK):
+            offsets = tl.arange(0, BLOCK)
+            nan = tl.full((BLOCK,), float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + first + offsets, nan, offsets < numel - first)
+    if END_ROUND:
+        end_round(round)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import INTERPRET, span_index
+from fusedcomm.kernels.triton.primitives import INTERPRET, rounded, span_index, tile_coords
 
 
 @triton.jit
@@ -40,18 +40,40 @@ def tile_indices(first, peer, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
 
 
 @triton.jit
+def tile_of_chunk(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Batch, tile row and tile column."""
+    tile_m, tile_n = tile_coords(tile % (num_m * num_n), num_m, num_n, GROUP_M)
+    return tile // (num_m * num_n), tile_m, tile_n
+
+
+@triton.jit
+def load_block(ptr, rows, row_stride, columns, column_stride, mask):
+    return tl.load(ptr + rows[:, None] * row_stride + columns[None, :] * column_stride, mask, other=0.0)
+
+
+@triton.jit
+def multiply(a, b, acc, ALLOW_TF32: tl.constexpr):
+    """acc + a @ b, in fp32."""
+    PRECISION: tl.constexpr = "tf32" if ALLOW_TF32 else "ieee"
+    if INTERPRET:  # its dot is wrong on bf16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def matmul_tile(
     x,  # descriptor of [num_batches * M, K], or pointer
     w,  # descriptor of [num_batches * K, N] ([num_batches * N, K]: W_TRANSPOSED), or pointer
-    x_rows,  # rows of x: the first one (descriptors), or all [BLOCK_M]
+    x_rows,  # rows of x: the first one (descriptor), or all [BLOCK_M]
     x_mask,
     w_row,  # first row of this batch in w's descriptor
-    w_columns,  # columns of w: the first one (descriptors), or all [BLOCK_N]
+    w_columns,  # columns of w: the first one (descriptor), or all [BLOCK_N]
     w_mask,
     K,
     w_stride_k,
     w_stride_n,
-    USE_TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
     W_TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr,  # BLOCK_K divides K
     ALLOW_TF32: tl.constexpr,
@@ -64,25 +86,65 @@ def matmul_tile(
     Descriptors fill what lies beyond K with zeros; beyond K of one batch lies the next batch of w,
     so the host uses them for batched w only if BLOCK_K divides K (0 * inf would be NaN).
     """
-    PRECISION: tl.constexpr = "tf32" if ALLOW_TF32 else "ieee"
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     ks = tl.arange(0, BLOCK_K)
     for k in range(0, K, BLOCK_K):
-        if USE_TMA:
+        if X_TMA:
             a = x.load([x_rows, k])
-            at = [w_row + w_columns, k] if W_TRANSPOSED else [w_row + k, w_columns]
-            b = w.load(at)
-            if W_TRANSPOSED:
-                b = b.T
         else:
-            a_mask, b_mask = x_mask[:, None], w_mask[None, :]
-            if not EVEN_K:
-                a_mask &= (ks < K - k)[None, :]
-                b_mask &= (ks < K - k)[:, None]
-            a = tl.load(x + x_rows[:, None] * K + (k + ks)[None, :], a_mask, other=0.0)
-            b_ptrs = w + (k + ks).to(tl.int64)[:, None] * w_stride_k + w_columns[None, :] * w_stride_n
-            b = tl.load(b_ptrs, b_mask, other=0.0)
-        if INTERPRET:  # its dot is wrong on bf16
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            mask = x_mask[:, None] if EVEN_K else x_mask[:, None] & (ks < K - k)[None, :]
+            a = load_block(x, x_rows, K, k + ks, 1, mask)
+        if W_TMA:
+            b = load_box(w, w_row, k, w_columns, W_TRANSPOSED)
+        else:
+            mask = w_mask[None, :] if EVEN_K else w_mask[None, :] & (ks < K - k)[:, None]
+            b = load_block(w, (k + ks).to(tl.int64), w_stride_k, w_columns, w_stride_n, mask)
+        acc = multiply(a, b, acc, ALLOW_TF32)
     return acc
+
+
+@triton.jit
+def load_box(w, w_row, k, column, W_TRANSPOSED: tl.constexpr):
+    """w[k:, column:] of one batch, by descriptor."""
+    return w.load([w_row + column, k]).T if W_TRANSPOSED else w.load([w_row + k, column])
+
+
+@triton.jit
+def _store_part(acc, ptr, rows, row_mask, j, j_end, bias_ptr, peer, columns, IN_RUNS: tl.constexpr):
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    offsets = tl.arange(0, BLOCK_N)
+    mask = offsets < j_end - j
+    if bias_ptr is not None:
+        at = tile_indices(j, peer, columns, BLOCK_N, IN_RUNS)
+        acc += tl.load(bias_ptr + at, mask, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        ptr + j + rows[:, None] + offsets[None, :],
+        rounded(acc, ptr.dtype.element_ty),  # the only rounding
+        row_mask[:, None] & mask[None, :],
+    )
+
+
+@triton.jit
+def store_tile(
+    acc,  # [BLOCK_M, BLOCK_N]
+    ptr,
+    rows,  # where each row begins, from ptr on [BLOCK_M]
+    row_mask,
+    j,  # first column of the tile in a row, and where the columns end
+    j_end,
+    bias_ptr,  # or None
+    peer,
+    columns,  # Span of the columns in the bias
+    IN_RUNS: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Add the bias, round, store. Ordinary stores: no async proxy stands between the data and a flag."""
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    if HALVES:  # fewer registers and half the shared memory at a time
+        left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+        _store_part(left, ptr, rows, row_mask, j, j_end, bias_ptr, peer, columns, IN_RUNS)
+        j += BLOCK_N // 2
+        _store_part(right, ptr, rows, row_mask, j, j_end, bias_ptr, peer, columns, IN_RUNS)
+    else:
+        _store_part(acc, ptr, rows, row_mask, j, j_end, bias_ptr, peer, columns, IN_RUNS)

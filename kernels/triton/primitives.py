@@ -66,6 +66,24 @@ def span_index(i, peer, start, inner, outer_stride, peer_stride):
 
 
 @triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """fp32 to DTYPE, to the nearest, or to even."""
+    if INTERPRET:
+        value = _without_lost_bits(value, DTYPE)
+    return value.to(DTYPE)
+
+
+@triton.jit
+def _without_lost_bits(value, DTYPE: tl.constexpr):
+    """The interpreter cuts bf16 off instead of rounding: here the bits that it cuts off are 0."""
+    if DTYPE.is_bf16():
+        bits = value.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        value = tl.where(value == value, nearest.to(tl.float32, bitcast=True), value)
+    return value
+
+
+@triton.jit
 def in_segment(segment, offset, DTYPE: tl.constexpr):
     """Pointer to data ``offset`` bytes into a segment; both are multiples of 128."""
     return tl.multiple_of((segment + offset).to(tl.pointer_type(DTYPE)), 128)

@@ -3,27 +3,24 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.matmul import matmul_tile, num_tiles, tile_indices, tile_range
-from fusedcomm.kernels.triton.primitives import (
-    EPOCH,
-    block_barrier,
-    flag_value,
-    flags_of,
-    in_segment,
-    signal,
-    span_index,
-    tile_coords,
-    word,
+from fusedcomm.kernels.triton.matmul import (
+    matmul_tile,
+    num_tiles,
+    store_tile,
+    tile_indices,
+    tile_of_chunk,
+    tile_range,
 )
+from fusedcomm.kernels.triton.primitives import EPOCH, span_index, word
+from fusedcomm.kernels.triton.rounds import report, slot_of
 
 
 @triton.jit
 def _find(tile, rank, num_m, num_n, tiles_in_chunk, GROUP_SIZE: tl.constexpr, GROUP_M: tl.constexpr):
     """dst_rank, batch, tile row and column: destination by destination, from rank + 1 to rank."""
     dst_rank = (rank + 1 + tile // tiles_in_chunk) % GROUP_SIZE
-    in_chunk = tile % tiles_in_chunk
-    tile_m, tile_n = tile_coords(in_chunk % (num_m * num_n), num_m, num_n, GROUP_M)
-    return dst_rank, in_chunk // (num_m * num_n), tile_m, tile_n
+    batch, tile_m, tile_n = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, GROUP_M)
+    return dst_rank, batch, tile_m, tile_n
 
 
 @triton.jit
@@ -78,32 +75,13 @@ def _multiply(
         w_strides[1],
         w_strides[2],
         USE_TMA,
+        USE_TMA,
         W_TRANSPOSED,
         EVEN_K,
         ALLOW_TF32,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
-    )
-
-
-@triton.jit
-def _store(acc, part, bias_ptr, i, i_end, j, j_end, dst_rank, columns, COLUMNS_IN_RUNS: tl.constexpr):
-    """Store a tile, or half of one, from column j on; ``part`` points to row i of the chunk.
-
-    Ordinary stores: no async proxy stands between the data and the flag.
-    """
-    BLOCK_M: tl.constexpr = acc.shape[0]
-    BLOCK_N: tl.constexpr = acc.shape[1]
-    i_offsets, j_offsets = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    i_mask, j_mask = i_offsets < i_end - i, j_offsets < j_end - j
-    if bias_ptr is not None:
-        at = tile_indices(j, dst_rank, columns, BLOCK_N, COLUMNS_IN_RUNS)
-        acc += tl.load(bias_ptr + at, j_mask, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        part + j + i_offsets[:, None] * columns[0] + j_offsets[None, :],
-        acc.to(part.dtype.element_ty),  # the only rounding
-        i_mask[:, None] & j_mask[None, :],
     )
 
 
@@ -126,38 +104,9 @@ def _epilogue(
     i, i_end = tile_range(tile_m, rows, BLOCK_M, ROWS_IN_RUNS)
     j, j_end = tile_range(tile_n, columns, BLOCK_N, COLUMNS_IN_RUNS)
     part = chunk + (tl.cast(b, tl.int64) * rows[0] + i) * columns[0]
-    if HALVES:  # fewer registers and half the shared memory at a time
-        left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-        _store(left, part, bias_ptr, i, i_end, j, j_end, dst_rank, columns, COLUMNS_IN_RUNS)
-        j += BLOCK_N // 2
-        _store(right, part, bias_ptr, i, i_end, j, j_end, dst_rank, columns, COLUMNS_IN_RUNS)
-    else:
-        _store(acc, part, bias_ptr, i, i_end, j, j_end, dst_rank, columns, COLUMNS_IN_RUNS)
-
-
-@triton.jit
-def _report(
-    call,  # (segments_ptr, rank, epoch, fingerprint, tiles_in_chunk)
-    dst_rank,
-    num_stored,
-    TILES_DONE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-):
-    """Count tiles of dst_rank's chunk that this program has stored; who completes it signals it.
-
-    Each program's release and the last one's acquire are on the same word, so that the signal
-    covers the stores of all.
-    """
-    segments_ptr, rank, epoch, fingerprint, tiles_in_chunk = call
-    counter = word(tl.load(segments_ptr + rank), TILES_DONE) + dst_rank
-    block_barrier()  # the stores of all threads come before the release of one
-    before = tl.atomic_add(counter, tl.cast(num_stored, tl.int64), sem="acq_rel", scope="gpu")
-    if before + num_stored == tiles_in_chunk:
-        tl.store(counter, 0)  # for the next round, a later kernel
-        flags = flags_of(tl.load(segments_ptr + dst_rank), epoch, FLAGS, GROUP_SIZE, NUM_SLOTS)
-        signal(flags + rank, flag_value(epoch, fingerprint))
+    offsets = tl.arange(0, BLOCK_M)
+    mask = offsets < i_end - i
+    store_tile(acc, part, offsets * columns[0], mask, j, j_end, bias_ptr, dst_rank, columns, COLUMNS_IN_RUNS, HALVES)
 
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
@@ -177,7 +126,7 @@ def push_matmul_kernel(
     slot_bytes,
     fingerprint,
     rank,
-    TILES_DONE: tl.constexpr,
+    COUNTERS: tl.constexpr,
     FLAGS: tl.constexpr,
     HEADER_BYTES: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -203,7 +152,6 @@ def push_matmul_kernel(
     """
     tl.assume(K > 0)
     epoch = tl.load(word(tl.load(segments_ptr + rank), EPOCH)) + 1
-    slot_offset = HEADER_BYTES + (epoch % NUM_SLOTS) * slot_bytes
     num_m = num_tiles(rows, BLOCK_M, ROWS_IN_RUNS)
     num_n = num_tiles(columns, BLOCK_N, COLUMNS_IN_RUNS)
     tiles_in_chunk = batches[0] * num_m * num_n
@@ -246,12 +194,12 @@ def push_matmul_kernel(
         # A finished chunk is reported one tile late: its stores have landed by now, so the release
         # does not stall.
         if (dst_rank != stored_rank) & (num_stored > 0):
-            _report(call, stored_rank, num_stored, TILES_DONE, FLAGS, GROUP_SIZE, NUM_SLOTS)
+            report(call, stored_rank, num_stored, COUNTERS, FLAGS, GROUP_SIZE, NUM_SLOTS)
             num_stored = 0
-        slot = in_segment(tl.load(segments_ptr + dst_rank), slot_offset, DTYPE)
+        slot = slot_of(tl.load(segments_ptr + dst_rank), epoch, slot_bytes, HEADER_BYTES, NUM_SLOTS, DTYPE)
         chunk = slot + tl.cast(rank, tl.int64) * chunk_numel
         _epilogue(acc, chunk, bias_ptr, stored, rows, columns, ROWS_IN_RUNS, COLUMNS_IN_RUNS, HALVES)
         num_stored += 1
         stored_rank = dst_rank
     if num_stored > 0:
-        _report(call, stored_rank, num_stored, TILES_DONE, FLAGS, GROUP_SIZE, NUM_SLOTS)
+        report(call, stored_rank, num_stored, COUNTERS, FLAGS, GROUP_SIZE, NUM_SLOTS)

@@ -1,0 +1,111 @@
+"""The collectives of the baselines, as users call them: blocks along a first dim of R, autograd written by hand.
+
+Each function takes the short way where nothing needs a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 has new names and warns about the old ones
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def packed(t: Tensor, dim: int) -> Tensor:
+    """[R, block]: t cut along ``dim``; a copy unless dim is the first."""
+    dim = dim % t.ndim
+    return t.unflatten(dim, (dist.get_world_size(), -1)).movedim(dim, 0).contiguous()
+
+
+def unpacked(blocks: Tensor, dim: int) -> Tensor:
+    """[R, block] concatenated along ``dim`` of the block; a copy unless dim is the first."""
+    return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def all_to_all(blocks: Tensor) -> Tensor:
+    """[R, block]: block p to rank p."""
+    return _AllToAll.apply(blocks) if blocks.requires_grad else _all_to_all(blocks)
+
+
+def all_gather(t: Tensor) -> Tensor:
+    """[R, *t.shape]."""
+    return _AllGather.apply(t) if t.requires_grad else _all_gather(t)
+
+
+def reduce_scatter(blocks: Tensor) -> Tensor:
+    """[R, block] -> the sum of every rank's block for this rank."""
+    return _ReduceScatter.apply(blocks) if blocks.requires_grad else _reduce_scatter(blocks)
+
+
+def all_reduce(t: Tensor) -> Tensor:
+    """The sum, in place. Its gradient is taken to be the same on all ranks, as in tensor parallelism."""
+    return _AllReduce.apply(t) if t.requires_grad else _all_reduce(t)
+
+
+def _all_to_all(blocks: Tensor) -> Tensor:
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks)
+    return received
+
+
+def _all_gather(t: Tensor) -> Tensor:
+    gathered = t.new_empty(dist.get_world_size() * t.numel())
+    _all_gather_single(gathered, t.reshape(-1))
+    return gathered.view(-1, *t.shape)
+
+
+def _reduce_scatter(blocks: Tensor) -> Tensor:
+    total = blocks.new_empty(blocks.numel() // blocks.shape[0])
+    _reduce_scatter_single(total, blocks.reshape(-1))
+    return total.view(blocks.shape[1:])
+
+
+def _all_reduce(t: Tensor) -> Tensor:
+    dist.all_reduce(t)
+    return t
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor) -> Tensor:
+        return _all_to_all(blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _all_to_all(grad.contiguous())
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return _all_gather(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _reduce_scatter(grad.contiguous())
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor) -> Tensor:
+        return _reduce_scatter(blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _all_gather(grad.contiguous())
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        ctx.mark_dirty(t)
+        return _all_reduce(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

@@ -1,0 +1,76 @@
+"""A tensor-parallel MLP under sequence parallelism: a rank holds a block of the tokens, inside a block of the features.
+
+    torchrun --nproc-per-node 2 examples/tensor_parallel_mlp.py
+
+A plain MLP has its two linear layers replaced, by a line each, and trains beside the original, which has all tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedcomm
+
+BATCH, TOKENS, HIDDEN, INNER, STEPS = 2, 256, 128, 512, 5
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up: nn.Module = nn.Linear(HIDDEN, INNER)
+        self.down: nn.Module = nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def main() -> None:
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group()
+    rank, group_size = dist.get_rank(), dist.get_world_size()
+
+    torch.manual_seed(0)  # the same model and data on every rank
+    plain = MLP().to(device)
+    x, target = torch.randn(2, BATCH, TOKENS, HIDDEN, device=device)
+
+    model = copy.deepcopy(plain)
+    model.up = fusedcomm.nn.ColumnParallelLinear.from_linear(model.up, sequence_dim=1)
+    model.down = fusedcomm.nn.RowParallelLinear.from_linear(model.down, sequence_dim=1)
+    my_x, my_target = (t.chunk(group_size, 1)[rank] for t in (x, target))
+
+    plain_optimizer, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, model))
+    for step in range(STEPS):
+        plain_loss = F.mse_loss(plain(x), target)
+        plain_loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+
+        loss = F.mse_loss(model(my_x), my_target) / group_size  # this rank's part of the mean over all tokens
+        loss.backward()
+        # The bias of `down` and the norm act on this rank's tokens alone; the other parameters are shards.
+        fusedcomm.nn.sum_replicated_gradients(model, also=model.norm.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        if rank == 0:
+            print(f"step {step}: loss {total:.6f}, single process {plain_loss:.6f}")
+        torch.testing.assert_close(total, plain_loss.detach(), rtol=1e-3, atol=0)
+    if rank == 0:
+        print(f"tensor_parallel_mlp: the losses on {group_size} ranks equal those of a single process")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

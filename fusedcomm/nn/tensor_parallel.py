@@ -1,0 +1,163 @@
+"""Tensor parallelism: each rank holds a block of the features between a column-parallel and a row-parallel layer.
+
+    y = row(act(column(x)))
+
+With ``sequence_dim`` (sequence parallelism) x and y are a rank's block of the tokens, [batch, tokens / R, features],
+and the model's loss is the sum over ranks; without it x, y and the loss are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fusedcomm.group import Group
+from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
+from fusedcomm.ops import gradients
+from fusedcomm.ops.all_gather_matmul import all_gather_matmul
+from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
+from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+
+
+class _TensorParallelLinear(ParallelLinear):
+    """What the two have in common."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sequence_dim: int | None = None,
+        group: Group = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, group, device, dtype)
+        self.sequence_dim = sequence_dim
+
+    def _check_x(self, x: Tensor, in_features: int) -> None:
+        if x.ndim < 2 or x.shape[-1] != in_features:
+            raise ValueError(f"x must be [..., {in_features}] with at least 2 dims, got shape {tuple(x.shape)}")
+        dim = self.sequence_dim
+        if dim is not None and (dim == -1 or not -x.ndim <= dim < x.ndim - 1):
+            raise ValueError(f"sequence_dim must be a dim of x, and not its last, got {dim} and {x.ndim} dims")
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, sequence_dim={self.sequence_dim}"
+
+
+class ColumnParallelLinear(_TensorParallelLinear):
+    """Replaces an nn.Linear by R that each make a block of its features. Equals, with and without ``sequence_dim``::
+
+        return F.linear(all_gather(x, sequence_dim), weight, bias)  # one all_gather_matmul
+        return F.linear(x, weight, bias)                            # its backward all-reduces the gradient of x
+
+    Args:
+        in_features, out_features, bias: nn.Linear's; R must divide out_features.
+        sequence_dim: the dim of x along which its tokens are sharded, never the last one; negative ones count from
+            the end. None: all ranks pass the same x.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    ``weight`` [out_features / R, in_features] and ``bias`` [out_features / R] are shards, and their gradients complete.
+    ``save_gathered = False`` gathers x again in the backward instead of keeping what the forward received.
+    """
+
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    save_gathered: bool = True
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Module, *, sequence_dim: int | None = None, group: Group = None
+    ) -> ColumnParallelLinear:
+        """With a copy of this rank's shards of the parameters of ``linear``, which must be alike on all ranks."""
+        return _from_linear(cls, linear, sequence_dim, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens / R, in_features], or without sequence_dim [..., in_features] -> [..., out_features / R]."""
+        self._check_x(x, self.in_features)
+        group = self._group()
+        if self.sequence_dim is not None:
+            w, keep = self.weight.mT, self.save_gathered
+            return all_gather_matmul(x, w, self.sequence_dim, group, bias=self.bias, save_gathered=keep)
+        x, w, bias = _autocast(x, self.weight, self.bias)
+        return _LinearOfReplicated.apply(x, w, bias, self.group_size, group)
+
+
+class RowParallelLinear(_TensorParallelLinear):
+    """Replaces an nn.Linear by R that each take a block of its input features. Equals, with and without sequence_dim::
+
+        return reduce_scatter(x @ weight.mT, "sum", sequence_dim) + bias  # one matmul_reduce_scatter
+        return all_reduce(x @ weight.mT, "sum") + bias                    # one matmul_all_reduce
+
+    Args:
+        in_features, out_features, bias: nn.Linear's; R must divide in_features.
+        sequence_dim: the dim of the result along which its tokens are sharded, never the last one; negative ones count
+            from the end. None: all ranks get the whole result.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    ``weight`` [out_features, in_features / R] is a shard; its gradient is complete. ``bias`` [out_features] is
+    replicated; its gradient is complete without sequence_dim, and that of the rank's tokens with it.
+    """
+
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Module, *, sequence_dim: int | None = None, group: Group = None
+    ) -> RowParallelLinear:
+        """With a copy of this rank's shard of the weight of ``linear``, which must be alike on all ranks."""
+        return _from_linear(cls, linear, sequence_dim, group)
+
+    @property
+    def partial_gradients(self) -> tuple[str, ...]:
+        return ("bias",) if self.bias is not None and self.sequence_dim is not None else ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, in_features / R] -> [batch, tokens / R, out_features], all tokens without sequence_dim."""
+        self._check_x(x, self.in_features // self.group_size)
+        w, group = self.weight.mT, self._group()
+        if self.sequence_dim is not None:
+            return matmul_reduce_scatter(x, w, self.sequence_dim, group, bias=self.bias)
+        return matmul_all_reduce(x, w, group, bias=self.bias)
+
+
+def _from_linear(cls: Any, linear: nn.Module, sequence_dim: int | None, group: Group) -> Any:
+    linear = as_linear(linear)
+    sizes = (linear.in_features, linear.out_features, linear.bias is not None)
+    module = cls(*sizes, sequence_dim=sequence_dim, group=group, device="meta", dtype=linear.weight.dtype)
+    module._take(linear)
+    return module
+
+
+class _LinearOfReplicated(torch.autograd.Function):
+    """``F.linear`` of an x that all ranks hold alike: each rank's part of grad x is summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group_size: int, group_name: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = (group_size, group_name)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group) if needs_x else None
+        grad_weight = gradients.of_w(grad, x, 2) if needs_weight else None
+        grad_bias = gradients.of_bias(grad) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _autocast(*tensors: Tensor | None) -> list[Any]:
+    """In autocast's dtype already outside the autograd.Function, whose backward runs without autocast."""
+    device_type = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [None if t is None else t.to(dtype) for t in tensors]

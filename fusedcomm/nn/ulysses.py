@@ -1,0 +1,184 @@
+"""Ulysses sequence parallelism: outside attention a rank holds a block of the tokens, inside it a block of the heads.
+
+    q, k, v = qkv(x)                # [batch, tokens / R, hidden] -> three of [batch, tokens, heads / R, head_dim]
+    y = out(attention(q, k, v))     # [batch, tokens, heads / R, head_dim] -> [batch, tokens / R, hidden]
+
+Both layers replicate their parameters. A rank's gradients of them come from its own tokens alone:
+`fusedcomm.nn.sum_replicated_gradients` adds them up after the backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fusedcomm.group import Group
+from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
+from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
+from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
+
+
+class UlyssesQKV(ParallelLinear):
+    """Replaces the nn.Linear that makes q, k and v, packed as ``[q | k | v]``, and the view into heads. Equals::
+
+        y = F.linear(x, weight, bias)                         # [batch, tokens / R, (num_heads + 2 * num_kv_heads) * D]
+        q, k, v = y.split([num_heads * D, num_kv_heads * D, num_kv_heads * D], -1)            # D = head_dim
+        return [exchange(t.unflatten(-1, (-1, D)), gather_dim=1, scatter_dim=-2) for t in (q, k, v)]
+
+    in one `matmul_all_to_all`, or in two where num_kv_heads differs from num_heads: q, and k with v.
+
+    Args:
+        in_features: the size of x's last dim.
+        num_heads, head_dim: of q.
+        num_kv_heads: of k and v, which num_heads must be a multiple of; None: as many as q has. R must divide both.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    ``weight`` [out_features, in_features] and ``bias`` are replicated; each rank's gradients are those of its tokens.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        *,
+        group: Group = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_heads(num_heads, num_kv_heads)
+        super().__init__(in_features, (num_heads + 2 * num_kv_heads) * head_dim, bias, group, device, dtype)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self._check_divisible("num_heads", num_heads)
+        self._check_divisible("num_kv_heads", num_kv_heads)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Module, num_heads: int, num_kv_heads: int | None = None, *, group: Group = None
+    ) -> UlyssesQKV:
+        """With a copy of the parameters of ``linear``, which must be alike on all ranks."""
+        linear = as_linear(linear)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_heads(num_heads, num_kv_heads)
+        count = num_heads + 2 * num_kv_heads
+        head_dim = _head_dim("out_features", linear.out_features, count, "num_heads + 2 * num_kv_heads")
+        bias, dtype = linear.bias is not None, linear.weight.dtype
+        module = cls(
+            linear.in_features, num_heads, head_dim, num_kv_heads, bias, group=group, device="meta", dtype=dtype
+        )
+        module._take(linear)
+        return module
+
+    @property
+    def partial_gradients(self) -> tuple[str, ...]:
+        return ("weight", "bias") if self.bias is not None else ("weight",)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[batch, tokens / R, in_features] -> q, k, v, each [batch, tokens, heads / R, head_dim], views of one tensor.
+
+        Any number of batch dims. Raises ValueError as `matmul_all_to_all` does.
+        """
+        group = self._group()
+        if self.num_kv_heads == self.num_heads:
+            columns = [3, self.num_heads, self.head_dim]
+            qkv = matmul_all_to_all(x, self.weight.mT, -4, -2, group, bias=self.bias, out_shape=columns)
+            q, k, v = qkv.unbind(-3)
+            return q, k, v
+        sizes = [self.num_heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim]
+        w_q, w_kv = self.weight.split(sizes)
+        bias_q, bias_kv = (None, None) if self.bias is None else self.bias.split(sizes)
+        columns = [self.num_heads, self.head_dim]
+        q = matmul_all_to_all(x, w_q.mT, -3, -2, group, bias=bias_q, out_shape=columns)
+        columns = [2, self.num_kv_heads, self.head_dim]
+        k, v = matmul_all_to_all(x, w_kv.mT, -4, -2, group, bias=bias_kv, out_shape=columns).unbind(-3)
+        return q, k, v
+
+    def extra_repr(self) -> str:
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        return f"{super().extra_repr()}, {heads}"
+
+
+class UlyssesOut(ParallelLinear):
+    """Replaces the nn.Linear behind attention, and the view that joins the heads. Equals::
+
+        heads = exchange(x, gather_dim=-2, scatter_dim=1)  # [batch, tokens / R, num_heads, head_dim]
+        return F.linear(heads.flatten(-2), weight, bias)
+
+    in one `all_to_all_matmul`.
+
+    Args:
+        num_heads, head_dim: of the attention; R must divide num_heads.
+        out_features: the size of the result's last dim.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    ``weight`` [out_features, num_heads * head_dim] and ``bias`` are replicated; each rank's gradients are those of its
+    tokens. ``save_exchanged = False`` exchanges x again in the backward instead of keeping what the forward received.
+    """
+
+    save_exchanged: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_heads(num_heads, num_heads)
+        super().__init__(num_heads * head_dim, out_features, bias, group, device, dtype)
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self._check_divisible("num_heads", num_heads)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, num_heads: int, *, group: Group = None) -> UlyssesOut:
+        """With a copy of the parameters of ``linear``, which must be alike on all ranks."""
+        linear = as_linear(linear)
+        _check_heads(num_heads, num_heads)
+        head_dim = _head_dim("in_features", linear.in_features, num_heads, "num_heads")
+        bias, dtype = linear.bias is not None, linear.weight.dtype
+        module = cls(num_heads, head_dim, linear.out_features, bias, group=group, device="meta", dtype=dtype)
+        module._take(linear)
+        return module
+
+    @property
+    def partial_gradients(self) -> tuple[str, ...]:
+        return ("weight", "bias") if self.bias is not None else ("weight",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, heads / R, head_dim] -> [batch, tokens / R, out_features]. Any number of batch dims.
+
+        Raises ValueError where R does not divide the tokens, and as `all_to_all_matmul` does.
+        """
+        columns = [self.num_heads // self.group_size, self.head_dim]
+        if x.ndim < 3 or list(x.shape[-2:]) != columns:
+            raise ValueError(
+                f"x must end in [tokens, heads / R, head_dim] = [tokens, {columns[0]}, {columns[1]}], "
+                f"got shape {tuple(x.shape)}"
+            )
+        w, keep = self.weight.mT, self.save_exchanged
+        y = all_to_all_matmul(x, w, -2, -3, self._group(), bias=self.bias, save_exchanged=keep)
+        return y.flatten(-3, -2) if y.ndim == x.ndim else y  # a single head makes up K alone: the op took it for rows
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+
+def _check_heads(num_heads: int, num_kv_heads: int) -> None:
+    for name, count in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
+
+
+def _head_dim(name: str, size: int, count: int, what: str) -> int:
+    if size % count:
+        raise ValueError(f"{name} must be a multiple of {what} = {count}, got {size}")
+    return size // count

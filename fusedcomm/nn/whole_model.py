@@ -1,0 +1,76 @@
+"""What a model with parallel layers needs beside them: the whole state dict, and the sum of partial gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fusedcomm.group import Group, find, resolve
+from fusedcomm.nn.parallel_linear import ParallelLinear, saving_whole
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict()``, with the whole parameter in place of each shard, as the plain model has them.
+
+    A collective, layer after layer: every rank calls it, with the same layers in the same order. The result, on the
+    parameters' device, is whole on every rank; what was not gathered is the model's own memory, as in state_dict().
+    """
+    with saving_whole():
+        return model.state_dict()
+
+
+def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] = (), group: Group = None) -> None:
+    """Add up, over each layer's group, the gradients that are only this rank's part. Call it once after the backward.
+
+    A replicated parameter that acts on a rank's tokens alone has a gradient of these tokens alone. In this package:
+
+        layer                                       partial             complete on every rank
+        UlyssesQKV, UlyssesOut                      weight, bias
+        ColumnParallelLinear                                            weight, bias (shards)
+        RowParallelLinear with sequence_dim         bias                weight (shard)
+        RowParallelLinear without sequence_dim                          weight (shard), bias
+
+    A model's other parameters need it too where they act on a rank's tokens alone, for instance those of the norms
+    between these layers under sequence parallelism: name them in ``also``. Not needed where a wrapper reduces gradients
+    over the same ranks already, as DistributedDataParallel does; its average is 1 / R of this sum.
+
+    A collective per parameter, in the order of model.parameters(), then of ``also``. Parameters without a gradient are
+    left out; they must be the same on all ranks. With gradient accumulation, call it after the last backward.
+
+    Args:
+        model: any module with ParallelLinear layers.
+        also: other parameters, summed over ``group``.
+        group: of ``also``; a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    Raises:
+        ValueError: a parameter in ``also`` belongs to a layer for which its gradient is complete.
+    """
+    works = []
+    for parameter, group_name in _partial(model, list(also), group).items():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.contiguous()
+            works.append(dist.all_reduce(parameter.grad, group=find(group_name), async_op=True))
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _partial(model: nn.Module, also: list[nn.Parameter], group: Group) -> dict[nn.Parameter, str]:
+    """Each parameter once, with its group's name."""
+    partial: dict[nn.Parameter, str] = {}
+    complete: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in module.partial_gradients:
+                    partial[parameter] = module._group()
+                else:
+                    complete[parameter] = f"{path}.{name}".lstrip(".")
+    for parameter in also:
+        if parameter in complete:
+            raise ValueError(f"also must name parameters with partial gradients, got {complete[parameter]}")
+    group_name = resolve(group)[1] if also else ""
+    return partial | {parameter: group_name for parameter in also if parameter not in partial}
