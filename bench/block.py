@@ -165,7 +165,7 @@ def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds:
     data = BlockData(block, DTYPES[dtype], device)
     variants = data.variants()
     check_values({name: variants[name] for name in (BASELINE, OURS)}, data.check)
-    data.__dict__.pop("_oracle")
+    data.__dict__.pop("_oracle", None)
     seconds = measure_rounds(variants, device, rounds=rounds, warmup=2)
     baseline, ours, removed = (Timing.of(seconds[name]) for name in (BASELINE, OURS, REMOVED))
     gained, exposed = seconds[BASELINE] - seconds[OURS], seconds[BASELINE] - seconds[REMOVED]

@@ -15,7 +15,7 @@ from fusedcomm import geometry
 from fusedcomm.algorithms import chunked, fused
 from fusedcomm.exchange import Exchange
 from fusedcomm.testing.virtual import VirtualGroup
-from fusedcomm.workspace import FINGERPRINT_BITS, Call, Workspace
+from fusedcomm.workspace import Call, Workspace
 
 FINGERPRINT = 7
 ALGORITHMS: dict[str, Any] = {"chunked": chunked, "fused": fused}
@@ -313,29 +313,10 @@ def first_of(op: str, cuda: bool) -> Case:
     return next(case for case in (CASES if cuda else SMALL) if case.op == op)
 
 
-class Group(VirtualGroup):
-    """Loads calls of two rounds too: matmul_all_reduce takes so many."""
-
-    @staticmethod
-    def of(group_size: int, case: Case, dtype: torch.dtype, algorithm: str, device: torch.device) -> Group:
-        """Where the case has been run once by each rank."""
-        slot_bytes = max(128, case.exchange(group_size).chunk_numel * group_size * dtype.itemsize)
-        group = Group(group_size, slot_bytes, device)
-        inputs = case.inputs(group_size, 0, dtype, device, 0)
-        group.load(lambda workspace: case.run(workspace, algorithm, inputs), FINGERPRINT)
-        return group
-
-    def load(self, fn: Callable[..., Any], fingerprint: int, *args: Any) -> None:
-        self._clear()
-        with self._on_device():
-            for rank, workspace in enumerate(self.workspaces):
-                for epoch in (1, 2):
-                    start = workspace.layout.flag(epoch, 0)
-                    flags = workspace.buffers[rank][start : start + 8 * workspace.group_size].view(torch.int64)
-                    flags.fill_(epoch << FINGERPRINT_BITS | fingerprint)
-                self._synchronize()
-                with self.on_stream(rank):
-                    fn(workspace, *args)
-                self.check("load")
-                assert workspace.epoch in (1, 2), f"load needs a call of one or two rounds, got {workspace.epoch}"
-        self._clear()
+def loaded_group(group_size: int, case: Case, dtype: torch.dtype, algorithm: str, device: torch.device) -> VirtualGroup:
+    """Where the case has been run once by each rank."""
+    slot_bytes = max(128, case.exchange(group_size).chunk_numel * group_size * dtype.itemsize)
+    group = VirtualGroup(group_size, slot_bytes, device)
+    inputs = case.inputs(group_size, 0, dtype, device, 0)
+    group.load(lambda workspace: case.run(workspace, algorithm, inputs), FINGERPRINT)
+    return group

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import fusedcomm
-from bench.gpu_cases import ALGORITHMS, CASES, OPS, SMALL, Case, Group, Inputs, first_of
+from bench.gpu_cases import ALGORITHMS, CASES, OPS, SMALL, Case, Inputs, first_of, loaded_group
 from bench.gpu_speed import check_speed
 from fusedcomm.cli.launch import run_facts
 from fusedcomm.testing.ranks import RankPool
@@ -67,7 +67,7 @@ def check_values(device: torch.device) -> dict[str, Any]:
 def check_case(
     group_size: int, dtype: torch.dtype, case: Case, algorithm: str, device: torch.device, calls: int = 3
 ) -> int:
-    group = Group.of(group_size, case, dtype, algorithm, device)
+    group = loaded_group(group_size, case, dtype, algorithm, device)
     for seed in range(calls):
         inputs = [case.inputs(group_size, rank, dtype, device, seed) for rank in range(group_size)]
         results = group.run(lambda workspace, args: case.run(workspace, algorithm, args), inputs)
@@ -96,7 +96,7 @@ def check_timeout(device: torch.device) -> dict[str, Any]:
 def check_timeout_of(case: Case, device: torch.device) -> dict[str, Any]:
     """Rank 0 of 2 runs alone. Its wait must end in time, with NaN and an error that names rank 1."""
     dtype, cuda = torch.bfloat16, device.type == "cuda"
-    group = Group.of(2, case, dtype, "fused", device)
+    group = loaded_group(2, case, dtype, "fused", device)
     alone = group.workspaces[0]
     alone.timeout_s = 1.0
     alone.arm()
@@ -133,7 +133,7 @@ def check_graph_of(case: Case, device: torch.device, num_calls: int = 3, replays
     num_calls is odd: a replay that took slots by fixed address would read the wrong call.
     """
     dtype, group_size = torch.bfloat16, 2
-    group = Group.of(group_size, case, dtype, "fused", device)
+    group = loaded_group(group_size, case, dtype, "fused", device)
     calls = [[case.inputs(group_size, rank, dtype, device, 0) for rank in range(group_size)] for _ in range(num_calls)]
     graphs: list[torch.cuda.CUDAGraph] = []
     outs: list[list[list[Tensor]]] = []

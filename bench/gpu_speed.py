@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_cases import ALGORITHMS, FINGERPRINT, OPS, Case, Group
+from bench.gpu_cases import ALGORITHMS, FINGERPRINT, OPS, Case, loaded_group
 from fusedcomm import geometry
 from fusedcomm.algorithms import launch
+from fusedcomm.testing.virtual import VirtualGroup
 from fusedcomm.workspace import FINGERPRINT_BITS, Workspace
 
 DTYPE = torch.bfloat16
@@ -77,7 +78,7 @@ def push_speed(shape: Shape, device: torch.device) -> dict[str, float]:
     x, w = operands(shape, device)
     exchange = geometry.matmul_all_to_all(x.shape, w.shape, None, x.ndim - 2, x.ndim - 1, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
-    workspace = Group(1, exchange.chunk_numel * x.itemsize, device).workspaces[0]
+    workspace = VirtualGroup(1, exchange.chunk_numel * x.itemsize, device).workspaces[0]
     start = workspace.layout.slot(1, workspace.slot_bytes)  # round 1, as the epoch word never moves here
     y = torch.matmul(x, w)
     ours = workspace.buffers[0][start : start + y.numel() * y.itemsize].view(y.dtype).view(y.shape)
@@ -89,7 +90,7 @@ def gather_speed(shape: Shape, device: torch.device) -> dict[str, float]:
     x, w = operands(shape, device)
     exchange = geometry.all_gather_matmul(x.shape, [w.shape], x.ndim - 2, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
-    workspace = Group(1, exchange.chunk_numel * x.itemsize, device).workspaces[0]
+    workspace = VirtualGroup(1, exchange.chunk_numel * x.itemsize, device).workspaces[0]
     ours = torch.empty(exchange.out_shape, device=device, dtype=DTYPE)
     launch.pack(x, spans.pack, workspace, FINGERPRINT)
     result = against_cublas(
@@ -130,7 +131,7 @@ def reduce_speed(shape: Shape, group_size: int, device: torch.device) -> dict[st
     """One rank's reduction of chunks that are there, against a copy that moves as many bytes."""
     exchange = geometry.matmul_reduce_scatter((shape.m, shape.k), (shape.k, shape.n), "sum", 0, group_size)
     (spans,) = exchange.rounds(exchange.chunk_numel)
-    workspace = Group(group_size, exchange.chunk_numel * group_size * DTYPE.itemsize, device).workspaces[0]
+    workspace = VirtualGroup(group_size, exchange.chunk_numel * group_size * DTYPE.itemsize, device).workspaces[0]
     layout, buffer, numel = workspace.layout, workspace.buffers[0], exchange.chunk_numel
     start, flags = layout.slot(1, workspace.slot_bytes), layout.flag(1, 0)
     parts = buffer[start : start + group_size * numel * DTYPE.itemsize].view(DTYPE).view(group_size, numel)
@@ -179,7 +180,7 @@ def op_speed(op: str, shape: Shape, group_size: int, device: torch.device) -> di
     local = [torch.randn(m_local, shape.k, device=device, dtype=DTYPE) for _ in range(group_size)]
 
     def run(algorithm: str) -> Callable[[], list[list[Tensor]]]:
-        group = Group.of(group_size, case, DTYPE, algorithm, device)
+        group = loaded_group(group_size, case, DTYPE, algorithm, device)
         groups[algorithm] = group
 
         def call(workspace: Workspace, inputs: Any) -> list[Tensor]:
@@ -187,7 +188,7 @@ def op_speed(op: str, shape: Shape, group_size: int, device: torch.device) -> di
 
         return lambda: group.run(call, every)
 
-    groups: dict[str, Group] = {}
+    groups: dict[str, VirtualGroup] = {}
     variants: Variants = {
         "unfused": lambda: case.program(every),
         "roof": lambda: [torch.matmul(x, i.ws[0]) for x, i in zip(local, every, strict=True)],

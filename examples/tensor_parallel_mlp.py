@@ -36,19 +36,21 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group()
-    rank, group_size = dist.get_rank(), dist.get_world_size()
-
     torch.manual_seed(0)  # the same model and data on every rank
     plain = MLP().to(device)
     x, target = torch.randn(2, BATCH, TOKENS, HIDDEN, device=device)
+    # Before the group: what torch.optim imports would keep it alive, and with it the threads of gloo (torch 2.13).
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+
+    dist.init_process_group()
+    rank, group_size = dist.get_rank(), dist.get_world_size()
 
     model = copy.deepcopy(plain)
     model.up = fusedcomm.nn.ColumnParallelLinear.from_linear(model.up, sequence_dim=1)
     model.down = fusedcomm.nn.RowParallelLinear.from_linear(model.down, sequence_dim=1)
     my_x, my_target = (t.chunk(group_size, 1)[rank] for t in (x, target))
 
-    plain_optimizer, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         plain_loss = F.mse_loss(plain(x), target)
         plain_loss.backward()

@@ -47,7 +47,7 @@ class HeaderLayout:
 
     @cached_property
     def tiles_done(self) -> int:
-        """tiles_done[dst_rank]: tiles of the running push kernel that are stored."""
+        """tiles_done[dst_rank]: parts of the running push or pack kernel that are stored."""
         return _aligned(self.broken + 8 * self.group_size)
 
     @cached_property

@@ -130,7 +130,7 @@ def _combinations() -> list[Combination]:
     made = []
     for i, problem in enumerate(FAMILY):
         for j, algorithm in enumerate(ALGORITHMS):
-            sizes = [2, 2, 3, 2, 4, 2, 2, 3] if algorithm == "fused" else [2, 3, 4]
+            sizes = [2, 2, 3, 2, 2, 2, 4, 2] if algorithm == "fused" else [2, 3, 4]
             made.append(Combination(problem, DTYPES[(i + j) % 3], sizes[(i + j + i // 3) % len(sizes)], algorithm))
     return made
 

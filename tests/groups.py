@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import registry
 from tests.problems import Problem, expected, integers
+from tests.spies import Dispatched, pushed
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALGORITHMS = ["unfused", "chunked", "fused"]
@@ -75,3 +77,27 @@ def non_contiguous(t: torch.Tensor) -> torch.Tensor:
 def member_of(group: Any) -> registry.Member:
     (member,) = registry.members(group)
     return member
+
+
+def check_bad_input(rank: int, op: str, arguments: dict[str, Any], message: str) -> None:
+    """A ValueError with the same text on CPU and meta tensors, and nothing sent. x, w and bias: shapes, or lists."""
+
+    def tensors(shapes: Any, device: str) -> Any:
+        if isinstance(shapes, list):
+            return [tensors(shape, device) for shape in shapes]
+        return None if shapes is None else torch.ones(shapes, device=device)
+
+    texts = set()
+    for device in ("cpu", "meta"):
+        given = {
+            name: tensors(value, device) if name in ("x", "w", "bias") else value for name, value in arguments.items()
+        }
+        with pushed() as sent, Dispatched() as plain, pytest.raises(ValueError, match=message) as caught:
+            getattr(fusedcomm, op)(**given)
+        assert not sent.chunks and not plain.names("_c10d_functional")
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+def bad_ids(table: list[tuple[dict[str, Any], str]]) -> list[str]:
+    return [f"{i}-{message.split(',')[0]}" for i, (_, message) in enumerate(table)]

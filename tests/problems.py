@@ -50,6 +50,7 @@ class Problem:
         if self.op in ("matmul_all_to_all", "matmul_reduce_scatter"):
             lead, columns = list(self.x_shape[:-1]), list(self.out_shape or self.ns)
             y = lead + columns
+            assert self.scatter_dim is not None
             y[self.scatter_dim] *= group_size
             lead, columns = y[: len(lead)], y[len(lead) :]
             x = [*lead, self.x_shape[-1]]
@@ -86,23 +87,33 @@ class Problem:
 
     def arguments(self, group_size: int) -> list[Any]:
         """What the dispatcher op takes between the bias and the group, but for the by-product."""
-        return {
+        arguments: dict[str, list[Any]] = {
             "matmul_all_to_all": [self.sizes(group_size)[2], self.gather_dim, self.scatter_dim],
             "all_to_all_matmul": [self.gather_dim, self.scatter_dim],
             "all_gather_matmul": [self.gather_dim],
             "matmul_reduce_scatter": [self.reduce_op, self.scatter_dim],
             "matmul_all_reduce": [self.reduce_op],
-        }[self.op]
+        }
+        return arguments[self.op]
 
     def call(self, inputs: Inputs, group: Any = None, **options: Any) -> Any:
         """Through the function that users call; every rank of ``group`` calls it."""
+        args, kwargs = self._user_arguments(inputs, group)
+        return getattr(fusedcomm, self.op)(*args, **kwargs, **options)
+
+    def plan(self, inputs: Inputs, group: Any = None) -> fusedcomm.Plan:
+        args, kwargs = self._user_arguments(inputs, group)
+        return fusedcomm.explain(self.op, *args, **kwargs, verbose=False)
+
+    def _user_arguments(self, inputs: Inputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
         x, w, bias = inputs
         dims = [dim for dim in (self.gather_dim, self.scatter_dim) if dim is not None]
+        options: dict[str, Any] = {"bias": bias}
         if self.op == "matmul_all_to_all":
             options["out_shape"] = self.sizes(dist.get_world_size(group))[2]
         if self.op in ("matmul_reduce_scatter", "matmul_all_reduce"):
             options["reduce_op"] = self.reduce_op
-        return getattr(fusedcomm, self.op)(x, w, *dims, group, bias=bias, **options)
+        return [x, w, *dims, group], options
 
     def dispatched(self, inputs: Inputs, by_product: bool = False) -> tuple[Any, ...]:
         """Arguments of ``torch.ops.fusedcomm.<op>`` on WORLD. ``by_product``: ask for the second result, if any."""
@@ -174,9 +185,13 @@ def flat(inputs: Inputs) -> list[Tensor | None]:
 
 
 def unflat(problem: Problem, tensors: Sequence[Tensor | None]) -> Inputs:
+    """The reverse of `flat`."""
     x, *rest = tensors
+    assert x is not None
     half = len(rest) // 2
-    return (x, rest[:half], rest[half:]) if isinstance(problem.n, tuple) else (x, *rest)
+    if isinstance(problem.n, tuple):
+        return x, rest[:half], rest[half:]
+    return x, rest[0], rest[1]
 
 
 def whole_group(

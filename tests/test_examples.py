@@ -42,7 +42,7 @@ def test_examples_are_there() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str) -> None:
     result = torchrun(name, 2)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     *steps, last = result.stdout.strip().splitlines()
     assert last == f"{name}: the losses on 2 ranks equal those of a single process"
     losses = [tuple(map(float, re.findall(r"\d+\.\d+", step))) for step in steps]

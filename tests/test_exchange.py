@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fusedcomm import geometry
-from fusedcomm.algorithms.chunked import ChunkMatmul
-from fusedcomm.spans import Range, block_shape, span
+from fusedcomm.algorithms.chunk_matmul import PushedMatmul
+from fusedcomm.spans import Range, Span, block_shape, span
+from tests.family import FAMILY
 from tests.problems import PROBLEMS, Problem, expected, integers
 
 
@@ -26,7 +27,7 @@ def run_virtual(problem: Problem, group_size: int, max_chunk_numel: int) -> tupl
         slots = torch.full((group_size, group_size, spans.chunk_numel), float("nan"))  # [dst_rank, src_rank, chunk]
         for src_rank, dst_rank in itertools.product(range(group_size), repeat=2):
             x, w, bias = inputs[src_rank]
-            ChunkMatmul(x, w, bias, exchanges[src_rank])(spans, dst_rank, slots[dst_rank, src_rank])
+            PushedMatmul(x, w, bias, exchanges[src_rank])(spans, dst_rank, slots[dst_rank, src_rank])
         for dst_rank, src_rank in itertools.product(range(group_size), repeat=2):
             target = spans.unpack.view(outs[dst_rank].view(-1), 0, src_rank)
             target.copy_(slots[dst_rank, src_rank].view(target.shape))
@@ -79,5 +80,54 @@ def test_long_interleaved_runs_are_multiplied_in_place() -> None:
         for spans in exchange.rounds(exchange.chunk_numel):
             for dst_rank in range(2):
                 chunk = torch.full((exchange.chunk_numel,), float("nan"))
-                ChunkMatmul(x, w, None, exchange)(spans, dst_rank, chunk)
+                PushedMatmul(x, w, None, exchange)(spans, dst_rank, chunk)
                 torch.testing.assert_close(chunk.view(exchange.block), y.chunk(2, scatter_dim)[dst_rank])
+
+
+def indices(span: Span, peer: int) -> list[int]:
+    return [span.first(peer) + i // span.inner * span.outer_stride + i % span.inner for i in range(span.size)]
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("problem", FAMILY, ids=str)
+def test_chunks_cover_every_element_exactly_once(problem: Problem, group_size: int) -> None:
+    """Of all rounds and peers together: of the matmul's tensor, of what is sent and of what arrives."""
+    exchange = problem.exchange(*integers(problem, 0, group_size)[:2], group_size)
+    for divisor in (1, 3, 7):
+        max_chunk_numel = max(exchange.row_numel, exchange.chunk_numel // divisor, 1)
+        matmul: list[tuple[int, ...]] = []
+        packed: list[int] = []
+        unpacked: list[int] = []
+        for spans in exchange.rounds(max_chunk_numel):
+            assert spans.chunk_numel <= max_chunk_numel
+            assert spans.batches.size * spans.rows.size * spans.columns.size == spans.chunk_numel == spans.pack.size
+            for peer in range(group_size):
+                parts = [indices(part, peer) for part in (spans.batches, spans.rows, spans.columns)]
+                matmul += itertools.product(*parts)
+                if peer == 0 or exchange.packed[1] is not None:  # else every peer is sent the same
+                    packed += indices(spans.pack, peer)
+                if peer == 0 or exchange.unpacked[1] is not None:  # else what arrives is added up, in one place
+                    unpacked += indices(spans.unpack, peer)
+        sizes = [exchange.num_batches, exchange.num_rows, exchange.num_columns]
+        assert sorted(matmul) == list(itertools.product(*map(range, sizes)))
+        assert sorted(packed) == list(range(math.prod(exchange.packed[0])))
+        assert sorted(unpacked) == list(range(math.prod(exchange.unpacked[0])))
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("problem", [p for p in FAMILY if p.op == "all_to_all_matmul"], ids=str)
+def test_what_is_packed_for_a_rank_is_where_it_unpacks_it(problem: Problem, group_size: int) -> None:
+    """The sender's and the receiver's side of every round, against cut and cat."""
+    x, w, _ = integers(problem, 0, group_size)
+    exchange = problem.exchange(x, w, group_size)
+    xs = [torch.arange(x.numel()).view(x.shape) + 10000 * rank for rank in range(group_size)]
+    blocks = [x.tensor_split(group_size, problem.scatter_dim) for x in xs]
+    for divisor in (1, 3):
+        outs = [torch.full(exchange.shape, -1) for _ in range(group_size)]
+        for spans in exchange.rounds(max(exchange.row_numel, exchange.chunk_numel // divisor, 1)):
+            for src_rank, dst_rank in itertools.product(range(group_size), repeat=2):
+                chunk = spans.pack.view(xs[src_rank].view(-1), 0, dst_rank)
+                target = spans.unpack.view(outs[dst_rank].view(-1), 0, src_rank)
+                target.copy_(chunk.reshape(target.shape))
+        for dst_rank, out in enumerate(outs):
+            assert torch.equal(out, torch.cat([b[dst_rank] for b in blocks], problem.gather_dim))

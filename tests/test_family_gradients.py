@@ -156,6 +156,7 @@ def check_by_product_gradients(rank: int, problem: Problem, asked: bool) -> None
     torch.autograd.backward([*outs, gathered], [*weights, torch.full_like(gathered, 3)])
     wants = expected_gradients(problem, rank, size)
     copies = size if problem.op == "all_gather_matmul" else 1
+    assert wants[0] is not None
     wants[0] = wants[0] + 3 * copies * asked
     for t, want in zip(tensors, wants, strict=True):
         assert t is want is None or torch.equal(t.grad, want)

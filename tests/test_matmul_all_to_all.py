@@ -1,9 +1,7 @@
-"""matmul_all_to_all over real processes: values of every algorithm, the op's contract, gradients, bad input."""
+"""matmul_all_to_all: every way to name a group, and bad input. The rest is in test_family_*.py and test_traffic.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,185 +9,11 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import reference
+from tests.groups import bad_ids, check_bad_input, check_values
 from tests.problems import PROBLEMS, Problem, expected, integers
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+OP = "matmul_all_to_all"
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
-CALLS = 6  # back to back with fresh data: both slots are used again, and again
-
-
-def call(problem: Problem, rank: int, group_size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    x, w, bias = integers(problem, rank, group_size, dtype, seed)
-    out_shape = problem.sizes(group_size)[2]
-    return fusedcomm.matmul_all_to_all(x, w, problem.gather_dim, problem.scatter_dim, bias=bias, out_shape=out_shape)
-
-
-@contextmanager
-def empty_is_nan() -> Iterator[None]:
-    """torch fills what ``empty`` returns with NaN: an element that an op leaves out shows."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(3).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def check_values(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str | None, calls: int) -> None:
-    group_size = dist.get_world_size()
-    wants = [expected(problem, group_size, dtype, seed)[rank] for seed in range(calls)]
-    with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
-        outs = [call(problem, rank, group_size, dtype, seed) for seed in range(calls)]
-    for out, want in zip(outs, wants, strict=True):
-        assert out.is_contiguous()
-        torch.testing.assert_close(out, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "fused"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_values(ranks: Any, problem: Problem, world_size: int, algorithm: str) -> None:
-    """Exact integers; every problem of the table, fp32."""
-    ranks(world_size).run(check_values, problem, torch.float32, algorithm, CALLS if algorithm == "chunked" else 2)
-
-
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "fused"])
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("name", ["heads", "packed-qkv", "batched-w-heads", "ragged", "transposed-w", "zero-rows"])
-def test_half_precision_values(ranks: Any, name: str, dtype: torch.dtype, algorithm: str) -> None:
-    ranks(2).run(check_values, BY_NAME[name], dtype, algorithm, 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_world_sizes(ranks: Any, world_size: int) -> None:
-    """One rank has nothing to exchange; eight share two cores."""
-    ranks(world_size).run(check_values, BY_NAME["packed-qkv"], torch.float32, None, CALLS)
-
-
-def check_rounding(rank: int, dtype: torch.dtype, algorithm: str) -> None:
-    """Against float64: at most twice the error that the reference has in the same dtype."""
-    size = dist.get_world_size()
-    generators = [torch.Generator().manual_seed(r) for r in range(size)]
-    xs = [torch.randn(64, 300, generator=g).to(dtype) for g in generators]
-    ws = [torch.randn(300, 96, generator=g).to(dtype) for g in generators]
-    bs = [torch.randn(96, generator=g).to(dtype) for g in generators]
-    exact = [x.double() @ w.double() + b.double() for x, w, b in zip(xs, ws, bs, strict=True)]
-    want = torch.cat([y.chunk(size, 1)[rank] for y in exact])
-    error_of_reference = (
-        (
-            reference.matmul_all_to_all(xs[rank], ws[rank], bs[rank], None, 0, 1, size, dist.group.WORLD.group_name)
-            - want
-        )
-        .abs()
-        .max()
-    )
-    with fusedcomm.force_algorithm(algorithm, strict=True):
-        outs = [fusedcomm.matmul_all_to_all(xs[rank], ws[rank], 0, 1, bias=bs[rank]) for _ in range(3)]
-    assert (outs[0] - want).abs().max() <= 2 * error_of_reference + 1e-12
-    assert all(torch.equal(outs[0], out) for out in outs[1:])  # bit-equal from run to run
-
-
-@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rounding(ranks: Any, dtype: torch.dtype, algorithm: str) -> None:
-    ranks(2).run(check_rounding, dtype, algorithm)
-
-
-def non_contiguous(t: torch.Tensor) -> torch.Tensor:
-    """Same values, every stride doubled."""
-    wide = torch.full([2 * size for size in t.shape], float("nan"), dtype=t.dtype)
-    view = wide[tuple(slice(None, None, 2) for _ in t.shape)]
-    view.copy_(t)
-    return view
-
-
-def check_non_contiguous(rank: int, problem: Problem, algorithm: str) -> None:
-    size = dist.get_world_size()
-    x, w, bias = integers(problem, rank, size)
-    columns = problem.sizes(size)[2]
-    for t in (x, x.mT.contiguous().mT):
-        with fusedcomm.force_algorithm(algorithm, strict=True):
-            out = fusedcomm.matmul_all_to_all(
-                non_contiguous(t),
-                non_contiguous(w),
-                problem.gather_dim,
-                problem.scatter_dim,
-                bias=None if bias is None else non_contiguous(bias),
-                out_shape=columns,
-            )
-        torch.testing.assert_close(out, expected(problem, size)[rank], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "fused"])
-@pytest.mark.parametrize("name", ["heads", "packed-qkv", "batched-w-rows-scattered", "batch-columns-to-rows"])
-def test_non_contiguous_inputs(ranks: Any, name: str, algorithm: str) -> None:
-    ranks(2).run(check_non_contiguous, BY_NAME[name], algorithm)
-
-
-def check_opcheck(rank: int, problem: Problem, dtype: torch.dtype, strided: bool) -> None:
-    size, name = dist.get_world_size(), dist.group.WORLD.group_name
-    inputs = [None if t is None else t.clone() for t in integers(problem, rank, size, dtype)]
-    if strided:
-        inputs = [None if t is None else non_contiguous(t) for t in inputs]
-    x, w, bias = [None if t is None else t.requires_grad_() for t in inputs]
-    args = (x, w, bias, problem.sizes(size)[2], problem.gather_dim, problem.scatter_dim, size, name)
-    torch.library.opcheck(torch.ops.fusedcomm.matmul_all_to_all.default, args)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_opcheck(ranks: Any, problem: Problem, dtype: torch.dtype) -> None:
-    ranks(2).run(check_opcheck, problem, dtype, strided=dtype != torch.float16)
-
-
-def check_gradients(rank: int, problem: Problem, algorithm: str | None, frozen: str) -> None:
-    """Equal to those of autograd through the whole group's program, written without communication in float64."""
-    size = dist.get_world_size()
-    columns = problem.sizes(size)[2]
-    leaves = [
-        [t.double().requires_grad_() if t is not None else None for t in integers(problem, r, size)]
-        for r in range(size)
-    ]
-    blocks = []
-    for x, w, bias in leaves:
-        y = x @ w if bias is None else x @ w + bias
-        y = y if columns is None else y.unflatten(-1, columns)
-        blocks.append(y.chunk(size, problem.scatter_dim))
-    outs = [torch.cat([b[dst] for b in blocks], problem.gather_dim) for dst in range(size)]
-    weights = [torch.arange(out.numel()).view(out.shape) % 5 - 2 + dst for dst, out in enumerate(outs)]
-    sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True)).backward()
-
-    mine = dict(zip("xwb", integers(problem, rank, size), strict=True))
-    for name, t in mine.items():
-        if t is not None and name not in frozen:
-            t.requires_grad_()
-    with fusedcomm.force_algorithm(algorithm):
-        out = fusedcomm.matmul_all_to_all(
-            mine["x"],
-            mine["w"],
-            problem.gather_dim,
-            problem.scatter_dim,
-            bias=mine["b"],
-            out_shape=columns,
-        )
-    (out * weights[rank]).sum().backward()
-    for (name, t), leaf in zip(mine.items(), leaves[rank], strict=True):
-        if t is None or name in frozen:
-            assert t is None or t.grad is None
-        else:
-            torch.testing.assert_close(t.grad.double(), leaf.grad, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", [p.name for p in PROBLEMS])
-def test_gradients(ranks: Any, name: str) -> None:
-    ranks(2).run(check_gradients, BY_NAME[name], None, "")
-
-
-@pytest.mark.parametrize("frozen", ["x", "w", "wb"])
-@pytest.mark.parametrize("algorithm", ["unfused", "fused"])
-def test_gradients_with_frozen_inputs(ranks: Any, algorithm: str, frozen: str) -> None:
-    ranks(3).run(check_gradients, BY_NAME["packed-qkv"], algorithm, frozen)
 
 
 def eager_and_compiled(rank: int, kind: str, backend: str, dynamic: bool) -> None:
@@ -251,25 +75,9 @@ BAD = [
 ]
 
 
-def check_bad_input(rank: int, change: dict[str, Any], message: str) -> None:
-    call = GOOD | change
-    tensors = {name: None if call[name] is None else torch.ones(call[name]) for name in ("x", "w", "bias")}
-    for device in ("cpu", "meta"):
-        x, w, bias = (None if t is None else t.to(device) for t in tensors.values())
-        with pytest.raises(ValueError, match=message):
-            fusedcomm.matmul_all_to_all(
-                x,
-                w,
-                call["gather_dim"],
-                call["scatter_dim"],
-                bias=bias,
-                out_shape=call["out_shape"],
-            )
-
-
-@pytest.mark.parametrize("change, message", BAD, ids=[m.split(",")[0] for _, m in BAD])
+@pytest.mark.parametrize("change, message", BAD, ids=bad_ids(BAD))
 def test_bad_input_is_a_value_error_on_every_device(ranks: Any, change: dict[str, Any], message: str) -> None:
-    ranks(2).run(check_bad_input, change, message)
+    ranks(2).run(check_bad_input, OP, GOOD | change, message)
     ranks(2).run(check_values, BY_NAME["ragged"], torch.float32, "chunked", 1)  # nothing was sent, nothing is lost
 
 
@@ -354,20 +162,3 @@ def call_in(group: Any, problem: Problem, rank: int, group_size: int) -> torch.T
 
 def test_groups(ranks: Any) -> None:
     ranks(4).run(check_groups)
-
-
-def check_autocast(rank: int) -> None:
-    x, w, bias = torch.randn(4, 8, requires_grad=True), torch.randn(8, 6, requires_grad=True), torch.randn(6)
-    for algorithm in ("unfused", "chunked", "fused"):
-        for left in (x, x.bfloat16().detach()):  # the second: what an earlier layer under autocast gives
-            with fusedcomm.force_algorithm(algorithm, strict=True), torch.autocast("cpu", torch.bfloat16):
-                out = fusedcomm.matmul_all_to_all(left, w, 0, 1, bias=bias)
-            want = fusedcomm.matmul_all_to_all(left.bfloat16(), w.bfloat16(), 0, 1, bias=bias.bfloat16())
-            assert out.dtype == torch.bfloat16
-            torch.testing.assert_close(out, want)
-            (grad,) = torch.autograd.grad(out.sum(), w)
-            assert grad.dtype == torch.float32
-
-
-def test_autocast(ranks: Any) -> None:
-    ranks(2).run(check_autocast)

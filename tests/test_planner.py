@@ -168,7 +168,7 @@ def test_nvml_decides_on_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def explain_meta(rank: int) -> Any:
     x, w = torch.empty(4, 8, device="meta"), torch.empty(8, 6, device="meta")
-    with pytest.raises(ValueError, match="op must be one of matmul_all_to_all, .*, got 'matmul'"):
+    with pytest.raises(ValueError, match=r"op must be one of matmul_all_to_all, .*, got 'matmul'"):
         fusedcomm.explain("matmul", x, w, 0, 1)
     return fusedcomm.explain(OP, x, w, 0, 1, dist.group.WORLD, verbose=False)
 

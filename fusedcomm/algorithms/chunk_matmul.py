@@ -51,11 +51,30 @@ class GatheredMatmul:
             rows.view(batches.view(self.out, 0, src_rank), 2, src_rank).unsqueeze(4),  # [bo, bi, ro, ri, 1, N]
         )
 
+    def add(self, spans: RoundSpans, src_rank: int, chunk: Tensor, first: bool) -> None:
+        """``out = bias`` if ``first``, then ``out += chunk @ w``: src_rank's part of K, where out can hold the sums."""
+        columns, rows = spans.columns, (spans.batches.size, spans.rows.size)
+        x = chunk.view(*rows, *_split(columns))  # [b, m, ko, ki]
+        w = columns.view(self._batches(self.w, spans), 1, src_rank)  # [b, ko, ki, N]
+        out = self._batches(self.out, spans).narrow(1, spans.rows.start, rows[1])
+        if out.numel() == 0:
+            return
+        for part in range(columns.outer):
+            if first and part == 0:
+                _multiply(x[:, :, part], w[:, part], None if self.bias is None else self.bias[0], out)
+            else:
+                out.baddbmm_(x[:, :, part], w[:, part])
+
     def all(self, gathered: Tensor) -> None:
         """All rows at once."""
         x = gathered.view(*self.out.shape[:2], self.w.shape[1])
         if self.out.numel() > 0:
             _multiply(x, self.w, None if self.bias is None else self.bias[0], self.out)
+
+    @staticmethod
+    def _batches(t: Tensor, spans: RoundSpans) -> Tensor:
+        """A round's batches, which no rank has to itself where K is gathered."""
+        return t.narrow(0, spans.batches.start, spans.batches.size)
 
 
 def fills_runs(spans: RoundSpans) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul
@@ -68,9 +69,10 @@ def gather_matmul(
     x = x.contiguous()
     outs = [transport.empty(x, shape) for shape in exchange.out_shapes]
     matmuls = [GatheredMatmul(*each, exchange) for each in zip(outs, ws, biases, strict=True)]
-    # One matmul after all have arrived: where K is gathered, so that sums stay in float32 across sources, and where
-    # a matmul for each source would read w again and again.
-    at_once = exchange.splits_columns or exchange.few_rows
+    # Where K is gathered, sums must stay in float32 across sources: in the result itself, if it can hold them.
+    adds = exchange.splits_columns and x.dtype == torch.float32 and not return_gathered and exchange.k > 0
+    # Else one matmul after all have arrived; also where a matmul for each source would read w again and again.
+    at_once = (exchange.splits_columns and not adds) or exchange.few_rows
     gathered = transport.empty(x, exchange.shape) if return_gathered or at_once else None
     with ordered(workspace), workspace.guarded(call.op):
         for round in workspace.rounds(call, x.dtype):
@@ -79,8 +81,10 @@ def gather_matmul(
                 chunk = _chunk_from(src_rank, round, transport, x)
                 if gathered is not None:
                     copy_between(round.spans.unpack.view(gathered.view(-1), 0, src_rank), chunk)
-                if not at_once:
-                    for matmul in matmuls:
+                for matmul in [] if at_once else matmuls:
+                    if adds:
+                        matmul.add(round.spans, src_rank, chunk.reshape(-1), first=src_rank == workspace.rank)
+                    else:
                         matmul.chunk(round.spans, src_rank, chunk.reshape(-1))
             made = [] if at_once else outs
             transport.finish(round, made if gathered is None else [*made, gathered])

@@ -209,6 +209,7 @@ def _autograd(
     group_size: int,
     group_name: str,
 ) -> tuple[list[Tensor], Tensor]:
+    check_tensors(x, ws, biases)  # as many biases as weights: below they are one list
     tensors = (x, *ws, *biases)
     *outs, gathered = _AllGatherMatmul.apply(*tensors, gather_dim, return_gathered, group_size, group_name)
     return outs, gathered

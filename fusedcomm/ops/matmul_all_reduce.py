@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedcomm import geometry, reference
 from fusedcomm.exchange import Exchange
 from fusedcomm.geometry import check_bias, check_tensors
-from fusedcomm.group import Group, find, resolve
+from fusedcomm.group import Group, check_size, resolve
 from fusedcomm.ops import gradients
 from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
 
@@ -71,7 +71,7 @@ def _kernel(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_siz
     padded = torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
     own_bias = bias
     if bias is not None and exchange.splits_columns:
-        own_bias = bias.chunk(group_size)[find(group_name).rank()]
+        own_bias = bias.chunk(group_size)[check_size(group_size, group_name).rank()]
     out = run(OP, "push_reduce_gather", exchange, group_name, padded, w, own_bias, scale, unfused=unfused)
     return out if out.shape[-2] == num_rows else out.narrow(-2, 0, num_rows).contiguous()
 
