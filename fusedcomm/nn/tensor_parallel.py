@@ -149,7 +149,7 @@ class _LinearOfReplicated(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group) if needs_x else None
-        grad_weight = gradients.of_w(grad, x, 2) if needs_weight else None
+        grad_weight = gradients.of_w(grad, x, gradients.layout_of(weight)) if needs_weight else None
         grad_bias = gradients.of_bias(grad) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None
 

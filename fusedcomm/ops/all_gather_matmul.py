@@ -161,7 +161,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         if any(ctx.needs_w):
             saved_x = output[-1] if return_gathered else x
         ctx.save_for_backward(saved_x, *(ws if ctx.needs_input_grad[0] else []))
-        ctx.saved_gathered, ctx.w_ndim = return_gathered, ws[0].ndim
+        ctx.saved_gathered, ctx.w_layouts = return_gathered, [gradients.layout_of(w) for w in ws]
         ctx.gather_dim, ctx.group = gather_dim, (group_size, group_name)
 
     @staticmethod
@@ -173,8 +173,8 @@ class _AllGatherMatmul(torch.autograd.Function):
         if x is not None and not ctx.saved_gathered and any(g is not None for g in grad_outs):
             x = reference.all_gather(x, ctx.gather_dim, *ctx.group)
         grad_ws = [
-            gradients.of_w(x, g, ctx.w_ndim) if needed and g is not None else None
-            for g, needed in zip(grad_outs, ctx.needs_w, strict=True)
+            gradients.of_w(x, g, w) if needed and g is not None else None
+            for g, w, needed in zip(grad_outs, ctx.w_layouts, ctx.needs_w, strict=True)
         ]
         grad_biases = [
             gradients.of_bias(g) if needed and g is not None else None

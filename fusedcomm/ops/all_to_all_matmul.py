@@ -122,7 +122,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     if ctx.needs_input_grad[1]:
         saved_x = output[1] if return_exchanged else x
     ctx.save_for_backward(saved_x, w if ctx.needs_input_grad[0] else None)
-    ctx.x_shape, ctx.w_ndim, ctx.num_lead = x.shape, w.ndim, output[0].ndim - 1
+    ctx.x_shape, ctx.w_layout, ctx.num_lead = x.shape, gradients.layout_of(w), output[0].ndim - 1
     ctx.saved_exchanged = return_exchanged
     ctx.dims, ctx.group = (gather_dim, scatter_dim), (group_size, group_name)
 
@@ -139,7 +139,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_exchanged: Tensor | None) -> t
             )
         if ctx.needs_input_grad[1]:
             exchanged = x if ctx.saved_exchanged else reference.exchange(x, gather_dim, scatter_dim, *ctx.group)
-            grad_w = gradients.of_w(exchanged.flatten(ctx.num_lead), grad, ctx.w_ndim)
+            grad_w = gradients.of_w(exchanged.flatten(ctx.num_lead), grad, ctx.w_layout)
         if ctx.needs_input_grad[2]:
             grad_bias = gradients.of_bias(grad)
     if grad_exchanged is not None and ctx.saved_exchanged and ctx.needs_input_grad[0]:  # else it is empty, and constant

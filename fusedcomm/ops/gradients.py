@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def of_w(x: Tensor, grad_y: Tensor, w_ndim: int) -> Tensor:
+class Layout(NamedTuple):
+    """Of a w. ``transposed``: as nn.Linear's weight.mT lies; its gradient must lie so too, or autograd copies it."""
+
+    batched: bool
+    transposed: bool
+
+
+def layout_of(w: Tensor) -> Layout:
+    return Layout(batched=w.ndim > 2, transposed=w.stride(-2) == 1 and w.stride(-1) != 1)
+
+
+def of_w(x: Tensor, grad_y: Tensor, w: Layout) -> Tensor:
     """``xT @ grad_y``, summed over rows; per batch where w is batched."""
-    if w_ndim == 2:
+    if not w.batched:
         x, grad_y = x.flatten(0, -2), grad_y.flatten(0, -2)
-    return torch.matmul(x.mT, grad_y)
+    return torch.matmul(grad_y.mT, x).mT if w.transposed else torch.matmul(x.mT, grad_y)
 
 
 def of_bias(grad_y: Tensor) -> Tensor:

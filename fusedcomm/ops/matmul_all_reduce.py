@@ -35,7 +35,7 @@ def matmul_all_reduce(
         w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]).
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: "sum" or "avg".
-        bias: [N], added once, to the sum.
+        bias: [N], added once, to the sum; the same on every rank.
 
     Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more: `chunked` and `fused`
     are bit-equal from run to run and between ranks. Every rank of the group must call it with the same shapes and
@@ -90,7 +90,7 @@ register_autocast(OP)
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, _bias, reduce_op, group_size, _group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
-    ctx.w_ndim, ctx.reduce_op, ctx.group_size = w.ndim, reduce_op, group_size
+    ctx.w_layout, ctx.reduce_op, ctx.group_size = gradients.layout_of(w), reduce_op, group_size
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -98,7 +98,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     part = reference.averaged(grad, ctx.reduce_op, ctx.group_size)
     grad_x = torch.matmul(part, w.mT) if needs_x else None
-    grad_w = gradients.of_w(x, part, ctx.w_ndim) if needs_w else None
+    grad_w = gradients.of_w(x, part, ctx.w_layout) if needs_w else None
     grad_bias = gradients.of_bias(grad) if needs_bias else None
     return grad_x, grad_w, grad_bias, None, None, None
 

@@ -124,7 +124,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, _bias, out_shape, gather_dim, scatter_dim, group_size, group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
     ctx.num_columns = 1 if out_shape is None else len(out_shape)
-    ctx.x_shape, ctx.w_ndim = x.shape, w.ndim
+    ctx.x_shape, ctx.w_layout = x.shape, gradients.layout_of(w)
     ctx.exchange = (scatter_dim, gather_dim, group_size, group_name)  # back
 
 
@@ -141,7 +141,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     else:
         grad_y = reference.exchange(grad, *ctx.exchange)
     if needs_w:
-        grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_ndim)
+        grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_layout)
     if needs_bias:
         grad_bias = gradients.of_bias(grad_y.flatten(-ctx.num_columns))
     return grad_x, grad_w, grad_bias, None, None, None, None, None

@@ -108,7 +108,7 @@ register_autocast(OP)
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, _bias, reduce_op, scatter_dim, group_size, group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
-    ctx.w_ndim, ctx.reduce_op = w.ndim, reduce_op
+    ctx.w_layout, ctx.reduce_op = gradients.layout_of(w), reduce_op
     ctx.scatter_dim, ctx.group = scatter_dim, (group_size, group_name)
 
 
@@ -124,7 +124,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     elif needs_w:
         gathered = reference.all_gather(part, ctx.scatter_dim, *ctx.group)
     if needs_w:
-        grad_w = gradients.of_w(x, gathered, ctx.w_ndim)
+        grad_w = gradients.of_w(x, gathered, ctx.w_layout)
     grad_bias = gradients.of_bias(grad) if needs_bias else None
     return grad_x, grad_w, grad_bias, None, None, None, None
 
