@@ -74,7 +74,7 @@ NO_TRITON = replace(ABLE, no_fused="Triton is not installed")
         (DECODE, BF16, member(), True, False, "fused", "CUDA graph"),
         (DECODE, BF16, member("cpu"), False, False, "chunked", "CPU"),
         (FEW_ROWS, BF16, member(), False, False, "unfused", "32 rows per rank, fewer than 128"),
-        (FEW_ROWS, BF16, member("cpu"), False, False, "unfused", "32 rows per rank, fewer than 128"),
+        (FEW_ROWS, BF16, member("cpu"), False, False, "chunked", "CPU"),
         (BATCHES, BF16, member("cpu"), False, False, "chunked", "CPU"),
         (DECODED, BF16, member("cpu"), False, False, "chunked", "CPU"),
         (GATHERED_K, BF16, member(), False, False, "fused", "32 MiB per peer: tiles"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedcomm import reference
 from fusedcomm.exchange import Exchange, RoundSpans
 from fusedcomm.spans import Span
 
@@ -18,6 +19,8 @@ class PushedMatmul:
         self.x = x.reshape(exchange.num_batches, exchange.num_rows, exchange.k)
         self.w = w.reshape(exchange.num_batches, exchange.k, w.shape[-1])
         self.bias = bias
+        # One matmul for all chunks, where one for each would read w again and again.
+        self.y = reference.matmul(self.x, self.w, bias) if exchange.few_rows else None
 
     def __call__(self, spans: RoundSpans, dst_rank: int, chunk: Tensor) -> None:
         """``chunk``: flat [batches * rows * columns]; or [runs, rows in a run * columns], where `fills_runs` allows."""
@@ -25,6 +28,10 @@ class PushedMatmul:
         if chunk.ndim == 2:
             rows_in_run = rows.size // chunk.shape[0]
             rows = Span(rows.size, rows.start, rows_in_run, rows_in_run, 0)
+        if self.y is not None:
+            y = columns.view(rows.view(batches.view(self.y, 0, dst_rank), 2, dst_rank), 4, dst_rank)
+            chunk.view(y.shape).copy_(y)
+            return
         _matmul(
             rows.view(batches.view(self.x, 0, dst_rank), 2, dst_rank),  # [bo, bi, ro, ri, K]
             columns.view(batches.view(self.w, 0, dst_rank), 3, dst_rank),  # [bo, bi, K, co, ci]
