@@ -5,7 +5,7 @@
     no workspace (host, native, peers, memory)      unfused     a vote said so: one rank that cannot means nobody does
     one row does not fit a slot                     unfused     rounds are cut between rows
     CPU                                             chunked     matmuls read and write the peers' memory: fewer copies
-    GPU, rows cut, fewer than 128 per rank          unfused     decode: every part of the matmul would read all of w
+    GPU, rows cut, fewer than 128 per rank          unfused     decode: one matmul reads w once, and hides nothing
     GPU, CUDA graph capture                         fused       a graph would fix the slots that chunked copies to
     GPU, chunks of less than 64 KiB                 unfused     decode: nothing to hide
     GPU, float32 without TF32                       chunked     the fused kernel would not use the tensor cores
@@ -99,7 +99,7 @@ def _choose(exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str
         return "chunked", "CPU: matmuls read and write the peers' memory"
     rows = exchange.num_rows // exchange.group_size
     if exchange.few_rows:
-        return "unfused", f"{rows} rows per rank, fewer than {FEW_ROWS}: each rank's part would read all of w again"
+        return "unfused", f"{rows} rows per rank, fewer than {FEW_ROWS}: nothing to hide"
     if torch.cuda.is_current_stream_capturing():
         return "fused", "CUDA graph: kernels take the slot from the device"
     chunk_bytes = exchange.chunk_numel * dtype.itemsize

@@ -36,7 +36,7 @@ class HeaderLayout:
 
     group_size: int
     epoch: int = 0  # rounds completed on this rank
-    arrivals: int = 8  # unpack programs that have finished; the last one resets it
+    arrivals: int = 8  # programs that have finished of the kernel that ends a round; the last one resets it
     timeout: int = 16  # nanoseconds
     record: int = 24  # address of the error record
 
@@ -271,9 +271,9 @@ class Workspace:
             self._check_peers(call.op, call.fingerprint, self.epoch)
 
     def launched(self, captured: bool) -> None:
-        """A round's kernels are launched, or captured into a graph; they count the epoch themselves."""
+        """A round's kernels are launched, or captured into a graph; they count the epoch themselves, when they run."""
         self.captured |= captured
-        self.epoch += 1
+        self.epoch += not captured
 
     def side_stream(self) -> torch.cuda.Stream:
         if self._side_stream is None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from tests.groups import bad_ids, check_bad_input, check_values
+from tests.groups import bad_ids, check_bad_input, check_values, empty_is_nan
 from tests.problems import PROBLEMS, Problem, expected, integers
 
 OP = "matmul_all_to_all"
@@ -162,3 +162,33 @@ def call_in(group: Any, problem: Problem, rank: int, group_size: int) -> torch.T
 
 def test_groups(ranks: Any) -> None:
     ranks(4).run(check_groups)
+
+
+def check_long_runs(rank: int, gather_dim: int, scatter_dim: int) -> None:
+    """Runs of 130 rows: the own chunk is computed where it belongs in the result, from this rank's rows."""
+    size = dist.get_world_size()
+    shape = [2 * size, 130, 5] if scatter_dim == 0 else [2, 130 * size, 5]
+    generators = [torch.Generator().manual_seed(r) for r in range(size)]
+    xs = [torch.randint(-2, 3, shape, generator=g).float() for g in generators]
+    w = torch.randint(-2, 3, (5, 2 * size), generator=torch.Generator().manual_seed(99)).float()
+    want = torch.cat([(x @ w).chunk(size, scatter_dim)[rank] for x in xs], gather_dim)
+    with fusedcomm.force_algorithm("chunked", strict=True), empty_is_nan():
+        out = fusedcomm.matmul_all_to_all(xs[rank], w, gather_dim, scatter_dim)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_runs(ranks: Any, world_size: int, dims: tuple[int, int]) -> None:
+    ranks(world_size).run(check_long_runs, *dims)
+
+
+def check_no_columns(rank: int) -> None:
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 0, requires_grad=True)
+    out = fusedcomm.matmul_all_to_all(x, w, 1, 0, out_shape=[4, 0])
+    out.sum().backward()
+    assert x.grad.shape == x.shape and not x.grad.any() and w.grad.shape == w.shape
+
+
+def test_gradients_without_columns(ranks: Any) -> None:
+    ranks(2).run(check_no_columns)

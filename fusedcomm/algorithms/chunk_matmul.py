@@ -1,4 +1,4 @@
-"""A matmul on parts of tensors that Spans describe: no copy of an operand where runs are long."""
+"""A matmul on parts of tensors that Spans describe: no copy of an operand where runs are long and rows are many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PushedMatmul:
         batches, rows, columns = spans.batches, spans.rows, spans.columns
         if chunk.ndim == 2:
             rows_in_run = rows.size // chunk.shape[0]
-            rows = Span(rows.size, rows.start, rows_in_run, rows_in_run, 0)
+            rows = Span(rows.size, rows.start, rows_in_run, rows_in_run, rows.peer_stride)
         if self.y is not None:
             y = columns.view(rows.view(batches.view(self.y, 0, dst_rank), 2, dst_rank), 4, dst_rank)
             chunk.view(y.shape).copy_(y)

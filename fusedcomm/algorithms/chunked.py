@@ -1,8 +1,8 @@
 """`chunked`: a chunk is moved while the next one is computed. One matmul per peer, the next peer first, own chunk last;
-or, where x is gathered, one per source, own data first.
+or, where x is gathered, one per source, own data first. One for all where rows are few or sums need float32.
 
 Written once; a transport moves the chunks. CPU: the matmul writes straight into the peer's slot. CUDA: cuBLAS on the
-current stream, copy engines on another.
+current stream, copies on another.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def gather_matmul(
                         matmul.chunk(round.spans, src_rank, chunk.reshape(-1))
             made = [] if at_once else outs
             transport.finish(round, made if gathered is None else [*made, gathered])
-        if at_once:
-            assert gathered is not None
-            for matmul in matmuls:
-                matmul.all(gathered)
+    if at_once:
+        assert gathered is not None
+        for matmul in matmuls:
+            matmul.all(gathered)
     return outs, gathered if return_gathered else None
 
 

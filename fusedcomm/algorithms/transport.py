@@ -18,7 +18,7 @@ class Transport(Protocol):
         """For a result."""
 
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
-        """Where the matmul may write dst_rank's chunk, flat. ``out``: the result that it is unpacked to."""
+        """Where the matmul may write dst_rank's chunk: flat, or runs of ``out``, the result that it is unpacked to."""
 
     def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
         """Move what was written to ``place``, and signal."""
@@ -93,7 +93,7 @@ class CpuTransport:
 
 
 class CudaTransport:
-    """Copy engines move chunks on a side stream; waits are kernels, whose failures poison the results with NaN.
+    """Copies move chunks on a side stream; waits are kernels, whose failures poison the results with NaN.
 
     Each send waits for the main stream first: that is also the edge that lets no signal of this round overtake my
     reads of the last one.
@@ -166,7 +166,10 @@ _BLOCK = 1 << 16  # elements: what a core's caches hold of the sum
 
 
 def add_in_order(out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scale: float) -> None:
-    """``out = sum(parts) * scale + bias``, flat; in float32, in the order given, rounded once. bias [N] repeats."""
+    """``out = sum(parts) * scale + bias``, flat; in float32, in the order given, rounded once. bias [N] repeats.
+
+    ``scale``: 1, or for the average 1 / R.
+    """
     if len(parts) == 2 and bias is None and scale == 1:  # one rounding too: torch adds in float32
         torch.add(parts[0], parts[1], out=out)
         return
@@ -178,7 +181,7 @@ def add_in_order(out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scal
         for part in parts:
             total += part[start:end]
         if scale != 1:
-            total *= scale
+            total /= len(parts)
         if bias is not None:
             total = (total.view(-1, row) + bias).view(-1)
         out[start:end] = total

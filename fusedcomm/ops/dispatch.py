@@ -15,6 +15,7 @@ from fusedcomm import group, planner
 from fusedcomm.exchange import Exchange
 from fusedcomm.planner import Plan
 from fusedcomm.registry import Member, WorkspaceUnavailable, member, on_device
+from fusedcomm.topology import tf32_allowed
 from fusedcomm.workspace import Call
 
 lib = torch.library.Library("fusedcomm", "DEF")
@@ -40,7 +41,7 @@ def run(
         assert ours is not None
         name = plan.algorithm
         if x.is_cuda and (name == "fused" or plan.reason != planner.FORCED):
-            name = _loading(name, op, (op, exchange.key, x.dtype, *_layouts(x, *args)), ours)
+            name = _loading(name, op, (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, *args)), ours)
         algorithm = importlib.import_module(f"fusedcomm.algorithms.{name}")
         fingerprint = fingerprint_of(op, exchange.key, x.dtype)
         with ours.lock:
@@ -61,11 +62,12 @@ def by_product(gathered: Tensor | None, x: Tensor) -> Tensor:
 
 def _layouts(*args: Any) -> list[Any]:
     """What kernels are specialised on besides shapes."""
-    return [(arg.shape, arg.stride()) if isinstance(arg, Tensor) else arg for arg in pytree.tree_leaves(args)]
+    leaves = pytree.tree_leaves(args)
+    return [(t.shape, t.stride(), t.data_ptr() % 16) if isinstance(t, Tensor) else t for t in leaves]
 
 
 def _loading(name: str, op: str, call: tuple[Any, ...], ours: Member) -> str:
-    """The first call of each kind runs fused, whatever was planned: that loads the kernels, which a capture cannot.
+    """The first call of each kind runs fused unless chunked is forced: that loads the kernels, which a capture cannot.
 
     chunked and fused keep the same protocol, so a rank for which it is the first one fits the others.
     """

@@ -124,7 +124,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, _bias, out_shape, gather_dim, scatter_dim, group_size, group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
     ctx.num_columns = 1 if out_shape is None else len(out_shape)
-    ctx.x_shape, ctx.w_layout = x.shape, gradients.layout_of(w)
+    ctx.x_shape, ctx.w_layout, ctx.num_n = x.shape, gradients.layout_of(w), w.shape[-1]
     ctx.exchange = (scatter_dim, gather_dim, group_size, group_name)  # back
 
 
@@ -132,13 +132,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     grad_x = grad_w = grad_bias = None
-    if needs_x:
+    if needs_x and ctx.num_n > 0:
         gather_dim, scatter_dim, *group = ctx.exchange
         flat_x, grad_y = torch.ops.fusedcomm.all_to_all_matmul(
             grad, w.mT, None, gather_dim, scatter_dim, needs_w or needs_bias, *group
         )
         grad_x = flat_x.view(ctx.x_shape)
     else:
+        grad_x = grad.new_zeros(ctx.x_shape) if needs_x else None
         grad_y = reference.exchange(grad, *ctx.exchange)
     if needs_w:
         grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_layout)

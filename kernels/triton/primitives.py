@@ -59,7 +59,7 @@ def tile_coords(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def span_index(i, peer, start, inner, outer_stride, peer_stride):
-    """fusedcomm.exchange.Span on the device: where index i of a peer's part lies, 64 bits wide."""
+    """fusedcomm.spans.Span on the device: where index i of a peer's part lies, 64 bits wide."""
     first = tl.cast(start, tl.int64) + tl.cast(peer, tl.int64) * peer_stride
     run = i // inner
     return first + tl.cast(run, tl.int64) * outer_stride + (i - run * inner)
