@@ -58,7 +58,7 @@ def all_gather_matmul(
         w: [K, N], or [..., K, N] with exactly the batch dims of the gathered x; or a list of such, whose N may differ
             and which share one gather.
         gather_dim: a dim of x; negative ones count from the end. If it is the last one, K is R times x's size there,
-            and sums stay in float32 across sources.
+            and sums stay in float32 across sources, own data first.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], added before the one rounding from float32; for a list of w, None or a list of [N] or None.
         save_gathered: keep the gathered x for grad w, R times as large as x; otherwise the backward gathers x again.

@@ -44,7 +44,7 @@ def all_to_all_matmul(
         w: [K, N], or [..., K, N] with exactly the batch dims of the exchanged x; then one dim of x is rows.
         gather_dim, scatter_dim: dims of x, different; negative ones count from the end. x's size at scatter_dim must be
             divisible by the group's size R. The exchanged x is R times larger at gather_dim, and R times smaller at
-            scatter_dim. Where the gathered dim is part of K, sums stay in float32 across sources.
+            scatter_dim. Where the gathered dim is part of K, sums stay in float32 across sources, own data first.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], added before the one rounding from float32.
         save_exchanged: keep the exchanged x for grad w, as large as x; otherwise the backward exchanges x again.
