@@ -42,11 +42,6 @@ class RoundSpans:
     def chunk_numel(self) -> int:
         return self.unpack.size
 
-    @property
-    def whole(self) -> Span:
-        """The chunk by itself, as it lies in a slot."""
-        return Span(self.chunk_numel, 0, max(self.chunk_numel, 1), 0, 0)
-
 
 @dataclass(eq=False)
 class Exchange:
@@ -83,10 +78,6 @@ class Exchange:
     def num_rows(self) -> int:
         """Rows per matrix of w."""
         return math.prod(self.shape[self.num_batch_dims : self.num_lead])
-
-    @cached_property
-    def num_columns(self) -> int:
-        return math.prod(self.shape[self.num_lead :])
 
     @cached_property
     def row_numel(self) -> int:

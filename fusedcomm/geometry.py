@@ -30,19 +30,8 @@ def matmul_all_to_all(
     y = [*x[:-1], *_check_out_shape(w[-1], out_shape)]
     gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(y))
     _check_divisible(y, scatter_dim, group_size)
-    block = block_shape(y, scatter_dim, group_size)
-    out = _gathered(block, gather_dim, group_size)
-    return Exchange(
-        shape=y,
-        num_lead=len(x) - 1,
-        num_batch_dims=len(w) - 2,
-        split_dim=scatter_dim,
-        packed=(block, None),
-        unpacked=(out, gather_dim),
-        group_size=group_size,
-        out_shapes=[out],
-        k=x[-1],
-    )
+    out = _gathered(block_shape(y, scatter_dim, group_size), gather_dim, group_size)
+    return _push(x, w, y, scatter_dim, (out, gather_dim), group_size)
 
 
 def all_to_all_matmul(x: Shape, w: Shape, gather_dim: int, scatter_dim: int, group_size: int) -> Exchange:
@@ -104,18 +93,7 @@ def matmul_reduce_scatter(x: Shape, w: Shape, reduce_op: str, scatter_dim: int, 
     scatter_dim = _check_dim("scatter_dim", scatter_dim, len(y))
     _check_divisible(y, scatter_dim, group_size)
     block = block_shape(y, scatter_dim, group_size)
-    return Exchange(
-        shape=y,
-        num_lead=len(x) - 1,
-        num_batch_dims=len(w) - 2,
-        split_dim=scatter_dim,
-        packed=(block, None),
-        unpacked=(block, None),
-        group_size=group_size,
-        out_shapes=[block],
-        k=x[-1],
-        facts=(reduce_op,),
-    )
+    return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op)
 
 
 def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Exchange:
@@ -129,18 +107,30 @@ def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Ex
     wide = w[-1] > math.prod(x[len(w) - 2 : -1])  # then x is read once for each rank, else w
     split_dim = dims[-1 if wide else 0] if dims else len(y) - 2
     y[split_dim] += -y[split_dim] % group_size
-    block = block_shape(y, split_dim, group_size)
+    return _push(x, w, y, split_dim, (y, split_dim), group_size, reduce_op)
+
+
+def _push(
+    x: Shape,
+    w: Shape,
+    y: list[int],
+    split_dim: int,
+    unpacked: tuple[list[int], int | None],
+    group_size: int,
+    *facts: Any,
+) -> Exchange:
+    """y = x @ w, viewed, whose blocks along split_dim go to the ranks; what arrives makes up the result."""
     return Exchange(
         shape=y,
         num_lead=len(x) - 1,
         num_batch_dims=len(w) - 2,
         split_dim=split_dim,
-        packed=(block, None),
-        unpacked=(y, split_dim),
+        packed=(block_shape(y, split_dim, group_size), None),
+        unpacked=unpacked,
         group_size=group_size,
-        out_shapes=[y],
+        out_shapes=[unpacked[0]],
         k=x[-1],
-        facts=(reduce_op,),
+        facts=facts,
     )
 
 

@@ -8,11 +8,12 @@
     GPU, rows cut, fewer than 128 per rank          unfused     decode: one matmul reads w once, and hides nothing
     GPU, CUDA graph capture                         fused       a graph would fix the slots that chunked copies to
     GPU, chunks of less than 64 KiB                 unfused     decode: nothing to hide
+    GPU, no Triton                                  chunked     cuBLAS and copies need none; captures run unfused
     GPU, float32 without TF32                       chunked     the fused kernel would not use the tensor cores
     GPU, chunks of 16 MiB or more, K not gathered   chunked     full copy-engine speed, and no SM taken from the matmul
     GPU, else                                       fused       tiles leave, or are used, as they are finished
 
-`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the last seven where the algorithm can run; like a capture, they must
+`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the last eight where the algorithm can run; like a capture, they must
 be the same on all ranks (chunked and fused can meet, either of them and unfused cannot).
 """
 

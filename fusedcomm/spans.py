@@ -93,17 +93,3 @@ def _unravel(index: int, sizes: list[int]) -> list[int]:
         index, i = divmod(index, size)
         coords.append(i)
     return coords[::-1]
-
-
-def copy_between(to: Tensor, source: Tensor) -> None:
-    """``to.flatten()[i] = source.flatten()[i]`` for two Span views, (outer, inner) each, or flat ones; one pass."""
-    if source.is_contiguous() or to.shape == source.shape:
-        to.copy_(source.reshape(to.shape))
-    elif to.shape[0] % source.shape[0] == 0:
-        shape = (source.shape[0], to.shape[0] // source.shape[0], to.shape[1])
-        to.view(shape).copy_(source.view(shape))
-    elif source.shape[0] % to.shape[0] == 0:
-        shape = (to.shape[0], source.shape[0] // to.shape[0], source.shape[1])
-        to.view(shape).copy_(source.view(shape))
-    else:
-        to.copy_(source.reshape(to.shape))

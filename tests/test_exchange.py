@@ -108,7 +108,7 @@ def test_chunks_cover_every_element_exactly_once(problem: Problem, group_size: i
                     packed += indices(spans.pack, peer)
                 if peer == 0 or exchange.unpacked[1] is not None:  # else what arrives is added up, in one place
                     unpacked += indices(spans.unpack, peer)
-        sizes = [exchange.num_batches, exchange.num_rows, exchange.num_columns]
+        sizes = [exchange.num_batches, exchange.num_rows, math.prod(exchange.shape[exchange.num_lead :])]
         assert sorted(matmul) == list(itertools.product(*map(range, sizes)))
         assert sorted(packed) == list(range(math.prod(exchange.packed[0])))
         assert sorted(unpacked) == list(range(math.prod(exchange.unpacked[0])))

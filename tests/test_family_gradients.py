@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from tests.family import COMBINATIONS, NAMED, Combination, as_list, expected_gradients, loss_weights
+from fusedcomm import exchange
+from fusedcomm.algorithms import chunk_matmul
+from tests.family import COMBINATIONS, FAMILY, NAMED, Combination, as_list, expected_gradients, loss_weights
 from tests.groups import ALGORITHMS, DTYPES, empty_is_nan, non_contiguous
 from tests.problems import GATHERS, OPS, Problem, expected, flat, integers, unflat
 
@@ -198,3 +200,18 @@ TWICE += ["matmul_reduce_scatter-batched-w", "matmul_all_reduce-nothing-divides"
 @pytest.mark.parametrize("name", TWICE)
 def test_inputs_used_twice(ranks: Any, name: str, algorithm: str) -> None:
     ranks(2).run(check_used_twice, NAMED[name], algorithm)
+
+
+def check_as_with_many_rows(rank: int, problem: Problem, min_piece: int) -> None:
+    """The problems are small: the thresholds below which chunks are not multiplied one by one are lowered to them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "FEW_ROWS", 0)
+        patch.setattr(chunk_matmul, "_MIN_PIECE", min_piece)
+        check_gradients(rank, problem, algorithm="chunked")
+
+
+@pytest.mark.parametrize("min_piece", [1, 128])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("problem", FAMILY, ids=str)
+def test_chunks_multiplied_one_by_one(ranks: Any, problem: Problem, world_size: int, min_piece: int) -> None:
+    ranks(world_size).run(check_as_with_many_rows, problem, min_piece)

@@ -87,7 +87,9 @@ class GatheredMatmul:
 def fills_runs(spans: RoundSpans) -> bool:
     """Whether the matmul can write a chunk where it is unpacked to: in runs of consecutive rows, long ones."""
     run, row = spans.unpack.inner, spans.columns.size
-    return spans.batches.size == spans.rows.outer == 1 and run % max(row, 1) == 0 and run >= _MIN_PIECE * max(row, 1)
+    if spans.chunk_numel == 0 or not spans.batches.size == spans.rows.outer == 1:
+        return False
+    return run % row == 0 and run >= _MIN_PIECE * row
 
 
 def _split(span: Span) -> tuple[int, int]:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul
 from fusedcomm.algorithms.ordering import ordered
-from fusedcomm.algorithms.transport import Transport, transport_of
-from fusedcomm.spans import copy_between
+from fusedcomm.algorithms.transport import Transport, copy_between, transport_of
 from fusedcomm.workspace import Call, Round
 
 

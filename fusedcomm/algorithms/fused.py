@@ -22,6 +22,7 @@ from fusedcomm.workspace import Call, Workspace
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     workspace, fingerprint = call.workspace, call.fingerprint
+    x, w = x.contiguous(), launch.loadable(w)
     out = x.new_empty(call.exchange.out_shape)
     with _kernels(call):
         for spans in _rounds(call, x):
@@ -34,6 +35,7 @@ def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor
 def push_reduce(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
     workspace, fingerprint = call.workspace, call.fingerprint
+    x, w = x.contiguous(), launch.loadable(w)
     out = x.new_empty(call.exchange.out_shape)
     with _kernels(call):
         for spans in _rounds(call, x):
@@ -46,6 +48,7 @@ def push_reduce(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: fl
 def push_reduce_gather(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """``all_reduce(x @ w) * scale + bias``: two rounds for each part, as the second sends what the first has added."""
     workspace, fingerprint = call.workspace, call.fingerprint
+    x, w = x.contiguous(), launch.loadable(w)
     out = x.new_empty(call.exchange.out_shape)
     reduced = x.new_empty(call.exchange.block)
     with _kernels(call):
@@ -64,7 +67,7 @@ def gather_matmul(
 ) -> tuple[list[Tensor], Tensor | None]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x itself if asked for."""
     workspace, fingerprint = call.workspace, call.fingerprint
-    x = x.contiguous()
+    x, ws = x.contiguous(), [launch.loadable(w) for w in ws]
     outs = [x.new_empty(shape) for shape in call.exchange.out_shapes]
     gathered = x.new_empty(call.exchange.shape) if return_gathered else None
     with _kernels(call):

@@ -331,10 +331,14 @@ def _grid(kind: str, workspace: Segments, num_tiles: int) -> tuple[int]:
     return (min(workspace.num_programs(kind), num_tiles),)
 
 
+def loadable(w: Tensor) -> Tensor:
+    """w with K or N contiguous, as the kernels take it: a copy only where neither is."""
+    return w if 1 in w.stride()[-2:] else w.contiguous()
+
+
 def _matrices(w: Tensor) -> Tensor:
     """w as the kernels take it: [num_batches, K, N], K or N contiguous."""
-    w = w.unsqueeze(0).flatten(0, -3)
-    return w if 1 in w.stride()[1:] else w.contiguous()
+    return loadable(w).unsqueeze(0).flatten(0, -3)
 
 
 def _copy_config(t: Tensor, span: Span) -> tuple[tiles.CopyConfig, int]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms.chunk_matmul import fills_runs
-from fusedcomm.spans import copy_between
 from fusedcomm.workspace import Round, Workspace
 
 
@@ -160,6 +159,20 @@ class CudaTransport:
 
 def transport_of(workspace: Workspace) -> Transport:
     return CudaTransport(workspace) if workspace.device.type == "cuda" else CpuTransport()
+
+
+def copy_between(to: Tensor, source: Tensor) -> None:
+    """``to.flatten()[i] = source.flatten()[i]`` for two Span views, (outer, inner) each, or flat ones; one pass."""
+    if source.is_contiguous() or to.shape == source.shape:
+        to.copy_(source.reshape(to.shape))
+    elif to.shape[0] % source.shape[0] == 0:
+        shape = (source.shape[0], to.shape[0] // source.shape[0], to.shape[1])
+        to.view(shape).copy_(source.view(shape))
+    elif source.shape[0] % to.shape[0] == 0:
+        shape = (to.shape[0], source.shape[0] // to.shape[0], source.shape[1])
+        to.view(shape).copy_(source.view(shape))
+    else:
+        to.copy_(source.reshape(to.shape))
 
 
 _BLOCK = 1 << 16  # elements: what a core's caches hold of the sum

@@ -39,9 +39,10 @@ def run(
         if plan.algorithm == "unfused":
             return unfused()
         assert ours is not None
-        name = plan.algorithm
+        name, loading = plan.algorithm, None
         if x.is_cuda and (name == "fused" or plan.reason != planner.FORCED):
-            name = _loading(name, op, (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, *args)), ours)
+            loading = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, *args))
+            name = _loading(name, op, loading, ours)
         algorithm = importlib.import_module(f"fusedcomm.algorithms.{name}")
         fingerprint = fingerprint_of(op, exchange.key, x.dtype)
         with ours.lock:
@@ -50,7 +51,10 @@ def run(
             except WorkspaceUnavailable as error:
                 planner.log_fallback(op, str(error))
                 return unfused()
-            return getattr(algorithm, verb)(Call(op, fingerprint, exchange, workspace), x, *args)
+            result = getattr(algorithm, verb)(Call(op, fingerprint, exchange, workspace), x, *args)
+            if loading is not None and name == "fused":
+                ours.loaded.add(loading)
+            return result
 
 
 def by_product(gathered: Tensor | None, x: Tensor) -> Tensor:
@@ -75,7 +79,6 @@ def _loading(name: str, op: str, call: tuple[Any, ...], ours: Member) -> str:
         return name
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{op}: call it once with these shapes on every rank before a CUDA graph is captured")
-    ours.loaded.add(call)
     return "fused"
 
 
