@@ -175,6 +175,18 @@ def check_bias(bias: Tensor | None, n: int, name: str = "N") -> None:
         raise ValueError(f"bias must have shape [{name}] = [{n}], got {list(bias.shape)}")
 
 
+def check_out(out: Tensor, x: Tensor, shape: Shape) -> None:
+    """``out``: where a result of that shape is to be written."""
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
+    if out.dtype != x.dtype:
+        raise ValueError(f"out must have x's dtype {x.dtype}, got {out.dtype}")
+    if out.device != x.device:
+        raise ValueError(f"out must be on x's device {x.device}, got {out.device}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+
+
 def _num_lead(exchanged: Shape, w: Shape) -> int:
     """Dims of the exchanged x that are not K: as few dims as possible make up K; a batched w leaves one dim of rows."""
     if len(w) != 2:

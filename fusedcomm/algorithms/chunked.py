@@ -18,11 +18,11 @@ from fusedcomm.algorithms.transport import Transport, copy_between, transport_of
 from fusedcomm.workspace import Call, Round
 
 
-def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     workspace, transport = call.workspace, transport_of(call.workspace)
     matmul = PushedMatmul(x, w, bias, call.exchange)
-    out = transport.empty(x, call.exchange.out_shape)
+    out = transport.result(x, call.exchange.out_shape, out)
     with ordered(workspace), workspace.guarded(call.op):
         for round in workspace.rounds(call, x.dtype):
             _push(matmul, round, transport, out)
@@ -30,11 +30,13 @@ def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor
     return out
 
 
-def push_reduce(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def push_reduce(
+    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+) -> Tensor:
     """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
     workspace, transport = call.workspace, transport_of(call.workspace)
     matmul = PushedMatmul(x, w, None, call.exchange)
-    out = transport.empty(x, call.exchange.out_shape)
+    out = transport.result(x, call.exchange.out_shape, out)
     with ordered(workspace), workspace.guarded(call.op):
         for round in workspace.rounds(call, x.dtype):
             _push(matmul, round, transport)
@@ -42,11 +44,13 @@ def push_reduce(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: fl
     return out
 
 
-def push_reduce_gather(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def push_reduce_gather(
+    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+) -> Tensor:
     """``all_reduce(x @ w) * scale + bias``: two rounds for each part, as the second sends what the first has added."""
     workspace, transport = call.workspace, transport_of(call.workspace)
     matmul = PushedMatmul(x, w, None, call.exchange)
-    out = transport.empty(x, call.exchange.out_shape)
+    out = transport.result(x, call.exchange.out_shape, out)
     reduced = x.new_empty(call.exchange.block)
     with ordered(workspace), workspace.guarded(call.op):
         workspace.begin(call)
@@ -66,13 +70,13 @@ def gather_matmul(
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x itself if asked for."""
     exchange, workspace, transport = call.exchange, call.workspace, transport_of(call.workspace)
     x = x.contiguous()
-    outs = [transport.empty(x, shape) for shape in exchange.out_shapes]
+    outs = [transport.result(x, shape) for shape in exchange.out_shapes]
     matmuls = [GatheredMatmul(*each, exchange) for each in zip(outs, ws, biases, strict=True)]
     # Where K is gathered, sums must stay in float32 across sources: in the result itself, if it can hold them.
     adds = exchange.splits_columns and x.dtype == torch.float32 and not return_gathered and exchange.k > 0
     # Else one matmul after all have arrived; also where a matmul for each source would read w again and again.
     at_once = (exchange.splits_columns and not adds) or exchange.few_rows
-    gathered = transport.empty(x, exchange.shape) if return_gathered or at_once else None
+    gathered = transport.result(x, exchange.shape) if return_gathered or at_once else None
     with ordered(workspace), workspace.guarded(call.op):
         for round in workspace.rounds(call, x.dtype):
             transport.pack(round, x, own=False)

@@ -19,11 +19,11 @@ from fusedcomm.exchange import RoundSpans
 from fusedcomm.workspace import Call, Workspace
 
 
-def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     workspace, fingerprint = call.workspace, call.fingerprint
     x, w = x.contiguous(), launch.loadable(w)
-    out = x.new_empty(call.exchange.out_shape)
+    out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
             launch.push(x, w, bias, spans, workspace, fingerprint)
@@ -32,11 +32,13 @@ def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor
     return out
 
 
-def push_reduce(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def push_reduce(
+    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+) -> Tensor:
     """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
     workspace, fingerprint = call.workspace, call.fingerprint
     x, w = x.contiguous(), launch.loadable(w)
-    out = x.new_empty(call.exchange.out_shape)
+    out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
             launch.push(x, w, None, spans, workspace, fingerprint)
@@ -45,11 +47,13 @@ def push_reduce(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: fl
     return out
 
 
-def push_reduce_gather(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def push_reduce_gather(
+    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+) -> Tensor:
     """``all_reduce(x @ w) * scale + bias``: two rounds for each part, as the second sends what the first has added."""
     workspace, fingerprint = call.workspace, call.fingerprint
     x, w = x.contiguous(), launch.loadable(w)
-    out = x.new_empty(call.exchange.out_shape)
+    out = x.new_empty(call.exchange.out_shape) if out is None else out
     reduced = x.new_empty(call.exchange.block)
     with _kernels(call):
         for spans in _rounds(call, x):

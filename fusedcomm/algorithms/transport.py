@@ -13,8 +13,8 @@ from fusedcomm.workspace import Round, Workspace
 
 
 class Transport(Protocol):
-    def empty(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """For a result."""
+    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """A tensor for a result: ``out``, if given."""
 
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
         """Where the matmul may write dst_rank's chunk: flat, or runs of ``out``, the result that it is unpacked to."""
@@ -41,10 +41,10 @@ class Transport(Protocol):
 class CpuTransport:
     """Peers' slots are memory like any other; waits are on the host and raise."""
 
-    def empty(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
         from fusedcomm.kernels.cpu import native
 
-        out = like.new_empty(shape)
+        out = like.new_empty(shape) if out is None else out
         native.prefer_huge_pages(out.data_ptr(), out.numel() * out.itemsize)
         return out
 
@@ -102,8 +102,8 @@ class CudaTransport:
         self.main = torch.cuda.current_stream(workspace.device)
         self.side = workspace.side_stream()
 
-    def empty(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        return like.new_empty(shape)
+    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+        return like.new_empty(shape) if out is None else out
 
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
         own = round.part(dst_rank)

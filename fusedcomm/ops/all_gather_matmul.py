@@ -13,7 +13,7 @@ from fusedcomm.exchange import Exchange
 from fusedcomm.geometry import check_bias, check_tensors
 from fusedcomm.group import Group, resolve
 from fusedcomm.ops import dispatch, gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
 
 OP = "all_gather_matmul"
 Biases = Sequence[Tensor | None] | Tensor | None
@@ -120,7 +120,7 @@ def _kernel(
     return outs, dispatch.by_product(gathered, x)
 
 
-@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
+@register_fake(OP)
 def _fake(
     x: Tensor,
     ws: list[Tensor],

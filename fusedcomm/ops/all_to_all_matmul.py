@@ -12,7 +12,7 @@ from fusedcomm.exchange import Exchange
 from fusedcomm.geometry import check_bias, check_tensors
 from fusedcomm.group import Group, resolve
 from fusedcomm.ops import dispatch, gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
 
 OP = "all_to_all_matmul"
 
@@ -97,7 +97,7 @@ def _kernel(
     return out, dispatch.by_product(exchanged, x)
 
 
-@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
+@register_fake(OP)
 def _fake(
     x: Tensor,
     w: Tensor,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm import group, planner
 from fusedcomm.exchange import Exchange
+from fusedcomm.geometry import check_out
 from fusedcomm.planner import Plan
 from fusedcomm.registry import Member, WorkspaceUnavailable, member, on_device
 from fusedcomm.topology import tf32_allowed
@@ -31,9 +34,22 @@ def prepare(
 
 
 def run(
-    op: str, verb: str, exchange: Exchange, group_name: str, x: Tensor, *args: Any, unfused: Callable[[], Any]
+    op: str,
+    verb: str,
+    exchange: Exchange,
+    group_name: str,
+    x: Tensor,
+    *args: Any,
+    unfused: Callable[[], Any],
+    out: Tensor | None = None,
 ) -> Any:
-    """Plan a call and run it: the algorithm's ``verb(call, x, *args)``, or on all ranks alike ``unfused()``."""
+    """Plan a call and run it: the algorithm's ``verb(call, x, *args)``, or on all ranks alike ``unfused()``.
+
+    ``out``: where to put the result; of a verb that pushes, which takes it as its last argument.
+    """
+    if out is not None:
+        check_out(out, x, exchange.out_shape)
+        args, unfused = (*args, out), functools.partial(_copied, unfused, out)
     with on_device(x.device):
         plan, ours = prepare(op, exchange, x.dtype, x.device, group_name)
         if plan.algorithm == "unfused":
@@ -55,6 +71,10 @@ def run(
             if loading is not None and name == "fused":
                 ours.loaded.add(loading)
             return result
+
+
+def _copied(unfused: Callable[[], Tensor], out: Tensor) -> Tensor:
+    return out.copy_(unfused())
 
 
 def by_product(gathered: Tensor | None, x: Tensor) -> Tensor:
@@ -80,6 +100,56 @@ def _loading(name: str, op: str, call: tuple[Any, ...], ours: Member) -> str:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{op}: call it once with these shapes on every rank before a CUDA graph is captured")
     return "fused"
+
+
+def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the op's fake kernel. Inductor, which calls it before it lowers a graph, gets to know our lowerings."""
+
+    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fake)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if "torch._inductor.lowering" in sys.modules:  # else nothing is lowered, and to import it takes a second
+                from fusedcomm.compile import lowering
+
+                lowering.register()
+            return fake(*args, **kwargs)
+
+        torch.library.register_fake(f"fusedcomm::{op}", call, lib=lib)
+        return fake
+
+    return register
+
+
+def new_or_given(x: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
+    """The result of a fake kernel."""
+    if out is None:
+        return x.new_empty(shape)
+    check_out(out, x, shape)
+    return out
+
+
+def define_out(op: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """Define ``op.out``: the same call, its result in a contiguous tensor of the caller's.
+
+    ``kernel`` and ``fake``: the op's own, which take ``out`` besides.
+    """
+    args = str(getattr(torch.ops.fusedcomm, op).default._schema).partition("(")[2].removesuffix(") -> Tensor")
+    tags = [getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "out") if hasattr(torch.Tag, name)]
+    lib.define(f"{op}.out({args}, *, Tensor(a!) out) -> Tensor(a!)", tags=tags)
+    for key in ("CPU", "CUDA"):
+        lib.impl(f"{op}.out", kernel, key)
+    register_fake(f"{op}.out")(fake)
+
+    def below_autograd(*args: Any, out: Tensor) -> Tensor:
+        tensors = [t for t in (*args, out) if isinstance(t, Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(f"fusedcomm::{op}.out has no gradients: no tensor may require grad, or use no_grad()")
+        with torch._C._AutoDispatchBelowAutograd():
+            getattr(torch.ops.fusedcomm, op).out(*args, out=out)
+        torch.autograd.graph.increment_version(out)
+        return out
+
+    lib.impl(f"{op}.out", below_autograd, "Autograd")
 
 
 def register_autocast(op: str) -> None:

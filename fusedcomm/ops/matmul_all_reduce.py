@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fusedcomm import geometry, reference
 from fusedcomm.exchange import Exchange
-from fusedcomm.geometry import check_bias, check_tensors
+from fusedcomm.geometry import check_bias, check_out, check_tensors
 from fusedcomm.group import Group, check_size, resolve
-from fusedcomm.ops import gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
+from fusedcomm.ops import dispatch, gradients
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
 
 OP = "matmul_all_reduce"
 
@@ -59,7 +59,15 @@ def exchange_of(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group
 
 @torch.library.impl(lib, OP, "CPU")
 @torch.library.impl(lib, OP, "CUDA")
-def _kernel(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int, group_name: str) -> Tensor:
+def _kernel(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    reduce_op: str,
+    group_size: int,
+    group_name: str,
+    out: Tensor | None = None,
+) -> Tensor:
     exchange = exchange_of(x, w, bias, reduce_op, group_size)
 
     def unfused() -> Tensor:
@@ -72,18 +80,32 @@ def _kernel(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_siz
     own_bias = bias
     if bias is not None and exchange.splits_columns:
         own_bias = bias.chunk(group_size)[check_size(group_size, group_name).rank()]
-    out = run(OP, "push_reduce_gather", exchange, group_name, padded, w, own_bias, scale, unfused=unfused)
-    return out if out.shape[-2] == num_rows else out.narrow(-2, 0, num_rows).contiguous()
+    if out is not None:
+        check_out(out, x, [*x.shape[:-1], w.shape[-1]])
+    call = (OP, "push_reduce_gather", exchange, group_name, padded, w, own_bias, scale)
+    if not padding:
+        return run(*call, unfused=unfused, out=out)
+    result = run(*call, unfused=unfused).narrow(-2, 0, num_rows)
+    return result.contiguous() if out is None else out.copy_(result)
 
 
-@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
-def _fake(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int, group_name: str) -> Tensor:
+@register_fake(OP)
+def _fake(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    reduce_op: str,
+    group_size: int,
+    group_name: str,
+    out: Tensor | None = None,
+) -> Tensor:
     check_tensors(x, [w], [bias])
     geometry.check_all_reduce(x.shape, w.shape, reduce_op, group_size)  # which dim is cut is no business of a graph's
     check_bias(bias, w.shape[-1])
-    return x.new_empty(*x.shape[:-1], w.shape[-1])
+    return dispatch.new_or_given(x, [*x.shape[:-1], w.shape[-1]], out)
 
 
+dispatch.define_out(OP, _kernel, _fake)
 register_autocast(OP)
 
 

@@ -12,8 +12,8 @@ from fusedcomm import geometry, reference
 from fusedcomm.exchange import Exchange
 from fusedcomm.geometry import check_bias, check_tensors
 from fusedcomm.group import Group, resolve
-from fusedcomm.ops import gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
+from fusedcomm.ops import dispatch, gradients
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
 
 OP = "matmul_all_to_all"
 
@@ -94,16 +94,17 @@ def _kernel(
     scatter_dim: int,
     group_size: int,
     group_name: str,
+    out: Tensor | None = None,
 ) -> Tensor:
     exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, group_size)
 
     def unfused() -> Tensor:
         return reference.matmul_all_to_all(x, w, bias, out_shape, gather_dim, scatter_dim, group_size, group_name)
 
-    return run(OP, "push_matmul", exchange, group_name, x, w, bias, unfused=unfused)
+    return run(OP, "push_matmul", exchange, group_name, x, w, bias, unfused=unfused, out=out)
 
 
-@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
+@register_fake(OP)
 def _fake(
     x: Tensor,
     w: Tensor,
@@ -113,10 +114,13 @@ def _fake(
     scatter_dim: int,
     group_size: int,
     group_name: str,
+    out: Tensor | None = None,
 ) -> Tensor:
-    return x.new_empty(exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, group_size).out_shape)
+    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, group_size)
+    return dispatch.new_or_given(x, exchange.out_shape, out)
 
 
+dispatch.define_out(OP, _kernel, _fake)
 register_autocast(OP)
 
 

@@ -11,8 +11,8 @@ from fusedcomm import geometry, reference
 from fusedcomm.exchange import Exchange
 from fusedcomm.geometry import check_bias, check_tensors
 from fusedcomm.group import Group, resolve
-from fusedcomm.ops import gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, run
+from fusedcomm.ops import dispatch, gradients
+from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
 
 OP = "matmul_reduce_scatter"
 
@@ -79,6 +79,7 @@ def _kernel(
     scatter_dim: int,
     group_size: int,
     group_name: str,
+    out: Tensor | None = None,
 ) -> Tensor:
     exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, group_size)
 
@@ -86,10 +87,10 @@ def _kernel(
         return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name)
 
     scale = 1 / group_size if reduce_op == "avg" else 1.0
-    return run(OP, "push_reduce", exchange, group_name, x, w, bias, scale, unfused=unfused)
+    return run(OP, "push_reduce", exchange, group_name, x, w, bias, scale, unfused=unfused, out=out)
 
 
-@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
+@register_fake(OP)
 def _fake(
     x: Tensor,
     w: Tensor,
@@ -98,10 +99,13 @@ def _fake(
     scatter_dim: int,
     group_size: int,
     group_name: str,
+    out: Tensor | None = None,
 ) -> Tensor:
-    return x.new_empty(exchange_of(x, w, bias, reduce_op, scatter_dim, group_size).out_shape)
+    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, group_size)
+    return dispatch.new_or_given(x, exchange.out_shape, out)
 
 
+dispatch.define_out(OP, _kernel, _fake)
 register_autocast(OP)
 
 
