@@ -54,3 +54,12 @@ def explain(op: str, *args: Any, verbose: bool = True, **kwargs: Any) -> Plan:
     if verbose:
         print(plan)
     return plan
+
+
+def exchange_of(op: str, *args: Any) -> Exchange:
+    """The geometry of ``torch.ops.fusedcomm.<op>(*args)``."""
+    schema = getattr(torch.ops.fusedcomm, op).default._schema
+    named = dict(zip((arg.name for arg in schema.arguments), args, strict=True))
+    named |= {"w": named.get("ws", named.get("w")), "bias": named.get("biases", named.get("bias"))}
+    check = _OPS[op].exchange_of
+    return check(*(named[name] for name in inspect.signature(check).parameters))

@@ -192,6 +192,15 @@ def members(pg: ProcessGroup) -> list[Member]:
     return list(_groups[pg].members.values()) if pg in _groups else []
 
 
+def known_member(group_name: str, device: torch.device) -> Member | None:
+    """The Member, if the group has come together; no collective."""
+    try:
+        pg = groups.find(group_name)
+    except ValueError:  # destroyed since
+        return None
+    return next((each for each in members(pg) if each.device == _indexed(device)), None)
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels, streams and allocations inside are those of ``device``, whatever the caller's current one is."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,162 @@
+"""``fusedcomm explain``: a script under the passes of `fusedcomm.compile`, and what became of its collectives."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch.distributed as dist
+from rich.console import Console
+
+from fusedcomm.cli import launch
+
+if TYPE_CHECKING:
+    from fusedcomm.compile.reports import CollectiveReport, Report
+
+PLAIN_WIDTH = 160  # of lines where no terminal says its own
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="a script's compiled collectives: fused, or left and why",
+        description="Runs a script that calls torch.compile, with fusedcomm.compile.enable() before it, and prints "
+        "what became of every collective in its graphs; in ranks that it starts itself, or in those of torchrun. "
+        "The exit code is the script's.",
+    )
+    parser.add_argument("--nproc", type=_positive, default=2, metavar="N", help="ranks to start (default: 2)")
+    parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE")
+    parser.add_argument("script", metavar="script.py")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if launch.is_rank_0() and (problem := _wrong_arguments(args)):
+        print(f"fusedcomm explain: {problem}", file=sys.stderr)
+        return 2
+    if not launch.under_torchrun():
+        return _start_ranks(args)
+    json_file = Path(args.json).absolute() if args.json else None  # the script may change the directory
+    with _enabled() as reports, _printed(reports, json_file) if launch.is_rank_0() else contextlib.nullcontext():
+        _run_script(args.script, args.script_args)
+    return 0
+
+
+def _wrong_arguments(args: argparse.Namespace) -> str | None:
+    for name, mode in ((args.script, "r"), (args.json, "a")):
+        try:
+            if name:
+                open(name, mode).close()
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return None
+
+
+def _start_ranks(args: argparse.Namespace) -> int:
+    """This command in every rank of torchrun; the exit code of the rank that failed first, if one did."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which says so at length
+    options = ["--standalone", f"--nproc-per-node={args.nproc}", "--module", "fusedcomm", "explain"]
+    options += ["--json", args.json] if args.json else []
+    try:
+        torchrun.run(torchrun.parse_args([*options, args.script, *args.script_args]))
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    return 0
+
+
+@contextlib.contextmanager
+def _enabled() -> Iterator[list[Report]]:
+    """Every graph that is compiled inside goes through the passes. Yields what they report."""
+    import torch._functorch.config as functorch_config  # here, as with passes: Inductor takes seconds to import
+    import torch._inductor.config as inductor_config
+
+    from fusedcomm import compile as passes
+    from fusedcomm.compile.reports import keep_reports
+
+    # The caches of graphs; those of generated code hide nothing, and save compilations that take a minute.
+    inductor_config.fx_graph_cache = inductor_config.fx_graph_remote_cache = False
+    functorch_config.enable_autograd_cache = functorch_config.enable_remote_autograd_cache = False
+    reports = keep_reports()
+    passes.enable()
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_after_plans(*args: Any, **kwargs: Any) -> None:
+        for line in _lines(reports):
+            if line.call is not None:
+                line.call.plan()  # is remembered; that of a destroyed group cannot be found out
+        destroy(*args, **kwargs)
+
+    with mock.patch.object(dist, "destroy_process_group", destroy_after_plans):
+        yield reports
+
+
+@contextlib.contextmanager
+def _printed(reports: list[Report], json_file: Path | None) -> Iterator[None]:
+    """At the end, whatever it is, the table of all reports."""
+    signal.signal(signal.SIGTERM, _exit)  # torchrun ends all ranks when one has failed
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not in the middle of the table
+        lines = _lines(reports)
+        _print(lines)
+        if json_file is not None:
+            json_file.write_text(json.dumps([_fields(line) for line in lines], indent=2))
+
+
+def _run_script(script: str, args: list[str]) -> None:
+    """As ``python script.py args...`` does."""
+    sys.argv = [script, *args]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _lines(reports: list[Report]) -> list[CollectiveReport]:
+    return [line for report in reports for line in report.collectives]
+
+
+def _print(lines: list[CollectiveReport]) -> None:
+    from fusedcomm.compile.reports import Report
+
+    sys.stdout.flush()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
+    console.print(Report(lines) if lines else "no graph with a collective was compiled: there is nothing to fuse")
+
+
+def _fields(line: CollectiveReport) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(line) if field.name != "call"]
+    return {**{name: getattr(line, name) for name in names}, "plan": line.plan}
+
+
+def _exit(signum: int, frame: object) -> None:
+    sys.exit(128 + signum)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

@@ -1,0 +1,92 @@
+"""torch.compile: unchanged programs run with their collectives fused into the matmuls beside them.
+
+fusedcomm.compile.enable()                  # once; graphs compiled from now on
+compiled = torch.compile(program)
+compiled(x)
+print(fusedcomm.compile.report())           # every collective: fused, or left and why
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fusedcomm.compile.passes import FusedcommPass
+    from fusedcomm.compile.reports import Report
+
+__all__ = ["disable", "enable", "enabled", "report"]
+
+_pass: FusedcommPass | None = None
+_report: Report | None = None  # of the last enable()
+
+
+def enable(fuse: Sequence[str] | None = None) -> None:
+    """Add the passes to torch.compile's (Inductor's), after those that are there, and begin a new `report()`.
+
+    Graphs compiled until `disable()` have, forward and backward, each collective that stands beside a matmul fused with
+    it where an op of fusedcomm has the same result. Nothing else changes: a collective that cannot be fused stays as it
+    was, and `report()` says why. Call it alike on every rank.
+
+    Args:
+        fuse: the ops to use, of "matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter"
+            and "matmul_all_reduce"; all by default.
+    """
+    from fusedcomm.compile import lowering
+    from fusedcomm.compile.passes import OPS, FusedcommPass, Settings
+    from fusedcomm.compile.reports import Report
+
+    fuse = OPS if fuse is None else tuple(fuse)
+    if not set(fuse) <= set(OPS):
+        raise ValueError(f"fuse must name ops of {', '.join(OPS)}, got {', '.join(map(repr, fuse))}")
+    lowering.register()
+    _install(FusedcommPass(Settings(fuse), Report()))
+
+
+def disable() -> None:
+    """Take the passes out again; other passes, set before or since, stay. The last `report()` stays readable."""
+    global _pass
+    if _pass is not None:
+        from fusedcomm.compile import install
+
+        install.remove(_pass)
+        _pass = None
+
+
+@contextmanager
+def enabled(fuse: Sequence[str] | None = None) -> Iterator[Report]:
+    """`enable()` for what is compiled inside the with statement, backwards included; then what was before.
+
+    Yields the `report()` of the statement.
+
+    torch compiles a backward at its first use, which may come after the statement: inside it backwards are compiled
+    together with their forwards (torch._functorch.config.force_non_lazy_backward_lowering).
+    """
+    import torch._functorch.config as functorch_config
+
+    outer = _pass
+    enable(fuse)
+    try:
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            yield report()
+    finally:
+        disable()
+        if outer is not None:
+            _install(outer)
+
+
+def report() -> Report:
+    """Every collective of the graphs compiled since the last `enable()`, by this process."""
+    from fusedcomm.compile.reports import Report
+
+    return Report() if _report is None else _report
+
+
+def _install(new: FusedcommPass) -> None:
+    global _pass, _report
+    from fusedcomm.compile import install
+
+    disable()
+    install.add(new)
+    _pass, _report = new, new.report

@@ -1,0 +1,120 @@
+"""Functional collectives in a graph: a start, its wait, and what they do to a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fusedcomm import group
+from fusedcomm.compile.chain import block, value
+from fusedcomm.compile.layout import CannotFuse, Factor, Layout, size_of
+
+functional = torch.ops._c10d_functional
+
+# per start: our name for it, and where its group_name stands
+STARTS = {
+    functional.all_to_all_single.default: ("all_to_all", 3),
+    functional.all_gather_into_tensor.default: ("all_gather", 2),
+    functional.reduce_scatter_tensor.default: ("reduce_scatter", 3),
+    functional.all_reduce.default: ("all_reduce", 2),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective. ``wait`` is its result."""
+
+    kind: str
+    start: Node
+    wait: Node
+    group_size: int
+    group_name: str
+    reduce_op: str | None = None
+
+    @property
+    def sent(self) -> Node:
+        return self.start.args[0]  # type: ignore[return-value]
+
+    def received(self, sent: Layout) -> tuple[Layout, Factor, Factor]:
+        """The result's layout, and the factors by which the blocks of what is sent, and the sources, are told apart."""
+        sources = Factor(self.group_size)
+        if self.kind == "all_gather":
+            return sent.insert(0, sources), sources, sources
+        blocks = block(sent, self.group_size)
+        received = sent.without(blocks)
+        if self.kind == "reduce_scatter":
+            return received, blocks, blocks
+        return received.insert(0, sources), blocks, sources
+
+
+def kind_of(node: Node) -> str | None:
+    """What kind of collective node starts; any that torch has, whether we can fuse it or not."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if node.target in STARTS:
+        return STARTS[node.target][0]
+    namespace, name = node.target._schema.name.split("::")
+    if name == "shard_dim_alltoall" and namespace == "_dtensor":
+        return "all_to_all"
+    if namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+        return name
+    return None
+
+
+def find(graph: Graph, kind: str) -> list[Node]:
+    return [
+        node
+        for target, (name, _) in STARTS.items()
+        if name == kind
+        for node in graph.find_nodes(op="call_function", target=target)
+    ]
+
+
+def read(start: Node) -> Collective:
+    """Raises CannotFuse where it is not one that an op of ours could stand for."""
+    kind, at = STARTS[start.target]  # type: ignore[index]
+    users = list(start.users)
+    if len(users) != 1 or users[0].target is not functional.wait_tensor.default:
+        raise CannotFuse("its result is not waited for by one wait_tensor")
+    if not users[0].users:  # an op of ours without users would be removed, perhaps not on every rank
+        raise CannotFuse("nothing reads its result")
+    group_name = start.args[at]
+    if not isinstance(group_name, str):
+        raise CannotFuse("its group is not known when the graph is compiled")
+    group_size = group.find(group_name).size()
+    if group_size == 1:
+        raise CannotFuse("its group has one rank: nothing is exchanged")
+    if kind == "all_to_all":
+        _check_even_splits(start, group_size)
+    reduce_op = start.args[1] if kind in ("reduce_scatter", "all_reduce") else None
+    return Collective(kind, start, users[0], group_size, group_name, reduce_op)  # type: ignore[arg-type]
+
+
+def rank_in(group_name: str) -> int:
+    return group.find(group_name).rank()
+
+
+def memberships() -> list[tuple[str, int, int]]:
+    """Name, size and this rank's index of every group: what graphs of the same code can differ in between processes."""
+    return sorted((pg.group_name, pg.size(), pg.rank()) for pg in c10d._world.pg_map if pg.rank() >= 0)
+
+
+def _check_even_splits(start: Node, group_size: int) -> None:
+    rows = value(start.args[0]).shape[0]  # type: ignore[arg-type]
+    for splits in start.args[1:3]:
+        values = [_size_of(s) for s in splits]  # type: ignore[union-attr]
+        if len(set(values)) > 1 or len(values) != group_size or values[0] * group_size != size_of(rows):
+            raise CannotFuse("its splits are not known to be even")
+
+
+def _size_of(split: Any) -> Any:
+    if isinstance(split, Node):
+        split = split.meta["val"]
+    if isinstance(split, Tensor):
+        raise CannotFuse("its splits are not known when the graph is compiled")
+    return size_of(split)

@@ -1,0 +1,66 @@
+"""Our pass among those that Inductor runs before its own, which may be other people's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch._inductor.config as config
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+from torch.fx import Graph
+
+_LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 takes one pass only
+_replaced: dict[int, Any] = {}  # id of what we set: what was there
+
+
+class _Several(CustomInferenceAwareGraphPass):
+    """Where Inductor takes one pass: all of them, in order."""
+
+    def __init__(self, passes: list[Any]) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        for each in self.passes:
+            if isinstance(each, CustomInferenceAwareGraphPass):
+                each(graph, is_inference)
+            else:
+                each(graph)
+
+    def uuid(self) -> Any:
+        ids = [each.uuid() if hasattr(each, "uuid") else None for each in self.passes]
+        return None if None in ids else ids
+
+
+def add(ours: Any) -> None:
+    """After the passes that are set."""
+    before = config.post_grad_custom_pre_pass
+    passes = [*_passes(before), ours]
+    now = _joined(passes)
+    _replaced[id(ours)] = (now, before)
+    config.post_grad_custom_pre_pass = now
+
+
+def remove(ours: Any) -> None:
+    """If nobody has set passes since, what was set before `add` comes back as it was; else only ours goes."""
+    now, before = _replaced.pop(id(ours))
+    current = config.post_grad_custom_pre_pass
+    if current is now:
+        config.post_grad_custom_pre_pass = before
+        return
+    left = [each for each in _passes(current) if each is not ours]
+    if len(left) < len(_passes(current)):
+        config.post_grad_custom_pre_pass = _joined(left)
+
+
+def _passes(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, _Several):
+        return list(value.passes)
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _joined(passes: list[Any]) -> Any:
+    if len(passes) < 2:
+        return passes[0] if passes else None
+    return passes if _LISTS else _Several(passes)

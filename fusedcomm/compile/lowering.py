@@ -1,0 +1,89 @@
+"""How Inductor lowers the fused ops: as collectives, which it keeps in the order of the program among all others.
+
+Importing this imports Inductor, which takes a second.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import ir, lowering
+from torch._inductor.virtualized import V
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+OUT_OPS = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")  # one result, written by `.out`
+PAIR_OPS = ("all_to_all_matmul", "all_gather_matmul")  # a result, or a list of them, and the by-product
+
+
+@functools.cache
+def register() -> None:
+    """Tell Inductor how to lower the five ops. Graphs that it has lowered before stay as they are."""
+    if not hasattr(ir, "_CollectiveKernel"):  # private; without it ops are plain fallbacks, of no fixed order
+        return
+    for ops, lower in ((OUT_OPS, _lower_out), (PAIR_OPS, _lower_pair)):
+        for op in ops:
+            overload = getattr(torch.ops.fusedcomm, op).default
+            lowering.add_layout_constraint(overload, _constrain)
+            lowering.register_lowering(overload, type_promotion_kind=None)(lower(overload))
+
+
+def _lower_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    def lower(*args: Any) -> Any:
+        # A C++ wrapper calls custom ops by their functional schema.
+        kernel: Any = ir._CollectiveKernel if V.graph.cpp_wrapper else _out_kernel()
+        return ir.TensorBox.create(kernel.create_out_of_place(overload, *args))
+
+    return lower
+
+
+def _lower_pair(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    def lower(*args: Any) -> Any:
+        return pytree.tree_map(ir.TensorBox.create, ir._CollectiveKernel.create(overload, *args))
+
+    return lower
+
+
+@functools.cache
+def _out_kernel() -> Any:
+    class OutKernel(ir._CollectiveKernel):
+        """``op.out`` into this node's own buffer, which Inductor allocates and may reuse; the inputs are only read."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.set_python_kernel_name(f"{str(self.python_kernel_name).removesuffix('.default')}.out")
+
+        def should_allocate(self) -> bool:
+            return True
+
+        def codegen(self, wrapper: Any) -> None:
+            wrapper.generate_extern_kernel_out(self)
+
+    return OutKernel
+
+
+def _constrain(node: Node, x: Any, w: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """x contiguous, and w, or each of a list, with K or N contiguous: written so by its producer, not copied after."""
+    like = pytree.tree_map_only(Node, lambda n: n.meta["val"], node.args[1])
+    w = [_matrix(*each) for each in zip(w, like, strict=True)] if isinstance(w, Sequence) else _matrix(w, like)
+    return (ir.ExternKernel.require_contiguous(x), w, *args), kwargs
+
+
+def _matrix(w: Any, like: Tensor) -> Any:
+    """w as it lies, if it does; else, as the traced program has it, [..., K, N] or the transpose of [..., N, K]."""
+    lies = ir.is_storage_and_layout(w) and not isinstance(w.get_layout(), ir.FlexibleLayout)
+    if lies and any(_is_one(stride) for stride in w.get_stride()[-2:]):
+        return w
+    *batch, k, n = w.get_size()
+    if _is_one(like.stride(-2)) and not _is_one(like.stride(-1)):
+        *outer, n_stride, k_stride = ir.FlexibleLayout.contiguous_strides([*batch, n, k])
+        return ir.ExternKernel.require_exact_strides(w, [*outer, k_stride, n_stride])
+    return ir.ExternKernel.require_contiguous(w)
+
+
+def _is_one(stride: Any) -> bool:
+    return not isinstance(stride, torch.SymInt) and stride == 1

@@ -1,0 +1,120 @@
+"""`shard_dim_alltoall`, and all_gather + own part as torch's DTensor writes it on CPU, become `all_to_all_single`.
+
+The exchange then sends each rank's part only, R times less than a gather, and the other passes know it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fusedcomm import group
+from fusedcomm.compile import collectives
+from fusedcomm.compile.chain import follow, value
+from fusedcomm.compile.collectives import functional
+from fusedcomm.compile.layout import CannotFuse, Factor, Layout, size_of
+from fusedcomm.compile.parts import SLICE, SPLITS, args_of, split_dim
+from fusedcomm.compile.rewrite import Rewriter, replace
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rank p gets block p of x; what arrives is told apart by ``sources``."""
+
+    x: Node
+    blocks: Factor
+    sources: Factor
+    before: Layout  # of x
+    after: Layout  # of the node that becomes it
+    node: Node
+    start: Node  # before which it is written
+    group_name: str
+
+
+def find(graph: Graph) -> list[Exchange]:
+    found = []
+    for node in [*_shard_dim_alltoalls(graph), *collectives.find(graph, "all_gather")]:
+        try:
+            found.append(_of_gather(node) if node.target in collectives.STARTS else _of_shard_dim_alltoall(node))
+        except CannotFuse:
+            continue
+    return [exchange for exchange in found if exchange is not None]
+
+
+def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:
+    """Returns the start of the all_to_all_single."""
+    blocks, sources, rest = exchange.blocks, exchange.sources, exchange.before.without(exchange.blocks)
+    sent = Layout(((blocks,), *rest.dims))
+    received = Layout(((sources,), *rest.dims))
+    with rewriter.before(exchange.start, like=exchange.node):
+        x = rewriter.arrange(exchange.x, exchange.before.order, sent)
+        x = _contiguous(rewriter, x)
+        splits = [1] * blocks.size
+        start = rewriter.call(functional.all_to_all_single.default, x, splits, splits, exchange.group_name)
+        wait = rewriter.call(functional.wait_tensor.default, start)
+        result = rewriter.arrange(wait, received.order, exchange.after)
+        if value(exchange.node).is_contiguous():
+            result = _contiguous(rewriter, result)
+    replace(exchange.node, result)
+    return start
+
+
+def _shard_dim_alltoalls(graph: Graph) -> list[Node]:
+    if not hasattr(torch.ops._dtensor, "shard_dim_alltoall"):  # torch.distributed.tensor is not imported: none here
+        return []
+    return list(graph.find_nodes(op="call_function", target=torch.ops._dtensor.shard_dim_alltoall.default))
+
+
+def _of_shard_dim_alltoall(node: Node) -> Exchange:
+    x, gather_dim, scatter_dim, group_name = args_of(node)
+    before = Layout.of(value(x).shape)
+    group_size = group.find(group_name).size()
+    blocks, sources = before.leading(scatter_dim % len(before.dims), group_size), Factor(group_size)
+    after = before.without(blocks).insert(gather_dim % len(before.dims), sources)
+    return Exchange(x, blocks, sources, before, after, node, node, group_name)
+
+
+def _of_gather(start: Node) -> Exchange | None:
+    """Of the gather's result nothing is used but the part that an all_to_all would have brought."""
+    gather = collectives.read(start)
+    before = Layout.of(value(gather.sent).shape)
+    received, _, sources = gather.received(before)
+    node, layout = follow(gather.wait, received)[-1]
+    if len(node.users) != 1:
+        return None
+    own = _part(next(iter(node.users)), gather.group_size)
+    if own is None or own[2] != collectives.rank_in(gather.group_name):
+        return None
+    part, dim, _ = own
+    blocks = layout.leading(dim, gather.group_size)
+    if blocks is sources:
+        return None
+    return Exchange(gather.sent, blocks, sources, before, layout.without(blocks), part, start, gather.group_name)
+
+
+def _part(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
+    """(node, dim, index) of the one part of num_parts equal ones that is used."""
+    if user.target in SPLITS and len(user.users) == 1 and len(user.meta["val"]) == num_parts:
+        part = next(iter(user.users))
+        dim = split_dim(user)
+        if part.target is operator.getitem and len({size_of(p.shape[dim]) for p in user.meta["val"]}) == 1:
+            return part, dim, args_of(part)[1]
+    if user.target is SLICE and len(user.args) == 4:
+        x, dim, begin, end = args_of(user)
+        size = size_of(value(x).shape[dim])
+        if isinstance(begin, int) and isinstance(end, int) and isinstance(size, int) and size % num_parts == 0:
+            index, rest = divmod(begin, size // num_parts)
+            if rest == 0 and min(end, size) - begin == size // num_parts:
+                return user, dim % value(x).ndim, index
+    return None
+
+
+def _contiguous(rewriter: Rewriter, node: Node) -> Node:
+    if value(node).is_contiguous():
+        return node
+    return rewriter.call(aten.clone.default, node, memory_format=torch.contiguous_format)

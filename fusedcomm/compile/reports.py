@@ -1,0 +1,128 @@
+"""What the passes did: every collective of the graphs compiled since `enable()`."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from fusedcomm import planner, registry
+from fusedcomm.explain import exchange_of
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_kept: list[Report] | None = None
+
+
+@dataclass
+class Call:
+    """A call of an op in a graph: what its plan depends on."""
+
+    op: str
+    args: tuple[Any, ...]  # with fake tensors
+    last: str = "at the first call"  # what plan() gave last: where the group is destroyed it is still that
+
+    @staticmethod
+    def of(op: str, node: Node) -> Call:
+        return Call(op, map_arg(node.args, lambda n: n.meta["val"]))
+
+    def plan(self) -> str:
+        """Of the planner, once the group has come together at its first call."""
+        x, group_name = self.args[0], self.args[-1]
+        member = registry.known_member(group_name, x.device)
+        if member is not None:
+            symbolic = any(isinstance(size, torch.SymInt) for size in pytree.tree_leaves([self.args, x.shape]))
+            exchange = None if symbolic else exchange_of(self.op, *self.args)
+            self.last = "by size" if exchange is None else planner.plan(self.op, exchange, x.dtype, member).algorithm
+        return self.last
+
+
+@dataclass(frozen=True)
+class CollectiveReport:
+    """One collective of one compiled graph."""
+
+    graph: str  # "forward", "backward" or "inference"
+    status: str  # "fused", "overlapped" or "exposed"
+    collective: str  # all_to_all, all_gather, reduce_scatter, all_reduce, ...
+    source: str  # file:line of the user's program, where torch has kept it
+    node: str  # its name in the graph
+    op: str | None = None  # the op of ours that stands for it
+    reason: str = ""  # why it was left
+    saving_us: float = 0.0  # estimated, per run of the graph
+    call: Call | None = field(default=None, repr=False)
+
+    @property
+    def plan(self) -> str:
+        """How the op runs: unfused, chunked or fused; known after the group's first call."""
+        return "" if self.call is None else self.call.plan()
+
+    def __str__(self) -> str:
+        what = f"{self.op}, saves about {self.saving_us:.0f} us" if self.status == "fused" else self.reason
+        return f"{self.graph} {self.collective} {self.node} ({self.source or 'no source line'}): {self.status}, {what}"
+
+
+@dataclass
+class Report:
+    """``.collectives``, graph by graph in the order in which they were compiled; ``str()`` is a table.
+
+    A graph that Inductor takes from its cache is not looked at again: its collectives are not listed.
+    """
+
+    collectives: list[CollectiveReport] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if _kept is not None:
+            _kept.append(self)
+
+    def __deepcopy__(self, memo: Any) -> Report:
+        """Itself: Inductor copies its config at every torch.compile, our pass in it, and fake tensors cannot be."""
+        return self
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        file = io.StringIO()
+        Console(file=file, width=160).print(self.__rich__())
+        return file.getvalue().rstrip()
+
+    def __rich__(self) -> Any:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        if not self.collectives:
+            return "no collective in a graph compiled since enable(); graphs from Inductor's cache are not looked at"
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("graph", "collective", "status", "op, or why not", "plan", "saves us", "where"):
+            table.add_column(heading, justify="right" if heading == "saves us" else "left", overflow="fold")
+        for each in self.collectives:
+            saving = f"{each.saving_us:.0f}" if each.status == "fused" else ""
+            what = each.op or each.reason
+            cells = (each.graph, each.node, each.status, what, each.plan, saving, _shortened(each.source))
+            table.add_row(*(Text(cell) for cell in cells))
+        return table
+
+
+def source_of(node: Node) -> str:
+    """file:line of the innermost frame of the user's program that made node, if torch has kept it."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    users = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    return f"{users[-1][0]}:{users[-1][1]}" if users else ""
+
+
+def _shortened(source: str) -> str:
+    here = os.path.join(os.getcwd(), "")
+    return source.removeprefix(here)
+
+
+def keep_reports() -> list[Report]:
+    """Every Report begun from now on, in a list that grows: a program that calls `enable()` itself begins its own."""
+    global _kept
+    _kept = []
+    return _kept

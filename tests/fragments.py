@@ -1,0 +1,492 @@
+"""Programs as users write them, on any number of ranks R, and what the passes should make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+B, T, K, HEADS, DIM = 2, 6, 8, 4, 3  # T tokens per rank
+N = HEADS * DIM
+
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """``make(R)`` gives a program, a module perhaps, and the shapes of its arguments."""
+
+    name: str
+    make: Callable[[int], tuple[Program, list[tuple[int, ...]]]]
+    forward: list[str]  # ops of ours, one for each call
+    backward: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # collectives that stay, in either graph
+    grad: bool = True
+    frozen: tuple[int, ...] = ()  # arguments without a gradient
+    exact: bool = True
+    dynamic: tuple[int, ...] = ()  # dims of the first argument
+    autocast: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FRAGMENTS: list[Fragment] = []
+
+# torch 2.13 renamed them
+all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+all_gather_autograd = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+reduce_scatter_autograd = (
+    getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+)
+
+
+def fragment(forward: list[str], backward: list[str] | None = None, **options: Any) -> Callable[[Any], Any]:
+    def add(make: Any) -> Any:
+        name = make.__name__.replace("_", "-")
+        FRAGMENTS.append(Fragment(name, make, forward, backward or [], **options))
+        return make
+
+    return add
+
+
+M2A, A2M, AGM, MRS, MAR = (
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+)
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def reshard(y: Tensor, gather_dim: int, scatter_dim: int, mesh: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(y, mesh, [Shard(gather_dim)]).redistribute(mesh, [Shard(scatter_dim)]).to_local()
+
+
+class AllToAll(torch.autograd.Function):
+    """all_to_all_single, whose gradient comes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return funcol.wait_tensor(funcol.all_to_all_single(x, None, None, world()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return funcol.wait_tensor(funcol.all_to_all_single(grad.contiguous(), None, None, world()))
+
+
+def heads_first(t: Tensor, r: int) -> Tensor:
+    """[b, t, h, d] of my tokens -> [b, R t, h / R, d]: the way of xDiT and long-context-attention."""
+    b, tokens, heads, dim = t.shape
+    t = t.reshape(b, tokens, r, heads // r, dim).transpose(0, 2).contiguous()
+    t = AllToAll.apply(t)
+    return t.reshape(r * tokens, b, heads // r, dim).transpose(0, 1).contiguous().reshape(b, -1, heads // r, dim)
+
+
+def tokens_first(t: Tensor, r: int) -> Tensor:
+    """Back: [b, R t, h / R, d] -> [b, t, h, d]."""
+    b, tokens, heads, dim = t.shape
+    t = t.reshape(b, r, tokens // r, heads, dim).transpose(0, 3).transpose(0, 1).contiguous()
+    t = AllToAll.apply(t.reshape(r, heads, tokens // r, b, dim))
+    return t.reshape(r * heads, tokens // r, b, dim).transpose(0, 2).contiguous().reshape(b, tokens // r, -1, dim)
+
+
+def deepspeed(t: Tensor, scatter_dim: int, gather_dim: int, r: int) -> Tensor:
+    """[t, b, h, d], the sequence first: the way of DeepSpeed-Ulysses."""
+    shape = list(t.shape)
+    shape[scatter_dim] //= r
+    if scatter_dim < 2:
+        t = t.reshape([r, shape[scatter_dim], *shape[scatter_dim + 1 :]]).contiguous()
+    else:
+        t = t.reshape([-1, r, shape[scatter_dim], *shape[scatter_dim + 1 :]]).transpose(0, 1).contiguous()
+    t = AllToAll.apply(t)
+    if scatter_dim < 2:
+        t = t.transpose(0, 1).transpose(1, 2).contiguous()
+    return t.reshape([*shape[:gather_dim], shape[gather_dim] * r, *shape[gather_dim + 1 :]]).contiguous()
+
+
+def veomni(t: Tensor, scatter_dim: int, gather_dim: int, r: int) -> Tensor:
+    """[t, h, d], packed sequences: the way of VeOmni; dims 0 and 1 change places."""
+    if scatter_dim == 1:
+        t = t.reshape(t.shape[0], r, t.shape[1] // r, *t.shape[2:]).transpose(0, 1).contiguous()
+        return AllToAll.apply(t.flatten(0, 1))
+    t = AllToAll.apply(t.contiguous())
+    return torch.cat(t.split(t.size(0) // r), dim=gather_dim)
+
+
+@fragment([M2A], [A2M])
+def start_program(r: int) -> Any:
+    device_mesh = mesh()
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.matmul(x, w)
+        y = y.view(B, T, HEADS, N // HEADS)
+        return reshard(y, 1, -2, device_mesh)
+
+    return program, [(B, T, K), (B, K, N)]
+
+
+@fragment([M2A, M2A, M2A], [A2M, A2M, A2M])
+def three_pairs(r: int) -> Any:
+    device_mesh = mesh()
+
+    def program(*args: Tensor) -> list[Tensor]:
+        return [
+            reshard((x @ w).view(B, T, HEADS, DIM), 1, 2, device_mesh) for x, w in zip(args[:3], args[3:], strict=True)
+        ]
+
+    return program, [(B, T, K)] * 3 + [(K, N)] * 3
+
+
+@fragment([M2A], grad=False)
+def shard_dim_alltoall(r: int) -> Any:
+    name = world().group_name
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops._dtensor.shard_dim_alltoall((x @ w).view(B, T, HEADS, DIM), 1, 2, name)
+
+    return program, [(B, T, K), (K, N)]
+
+
+@fragment([A2M], grad=False)
+def shard_dim_alltoall_before(r: int) -> Any:
+    name = world().group_name
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops._dtensor.shard_dim_alltoall(x, 2, 1, name).flatten(2) @ w
+
+    return program, [(B, T * r, HEADS // r, DIM), (N, K)]
+
+
+@fragment([M2A], [A2M])
+def xdit_before_attention(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return heads_first(F.linear(x, w, b).view(B, T, HEADS, DIM), r)
+
+    return program, [(B, T, K), (N, K), (N,)]
+
+
+@fragment([A2M], [M2A])
+def xdit_after_attention(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(tokens_first(x, r).flatten(2), w, b)
+
+    return program, [(B, T * r, HEADS // r, DIM), (K, N), (K,)]
+
+
+@fragment([M2A], [A2M])
+def deepspeed_before_attention(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x, w).view(T, B, HEADS, DIM)
+        # [R, t, b, h / R, d] arrives as [t R, ...]: the sequence is joined at dim 0
+        t = y.reshape(T * B, r, HEADS // r, DIM).transpose(0, 1).contiguous()
+        return AllToAll.apply(t).reshape(r * T, B, HEADS // r, DIM).contiguous()
+
+    return program, [(T, B, K), (N, K)]
+
+
+@fragment([A2M], [M2A])
+def deepspeed_after_attention(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(deepspeed(x, 0, 2, r).flatten(2), w)
+
+    return program, [(T * r, B, HEADS // r, DIM), (K, N)]
+
+
+@fragment([M2A], [A2M])
+def veomni_before_attention(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return veomni((x @ w).view(T, HEADS, DIM), 1, 0, r)
+
+    return program, [(T, K), (K, N)]
+
+
+@fragment([A2M], [M2A])
+def veomni_after_attention(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return veomni(x, 0, 1, r).flatten(1) @ w
+
+    return program, [(T * r, HEADS // r, DIM), (N, K)]
+
+
+@fragment([M2A], [A2M, A2M, A2M])
+def q_k_v_linears(r: int) -> Any:
+    def program(x: Tensor, *ws: Tensor) -> list[Tensor]:
+        return [heads_first(F.linear(x, w).view(B, T, -1, DIM), r) for w in ws]
+
+    return program, [(B, T, K)] + [(N, K)] * 3
+
+
+@fragment([M2A], [A2M, A2M, A2M])
+def q_k_v_linears_of_grouped_query_attention(r: int) -> Any:
+    def program(x: Tensor, *args: Tensor) -> list[Tensor]:
+        return [heads_first(F.linear(x, w, b).view(B, T, -1, DIM), r) for w, b in zip(args[:3], args[3:], strict=True)]
+
+    return program, [(B, T, K), (2 * N, K), (N, K), (N, K), (2 * N,), (N,), (N,)]
+
+
+@fragment([M2A], grad=False)
+def q_k_v_linears_for_inference(r: int) -> Any:
+    def program(x: Tensor, *ws: Tensor) -> list[Tensor]:
+        return [heads_first((x @ w).view(B, T, -1, DIM), r) for w in ws]
+
+    return program, [(B, T, K)] + [(K, N)] * 3
+
+
+@fragment([M2A], [A2M])
+def packed_q_k_v(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = F.linear(x, w).view(B, T, 3, r, HEADS // r, DIM).permute(3, 1, 0, 2, 4, 5).contiguous()
+        y = AllToAll.apply(y).reshape(r * T, B, 3, HEADS // r, DIM).transpose(0, 1)
+        return y.unbind(2)
+
+    return program, [(B, T, K), (3 * N, K)]
+
+
+@fragment([M2A], [A2M])
+def rows_without_a_new_layout(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return AllToAll.apply(x @ w)
+
+    return program, [(r * T, K), (K, N)]
+
+
+@fragment([M2A, M2A], [M2A], left=["all_to_all_single"])  # a matmul goes into one op
+def experts(r: int) -> Any:
+    def program(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return AllToAll.apply(AllToAll.apply(x @ up) @ down)
+
+    return program, [(r * T, K), (K, N), (N, K)]
+
+
+@fragment([M2A], [A2M])
+def batched_with_bias(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        y = torch.baddbmm(bias, x, w).view(B, T, r, N // r).permute(2, 0, 1, 3).contiguous()
+        return AllToAll.apply(y).permute(1, 0, 2, 3).reshape(B, r * T, N // r)
+
+    return program, [(B, T, K), (B, K, N), (N,)]
+
+
+@fragment([M2A], [A2M])
+def bias_added_after(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return heads_first((x @ w + bias).view(B, T, HEADS, DIM), r)
+
+    return program, [(B, T, K), (K, N), (N,)]
+
+
+@fragment([M2A], [A2M])
+def transposed_for_attention(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return heads_first((x @ w).view(B, T, HEADS, DIM), r).transpose(1, 2)
+
+    return program, [(B, T, K), (K, N)]
+
+
+@fragment([M2A], grad=False)
+def cast_before_it_is_sent(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = (x.bfloat16() @ w.bfloat16()).float()
+        return heads_first(y.view(B, T, HEADS, DIM), r)
+
+    return program, [(B, T, K), (K, N)]
+
+
+@fragment([A2M], grad=False)
+def cast_after_it_arrives(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return tokens_first(x, r).flatten(2).bfloat16() @ w.bfloat16()
+
+    return program, [(B, T * r, HEADS // r, DIM), (N, K)]
+
+
+@fragment([M2A, A2M], [M2A, A2M], autocast=True)
+def under_autocast(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, wo: Tensor) -> Tensor:
+        y = heads_first((x @ w).view(B, T, HEADS, DIM), r)
+        return tokens_first(y, r).flatten(2) @ wo
+
+    return program, [(B, T, K), (K, N), (N, K)]
+
+
+@fragment([M2A, A2M], [M2A, M2A, A2M], left=["all_to_all_single"], exact=False)  # recomputed for grad w alone
+def checkpointed(r: int) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    def block(x: Tensor, w: Tensor, wo: Tensor) -> Tensor:
+        y = heads_first((x @ w).view(B, T, HEADS, DIM), r).sigmoid()
+        return tokens_first(y, r).flatten(2) @ wo
+
+    def program(x: Tensor, w: Tensor, wo: Tensor) -> Tensor:
+        return checkpoint(block, x, w, wo, use_reentrant=False)
+
+    return program, [(B, T, K), (K, N), (N, K)]
+
+
+@fragment([M2A], [A2M], dynamic=(0,))
+def dynamic_batch(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return heads_first((x @ w).view(x.shape[0], x.shape[1], HEADS, DIM), r)
+
+    return program, [(B, T, K), (K, N)]
+
+
+@fragment([AGM, MRS], [AGM, MRS], dynamic=(0, 1))
+def dynamic_batch_and_tokens(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, wo: Tensor) -> Tensor:
+        y = all_gather_autograd(x, 1, world()) @ w
+        return reduce_scatter_autograd(y @ wo, "sum", 1, world())
+
+    return program, [(B, T, K), (K, N), (N, K)]
+
+
+@fragment([M2A], [A2M], frozen=(1,))
+def frozen_weight(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return heads_first((x @ w).view(B, T, HEADS, DIM), r)
+
+    return program, [(B, T, K), (K, N)]
+
+
+@fragment([M2A], [], frozen=(0,), left=["all_to_all_single"])
+def frozen_input(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return heads_first((x @ w).view(B, T, HEADS, DIM), r)
+
+    return program, [(B, T, K), (K, N)]
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(K)
+        self.up, self.down = nn.Linear(K, 4 * N, bias=bias), nn.Linear(4 * N, K, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+@fragment([AGM, MRS], [AGM, MRS], exact=False)
+def dtensor_sequence_parallel(r: int) -> Any:
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return parallelize_module(Mlp(bias=True), mesh(), plan), [(B, T, K)]
+
+
+@fragment([MAR], [MAR], exact=False)
+def dtensor_tensor_parallel(r: int) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(Mlp(bias=True), mesh(), plan), [(B, T, K)]
+
+
+@fragment([AGM], [MRS])
+def gather_for_several_linears(r: int) -> Any:
+    def program(x: Tensor, *ws: Tensor) -> list[Tensor]:
+        gathered = all_gather_autograd(x, 1, world())
+        return [F.linear(gathered, w) for w in ws]
+
+    return program, [(B, T, K), (N, K), (N, K), (2 * N, K)]
+
+
+@fragment([AGM], [MRS])
+def megatron_column_parallel(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(all_gather_autograd(x, 0, world()), w, b)
+
+    return program, [(T, B, K), (N, K), (N,)]
+
+
+@fragment([MRS], [AGM])
+def megatron_row_parallel(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return reduce_scatter_autograd(F.linear(x, w), "sum", 0, world())
+
+    return program, [(T * r, B, K), (N, K)]
+
+
+@fragment([AGM], grad=False)
+def gathered_k(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return all_gather(x, 1, world()) @ w
+
+    return program, [(T, K), (K * r, N)]
+
+
+@fragment([AGM], grad=False)
+def gathered_is_used_again(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        gathered = all_gather(x, 1, world())
+        return gathered @ w, gathered.sum(-1)
+
+    return program, [(B, T, K), (K, N)]
+
+
+@fragment([MRS], grad=False)
+def scattered_columns(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return reduce_scatter(x @ w, "avg", 1, world())
+
+    return program, [(T, K), (K, N)]
+
+
+@fragment([MAR], grad=False)
+def reduced_logits(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return funcol.all_reduce(x @ w, "sum", world())
+
+    return program, [(B, T, K), (K, N)]
+
+
+@fragment([MRS], grad=False)
+def sum_of_matmuls(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor) -> Tensor:
+        return reduce_scatter(x @ w + x2 @ w2, "sum", 1, world())
+
+    return program, [(B, T * r, K), (K, N), (B, T * r, N), (N, N)]
+
+
+@fragment([M2A, A2M], [M2A, A2M, A2M, A2M], exact=False)
+def ulysses_attention(r: int) -> Any:
+    device_mesh = mesh()
+
+    def program(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> Tensor:
+        q, k, v = (
+            reshard(F.linear(x, w).view(B, T, HEADS, DIM), 1, 2, device_mesh).transpose(1, 2) for w in (wq, wk, wv)
+        )
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return F.linear(reshard(out, 2, 1, device_mesh).flatten(2), wo)
+
+    return program, [(B, T, K)] + [(N, K)] * 3 + [(K, N)]

@@ -1,0 +1,22 @@
+"""Programs as users write them, compiled unchanged: what is fused, values and strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fragments import FRAGMENTS, Fragment
+from tests.graphs import check_fragment
+
+ON_FOUR_RANKS = ["start-program", "ulysses-attention", "dtensor-sequence-parallel", "q-k-v-linears-for-inference"]
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=str)
+def test_on_two_ranks(ranks: Any, fragment: Fragment) -> None:
+    ranks(2).run(check_fragment, fragment.name)
+
+
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_on_four_ranks(ranks: Any, name: str) -> None:
+    ranks(4).run(check_fragment, name)
