@@ -478,6 +478,39 @@ def sum_of_matmuls(r: int) -> Any:
     return program, [(B, T * r, K), (K, N), (B, T * r, N), (N, N)]
 
 
+@fragment([M2A], grad=False)
+def all_to_all_in_place(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).view(T, r, N // r).transpose(0, 1).contiguous()
+        out = torch.empty_like(y)
+        dist.all_to_all_single(out, y)
+        return out.flatten(0, 1)
+
+    return program, [(T, K), (K, N)]
+
+
+@fragment([MAR], grad=False)
+def all_reduce_in_place(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x, w)
+        dist.all_reduce(y)
+        return y
+
+    return program, [(B, T, K), (N, K)]
+
+
+@fragment([AGM, MRS], grad=False)
+def gather_and_scatter_in_place(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, wo: Tensor) -> Tensor:
+        gathered = x.new_empty(r * T, B, K)
+        dist.all_gather_into_tensor(gathered, x)
+        out = x.new_empty(T, B, K)
+        dist.reduce_scatter_tensor(out, gathered @ w @ wo)
+        return out
+
+    return program, [(T, B, K), (K, N), (N, K)]
+
+
 @fragment([M2A, A2M], [M2A, A2M, A2M, A2M], exact=False)
 def ulysses_attention(r: int) -> Any:
     device_mesh = mesh()

@@ -8,17 +8,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx import GraphModule
 
 import fusedcomm
 from bench import (
     bench_all_gather_matmul,
     bench_all_to_all_matmul,
+    bench_compile,
+    bench_compile_time,
     bench_matmul_all_reduce,
     bench_matmul_all_to_all,
     bench_matmul_reduce_scatter,
@@ -31,6 +35,7 @@ from bench.problem import Size
 from fusedcomm.cli import launch
 from fusedcomm.cli.timing import Timing
 from fusedcomm.testing import RankPool
+from fusedcomm.testing.ranks import RankError
 
 OPS = [
     bench_matmul_all_to_all,
@@ -160,6 +165,91 @@ class WrongBlock(bench_ulysses_block.UlyssesBlock):
 def test_wrong_gradients_of_a_block_are_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert block.main(WrongBlock, ["--batch", "1", "--tokens", "4", "--hidden", "32", *FEW]) == 1
     assert "'ours' gave wrong values: rank 0: grad b_qkv: relative error" in capsys.readouterr().err
+
+
+PROGRAM = ("--pairs", "2", "--tokens", "6", "--k", "8", "--n", "32", "--heads", "4")
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_the_bench_of_the_start_program_writes_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.json"
+    assert bench_compile.main([*PROGRAM, *FEW, "--dtype", "bfloat16", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    (row,) = report["rows"]
+    assert row["fused"] == report["sizes"]["pairs"] == 2
+    assert list(row["times"]) == ["roof", "plain", "exchange", "compiled", "op"]
+    faster, not_slower = report["goals"]
+    assert faster["value"] == row["plain_over_compiled"]["median"] and faster["met"] == (faster["value"] >= 1.3)
+    assert not_slower["value"] == row["op_over_compiled"]["median"]
+    assert str(sweep.Goal(**faster)) in capsys.readouterr().out
+
+
+def measure_a_wrong_program(rank: int) -> None:
+    calling = bench_compile.RankData._calling
+
+    def wrong(data: bench_compile.RankData, program: Callable[..., list[Tensor]]) -> Callable[[], list[Tensor]]:
+        called = calling(data, program)
+        return lambda: [y + (i * dist.get_rank()) for i, y in enumerate(called())]
+
+    sizes = bench_compile.Sizes(pairs=2, batch=1, tokens=2, k=4, n=8, heads=2)
+    not_compiled = mock.patch.object(torch, "compile", lambda program, **options: program)
+    with not_compiled, mock.patch.object(bench_compile.RankData, "_calling", wrong):
+        bench_compile.measure_program(rank, sizes, "float32", "cpu", 1)
+
+
+def test_a_wrong_result_of_the_start_program_is_not_timed(ranks: Callable[[int], RankPool]) -> None:
+    with pytest.raises(RankError, match="gave wrong values: rank 1: pair 1: 16 of 16 elements") as raised:
+        ranks(2).run(measure_a_wrong_program)
+    assert raised.value.exception_type == "ValuesDiffer"
+
+
+def test_what_is_compiled_is_not_what_was_compiled_before() -> None:
+    """Dynamo keeps compiled code by code object: the variants must not share one."""
+    program = bench_compile.matmul_and_reshard_heads
+    copies = [bench_compile._same_program(program) for _ in range(2)]
+    assert len({id(each.__code__) for each in (program, *copies)}) == 3
+    assert all(each.__code__.co_code == program.__code__.co_code for each in copies)
+
+
+def only_passes(gm: GraphModule, inputs: Any, **options: Any) -> None:
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
+        post_grad_passes(gm, False)
+
+
+@pytest.mark.parametrize("tokens_dim", [0, 1])
+def test_the_bench_of_compile_time_writes_what_it_prints(
+    tokens_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_compile_time, "generate_code", only_passes)
+    file = tmp_path / "bench.json"
+    sizes = ("--layers", "1", "2", "--whole", "2", "--tokens-dim", str(tokens_dim))
+    assert bench_compile_time.main([*sizes, *FEW, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    one, two = report["pass"]
+    for row in (one, two):
+        assert row["collectives"] == row["fused"] == 8 * row["layers"]
+    whole = report["compile"]
+    assert whole["layers"] == 2 and whole["fused"] == two["fused"] and 0 < whole["in_pass"] < whole["compiled"]
+    growth, share = report["goals"]
+    assert growth["value"] == pytest.approx(two["ms_per_layer"] / one["ms_per_layer"])
+    assert share["value"] == pytest.approx(100 * whole["in_pass"] / (whole["compiled"] - whole["in_pass"]))
+    printed = capsys.readouterr().out
+    assert all(str(sweep.Goal(**goal)) in printed for goal in (growth, share))
+    assert not dist.is_initialized()
+
+
+def test_a_pass_that_takes_longer_per_layer_in_a_larger_graph_misses_its_goal() -> None:
+    rows = [bench_compile_time.PassRow(n, 1, 1, 1, Timing(t, t, t)) for n, t in ((8, 0.8), (128, 17.0))]
+    whole = bench_compile_time.WholeRow(32, 1, plain=50.0, compiled=53.0, in_pass=3.0)
+    growth, share = bench_compile_time.summary(rows, whole)
+    assert growth.value == pytest.approx(17 / 12.8) and growth.met is False
+    assert share.value == pytest.approx(6.0) and share.met is False
+    assert bench_compile_time.summary(rows[:1], None) == []
 
 
 def test_ragged_sizes_are_divisible_where_the_group_divides() -> None:

@@ -20,3 +20,9 @@ def test_on_two_ranks(ranks: Any, fragment: Fragment) -> None:
 @pytest.mark.parametrize("name", ON_FOUR_RANKS)
 def test_on_four_ranks(ranks: Any, name: str) -> None:
     ranks(4).run(check_fragment, name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fragment", [f for f in FRAGMENTS if f.name not in ON_FOUR_RANKS], ids=str)
+def test_the_others_on_four_ranks(ranks: Any, fragment: Fragment) -> None:
+    ranks(4).run(check_fragment, fragment.name)

@@ -213,6 +213,25 @@ def test_symbolic_sizes(ranks: Any) -> None:
     ranks(2).run(check_dynamic)
 
 
+def check_unread(rank: int) -> None:
+    """A later pass takes away what reads the op's result: the op still runs, on all ranks alike."""
+
+    def drop(graph: torch.fx.Graph) -> None:
+        (node,) = graph.find_nodes(op="call_function", target=torch.ops.fusedcomm.matmul_all_reduce.default)
+        node.replace_all_uses_with(node.args[0])
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return fusedcomm.matmul_all_reduce(x, w)
+
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    out, codes = codes_of(lambda compiled: compiled(x, w), program, post_grad_custom_post_pass=drop)
+    assert out.equal(x) and called(codes[0]) == ["matmul_all_reduce.default"]
+
+
+def test_a_result_that_nothing_reads(ranks: Any) -> None:
+    ranks(2).run(check_unread)
+
+
 def cache_hits(rank: int, tag: str) -> tuple[int, int]:
     """Hits and misses of a program whose graph is the same for every group but for what an op says of its group."""
     from torch._dynamo.utils import counters

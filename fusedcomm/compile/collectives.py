@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +82,6 @@ def read(start: Node) -> Collective:
     users = list(start.users)
     if len(users) != 1 or users[0].target is not functional.wait_tensor.default:
         raise CannotFuse("its result is not waited for by one wait_tensor")
-    if not users[0].users:  # an op of ours without users would be removed, perhaps not on every rank
-        raise CannotFuse("nothing reads its result")
     group_name = start.args[at]
     if not isinstance(group_name, str):
         raise CannotFuse("its group is not known when the graph is compiled")
@@ -93,6 +92,24 @@ def read(start: Node) -> Collective:
         _check_even_splits(start, group_size)
     reduce_op = start.args[1] if kind in ("reduce_scatter", "all_reduce") else None
     return Collective(kind, start, users[0], group_size, group_name, reduce_op)  # type: ignore[arg-type]
+
+
+def hoist(nodes: Iterable[Node], start: Node) -> None:
+    """Move nodes, and what they are computed from, before start, which an op that reads them is to stand for.
+
+    So that the op keeps start's place among the other collectives, which all ranks must keep; unless nodes wait for one
+    of those themselves.
+    """
+    late: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in late and start < node and node.op != "placeholder":
+            late.add(node)
+            stack += node.all_input_nodes
+    if not any(node.target is functional.wait_tensor.default for node in late):
+        for node in sorted(late):
+            start.prepend(node)
 
 
 def rank_in(group_name: str) -> int:

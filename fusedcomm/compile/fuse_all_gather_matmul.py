@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile import gathered
+from fusedcomm.compile import collectives, gathered
 from fusedcomm.compile.chain import value
 from fusedcomm.compile.collectives import Collective
 from fusedcomm.compile.gathered import Gathered, Reader
@@ -39,7 +39,7 @@ def match(start: Node) -> Match:
         shares = [f for dim in other.layout.dims for f in dim] == reader.layout.order
         shares &= other.layout.shape == reader.layout.shape and product.batched == first.batched
         nodes = {each.node for each in products}
-        independent = not any(gathered.depends_on(n, nodes) for n in (product.ws[0], product.bias) if n is not None)
+        independent = not any(gathered.depends_on(operand, nodes) for operand in product.operands)
         if shares and independent and value(other.node).dtype == value(reader.node).dtype:
             products.append(product)
     return Match(found, reader, products)
@@ -47,11 +47,11 @@ def match(start: Node) -> Match:
 
 def rewrite(rewriter: Rewriter, match: Match) -> Node:
     found, products, reader = match.gathered, match.products, match.reader
-    nodes = [product.node for product in products]
+    nodes, start = [product.node for product in products], found.collective.start
     sent = found.sent_dims(reader.layout, products[0].batched)
     others = found.others(nodes)
-    first = min(nodes)
-    with rewriter.before(first, like=first):
+    collectives.hoist([operand for product in products for operand in product.operands], start)
+    with rewriter.before(start, like=min(nodes)):
         call = rewriter.call(
             torch.ops.fusedcomm.all_gather_matmul.default,
             found.sent(rewriter, sent.dims, value(reader.node).dtype),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile import gathered
+from fusedcomm.compile import collectives, gathered
 from fusedcomm.compile.chain import value
 from fusedcomm.compile.collectives import Collective
 from fusedcomm.compile.gathered import Gathered, Reader
@@ -46,7 +46,9 @@ def rewrite(rewriter: Rewriter, match: Match) -> Node:
     found, product, reader = match.gathered, match.product, match.reader
     sent = found.sent_dims(reader.layout, product.batched)
     others = found.others([product.node])
-    with rewriter.before(product.node, like=product.node):
+    start = found.collective.start
+    collectives.hoist(product.operands, start)
+    with rewriter.before(start, like=product.node):
         call = rewriter.call(
             torch.ops.fusedcomm.all_to_all_matmul.default,
             found.sent(rewriter, sent.dims, value(reader.node).dtype),

@@ -96,8 +96,8 @@ def match(start: Node) -> Match:
                 part = _part(other)
             except CannotFuse:
                 continue
-            operands = [n for n in (part.product.ws[0], part.product.bias) if n is not None]
-            if first.like(part) and not any(depends_on(n, {each.product.node for each in parts}) for n in operands):
+            nodes = {each.product.node for each in parts}
+            if first.like(part) and not any(depends_on(operand, nodes) for operand in part.product.operands):
                 parts.append(part)
     return Match(parts)
 
@@ -128,6 +128,7 @@ def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
     widths = [quotient(part.product.y.shape[-1], group_size) for part in parts]  # of one rank's block
     total = sum(width for width in widths if width is not None)
     start = min(part.collective.start for part in parts)
+    collectives.hoist([operand for part in parts for operand in part.product.operands], start)
     with rewriter.before(start, like=first.product.node):
         w = _side_by_side(rewriter, [part.product.ws[0] for part in parts], group_size)
         bias = None

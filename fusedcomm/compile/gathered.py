@@ -72,8 +72,7 @@ class Gathered:
         if found.xs[0] is not reader.node:
             raise CannotFuse("what arrives is the right operand of the matmul")
         nodes = {each.node for each in self.readers}
-        depends = [w for w in (found.ws[0], found.bias) if w is not None and depends_on(w, nodes)]
-        if depends:
+        if any(depends_on(operand, nodes) for operand in found.operands):
             raise CannotFuse("the weight is computed from what arrives")
         before, after = value(self.x).dtype, value(reader.node).dtype
         if after.itemsize > before.itemsize:

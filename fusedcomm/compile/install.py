@@ -6,14 +6,15 @@ from typing import Any
 
 import torch._inductor.config as config
 from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-_LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 takes one pass only
+_LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 and 2.12 take one pass only
+_InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())  # not in torch 2.11
 _replaced: dict[int, Any] = {}  # id of what we set: what was there
 
 
-class _Several(CustomInferenceAwareGraphPass):
+class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
     """Where Inductor takes one pass: all of them, in order."""
 
     def __init__(self, passes: list[Any]) -> None:
@@ -21,7 +22,7 @@ class _Several(CustomInferenceAwareGraphPass):
 
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
         for each in self.passes:
-            if isinstance(each, CustomInferenceAwareGraphPass):
+            if isinstance(each, _InferenceAware):
                 each(graph, is_inference)
             else:
                 each(graph)

@@ -61,7 +61,11 @@ def _out_kernel() -> Any:
             return True
 
         def codegen(self, wrapper: Any) -> None:
-            wrapper.generate_extern_kernel_out(self)
+            if self.get_name() in V.graph.removed_buffers:  # nothing reads it, so Inductor gives it no memory
+                self.set_python_kernel_name(f"torch.ops.{self.op_overload}")
+                wrapper.generate_extern_kernel_alloc(self)
+            else:
+                wrapper.generate_extern_kernel_out(self)
 
     return OutKernel
 

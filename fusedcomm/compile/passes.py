@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
@@ -57,17 +57,16 @@ class Settings:
     fuse: tuple[str, ...] = OPS
 
 
-class FusedcommPass(CustomInferenceAwareGraphPass):
+class FusedcommPass(CustomGraphPass):
     """Never breaks a program: what cannot be done, for whatever reason, leaves the graph as it was."""
 
     def __init__(self, settings: Settings, report: Report) -> None:
         self.settings = settings
         self.report = report
 
-    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
-        phase = "inference" if is_inference else "backward" if _has_tangents(graph) else "forward"
+    def __call__(self, graph: Graph) -> None:
         if any(collectives.kind_of(node) for node in graph.nodes):
-            lines = _Run(graph, phase, self.settings).lines()
+            lines = _Run(graph, _phase(graph), self.settings).lines()
             for line in lines:
                 log.debug("%s", line)
             self.report.collectives += lines
@@ -126,8 +125,10 @@ class _Run:
         return None
 
 
-def _has_tangents(graph: Graph) -> bool:
-    return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+def _phase(graph: Graph) -> str:
+    """By the names that AOTAutograd gives to inputs; torch 2.11 tells passes nothing else."""
+    names = " ".join(node.name for node in graph.find_nodes(op="placeholder"))
+    return "backward" if "tangents_" in names else "forward" if "primals_" in names else "inference"
 
 
 @functools.cache

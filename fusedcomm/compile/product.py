@@ -34,6 +34,11 @@ class Product:
     def batched(self) -> bool:
         return len(self.y.dims) == 3
 
+    @property
+    def operands(self) -> list[Node]:
+        """But for x."""
+        return [*self.ws, *([] if self.bias is None else [self.bias])]
+
     def x(self, rewriter: Rewriter, rows: list[list[Factor]]) -> Node:
         """x with its leading dims as given."""
         x = self.xs[0] if len(self.xs) == 1 else rewriter.call(aten.cat.default, list(self.xs), -1)
