@@ -38,12 +38,18 @@ def config() -> Iterator[Any]:
         fusedcomm.compile.disable()
 
 
+def passes_of(config: Any) -> list[Any]:
+    from fusedcomm.compile import install
+
+    return install._passes(config.post_grad_custom_pre_pass)
+
+
 @pytest.mark.parametrize("before", [None, theirs, [theirs, others]], ids=["none", "one", "several"])
 def test_what_was_set_before_comes_back(config: Any, before: Any) -> None:
     config.post_grad_custom_pre_pass = before
     settings = config.save_config_portable()
     fusedcomm.compile.enable()
-    assert type(install._passes(config.post_grad_custom_pre_pass)[-1]).__name__ == "FusedcommPass"
+    assert type(passes_of(config)[-1]).__name__ == "FusedcommPass"
     fusedcomm.compile.enable()  # again changes nothing
     fusedcomm.compile.disable()
     assert config.post_grad_custom_pre_pass is before
@@ -55,9 +61,9 @@ def test_what_was_set_before_comes_back(config: Any, before: Any) -> None:
 def test_passes_set_since_stay(config: Any) -> None:
     config.post_grad_custom_pre_pass = theirs
     fusedcomm.compile.enable()
-    config.post_grad_custom_pre_pass = [*install._passes(config.post_grad_custom_pre_pass), others]
+    config.post_grad_custom_pre_pass = [*passes_of(config), others]
     fusedcomm.compile.disable()
-    assert install._passes(config.post_grad_custom_pre_pass) == [theirs, others]
+    assert passes_of(config) == [theirs, others]
     fusedcomm.compile.enable()
     config.post_grad_custom_pre_pass = others  # ours thrown out
     fusedcomm.compile.disable()
@@ -85,7 +91,7 @@ def test_unknown_ops_are_refused(config: Any) -> None:
 
 
 def test_where_inductor_takes_one_pass_only(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torch 2.11: both run, in order, and a cache key needs both."""
+    """As in torch 2.12: both run, in order, and a cache key needs both."""
     from fusedcomm.compile import install
 
     monkeypatch.setattr(install, "_LISTS", False)

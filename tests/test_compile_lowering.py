@@ -170,7 +170,8 @@ def test_without_our_lowering_they_would_not(ranks: Any) -> None:
     """The control of the test above."""
     (order, collectives), _ = ranks(2).run(check_order, False)
     assert collectives == [False] * 3
-    assert order.index("all_to_all_single.default") < order.index("matmul_all_to_all.out")
+    ops = [name.split(".")[0] for name in order]  # torch 2.11 calls .default, later ones .out
+    assert ops.index("all_to_all_single") < ops.index("matmul_all_to_all")
 
 
 def check_operands(rank: int) -> None:

@@ -94,6 +94,8 @@ def random_program(seed: int, kind: str, r: int) -> tuple[Callable[..., Any], li
 
 def fused(rank: int, kind: str, seeds: list[int]) -> int:
     """How many of the programs got an op of ours. Small integers: sums are exact."""
+    from torch._inductor.compile_fx import view_to_reshape
+
     r, report = dist.get_world_size(), Report()
     for seed in seeds:
         program, shapes = random_program(seed, kind, r)
@@ -101,19 +103,20 @@ def fused(rank: int, kind: str, seeds: list[int]) -> int:
         args = [torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes]
         want = program(*args)
         gm = make_fx(program, tracing_mode="fake")(*args)
-        FusedcommPass(Settings(), report)(gm.graph, is_inference=True)
+        view_to_reshape(gm)  # as Inductor does before its first pass: strides may change
+        FusedcommPass(Settings(), report)(gm.graph)
         gm.graph.lint()
         gm.recompile()
         torch.testing.assert_close(gm(*args), want, rtol=0, atol=0, msg=lambda text, seed=seed: f"seed {seed}: {text}")
-    assert not any("Error" in line.reason for line in report.collectives), report
+    assert [line.reason for line in report.collectives if "Error" in line.reason] == []
     return sum(line.status == "fused" for line in report.collectives)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_stay(ranks: Any, kind: str, world_size: int) -> None:
-    counts = ranks(world_size).run(fused, kind, list(range(40)))
-    assert len(set(counts)) == 1 and counts[0] >= 10  # not in vain
+    counts = ranks(world_size).run(fused, kind, list(range(25)))
+    assert len(set(counts)) == 1 and counts[0] >= 6  # not in vain
 
 
 @pytest.mark.soak

@@ -103,15 +103,18 @@ class Gathered:
         if batched:
             breaks += [f for f in received.dims[-2] if f is not self.sources][:1]
         dims = group_factors(sent, breaks)
-        if first_k in dims[0]:
-            dims.insert(0, [])
         num_lead = next(i for i, dim in enumerate(dims) if first_k in dim)
+        last_of_rows = before is first_k and self.sources not in received.dims[-1]
+        if num_lead == 0 or last_of_rows:
+            dims.insert(num_lead, [])  # of size 1: there must be a row, and what the sources are the rows of
+            num_lead += 1
         batch = [[f for f in dim if f is not self.blocks] for dim in dims[: num_lead - 1]]
         if batched and product(sizes(batch)) != received.shape[0]:
             raise CannotFuse("the rows of a batched matmul are exchanged in parts")
         firsts = [dim[0] if dim else None for dim in dims]
+        gather_dim = firsts.index(None if last_of_rows else before)
         scatter_dim = firsts.index(self.blocks) if self.blocks is not self.sources else None
-        return SentDims(dims, batch, firsts.index(before), scatter_dim)
+        return SentDims(dims, batch, gather_dim, scatter_dim)
 
     def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtype: torch.dtype) -> Node:
         x = rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims))))
