@@ -18,6 +18,7 @@ help:
 	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: OP=matmul_all_to_all for one;"
 	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
 	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
+	@echo "            make bench OP=compile: the start program under torch.compile; OP=compile_time: what the passes cost"
 	@echo "make soak   the tests that take minutes"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
 	@echo "make clean  remove .venv and everything built"

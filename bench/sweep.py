@@ -143,7 +143,7 @@ def has_huge_pages(rank: int) -> bool:
 
 
 def pages(huge_pages: bool) -> str:
-    setting = "huge for all" if huge_pages else "torch's default, huge for the result of auto"
+    setting = "huge for all" if huge_pages else "torch's default, huge for the results of our ops"
     return f"pages: {setting} (transparent_hugepage: {launch.system_huge_pages()})"
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch.nn import functional as F
 
 B, T, K, HEADS, DIM = 2, 6, 8, 4, 3  # T tokens per rank
@@ -39,8 +40,15 @@ class Fragment:
 
 FRAGMENTS: list[Fragment] = []
 
+
+def gather_at_dim_0(x: Tensor, dim: int, group: Any) -> Tensor:
+    """all_gather_tensor as torch 2.11 and 2.12 can trace it."""
+    gathered = funcol.all_gather_tensor(x, 0, group)
+    return torch.cat(gathered.chunk(dist.get_world_size(group)), dim) if dim else gathered
+
+
 # torch 2.13 renamed them
-all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+all_gather = getattr(funcol, "all_gather_single", gather_at_dim_0)
 all_gather_autograd = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
 reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 reduce_scatter_autograd = (
@@ -329,7 +337,11 @@ def under_autocast(r: int) -> Any:
     return program, [(B, T, K), (K, N), (N, K)]
 
 
-@fragment([M2A, A2M], [M2A, M2A, A2M], left=["all_to_all_single"], exact=False)  # recomputed for grad w alone
+# torch 2.11 keeps what the exchanges return; later ones run both again, the second for grad wo alone
+RECOMPUTED = [] if hasattr(TagActivationCheckpoint, "tag_nodes") else [M2A]
+
+
+@fragment([M2A, A2M], [*RECOMPUTED, M2A, A2M], left=["all_to_all_single" for _ in RECOMPUTED], exact=False)
 def checkpointed(r: int) -> Any:
     from torch.utils.checkpoint import checkpoint
 

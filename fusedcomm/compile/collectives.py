@@ -16,6 +16,7 @@ from fusedcomm.compile.chain import block, value
 from fusedcomm.compile.layout import CannotFuse, Factor, Layout, size_of
 
 functional = torch.ops._c10d_functional
+WAITS = ("wait_tensor", "wait_tensors")  # the second, which torch 2.11 to 2.13 lack, is of coalesced collectives
 
 # per start: our name for it, and where its group_name stands
 STARTS = {
@@ -62,7 +63,7 @@ def kind_of(node: Node) -> str | None:
     namespace, name = node.target._schema.name.split("::")
     if name == "shard_dim_alltoall" and namespace == "_dtensor":
         return "all_to_all"
-    if namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+    if namespace == "_c10d_functional" and name not in (*WAITS, "_wrap_tensor_autograd"):
         return name
     return None
 
@@ -107,7 +108,7 @@ def hoist(nodes: Iterable[Node], start: Node) -> None:
         if node not in late and start < node and node.op != "placeholder":
             late.add(node)
             stack += node.all_input_nodes
-    if not any(node.target is functional.wait_tensor.default for node in late):
+    if not any(getattr(node.target, "_opname", None) in WAITS for node in late):
         for node in sorted(late):
             start.prepend(node)
 

@@ -133,6 +133,6 @@ def _used_by(user: Node) -> str:
 
 
 def name_of(node: Node) -> str:
-    if node.op == "placeholder":
-        return "an input"
+    if node.op in ("placeholder", "output"):
+        return {"placeholder": "an input", "output": "the caller"}[node.op]
     return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))
