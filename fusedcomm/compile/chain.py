@@ -63,13 +63,15 @@ def is_cast(node: Node) -> bool:
 
 def derived(node: Node) -> Iterator[tuple[Node, Node | None]]:
     """Per user of node: the user, and the node that by it only rearranges node, if that is all it does."""
-    joined = set()
+    rearranges: dict[Node, bool] = {}  # of R slices one cat joins, the cat is looked at once
     for user in node.users:
         following = joined_by(user) or user
-        if source(following) is not node:
+        is_first = following not in rearranges
+        if is_first:
+            rearranges[following] = source(following) is node
+        if not rearranges[following]:
             yield user, None
-        elif following not in joined:
-            joined.add(following)
+        elif is_first:
             yield user, following
 
 

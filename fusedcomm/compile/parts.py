@@ -81,7 +81,10 @@ def _part(part: Any) -> tuple[Any, ...]:
     if part.target is operator.getitem and getattr(args[0], "target", None) in SPLITS:
         split, index = args
         dim = split_dim(split)
-        sizes = [size_of(each.shape[dim]) for each in split.meta["val"]]
+        parts = split.meta["val"]
+        if split.target is aten.split.Tensor:  # the first is as long as all but the last
+            return args_of(split)[0], dim, index * size_of(parts[0].shape[dim]), size_of(parts[index].shape[dim])
+        sizes = [size_of(each.shape[dim]) for each in parts]
         return args_of(split)[0], dim, sum(sizes[:index]), sizes[index]
     if part.target is SLICE and len(args) >= 3 and args[2] is not None and args[4:] in ((), (1,)):
         origin, dim, begin = args[:3]

@@ -34,7 +34,7 @@ from fusedcomm.compile import (
 )
 from fusedcomm.compile.layout import CannotFuse
 from fusedcomm.compile.reports import Call, CollectiveReport, Report, source_of
-from fusedcomm.compile.rewrite import Rewriter
+from fusedcomm.compile.rewrite import Rewriter, held_outputs
 from fusedcomm.compile.saving import saving_us
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,10 @@ class _Run:
         self.reasons: dict[Node, list[str]] = {}
 
     def lines(self) -> list[CollectiveReport]:
+        with held_outputs(self.graph):
+            return self._lines()
+
+    def _lines(self) -> list[CollectiveReport]:
         for exchange in self._try("normalize", normalize.find, self.graph) or []:
             self._try("normalize", normalize.rewrite, self.rewriter, exchange)
         starts = {node: source_of(node) for node in self.graph.nodes if collectives.kind_of(node) is not None}

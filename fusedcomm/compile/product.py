@@ -10,7 +10,7 @@ from torch.fx import Node
 from fusedcomm.compile.chain import along, path_back, value
 from fusedcomm.compile.layout import CannotFuse, Factor, Layout, size_of
 from fusedcomm.compile.parts import joined_by
-from fusedcomm.compile.rewrite import Rewriter, sizes
+from fusedcomm.compile.rewrite import Rewriter, returned, sizes
 
 aten = torch.ops.aten
 
@@ -127,12 +127,14 @@ def _bias(bias: Node, node: Node) -> Node:
 
 
 def _used_by(user: Node) -> str:
-    if user.op == "output":
+    if user.op == "output" or user.target is returned:
         return "returned by the function, or kept for its backward"
     return f"used by {name_of(user)}"
 
 
 def name_of(node: Node) -> str:
+    if node.target is returned:
+        return "the caller"
     if node.op in ("placeholder", "output"):
         return {"placeholder": "an input", "output": "the caller"}[node.op]
     return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))

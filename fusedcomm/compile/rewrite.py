@@ -108,11 +108,31 @@ class Rewriter:
         return node if dims == sorted(dims) else self.call(aten.permute.default, node, dims)
 
 
+@contextmanager
+def held_outputs(graph: Graph) -> Iterator[None]:
+    """Each result held by a node of its own: to replace one argument of the output node means to look at all."""
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        held = {node: graph.call_function(returned, (node,)) for node in output.all_input_nodes}
+    output.args = map_arg(output.args, held.__getitem__)
+    try:
+        yield
+    finally:
+        output.args = map_arg(output.args, lambda holder: holder.args[0])
+        for holder in held.values():
+            graph.erase_node(holder)
+
+
+def returned(result: Any) -> Any:
+    """Stands for the output node, as a user of one of its arguments, while passes run."""
+    return result
+
+
 def _is_visible(node: Node) -> bool:
     """Whether node, or a view of it, is what the user's function returns."""
     (output,) = node.graph.find_nodes(op="output")
     visible = output.meta.get("user_visible_output_idxs", ())
-    results = {output.args[0][i] for i in visible}  # type: ignore[index]
+    results = {output.args[0][i].args[0] for i in visible}  # type: ignore[index]
     views = [node]
     for view in views:  # grows
         if view in results:
