@@ -35,9 +35,9 @@ import fusedcomm
 import fusedcomm.compile
 from bench import sweep
 from bench.sweep import DTYPES, Goal
+from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, difference, measure_rounds
 from fusedcomm.cli import launch
 from fusedcomm.cli.problem import DTENSOR_LOGGER
-from fusedcomm.cli.timing import Timing, ValuesDiffer, check_values, difference, measure_rounds
 from fusedcomm.compile.reports import Report
 from fusedcomm.testing.ranks import RankError
 

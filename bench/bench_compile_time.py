@@ -43,7 +43,7 @@ from torch.nn import functional as F
 import fusedcomm.compile
 from bench import sweep
 from bench.sweep import Goal
-from fusedcomm.cli.timing import Timing
+from fusedcomm.bench.timing import Timing
 from fusedcomm.compile.reports import Report
 
 NUM_RANKS = 8

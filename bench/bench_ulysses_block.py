@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedcomm
-from bench import block, collectives
+from bench import block
+from fusedcomm.bench import collectives
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from bench import sweep
 from bench.sweep import DTYPES, Goal
+from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
 from fusedcomm.cli import launch
-from fusedcomm.cli.timing import Timing, ValuesDiffer, check_values, measure_rounds
 from fusedcomm.testing.ranks import RankError
 
 BASELINE, OURS, REMOVED = "baseline", "ours", "removed"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedcomm.cli.timing import Timing, ValuesDiffer, check_values, measure
+from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.testing import RankPool
 
 CPU = torch.device("cpu")

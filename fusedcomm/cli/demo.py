@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.cli import launch
 from fusedcomm.cli.problem import DTENSOR, OURS, ROOF, UNFUSED, Problem, RankData
-from fusedcomm.cli.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.testing.ranks import RankError
 
 VARIANTS = (DTENSOR, UNFUSED, OURS, ROOF)

@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.cli.timing import Variants, difference
+from fusedcomm.bench.timing import Variants, difference
 
 ROOF = "matmul alone (roof)"
 DTENSOR = "DTensor"

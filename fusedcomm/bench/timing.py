@@ -41,16 +41,22 @@ class Timing:
     median: float
     p10: float
     p90: float
+    p99: float
+    variation: float  # standard deviation / mean, over rounds
 
     @staticmethod
     def of(seconds: Tensor) -> Timing:
         """``seconds`` [rounds], float64."""
-        low, median, high = seconds.quantile(seconds.new_tensor([0.1, 0.5, 0.9])).tolist()
-        return Timing(median, low, high)
+        quantiles = seconds.new_tensor([0.1, 0.5, 0.9, 0.99])
+        p10, median, p90, p99 = seconds.quantile(quantiles).tolist()
+        variation = float(seconds.std(correction=0) / seconds.mean())
+        return Timing(median, p10, p90, p99, variation)
 
     def __truediv__(self, calls: int) -> Timing:
         """Of one, where ``calls`` were measured as one."""
-        return Timing(self.median / calls, self.p10 / calls, self.p90 / calls)
+        each = (self.p10, self.median, self.p90, self.p99)
+        p10, median, p90, p99 = (seconds / calls for seconds in each)
+        return Timing(median, p10, p90, p99, self.variation)
 
 
 def check_values(variants: Mapping[str, Callable[[], Result]], check: Callable[[str, Result], str | None]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.cli.timing import difference
+from fusedcomm.bench.timing import difference
 
 ROOF, BASELINE, AUTO = "roof", "baseline", "auto"
 Variants = Mapping[str, Callable[[], tuple[Tensor, ...]]]
@@ -37,42 +37,43 @@ class Size:
         return 2 * self.rows * self.k * self.n
 
 
-@dataclass(frozen=True)
-class Goals:
-    """On a CPU; None: reported, no goal."""
-
-    mean: float | None  # of baseline / auto
-    minimum: float | None = None
-    over_roof: float | None = None  # median of auto / roof
-    ragged: float | None = 0.8  # least speed per flop of a ragged size, relative to its aligned neighbour
-
-
 class OpBench(abc.ABC):
-    """One op; the sweep does the rest."""
+    """One op, and the program of today that it equals; what measures it does the rest."""
 
     op: str
+    kind: str  # the collective: "all_to_all", "all_gather", "reduce_scatter", "all_reduce"
     cut: str | None  # of "rows", "k", "n": what the group divides
-    # Much to send per flop and little: a push sends rows x N, so small K; a gather sends rows x K, so small N.
-    k: tuple[int, ...] = (256, 512, 1024, 2048)
-    n: tuple[int, ...] = (2048, 4096)
-    goals: Goals
+    gathers = False  # the collective comes before the matmul
     same_grad_on_all_ranks = False
 
-    @abc.abstractmethod
+    @property
+    def k(self) -> tuple[int, ...]:
+        """Much to send per flop and little: a push sends rows x N, so small K; a gather sends rows x K, so small N."""
+        return (2048, 4096) if self.gathers else (256, 512, 1024, 2048)
+
+    @property
+    def n(self) -> tuple[int, ...]:
+        return (256, 512, 1024, 2048) if self.gathers else (2048, 4096)
+
     def x_shape(self, size: Size, num_ranks: int) -> tuple[int, ...]:
         """Of every rank; w is [K, N]."""
+        return (*size.lead, size.k)
 
     @abc.abstractmethod
     def dims(self, x: Tensor) -> tuple[int, ...]:
         """The op's dims, which follow x and w."""
 
     @abc.abstractmethod
-    def baseline(self, x: Tensor, w: Tensor) -> Tensor:
-        """What users write today, differentiable."""
+    def collective(self, t: Tensor) -> Tensor:
+        """What users write for the exchange, with the layout copies that it needs; differentiable."""
 
     @abc.abstractmethod
     def program(self, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
         """Every rank's result from every rank's inputs, in one process: the oracle."""
+
+    def baseline(self, x: Tensor, w: Tensor) -> Tensor:
+        """What users write today, differentiable."""
+        return torch.matmul(self.collective(x), w) if self.gathers else self.collective(torch.matmul(x, w))
 
     def ours(self, x: Tensor, w: Tensor) -> Tensor:
         return getattr(fusedcomm, self.op)(x, w, *self.dims(x))
