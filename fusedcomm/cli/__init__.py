@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Sequence
+
+COMMANDS = (
+    "demo",
+    "explain",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 with a message on stderr (2 for wrong arguments); of `explain` the script's."""
-    from fusedcomm.cli import demo, explain  # what it imports is not needed to import the package
-
     parser = argparse.ArgumentParser(prog="fusedcomm", description="Matmuls fused with collectives for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo.add_parser(commands)
-    explain.add_parser(commands)
+    for name in COMMANDS:  # here, not above: what they import is not needed to import the package
+        importlib.import_module(f"fusedcomm.cli.{name}").add_parser(commands)
     args = parser.parse_args(argv)
     return args.run(args)

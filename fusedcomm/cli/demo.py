@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
-from fusedcomm.cli import launch
+from fusedcomm.cli import launch, output
 from fusedcomm.cli.problem import DTENSOR, OURS, ROOF, UNFUSED, Problem, RankData
 from fusedcomm.testing.ranks import RankError
 
@@ -26,7 +20,6 @@ VARIANTS = (DTENSOR, UNFUSED, OURS, ROOF)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TIMEOUT_S = 600
 HEADS = 16
-PLAIN_WIDTH = 120  # of lines where no terminal says its own
 FASTER = "x vs"
 CPU = "CPU, one thread a rank"
 
@@ -53,8 +46,10 @@ def add_parser(commands: Any) -> None:
         "or in the ranks of torchrun. Checks all values, then prints times side by side.",
     )
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    parser.add_argument("--world-size", type=_positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)")
-    parser.add_argument("--rounds", type=_positive, default=7, metavar="N", help="default: 7")
+    parser.add_argument(
+        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
+    )
+    parser.add_argument("--rounds", type=output.positive, default=7, metavar="N", help="default: 7")
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on GPUs, float32 on CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
     parser.set_defaults(run=run)
@@ -64,23 +59,22 @@ def run(args: argparse.Namespace) -> int:
     device_type = args.device or launch.default_device_type()
     world_size = args.world_size or launch.default_world_size(device_type)
     if problem := _wrong_arguments(args, device_type):
-        return _fail(problem, code=2)
+        return output.fail("demo", problem, code=2)
     dtype = DTYPES[args.dtype or ("bfloat16" if device_type == "cuda" else "float32")]
     try:
         with launch.ranks(device_type, world_size, TIMEOUT_S) as call:
             result = call(_measure, device_type, dtype, args.rounds)
     except ValuesDiffer as error:
-        return _fail(str(error))
+        return output.fail("demo", str(error))
     except RankError as error:
         failure = error.failures[0]
         if failure.exception_type == ValuesDiffer.__name__:
-            return _fail(failure.message)
-        return _fail(str(error))
+            return output.fail("demo", failure.message)
+        return output.fail("demo", str(error))
     if result is not None:
         _print(result)
         if args.json:
-            with open(args.json, "w") as file:
-                json.dump(report(result), file, indent=2)
+            output.write_json(args.json, report(result))
     return 0
 
 
@@ -88,11 +82,8 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
     if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
         return f"--device cuda: {missing}"
-    if args.json and launch.is_rank_0():
-        try:
-            open(args.json, "a").close()
-        except OSError as error:
-            return f"--json {args.json}: {error.strerror}"
+    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
+        return f"--json {problem}"
     return None
 
 
@@ -139,7 +130,7 @@ def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int) -> Re
     data = RankData(problem, device)
     plan = data.plan()
     variants = data.variants(*VARIANTS)
-    with _progress(rank == 0, rounds + 1) as on_round:
+    with output.progress(rank == 0, rounds + 1, "checking values", "round") as on_round:
         check_values(variants, data.check)
         data.randomize()
         times = measure(variants, device, rounds=rounds, on_round=on_round)
@@ -148,27 +139,8 @@ def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int) -> Re
     return Result(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times)
 
 
-@contextlib.contextmanager
-def _progress(here: bool, total: int) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
-    if not (here and console.is_terminal):
-        yield lambda done: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    # No refresh thread: it would take time from the rank that is measured.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("checking values", total=total)
-
-        def on_round(done: int) -> None:
-            progress.update(task, completed=done, description="round", refresh=True)
-
-        yield on_round
-
-
 def _print(result: Result) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
+    console = output.console()
     console.print(f"{result.world_size} ranks ({result.device}), each: {result.problem}")
     console.print(f"values equal on all ranks; slowest rank, median of {result.rounds} rounds")
     console.print(_table(result.times))
@@ -205,15 +177,3 @@ def _table(times: dict[str, Timing]) -> Table:
             ratios.append(f"{(time - roof) * 1e3:.1f}")
         table.add_row(name, f"{time * 1e3:.1f}", *ratios, style="bold" if name == OURS else None)
     return table
-
-
-def _fail(text: str, code: int = 1) -> int:
-    print(f"fusedcomm demo: {text}", file=sys.stderr)
-    return code
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value

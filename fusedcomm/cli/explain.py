@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import runpy
 import signal
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch.distributed as dist
-from rich.console import Console
 
-from fusedcomm.cli import launch
+from fusedcomm.cli import launch, output
 
 if TYPE_CHECKING:
     from fusedcomm.compile.reports import CollectiveReport, Report
 
-PLAIN_WIDTH = 160  # of lines where no terminal says its own
+WIDTH = 160  # of lines where no terminal says its own
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +33,7 @@ def add_parser(commands: Any) -> None:
         "what became of every collective in its graphs; in ranks that it starts itself, or in those of torchrun. "
         "The exit code is the script's.",
     )
-    parser.add_argument("--nproc", type=_positive, default=2, metavar="N", help="ranks to start (default: 2)")
+    parser.add_argument("--nproc", type=output.positive, default=2, metavar="N", help="ranks to start (default: 2)")
     parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE")
     parser.add_argument("script", metavar="script.py")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -44,8 +42,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if launch.is_rank_0() and (problem := _wrong_arguments(args)):
-        print(f"fusedcomm explain: {problem}", file=sys.stderr)
-        return 2
+        return output.fail("explain", problem, code=2)
     if not launch.under_torchrun():
         return _start_ranks(args)
     json_file = Path(args.json).absolute() if args.json else None  # the script may change the directory
@@ -121,7 +118,7 @@ def _printed(reports: list[Report], json_file: Path | None) -> Iterator[None]:
         lines = _lines(reports)
         _print(lines)
         if json_file is not None:
-            json_file.write_text(json.dumps([_fields(line) for line in lines], indent=2))
+            output.write_json(str(json_file), [_fields(line) for line in lines])
 
 
 def _run_script(script: str, args: list[str]) -> None:
@@ -140,9 +137,7 @@ def _print(lines: list[CollectiveReport]) -> None:
     from fusedcomm.compile.reports import Report
 
     sys.stdout.flush()
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
+    console = output.console(WIDTH)
     console.print(Report(lines) if lines else "no graph with a collective was compiled: there is nothing to fuse")
 
 
@@ -153,10 +148,3 @@ def _fields(line: CollectiveReport) -> dict[str, Any]:
 
 def _exit(signum: int, frame: object) -> None:
     sys.exit(128 + signum)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
