@@ -174,7 +174,7 @@ def measure_row(
 ) -> Row:
     device = launch.rank_device(device_type)
     size = bench.divisible(size, dist.get_world_size())
-    data = RankData(bench, size, DTYPES[dtype], device, backward)
+    data = RankData(bench, size, DTYPES[dtype], device, "both" if backward else "forward")
     variants = data.variants()
     check_values(variants, data.check)
     data.randomize()
@@ -265,9 +265,8 @@ def sizes_of(bench: OpBench, mode: str, args: argparse.Namespace) -> list[Size]:
     elif mode == "decode":
         shapes = [(rows, *k_n) for k_n in DECODE_K_N for rows in DECODE_ROWS]
         shapes = shapes[::5] if args.quick else shapes
-    elif args.quick:  # the corners: least and most arithmetic per byte sent, and rows that no tile divides
-        (k, *_, more_k), (n, *_, more_n) = bench.k, bench.n
-        shapes = [(512, k, n), (512, more_k, more_n), (2500, k, more_n), (2500, more_k, n)]
+    elif args.quick:
+        shapes = bench.corners()
     else:
         shapes = list(itertools.product(ROWS, bench.k, bench.n))
     return [Size(rows, k, n, args.batch) for rows, k, n in shapes]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that the default changes
@@ -29,3 +31,16 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def shared_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands on a CPU use the ranks that live on, in place of new ones."""
+    from fusedcomm.cli import launch
+
+    @contextmanager
+    def live(device_type: str, world_size: int, *args: Any) -> Iterator[Callable[..., Any]]:
+        yield lambda fn, *args: ranks(world_size).run(fn, *args)[0]
+
+    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(launch, "ranks", live)

@@ -3,8 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,18 +46,6 @@ OPS = [
 ]
 SHAPE = ("--shape", "36", "16", "24")
 FEW = ("--rounds", "2")
-
-
-@pytest.fixture
-def shared_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks that live on, in place of new ones for every bench."""
-
-    @contextmanager
-    def two_ranks(device_type: str, world_size: int, *args: Any) -> Iterator[Callable[..., Any]]:
-        yield lambda fn, *args: ranks(2).run(fn, *args)[0]
-
-    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
-    monkeypatch.setattr(launch, "ranks", two_ranks)
 
 
 def ids(module: Any) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedcomm import reference
 from fusedcomm.exchange import Exchange, RoundSpans
+from fusedcomm.lanes import lane
 from fusedcomm.spans import Span
 
 _MIN_PIECE = 128  # interleaved runs at least this long are multiplied in place, shorter ones are gathered first
@@ -19,8 +20,10 @@ class PushedMatmul:
         self.x = x.reshape(exchange.num_batches, exchange.num_rows, exchange.k)
         self.w = w.reshape(exchange.num_batches, exchange.k, w.shape[-1])
         self.bias = bias
-        # One matmul for all chunks, where one for each would read w again and again.
-        self.y = reference.matmul(self.x, self.w, bias) if exchange.few_rows else None
+        self.y: Tensor | None = None
+        if exchange.few_rows:  # one matmul for all chunks, where one for each would read w again and again
+            with lane("matmul"):
+                self.y = reference.matmul(self.x, self.w, bias)
 
     def __call__(self, spans: RoundSpans, dst_rank: int, chunk: Tensor) -> None:
         """``chunk``: flat [batches * rows * columns]; or [runs, rows in a run * columns], where `fills_runs` allows."""

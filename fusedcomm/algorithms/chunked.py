@@ -15,6 +15,7 @@ from torch import Tensor
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul
 from fusedcomm.algorithms.ordering import ordered
 from fusedcomm.algorithms.transport import Transport, copy_between, transport_of
+from fusedcomm.lanes import lane
 from fusedcomm.workspace import Call, Round
 
 
@@ -83,18 +84,21 @@ def gather_matmul(
             for src_rank in round.sources():
                 chunk = _chunk_from(src_rank, round, transport, x)
                 if gathered is not None:
-                    copy_between(round.spans.unpack.view(gathered.view(-1), 0, src_rank), chunk)
+                    with lane("copy", src_rank):
+                        copy_between(round.spans.unpack.view(gathered.view(-1), 0, src_rank), chunk)
                 for matmul in [] if at_once else matmuls:
-                    if adds:
-                        matmul.add(round.spans, src_rank, chunk.reshape(-1), first=src_rank == workspace.rank)
-                    else:
-                        matmul.chunk(round.spans, src_rank, chunk.reshape(-1))
+                    with lane("matmul", src_rank):
+                        if adds:
+                            matmul.add(round.spans, src_rank, chunk.reshape(-1), first=src_rank == workspace.rank)
+                        else:
+                            matmul.chunk(round.spans, src_rank, chunk.reshape(-1))
             made = [] if at_once else outs
             transport.finish(round, made if gathered is None else [*made, gathered])
     if at_once:
         assert gathered is not None
         for matmul in matmuls:
-            matmul.all(gathered)
+            with lane("matmul"):
+                matmul.all(gathered)
     return outs, gathered if return_gathered else None
 
 
@@ -102,8 +106,10 @@ def _push(matmul: PushedMatmul, round: Round, transport: Transport, out: Tensor 
     """Every dst_rank's chunk, the next rank first. ``out``: where the own chunk may go directly."""
     for dst_rank in round.peers():
         chunk = transport.place(round, dst_rank, out)
-        matmul(round.spans, dst_rank, chunk)
-        transport.send(round, dst_rank, chunk)
+        with lane("matmul", dst_rank):
+            matmul(round.spans, dst_rank, chunk)
+        with lane("push", dst_rank):
+            transport.send(round, dst_rank, chunk)
 
 
 def _chunk_from(src_rank: int, round: Round, transport: Transport, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedcomm.algorithms import launch
 from fusedcomm.algorithms.ordering import ordered
 from fusedcomm.exchange import RoundSpans
+from fusedcomm.lanes import lane
 from fusedcomm.workspace import Call, Workspace
 
 
@@ -26,8 +27,10 @@ def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tens
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
-            launch.push(x, w, bias, spans, workspace, fingerprint)
-            launch.unpack(out, spans.unpack, workspace, fingerprint)
+            with lane("matmul"):
+                launch.push(x, w, bias, spans, workspace, fingerprint)
+            with lane("copy"):
+                launch.unpack(out, spans.unpack, workspace, fingerprint)
             _launched(call)
     return out
 
@@ -41,8 +44,10 @@ def push_reduce(
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
-            launch.push(x, w, None, spans, workspace, fingerprint)
-            launch.reduce(out, spans.pack, bias, scale, workspace, fingerprint)
+            with lane("matmul"):
+                launch.push(x, w, None, spans, workspace, fingerprint)
+            with lane("copy"):
+                launch.reduce(out, spans.pack, bias, scale, workspace, fingerprint)
             _launched(call)
     return out
 
@@ -57,11 +62,15 @@ def push_reduce_gather(
     reduced = x.new_empty(call.exchange.block)
     with _kernels(call):
         for spans in _rounds(call, x):
-            launch.push(x, w, None, spans, workspace, fingerprint)
-            launch.reduce(reduced, spans.pack, bias, scale, workspace, fingerprint)
+            with lane("matmul"):
+                launch.push(x, w, None, spans, workspace, fingerprint)
+            with lane("copy"):
+                launch.reduce(reduced, spans.pack, bias, scale, workspace, fingerprint)
             _launched(call)
-            launch.pack(reduced, spans.pack, workspace, fingerprint)
-            launch.unpack(out, spans.unpack, workspace, fingerprint)
+            with lane("push"):
+                launch.pack(reduced, spans.pack, workspace, fingerprint)
+            with lane("copy"):
+                launch.unpack(out, spans.unpack, workspace, fingerprint)
             _launched(call)
     return out
 
@@ -76,13 +85,15 @@ def gather_matmul(
     gathered = x.new_empty(call.exchange.shape) if return_gathered else None
     with _kernels(call):
         for spans in _rounds(call, x):
-            with _beside(workspace, x):
+            with _beside(workspace, x), lane("push"):
                 launch.pack(x, spans.pack, workspace, fingerprint)
             for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
                 last = gathered is None and i == len(outs) - 1
-                launch.gather_matmul(out, w, bias, spans, workspace, fingerprint, end_round=last)
+                with lane("matmul"):
+                    launch.gather_matmul(out, w, bias, spans, workspace, fingerprint, end_round=last)
             if gathered is not None:
-                launch.unpack(gathered, spans.unpack, workspace, fingerprint)
+                with lane("copy"):
+                    launch.unpack(gathered, spans.unpack, workspace, fingerprint)
             if x.is_cuda:  # the next round counts its copies in the same words
                 torch.cuda.current_stream(x.device).wait_stream(workspace.side_stream())
             _launched(call)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms.chunk_matmul import fills_runs
+from fusedcomm.lanes import lane
 from fusedcomm.workspace import Round, Workspace
 
 
@@ -60,28 +61,33 @@ class CpuTransport:
 
     def pack(self, round: Round, packed: Tensor, own: bool) -> None:
         for dst_rank in round.peers()[:-1]:
-            chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
-            round.part(dst_rank).view(chunk.shape).copy_(chunk)
-            round.signal(dst_rank)
+            with lane("push", dst_rank):
+                chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
+                round.part(dst_rank).view(chunk.shape).copy_(chunk)
+                round.signal(dst_rank)
 
     def wait(self, round: Round, src_rank: int) -> None:
-        round.wait(src_rank)
+        with lane("wait", src_rank):
+            round.wait(src_rank)
 
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
         spans, rank = round.spans, round.workspace.rank
-        if own is not None:
-            copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
-        elif not self._in_place(round):
-            copy_between(spans.unpack.view(out.view(-1), 0, rank), round.received(rank))
+        with lane("copy", rank):
+            if own is not None:
+                copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
+            elif not self._in_place(round):
+                copy_between(spans.unpack.view(out.view(-1), 0, rank), round.received(rank))
         for src_rank in round.sources()[1:]:
-            round.wait(src_rank)
-            copy_between(spans.unpack.view(out.view(-1), 0, src_rank), round.received(src_rank))
+            self.wait(round, src_rank)
+            with lane("copy", src_rank):
+                copy_between(spans.unpack.view(out.view(-1), 0, src_rank), round.received(src_rank))
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
         for src_rank in round.sources()[1:]:
-            round.wait(src_rank)
+            self.wait(round, src_rank)
         parts = [round.received(src_rank) for src_rank in range(round.workspace.group_size)]
-        add_in_order(round.spans.pack.view(out.view(-1), 0, 0).view(-1), parts, bias, scale)
+        with lane("copy"):
+            add_in_order(round.spans.pack.view(out.view(-1), 0, 0).view(-1), parts, bias, scale)
 
     def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
         pass
@@ -119,7 +125,7 @@ class CudaTransport:
 
     def pack(self, round: Round, packed: Tensor, own: bool) -> None:
         self.side.wait_stream(self.main)
-        with torch.cuda.stream(self.side):
+        with torch.cuda.stream(self.side), lane("push"):
             for dst_rank in round.peers():
                 if own or dst_rank != round.workspace.rank:
                     chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
@@ -130,19 +136,22 @@ class CudaTransport:
     def wait(self, round: Round, src_rank: int) -> None:
         from fusedcomm.algorithms import launch
 
-        launch.wait_source(src_rank, round.workspace, round.fingerprint)
+        with lane("wait", src_rank):
+            launch.wait_source(src_rank, round.workspace, round.fingerprint)
 
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
         from fusedcomm.algorithms import launch
 
         self.main.wait_stream(self.side)
-        launch.unpack(out, round.spans.unpack, round.workspace, round.fingerprint)
+        with lane("copy"):
+            launch.unpack(out, round.spans.unpack, round.workspace, round.fingerprint)
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
         from fusedcomm.algorithms import launch
 
         self.main.wait_stream(self.side)
-        launch.reduce(out, round.spans.pack, bias, scale, round.workspace, round.fingerprint)
+        with lane("copy"):
+            launch.reduce(out, round.spans.pack, bias, scale, round.workspace, round.fingerprint)
 
     def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
         from fusedcomm.algorithms import launch

@@ -14,9 +14,14 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.bench.timing import difference
 
-ROOF, BASELINE, AUTO = "roof", "baseline", "auto"
+ROOF, COLLECTIVE, BASELINE, AUTO = "roof", "collective", "baseline", "auto"
 Variants = Mapping[str, Callable[[], tuple[Tensor, ...]]]
-RESULTS = ("result", "grad x", "grad w")
+RESULTS = {
+    "forward": ("result",),
+    "backward": ("grad x", "grad w"),
+    "both": ("result", "grad x", "grad w"),
+}
+MATMULS = {"forward": 1, "backward": 2, "both": 3}  # of one size
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,34 @@ class OpBench(abc.ABC):
         """What users write for the exchange, with the layout copies that it needs; differentiable."""
 
     @abc.abstractmethod
+    def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
+        """Every rank's result of ``collective`` from every rank's tensor, in one process: the oracle."""
+
     def program(self, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
         """Every rank's result from every rank's inputs, in one process: the oracle."""
+        if self.gathers:
+            return [torch.matmul(x, w) for x, w in zip(self.exchanged(xs), ws, strict=True)]
+        return self.exchanged([torch.matmul(x, w) for x, w in zip(xs, ws, strict=True)])
+
+    def exchanges(self, direction: str) -> int:
+        """How often the tensor next to the collective is exchanged. All ranks have a gradient of all_reduce already."""
+        backward = 0 if self.kind == "all_reduce" else 1
+        return {"forward": 1, "backward": backward, "both": 1 + backward}[direction]
 
     def baseline(self, x: Tensor, w: Tensor) -> Tensor:
         """What users write today, differentiable."""
         return torch.matmul(self.collective(x), w) if self.gathers else self.collective(torch.matmul(x, w))
+
+    @property
+    def baseline_text(self) -> str:
+        return f"{self.kind}, matmul" if self.gathers else f"matmul, {self.kind}"
+
+    def corners(self, scale: int = 1) -> list[tuple[int, int, int]]:
+        """(rows, K, N): least and most arithmetic per byte sent, few rows and rows that no tile divides."""
+        (k, *_, more_k), (n, *_, more_n) = self.k, self.n
+        few, many = 512, 2500
+        shapes = [(few, k, n), (few, more_k, more_n), (many, k, more_n), (many, more_k, n)]
+        return [(rows * scale, k * scale, n * scale) for rows, k, n in shapes]
 
     def ours(self, x: Tensor, w: Tensor) -> Tensor:
         return getattr(fusedcomm, self.op)(x, w, *self.dims(x))
@@ -95,68 +122,99 @@ class OpBench(abc.ABC):
 
 
 class RankData:
-    """One rank's inputs of a problem and the ways to use them.
+    """One rank's inputs of a problem and the ways to use them: ``direction`` is forward, backward, or both.
 
     They start as integers, so few and small that products and sums are exact in every dtype and order.
     """
 
     def __init__(
-        self, bench: OpBench, size: Size, dtype: torch.dtype, device: torch.device, backward: bool = False
+        self, bench: OpBench, size: Size, dtype: torch.dtype, device: torch.device, direction: str = "forward"
     ) -> None:
-        self.bench, self.size, self.dtype, self.device, self.backward = bench, size, dtype, device, backward
+        self.bench, self.size, self.dtype, self.device, self.direction = bench, size, dtype, device, direction
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.x, self.w, self.grad = self._integers(self.rank)
+        self.random = False
         # of the matmul alone: x itself, or what would have been gathered
         shape = (*size.lead, size.k)
         self.local_x = self.x if self.x.shape == shape else self._random_integers(shape, self.rank, 3)
         self.local_grad = self._random_integers((*size.lead, size.n), self.rank, 4)
 
+    @property
+    def exchanged_bytes(self) -> int:
+        """As nccl-tests counts a size: of the larger of what a rank gives to the collective and gets from it."""
+        return self.size.rows * (self.size.k if self.bench.gathers else self.size.n) * self.dtype.itemsize
+
     def randomize(self) -> None:
-        """Inputs for timing, after the checks: GPUs draw less power, so run faster, on integers."""
+        """Inputs for timing, after the checks: GPUs draw less power, so run faster, on integers.
+
+        Call ``variants`` again after it: what a backward has saved is from before.
+        """
         self.__dict__.pop("_oracle", None)
+        self.random = True
         generator = torch.Generator(self.device).manual_seed(self.rank)
-        with torch.no_grad():
-            for t in (self.x, self.w, self.grad, self.local_x, self.local_grad):
-                t.normal_(generator=generator)
+        for t in (self.x, self.w, self.grad, self.local_x, self.local_grad):
+            t.detach().normal_(generator=generator)
 
     def plan(self) -> fusedcomm.Plan:
         return fusedcomm.explain(self.bench.op, self.x, self.w, *self.bench.dims(self.x), verbose=False)
 
     def variants(self) -> Variants:
         return {
-            ROOF: self._variant(torch.matmul, self.local_x, self.local_grad),
-            BASELINE: self._variant(self.bench.baseline, self.x, self.grad),
-            AUTO: self._variant(self.bench.ours, self.x, self.grad),
+            ROOF: self._variant(torch.matmul, self.local_x, self.w, grad=self.local_grad),
+            BASELINE: self._variant(self.bench.baseline, self.x, self.w, grad=self.grad),
+            AUTO: self._variant(self.bench.ours, self.x, self.w, grad=self.grad),
         }
 
     def forced(self, algorithm: str) -> Callable[[], tuple[Tensor, ...]]:
-        def call(x: Tensor, w: Tensor) -> Tensor:
-            with fusedcomm.force_algorithm(algorithm):
-                return self.bench.ours(x, w)
+        """The op with that algorithm where it can run, forward and backward."""
+        with fusedcomm.force_algorithm(algorithm):
+            variant = self._variant(self.bench.ours, self.x, self.w, grad=self.grad)
 
-        return self._variant(call, self.x, self.grad)
+        def call() -> tuple[Tensor, ...]:
+            with fusedcomm.force_algorithm(algorithm):
+                return variant()
+
+        return call
+
+    def collective(self) -> Callable[[], tuple[Tensor, ...]]:
+        """The collective alone, with its layout copies, on a tensor of the size that the op exchanges."""
+        self.sent, grad = self._sent(self.rank)
+        if self.random:
+            self.sent.normal_()
+        differentiates = self.direction != "forward"
+
+        def exchange(t: Tensor) -> Tensor:
+            return self.bench.collective(t.clone() if differentiates and self.bench.kind == "all_reduce" else t)
+
+        return self._variant(exchange, self.sent, grad=grad)
 
     def check(self, name: str, results: tuple[Tensor, ...]) -> str | None:
         if name == ROOF:
-            expected = self._exact([self.local_x], [self.w], [self.local_grad], 0, lambda xs, ws: [xs[0] @ ws[0]])
+            expected = self._exact(lambda xs, ws: [xs[0] @ ws[0]], [[self.local_x], [self.w]], [self.local_grad], 0)
+        elif name == COLLECTIVE:
+            sent, grads = zip(*(self._sent(rank) for rank in range(self.num_ranks)), strict=True)
+            expected = self._exact(self.bench.exchanged, [sent], grads, self.rank)
         else:
             expected = self._oracle
-        for what, result, must in zip(RESULTS, results, expected, strict=False):
+        for what, result, must in zip(RESULTS[self.direction], results, expected, strict=False):
             if wrong := difference(result, must):
                 return f"{what}: {wrong}"
+        if name == COLLECTIVE and self.direction == "forward" and self.bench.kind == "all_reduce":  # it is in place
+            self.sent.copy_(self._sent(self.rank)[0])
         return None
 
-    def _variant(
-        self, fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, grad: Tensor
-    ) -> Callable[[], tuple[Tensor, ...]]:
-        if not self.backward:
-            return lambda: (fn(x, self.w),)
-        x.requires_grad_()
-        self.w.requires_grad_()
+    def _variant(self, fn: Callable[..., Tensor], *inputs: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        if self.direction == "forward":
+            return lambda: (fn(*inputs),)
+        for each in inputs:
+            each.requires_grad_()
+        if self.direction == "backward":
+            made = fn(*inputs)
+            return lambda: torch.autograd.grad(made, inputs, grad, retain_graph=True)
 
         def call() -> tuple[Tensor, ...]:
-            y = fn(x, self.w)
-            return y, *torch.autograd.grad(y, (x, self.w), grad)
+            y = fn(*inputs)
+            return y, *torch.autograd.grad(y, inputs, grad)
 
         return call
 
@@ -164,25 +222,33 @@ class RankData:
     def _oracle(self) -> tuple[Tensor, ...]:
         """This rank's results from all ranks' inputs, made here: no communication to trust."""
         xs, ws, grads = zip(*(self._integers(rank) for rank in range(self.num_ranks)), strict=True)
-        return self._exact(xs, ws, grads, self.rank, self.bench.program)
+        return self._exact(self.bench.program, [xs, ws], grads, self.rank)
 
     def _exact(
         self,
-        xs: Sequence[Tensor],
-        ws: Sequence[Tensor],
+        program: Callable[..., list[Tensor]],
+        inputs: Sequence[Sequence[Tensor]],
         grads: Sequence[Tensor],
         rank: int,
-        program: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]],
     ) -> tuple[Tensor, ...]:
-        xs = [x.detach().float().requires_grad_(self.backward) for x in xs]
-        ws = [w.detach().float().requires_grad_(self.backward) for w in ws]
-        outs = program(xs, ws)
-        exact = [outs[rank]]
-        if self.backward:
+        """``inputs``: of each argument of ``program`` every rank's."""
+        differentiates = self.direction != "forward"
+        floats = [[t.detach().float().requires_grad_(differentiates) for t in each] for each in inputs]
+        outs = program(*floats)
+        exact = [outs[rank]] if self.direction != "backward" else []
+        if differentiates:
             if self.bench.same_grad_on_all_ranks:  # one result, which every rank has
                 outs, grads = [outs[rank]], [grads[rank]]
-            exact += torch.autograd.grad(outs, (xs[rank], ws[rank]), [g.float() for g in grads])
+            exact += torch.autograd.grad(outs, [each[rank] for each in floats], [g.float() for g in grads])
         return tuple(t.detach().to(self.dtype) for t in exact)
+
+    def _sent(self, rank: int) -> tuple[Tensor, Tensor]:
+        """What any rank gives to the collective alone, and the gradient of what it gets."""
+        size, bench = self.size, self.bench
+        shape = bench.x_shape(size, self.num_ranks) if bench.gathers else (*size.lead, size.n)
+        got = bench.exchanged([torch.empty(shape, device="meta")] * self.num_ranks)[rank]
+        grad_rank = 0 if bench.same_grad_on_all_ranks else rank
+        return self._random_integers(shape, rank, 6), self._random_integers(got.shape, grad_rank, 7)
 
     def _integers(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """x, w and the gradient of the result, of any rank."""

@@ -27,9 +27,9 @@ class MatmulAllToAll(OpBench):
     def collective(self, t: Tensor) -> Tensor:
         return collectives.unpacked(collectives.all_to_all(collectives.packed(t, -1)), t.ndim - 2)
 
-    def program(self, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-        blocks = [torch.matmul(x, w).chunk(len(xs), -1) for x, w in zip(xs, ws, strict=True)]
-        return [torch.cat([each[rank] for each in blocks], -2) for rank in range(len(xs))]
+    def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
+        blocks = [t.chunk(len(ts), -1) for t in ts]
+        return [torch.cat([each[rank] for each in blocks], -2) for rank in range(len(ts))]
 
 
 class AllToAllMatmul(OpBench):
@@ -53,10 +53,9 @@ class AllToAllMatmul(OpBench):
     def collective(self, t: Tensor) -> Tensor:
         return collectives.unpacked(collectives.all_to_all(collectives.packed(t, -2)), t.ndim - 1)
 
-    def program(self, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-        blocks = [x.chunk(len(xs), -2) for x in xs]
-        exchanged = [torch.cat([each[rank] for each in blocks], -1) for rank in range(len(xs))]
-        return [torch.matmul(x, w) for x, w in zip(exchanged, ws, strict=True)]
+    def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
+        blocks = [t.chunk(len(ts), -2) for t in ts]
+        return [torch.cat([each[rank] for each in blocks], -1) for rank in range(len(ts))]
 
 
 class AllGatherMatmul(OpBench):
@@ -80,9 +79,8 @@ class AllGatherMatmul(OpBench):
     def collective(self, t: Tensor) -> Tensor:
         return collectives.unpacked(collectives.all_gather(t), t.ndim - 2)
 
-    def program(self, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-        gathered = torch.cat(list(xs), -2)
-        return [torch.matmul(gathered, w) for w in ws]
+    def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(ts), -2)] * len(ts)
 
 
 class MatmulReduceScatter(OpBench):
@@ -101,9 +99,8 @@ class MatmulReduceScatter(OpBench):
     def collective(self, t: Tensor) -> Tensor:
         return collectives.reduce_scatter(collectives.packed(t, -2))
 
-    def program(self, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-        total = torch.stack([torch.matmul(x, w) for x, w in zip(xs, ws, strict=True)]).sum(0)
-        return list(total.chunk(len(xs), -2))
+    def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
+        return list(torch.stack(list(ts)).sum(0).chunk(len(ts), -2))
 
 
 class MatmulAllReduce(OpBench):
@@ -123,9 +120,8 @@ class MatmulAllReduce(OpBench):
     def collective(self, t: Tensor) -> Tensor:
         return collectives.all_reduce(t)
 
-    def program(self, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-        total = torch.stack([torch.matmul(x, w) for x, w in zip(xs, ws, strict=True)]).sum(0)
-        return [total] * len(xs)
+    def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.stack(list(ts)).sum(0)] * len(ts)
 
 
 PROGRAMS: dict[str, OpBench] = {

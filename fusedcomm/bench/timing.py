@@ -4,7 +4,7 @@
 * Variants are interleaved round by round, in an order that changes with the round and is equal on
   all ranks: a slow moment of the machine meets all, and none always follows the same other.
 * The ranks start a measurement together; its time is the slowest rank's. Reported: the median over
-  rounds, P10, P90.
+  rounds, P10, P90, P99 and the variation.
 
 Ranks call these functions alike, under torchrun or in a RankPool.
 """
@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 
 Variants = Mapping[str, Callable[[], Tensor]]
 Result = TypeVar("Result")  # a tensor or a tuple of them
+Check = Callable[[str, Any], "str | None"]  # of a variant's name and result: what is wrong, or None
 
 L2_BYTES = 256 << 20  # more than the L2 of any GPU
-TEXT_BYTES = 400  # of a check's answer
 SKEW_CYCLES = 2_000_000  # about 1 ms: the GPU waits until all launches of a measurement are queued
 
 
@@ -64,10 +64,7 @@ def check_values(variants: Mapping[str, Callable[[], Result]], check: Callable[[
     for name, variant in variants.items():
         result = variant()
         device = pytree.tree_leaves(result)[0].device
-        found = _all_gather_text(check(name, result) or "", device)
-        wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
-        if wrong:
-            raise ValuesDiffer(f"{name!r} gave wrong values: " + "; ".join(wrong))
+        _raise_if_any(check(name, result) or "", device, f"{name!r} gave wrong values")
 
 
 def difference(result: Tensor, expected: Tensor) -> str | None:
@@ -91,9 +88,13 @@ def measure(
     rounds: int,
     warmup: int = 1,
     on_round: Callable[[int], None] = lambda done: None,
+    check: Check | None = None,
 ) -> dict[str, Timing]:
-    """Times of checked variants. ``on_round`` gets the number of rounds done, warm-up included."""
-    seconds = measure_rounds(variants, device, rounds=rounds, warmup=warmup, on_round=on_round)
+    """Times of checked variants. ``on_round`` gets the number of rounds done, warm-up included.
+
+    With ``check`` the result of every measured call is checked too, after its clock has stopped.
+    """
+    seconds = measure_rounds(variants, device, rounds=rounds, warmup=warmup, on_round=on_round, check=check)
     return {name: Timing.of(each) for name, each in seconds.items()}
 
 
@@ -104,38 +105,53 @@ def measure_rounds(
     rounds: int,
     warmup: int = 1,
     on_round: Callable[[int], None] = lambda done: None,
+    check: Check | None = None,
 ) -> dict[str, Tensor]:
     """Per variant the seconds of the slowest rank in every round, float64, on the CPU."""
     names = list(variants)
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     seconds = torch.zeros(rounds, len(names), dtype=torch.float64, device=device)
     for round_ in range(-warmup, rounds):
+        wrong = ""
         for i in random.Random(round_).sample(range(len(names)), len(names)):
-            elapsed = clock(variants[names[i]])
+            elapsed, result = clock(variants[names[i]])
+            if check is not None and (text := check(names[i], result)):
+                wrong = wrong or f"{names[i]!r} in round {round_ + warmup + 1}: {text}"
+            del result  # after the clock was read: freeing is not part of any variant
             if round_ >= 0:
                 seconds[round_, i] = elapsed
+        if check is not None:
+            _raise_if_any(wrong, device, "wrong values")
         on_round(round_ + warmup + 1)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return dict(zip(names, seconds.cpu().unbind(1), strict=True))
 
 
-def _all_gather_text(text: str, device: torch.device) -> list[str]:
-    """Not all_gather_object: that needs NumPy, which torch does not depend on."""
-    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
-    local = torch.tensor(list(data), dtype=torch.uint8, device=device)
-    every = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+def all_gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
+    """Every rank's, of any length. Not all_gather_object: that needs NumPy, which torch does not depend on."""
+    num_ranks = dist.get_world_size()
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device))
+    longest = max(1, *(int(length) for length in lengths))
+    local = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8).to(device)
+    every = [torch.empty_like(local) for _ in range(num_ranks)]
     dist.all_gather(every, local)
-    return [bytes(t.tolist()).decode(errors="replace").strip() for t in every]
+    return [bytes(t[: int(length)].tolist()) for t, length in zip(every, lengths, strict=True)]
+
+
+def _raise_if_any(text: str, device: torch.device, what: str) -> None:
+    found = [each.decode(errors="replace") for each in all_gather_bytes(text.encode(), device)]
+    wrong = [f"rank {rank}: {each}" for rank, each in enumerate(found) if each]
+    if wrong:
+        raise ValuesDiffer(f"{what}: " + "; ".join(wrong))
 
 
 class _CpuClock:
-    def __call__(self, variant: Callable[[], Any]) -> float:
+    def __call__(self, variant: Callable[[], Any]) -> tuple[float, Any]:
         dist.barrier()
         start = time.perf_counter()
         result = variant()
-        elapsed = time.perf_counter() - start
-        del result  # after the clock was read: freeing is not part of any variant
-        return elapsed
+        return time.perf_counter() - start, result
 
 
 class _CudaClock:
@@ -143,7 +159,7 @@ class _CudaClock:
         self.flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
         self.token = torch.zeros(1, device=device)
 
-    def __call__(self, variant: Callable[[], Any]) -> float:
+    def __call__(self, variant: Callable[[], Any]) -> tuple[float, Any]:
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -152,7 +168,7 @@ class _CudaClock:
         torch.cuda._sleep(SKEW_CYCLES)
         dist.all_reduce(self.token)  # on the stream: GPUs start together, whatever launches took
         start.record()
-        variant()
+        result = variant()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3, result

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from rich import box
 from rich.table import Table
 
+from fusedcomm.bench import plots, trace
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.cli import launch, output
 from fusedcomm.cli.problem import DTENSOR, OURS, ROOF, UNFUSED, Problem, RankData
@@ -36,6 +39,7 @@ class Result:
     algorithm: str
     huge_pages: bool  # asked for by torch's own CPU allocations
     times: dict[str, Timing]
+    lanes: Sequence[trace.Range] = ()  # of the program by hand and of ours, if asked for
 
 
 def add_parser(commands: Any) -> None:
@@ -46,6 +50,7 @@ def add_parser(commands: Any) -> None:
         "or in the ranks of torchrun. Checks all values, then prints times side by side.",
     )
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="also draw what every rank does over time, as PNG")
     parser.add_argument(
         "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
     )
@@ -62,19 +67,16 @@ def run(args: argparse.Namespace) -> int:
         return output.fail("demo", problem, code=2)
     dtype = DTYPES[args.dtype or ("bfloat16" if device_type == "cuda" else "float32")]
     try:
-        with launch.ranks(device_type, world_size, TIMEOUT_S) as call:
-            result = call(_measure, device_type, dtype, args.rounds)
-    except ValuesDiffer as error:
-        return output.fail("demo", str(error))
-    except RankError as error:
-        failure = error.failures[0]
-        if failure.exception_type == ValuesDiffer.__name__:
-            return output.fail("demo", failure.message)
-        return output.fail("demo", str(error))
+        with launch.ranks(device_type, world_size, TIMEOUT_S, trace.QUIET if args.plot else None) as call:
+            result = call(_measure, device_type, dtype, args.rounds, bool(args.plot))
+    except (ValuesDiffer, RankError) as error:
+        return output.fail("demo", launch.message(error))
     if result is not None:
         _print(result)
         if args.json:
             output.write_json(args.json, report(result))
+        if args.plot:
+            plots.write(Path(args.plot), plots.lanes_over_time(result.lanes, "demo"))
     return 0
 
 
@@ -82,8 +84,11 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
     if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
         return f"--device cuda: {missing}"
-    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
-        return f"--json {problem}"
+    if args.plot and (missing := plots.missing()):
+        return f"--plot: {missing}"
+    for name, file in (("json", args.json), ("plot", args.plot)) if launch.is_rank_0() else ():
+        if problem := output.not_writable(file):
+            return f"--{name} {problem}"
     return None
 
 
@@ -108,9 +113,11 @@ def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> 
 def report(result: Result) -> dict[str, Any]:
     """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
     roof, unfused, dtensor = (result.times[name].median for name in (ROOF, UNFUSED, DTENSOR))
+    facts = asdict(result)
+    del facts["lanes"]
     return {
         **launch.run_facts(),
-        **asdict(result),
+        **facts,
         "ratios": {
             name: {
                 "faster_than_matmul_and_all_to_all": unfused / t.median,
@@ -123,7 +130,7 @@ def report(result: Result) -> dict[str, Any]:
     }
 
 
-def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int) -> Result:
+def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot: bool) -> Result:
     device = launch.rank_device(device_type)
     world_size = dist.get_world_size()
     problem = start_program(device, dtype, world_size)
@@ -134,9 +141,10 @@ def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int) -> Re
         check_values(variants, data.check)
         data.randomize()
         times = measure(variants, device, rounds=rounds, on_round=on_round)
+    lanes = trace.ranges(trace.record({name: variants[name] for name in (UNFUSED, OURS)}, device)) if plot else []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
     huge_pages = launch.torch_asks_for_huge_pages()
-    return Result(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times)
+    return Result(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times, lanes)
 
 
 def _print(result: Result) -> None:

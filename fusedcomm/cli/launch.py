@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedcomm.testing.ranks import RankPool
+from fusedcomm.testing.ranks import RankError, RankPool
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it at its first CPU allocation
@@ -98,6 +98,13 @@ def ranks(device_type: str, world_size: int, timeout_s: float, env: Mapping[str,
     finally:
         if owned:
             dist.destroy_process_group()
+
+
+def message(error: Exception) -> str:
+    """What a command says: of wrong values what is wrong, of other failures in ranks all."""
+    if isinstance(error, RankError) and error.failures[0].exception_type == "ValuesDiffer":
+        return error.failures[0].message
+    return str(error)
 
 
 def run_facts() -> dict[str, Any]:

@@ -1,0 +1,188 @@
+"""An op at one size: every algorithm beside the baseline, the collective alone and the roof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.bench.problem import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, RankData, Size
+from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.timing import Check, Timing, check_values, measure
+from fusedcomm.cli import launch, output
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ALGORITHMS = (AUTO, "unfused", "chunked", "fused")
+# busbw / algbw in a group of R, as nccl-tests defines them
+BUS: dict[str, Callable[[int], float]] = {
+    "all_to_all": lambda size: (size - 1) / size,
+    "all_gather": lambda size: (size - 1) / size,
+    "reduce_scatter": lambda size: (size - 1) / size,
+    "all_reduce": lambda size: 2 * (size - 1) / size,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How rows are measured; the same in all ranks."""
+
+    device_type: str
+    rounds: int
+    warmup: int
+    check: bool
+    graph: bool
+    algorithms: tuple[str, ...] = (AUTO,)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An op at one size with one algorithm. Times in seconds, of the slowest rank; bytes as nccl-tests counts them."""
+
+    op: str
+    rows: int
+    k: int
+    n: int
+    batch: int
+    dtype: str
+    direction: str
+    algorithm: str  # asked for: "auto" leaves it to the planner
+    planned: str  # what runs
+    plan: str
+    group_size: int
+    num_bytes: int  # exchanged, over all exchanges of the direction
+    flops: int
+    roof: Timing
+    collective: Timing
+    baseline: Timing
+    ours: Timing
+
+    @property
+    def ratio(self) -> float:
+        return self.baseline.median / self.ours.median
+
+    @property
+    def percent_over_roof(self) -> float:
+        return 100 * (self.ours.median / self.roof.median - 1)
+
+    @property
+    def exposed(self) -> float:
+        return self.ours.median - self.roof.median
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """(T_matmul + T_collective - T_ours) / min: 1 where the shorter is hidden, 0 where nothing is."""
+        hidden = self.roof.median + self.collective.median - self.ours.median
+        return hidden / min(self.roof.median, self.collective.median)
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.ours.median / 1e12
+
+    @property
+    def algbw(self) -> float:
+        """GB/s."""
+        return self.num_bytes / self.ours.median / 1e9
+
+    @property
+    def busbw(self) -> float:
+        return self.algbw * BUS[PROGRAMS[self.op].kind](self.group_size)
+
+
+def size_of(op: str, num_bytes: int, k: int, n: int, batch: int, dtype: str) -> Size:
+    """The size whose exchange is ``num_bytes``, at least one row of each batch."""
+    columns = k if PROGRAMS[op].gathers else n
+    rows = max(num_bytes // (columns * DTYPES[dtype].itemsize), 1)
+    return Size(rows + -rows % max(batch, 1), k, n, batch)
+
+
+def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, options: Options) -> list[Row]:
+    """A row per algorithm, all of them measured in one run."""
+    data = rank_data(op, size, dtype, direction, options.device_type)
+    every = variants(data, options.algorithms)
+    with output.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
+        check_values(every, data.check)
+        if not options.check:
+            data.randomize()
+            every = variants(data, options.algorithms)
+        times = timed(every, data.device, options, on_round, data.check)
+    plans = {algorithm: _plan(data, algorithm) for algorithm in options.algorithms}
+    bench, size = data.bench, data.size
+    return [
+        Row(
+            op=op,
+            rows=size.rows,
+            k=size.k,
+            n=size.n,
+            batch=size.batch,
+            dtype=dtype,
+            direction=direction,
+            algorithm=algorithm,
+            planned=plans[algorithm].algorithm,
+            plan=str(plans[algorithm]),
+            group_size=data.num_ranks,
+            num_bytes=data.exchanged_bytes * bench.exchanges(direction),
+            flops=size.flops * MATMULS[direction],
+            roof=times[ROOF],
+            collective=times[COLLECTIVE],
+            baseline=times[BASELINE],
+            ours=times[algorithm],
+        )
+        for algorithm in options.algorithms
+    ]
+
+
+def rank_data(op: str, size: Size, dtype: str, direction: str, device_type: str) -> RankData:
+    bench = PROGRAMS[op]
+    size = bench.divisible(size, dist.get_world_size())
+    return RankData(bench, size, DTYPES[dtype], launch.rank_device(device_type), direction)
+
+
+def variants(data: RankData, algorithms: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
+    every = dict(data.variants())
+    ours = every.pop(AUTO)
+    every[COLLECTIVE] = data.collective()
+    return every | {name: ours if name == AUTO else data.forced(name) for name in algorithms}
+
+
+def timed(
+    every: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    options: Options,
+    on_round: Callable[[int], None],
+    check: Check,
+) -> dict[str, Timing]:
+    """Times of variants that are checked already; each is called through a CUDA graph if ``options`` say so."""
+    if options.graph:
+        every = {name: captured(variant) for name, variant in every.items()}
+    return measure(
+        every,
+        device,
+        rounds=options.rounds,
+        warmup=options.warmup,
+        on_round=on_round,
+        check=check if options.check else None,
+    )
+
+
+def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
+    """``variant``, which has run before, as the replay of a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog makes CUDA calls of its own
+        result = variant()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _plan(data: RankData, algorithm: str) -> fusedcomm.Plan:
+    if algorithm == AUTO:
+        return data.plan()
+    with fusedcomm.force_algorithm(algorithm):
+        return data.plan()

@@ -1,0 +1,109 @@
+"""A plain collective of torch.distributed at one size, beside a copy of as many bytes in local memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedcomm.bench import collectives
+from fusedcomm.bench.measure import BUS, DTYPES, Options, timed
+from fusedcomm.bench.timing import Timing, check_values, difference
+from fusedcomm.cli import launch, output
+
+COPY = "copy"
+COLLECTIVES = {  # by their names in torch.distributed
+    "all_to_all_single": "all_to_all",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Times in seconds, of the slowest rank; bytes as nccl-tests counts them."""
+
+    op: str
+    dtype: str
+    group_size: int
+    num_bytes: int
+    copy: Timing
+    time: Timing
+
+    @property
+    def over_copy(self) -> float:
+        return self.time.median / self.copy.median
+
+    @property
+    def algbw(self) -> float:
+        """GB/s."""
+        return self.num_bytes / self.time.median / 1e9
+
+    @property
+    def busbw(self) -> float:
+        return self.algbw * BUS[COLLECTIVES[self.op]](self.group_size)
+
+
+def measure_collective(rank: int, op: str, num_bytes: int, dtype: str, options: Options) -> list[CollectiveRow]:
+    device = launch.rank_device(options.device_type)
+    data = CollectiveData(COLLECTIVES[op], num_bytes, DTYPES[dtype], device)
+    variants = {COPY: data.copy, op: data.collective}
+    with output.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
+        check_values(variants, data.check)
+        if not options.check:
+            data.local.normal_()
+        times = timed(variants, device, options, on_round, data.check)
+    return [CollectiveRow(op, dtype, data.num_ranks, data.num_bytes, times[COPY], times[op])]
+
+
+class CollectiveData:
+    """One rank's input: integers that tell ranks and places apart, so small that sums over ranks are exact."""
+
+    def __init__(self, kind: str, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.kind, self.dtype, self.device = kind, dtype, device
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.block = max(math.ceil(num_bytes / dtype.itemsize / self.num_ranks), 1)
+        self.num_bytes = self.block * self.num_ranks * dtype.itemsize
+        self.local = self._of(self.rank)
+        self.source = self._integers(self.block * self.num_ranks, self.rank)
+        self.moved = torch.empty_like(self.source)
+
+    def copy(self) -> Tensor:
+        return self.moved.copy_(self.source)
+
+    def collective(self) -> Tensor:
+        run: Callable[[Tensor], Tensor] = getattr(collectives, self.kind)
+        return run(self.local).flatten()
+
+    def check(self, name: str, result: Tensor) -> str | None:
+        if name == COPY:
+            return difference(result, self.source)
+        wrong = difference(result, self._expected([self._of(rank) for rank in range(self.num_ranks)]).to(self.dtype))
+        if self.kind == "all_reduce":  # it is in place
+            self.local.copy_(self._of(self.rank))
+        return wrong
+
+    def _expected(self, every: Sequence[Tensor]) -> Tensor:
+        """What this rank gets of every rank's input."""
+        if self.kind == "all_gather":
+            return torch.cat(list(every))
+        if self.kind == "all_to_all":
+            return torch.cat([t[self.rank] for t in every])
+        total = torch.stack([t.float() for t in every]).sum(0)
+        return total if self.kind == "all_reduce" else total[self.rank]
+
+    def _of(self, rank: int) -> Tensor:
+        """What a rank gives: [block], [R * block], or [R, block] where each has a part."""
+        if self.kind == "all_gather":
+            return self._integers(self.block, rank)
+        t = self._integers(self.block * self.num_ranks, rank)
+        return t if self.kind == "all_reduce" else t.view(self.num_ranks, self.block)
+
+    def _integers(self, numel: int, rank: int) -> Tensor:
+        below = max(256 // self.num_ranks, 2)  # bfloat16 counts to 256
+        return (torch.arange(numel, device=self.device) * 7 + 3 * rank).remainder(below).to(self.dtype)

@@ -1,0 +1,172 @@
+"""One call of each variant in every rank under torch's profiler, as one trace that Perfetto opens.
+
+Every rank has its threads, its GPU streams, and a process of its own with the lanes of fusedcomm.lanes. Times are of
+the host's clock, which ranks of one host share; between hosts they are as far apart as the clocks are.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.bench.timing import all_gather_bytes
+from fusedcomm.lanes import LANES, PREFIX
+
+VARIANT = "variant: "
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # of ranks that profile: it prints a line at every start and stop
+Trace = dict[str, Any]  # as chrome://tracing and Perfetto read it
+PIDS_PER_RANK = 100  # of the merged trace
+ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
+MATMULS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+COPIES = ("aten::copy_",)
+
+
+def record(variants: Mapping[str, Callable[[], Any]], device: torch.device) -> Trace:
+    """The merged trace, on every rank. Ranks call it alike; the variants have run before."""
+    cuda = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if cuda else []
+    with torch.profiler.profile(activities=activities) as profiled:
+        for name in (None, *variants):  # the first call under a profiler is slow
+            dist.barrier()
+            if name is None:
+                next(iter(variants.values()))()
+                continue
+            with torch.profiler.record_function(VARIANT + name):
+                variants[name]()
+                if cuda:
+                    torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(file))
+        local = zlib.compress(file.read_bytes())
+    return merged([json.loads(zlib.decompress(each)) for each in all_gather_bytes(local, device)])
+
+
+def merged(traces: Sequence[Trace]) -> Trace:
+    """One trace of every rank's; what came before the first variant is left out. Time starts at 0."""
+    events: list[dict[str, Any]] = []
+    for rank, trace in enumerate(traces):
+        events += _of_rank(rank, trace)
+    start = min((event["ts"] for event in events if event["ph"] != "M"), default=0.0)
+    for event in events:
+        event["ts"] = event.get("ts", start) - start if event["ph"] != "M" else 0
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def joined(traces: Sequence[Trace]) -> Trace:
+    """Several merged traces, one after the other, with a gap."""
+    events: list[dict[str, Any]] = []
+    offset = 0.0
+    for i, trace in enumerate(traces):
+        for event in trace["traceEvents"]:
+            if event["ph"] == "M":
+                events += [event] * (i == 0 or event not in events)
+            else:
+                events.append(event | {"ts": event["ts"] + offset})
+        offset = max((event["ts"] + event.get("dur", 0) for event in events), default=0.0) + 1000.0
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _of_rank(rank: int, trace: Trace) -> Iterator[dict[str, Any]]:
+    base = trace.get("baseTimeNanoseconds", 0) / 1e3
+    events = trace["traceEvents"]
+    start = min((event["ts"] for event in events if str(event.get("name", "")).startswith(VARIANT)), default=0.0)
+    labels = {e["pid"]: e["args"]["labels"] for e in events if e["ph"] == "M" and e["name"] == "process_labels"}
+    pids: dict[Any, int] = {}
+    for event in events:
+        if event.get("cat") == "Trace" or event["ph"] not in "MXsfi" or (event["ph"] != "M" and event["ts"] < start):
+            continue
+        original = event["pid"]
+        if event["ph"] == "M" and event["name"] != "thread_name":
+            continue  # processes are named below
+        pid = pids.setdefault(original, rank * PIDS_PER_RANK + len(pids) + 1)
+        copy = event | {"pid": pid} | ({} if event["ph"] == "M" else {"ts": event["ts"] + base})
+        if "id" in copy:  # of a flow from a launch to its kernel
+            copy["id"] = f"{rank}.{copy['id']}"
+        yield copy
+        if _lane_of(event):
+            tid = LANES.index(_lane_of(event) or "") + len(LANES) * ANNOTATIONS.index(event["cat"])
+            yield copy | {"pid": rank * PIDS_PER_RANK, "tid": tid, "cat": "fusedcomm"}
+    yield _name("process_name", rank * PIDS_PER_RANK, 0, f"rank {rank}: fusedcomm")
+    for i, where in enumerate(("", "GPU ")):
+        for tid, name in enumerate(LANES):
+            yield _name("thread_name", rank * PIDS_PER_RANK, tid + i * len(LANES), where + name)
+    for original, pid in pids.items():
+        yield _name("process_name", pid, 0, f"rank {rank}: {labels.get(original, original)}")
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _lane_of(event: Mapping[str, Any]) -> str | None:
+    name = str(event.get("name", ""))
+    if event.get("cat") not in ANNOTATIONS or not name.startswith(PREFIX):
+        return None
+    found = name.removeprefix(PREFIX).split(" ")[0]
+    return found if found in LANES else None
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a rank did for a variant: a lane of fusedcomm.lanes, or "collective". Milliseconds since its start."""
+
+    variant: str
+    rank: int
+    lane: str
+    start: float
+    end: float
+
+
+def ranges(trace: Trace) -> list[Range]:
+    """Of a merged trace. A matmul or copy inside one of our own ranges is part of it."""
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    found = []
+    for window in (event for event in events if _is_variant(event)):
+        rank = window["pid"] // PIDS_PER_RANK
+        starts = [e["ts"] for e in events if e["name"] == window["name"] and _is_variant(e)]
+        begin, end = min(starts), window["ts"] + window["dur"]
+        inside = [e for e in events if e["pid"] // PIDS_PER_RANK == rank and window["ts"] <= e["ts"] < end]
+        ours = [e for e in inside if e.get("cat") == "fusedcomm" and (e["tid"] >= len(LANES)) == on_gpu]
+        others = [(e, _kind(e, on_gpu)) for e in inside]
+        kept = [(e, _lane(e)) for e in ours]
+        kept += [(e, kind) for e, kind in others if kind and not any(_contains(own, e) for own in ours)]
+        variant = window["name"].removeprefix(VARIANT)
+        found += [
+            Range(variant, rank, kind, (e["ts"] - begin) / 1e3, (e["ts"] + e["dur"] - begin) / 1e3) for e, kind in kept
+        ]
+    return found
+
+
+def _is_variant(event: Mapping[str, Any]) -> bool:
+    return event["name"].startswith(VARIANT) and event.get("cat") == "user_annotation"
+
+
+def _lane(event: Mapping[str, Any]) -> str:
+    return LANES[event["tid"] % len(LANES)]
+
+
+def _contains(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+    return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+
+def _kind(event: Mapping[str, Any], on_gpu: bool) -> str | None:
+    """Of what is no range of ours."""
+    name, cat = event["name"], event.get("cat")
+    if on_gpu:
+        if cat == "kernel":
+            return "collective" if name.startswith("nccl") else "matmul"
+        return "copy" if cat == "gpu_memcpy" else None
+    if cat == "cpu_op":
+        return "matmul" if name in MATMULS else "copy" if name in COPIES else None
+    return "collective" if cat == "user_annotation" and name.startswith(("gloo:", "nccl:")) else None

@@ -1,0 +1,258 @@
+"""``fusedcomm bench``: the ops and plain collectives on this machine, over sizes. Columns: docs/benchmark.md."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusedcomm.bench import all_to_all as suite
+from fusedcomm.bench import plots, table, trace
+from fusedcomm.bench.measure import ALGORITHMS, DTYPES, Options, measure_op, rank_data, size_of, variants
+from fusedcomm.bench.plain import COLLECTIVES, measure_collective
+from fusedcomm.bench.problem import AUTO, BASELINE, MATMULS, Size
+from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.timing import ValuesDiffer
+from fusedcomm.cli import launch, output
+from fusedcomm.testing.ranks import RankError
+
+TIMEOUT_S = 600
+WIDTH = 200  # of lines where no terminal says its own
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+OURS = "ours"
+SUITE = "all-to-all"
+MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
+
+
+@dataclass
+class Results:
+    """What rank 0 has of all that ran."""
+
+    rows: list[table.AnyRow] = field(default_factory=list)
+    traces: dict[str, trace.Trace] = field(default_factory=dict)  # by op
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="speed of the ops and of plain collectives, over sizes",
+        description="Runs on the GPUs present, else on 2 CPU ranks of one thread; by itself, or in the ranks of "
+        "torchrun. Checks all values, then prints times of the slowest rank side by side.",
+    )
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    common = _common_arguments()
+    for name in (*PROGRAMS, "ops"):
+        text = "all five ops" if name == "ops" else f"against {PROGRAMS[name].baseline_text}"
+        _add_op_arguments(what.add_parser(name, help=text, parents=[common]))
+    for name in (*COLLECTIVES, "collectives"):
+        text = "all plain collectives" if name == "collectives" else "of torch.distributed, alone"
+        what.add_parser(name, help=text, parents=[common])
+    suite.add_arguments(what.add_parser(SUITE, help="ways to overlap an all_to_all with other work"))
+    parser.set_defaults(run=run)
+
+
+def _common_arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    sizes = parser.add_argument_group("sizes in bytes (64K, 1M, 1G), as nccl-tests has them")
+    sizes.add_argument("-b", "--minbytes", type=_bytes, metavar="BYTES", help="smallest size exchanged")
+    sizes.add_argument("-e", "--maxbytes", type=_bytes, metavar="BYTES", help="largest (default: the smallest)")
+    sizes.add_argument("-f", "--stepfactor", type=_factor, default=2.0, metavar="F", help="from size to size (2)")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="bfloat16 on GPUs, float32 and bfloat16 on CPU")
+    parser.add_argument("--rounds", "-n", type=output.positive, default=9, metavar="N", help="measured (9)")
+    parser.add_argument("--warmup", "-w", type=output.positive, default=2, metavar="N", help="rounds before (2)")
+    parser.add_argument("--check", action="store_true", help="check the result of every measured call too")
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
+    parser.add_argument(
+        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every figure, and what it depends on")
+    parser.add_argument("--csv", metavar="FILE", help="write a line per row")
+    return parser
+
+
+def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", nargs=3, type=output.positive, metavar=("ROWS", "K", "N"), action="append")
+    parser.add_argument("-K", type=output.positive, help="of sizes given in bytes (1024; 4096 where K is exchanged)")
+    parser.add_argument("-N", type=output.positive, help="of sizes given in bytes (4096; 1024 where K is exchanged)")
+    parser.add_argument("--batch", type=output.positive, default=0, metavar="B", help="x is [B, rows / B, K]")
+    parser.add_argument("--pass", dest="direction", nargs="+", choices=tuple(MATMULS), default=["forward"])
+    parser.add_argument("--algorithm", nargs="+", choices=ALGORITHMS, default=[AUTO], help="default: the planner's")
+    parser.add_argument("--plot", metavar="DIR", help="write PNGs: ratio, roofline, and lanes of each op")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a trace of all ranks for Perfetto: the last size of each op"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.what == SUITE:
+        return suite.run(args)
+    device_type = args.device or launch.default_device_type()
+    if problem := _wrong_arguments(args, device_type):
+        return output.fail("bench", problem, code=2)
+    world_size = args.world_size or launch.default_world_size(device_type)
+    options = Options(
+        device_type=device_type,
+        rounds=args.rounds,
+        warmup=args.warmup,
+        check=args.check,
+        graph=args.graph,
+        algorithms=tuple(getattr(args, "algorithm", ())),
+    )
+    try:
+        with launch.ranks(device_type, world_size, TIMEOUT_S, trace.QUIET) as call:
+            results = _measure_all(args, options, call)
+    except (ValuesDiffer, RankError) as error:
+        return output.fail("bench", launch.message(error))
+    if launch.is_rank_0():
+        _write(args, options, results)
+    return 0
+
+
+def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
+    """What would otherwise come up in the ranks, or after all is measured."""
+    if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
+        return f"--device cuda: {missing}"
+    if args.graph and device_type == "cpu":
+        return "--graph replays CUDA graphs: it needs --device cuda, got cpu"
+    if args.maxbytes and args.maxbytes < (args.minbytes or args.maxbytes + 1):
+        return f"--maxbytes must be at least --minbytes, got {args.minbytes} to {args.maxbytes}"
+    if getattr(args, "shape", None) and args.minbytes:
+        return "--shape and --minbytes both say the sizes: give one of them"
+    if getattr(args, "plot", None) and (missing := plots.missing()):
+        return f"--plot: {missing}"
+    for name in ("json", "csv", "trace") if launch.is_rank_0() else ():
+        if problem := output.not_writable(getattr(args, name, None)):
+            return f"--{name} {problem}"
+    return None
+
+
+def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call) -> Results:
+    results = Results()
+    here, console = launch.is_rank_0(), output.console(WIDTH)
+    dtypes = args.dtype or (["bfloat16"] if options.device_type == "cuda" else ["float32", "bfloat16"])
+    for op in MANY.get(args.what, (args.what,)):
+        rows: list[table.AnyRow] = []
+        for each in _calls(args, op, dtypes, options):
+            rows += call(*each) or []
+        if op in PROGRAMS and (args.plot or args.trace):
+            *_, (_, _, size, dtype, direction, _) = _calls(args, op, dtypes, options)
+            traced = call(record_op, op, size, dtype, direction, options)
+            results.traces |= {op: traced} if here else {}
+        if here:
+            console.print(table.table(rows, op))
+        results.rows += rows
+    if here:
+        _print_end(console, results.rows, options)
+    return results
+
+
+def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Options) -> Iterator[tuple[Any, ...]]:
+    """What every rank calls for each size."""
+    if op in COLLECTIVES:
+        for dtype, num_bytes in itertools.product(dtypes, _sweep(args) or _sweep_default()):
+            yield measure_collective, op, num_bytes, dtype, options
+        return
+    for dtype, direction in itertools.product(dtypes, args.direction):
+        for size in _sizes(args, op, dtype, options.device_type):
+            yield measure_op, op, size, dtype, direction, options
+
+
+def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> list[Size]:
+    bench = PROGRAMS[op]
+    if args.shape:
+        return [Size(rows, k, n, args.batch) for rows, k, n in args.shape]
+    if sweep := _sweep(args):
+        k, n = (args.K or 4096, args.N or 1024) if bench.gathers else (args.K or 1024, args.N or 4096)
+        return [size_of(op, num_bytes, k, n, args.batch, dtype) for num_bytes in sweep]
+    return [Size(*shape, args.batch) for shape in bench.corners(1 if device_type == "cpu" else GPU_SCALE)]
+
+
+GPU_SCALE = 4  # of every side of the default sizes
+
+
+def _sweep(args: argparse.Namespace) -> list[int]:
+    if args.minbytes is None:
+        return []
+    sizes, num_bytes = [], float(args.minbytes)
+    while num_bytes <= (args.maxbytes or args.minbytes):
+        sizes.append(int(num_bytes))
+        num_bytes *= args.stepfactor
+    return sizes
+
+
+def _sweep_default() -> list[int]:
+    return [1 << 20, 4 << 20, 16 << 20, 64 << 20]
+
+
+def record_op(rank: int, op: str, size: Size, dtype: str, direction: str, options: Options) -> trace.Trace:
+    """In every rank: one call of the baseline and one of ours, under the profiler."""
+    data = rank_data(op, size, dtype, direction, options.device_type)
+    every = variants(data, options.algorithms[:1])
+    chosen = {BASELINE: every[BASELINE], OURS: every[options.algorithms[0]]}
+    for variant in chosen.values():  # the first call of a shape makes memory and loads kernels
+        variant()
+    return trace.record(chosen, data.device)
+
+
+def _print_end(console: Any, rows: Sequence[table.AnyRow], options: Options) -> None:
+    if lines := table.summary(rows):
+        console.print(table.summary_table(lines))
+    where = (
+        "CPU ranks of one thread; only ratios within one run mean anything" if options.device_type == "cpu" else "GPUs"
+    )
+    checked = "of every call" if options.check else "before timing"
+    console.print(
+        f"{rows[0].group_size} {where}. Values checked {checked}; median of {options.rounds} rounds, slowest rank"
+    )
+    plans = {(row.op, row.algorithm): row.plan for row in rows if isinstance(row, table.Row)}
+    for plan in plans.values():
+        console.print(f"plan of the last size: {plan}", markup=False)
+
+
+def _write(args: argparse.Namespace, options: Options, results: Results) -> None:
+    if args.json:
+        output.write_json(args.json, report(args.what, options, results.rows))
+    if args.csv:
+        table.write_csv(args.csv, results.rows)
+    if getattr(args, "trace", None):
+        output.write_json(args.trace, trace.joined(list(results.traces.values())))
+    if getattr(args, "plot", None):
+        lanes = {op: trace.ranges(each) for op, each in results.traces.items()}
+        ops = [row for row in results.rows if isinstance(row, table.Row)]
+        for file in plots.write_all(Path(args.plot), ops, lanes):
+            print(file)
+
+
+def report(what: str, options: Options, rows: Sequence[table.AnyRow]) -> dict[str, Any]:
+    """The JSON: every figure and what it depends on. Times in seconds, bandwidths in GB/s."""
+    settings = {name: value for name, value in vars(options).items() if name != "algorithms"}
+    return launch.run_facts() | {
+        "what": what,
+        "settings": settings | {"algorithms": list(options.algorithms)},
+        "group_size": rows[0].group_size,
+        "rows": [table.report(row) for row in rows],
+        "summary": table.summary(rows),
+    }
+
+
+def _bytes(text: str) -> int:
+    """As nccl-tests reads sizes: a number and K, M or G, of 1024."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
+    try:
+        value = int(float(number) * UNITS[unit])
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive number of bytes, K, M or G, got {text!r}")
+    return value
+
+
+def _factor(text: str) -> float:
+    value = float(text)
+    if not value > 1:
+        raise argparse.ArgumentTypeError(f"must be larger than 1, got {text}")
+    return value

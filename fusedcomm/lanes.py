@@ -1,0 +1,25 @@
+"""The parts of a call as ranges in a profiler's trace, one lane per kind of work; free where nobody profiles.
+
+matmul   a chunk's matmul; of `fused` also what its kernel stores to peers or waits for
+push     a chunk's copy to a peer, and its signal
+wait     for a peer's signal
+copy     what has arrived, to its place in the result, or added to it; of `fused` also the wait for it
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.autograd import profiler
+
+LANES = ("matmul", "push", "wait", "copy")
+PREFIX = "fusedcomm."
+_NOT_PROFILED: AbstractContextManager[Any] = nullcontext()
+
+
+def lane(name: str, peer: int | None = None) -> AbstractContextManager[Any]:
+    """What happens inside is ``name``'s, for ``peer``."""
+    if not profiler._is_profiler_enabled:
+        return _NOT_PROFILED
+    return profiler.record_function(f"{PREFIX}{name}" if peer is None else f"{PREFIX}{name} rank {peer}")
