@@ -5,6 +5,7 @@
 values     every op, algorithm and dtype, R = 2, 4, 8 virtual ranks: one process, a stream each, the SMs divided
 time-out   a rank that never comes: reported, output NaN, and the context lives
 graph      an odd number of calls, captured once, replayed with fresh inputs
+commands   `fusedcomm doctor` and the tests that need a GPU
 processes  2 and 4 ranks in processes of their own on this GPU, over torch's symmetric memory, gloo beside it
 speed      our matmuls against cuBLAS, our reduction against a copy; whole ops against the unfused program on this GPU
 
@@ -22,11 +23,14 @@ os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 import argparse
 import faulthandler
 import json
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,11 +216,31 @@ def check_processes(device: torch.device) -> dict[str, Any]:
     return answers
 
 
+# commands
+
+
+def check_commands(device: torch.device) -> dict[str, Any]:
+    """What users run first, and the tests of the copy to the host. Of several GPUs one tells nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "doctor.json"
+        doctor = run_module("fusedcomm", "doctor", "--json", str(file))
+        found = json.loads(file.read_text()) if file.exists() else None
+    tests = run_module("pytest", "-q", "tests/test_awaitable.py")
+    for name, done in (("doctor", doctor), ("tests", tests)):
+        assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return {"doctor": found, "gpu tests": tests.stdout.strip().splitlines()[-1]}
+
+
+def run_module(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *args], capture_output=True, text=True, timeout=90)
+
+
 SECTIONS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
     "values": check_values,
     "time-out": check_timeout,
     "graph": check_graph,
     "processes": check_processes,
+    "commands": check_commands,
     "speed": check_speed,
 }
 

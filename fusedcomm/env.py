@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 ALGORITHMS = ("unfused", "chunked", "fused")
 
@@ -23,6 +24,14 @@ def algorithm() -> str | None:
     if name is not None and name not in ALGORITHMS:
         raise ValueError(f"FUSEDCOMM_ALGORITHM must be one of {', '.join(ALGORITHMS)}, got {name!r}")
     return name
+
+
+def cache_dir() -> Path:
+    """Where measured numbers are kept: ``FUSEDCOMM_CACHE_DIR``, else fusedcomm in XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("FUSEDCOMM_CACHE_DIR")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedcomm"
 
 
 def host_id() -> str:

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import pty
 import subprocess
 import sys
 import time
@@ -239,17 +241,32 @@ def test_wrong_values_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().err == "fusedcomm bench: 'auto' gave wrong values: rank 1: all of them\n"
 
 
-def test_by_itself_and_under_torchrun(tmp_path: Path) -> None:
-    for launcher in (["-m"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]):
-        file = tmp_path / "bench.json"
-        command = [sys.executable, *launcher, "fusedcomm", "bench", "matmul_all_reduce", *SHAPE, *FEW]
-        options = ["--dtype", "float32", "--device", "cpu", "--json", str(file)]
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        report = json.loads(file.read_text())
-        jsonschema.validate(report, SCHEMA)
-        assert report["group_size"] == 2 and len(report["rows"]) == 1
-        assert done.stdout.count("matmul_all_reduce\n") == 1 or done.stdout.count("overlap") == 1
+COMMAND = ["fusedcomm", "bench", "matmul_all_reduce", *SHAPE, *FEW, "--dtype", "float32", "--device", "cpu", "--json"]
+
+
+def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run([*torchrun, *COMMAND, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    jsonschema.validate(report, SCHEMA)
+    assert report["group_size"] == 2 and len(report["rows"]) == 1
+    assert done.stdout.count("overlap") == 1 and "checking values" not in done.stderr
+
+
+def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    terminal, stderr = pty.openpty()
+    with open(terminal, "rb", buffering=0) as shown:
+        command = [sys.executable, "-m", *COMMAND, str(file)]
+        environment = {**os.environ, "TERM": "xterm"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, timeout=120)
+        os.close(stderr)
+        text = shown.read(4096).decode(errors="replace")
+    assert done.returncode == 0, text
+    assert json.loads(file.read_text())["group_size"] == 2 and done.stdout.count("overlap") == 1
+    assert "checking values" in text
 
 
 def test_what_a_size_holds() -> None:

@@ -1,0 +1,117 @@
+"""``fusedcomm doctor``: what this machine has, what is wrong with it, and which algorithms will be used."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fusedcomm.cli import launch, output
+from fusedcomm.doctor import group
+from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING
+from fusedcomm.doctor.group import Group
+from fusedcomm.doctor.redact import redact
+from fusedcomm.doctor.report import GPU_S, STAGES, diagnose
+
+STYLES = {OK: "green", ABSENT: "dim", WARNING: "yellow", ERROR: "bold red"}
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="this machine, its settings, and which algorithms will be used, or why not",
+        description="Looks at versions, GPUs and settings, tries in processes of its own what fusedcomm needs, and "
+        "asks the planner which algorithms it will use; in the ranks of torchrun, for those. Changes nothing. "
+        "Exit code 0 if all that is there is usable (no GPU is no error), else 1.",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--quick", action="store_true", help="try nothing: only look, and ask the planner")
+    parser.add_argument(
+        "--no-redact", action="store_true", help="show names of hosts and users, addresses, serial numbers and values"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
+        return output.fail("doctor", f"--json {problem}", code=2)
+    theirs = _ask_torchrun() if launch.under_torchrun() else None
+    if not launch.is_rank_0():
+        return 0  # what rank 0 returns is torchrun's exit code
+    with output.progress(True, STAGES, "looking", "trying") as on_stage:
+        found = diagnose(args.quick, theirs, on_stage)
+    report = found.as_json() if args.no_redact else redact(found.as_json())
+    _print(report, args.quick)
+    if args.json:
+        output.write_json(args.json, report)
+    return report["exit_code"]
+
+
+def _ask_torchrun() -> Group | Exception | None:
+    """Their differences and their verdicts, on GPUs if each has one; None in ranks other than 0."""
+    device_type = launch.default_device_type()
+    device_types = ["cpu", "cuda"] if device_type == "cuda" else ["cpu"]
+    try:
+        with launch.ranks(device_type, 0, GPU_S) as call:
+            return call(group.ask, device_types)
+    except Exception as error:  # a rank that did not come, a wrong setting: the doctor says so
+        return error
+
+
+def _print(report: dict[str, Any], quick: bool) -> None:
+    console = output.console()
+    _print_facts(console, report)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    table.add_column("", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    section = ""
+    for finding in report["findings"]:
+        text = Text(finding["text"])
+        if finding["advice"] and finding["level"] != OK:
+            text.append(f"\n-> {finding['advice']}", style="italic")
+        heading = finding["section"] if finding["section"] != section else ""
+        section = finding["section"]
+        table.add_row(heading, Text(finding["level"], style=STYLES[finding["level"]]), finding["name"], text)
+    console.print(table)
+    counts = {level: sum(finding["level"] == level for finding in report["findings"]) for level in LEVELS}
+    for level in (WARNING, ERROR):
+        if counts[level]:
+            console.print(f"{level}: {LEVELS[level]}")
+    if quick:
+        console.print("nothing was tried (--quick)")
+    errors = f"{counts[ERROR]} errors, {counts[WARNING]} warnings"
+    console.print(f"{errors}: exit code {report['exit_code']}")
+
+
+def _print_facts(console: Console, report: dict[str, Any]) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    system = report["system"]
+    console.print(versions, markup=False)
+    where = f" in {system['container']}" if system["container"] else ""
+    cpus = f"{system['cpus allowed']} of {system['cpus']} CPUs"
+    console.print(f"Linux {system['kernel']}{where}, {cpus}", markup=False)
+    for gpu in report["gpus"]:
+        modes = [
+            f"{mode} {'on' if gpu[mode] else 'off'}" for mode in ("mig", "ecc", "persistence") if gpu[mode] is not None
+        ]
+        clocks = f"{gpu['sm_clock'] or '?'} of {gpu['max_sm_clock'] or '?'} MHz"
+        links = f"{sum(gpu['links'])} of {len(gpu['links'])} NVLinks up"
+        console.print(f"GPU {gpu['index']}: {gpu['name']}, {clocks}, {links}, {', '.join(modes)}", markup=False)
+    if report["pairs"]:
+        console.print(_matrix(report))
+
+
+def _matrix(report: dict[str, Any]) -> Table:
+    """How each GPU reaches each; what NVML calls P2P is shown where it is missing."""
+    count = len(report["gpus"])
+    paths = {(pair["a"], pair["b"]): pair["path"] for pair in report["pairs"]}
+    table = Table(*["", *(f"GPU {b}" for b in range(count))], box=box.SIMPLE_HEAD, pad_edge=False)
+    for a in range(count):
+        table.add_row(f"GPU {a}", *(paths.get((a, b), "") for b in range(count)))
+    return table

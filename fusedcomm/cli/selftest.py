@@ -1,0 +1,126 @@
+"""``fusedcomm selftest``: whether an installed fusedcomm does here what it promises."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fusedcomm.cli import launch, output
+from fusedcomm.errors import PeerError
+from fusedcomm.testing.ranks import RankError
+from fusedcomm.testing.selftest import CHECKS, Result, run_check
+
+TIMEOUT_S = 60  # of one check
+STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+
+
+@dataclass(frozen=True)
+class Report:
+    world_size: int
+    device: str
+    passed: bool
+    seconds: float
+    checks: list[Result]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "selftest",
+        help="values, time-outs, errors and fallbacks on this machine, in under a minute",
+        description="Checks what fusedcomm promises, in ranks that it starts, on GPUs if there are two or more, "
+        "or in the ranks of torchrun. No rank is killed. Exit code 0 if nothing failed, else 1.",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument(
+        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    device_type = args.device or launch.default_device_type()
+    world_size = _world_size(args, device_type)
+    if problem := _wrong_arguments(args, device_type):
+        return output.fail("selftest", problem, code=2)
+    start = time.monotonic()
+    try:
+        results = _run_checks(device_type, world_size)
+    except (RankError, PeerError) as error:  # before the first check: ranks did not start
+        return output.fail("selftest", str(error))
+    if not launch.is_rank_0():
+        return 0  # what rank 0 returns is torchrun's exit code
+    passed = all(result.status != "failed" for result in results)
+    report = Report(world_size, device_type, passed, time.monotonic() - start, results)
+    _print(report)
+    if args.json:
+        output.write_json(args.json, {**launch.run_facts(), **asdict(report)})
+    return 0 if passed else 1
+
+
+def _world_size(args: argparse.Namespace, device_type: str) -> int:
+    if launch.under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return args.world_size or launch.default_world_size(device_type)
+
+
+def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
+    if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
+        return f"--device cuda: {missing}"
+    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
+        return f"--json {problem}"
+    return None
+
+
+def _run_checks(device_type: str, world_size: int) -> list[Result]:
+    """Rank 0's results; [] in other ranks of torchrun. A check that ends its ranks is the last one to run."""
+    results: list[Result] = []
+    with (
+        launch.ranks(device_type, world_size, TIMEOUT_S) as call,
+        output.progress(launch.is_rank_0(), len(CHECKS), "starting", "check") as on_check,
+    ):
+        for check in CHECKS.values():
+            try:
+                result = call(_in_rank, check.name, device_type)
+            except (RankError, PeerError) as error:
+                results.append(Result(check.name, check.proves, "failed", str(error)))
+                break
+            results += [] if result is None else [result]
+            on_check(len(results))
+    left = list(CHECKS.values())[len(results) :] if launch.is_rank_0() else []
+    return results + [Result(each.name, each.proves, "skipped", "its ranks had ended") for each in left]
+
+
+def _in_rank(rank: int, name: str, device_type: str) -> Result:
+    log = logging.getLogger("fusedcomm")
+    level = log.level
+    log.setLevel(logging.ERROR)  # fallbacks are part of what is checked
+    try:
+        return run_check(name, launch.rank_device(device_type))
+    finally:
+        log.setLevel(level)
+
+
+def _print(report: Report) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("check", ""):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("proves", "found"):
+        table.add_column(heading, overflow="fold")
+    for result in report.checks:
+        status = Text(result.status, style=STYLES[result.status])
+        table.add_row(result.name, status, result.proves, Text(result.found))
+    console = output.console()
+    console.print(table)
+    failed = [result.name for result in report.checks if result.status == "failed"]
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "nothing failed"
+    skipped = sum(result.status == "skipped" for result in report.checks)
+    console.print(f"{verdict}, {skipped} skipped; {report.world_size} ranks ({report.device}), {report.seconds:.0f} s")

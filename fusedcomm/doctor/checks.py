@@ -1,0 +1,194 @@
+"""Whether what is there works: each check in processes of its own, with a deadline. A hang or a crash is a finding."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import _symmetric_memory as symm_mem
+
+import fusedcomm
+from fusedcomm import registry, topology
+from fusedcomm.agreement import agree
+from fusedcomm.doctor.findings import ERROR, OK, Finding
+from fusedcomm.group import store
+from fusedcomm.testing.ranks import RankError, RankPool
+from fusedcomm.workspace import Workspace
+
+START_S = 60.0  # until the ranks have come together
+PATTERN_BYTES = 1 << 20
+SIGNALS = 100
+FINGERPRINT = 0xD0C
+COOPERATIVE_LAUNCH = 95  # CUdevice_attribute
+
+
+class Ranks:
+    """Rank processes that a check may hang or end: the next one gets new ones."""
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        self.world_size, self.backend = world_size, backend
+        self.pool: RankPool | None = None
+
+    def run(self, limit_s: float, fn: Callable[..., Any], *args: Any) -> Any:
+        """Rank 0's result of ``fn(rank, *args)``. Raises RankError."""
+        if self.pool is None or self.pool.dead:
+            self.pool = RankPool(self.world_size, backend=self.backend, timeout_s=START_S)
+        self.pool.start(fn, *args)
+        return self.pool.join(limit_s)[0]
+
+    def check(self, name: str, advice: str, limit_s: float, fn: Callable[..., str], *args: Any) -> Finding:
+        """``fn`` returns what it has seen to work, or raises."""
+        try:
+            return Finding("checks", name, OK, self.run(limit_s, fn, *args))
+        except Exception as error:  # whatever happens to a check, the doctor goes on
+            return Finding("checks", name, ERROR, brief(error), advice)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+
+def brief(error: Exception) -> str:
+    """One line, without the tracebacks of ranks."""
+    if isinstance(error, RankError):
+        first = error.failures[0]
+        return f"rank {first.rank} {first.kind}: {first.message.splitlines()[0]}"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def devices(rank: int) -> list[dict[str, Any]]:
+    """torch's GPUs: SMs, and how many programs that wait for each other are sure to run at once."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "sms": properties.multi_processor_count,
+                "capability": f"{properties.major}.{properties.minor}",
+                "cooperative_launch": _cooperative_launch(index),
+            }
+        )
+    return found
+
+
+def peer_copies(rank: int) -> str:
+    """A pattern from every GPU to every other and back, compared on the host."""
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    no_access = []
+    for a, b in pairs:
+        sent = pattern(251 * a + b)
+        there = sent.to(f"cuda:{a}").to(f"cuda:{b}")
+        assert torch.equal(there.cpu(), sent), f"GPU {a} -> {b}: wrong bytes arrived"
+        assert torch.equal(there.to(f"cuda:{a}").cpu(), sent), f"GPU {b} -> {a}: wrong bytes arrived"
+        if not torch.cuda.can_device_access_peer(a, b):
+            no_access.append(f"{a} -> {b}")
+    through_host = f"; through the host: {', '.join(no_access)}" if no_access else ""
+    return f"{len(pairs)} pairs, {PATTERN_BYTES >> 20} MiB each way, every byte right{through_host}"
+
+
+def rendezvous(rank: int, device_type: str) -> str:
+    """Every rank writes a pattern into every peer's symmetric memory, and finds the peers' in its own."""
+    world, device = _world(), _rank_device(device_type)
+    if device_type == "cpu" and (reason := topology.no_native()):
+        raise RuntimeError(reason)
+    size = world.size()
+    mine = symm_mem.empty(size * PATTERN_BYTES, dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(mine, world.group_name)
+    for peer in range(size):
+        part = handle.get_buffer(peer, (PATTERN_BYTES,), torch.uint8, rank * PATTERN_BYTES)
+        part.copy_(pattern(251 * rank + peer).to(device))
+    _come_together(device)
+    for peer, part in enumerate(mine.cpu().chunk(size)):
+        assert torch.equal(part, pattern(251 * peer + rank)), f"rank {rank}: wrong bytes from rank {peer}"
+    _come_together(device)
+    return f"{size} ranks wrote {PATTERN_BYTES >> 20} MiB into each other's memory, every byte right"
+
+
+def atomics(rank: int, device_type: str) -> str:
+    """Rounds of signal and wait by our kernels: release and acquire at system scope, in the peers' memory."""
+    world, device = _world(), _rank_device(device_type)
+    member = registry.member(world.group_name, device)
+    workspace = member.workspace_for(0, "fusedcomm doctor", FINGERPRINT)
+    for _ in range(SIGNALS):
+        handshake(workspace)
+    fusedcomm.synchronize()
+    return f"{SIGNALS} rounds of signal and wait between {world.size()} ranks"
+
+
+def atomics_on_one_gpu(rank: int) -> str:
+    """The same kernels, two ranks on streams of one GPU: all that can be tried without a peer."""
+    from fusedcomm.testing.virtual import VirtualGroup
+
+    group = VirtualGroup(2, 128, "cuda:0")
+    group.load(handshake, FINGERPRINT)
+    for _ in range(SIGNALS):
+        group.run(handshake)
+    group.check("fusedcomm doctor")
+    return f"{SIGNALS} rounds of signal and wait between 2 virtual ranks of GPU 0"
+
+
+def handshake(workspace: Workspace) -> None:
+    """A round without data."""
+    from fusedcomm.algorithms import launch
+    from fusedcomm.algorithms.ordering import ordered
+
+    with ordered(workspace), workspace.guarded("fusedcomm doctor"):
+        launch.signal(workspace, None, FINGERPRINT)
+        launch.wait(workspace, FINGERPRINT)
+    workspace.launched(captured=False)
+
+
+def op_values(rank: int, device_type: str, algorithm: str) -> str:
+    """matmul_all_to_all, forward and backward, against the same in one process."""
+    from fusedcomm.testing.selftest import small
+
+    with fusedcomm.force_algorithm(algorithm, strict=True):
+        data = small("matmul_all_to_all", _rank_device(device_type))
+        wrong = data.wrong(_world())
+    assert wrong is None, f"rank {rank}: {wrong}"
+    return f"matmul_all_to_all of {dist.get_world_size()} ranks, result and gradients exact"
+
+
+def pattern(seed: int) -> Tensor:
+    """Bytes that differ from place to place and from seed to seed."""
+    return ((torch.arange(PATTERN_BYTES) * 7 + seed) % 251).to(torch.uint8)
+
+
+def _cooperative_launch(index: int) -> bool | None:
+    """None: the driver cannot be asked."""
+    value, device = ctypes.c_int(), ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index)
+        failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(value), COOPERATIVE_LAUNCH, device)
+    except (OSError, AttributeError):
+        return None
+    return None if failed else bool(value.value)
+
+
+def _come_together(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    world = _world()
+    agree(store(world, "doctor"), world.rank(), world.size(), {}, what="fusedcomm doctor")
+
+
+def _world() -> ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _rank_device(device_type: str) -> torch.device:
+    return torch.device("cpu") if device_type == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -1,0 +1,235 @@
+"""The machine's GPUs and what connects them, as NVML tells it; only questions are asked.
+
+``nvml`` is the module pynvml, or what a test puts in its place. A question that a driver or a GPU does not know gives
+None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+
+# by number: pynvml 13 has a tuple for NVML_P2P_CAPS_INDEX_READ
+CAPS = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
+STATUS = {
+    0: "ok",
+    1: "chipset not supported",
+    2: "GPU not supported",
+    3: "topology not supported",
+    4: "disabled by registry key",
+    5: "not supported",
+    6: "unknown",
+}
+LEVELS = {0: "INTERNAL", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+FABRIC = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
+SLOWED = {8: "hardware", 32: "temperature", 64: "temperature (hardware)", 128: "power brake"}
+SM_CLOCK = 1
+MAX_LINKS = 36
+DRIVER_TRACES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """None: unknown here. Clocks in MHz."""
+
+    index: int
+    name: str
+    uuid: str
+    serial: str | None
+    memory_bytes: int | None
+    mig: bool | None
+    ecc: bool | None
+    persistence: bool | None
+    compute_mode: str | None
+    sm_clock: int | None
+    max_sm_clock: int | None
+    slowed_by: list[str]
+    links: list[bool]  # NVLinks that are up
+    fabric: str | None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """P2P from one GPU to another: "ok", or what NVML says."""
+
+    a: int
+    b: int
+    read: str
+    write: str
+    nvlink: str
+    atomics: str
+    path: str  # NV<links>, or the nearest common ancestor: PIX, PXB, PHB, NODE, SYS
+
+    @property
+    def missing(self) -> list[str]:
+        return [f"{name}: {status}" for name in CAPS if (status := getattr(self, name)) != "ok"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    driver: str | None
+    cuda_driver: str | None
+    gpus: list[Gpu]
+    pairs: list[Pair]
+    failure: str | None = None  # why NVML could not be asked
+
+
+def survey(nvml: Any = None) -> Machine:
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        gpus = [_gpu(nvml, i, handle) for i, handle in enumerate(handles)]
+        pairs = [_pair(nvml, a, b, handles, gpus) for a in range(len(gpus)) for b in range(len(gpus)) if a != b]
+        driver = _ask(nvml, "nvmlSystemGetDriverVersion")
+        version = _ask(nvml, "nvmlSystemGetCudaDriverVersion")
+    except Exception as error:  # not installed, no driver, a driver of another version
+        return Machine(None, None, [], [], f"{type(error).__name__}: {error}")
+    cuda_driver = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
+    return Machine(_text(driver), cuda_driver, gpus, pairs)
+
+
+def find(machine: Machine) -> list[Finding]:
+    """What is wrong with the GPUs that are there."""
+    if machine.failure is not None:
+        if any(Path(trace).exists() for trace in DRIVER_TRACES):
+            advice = "run nvidia-smi: driver and libraries must be of one version; in a container pass the utility part"
+            return [Finding("gpus", "NVML", ERROR, f"a driver is there, but not NVML ({machine.failure})", advice)]
+        return [Finding("gpus", "NVML", ABSENT, f"no GPU, no driver ({machine.failure})")]
+    if not machine.gpus:
+        return [Finding("gpus", "GPUs", ABSENT, "no GPU")]
+    findings = [found for gpu in machine.gpus for found in _states(gpu, alone=len(machine.gpus) == 1)]
+    findings += _links(machine.gpus) + _pairs(machine.pairs)
+    if not findings:
+        findings.append(Finding("gpus", "GPUs", OK, f"{len(machine.gpus)} x {machine.gpus[0].name}, all reach all"))
+    if len(machine.gpus) == 1:
+        findings = [each for each in findings if each.level != OK]
+        findings.append(Finding("gpus", "GPUs", ABSENT, f"one GPU, {machine.gpus[0].name}: it has no peers"))
+    return findings
+
+
+def _states(gpu: Gpu, alone: bool) -> list[Finding]:
+    name, findings = f"GPU {gpu.index}", []
+    if gpu.mig:
+        text = "MIG is on: no other GPU reaches its memory"
+        advice = "nvidia-smi -mig 0 as root, with no job on it"
+        findings.append(Finding("gpus", name, WARNING if alone else ERROR, text, advice))
+    if gpu.compute_mode == "prohibited":
+        findings.append(Finding("gpus", name, ERROR, "compute mode is prohibited", "nvidia-smi -c 0 as root"))
+    elif gpu.compute_mode not in (None, "default"):
+        text = f"compute mode is {gpu.compute_mode}: one process at a time"
+        findings.append(Finding("gpus", name, WARNING, text, "checks fail beside a job; nvidia-smi -c 0 as root"))
+    if gpu.fabric in ("not started", "in progress"):
+        text = f"its NVSwitch fabric is {gpu.fabric}: no peer access, often no CUDA"
+        findings.append(Finding("gpus", name, ERROR, text, "start nvidia-fabricmanager, of the driver's version"))
+    if gpu.slowed_by:
+        text = f"slowed down now: {', '.join(gpu.slowed_by)}"
+        findings.append(Finding("gpus", name, WARNING, text, "look at power and cooling; figures are not comparable"))
+    return findings
+
+
+def _links(gpus: Sequence[Gpu]) -> list[Finding]:
+    """A GPU with fewer links than another; links that no GPU has are not missed."""
+    most = max(sum(gpu.links) for gpu in gpus)
+    findings = []
+    for gpu in gpus:
+        if sum(gpu.links) < most:
+            down = [link for link, up in enumerate(gpu.links) if not up]
+            which = f" (down: {', '.join(map(str, down))})" if down else ""
+            text = f"{sum(gpu.links)} NVLinks are up, other GPUs have {most}{which}"
+            findings.append(Finding("gpus", f"GPU {gpu.index}", WARNING, text, "nvidia-smi nvlink -s; look for Xid 74"))
+    return findings
+
+
+def _pairs(pairs: Sequence[Pair]) -> list[Finding]:
+    """Without NVLink and writes the planner uses no peer memory; the rest is for the checks to try."""
+    findings = []
+    for pair in pairs:
+        if pair.missing:
+            level, advice = WARNING, "NVML may be wrong: what the checks say holds"
+            if (pair.nvlink, pair.write) != ("ok", "ok"):
+                level, advice = ERROR, "fusedcomm needs NVLink between all GPUs of a group; others run unfused"
+            text = f"{'; '.join(pair.missing)} ({pair.path})"
+            findings.append(Finding("gpus", f"GPUs {pair.a} -> {pair.b}", level, text, advice))
+    return findings
+
+
+def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    slowed = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    return Gpu(
+        index,
+        _text(nvml.nvmlDeviceGetName(handle)) or "",
+        _text(nvml.nvmlDeviceGetUUID(handle)) or "",
+        _text(_ask(nvml, "nvmlDeviceGetSerial", handle)),
+        None if memory is None else memory.total,
+        _on(_first(_ask(nvml, "nvmlDeviceGetMigMode", handle))),
+        _on(_first(_ask(nvml, "nvmlDeviceGetEccMode", handle))),
+        _on(_ask(nvml, "nvmlDeviceGetPersistenceMode", handle)),
+        COMPUTE_MODES.get(_ask(nvml, "nvmlDeviceGetComputeMode", handle)),
+        _ask(nvml, "nvmlDeviceGetClockInfo", handle, SM_CLOCK),
+        _ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, SM_CLOCK),
+        [reason for bit, reason in SLOWED.items() if slowed & bit],
+        _link_states(nvml, handle),
+        _fabric(nvml, handle),
+    )
+
+
+def _link_states(nvml: Any, handle: Any) -> list[bool]:
+    states = []
+    for link in range(MAX_LINKS):
+        state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
+        if state is None:  # no such link
+            break
+        states.append(state == 1)
+    return states
+
+
+def _fabric(nvml: Any, handle: Any) -> str | None:
+    try:
+        info = nvml.c_nvmlGpuFabricInfoV_t()
+        nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
+        return FABRIC.get(int(info.state))
+    except Exception:  # a driver, or a pynvml, without it
+        return None
+
+
+def _pair(nvml: Any, a: int, b: int, handles: Sequence[Any], gpus: Sequence[Gpu]) -> Pair:
+    status = {}
+    for name, index in CAPS.items():
+        code = _ask(nvml, "nvmlDeviceGetP2PStatus", handles[a], handles[b], index)
+        status[name] = STATUS.get(6 if code is None else code, f"status {code}")
+    if status["nvlink"] == "ok":
+        path = f"NV{min(sum(gpus[a].links), sum(gpus[b].links))}"
+    else:
+        ancestor = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[a], handles[b])
+        path = "unknown" if ancestor is None else LEVELS.get(ancestor, f"level {ancestor}")
+    return Pair(a, b, path=path, **status)
+
+
+def _ask(nvml: Any, question: str, *args: Any) -> Any:
+    """None where this driver, GPU or pynvml cannot tell."""
+    try:
+        return getattr(nvml, question)(*args)
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def _first(pair: Any) -> Any:
+    """Of (current, pending)."""
+    return None if pair is None else pair[0]
+
+
+def _on(mode: Any) -> bool | None:
+    return None if mode is None else mode == 1
+
+
+def _text(value: Any) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,164 @@
+"""The whole of what the doctor finds out, in the order in which it is shown."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from fusedcomm.doctor import cache, checks, facts, gpus, group, pci, settings
+from fusedcomm.doctor.checks import Ranks
+from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, exit_code, in_order
+from fusedcomm.doctor.gpus import Gpu, Pair
+from fusedcomm.doctor.group import Group
+
+STAGES = 4
+CPU_S, GPU_S = 20.0, 90.0  # of one check; on GPUs CUDA starts and Triton compiles
+MAX_GPU_RANKS = 8
+
+
+@dataclass
+class Report:
+    versions: dict[str, str | None]
+    system: dict[str, Any]
+    environment: dict[str, str]
+    gpus: list[Gpu]
+    pairs: list[Pair]
+    pci: dict[str, Any]
+    cache: dict[str, Any] | None
+    findings: list[Finding]
+    devices: list[dict[str, Any]] = field(default_factory=list)  # as torch sees them
+    groups: list[Group] = field(default_factory=list)  # that were asked for a verdict
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "exit_code": exit_code(self.findings)}
+
+
+def survey() -> Report:
+    """What can be read. No GPU is touched, no process started."""
+    machine = gpus.survey()
+    num_gpus = torch.cuda.device_count()
+    report = Report(
+        facts.versions(machine.driver, machine.cuda_driver),
+        facts.system(),
+        facts.environment(),
+        machine.gpus,
+        machine.pairs,
+        pci.survey(),
+        cache.survey(),
+        [],
+    )
+    report.findings += facts.version_findings(report.versions)
+    report.findings += settings.find_limits(num_gpus, platform.release())
+    report.findings += gpus.find(machine) + facts.sees_no_gpu(num_gpus, len(machine.gpus))
+    report.findings += pci.find(report.pci, num_gpus)
+    report.findings += settings.find(num_gpus)
+    report.findings += cache.find(report.cache)
+    return report
+
+
+def diagnose(quick: bool, theirs: Group | Exception | None, on_stage: Callable[[int], None]) -> Report:
+    """``theirs``: what torchrun's ranks said of their own group, or what failed there; None: there are none.
+
+    ``quick`` leaves the functional checks out.
+    """
+    report = survey()
+    on_stage(1)
+    num_gpus = torch.cuda.device_count()
+    primary = "cuda" if num_gpus >= 2 else "cpu"
+    if theirs is not None:
+        _judge(report, theirs, primary)
+    if isinstance(theirs, Group):
+        report.findings += group.find_differences(theirs)
+    with Ranks(2) as ranks:
+        if theirs is None:
+            _judge(report, _ask(ranks, "cpu", CPU_S), primary)
+        on_stage(2)
+        if not quick:
+            _check_ranks(report, ranks, "cpu", CPU_S)
+    on_stage(3)
+    if num_gpus == 0:
+        report.findings.append(Finding("verdict", "cuda", ABSENT, "not used because torch sees no GPU"))
+    else:
+        _look_at_gpus(report, num_gpus, quick, theirs is None)
+    report.findings = in_order(report.findings)
+    on_stage(4)
+    return report
+
+
+def _look_at_gpus(report: Report, num_gpus: int, quick: bool, ask: bool) -> None:
+    if not quick:
+        with Ranks(1) as alone:
+            _check_devices(report, alone, num_gpus)
+    if num_gpus == 1:
+        text = "chunked and fused are not used because one GPU has no peers"
+        report.findings.append(Finding("verdict", "cuda", ABSENT, text))
+        return
+    if not ask and not any(verdict.device == "cuda" for each in report.groups for verdict in each.verdicts):
+        text = f"not used because each rank needs a GPU of its own, and there are {num_gpus}"
+        report.findings.append(Finding("verdict", "cuda", ERROR, text, "start as many ranks on a host as it has GPUs"))
+    with Ranks(min(num_gpus, MAX_GPU_RANKS), "cpu:gloo,cuda:nccl") as ranks:
+        if ask:
+            _judge(report, _ask(ranks, "cuda", GPU_S), "cuda")
+        if not quick:
+            _check_ranks(report, ranks, "cuda", GPU_S)
+
+
+def _ask(ranks: Ranks, device_type: str, limit_s: float) -> Group | Exception:
+    try:
+        return ranks.run(limit_s, group.ask, [device_type])
+    except Exception as error:  # whatever happens to the ranks, the doctor goes on
+        return error
+
+
+def _judge(report: Report, answer: Group | Exception, primary: str) -> None:
+    if isinstance(answer, Exception):
+        text = f"unknown: the ranks could not be asked: {checks.brief(answer)}"
+        report.findings.append(Finding("verdict", "group", ERROR, text, "every op on a group fails in the same way"))
+        return
+    report.groups.append(answer)
+    report.findings += group.find_verdicts(answer, primary)
+
+
+def _check_ranks(report: Report, ranks: Ranks, device_type: str, limit_s: float) -> None:
+    can_run = [
+        verdict.algorithm
+        for each in report.groups
+        for verdict in each.verdicts
+        if verdict.device == device_type and verdict.can_run
+    ]
+    if set(can_run) > {"unfused"}:
+        advice = "peers' memory does not work here: see the findings above; FUSEDCOMM_ALGORITHM=unfused avoids it"
+        name = f"{device_type} symmetric memory"
+        report.findings.append(ranks.check(name, advice, limit_s, checks.rendezvous, device_type))
+        if device_type == "cuda":
+            report.findings.append(ranks.check("cuda atomics", advice, limit_s, checks.atomics, device_type))
+    for algorithm in can_run:
+        advice = f"do not use it here: FUSEDCOMM_ALGORITHM must not be {algorithm}; please report this"
+        name = f"{device_type} {algorithm}"
+        report.findings.append(ranks.check(name, advice, limit_s, checks.op_values, device_type, algorithm))
+
+
+def _check_devices(report: Report, alone: Ranks, num_gpus: int) -> None:
+    try:
+        report.devices = alone.run(GPU_S, checks.devices)
+    except Exception as error:  # as above
+        advice = "python -c 'import torch; torch.cuda.init()' must work first"
+        report.findings.append(Finding("checks", "cuda devices", ERROR, checks.brief(error), advice))
+        return
+    for device in report.devices:
+        text = f"{device['sms']} SMs: kernels that wait have at most one program on each"
+        level, advice = OK, ""
+        if device["cooperative_launch"] is False:
+            level, text = WARNING, f"{text}; no cooperative launch"
+            advice = "an old GPU, or MPS: nothing promises that all programs run at once"
+        report.findings.append(Finding("checks", f"GPU {device['index']}", level, text, advice))
+    if num_gpus >= 2:
+        advice = "IOMMU or ACS? NCCL_P2P_DISABLE=1 makes everything go through the host"
+        report.findings.append(alone.check("cuda peer copies", advice, GPU_S, checks.peer_copies))
+    else:
+        advice = "Triton must compile and run here: see its error"
+        report.findings.append(alone.check("cuda atomics", advice, GPU_S, checks.atomics_on_one_gpu))

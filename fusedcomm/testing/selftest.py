@@ -1,0 +1,317 @@
+"""What an installed fusedcomm must do on this machine: right values, bounded waits, errors that name ranks, fallbacks.
+
+All ranks of WORLD run a check alike, on groups of its own, and vote on its outcome: it has passed on all ranks, or
+failed on all. Nothing here kills a rank, so the ranks can be anybody's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedcomm
+from fusedcomm.agreement import agree
+from fusedcomm.bench.problem import OpBench, Size
+from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.timing import difference
+from fusedcomm.env import ALGORITHMS
+from fusedcomm.group import store
+
+WAIT_S = 20  # bound of waits that are to succeed, and of votes
+ABSENT_S = 2  # bound of waits that are to fail
+SLACK_S = 10  # beyond it, for a busy machine
+CALLS = 3  # back to back with fresh data: both slots are used again
+CASES = ((Size(37, 29, 31), torch.float32), (Size(3 * 13, 17, 23, batch=3), torch.bfloat16))
+
+
+class Skipped(Exception):
+    """There is nothing to check here. Raised on all ranks alike."""
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    proves: str
+    run: Callable[[torch.device], str]  # says what it has seen; raises what is wrong
+
+
+@dataclass(frozen=True)
+class Result:
+    """Equal on all ranks, but for the time."""
+
+    name: str
+    proves: str
+    status: str  # passed, failed, skipped
+    found: str
+    seconds: float = 0.0
+
+
+def run_check(name: str, device: torch.device) -> Result:
+    """One check, in all ranks of WORLD. Raises PeerTimeoutError if a rank does not come to the vote."""
+    check, start = CHECKS[name], time.monotonic()
+    vote: dict[str, Any] = {"status": "passed", "found": ""}
+    with settings(TIMEOUT_S=str(WAIT_S)):
+        try:
+            vote["found"] = check.run(device)
+        except Skipped as reason:
+            vote = {"status": "skipped", "found": str(reason)}
+        except Exception as error:
+            found = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+            vote = {"status": "failed", "found": found, "by_itself": isinstance(error, AssertionError)}
+        votes = _meet(_world(), vote)
+    # what a rank has found comes before what others suffered when it left the check
+    failed = sorted((each for each in votes if each["status"] == "failed"), key=lambda each: not each["by_itself"])
+    worst = failed[0] if failed else votes[0]
+    return Result(name, check.proves, worst["status"], worst["found"], time.monotonic() - start)
+
+
+@contextmanager
+def settings(**env: str) -> Iterator[None]:
+    """``FUSEDCOMM_<name>`` inside; a group keeps those of its first call."""
+    saved = dict(os.environ)
+    os.environ.update({f"FUSEDCOMM_{name}": value for name, value in env.items()})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+@contextmanager
+def own_group(**env: str) -> Iterator[ProcessGroup]:
+    """A group of all ranks that votes under these settings, and is gone afterwards."""
+    with settings(**env):
+        group = dist.new_group(timeout=timedelta(seconds=WAIT_S))
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
+
+
+class Data:
+    """An op, and all ranks' inputs: integers so small that every sum is exact in every dtype and order."""
+
+    def __init__(self, bench: OpBench, size: Size, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.bench, self.dtype, self.device, self.seed = bench, dtype, device, seed
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        size = _divisible(bench, size, self.num_ranks)
+        self.xs = [self._integers(bench.x_shape(size, self.num_ranks), 0, rank) for rank in range(self.num_ranks)]
+        self.ws = [self._integers((size.k, size.n), 1, rank) for rank in range(self.num_ranks)]
+
+    def __str__(self) -> str:
+        x, w = (list(ts[self.rank].shape) for ts in (self.xs, self.ws))
+        return f"x {x}, w {w}, {str(self.dtype).removeprefix('torch.')}"
+
+    def inputs(self) -> list[Tensor]:
+        """This rank's x and w."""
+        return [ts[self.rank].to(self.device, self.dtype).requires_grad_() for ts in (self.xs, self.ws)]
+
+    def call(self, group: ProcessGroup) -> list[Tensor]:
+        """The result and the gradients of x and w, by fusedcomm."""
+        x, w = self.inputs()
+        y = getattr(fusedcomm, self.bench.op)(x, w, *self.bench.dims(x), group)
+        grads = torch.autograd.grad(y, (x, w), self._grad(y.shape, self.rank).to(y))
+        return [y.detach(), *grads]
+
+    def expected(self) -> list[Tensor]:
+        """The same by the program of all ranks in this process, in float64: no communication to trust."""
+        xs, ws = ([t.double().requires_grad_() for t in ts] for ts in (self.xs, self.ws))
+        outs = self.bench.program(xs, ws)
+        y = outs[self.rank]
+        if self.bench.same_grad_on_all_ranks:  # one result, which every rank has
+            outs = [y]
+        grads = [self._grad(out.shape, rank).double() for rank, out in enumerate(outs)]
+        return [y.detach(), *torch.autograd.grad(outs, (xs[self.rank], ws[self.rank]), grads)]
+
+    def wrong(self, group: ProcessGroup) -> str | None:
+        """What is wrong in a call, or None."""
+        for what, result, must in zip(("result", "grad x", "grad w"), self.call(group), self.expected(), strict=True):
+            if found := difference(result.cpu(), must.to(self.dtype)):
+                return f"{self}: {what}: {found}"
+        return None
+
+    def plan(self, group: ProcessGroup) -> fusedcomm.Plan:
+        x, w = self.inputs()
+        return fusedcomm.explain(self.bench.op, x, w, *self.bench.dims(x), group, verbose=False)
+
+    def _grad(self, shape: tuple[int, ...], rank: int) -> Tensor:
+        return self._integers(shape, 2, 0 if self.bench.same_grad_on_all_ranks else rank)
+
+    def _integers(self, shape: tuple[int, ...], which: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.seed + 10 * rank + which)
+        return torch.randint(-1, 2, tuple(shape), generator=generator)
+
+
+def _divisible(bench: OpBench, size: Size, num_ranks: int) -> Size:
+    """What the group divides times the number of ranks; the rest as odd as it is."""
+    rows, k, n = (each * (num_ranks if bench.cut == cut else 1) for cut, each in _cuts(size))
+    return Size(rows, k, n, size.batch)
+
+
+def _cuts(size: Size) -> tuple[tuple[str, int], ...]:
+    return ("rows", size.rows), ("k", size.k), ("n", size.n)
+
+
+def _check_values(op: str, device: torch.device) -> str:
+    with own_group() as group:
+        algorithms = _runnable(group, device)[0]
+        for algorithm in algorithms:
+            with fusedcomm.force_algorithm(algorithm, strict=True):
+                for size, dtype in CASES:
+                    for seed in range(CALLS):
+                        _must_be_right(Data(PROGRAMS[op], size, dtype, device, seed), group, algorithm)
+    return f"{', '.join(algorithms)}: {3 * CALLS * len(CASES)} tensors each, all exact"
+
+
+def _check_plans(device: torch.device) -> str:
+    with own_group() as group:
+        can, cannot = _runnable(group, device)
+        plans = [str(small(op, device).plan(group)) for op in PROGRAMS]
+        assert all(each["plans"] == plans for each in _meet(group, {"plans": plans})), f"ranks plan otherwise: {plans}"
+    return "; ".join([f"can run: {', '.join(can)}", *(f"{name} cannot: {reason}" for name, reason in cannot.items())])
+
+
+def _check_time_out(device: torch.device) -> str:
+    """The last rank does not call: the others say so in time and name it; all are right again after a reset."""
+    slowest, absent = 0.0, dist.get_world_size() - 1
+    for algorithm in _with_workspace(device):
+        with own_group(TIMEOUT_S=str(ABSENT_S)) as group, fusedcomm.force_algorithm(algorithm, strict=True):
+            first, then = (small("matmul_all_to_all", device, seed) for seed in range(2))
+            _meet(group)
+            _must_be_right(first, group, algorithm)
+            _meet(group)
+            start = time.monotonic()
+            if dist.get_rank() != absent:
+                error = _error_of(then, group)
+                slowest = max(slowest, time.monotonic() - start)
+                assert isinstance(error, fusedcomm.PeerTimeoutError), f"{algorithm}: got {error!r}"
+                assert error.peers == [absent], f"{algorithm}: must name rank {absent}, got {error.peers}"
+                assert slowest < ABSENT_S + SLACK_S, f"{algorithm}: took {slowest:.1f} s with a bound of {ABSENT_S} s"
+            _right_after_reset(then, group, algorithm)
+    return f"reported after {slowest:.1f} s with a bound of {ABSENT_S} s; right again after reset"
+
+
+def _check_mismatch(device: torch.device) -> str:
+    """The last rank calls another op: all are told."""
+    odd_one = dist.get_rank() == dist.get_world_size() - 1
+    algorithms = _with_workspace(device)
+    for algorithm in algorithms:
+        with own_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
+            calls = [small(op, device) for op in ("matmul_all_to_all", "all_gather_matmul")]
+            for call in calls:
+                _must_be_right(call, group, algorithm)
+            error = _error_of(calls[odd_one], group)
+            assert isinstance(error, fusedcomm.PeerMismatchError), f"{algorithm}: got {error!r}"
+            _right_after_reset(calls[0], group, algorithm)
+    return f"PeerMismatchError on every rank ({', '.join(algorithms)}); right again after reset"
+
+
+def _check_cap(device: torch.device) -> str:
+    _with_workspace(device)
+    with own_group(WORKSPACE_BYTES="64") as group:
+        return _falls_back(group, device, "FUSEDCOMM_WORKSPACE_BYTES=64")
+
+
+def _check_vote(device: torch.device) -> str:
+    _with_workspace(device)
+    last = dist.get_world_size() - 1
+    host = {"HOST_ID": "elsewhere"} if dist.get_rank() == last else {}
+    with own_group(**host) as group:
+        return _falls_back(group, device, f"rank {last} is on another host")
+
+
+def _falls_back(group: ProcessGroup, device: torch.device, because: str) -> str:
+    with fusedcomm.force_algorithm(None):
+        for op in PROGRAMS:
+            data = small(op, device)
+            plan = data.plan(group)
+            assert plan.algorithm == "unfused" and because in plan.reason, f"must be unfused ({because}), got {plan}"
+            _must_be_right(data, group, "unfused")
+    return f"all five ops unfused and exact, because {plan.reason}"
+
+
+def small(op: str, device: torch.device, seed: int = 0) -> Data:
+    return Data(PROGRAMS[op], *CASES[0], device, seed)
+
+
+def _runnable(group: ProcessGroup, device: torch.device) -> tuple[list[str], dict[str, str]]:
+    """The algorithms that the planner can run in this group, and why not the others."""
+    cannot = {}
+    for algorithm in ALGORITHMS:
+        with fusedcomm.force_algorithm(algorithm, strict=True):
+            try:
+                plan = small("matmul_all_to_all", device).plan(group)
+                if plan.algorithm != algorithm:
+                    cannot[algorithm] = plan.reason
+            except RuntimeError as error:
+                cannot[algorithm] = str(error).partition(": ")[2]
+    return [algorithm for algorithm in ALGORITHMS if algorithm not in cannot], cannot
+
+
+def _with_workspace(device: torch.device) -> list[str]:
+    """The algorithms whose waits are ours."""
+    with own_group() as group:
+        can, cannot = _runnable(group, device)
+    if algorithms := [name for name in can if name != "unfused"]:
+        return algorithms
+    raise Skipped(cannot["chunked"])
+
+
+def _must_be_right(data: Data, group: ProcessGroup, algorithm: str) -> None:
+    if wrong := data.wrong(group):
+        raise AssertionError(f"{data.bench.op}, {algorithm}: {wrong}")
+
+
+def _right_after_reset(data: Data, group: ProcessGroup, algorithm: str) -> None:
+    with settings(TIMEOUT_S=str(WAIT_S)):
+        _meet(group)
+        fusedcomm.reset(group)
+        _must_be_right(data, group, algorithm)
+
+
+def _error_of(data: Data, group: ProcessGroup) -> Exception | None:
+    """On a GPU waits report when the host asks."""
+    x, w = (t.detach() for t in data.inputs())
+    try:
+        getattr(fusedcomm, data.bench.op)(x, w, *data.bench.dims(x), group)
+        fusedcomm.synchronize(group)
+    except fusedcomm.PeerError as error:
+        return error
+    return None
+
+
+def _world() -> ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _meet(group: ProcessGroup, facts: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """All ranks' facts, over the group's store alone."""
+    return agree(store(group, "selftest"), group.rank(), group.size(), facts or {}, what="fusedcomm selftest")
+
+
+CHECKS = {
+    check.name: check
+    for check in (
+        Check("plan", "all ranks plan every op alike", _check_plans),
+        *(
+            Check(op, "result and gradients are those of one process, bit by bit", partial(_check_values, op))
+            for op in PROGRAMS
+        ),
+        Check("time-out", "a rank that does not call is named, in bounded time", _check_time_out),
+        Check("mismatch", "ranks in different calls are all told", _check_mismatch),
+        Check("fallback, memory", "a cap that is too small means unfused, and says so", _check_cap),
+        Check("fallback, vote", "where one rank cannot, nobody does", _check_vote),
+    )
+}
