@@ -1,6 +1,7 @@
 """Matmuls fused with their collectives, as torch ops. Importing this registers the ops and does nothing else."""
 
 from fusedcomm import nn
+from fusedcomm.awaitable import DeviceToHost
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.explain import explain
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
@@ -12,6 +13,7 @@ from fusedcomm.planner import Plan, force_algorithm
 from fusedcomm.registry import close, reset, synchronize
 
 __all__ = [
+    "DeviceToHost",
     "PeerError",
     "PeerMismatchError",
     "PeerTimeoutError",
