@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that the default changes
+
+_CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")  # numbers tuned on this machine change plans
+os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name
 
 import pytest
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from fusedcomm.bench import all_to_all as suite
 from fusedcomm.bench import plots, table, trace
 from fusedcomm.bench.measure import ALGORITHMS, DTYPES, Options, measure_op, rank_data, size_of, variants
@@ -20,7 +23,7 @@ from fusedcomm.cli import launch, output
 from fusedcomm.testing.ranks import RankError
 
 TIMEOUT_S = 600
-WIDTH = 200  # of lines where no terminal says its own
+WIDTH = 200  # of a line
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "ours"
 SUITE = "all-to-all"
@@ -132,7 +135,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
 
 def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call) -> Results:
     results = Results()
-    here, console = launch.is_rank_0(), output.console(WIDTH)
+    here, console = launch.is_rank_0(), output.console()
     dtypes = args.dtype or (["bfloat16"] if options.device_type == "cuda" else ["float32", "bfloat16"])
     for op in MANY.get(args.what, (args.what,)):
         rows: list[table.AnyRow] = []
@@ -143,7 +146,7 @@ def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call) 
             traced = call(record_op, op, size, dtype, direction, options)
             results.traces |= {op: traced} if here else {}
         if here:
-            console.print(table.table(rows, op))
+            print_wide(console, table.table(rows, op))
         results.rows += rows
     if here:
         _print_end(console, results.rows, options)
@@ -198,9 +201,14 @@ def record_op(rank: int, op: str, size: Size, dtype: str, direction: str, option
     return trace.record(chosen, data.device)
 
 
-def _print_end(console: Any, rows: Sequence[table.AnyRow], options: Options) -> None:
+def print_wide(console: Console, made: Table) -> None:
+    """A narrow terminal wraps its lines: figures that are cropped are of no use."""
+    console.print(made, width=max(WIDTH, console.width), crop=False)
+
+
+def _print_end(console: Console, rows: Sequence[table.AnyRow], options: Options) -> None:
     if lines := table.summary(rows):
-        console.print(table.summary_table(lines))
+        print_wide(console, table.summary_table(lines))
     where = (
         "CPU ranks of one thread; only ratios within one run mean anything" if options.device_type == "cpu" else "GPUs"
     )

@@ -1,0 +1,139 @@
+"""The arguments of ``fusedcomm bench all-to-all``, its table and its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from fusedcomm.bench.all_to_all.cases import CASES
+from fusedcomm.bench.all_to_all.data import Size
+from fusedcomm.bench.all_to_all.suite import Report, Row, measure_suite
+from fusedcomm.bench.timing import ValuesDiffer
+from fusedcomm.cli import launch, output
+from fusedcomm.testing.ranks import RankError
+
+NAME = "bench all-to-all"
+TIMEOUT_S = 600
+WIDTH = 110  # of lines where no terminal says its own, and of the table at least
+DIM = {"cpu": 256, "cuda": 2048}
+EXPLANATION = """compute, communication: each alone, checks included in compute.
+overlapped: compute + communication - total, within each round, and its share of the smaller of the two. Below 0 they
+hinder each other; fused packs nothing, so can be above 100 %.
+blocked: the host, in the waits of the case; reading the result of the check at the very end is not among them.
+CPU: of the process, the backend's threads included."""
+HEADINGS = (
+    "total",
+    "P10",
+    "P90",
+    "P99",
+    "com-\npute",
+    "communi-\ncation",
+    "over-\nlapped",
+    "share\n%",
+    "blocked",
+    "CPU",
+)
+DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--dim", type=output.positive, metavar="N", help="N x 16 N is exchanged (2048; 256 on CPU)")
+    parser.add_argument("--compute", type=output.positive, default=1, metavar="N", help="unrelated matmuls (1)")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, float32 on CPU")
+    parser.add_argument("--rounds", type=output.positive, default=15, metavar="N", help="measured (15)")
+    parser.add_argument("--device", choices=tuple(DIM), help="GPUs, if there are two or more")
+    parser.add_argument(
+        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0, 1 for wrong values or a failure in a rank, 2 for wrong arguments."""
+    device_type = args.device or launch.default_device_type()
+    started = os.environ["WORLD_SIZE"] if launch.under_torchrun() else None
+    world_size = int(started or args.world_size or launch.default_world_size(device_type))
+    dim = args.dim or _rounded_up(DIM[device_type], world_size)
+    size = Size(dim, args.compute, args.dtype or DTYPE[device_type])
+    if problem := _wrong_arguments(args, device_type, world_size, size):
+        return output.fail(NAME, problem, code=2)
+    try:
+        with launch.ranks(device_type, world_size, TIMEOUT_S) as call:
+            result = call(measure_suite, args.case, size, device_type, args.rounds)
+    except (ValuesDiffer, RankError) as error:
+        return output.fail(NAME, launch.message(error))
+    if result is not None:
+        _print(result, size, device_type, args.rounds)
+        if args.json:
+            output.write_json(args.json, report(result, size, device_type, args.rounds))
+    return 0
+
+
+def _rounded_up(dim: int, world_size: int) -> int:
+    return -(-dim // max(world_size, 1)) * world_size
+
+
+def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int, size: Size) -> str | None:
+    """What would otherwise come up in the ranks, or after all is measured."""
+    if device_type == "cuda" and (missing := launch.missing_gpus(world_size)):
+        return f"--device cuda: {missing}"
+    if args.world_size not in (None, world_size):
+        return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
+    if world_size < 2:
+        return f"--world-size must be at least 2, got {world_size}"
+    if size.columns % world_size:
+        return f"16 times --dim must be divisible by the number of ranks, {world_size}, got --dim {size.dim}"
+    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
+        return f"--json {problem}"
+    return None
+
+
+def report(result: Report, size: Size, device_type: str, rounds: int) -> dict[str, Any]:
+    """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
+    return launch.run_facts() | {
+        "device": device_type,
+        "world_size": result.world_size,
+        **asdict(size),
+        "rounds": rounds,
+        "plan": result.plan,
+        "checked_modulo": result.moduli,
+        "rows": [asdict(row) | {"overlapped_share": row.overlapped_share} for row in result.rows],
+    }
+
+
+def _print(result: Report, size: Size, device_type: str, rounds: int) -> None:
+    console = output.console(WIDTH)
+    where = "CPU ranks of one thread" if device_type == "cpu" else "GPUs"
+    matmul = f"{size.dim} x {2 * size.dim} @ {2 * size.dim} x {size.columns}"
+    problem = f"{matmul} and its all_to_all; unrelated matmuls of that size: {size.compute}; {size.dtype}"
+    console.print(f"{result.world_size} {where}, each: {problem}", soft_wrap=True)
+    console.print(f"every element was in its place in every call; slowest rank, median of {rounds} rounds, ms")
+    console.print(_table(result.rows), width=max(WIDTH, console.width), crop=False)
+    console.print(EXPLANATION, soft_wrap=True)
+    console.print(f"plan of fused: {result.plan}", markup=False, soft_wrap=True)
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("case", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        times = (row.total.median, row.total.p10, row.total.p90, row.total.p99)
+        alone = (row.compute.median, row.communication.median, row.overlapped)
+        name = f"{row.case}, {row.variant}" if row.variant else row.case
+        cells = [_ms(seconds) for seconds in (*times, *alone)]
+        blocked = "in op" if row.blocked is None else _ms(row.blocked)
+        share = f"{100 * row.overlapped_share:.0f}"
+        table.add_row(name, *cells, share, blocked, _ms(row.cpu), style="bold" if row.case == "fused" else None)
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.{1 if abs(seconds) >= 0.1 else 2}f}"

@@ -1,0 +1,68 @@
+"""What cases are made of, alone: their compute, checks included, and their communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.awaitable import DeviceToHost
+from fusedcomm.bench.all_to_all.calls import Call
+from fusedcomm.bench.all_to_all.data import Data
+
+Part = Callable[[Data, Call], None]
+
+
+def compute(data: Data, call: Call) -> None:
+    y = data.produce()
+    data.unrelated()
+    call.check(y, data.sent)
+
+
+def compute_twice(data: Data, call: Call) -> None:
+    y = data.produce()
+    data.unrelated()
+    call.check(y, data.sent)
+    z = y + 1
+    data.unrelated()
+    call.check(z, data.sent + 1)
+
+
+def compute_with_sum(data: Data, call: Call) -> None:
+    y, addend = data.produce(), data.addend.clone()
+    data.unrelated()
+    call.check(y, data.sent)
+    call.check(addend, data.addend)
+
+
+def all_to_all(data: Data, call: Call) -> None:
+    received = torch.empty_like(data.sent)
+    call.waited(lambda: dist.all_to_all_single(received, data.sent))
+    if call.keep:
+        call.check(received, data.expected)
+
+
+def all_to_all_twice(data: Data, call: Call) -> None:
+    all_to_all(data, call)
+    all_to_all(data, call)
+
+
+def all_to_all_and_sum(data: Data, call: Call) -> None:
+    all_to_all(data, call)
+    total = data.addend.clone() if call.keep else data.zeros
+    call.waited(lambda: dist.all_reduce(total))
+    if call.keep:
+        call.check(total, data.total)
+
+
+def copy_to_host(data: Data, call: Call) -> None:
+    copied = DeviceToHost(data.sent)
+    call.waited(copied.wait)
+    if call.keep:
+        call.check(copied.wait(), data.sent.cpu())
+
+
+def all_to_all_and_copy(data: Data, call: Call) -> None:
+    all_to_all(data, call)
+    copy_to_host(data, call)

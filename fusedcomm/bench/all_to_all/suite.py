@@ -1,0 +1,140 @@
+"""All chosen cases and their parts in one run: values first, then round by round, by the clock of the host.
+
+That clock stops when the device is done too. It is the host's on GPUs as well: how long it is blocked is the question.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedcomm.bench.all_to_all.calls import Call
+from fusedcomm.bench.all_to_all.cases import VARIANTS, Variant, fused
+from fusedcomm.bench.all_to_all.data import Data, Size
+from fusedcomm.bench.all_to_all.parts import Part
+from fusedcomm.bench.timing import Timing, check_values, measure_rounds
+from fusedcomm.cli import launch, output
+from fusedcomm.explain import explain
+
+HOST = torch.device("cpu")  # whose clock it is
+WARMUP = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of the slowest rank; medians over rounds where there is one number."""
+
+    case: str
+    variant: str
+    about: str
+    total: Timing
+    compute: Timing  # alone, checks included
+    communication: Timing  # alone
+    overlapped: float  # compute + communication - total of each round: what slows a whole round down does not count
+    blocked: float | None  # the host, in waits; None where they are inside an op
+    cpu: float  # of the process, all its threads
+
+    @property
+    def overlapped_share(self) -> float:
+        """Of what could be: the smaller of the two."""
+        return self.overlapped / min(self.compute.median, self.communication.median)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What rank 0 has to tell."""
+
+    world_size: int
+    plan: str  # of the fused op
+    moduli: list[int]  # of the values that were checked
+    rows: list[Row]
+
+
+def measure_suite(rank: int, cases: Sequence[str], size: Size, device_type: str, rounds: int) -> Report:
+    """In every rank. Raises ValuesDiffer on all of them if an element of any call is not in its place."""
+    data = Data(size, launch.rank_device(device_type))
+    variants = [variant for variant in VARIANTS if variant.case in cases]
+    try:
+        calls = {name: _Measured(data, run) for name, run in _runs(variants).items()}
+        with output.progress(rank == 0, WARMUP + rounds, "checking values", "round") as on_round:
+            _check(data, calls)
+            totals = measure_rounds(calls, HOST, rounds=rounds, warmup=WARMUP, on_round=on_round, check=_wrong)
+        plan = str(explain("matmul_all_to_all", data.x, data.w, 0, -1, verbose=False))
+        rows = [_row(variant, calls, totals, rounds) for variant in variants]
+        return Report(data.num_ranks, plan, data.moduli, rows)
+    finally:
+        data.close()
+
+
+def _runs(variants: Sequence[Variant]) -> dict[str, Part]:
+    """The variants, and once each of their parts."""
+    parts = [part for variant in variants for part in (variant.compute, variant.communication)]
+    return {variant.name: variant.run for variant in variants} | {_part(part): part for part in parts}
+
+
+def _part(part: Part) -> str:
+    return f"{part.__name__} alone"
+
+
+class _Measured:
+    """A variant or part as the timing module calls it; keeps what it does not: blocked and CPU seconds per call."""
+
+    def __init__(self, data: Data, run: Part) -> None:
+        self.data, self.run = data, run
+        self.blocked: list[float] = []
+        self.cpu: list[float] = []
+
+    def __call__(self, keep: bool = False) -> tuple[Tensor, Call]:
+        call = Call(keep)
+        start = time.process_time()
+        self.run(self.data, call)
+        call.finish()
+        if self.data.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.cpu.append(time.process_time() - start)
+        self.blocked.append(call.blocked)
+        return torch.tensor(call.wrong), call
+
+    def median(self, seconds: list[float], rounds: int) -> float:
+        """Of the slowest rank; a collective."""
+        slowest = torch.tensor(seconds[-rounds:], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest.quantile(0.5))
+
+
+def _check(data: Data, calls: dict[str, _Measured]) -> None:
+    for modulus in data.moduli:
+        for salt, (name, measured) in enumerate(calls.items()):
+            data.encode(modulus, salt)
+            check_values({name: partial(measured, keep=True)}, _wrong)
+    data.encode(data.moduli[0], len(calls))
+
+
+def _wrong(name: str, result: tuple[Tensor, Call]) -> str | None:
+    return result[1].wrong_text()
+
+
+def _row(variant: Variant, calls: dict[str, _Measured], totals: dict[str, Tensor], rounds: int) -> Row:
+    own = calls[variant.name]
+    blocked = own.median(own.blocked, rounds)
+    total, compute, communication = (
+        totals[name] for name in (variant.name, _part(variant.compute), _part(variant.communication))
+    )
+    waits_inside = variant.run is fused and own.data.device.type == "cpu"
+    return Row(
+        case=variant.case,
+        variant=variant.kind,
+        about=variant.about,
+        total=Timing.of(total),
+        compute=Timing.of(compute),
+        communication=Timing.of(communication),
+        overlapped=float((compute + communication - total).quantile(0.5)),
+        blocked=None if waits_inside else blocked,
+        cpu=own.median(own.cpu, rounds),
+    )
