@@ -272,3 +272,14 @@ def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None
 def test_what_a_size_holds() -> None:
     assert problem.MATMULS.keys() == problem.RESULTS.keys()
     assert [PROGRAMS["matmul_all_reduce"].exchanges(d) for d in problem.MATMULS] == [1, 0, 1]
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_a_narrow_terminal_gets_whole_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["bench", "all_reduce", "-b", "64", "--dtype", "float32", *FEW]) == 0
+    assert main(["bench", "matmul_all_reduce", *SHAPE, "--dtype", "float32", *FEW]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out and "auto: chunked" in out and "overlap" in out

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm import registry
 from fusedcomm.bench.problem import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, RankData, Size
 from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import Check, Timing, check_values, measure
 from fusedcomm.cli import launch, output
+from fusedcomm.group import resolve
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ALGORITHMS = (AUTO, "unfused", "chunked", "fused")
@@ -133,6 +135,16 @@ def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, optio
         )
         for algorithm in options.algorithms
     ]
+
+
+def topology(rank: int, device_type: str) -> dict[str, Any] | None:
+    """What WORLD's ranks have voted on; None where no op has run."""
+    member = registry.known_member(resolve(None)[1], launch.rank_device(device_type))
+    if member is None:
+        return None
+    facts = asdict(member.topology)
+    constants = facts.pop("constants")
+    return facts | {"numbers": constants["source"] if constants else "default"}
 
 
 def rank_data(op: str, size: Size, dtype: str, direction: str, device_type: str) -> RankData:

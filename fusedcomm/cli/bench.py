@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from fusedcomm.bench import all_to_all as suite
 from fusedcomm.bench import plots, table, trace
-from fusedcomm.bench.measure import ALGORITHMS, DTYPES, Options, measure_op, rank_data, size_of, variants
+from fusedcomm.bench.measure import ALGORITHMS, DTYPES, Options, measure_op, rank_data, size_of, topology, variants
 from fusedcomm.bench.plain import COLLECTIVES, measure_collective
 from fusedcomm.bench.problem import AUTO, BASELINE, MATMULS, Size
 from fusedcomm.bench.programs import PROGRAMS
@@ -23,7 +22,7 @@ from fusedcomm.cli import launch, output
 from fusedcomm.testing.ranks import RankError
 
 TIMEOUT_S = 600
-WIDTH = 200  # of a line
+WIDTH = 200  # of the widest table
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "ours"
 SUITE = "all-to-all"
@@ -36,6 +35,7 @@ class Results:
 
     rows: list[table.AnyRow] = field(default_factory=list)
     traces: dict[str, trace.Trace] = field(default_factory=dict)  # by op
+    topology: dict[str, Any] | None = None
 
 
 def add_parser(commands: Any) -> None:
@@ -135,7 +135,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
 
 def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call) -> Results:
     results = Results()
-    here, console = launch.is_rank_0(), output.console()
+    here, console = launch.is_rank_0(), output.wide_console(WIDTH)
     dtypes = args.dtype or (["bfloat16"] if options.device_type == "cuda" else ["float32", "bfloat16"])
     for op in MANY.get(args.what, (args.what,)):
         rows: list[table.AnyRow] = []
@@ -146,8 +146,9 @@ def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call) 
             traced = call(record_op, op, size, dtype, direction, options)
             results.traces |= {op: traced} if here else {}
         if here:
-            print_wide(console, table.table(rows, op))
+            console.print(table.table(rows, op))
         results.rows += rows
+    results.topology = call(topology, options.device_type)
     if here:
         _print_end(console, results.rows, options)
     return results
@@ -201,14 +202,9 @@ def record_op(rank: int, op: str, size: Size, dtype: str, direction: str, option
     return trace.record(chosen, data.device)
 
 
-def print_wide(console: Console, made: Table) -> None:
-    """A narrow terminal wraps its lines: figures that are cropped are of no use."""
-    console.print(made, width=max(WIDTH, console.width), crop=False)
-
-
 def _print_end(console: Console, rows: Sequence[table.AnyRow], options: Options) -> None:
     if lines := table.summary(rows):
-        print_wide(console, table.summary_table(lines))
+        console.print(table.summary_table(lines))
     where = (
         "CPU ranks of one thread; only ratios within one run mean anything" if options.device_type == "cpu" else "GPUs"
     )
@@ -223,7 +219,7 @@ def _print_end(console: Console, rows: Sequence[table.AnyRow], options: Options)
 
 def _write(args: argparse.Namespace, options: Options, results: Results) -> None:
     if args.json:
-        output.write_json(args.json, report(args.what, options, results.rows))
+        output.write_json(args.json, report(args.what, options, results))
     if args.csv:
         table.write_csv(args.csv, results.rows)
     if getattr(args, "trace", None):
@@ -235,15 +231,16 @@ def _write(args: argparse.Namespace, options: Options, results: Results) -> None
             print(file)
 
 
-def report(what: str, options: Options, rows: Sequence[table.AnyRow]) -> dict[str, Any]:
+def report(what: str, options: Options, results: Results) -> dict[str, Any]:
     """The JSON: every figure and what it depends on. Times in seconds, bandwidths in GB/s."""
     settings = {name: value for name, value in vars(options).items() if name != "algorithms"}
     return launch.run_facts() | {
         "what": what,
         "settings": settings | {"algorithms": list(options.algorithms)},
-        "group_size": rows[0].group_size,
-        "rows": [table.report(row) for row in rows],
-        "summary": table.summary(rows),
+        "topology": results.topology,
+        "group_size": results.rows[0].group_size,
+        "rows": [table.report(row) for row in results.rows],
+        "summary": table.summary(results.rows),
     }
 
 

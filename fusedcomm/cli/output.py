@@ -21,6 +21,11 @@ def console(width: int = PLAIN_WIDTH) -> Console:
     return found if found.is_terminal else Console(highlight=False, width=width)
 
 
+def wide_console(width: int) -> Console:
+    """On stdout, at least ``width`` wide: a narrow terminal wraps lines, where rich would cut figures."""
+    return Console(highlight=False, width=max(width, console().width))
+
+
 @contextlib.contextmanager
 def progress(here: bool, total: int, first: str, then: str) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, if ``here`` and if that is a terminal; the function yielded takes how many are done."""

@@ -108,13 +108,13 @@ def report(result: Report, size: Size, device_type: str, rounds: int) -> dict[st
 
 
 def _print(result: Report, size: Size, device_type: str, rounds: int) -> None:
-    console = output.console(WIDTH)
+    console = output.wide_console(WIDTH)
     where = "CPU ranks of one thread" if device_type == "cpu" else "GPUs"
     matmul = f"{size.dim} x {2 * size.dim} @ {2 * size.dim} x {size.columns}"
     problem = f"{matmul} and its all_to_all; unrelated matmuls of that size: {size.compute}; {size.dtype}"
     console.print(f"{result.world_size} {where}, each: {problem}", soft_wrap=True)
     console.print(f"every element was in its place in every call; slowest rank, median of {rounds} rounds, ms")
-    console.print(_table(result.rows), width=max(WIDTH, console.width), crop=False)
+    console.print(_table(result.rows))
     console.print(EXPLANATION, soft_wrap=True)
     console.print(f"plan of fused: {result.plan}", markup=False, soft_wrap=True)
 
