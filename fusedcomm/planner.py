@@ -1,30 +1,32 @@
 """How a call runs: decided from what all ranks know, so that all ranks decide alike.
 
-    rule                                            plan        why
-    one rank                                        unfused     nothing to exchange
-    no workspace (host, native, peers, memory)      unfused     a vote said so: one rank that cannot means nobody does
-    one row does not fit a slot                     unfused     rounds are cut between rows
-    CPU                                             chunked     matmuls read and write the peers' memory: fewer copies
-    GPU, rows cut, fewer than 128 per rank          unfused     decode: one matmul reads w once, and hides nothing
-    GPU, CUDA graph capture                         fused       a graph would fix the slots that chunked copies to
-    GPU, chunks of less than 64 KiB                 unfused     decode: nothing to hide
-    GPU, no Triton                                  chunked     cuBLAS and copies need none; captures run unfused
-    GPU, float32 without TF32                       chunked     the fused kernel would not use the tensor cores
-    GPU, chunks of 16 MiB or more, K not gathered   chunked     full copy-engine speed, and no SM taken from the matmul
-    GPU, else                                       fused       tiles leave, or are used, as they are finished
+What cannot run is a rule, with its reason:
 
-`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the last eight where the algorithm can run; like a capture, they must
+    one rank                                            unfused     nothing to exchange
+    no workspace (host, native, peers, memory)          unfused     voted: one rank that cannot means nobody does
+    one row does not fit a slot                         unfused     rounds are cut between rows
+    CPU                                                 not fused   it runs in Triton's interpreter, for tests
+    GPU, no Triton                                      not fused
+    GPU, CUDA graph capture                             not chunked a graph would fix the slots that it copies to
+    GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
+
+Of the rest runs what `cost` estimates to be fastest, with the numbers that `fusedcomm tune` measured on this machine or
+with default ones; the reason says which. Decode sizes: less than 64 KiB per peer, or rows cut, fewer than 128 per rank.
+
+`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the estimate where the algorithm can run; like a capture, they must
 be the same on all ranks (chunked and fused can meet, either of them and unfused cannot).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 
 import torch
 
-from fusedcomm import env
+from fusedcomm import cost, env
+from fusedcomm.cost import Constants
 from fusedcomm.exchange import FEW_ROWS, Exchange
 from fusedcomm.registry import Member
 from fusedcomm.topology import tf32_allowed
@@ -32,7 +34,6 @@ from fusedcomm.topology import tf32_allowed
 log = logging.getLogger("fusedcomm")
 
 FORCED = "forced"
-COPY_ENGINE_BYTES = 16 << 20  # where a copy reaches full NVLink speed (DESIGN section 4); not measured by us yet
 SMALL_BYTES = 64 << 10  # of which a peer's part arrives in a few microseconds, a launch's time; not measured by us yet
 
 
@@ -88,31 +89,59 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
     if name is not None:
         algorithm, why = name, FORCED
     else:
-        algorithm, why = _choose(exchange, dtype, member)
+        algorithm, why = _choose(op, exchange, dtype, member)
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
     slot_bytes, num_rounds = _rounds(exchange, dtype, member)
     return Plan(op, algorithm, why, slot_bytes, num_rounds)
 
 
-def _choose(exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
-    if member.device.type == "cpu":
-        return "chunked", "CPU: matmuls read and write the peers' memory"
-    rows = exchange.num_rows // exchange.group_size
+def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
+    constants = member.topology.constants or cost.DEFAULTS[member.device.type]
+    cannot = ""
+    usable: tuple[str, ...] = ("chunked", "unfused")
+    if member.device.type == "cuda":
+        capturing, no_fused = torch.cuda.is_current_stream_capturing(), member.topology.no_fused
+        usable = (*(["fused"] if no_fused is None else []), *([] if capturing else ["chunked"]), "unfused")
+        if constants.source == cost.DEFAULT and (why := _decode(exchange, dtype)):
+            return "unfused", why
+        cannot = "; CUDA graph: not chunked" if capturing else f"; not fused: {no_fused}" if no_fused else ""
+    return _fastest(op, exchange, dtype_name(dtype, member.device.type), constants, usable, cannot)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(
+    op: str, exchange: Exchange, dtype: str, constants: Constants, usable: tuple[str, ...], cannot: str
+) -> tuple[str, str]:
+    """The one of ``usable`` that is estimated to be fastest, and the estimate beside that of the best alternative."""
+    estimates = cost.estimate(op, exchange, dtype, constants)
+    first, second, *_ = sorted(usable, key=lambda name: estimates[name])
+    other = "unfused" if first != "unfused" else second
+    times = f"estimated {_text(estimates[first])}, {other} {_text(estimates[other])}"
+    return first, f"{times} ({constants.source} numbers){cannot}"
+
+
+def _decode(exchange: Exchange, dtype: torch.dtype) -> str | None:
     if exchange.few_rows:
-        return "unfused", f"{rows} rows per rank, fewer than {FEW_ROWS}: nothing to hide"
-    if torch.cuda.is_current_stream_capturing():
-        return "fused", "CUDA graph: kernels take the slot from the device"
-    chunk_bytes = exchange.chunk_numel * dtype.itemsize
-    if chunk_bytes < SMALL_BYTES:
-        return "unfused", f"{chunk_bytes / 1024:.3g} KiB per peer, less than {SMALL_BYTES >> 10}: nothing to hide"
-    if member.topology.no_fused is not None:
-        return "chunked", member.topology.no_fused
-    if dtype == torch.float32 and not tf32_allowed():
-        return "chunked", "float32 without TF32: cuBLAS is faster than the fused kernel"
-    if chunk_bytes >= COPY_ENGINE_BYTES and not (exchange.gathers and exchange.splits_columns):
-        return "chunked", f"{chunk_bytes >> 20} MiB per peer: the copy engines run at full speed"
-    return "fused", f"{chunk_bytes / 2**20:.3g} MiB per peer: tiles leave, or are used, as they are finished"
+        rows = exchange.num_rows // exchange.group_size
+        return f"{rows} rows per rank, fewer than {FEW_ROWS}: nothing to hide (default numbers)"
+    num_bytes = exchange.chunk_numel * dtype.itemsize
+    if num_bytes < SMALL_BYTES:
+        return f"{num_bytes / 1024:.3g} KiB per peer, less than {SMALL_BYTES >> 10}: nothing to hide (default numbers)"
+    return None
+
+
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def dtype_name(dtype: torch.dtype, device_type: str) -> str:
+    """As `cost` calls it."""
+    tf32 = dtype == torch.float32 and device_type == "cuda" and tf32_allowed()
+    return "tf32" if tf32 else _NAMES[dtype]
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Member) -> str | None:

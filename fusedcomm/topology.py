@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fusedcomm import env, group
+from fusedcomm import env, group, tuned
 from fusedcomm.agreement import agree
+from fusedcomm.cost import Constants
 
 log = logging.getLogger("fusedcomm")
 
@@ -26,6 +27,7 @@ class Topology:
     no_fused: str | None  # why fused cannot run, beyond that
     workspace_bytes: int  # the smallest cap of all ranks
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
+    constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> Topology:
@@ -35,7 +37,9 @@ def probe(pg: ProcessGroup, device: torch.device) -> Topology:
         reason = "a fake process group has no peers"
         return Topology(reason, None, env.workspace_bytes(), env.algorithm())
     store = group.store(pg, f"topology/{device.type}")
-    facts = agree(store, rank, group_size, _facts(device), what="fusedcomm topology vote")
+    constants = tuned.read(device, group_size)
+    own = _facts(device) | {"constants": constants.digest if constants else None}
+    facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
     no_workspace = _no_workspace(facts)
     if no_workspace is None and device.type == "cuda":
         verdict = {"reason": _no_peer_access(rank, [fact["uuid"] for fact in facts])}
@@ -46,6 +50,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> Topology:
         no_fused=next((fact["no_fused"] for fact in facts if fact["no_fused"]), None),
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
+        constants=constants if _all_have_the_same(facts, rank) else None,
     )
 
 
@@ -124,6 +129,18 @@ def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
     except Exception as error:  # NVML missing, MIG, containers: any failure means that access is unproven
         return f"rank {rank}: NVML cannot tell whether its GPU reaches the peers' ({error})"
     return None
+
+
+def _all_have_the_same(facts: list[dict[str, Any]], rank: int) -> bool:
+    """Tuned constants, which decide on all ranks or on none."""
+    digests = [fact["constants"] for fact in facts]
+    if len(set(digests)) == 1:
+        return True
+    if rank == 0:
+        without = [r for r, digest in enumerate(digests) if digest is None]
+        text = f"ranks {without} have none" if without else "they differ between ranks"
+        log.warning("tuned numbers are not used, for %s: run `fusedcomm tune` where all ranks share a cache", text)
+    return False
 
 
 def _same(facts: list[dict[str, Any]], key: str, name: str) -> str | None:

@@ -7,8 +7,12 @@ import importlib
 from collections.abc import Sequence
 
 COMMANDS = (
+    "bench",
     "demo",
+    "doctor",
     "explain",
+    "selftest",
+    "tune",
 )
 
 

@@ -1,0 +1,207 @@
+"""``fusedcomm tune``: measures what the planner reckons with on this machine, and keeps it for the user's programs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.table import Table
+
+from fusedcomm import cost, registry, tune, tuned
+from fusedcomm.cli import launch, output
+from fusedcomm.cost import Constants
+from fusedcomm.group import resolve
+from fusedcomm.testing.ranks import RankError
+
+TIMEOUT_S = 600
+UNITS = {"flops": (1e9, "GFLOP/s"), "bandwidth": (1e9, "GB/s"), "overhead": (1e-6, "us"), "latency": (1e-6, "us")}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 reports; ``failed``: why there is nothing."""
+
+    failed: str = ""
+    device: str = ""
+    file: str = ""
+    seconds: float = 0.0
+    constants: Constants | None = None
+    samples: tuple[tune.Sample, ...] = ()
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="measure this machine for the planner",
+        description="Measures matmuls, links and collectives on the GPUs present, else on CPU ranks; by itself, or in "
+        "the ranks of torchrun. What it finds decides how calls run, in programs started after it with as many ranks.",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
+    what.add_argument("--show", action="store_true", help="print the numbers in use and where they come from")
+    what.add_argument("--reset", action="store_true", help="remove the measured numbers: back to the default ones")
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument(
+        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    device_type = args.device or launch.default_device_type()
+    world_size = _world_size(args.world_size, device_type)
+    if problem := _wrong_arguments(args, device_type, world_size):
+        return output.fail("tune", problem, code=2)
+    if args.show or args.reset:
+        return _stored(args, device_type, world_size) if launch.is_rank_0() else 0
+    try:
+        with launch.ranks(device_type, world_size, TIMEOUT_S) as call:
+            result = call(_measure, device_type, args.quick)
+    except RankError as error:
+        return output.fail("tune", str(error))
+    if result is None:
+        return 0
+    if result.failed:
+        return output.fail("tune", result.failed)
+    _print(result, world_size)
+    if args.json:
+        output.write_json(args.json, report(result, device_type, world_size, args.quick))
+    return 0
+
+
+def _world_size(asked: int | None, device_type: str) -> int:
+    if launch.under_torchrun():
+        return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    return asked or launch.default_world_size(device_type)
+
+
+def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
+    if device_type == "cuda" and (missing := launch.missing_gpus(world_size)):
+        return f"--device cuda: {missing}"
+    if world_size < 2:
+        return f"--world-size must be at least 2, for one rank exchanges nothing, got {world_size}"
+    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
+        return f"--json {problem}"
+    return None
+
+
+def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
+    """--show and --reset, without ranks."""
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+    console = output.console()
+    with _threads_of_a_rank(device_type):
+        file = tuned.path_of(tuned.key(device, world_size))
+        if args.reset:
+            try:
+                removed = tuned.remove(device, world_size)
+            except OSError as error:
+                return output.fail("tune", f"--reset: {file}: {error.strerror}")
+            console.print(f"{'removed' if removed else 'there was no'} {file}", soft_wrap=True)
+            return 0
+        constants = tuned.read(device, world_size)
+    where = f"tuned numbers of {file}" if constants else f"default numbers: nothing usable in {file}"
+    used = constants or cost.DEFAULTS[device_type]
+    console.print(f"{world_size} ranks, {device_type}: {where}", soft_wrap=True)
+    console.print(_table(used, cost.DEFAULTS[device_type]))
+    if args.json:
+        output.write_json(args.json, report(Result(constants=used, file=file.name), device_type, world_size, False))
+    return 0
+
+
+@contextlib.contextmanager
+def _threads_of_a_rank(device_type: str) -> Iterator[None]:
+    """A CPU rank of ours or of torchrun has one; the numbers are for as many."""
+    before = torch.get_num_threads()
+    if device_type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(rank: int, device_type: str, quick: bool) -> Result:
+    device = launch.rank_device(device_type)
+    ours = registry.member(resolve(None)[1], device)
+    start = time.perf_counter()
+    try:
+        if ours.no_workspace is not None:
+            raise registry.WorkspaceUnavailable(ours.no_workspace)
+        with output.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done, registry.on_device(device):
+            constants, samples = tune.tune(ours, quick, on_done)
+    except registry.WorkspaceUnavailable as reason:
+        return Result(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
+    assert dist.group.WORLD is not None
+    try:
+        file = tuned.write_for_all(constants, device, dist.group.WORLD)
+    except OSError as error:
+        return Result(failed=str(error))
+    seconds = time.perf_counter() - start
+    return Result("", tuned.key(device, ours.group_size)["device"], str(file), seconds, constants, tuple(samples))
+
+
+def report(result: Result, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
+    """The JSON. Seconds, bytes per second, FLOP per second."""
+    assert result.constants is not None
+    return {
+        **launch.run_facts(),
+        "device": result.device,
+        "device_type": device_type,
+        "world_size": world_size,
+        "quick": quick,
+        "seconds": result.seconds,
+        "file": Path(result.file).name,
+        "digest": result.constants.digest,
+        "constants": result.constants.to_json(),
+        "samples": [asdict(sample) for sample in result.samples],
+        "right": sum(map(right, result.samples)),
+    }
+
+
+def right(sample: tune.Sample) -> bool:
+    """The estimates say which algorithm was the fastest."""
+    return min(sample.estimated, key=sample.estimated.__getitem__) == min(
+        sample.measured, key=sample.measured.__getitem__
+    )
+
+
+def _print(result: Result, world_size: int) -> None:
+    assert result.constants is not None
+    console = output.console()
+    console.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
+    console.print(_table(result.constants, cost.DEFAULTS[result.constants.device_type]))
+    good = sum(map(right, result.samples))
+    console.print(f"of {len(result.samples)} small calls measured, the estimates name the fastest algorithm in {good}")
+    console.print(f"written to {result.file}", soft_wrap=True)
+    console.print("programs started from now on with as many ranks use them; fusedcomm tune --reset removes them")
+
+
+def _table(constants: Constants, default: Constants) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(no_wrap=True)
+    for heading in (constants.source, "default" if constants.source != cost.DEFAULT else "", "unit"):
+        table.add_column(heading, justify="right")
+    before = dict(_flat(default))
+    for name, value in _flat(constants):
+        scale, unit = next((each for suffix, each in UNITS.items() if suffix in name), (1, ""))
+        other = f"{before[name] / scale:.4g}" if constants.source != cost.DEFAULT else ""
+        table.add_row(name, f"{value / scale:.4g}", other, unit)
+    return table
+
+
+def _flat(constants: Constants) -> Iterator[tuple[str, float]]:
+    for name, value in list(constants.to_json().items())[2:]:
+        if isinstance(value, Mapping):
+            yield from ((f"{name} {key}", each) for key, each in value.items())
+        else:
+            yield name, value
