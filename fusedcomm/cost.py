@@ -21,7 +21,8 @@ Seconds of one call on one rank, all ranks alike; R ranks, a chunk is what goes 
                   where few rows are cut, for w is read once; a push then sends after it
                 A CPU does one after the other, and its matmuls of a push write to the peer: l = 0.
     fused       max(matmul by the Triton kernel, (R - 1) chunk / stores) + link latency + copy-out + overhead. A gather
-                leaves an eighth of the SMs to the copies. Each chunk reads w anew where rows are cut.
+                leaves an eighth of the SMs to the copies. Each chunk reads w anew where rows are cut. Where K is
+                gathered every tile needs all chunks: only the first wave of tiles runs beside the stores
     reduce      instead of the copy-out of R chunks: R chunks read, one written, (R + 1) / 2 copies; all_reduce then
                 sends the sum to R - 1 peers and copies out R chunks
 
@@ -241,7 +242,9 @@ class _Call:
         stores = (self.num_ranks - 1) * self.chunk_bytes / constants.store_bandwidth
         overhead = constants.link_latency + constants.call_overhead["fused"]
         if exchange.gathers:
-            return max(8 / 7 * self._fused_matmul(), stores) + overhead + constants.copy_overhead
+            matmul = 8 / 7 * self._fused_matmul()
+            beside = matmul / self._waves() if exchange.splits_columns else matmul
+            return matmul + max(0.0, stores - beside) + overhead + constants.copy_overhead
         return max(self._fused_matmul(), stores) + overhead + self._after()
 
     def _chunked_push(self) -> float:
@@ -292,6 +295,12 @@ class _Call:
         batches, m, k, share = self._chunk()
         batches *= self.num_ranks
         return sum(self.constants.matmul(self.dtype, batches, m, k, n * share, True) for n in self.ns)
+
+    def _waves(self) -> int:
+        """In which every SM has had a tile of the result."""
+        exchange, tile = self.exchange, _GPU_TILES[0]
+        rows = exchange.num_batches * math.ceil(exchange.num_rows / tile)
+        return sum(max(1, math.ceil(rows * math.ceil(n / tile) / self.constants.num_sms)) for n in self.ns)
 
     def _chunk(self) -> tuple[float, float, float, float]:
         """Batches, rows, K and share of N of the matmul of one chunk; K is what a gather splits along columns."""

@@ -3,10 +3,9 @@
 What cannot run is a rule, with its reason:
 
     one rank                                            unfused     nothing to exchange
-    no workspace (host, native, peers, memory)          unfused     voted: one rank that cannot means nobody does
+    no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
     one row does not fit a slot                         unfused     rounds are cut between rows
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
-    GPU, no Triton                                      not fused
     GPU, CUDA graph capture                             not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
 
@@ -98,36 +97,34 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
 
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
     constants = member.topology.constants or cost.DEFAULTS[member.device.type]
-    cannot = ""
-    usable: tuple[str, ...] = ("chunked", "unfused")
-    if member.device.type == "cuda":
-        capturing, no_fused = torch.cuda.is_current_stream_capturing(), member.topology.no_fused
-        usable = (*(["fused"] if no_fused is None else []), *([] if capturing else ["chunked"]), "unfused")
-        if constants.source == cost.DEFAULT and (why := _decode(exchange, dtype)):
-            return "unfused", why
-        cannot = "; CUDA graph: not chunked" if capturing else f"; not fused: {no_fused}" if no_fused else ""
-    return _fastest(op, exchange, dtype_name(dtype, member.device.type), constants, usable, cannot)
+    kind = dtype_name(dtype, member.device.type)
+    if member.device.type == "cpu":
+        return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
+    if constants.source == cost.DEFAULT and (why := _decode(exchange, dtype)):
+        return "unfused", why
+    if torch.cuda.is_current_stream_capturing():
+        name, why = _fastest(op, exchange, kind, constants, ("fused", "unfused"))
+        return name, f"{why}; CUDA graph: not chunked"
+    return _fastest(op, exchange, kind, constants, ("fused", "chunked", "unfused"))
 
 
 @functools.lru_cache(maxsize=1024)
-def _fastest(
-    op: str, exchange: Exchange, dtype: str, constants: Constants, usable: tuple[str, ...], cannot: str
-) -> tuple[str, str]:
+def _fastest(op: str, exchange: Exchange, dtype: str, constants: Constants, usable: tuple[str, ...]) -> tuple[str, str]:
     """The one of ``usable`` that is estimated to be fastest, and the estimate beside that of the best alternative."""
     estimates = cost.estimate(op, exchange, dtype, constants)
     first, second, *_ = sorted(usable, key=lambda name: estimates[name])
     other = "unfused" if first != "unfused" else second
     times = f"estimated {_text(estimates[first])}, {other} {_text(estimates[other])}"
-    return first, f"{times} ({constants.source} numbers){cannot}"
+    return first, f"{times}, {constants.source} numbers"
 
 
 def _decode(exchange: Exchange, dtype: torch.dtype) -> str | None:
     if exchange.few_rows:
         rows = exchange.num_rows // exchange.group_size
-        return f"{rows} rows per rank, fewer than {FEW_ROWS}: nothing to hide (default numbers)"
+        return f"{rows} rows per rank, fewer than {FEW_ROWS}: nothing to hide, default numbers"
     num_bytes = exchange.chunk_numel * dtype.itemsize
     if num_bytes < SMALL_BYTES:
-        return f"{num_bytes / 1024:.3g} KiB per peer, less than {SMALL_BYTES >> 10}: nothing to hide (default numbers)"
+        return f"{num_bytes / 1024:.3g} KiB per peer, less than {SMALL_BYTES >> 10}: nothing to hide, default numbers"
     return None
 
 
@@ -158,7 +155,7 @@ def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, mem
             f"FUSEDCOMM_WORKSPACE_BYTES={topology.workspace_bytes}"
         )
     capturing = member.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if (name == "fused" or capturing) and topology.no_fused is not None:
+    if name == "fused" and topology.no_fused is not None:
         return topology.no_fused
     if name == "chunked" and capturing:
         return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"

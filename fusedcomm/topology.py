@@ -24,7 +24,7 @@ class Topology:
     """The group's verdict; equal on all ranks. A reason that is None means yes."""
 
     no_workspace: str | None  # why chunked and fused cannot run
-    no_fused: str | None  # why fused cannot run, beyond that
+    no_fused: str | None  # why fused cannot run, beyond that; on CPUs
     workspace_bytes: int  # the smallest cap of all ranks
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
@@ -75,7 +75,8 @@ def _facts(device: torch.device) -> dict[str, Any]:
         "workspace_bytes": env.workspace_bytes(),
         "algorithm": env.algorithm(),
         "no_fused": _no_fused(device),
-        "no_workspace": no_native() if device.type == "cpu" else None,
+        # On a GPU chunked needs Triton too: its signals, waits and copy-outs are kernels.
+        "no_workspace": no_native() if device.type == "cpu" else _no_triton(),
         "uuid": "",
     }
     if device.type == "cuda":
@@ -91,11 +92,13 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
 
 def _no_fused(device: torch.device) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on CPU the fused kernel runs only in Triton's interpreter (TRITON_INTERPRET=1), for tests"
-    return None
+    return _no_triton() if device.type == "cpu" else None
+
+
+def _no_triton() -> str | None:
+    return "Triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
 def _no_workspace(facts: list[dict[str, Any]]) -> str | None:

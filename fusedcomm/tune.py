@@ -239,7 +239,7 @@ def _collectives(bench: _Bench, constants: Constants) -> Constants:
 
 def _fused(bench: _Bench, constants: Constants) -> Constants:
     """Forced; nothing is left out of the times but the copy-out, so what comes out is on the safe side."""
-    if not constants.fused_flops or bench.ours.topology.no_fused is not None:
+    if not constants.fused_flops:
         return constants
 
     def seconds(dtype: str, size: tuple[int, int, int]) -> float:

@@ -11,12 +11,12 @@ from typing import Any
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that the default changes
 
-_CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")  # numbers tuned on this machine change plans
-os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name
-
 import pytest
 
 from fusedcomm.testing.ranks import RankPool
+
+_CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
+os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine would change plans
 
 TIMEOUT_S = "20"  # of waits between ranks; a test that hangs is over long before its own limit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import re
@@ -59,7 +60,7 @@ def tf32(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NO_PEERS = replace(ABLE, no_workspace="rank 1 is on another host than rank 0")
-NO_TRITON = replace(ABLE, no_fused="Triton is not installed")
+NO_TRITON = replace(ABLE, no_workspace="rank 0: Triton is not installed")
 
 
 TUNED = replace(ABLE, constants=replace(cost.DEFAULTS["cuda"], source=cost.TUNED))  # the same numbers, but measured
@@ -75,8 +76,7 @@ ESTIMATED = "estimated "
         (OP, SMALL, FP32, member(), False, False, "chunked", ESTIMATED),
         (OP, SMALL, FP32, member(), False, True, "fused", ESTIMATED),
         (OP, LARGE, BF16, member(), True, False, "fused", ESTIMATED),
-        (OP, SMALL, BF16, member(verdict=NO_TRITON), False, False, "chunked", ESTIMATED),
-        (OP, SMALL, BF16, member(verdict=NO_TRITON), True, False, "unfused", "Triton is not installed"),
+        (OP, SMALL, BF16, member(verdict=NO_TRITON), False, False, "unfused", "rank 0: Triton is not installed"),
         (OP, SMALL, BF16, member(verdict=NO_PEERS), False, False, "unfused", "rank 1 is on another host"),
         (OP, HUGE_ROW, BF16, member(), False, False, "unfused", "one row for every peer takes"),
         (OP, SMALL, BF16, None, False, False, "unfused", "one rank"),
@@ -167,15 +167,12 @@ def test_few_columns_are_unfused_on_a_cpu() -> None:
 def test_a_reason_says_the_estimates_and_whose_numbers_they_are(capturing: list[bool]) -> None:
     seconds = cost.estimate(OP, SMALL, "bfloat16", cost.DEFAULTS["cuda"])
     times = f"estimated {seconds['fused'] * 1e6:.3g} us, unfused {seconds['unfused'] * 1e6:.3g} us"
-    assert planner.plan(OP, SMALL, BF16, member()).reason == f"{times} (default numbers)"
-    assert planner.plan(OP, SMALL, BF16, member(verdict=TUNED)).reason == f"{times} (tuned numbers)"
+    assert planner.plan(OP, SMALL, BF16, member()).reason == f"{times}, default numbers"
+    assert planner.plan(OP, SMALL, BF16, member(verdict=TUNED)).reason == f"{times}, tuned numbers"
     on_cpu = planner.plan(OP, LARGE, BF16, member("cpu")).reason
-    assert re.fullmatch(r"estimated 1\d\d ms, unfused 1\d\d ms \(default numbers\)", on_cpu), on_cpu
-    assert planner.plan(OP, SMALL, BF16, member(verdict=NO_TRITON)).reason.endswith(
-        "(default numbers); not fused: Triton is not installed"
-    )
+    assert re.fullmatch(r"estimated 1\d\d ms, unfused 1\d\d ms, default numbers", on_cpu), on_cpu
     capturing.append(True)
-    assert planner.plan(OP, LARGE, BF16, member()).reason.endswith("(default numbers); CUDA graph: not chunked")
+    assert planner.plan(OP, LARGE, BF16, member()).reason.endswith(", default numbers; CUDA graph: not chunked")
 
 
 def test_a_capture_never_plans_what_an_eager_call_has_not_loaded(capturing: list[bool]) -> None:
@@ -284,7 +281,7 @@ def test_explain_takes_meta_tensors(ranks: Any) -> None:
     first, second = ranks(2).run(explain_meta)
     assert first == second
     assert str(first).startswith(f"{OP}: chunked (estimated ")
-    assert first.reason.endswith(" (default numbers)")
+    assert first.reason.endswith(", default numbers")
 
 
 def bench_planner_rows(rank: int, file: str) -> int:
@@ -308,3 +305,13 @@ def test_how_the_planners_bench_judges() -> None:
     assert bench_planner.Summary("tuned", 0.9, 0.8, 1.15).met
     assert not bench_planner.Summary("tuned", 0.89, 0.89, 1.1).met
     assert not bench_planner.Summary("tuned", 1.0, 0.5, 1.16).met
+
+
+@pytest.mark.parametrize(("device", "key"), [("cpu", "no_fused"), ("cuda", "no_workspace")])
+def test_without_triton(monkeypatch: pytest.MonkeyPatch, device: str, key: str) -> None:
+    """On a GPU not even chunked runs: its signals are kernels."""
+    gpu = SimpleNamespace(uuid="0", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    for installed in (True, False):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=installed: object() if found else None)
+        assert topology._facts(torch.device(device))[key] == (None if installed else "Triton is not installed")

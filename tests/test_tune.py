@@ -263,7 +263,7 @@ def test_tuned_numbers_decide_on_all_ranks_or_on_none(
 ) -> None:
     results = ranks(2).run(plan_with, str(tmp_path), numbers)
     assert results[0][0] == results[1][0]
-    assert results[0][0].endswith(f"({source} numbers)")
+    assert results[0][0].endswith(f", {source} numbers")
     for (_, messages), expected in zip(results, warnings, strict=True):
         assert len(messages) == len(expected), messages
         assert all(message.startswith(text) for message, text in zip(messages, expected, strict=True)), messages

@@ -95,7 +95,7 @@ def _loading(name: str, op: str, call: tuple[Any, ...], ours: Member) -> str:
 
     chunked and fused keep the same protocol, so a rank for which it is the first one fits the others.
     """
-    if call in ours.loaded or ours.topology.no_fused is not None:
+    if call in ours.loaded:
         return name
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{op}: call it once with these shapes on every rank before a CUDA graph is captured")
