@@ -9,6 +9,7 @@ import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Member:
         """Why chunked and fused cannot run in this group, or None."""
         return self.topology.no_workspace or self.unavailable
 
-    @property
+    @cached_property
     def max_slot_bytes(self) -> int:
         return slot_bytes_within(self.topology.workspace_bytes, self.group_size)
 

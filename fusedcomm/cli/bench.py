@@ -68,10 +68,7 @@ def _common_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", "-w", type=output.positive, default=2, metavar="N", help="rounds before (2)")
     parser.add_argument("--check", action="store_true", help="check the result of every measured call too")
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
-    parser.add_argument(
-        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
-    )
+    output.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write every figure, and what it depends on")
     parser.add_argument("--csv", metavar="FILE", help="write a line per row")
     return parser

@@ -51,12 +51,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.add_argument("--plot", metavar="FILE", help="also draw what every rank does over time, as PNG")
-    parser.add_argument(
-        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
-    )
+    output.add_rank_arguments(parser)
     parser.add_argument("--rounds", type=output.positive, default=7, metavar="N", help="default: 7")
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on GPUs, float32 on CPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
     parser.set_defaults(run=run)
 
 

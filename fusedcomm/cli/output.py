@@ -44,6 +44,13 @@ def progress(here: bool, total: int, first: str, then: str) -> Iterator[Callable
         yield on_done
 
 
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of every command that starts ranks: on what, and how many."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
+    world_size = "ranks to start (all GPUs, or 2 on CPU)"
+    parser.add_argument("--world-size", type=positive, metavar="N", help=world_size)
+
+
 def fail(command: str, text: str, code: int = 1) -> int:
     print(f"fusedcomm {command}: {text}", file=sys.stderr)
     return code

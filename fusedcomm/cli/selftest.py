@@ -39,10 +39,7 @@ def add_parser(commands: Any) -> None:
         "or in the ranks of torchrun. No rank is killed. Exit code 0 if nothing failed, else 1.",
     )
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    parser.add_argument(
-        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
+    output.add_rank_arguments(parser)
     parser.set_defaults(run=run)
 
 

@@ -50,10 +50,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--show", action="store_true", help="print the numbers in use and where they come from")
     what.add_argument("--reset", action="store_true", help="remove the measured numbers: back to the default ones")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    parser.add_argument(
-        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
+    output.add_rank_arguments(parser)
     parser.set_defaults(run=run)
 
 

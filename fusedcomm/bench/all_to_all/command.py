@@ -47,10 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compute", type=output.positive, default=1, metavar="N", help="unrelated matmuls (1)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, float32 on CPU")
     parser.add_argument("--rounds", type=output.positive, default=15, metavar="N", help="measured (15)")
-    parser.add_argument("--device", choices=tuple(DIM), help="GPUs, if there are two or more")
-    parser.add_argument(
-        "--world-size", type=output.positive, metavar="N", help="ranks to start (all GPUs, or 2 on CPU)"
-    )
+    output.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
 
 
