@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -27,11 +28,17 @@ def algorithm() -> str | None:
 
 
 def cache_dir() -> Path:
-    """Where measured numbers are kept: ``FUSEDCOMM_CACHE_DIR``, else fusedcomm in XDG_CACHE_HOME or ~/.cache."""
+    """Where measured numbers are kept: ``FUSEDCOMM_CACHE_DIR``, else fusedcomm in XDG_CACHE_HOME or ~/.cache.
+
+    Raises FileNotFoundError where there is none of them.
+    """
     own = os.environ.get("FUSEDCOMM_CACHE_DIR")
     if own:
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedcomm"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedcomm"
+    except RuntimeError:
+        raise FileNotFoundError(errno.ENOENT, "this user has no home: set FUSEDCOMM_CACHE_DIR", "~") from None
 
 
 def host_id() -> str:

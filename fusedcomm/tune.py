@@ -22,21 +22,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fusedcomm import cost, geometry, reference
 from fusedcomm.bench.problem import RankData, Size
 from fusedcomm.bench.programs import PROGRAMS
-from fusedcomm.bench.timing import measure
+from fusedcomm.bench.timing import check_values, measure
 from fusedcomm.cost import ITEMSIZE, KINDS, Constants
 from fusedcomm.exchange import Exchange
 from fusedcomm.group import resolve
-from fusedcomm.registry import Member
+from fusedcomm.planner import force_algorithm
+from fusedcomm.registry import Member, WorkspaceUnavailable
 
 REPEAT = 20  # calls of one measurement, of what takes less time than the start of a measurement differs by
 MEASUREMENT_S = 0.02  # of calls that are repeated: fewer of longer ones
 LONGEST_S = 0.1  # of one call: CPUs can be slow in 16 bit
 ROUNDS, QUICK_ROUNDS = 7, 3
+CROSSOVER_K_N = (1024, 4096)
+CROSSOVER_ROWS = tuple(1 << power for power in range(17))
 FINGERPRINT = 0x7475  # of the workspace's call that makes it large enough
 Points = Sequence[tuple[float, float, float]]  # x, y, and what an error of y is relative to
 
@@ -77,6 +81,25 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Crossover:
+    """From ``rows`` on ``algorithm`` is estimated to be the fastest."""
+
+    op: str
+    dtype: str
+    rows: int
+    algorithm: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """Something that moves bytes, as measured: "copy", "link", "unpack", or a kind of collective."""
+
+    what: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Sample:
     """A call, as measured and as estimated by the constants that came out. Seconds by algorithm."""
 
@@ -89,10 +112,17 @@ class Sample:
     estimated: dict[str, float]
 
 
-def tune(
-    ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done: None
-) -> tuple[Constants, list[Sample]]:
-    """A collective. ``ours`` must be able to have a workspace, or WorkspaceUnavailable is raised on all ranks.
+@dataclass(frozen=True)
+class Tuned:
+    """What came out, and from what."""
+
+    constants: Constants
+    points: tuple[Point, ...]
+    samples: tuple[Sample, ...]
+
+
+def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done: None) -> Tuned:
+    """A collective. Raises WorkspaceUnavailable on all ranks where not every algorithm can run, ValuesDiffer.
 
     ``on_done`` gets the number of parts measured, of NUM_PARTS.
     """
@@ -101,7 +131,8 @@ def tune(
     for done, part in enumerate(PARTS):
         constants = part(bench, constants)
         on_done(done + 1)
-    return constants, [replace(each, estimated=estimate(each, constants, ours.group_size)) for each in bench.samples]
+    samples = (replace(each, estimated=estimate(each, constants, ours.group_size)) for each in bench.samples)
+    return Tuned(constants, tuple(bench.points), tuple(samples))
 
 
 class _Bench:
@@ -109,6 +140,7 @@ class _Bench:
         self.ours, self.sizes, self.rounds = ours, sizes, rounds
         self.device, self.num_ranks = ours.device, ours.group_size
         self.samples: list[Sample] = []
+        self.points: list[Point] = []
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
         """Of one call of each."""
@@ -160,11 +192,20 @@ def _matmul(bench: _Bench, constants: Constants) -> Constants:
         flops[dtype] = rate(dtype, short) if short else probed
     return replace(
         constants,
-        num_sms=torch.cuda.get_device_properties(bench.device).multi_processor_count if cuda else 1,
+        num_sms=_num_sms(bench.device),
         matmul_flops=flops,
         memory_bandwidth=bandwidth,
         matmul_overhead=overhead,
     )
+
+
+def _num_sms(device: torch.device) -> int:
+    """The fewest of all ranks: what is measured, and for how long, must be the same on all."""
+    if device.type == "cpu":
+        return 1
+    count = torch.tensor(torch.cuda.get_device_properties(device).multi_processor_count, device=device)
+    dist.all_reduce(count, dist.ReduceOp.MIN)
+    return int(count)
 
 
 def _num_bytes(size: tuple[int, int, int], dtype: str) -> int:
@@ -197,6 +238,7 @@ def _copies(bench: _Bench, constants: Constants) -> Constants:
 
     sizes = [num_bytes for num_bytes in bench.sizes.num_bytes if num_bytes <= workspace.slot_bytes]
     times = bench.seconds({key: each for num_bytes in sizes for key, each in variants(num_bytes).items()})
+    bench.points += [Point(what, num_bytes, t) for (what, num_bytes), t in times.items()]
     fits = {
         name: line({num_bytes: t for (what, num_bytes), t in times.items() if what == name})
         for name in ("copy", "link", "unpack")
@@ -221,7 +263,7 @@ def _collectives(bench: _Bench, constants: Constants) -> Constants:
         "reduce_scatter": lambda blocks: reference.reduce_scatter(blocks, "sum", 0, *group),
         "all_reduce": lambda blocks: reference.all_reduce(blocks, "sum", *group),
     }
-    sizes = [num_bytes // num_ranks for num_bytes in bench.sizes.num_bytes]
+    sizes = [num_bytes // num_ranks // 4 * 4 for num_bytes in bench.sizes.num_bytes]
     data = {chunk: bench.bytes(chunk * num_ranks).view(num_ranks, -1) for chunk in sizes}
 
     def variant(kind: str, chunk: int) -> Callable[[], Any]:
@@ -230,6 +272,7 @@ def _collectives(bench: _Bench, constants: Constants) -> Constants:
     latency, bandwidth = {}, {}
     for kind in calls:
         times = bench.seconds({chunk: variant(kind, chunk) for chunk in sizes})
+        bench.points += [Point(kind, chunk * num_ranks, t) for chunk, t in times.items()]
         sent = (num_ranks - 1) * (2 if kind == "all_reduce" else 1)
         if kind == "all_reduce":  # the functional one copies, which the model has apart
             times = {chunk: max(t - constants.copy(chunk * num_ranks), t / 4) for chunk, t in times.items()}
@@ -243,8 +286,8 @@ def _fused(bench: _Bench, constants: Constants) -> Constants:
         return constants
 
     def seconds(dtype: str, size: tuple[int, int, int]) -> float:
-        data = _data(bench, "matmul_all_to_all", size, dtype)
         with _precision(dtype):
+            data = _data(bench, "matmul_all_to_all", size, dtype, ["fused"])
             return bench.seconds({"": data.forced("fused")})[""]
 
     much, sent = Size(*bench.sizes.much_arithmetic), Size(*bench.sizes.much_sent)
@@ -261,7 +304,7 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
     names = [name for name in constants.call_overhead if name != "fused" or bench.ours.topology.no_fused is None]
     points: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for op, size, dtype in itertools.product(KINDS, bench.sizes.calls, ("float32", "bfloat16")):
-        data = _data(bench, op, size, dtype)
+        data = _data(bench, op, size, dtype, names)
         sample = Sample(op, data.size.rows, data.size.k, data.size.n, dtype, dict.fromkeys(names, 0.0), {})
         estimates = estimate(sample, without, bench.num_ranks)
         longest = max(estimates.values())
@@ -276,6 +319,21 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
     call = {name: max(statistics.median(y for _, y, _ in points[name]), 0.0) for name in names}
     call["chunked"], chunk = affine(points["chunked"])
     return replace(constants, call_overhead={**constants.call_overhead, **call}, chunk_overhead=chunk)
+
+
+def crossovers(constants: Constants, num_ranks: int) -> list[Crossover]:
+    """From how many rows on which algorithm is estimated to be the fastest, at the K and N of ``CROSSOVER_K_N``."""
+    found: list[Crossover] = []
+    for op, dtype in itertools.product(KINDS, ("float32", "bfloat16")):
+        before = ""
+        for rows in CROSSOVER_ROWS:
+            size = PROGRAMS[op].divisible(Size(rows, *CROSSOVER_K_N), num_ranks)
+            estimates = cost.estimate(op, exchange_of(op, size, num_ranks), dtype, constants)
+            fastest = min(estimates, key=estimates.__getitem__)
+            if fastest != before:
+                found.append(Crossover(op, dtype, size.rows, fastest))
+            before = fastest
+    return found
 
 
 PARTS = (_matmul, _copies, _collectives, _fused, _overheads)
@@ -332,9 +390,16 @@ def exchange_of(op: str, size: Size, num_ranks: int) -> Exchange:
     return getattr(geometry, op)(x, (w,) if op == "all_gather_matmul" else w, *between.get(op, []), *dims, num_ranks)
 
 
-def _data(bench: _Bench, op: str, size: tuple[int, int, int], dtype: str) -> RankData:
+def _data(bench: _Bench, op: str, size: tuple[int, int, int], dtype: str, names: Sequence[str]) -> RankData:
+    """Of a call whose values have been checked with every algorithm of ``names``; each of them must be able to run."""
     program = PROGRAMS[op]
     data = RankData(program, program.divisible(Size(*size), bench.num_ranks), torch_dtype(dtype), bench.device)
+    for name in names:
+        with force_algorithm(name):
+            plan = data.plan()
+        if plan.algorithm != name:
+            raise WorkspaceUnavailable(str(plan))
+    check_values({name: data.forced(name) for name in names}, data.check)
     data.randomize()
     return data
 

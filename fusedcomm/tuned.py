@@ -40,8 +40,10 @@ def key(device: torch.device, group_size: int) -> dict[str, Any]:
         "device_type": device.type,
         "threads": 0 if cuda else torch.get_num_threads(),  # of a rank
         "world_size": group_size,
+        "fusedcomm": _version("fusedcomm"),
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": _version("triton"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "driver": _driver_version() if cuda else None,
     }
 
@@ -54,8 +56,8 @@ def path_of(key: dict[str, Any]) -> Path:
 def read(device: torch.device, group_size: int) -> Constants | None:
     """The constants for a group on this machine, or None: not tuned, or the file cannot be trusted (a warning)."""
     expected = key(device, group_size)
-    file = path_of(expected)
     try:
+        file = path_of(expected)
         return _parse(_read_own(file), expected)
     except FileNotFoundError:
         return None
@@ -159,9 +161,9 @@ def _parse(content: bytes, expected: dict[str, Any]) -> Constants:
     return constants
 
 
-def _triton_version() -> str | None:
+def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version("triton")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 

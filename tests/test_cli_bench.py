@@ -7,7 +7,8 @@ import pty
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,7 +63,10 @@ def test_every_figure_follows_from_the_times(op: str, tmp_path: Path, capsys: py
         assert row["ratio"] == pytest.approx(baseline / ours)
         assert row["percent_over_roof"] == pytest.approx((ours - roof) / roof * 100)
         assert row["exposed"] == pytest.approx(ours - roof)
-        assert row["overlap_efficiency"] == pytest.approx((roof + collective - ours) / min(roof, collective))
+        if exchanges:
+            assert row["overlap_efficiency"] == pytest.approx((roof + collective - ours) / min(roof, collective))
+        else:  # nothing that could be hidden
+            assert row["overlap_efficiency"] is None and collective == 0
         assert row["tflops"] == pytest.approx(row["flops"] / ours * 1e-12)
         assert row["algbw"] == pytest.approx(row["num_bytes"] / ours * 1e-9)
         assert row["busbw"] == pytest.approx(row["algbw"] * (1.0 if op == "matmul_all_reduce" else 0.5))
@@ -104,6 +108,19 @@ def test_sizes_in_bytes_are_of_what_is_exchanged(tmp_path: Path) -> None:
     assert [(row["num_bytes"], row["rows"]) for row in rows] == [(4096, 16), (8192, 32), (16384, 64)]
     rows = bench(tmp_path, "matmul_all_to_all", "-b", "4K", "-K", "8", "-N", "64", "--dtype", "float32")["rows"]
     assert [(row["num_bytes"], row["rows"]) for row in rows] == [(4096, 16)]
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_sizes_that_the_ranks_do_not_divide_grow(tmp_path: Path) -> None:
+    options = ("--shape", "32", "16", "20", "--world-size", "3", "--dtype", "float32")
+    rows = {row["op"]: (row["rows"], row["k"], row["n"]) for row in bench(tmp_path, "ops", *options)["rows"]}
+    assert rows == {
+        "matmul_all_to_all": (32, 16, 21),
+        "all_to_all_matmul": (32, 18, 20),
+        "all_gather_matmul": (33, 16, 20),
+        "matmul_reduce_scatter": (33, 16, 20),
+        "matmul_all_reduce": (32, 16, 20),
+    }
 
 
 @pytest.mark.usefixtures("shared_ranks")
@@ -168,7 +185,7 @@ def test_a_wrong_value_stops_all_ranks_before_timing(ranks: Callable[[int], Rank
 
 
 def test_a_late_wrong_value_is_found_by_check(ranks: Callable[[int], RankPool]) -> None:
-    planted = LastElementWrong(first=3)
+    planted = LastElementWrong(first=4)  # the first two are checked anyway, one is for warm-up
     checked = Options("cpu", rounds=2, warmup=1, check=True, graph=False)
     text = ranks(2).run(measure_planted, planted, checked)[0]
     assert text.startswith("wrong values: rank 1: 'auto' in round 2: result: 1 of 864 elements")
@@ -218,7 +235,15 @@ def test_wrong_arguments(options: list[str], text: str, capsys: pytest.CaptureFi
     assert captured.out == "" and captured.err.startswith(f"fusedcomm bench: {text}")
 
 
-@pytest.mark.parametrize("options", [["ops", "-b", "0"], ["ops", "-b", "1T"], ["ops", "-f", "1"], ["matmul"], []])
+def test_a_backward_alone_is_not_captured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launch, "missing_gpus", lambda world_size: None)
+    assert main(["bench", "ops", "--graph", "--device", "cuda", "--pass", "forward", "backward"]) == 2
+    assert "--graph captures a forward, alone or with its backward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["ops", "-b", "inf"], ["ops", "-b", "0"], ["ops", "-b", "1T"], ["ops", "-f", "1"], ["matmul"], []]
+)
 def test_arguments_that_argparse_refuses(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["bench", *options])
@@ -230,6 +255,32 @@ def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "ops", "--plot", "plots"]) == 2
     assert "--plot: plots need matplotlib" in capsys.readouterr().err
+
+
+def test_a_failure_keeps_what_was_measured_before(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: Callable[[int], RankPool],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @contextmanager
+    def fails_at_the_third(*args: Any) -> Iterator[Callable[..., Any]]:
+        calls: list[Any] = []
+
+        def call(fn: Callable[..., Any], *args: Any) -> Any:
+            calls.append(fn)
+            if len(calls) == 3:
+                raise ValuesDiffer("all of it")
+            return ranks(2).run(fn, *args)[0]
+
+        yield call
+
+    monkeypatch.setattr(launch, "ranks", fails_at_the_third)
+    file = tmp_path / "rows.csv"
+    assert main(["bench", "collectives", "-b", "64", "--device", "cpu", "--dtype", "float32", "--csv", str(file)]) == 1
+    assert capsys.readouterr().err == "fusedcomm bench: all of it\n"
+    with file.open(newline="") as opened:
+        assert [line["op"] for line in csv.DictReader(opened)] == list(plain.COLLECTIVES)[:2]
 
 
 def test_wrong_values_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

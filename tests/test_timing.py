@@ -25,6 +25,24 @@ def check_rank_1_wrong(rank: int) -> str:
     return "passed"
 
 
+def check_wrong_from_the_second_call_on(rank: int) -> str:
+    calls: list[int] = []
+
+    def variant() -> Tensor:
+        calls.append(1)
+        return torch.tensor(len(calls))
+
+    try:
+        check_values({"loads first": variant}, lambda name, result: "wrong" if result.item() > 1 else None)
+    except ValuesDiffer as error:
+        return str(error)
+    return "passed"
+
+
+def test_a_first_call_may_run_another_way_than_the_next(ranks: Callable[[int], RankPool]) -> None:
+    assert "rank 0: wrong" in ranks(2).run(check_wrong_from_the_second_call_on)[0]
+
+
 def measure_slow_rank_1(rank: int) -> tuple[dict[str, Timing], list[str], list[int]]:
     called: list[str] = []
     done: list[int] = []

@@ -116,6 +116,7 @@ def test_on_a_gpu_kernels_and_the_ranges_of_its_streams_count() -> None:
         event("fusedcomm.matmul", "user_annotation", 201.0, 2.0, pid=99),
         event("fusedcomm.matmul", "gpu_user_annotation", 210.0, 50.0),
         event("push_matmul", "kernel", 211.0, 48.0),
+        event("void at::native::direct_copy_kernel_cuda", "kernel", 261.0, 3.0),
         event("Memcpy PtoP", "gpu_memcpy", 265.0, 5.0),
     ]
     found = trace.ranges(trace.merged([{"traceEvents": events}]))
@@ -123,6 +124,7 @@ def test_on_a_gpu_kernels_and_the_ranges_of_its_streams_count() -> None:
         Range("baseline", 0, "matmul", 0.010, 0.060),
         Range("baseline", 0, "collective", 0.060, 0.090),
         Range("ours", 0, "matmul", pytest.approx(0.010), pytest.approx(0.060)),
+        Range("ours", 0, "copy", pytest.approx(0.061), pytest.approx(0.064)),
         Range("ours", 0, "copy", pytest.approx(0.065), pytest.approx(0.070)),
     ]
 

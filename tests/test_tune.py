@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import pytest
@@ -25,7 +26,8 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import cost, env, registry, topology, tune, tuned
-from fusedcomm.bench.problem import Size
+from fusedcomm.bench.problem import RankData, Size
+from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import main
 from fusedcomm.cost import DEFAULTS, Constants
 from fusedcomm.group import resolve
@@ -291,6 +293,20 @@ def test_rank_0_writes_and_all_ranks_verify(ranks: Any, tmp_path: Path) -> None:
     assert results[0].startswith("cannot write ")
 
 
+def test_a_user_without_a_home_has_no_tuned_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is in no passwd: no op may fail for it."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FUSEDCOMM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert tuned.read(CPU, 2) is None
+    with pytest.raises(OSError, match="this user has no home: set FUSEDCOMM_CACHE_DIR"):
+        tuned.write(FAST, CPU, 2)
+
+
 # what it fits
 
 
@@ -309,7 +325,7 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = replace(FAST, call_overhead={"unfused": 3e-4, "chunked": 2e-4}, chunk_overhead=1e-5)
     now: list[Any] = []
 
-    def data(bench: Any, op: str, size: tuple[int, int, int], dtype: str) -> Any:
+    def data(bench: Any, op: str, size: tuple[int, int, int], dtype: str, names: Any) -> Any:
         now[:] = [op, Size(*size), dtype]
         return SimpleNamespace(size=Size(*size), forced=lambda name: name)
 
@@ -326,6 +342,47 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.call_overhead == {"unfused": pytest.approx(3e-4), "chunked": pytest.approx(2e-4)}
     assert found.chunk_overhead == pytest.approx(1e-5)
     assert len(bench.samples) == 5 * 4 * 2
+
+
+def test_where_the_fastest_algorithm_changes() -> None:
+    slow_start = replace(FAST, call_overhead={"unfused": 0.0, "chunked": 0.01})
+    found = [each for each in tune.crossovers(slow_start, 2) if each.op == "matmul_all_to_all"]
+    for dtype in ("float32", "bfloat16"):
+        first, second = [each for each in found if each.dtype == dtype]
+        assert (first.rows, first.algorithm, second.algorithm) == (1, "unfused", "chunked")
+        for rows, fastest in ((second.rows // 2, "unfused"), (second.rows, "chunked")):
+            exchange = tune.exchange_of("matmul_all_to_all", Size(rows, *tune.CROSSOVER_K_N), 2)
+            estimates = cost.estimate("matmul_all_to_all", exchange, dtype, slow_start)
+            assert min(estimates, key=estimates.__getitem__) == fastest
+
+
+def tune_small(rank: int, workspace_bytes: int, op: str) -> str:
+    """Of `_data`: what it refuses to measure."""
+    member = registry.member(resolve(None)[1], CPU)
+    bench = tune._Bench(member, tune.Sizes.of("cpu", quick=True), rounds=1)
+    before = member.topology
+    member.topology = replace(before, workspace_bytes=workspace_bytes)
+    member.__dict__.pop("max_slot_bytes", None)
+    try:
+        tune._data(bench, op, (16, 64, 64), "float32", ["chunked", "unfused"])
+    except (registry.WorkspaceUnavailable, ValuesDiffer) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        member.topology = before
+        member.__dict__.pop("max_slot_bytes", None)
+    return "measured"
+
+
+def tune_wrong_values(rank: int) -> str:
+    with mock.patch.object(RankData, "check", lambda data, name, result: "wrong" * (name == "chunked" and rank == 1)):
+        return tune_small(rank, 1 << 30, "matmul_all_to_all")
+
+
+def test_only_what_runs_and_is_right_is_measured(ranks: Any) -> None:
+    assert ranks(2).run(tune_small, 1 << 30, "matmul_all_to_all") == ["measured"] * 2
+    for result in ranks(2).run(tune_small, 64, "matmul_all_to_all"):
+        assert result.startswith("WorkspaceUnavailable: matmul_all_to_all: unfused (one row for every peer takes")
+    assert ranks(2).run(tune_wrong_values) == ["ValuesDiffer: 'chunked' gave wrong values: rank 1: wrong"] * 2
 
 
 # the command

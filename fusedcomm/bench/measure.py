@@ -19,6 +19,7 @@ from fusedcomm.group import resolve
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ALGORITHMS = (AUTO, "unfused", "chunked", "fused")
+NOTHING = Timing(0.0, 0.0, 0.0, 0.0, 0.0)
 # busbw / algbw in a group of R, as nccl-tests defines them
 BUS: dict[str, Callable[[int], float]] = {
     "all_to_all": lambda size: (size - 1) / size,
@@ -75,8 +76,13 @@ class Row:
         return self.ours.median - self.roof.median
 
     @property
-    def overlap_efficiency(self) -> float:
-        """(T_matmul + T_collective - T_ours) / min: 1 where the shorter is hidden, 0 where nothing is."""
+    def overlap_efficiency(self) -> float | None:
+        """(T_matmul + T_collective - T_ours) / min: 1 where the shorter is hidden, 0 where nothing is.
+
+        None where nothing is exchanged.
+        """
+        if not self.num_bytes:
+            return None
         hidden = self.roof.median + self.collective.median - self.ours.median
         return hidden / min(self.roof.median, self.collective.median)
 
@@ -105,13 +111,17 @@ def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, optio
     """A row per algorithm, all of them measured in one run."""
     data = rank_data(op, size, dtype, direction, options.device_type)
     every = variants(data, options.algorithms)
+    plans = {algorithm: _plan(data, algorithm) for algorithm in options.algorithms}
     with output.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
         check_values(every, data.check)
+        if options.graph:
+            plans = {algorithm: _planned_in_graph(data, algorithm) for algorithm in plans}
+            every = {name: captured(variant) for name, variant in every.items()}
+            check_values(every, data.check)
         if not options.check:
-            data.randomize()
-            every = variants(data, options.algorithms)
+            data.randomize()  # in place: replays read it
+            every = every if options.graph else variants(data, options.algorithms)
         times = timed(every, data.device, options, on_round, data.check)
-    plans = {algorithm: _plan(data, algorithm) for algorithm in options.algorithms}
     bench, size = data.bench, data.size
     return [
         Row(
@@ -129,7 +139,7 @@ def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, optio
             num_bytes=data.exchanged_bytes * bench.exchanges(direction),
             flops=size.flops * MATMULS[direction],
             roof=times[ROOF],
-            collective=times[COLLECTIVE],
+            collective=times.get(COLLECTIVE, NOTHING),
             baseline=times[BASELINE],
             ours=times[algorithm],
         )
@@ -137,14 +147,14 @@ def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, optio
     ]
 
 
-def topology(rank: int, device_type: str) -> dict[str, Any] | None:
-    """What WORLD's ranks have voted on; None where no op has run."""
-    member = registry.known_member(resolve(None)[1], launch.rank_device(device_type))
-    if member is None:
-        return None
-    facts = asdict(member.topology)
-    constants = facts.pop("constants")
-    return facts | {"numbers": constants["source"] if constants else "default"}
+def rank_facts(rank: int, device_type: str) -> dict[str, Any]:
+    """What figures depend on and only ranks know. "topology": what they have voted on; None where no op has run."""
+    facts: dict[str, Any] = {"huge_pages": launch.torch_asks_for_huge_pages(), "topology": None}
+    if member := registry.known_member(resolve(None)[1], launch.rank_device(device_type)):
+        topology = asdict(member.topology)
+        constants = topology.pop("constants")
+        facts["topology"] = topology | {"numbers": constants["source"] if constants else "default"}
+    return facts
 
 
 def rank_data(op: str, size: Size, dtype: str, direction: str, device_type: str) -> RankData:
@@ -156,7 +166,8 @@ def rank_data(op: str, size: Size, dtype: str, direction: str, device_type: str)
 def variants(data: RankData, algorithms: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
     every = dict(data.variants())
     ours = every.pop(AUTO)
-    every[COLLECTIVE] = data.collective()
+    if data.bench.exchanges(data.direction):
+        every[COLLECTIVE] = data.collective()
     return every | {name: ours if name == AUTO else data.forced(name) for name in algorithms}
 
 
@@ -167,9 +178,7 @@ def timed(
     on_round: Callable[[int], None],
     check: Check,
 ) -> dict[str, Timing]:
-    """Times of variants that are checked already; each is called through a CUDA graph if ``options`` say so."""
-    if options.graph:
-        every = {name: captured(variant) for name, variant in every.items()}
+    """Times of variants that are checked already."""
     return measure(
         every,
         device,
@@ -191,6 +200,12 @@ def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
         return result
 
     return replay
+
+
+def _planned_in_graph(data: RankData, algorithm: str) -> fusedcomm.Plan:
+    """A capture has algorithms of its own."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        return _plan(data, algorithm)
 
 
 def _plan(data: RankData, algorithm: str) -> fusedcomm.Plan:

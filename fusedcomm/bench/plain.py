@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedcomm.bench import collectives
-from fusedcomm.bench.measure import BUS, DTYPES, Options, timed
+from fusedcomm.bench.measure import BUS, DTYPES, Options, captured, timed
 from fusedcomm.bench.timing import Timing, check_values, difference
 from fusedcomm.cli import launch, output
 
@@ -55,6 +56,9 @@ def measure_collective(rank: int, op: str, num_bytes: int, dtype: str, options: 
     variants = {COPY: data.copy, op: data.collective}
     with output.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
         check_values(variants, data.check)
+        if options.graph:
+            variants = {name: captured(variant) for name, variant in variants.items()}
+            check_values(variants, data.check)
         if not options.check:
             data.local.normal_()
         times = timed(variants, device, options, on_round, data.check)
@@ -83,18 +87,19 @@ class CollectiveData:
     def check(self, name: str, result: Tensor) -> str | None:
         if name == COPY:
             return difference(result, self.source)
-        wrong = difference(result, self._expected([self._of(rank) for rank in range(self.num_ranks)]).to(self.dtype))
+        wrong = difference(result, self._expected())
         if self.kind == "all_reduce":  # it is in place
             self.local.copy_(self._of(self.rank))
         return wrong
 
-    def _expected(self, every: Sequence[Tensor]) -> Tensor:
-        """What this rank gets of every rank's input."""
+    def _expected(self) -> Tensor:
+        """What this rank gets of every rank's input; made of one after the other."""
+        every = (self._of(rank) for rank in range(self.num_ranks))
         if self.kind == "all_gather":
             return torch.cat(list(every))
         if self.kind == "all_to_all":
-            return torch.cat([t[self.rank] for t in every])
-        total = torch.stack([t.float() for t in every]).sum(0)
+            return torch.cat([t[self.rank].clone() for t in every])
+        total = functools.reduce(torch.add, every)
         return total if self.kind == "all_reduce" else total[self.rank]
 
     def _of(self, rank: int) -> Tensor:
@@ -106,4 +111,5 @@ class CollectiveData:
 
     def _integers(self, numel: int, rank: int) -> Tensor:
         below = max(256 // self.num_ranks, 2)  # bfloat16 counts to 256
-        return (torch.arange(numel, device=self.device) * 7 + 3 * rank).remainder(below).to(self.dtype)
+        places = torch.arange(numel, device=self.device, dtype=torch.int32)
+        return places.mul_(7).add_(3 * rank).remainder_(below).to(self.dtype)

@@ -28,9 +28,17 @@ def missing() -> str | None:
     return None
 
 
+def not_writable(folder: Path) -> str | None:
+    """Why ``folder`` cannot be made, or None once it is there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    return None
+
+
 def write_all(folder: Path, rows: Sequence[Row], lanes: Mapping[str, Sequence[Range]]) -> list[Path]:
     """ratio.png, roofline.png, and lanes-<op>.png of every op in ``lanes``."""
-    folder.mkdir(parents=True, exist_ok=True)
     figures = {"ratio": ratio(rows), "roofline": roofline(rows)} if rows else {}
     figures |= {f"lanes-{op}": lanes_over_time(each, op) for op, each in lanes.items()}
     files = []
@@ -41,7 +49,7 @@ def write_all(folder: Path, rows: Sequence[Row], lanes: Mapping[str, Sequence[Ra
 
 
 def write(file: Path, figure: Figure) -> None:
-    figure.savefig(file, dpi=DPI)
+    figure.savefig(file, dpi=DPI, format="png")
 
 
 def ratio(rows: Sequence[Row]) -> Figure:

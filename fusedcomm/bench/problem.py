@@ -106,8 +106,11 @@ class OpBench(abc.ABC):
         return getattr(fusedcomm, self.op)(x, w, *self.dims(x))
 
     def divisible(self, size: Size, num_ranks: int) -> Size:
-        """A few rows more, where the group or the batch needs them."""
-        return replace(size, rows=size.rows + -size.rows % self._row_step(size, num_ranks))
+        """A few more of what the group, or the batch, must divide."""
+        rows = size.rows + -size.rows % self._row_step(size, num_ranks)
+        k = size.k + (-size.k % num_ranks if self.cut == "k" else 0)
+        n = size.n + (-size.n % num_ranks if self.cut == "n" else 0)
+        return replace(size, rows=rows, k=k, n=n)
 
     def ragged(self, size: Size, num_ranks: int) -> list[Size]:
         """Neighbours of an aligned size: more rows, fewer K, fewer N, and all of it. Odd where the group allows it."""
@@ -181,12 +184,9 @@ class RankData:
         self.sent, grad = self._sent(self.rank)
         if self.random:
             self.sent.normal_()
-        differentiates = self.direction != "forward"
-
-        def exchange(t: Tensor) -> Tensor:
-            return self.bench.collective(t.clone() if differentiates and self.bench.kind == "all_reduce" else t)
-
-        return self._variant(exchange, self.sent, grad=grad)
+        if self.bench.kind == "all_reduce":  # in place, and its backward exchanges nothing
+            return lambda: (self.bench.collective(self.sent),)
+        return self._variant(self.bench.collective, self.sent, grad=grad)
 
     def check(self, name: str, results: tuple[Tensor, ...]) -> str | None:
         if name == ROOF:
@@ -199,7 +199,7 @@ class RankData:
         for what, result, must in zip(RESULTS[self.direction], results, expected, strict=False):
             if wrong := difference(result, must):
                 return f"{what}: {wrong}"
-        if name == COLLECTIVE and self.direction == "forward" and self.bench.kind == "all_reduce":  # it is in place
+        if name == COLLECTIVE and self.bench.kind == "all_reduce":  # it is in place
             self.sent.copy_(self._sent(self.rank)[0])
         return None
 

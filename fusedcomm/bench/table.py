@@ -48,7 +48,7 @@ OP_COLUMNS: Sequence[Column] = (
     ("baseline\n/ ours", lambda r: f"{r.ratio:.2f}"),
     ("over\nroof %", lambda r: f"{r.percent_over_roof:.0f}"),
     ("exposed\nms", lambda r: _ms(r.exposed)),
-    ("overlap", lambda r: f"{r.overlap_efficiency:.2f}"),
+    ("overlap", lambda r: "-" if r.overlap_efficiency is None else f"{r.overlap_efficiency:.2f}"),
     ("TFLOP/s", lambda r: f"{r.tflops:.3g}"),
     ("algbw\nGB/s", lambda r: f"{r.algbw:.3g}"),
     ("busbw\nGB/s", lambda r: f"{r.busbw:.3g}"),

@@ -27,23 +27,21 @@ PIDS_PER_RANK = 100  # of the merged trace
 ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 MATMULS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 COPIES = ("aten::copy_",)
+COPY_KERNELS = ("copy", "catarray", "elementwise")  # parts of the names of torch's
 
 
 def record(variants: Mapping[str, Callable[[], Any]], device: torch.device) -> Trace:
     """The merged trace, on every rank. Ranks call it alike; the variants have run before."""
-    cuda = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if cuda else []
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
     with torch.profiler.profile(activities=activities) as profiled:
-        for name in (None, *variants):  # the first call under a profiler is slow
+        next(iter(variants.values()))()  # the first call under a profiler is slow
+        for name, variant in variants.items():
+            _synchronize(device)
             dist.barrier()
-            if name is None:
-                next(iter(variants.values()))()
-                continue
             with torch.profiler.record_function(VARIANT + name):
-                variants[name]()
-                if cuda:
-                    torch.cuda.synchronize(device)
+                variant()
+                _synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(file))
@@ -51,11 +49,17 @@ def record(variants: Mapping[str, Callable[[], Any]], device: torch.device) -> T
     return merged([json.loads(zlib.decompress(each)) for each in all_gather_bytes(local, device)])
 
 
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def merged(traces: Sequence[Trace]) -> Trace:
     """One trace of every rank's; what came before the first variant is left out. Time starts at 0."""
     events: list[dict[str, Any]] = []
+    bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]
     for rank, trace in enumerate(traces):
-        events += _of_rank(rank, trace)
+        events += _of_rank(rank, trace, (bases[rank] - min(bases)) / 1e3)
     start = min((event["ts"] for event in events if event["ph"] != "M"), default=0.0)
     for event in events:
         event["ts"] = event.get("ts", start) - start if event["ph"] != "M" else 0
@@ -76,8 +80,8 @@ def joined(traces: Sequence[Trace]) -> Trace:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _of_rank(rank: int, trace: Trace) -> Iterator[dict[str, Any]]:
-    base = trace.get("baseTimeNanoseconds", 0) / 1e3
+def _of_rank(rank: int, trace: Trace, late: float) -> Iterator[dict[str, Any]]:
+    """``late``: by how many microseconds the base of its times is later than the first rank's."""
     events = trace["traceEvents"]
     start = min((event["ts"] for event in events if str(event.get("name", "")).startswith(VARIANT)), default=0.0)
     labels = {e["pid"]: e["args"]["labels"] for e in events if e["ph"] == "M" and e["name"] == "process_labels"}
@@ -89,7 +93,7 @@ def _of_rank(rank: int, trace: Trace) -> Iterator[dict[str, Any]]:
         if event["ph"] == "M" and event["name"] != "thread_name":
             continue  # processes are named below
         pid = pids.setdefault(original, rank * PIDS_PER_RANK + len(pids) + 1)
-        copy = event | {"pid": pid} | ({} if event["ph"] == "M" else {"ts": event["ts"] + base})
+        copy = event | {"pid": pid} | ({} if event["ph"] == "M" else {"ts": event["ts"] + late})
         if "id" in copy:  # of a flow from a launch to its kernel
             copy["id"] = f"{rank}.{copy['id']}"
         yield copy
@@ -157,15 +161,18 @@ def _lane(event: Mapping[str, Any]) -> str:
 
 
 def _contains(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
-    return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    """Ends can be equal, and are floats: the middle decides."""
+    return outer["ts"] <= inner["ts"] + inner["dur"] / 2 <= outer["ts"] + outer["dur"]
 
 
 def _kind(event: Mapping[str, Any], on_gpu: bool) -> str | None:
     """Of what is no range of ours."""
     name, cat = event["name"], event.get("cat")
     if on_gpu:
+        if cat == "kernel" and name.startswith("nccl"):
+            return "collective"
         if cat == "kernel":
-            return "collective" if name.startswith("nccl") else "matmul"
+            return "copy" if any(part in name.lower() for part in COPY_KERNELS) else "matmul"
         return "copy" if cat == "gpu_memcpy" else None
     if cat == "cpu_op":
         return "matmul" if name in MATMULS else "copy" if name in COPIES else None

@@ -13,15 +13,15 @@ from rich.console import Console
 
 from fusedcomm.bench import all_to_all as suite
 from fusedcomm.bench import plots, table, trace
-from fusedcomm.bench.measure import ALGORITHMS, DTYPES, Options, measure_op, rank_data, size_of, topology, variants
+from fusedcomm.bench.measure import ALGORITHMS, DTYPES, Options, measure_op, rank_data, rank_facts, size_of, variants
 from fusedcomm.bench.plain import COLLECTIVES, measure_collective
 from fusedcomm.bench.problem import AUTO, BASELINE, MATMULS, Size
 from fusedcomm.bench.programs import PROGRAMS
-from fusedcomm.bench.timing import ValuesDiffer
+from fusedcomm.bench.timing import METHOD, ValuesDiffer
 from fusedcomm.cli import launch, output
 from fusedcomm.testing.ranks import RankError
 
-TIMEOUT_S = 600
+ROUND_S = 60  # of a size, at most
 WIDTH = 200  # of the widest table
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "ours"
@@ -35,7 +35,7 @@ class Results:
 
     rows: list[table.AnyRow] = field(default_factory=list)
     traces: dict[str, trace.Trace] = field(default_factory=dict)  # by op
-    topology: dict[str, Any] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # of the ranks
 
 
 def add_parser(commands: Any) -> None:
@@ -102,14 +102,15 @@ def run(args: argparse.Namespace) -> int:
         graph=args.graph,
         algorithms=tuple(getattr(args, "algorithm", ())),
     )
+    results, code = Results(), 0
     try:
-        with launch.ranks(device_type, world_size, TIMEOUT_S, trace.QUIET) as call:
-            results = _measure_all(args, options, call)
+        with launch.ranks(device_type, world_size, ROUND_S * (args.rounds + args.warmup), trace.QUIET) as call:
+            _measure_all(args, options, call, results)
     except (ValuesDiffer, RankError) as error:
-        return output.fail("bench", launch.message(error))
-    if launch.is_rank_0():
+        code = output.fail("bench", launch.message(error))
+    if launch.is_rank_0() and results.rows:  # of the sizes before a failure too
         _write(args, options, results)
-    return 0
+    return code
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
@@ -118,37 +119,38 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
         return f"--device cuda: {missing}"
     if args.graph and device_type == "cpu":
         return "--graph replays CUDA graphs: it needs --device cuda, got cpu"
+    if args.graph and "backward" in getattr(args, "direction", ()):
+        return "--graph captures a forward, alone or with its backward: got --pass backward"
     if args.maxbytes and args.maxbytes < (args.minbytes or args.maxbytes + 1):
         return f"--maxbytes must be at least --minbytes, got {args.minbytes} to {args.maxbytes}"
     if getattr(args, "shape", None) and args.minbytes:
         return "--shape and --minbytes both say the sizes: give one of them"
-    if getattr(args, "plot", None) and (missing := plots.missing()):
-        return f"--plot: {missing}"
+    if getattr(args, "plot", None) and (problem := plots.missing() or plots.not_writable(Path(args.plot))):
+        return f"--plot: {problem}"
     for name in ("json", "csv", "trace") if launch.is_rank_0() else ():
         if problem := output.not_writable(getattr(args, name, None)):
             return f"--{name} {problem}"
     return None
 
 
-def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call) -> Results:
-    results = Results()
+def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call, results: Results) -> None:
     here, console = launch.is_rank_0(), output.wide_console(WIDTH)
     dtypes = args.dtype or (["bfloat16"] if options.device_type == "cuda" else ["float32", "bfloat16"])
     for op in MANY.get(args.what, (args.what,)):
         rows: list[table.AnyRow] = []
         for each in _calls(args, op, dtypes, options):
-            rows += call(*each) or []
+            found = call(*each) or []
+            rows += found
+            results.rows += found  # at once: what follows can fail
         if op in PROGRAMS and (args.plot or args.trace):
             *_, (_, _, size, dtype, direction, _) = _calls(args, op, dtypes, options)
             traced = call(record_op, op, size, dtype, direction, options)
             results.traces |= {op: traced} if here else {}
         if here:
             console.print(table.table(rows, op))
-        results.rows += rows
-    results.topology = call(topology, options.device_type)
+    results.facts = call(rank_facts, options.device_type) or {}
     if here:
         _print_end(console, results.rows, options)
-    return results
 
 
 def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Options) -> Iterator[tuple[Any, ...]]:
@@ -234,7 +236,8 @@ def report(what: str, options: Options, results: Results) -> dict[str, Any]:
     return launch.run_facts() | {
         "what": what,
         "settings": settings | {"algorithms": list(options.algorithms)},
-        "topology": results.topology,
+        **results.facts,
+        "timing": METHOD,
         "group_size": results.rows[0].group_size,
         "rows": [table.report(row) for row in results.rows],
         "summary": table.summary(results.rows),
@@ -246,7 +249,7 @@ def _bytes(text: str) -> int:
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
     try:
         value = int(float(number) * UNITS[unit])
-    except ValueError:
+    except (ValueError, OverflowError):
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a positive number of bytes, K, M or G, got {text!r}")

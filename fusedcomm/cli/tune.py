@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from rich import box
 from rich.table import Table
 
 from fusedcomm import cost, registry, tune, tuned
+from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import launch, output
 from fusedcomm.cost import Constants
 from fusedcomm.group import resolve
@@ -35,6 +37,7 @@ class Result:
     file: str = ""
     seconds: float = 0.0
     constants: Constants | None = None
+    points: tuple[tune.Point, ...] = ()
     samples: tuple[tune.Sample, ...] = ()
 
 
@@ -64,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with launch.ranks(device_type, world_size, TIMEOUT_S) as call:
             result = call(_measure, device_type, args.quick)
-    except RankError as error:
-        return output.fail("tune", str(error))
+    except (ValuesDiffer, RankError) as error:
+        return output.fail("tune", launch.message(error))
     if result is None:
         return 0
     if result.failed:
@@ -135,16 +138,17 @@ def _measure(rank: int, device_type: str, quick: bool) -> Result:
         if ours.no_workspace is not None:
             raise registry.WorkspaceUnavailable(ours.no_workspace)
         with output.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done, registry.on_device(device):
-            constants, samples = tune.tune(ours, quick, on_done)
+            found = tune.tune(ours, quick, on_done)
     except registry.WorkspaceUnavailable as reason:
         return Result(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
     assert dist.group.WORLD is not None
     try:
-        file = tuned.write_for_all(constants, device, dist.group.WORLD)
+        file = tuned.write_for_all(found.constants, device, dist.group.WORLD)
     except OSError as error:
         return Result(failed=str(error))
     seconds = time.perf_counter() - start
-    return Result("", tuned.key(device, ours.group_size)["device"], str(file), seconds, constants, tuple(samples))
+    name = tuned.key(device, ours.group_size)["device"]
+    return Result("", name, str(file), seconds, found.constants, found.points, found.samples)
 
 
 def report(result: Result, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
@@ -160,6 +164,8 @@ def report(result: Result, device_type: str, world_size: int, quick: bool) -> di
         "file": Path(result.file).name,
         "digest": result.constants.digest,
         "constants": result.constants.to_json(),
+        "points": [asdict(point) for point in result.points],
+        "crossovers": [asdict(each) for each in tune.crossovers(result.constants, world_size)],
         "samples": [asdict(sample) for sample in result.samples],
         "right": sum(map(right, result.samples)),
     }
@@ -179,8 +185,17 @@ def _print(result: Result, world_size: int) -> None:
     console.print(_table(result.constants, cost.DEFAULTS[result.constants.device_type]))
     good = sum(map(right, result.samples))
     console.print(f"of {len(result.samples)} small calls measured, the estimates name the fastest algorithm in {good}")
+    k, n = tune.CROSSOVER_K_N
+    console.print(f"fastest by the estimates at K={k}, N={n}:")
+    for op, lines in itertools.groupby(
+        tune.crossovers(result.constants, world_size), lambda each: (each.op, each.dtype)
+    ):
+        console.print(f"  {' '.join(op)}: " + ", ".join(f"{each.algorithm} from {each.rows} rows" for each in lines))
     console.print(f"written to {result.file}", soft_wrap=True)
-    console.print("programs started from now on with as many ranks use them; fusedcomm tune --reset removes them")
+    threads = " of one thread" if result.constants.device_type == "cpu" else ""
+    console.print(
+        f"programs started from now on with as many ranks{threads} use them; fusedcomm tune --reset removes them"
+    )
 
 
 def _table(constants: Constants, default: Constants) -> Table:

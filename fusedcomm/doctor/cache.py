@@ -18,9 +18,11 @@ def survey() -> dict[str, Any] | None:
     """Of the directory, or of the nearest one above it that exists: there it would be made. None: there is no place."""
     try:
         path = env.cache_dir().absolute()
-    except RuntimeError:  # of pathlib, where the user has no home
+    except FileNotFoundError:
         return None
-    nearest = next(each for each in (path, *path.parents) if each.exists())
+    nearest = next(
+        each for each in (path, *path.parents) if os.path.exists(each)
+    )  # False, too, for what we may not look at
     status = nearest.stat()
     return {
         "path": str(path),
