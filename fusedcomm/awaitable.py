@@ -23,7 +23,10 @@ class DeviceToHost:
 
     The result is detached, contiguous and a plain tensor. A source that is the result of a functional collective is
     waited for first: by the stream on CUDA, by the host on CPU. Other wrappers, as DTensor, are refused: pass the
-    tensor inside. In code that torch.compile compiles, this is an ordinary copy, done where it is written.
+    tensor inside. In code that torch.compile compiles, this is an ordinary copy, done where it is written, and
+    nothing is refused: a copy of a wrapper is a wrapper.
+
+    Raises RuntimeError while a CUDA graph is captured: nobody could wait for the copies of its replays.
 
     ``blocking``: whether a host that waits sleeps until the device wakes it, or spins, which may answer some
     microseconds sooner and takes a whole core. Raises ValueError for what is not a dense tensor on CPU or CUDA.
@@ -141,6 +144,8 @@ def _plain(source: Tensor) -> Tensor:
 def _copy_on_stream(source: Tensor, blocking: bool) -> tuple[Tensor, torch.cuda.Event]:
     """The tensor on the host, and the event after which it is complete."""
     with torch.cuda.device(source.device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("DeviceToHost cannot be captured in a CUDA graph: start the copy after the replay")
         stream = torch.cuda.current_stream()
         done = torch.cuda.Event(blocking=blocking)
         host = _pinned(source)

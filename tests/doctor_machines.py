@@ -16,11 +16,13 @@ NUM_LINKS = 18
 
 
 class NvmlError(Exception):
-    pass
+    def __init__(self, text: str, value: int = 3) -> None:
+        super().__init__(text)
+        self.value = value  # as that of pynvml
 
 
 class _Fabric(ctypes.Structure):
-    _fields_ = [("state", ctypes.c_uint)]
+    _fields_ = [("state", ctypes.c_uint), ("status", ctypes.c_uint), ("cliqueId", ctypes.c_uint)]
 
 
 @dataclass
@@ -32,6 +34,9 @@ class Nvml:
     compute_mode: int = 0
     slowed: int = 0
     fabric: int = 3
+    fabric_status: int = 0
+    num_links: int = NUM_LINKS
+    refused: dict[int, NvmlError] = field(default_factory=dict)  # GPUs that cannot be opened
     links_down: set[tuple[int, int]] = field(default_factory=set)  # (gpu, link)
     p2p: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (gpu, gpu, caps index): status, if not OK
     unknown: set[str] = field(default_factory=set)  # questions that the driver does not know
@@ -55,6 +60,8 @@ class Nvml:
         return self.num_gpus
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index in self.refused:
+            raise self.refused[index]
         return index
 
     def nvmlSystemGetDriverVersion(self) -> str:
@@ -97,12 +104,12 @@ class Nvml:
         return self.slowed
 
     def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        if link >= NUM_LINKS:
+        if link >= self.num_links:
             raise NvmlError("Invalid Argument")
         return int((handle, link) not in self.links_down)
 
     def nvmlDeviceGetGpuFabricInfoV(self, handle: int, info: Any) -> None:
-        info._obj.state = self.fabric
+        info._obj.state, info._obj.status, info._obj.cliqueId = self.fabric, self.fabric_status, 7
 
     def nvmlDeviceGetP2PStatus(self, a: int, b: int, index: int) -> int:
         return self.p2p.get((a, b, index), 0)

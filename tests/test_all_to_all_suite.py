@@ -161,7 +161,7 @@ def test_two_elements_in_each_others_place_are_caught_where_they_arrive(
 
 
 def test_a_wrong_element_in_a_timed_round_is_caught_too(ranks: Callable[[int], RankPool]) -> None:
-    num_checks = 2 * len(moduli(2 * NUMEL))  # calls of produce before timing: the case and its compute, per modulus
+    num_checks = 4 * len(moduli(2 * NUMEL))  # calls of produce before timing: case and compute, twice per modulus
     with pytest.raises(RankError, match=r"wrong values: rank 0: 'sync' in round 1: 2 elements are not in their place"):
         ranks(2).run(measure_with_two_elements_swapped, "sync", 1, num_checks)
 
@@ -214,6 +214,22 @@ def test_wrong_arguments_give_code_2_before_any_rank_starts(
     monkeypatch.setattr(launch, "ranks", None)
     assert run_suite(*arguments) == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_limit_of_a_run_grows_with_its_rounds_and_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    @contextmanager
+    def started(device_type: str, world_size: int, limit_s: float) -> Iterator[Callable[..., Any]]:
+        limits.append(limit_s)
+        yield lambda *args: None
+
+    monkeypatch.setattr(launch, "ranks", started)
+    for more in ((), ("--rounds", "15"), ("--dim", "1024"), ("--dim", "1024", "--rounds", "200", "--compute", "4")):
+        assert run_suite(*more) == 0
+    small, rounds, large, long = limits
+    assert 600 < small < rounds < 602 < large < long
+    assert long > 200 * 25 * 5 * 2 * 16 * 2 * 1024**3 / 1e10  # 200 rounds of 25 calls of 5 matmuls by 10 GFLOPS
 
 
 @pytest.mark.parametrize("arguments", [("--case", "quick"), ("--rounds", "0"), ("--dtype", "int8"), ("--compute", "x")])

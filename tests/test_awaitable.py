@@ -88,6 +88,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(awaitable, "_pinned", lambda source: torch.full(source.shape, float("nan"), dtype=source.dtype))
     yield stream
     del OnGpu.stream
@@ -138,6 +139,16 @@ def test_the_copy_is_of_what_the_stream_had_written_by_then(gpu: Stream) -> None
 def test_the_stream_gets_a_copy_that_needs_nothing_more_on_the_host(gpu: Stream, name: str) -> None:
     source = SOURCES[name]()
     exactly(DeviceToHost(on_gpu(source)).wait(), source.resolve_conj().resolve_neg())
+
+
+def test_a_capture_is_refused_before_anything_is_given_to_the_stream(
+    gpu: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph: start the copy after the replay"):
+        DeviceToHost(on_gpu(torch.ones(2)))
+    assert gpu.log == []
+    exactly(DeviceToHost(torch.ones(2)).wait(), torch.ones(2))  # on CPU a capture takes no notice
 
 
 def test_a_failure_of_the_device_is_raised_by_every_wait(gpu: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +217,18 @@ def test_what_is_no_plain_tensor() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             DeviceToHost(source)
+
+
+def test_in_compiled_code_a_copy_of_a_wrapper_is_a_wrapper() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def copied(x: Tensor) -> Tensor:
+        return DeviceToHost(x).wait()
+
+    got = torch.compile(copied, fullgraph=True, backend="aot_eager")(TwoTensor(torch.zeros(2), torch.ones(2)))
+    assert type(got) is TwoTensor
+    exactly(got.a, torch.zeros(2))
+    exactly(got.b, torch.ones(2))
 
 
 def copy_a_pending_collective(rank: int) -> Tensor:
@@ -367,3 +390,30 @@ def test_on_a_gpu_a_compiled_graph_passes_through_it() -> None:
     got = torch.compile(copied_then_written, fullgraph=True, backend="aot_eager")(compiled_x)
     for one, other in zip(got, expected, strict=True):
         exactly(one, other)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_on_a_gpu_a_compiled_graph_waits_for_a_copy_that_it_is_given(backend: str) -> None:
+    """Each time: a wait that was only traced would be over after the first call."""
+
+    def end(copied: DeviceToHost, x: Tensor) -> Tensor:
+        return copied.wait() + x
+
+    compiled, x = torch.compile(end, backend=backend), torch.ones(1 << 20)
+    for value in range(3):
+        source = torch.full((1 << 20,), float(value), device="cuda")
+        torch.cuda._sleep(500_000_000)  # a quarter of a second
+        copied = DeviceToHost(source.add_(1))
+        exactly(compiled(copied, x), torch.full((1 << 20,), value + 2.0))
+        assert copied.ready()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_a_capture_is_refused() -> None:
+    source = torch.ones(3, device="cuda")
+    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        source.mul_(2)
+        DeviceToHost(source)

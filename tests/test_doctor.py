@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import io
 import json
 import os
 import signal
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusedcomm.cli import main
+from fusedcomm.cli import launch, main
 from fusedcomm.doctor import checks, gpus, group, redact, report
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING
 from fusedcomm.doctor.group import Group, Verdict
@@ -114,7 +116,12 @@ def test_ranks_that_cannot_be_started_are_a_finding(monkeypatch: pytest.MonkeyPa
     assert verdict.level == ERROR and "no more processes" in verdict.text
 
 
-def wrong_bytes(rank: int) -> str:
+def wrong_bytes(rank: int, optimize: int) -> str:
+    """``optimize``: as of ``python -O``, which drops ``assert``."""
+    assert checks.__file__ is not None
+    module = types.ModuleType("checks")
+    source = Path(checks.__file__).read_text()
+    exec(compile(source, checks.__file__, "exec", optimize=optimize, dont_inherit=True), module.__dict__)
     ours = checks.pattern
 
     def pattern(seed: int) -> torch.Tensor:
@@ -123,13 +130,14 @@ def wrong_bytes(rank: int) -> str:
             made[12345] ^= 1
         return made
 
-    with mock.patch.object(checks, "pattern", pattern):
-        return checks.rendezvous(rank, "cpu")
+    with mock.patch.object(module, "pattern", pattern):
+        return str(module.rendezvous(rank, "cpu"))
 
 
-def test_one_wrong_byte_in_a_peers_memory_is_found(ranks: Ranks) -> None:
+@pytest.mark.parametrize("optimize", [0, 1])
+def test_one_wrong_byte_in_a_peers_memory_is_found(ranks: Ranks, optimize: int) -> None:
     with shared(ranks)(2) as both:
-        finding = both.check("x", "", 30, wrong_bytes)
+        finding = both.check("x", "", 30, wrong_bytes, optimize)
     assert finding.level == ERROR and "wrong bytes from rank" in finding.text
 
 
@@ -164,7 +172,7 @@ def test_the_verdict_is_the_planners(ranks: Ranks) -> None:
 
 
 def rank_facts(**changes: Any) -> dict[str, Any]:
-    facts = {"host": "h", "boot": "b", "visible": None, "gpu": None}
+    facts: dict[str, Any] = {"host": "h", "boot": "b", "visible": None, "gpus": [], "gpu": None}
     versions = {"python": "3.11", "torch": "2.13", "triton": "3.9"}
     return {
         **facts,
@@ -180,6 +188,7 @@ DIFFERENCES: list[tuple[dict[str, Any], str, str]] = [
     ({"visible": "1"}, "CUDA_VISIBLE_DEVICES", WARNING),
     ({"host": "other namespace"}, "containers", WARNING),
     ({"gpu": "uuid 0"}, "GPUs", ERROR),
+    ({"gpus": ["uuid 0"]}, "GPUs by rank", ERROR),
     ({"host": "other", "boot": "other", "visible": "1"}, "ranks", OK),  # of another host they may differ
 ]
 
@@ -201,14 +210,18 @@ def test_several_hosts_are_no_error() -> None:
 # machines with GPUs
 
 
+UUIDS = [f"{UUID.removeprefix('GPU-')}{index}" for index in range(2)]
+
+
 def gpu_group(can_run: bool = True) -> Group:
     verdicts = [Verdict("cuda", name, can_run, can_run, "of a reason") for name in ("unfused", "chunked", "fused")]
-    return Group([rank_facts(gpu=f"uuid {rank}") for rank in range(2)], verdicts)
+    return Group([rank_facts(gpus=UUIDS, gpu=UUIDS[rank]) for rank in range(2)], verdicts)
 
 
 CPU_GROUP = Group([rank_facts()] * 2, [Verdict("cpu", "chunked", True, True, "of a reason")])
 DEVICES = [
-    {"index": i, "name": "NVIDIA H200", "sms": 132, "capability": "9.0", "cooperative_launch": True} for i in range(2)
+    {"index": i, "uuid": UUIDS[i], "name": "H200", "sms": 132, "capability": "9.0", "cooperative_launch": True}
+    for i in range(2)
 ]
 
 
@@ -281,6 +294,64 @@ def test_one_gpu_is_absent_by_design(two_gpus: dict[str, Any], monkeypatch: pyte
     assert found.as_json()["exit_code"] == 0
 
 
+def test_a_machine_without_nvlink_is_no_error(two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = gpus.survey()
+    bare = dataclasses.replace(
+        bare,
+        gpus=[dataclasses.replace(gpu, links=[]) for gpu in bare.gpus],
+        pairs=[dataclasses.replace(pair, nvlink="not supported") for pair in bare.pairs],
+    )
+    monkeypatch.setattr(gpus, "survey", lambda: bare)
+    two_gpus["ask ['cuda']"] = gpu_group(can_run=False)
+    found = diagnosed()
+    assert levels(found, "gpus") == {"NVLink": ABSENT}
+    assert levels(found, "verdict")["cuda fused"] == ABSENT
+    assert found.as_json()["exit_code"] == 0
+
+
+def test_a_bad_gpu_that_torch_does_not_see_is_no_error(
+    two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = gpus.survey()
+    machine.gpus.append(dataclasses.replace(machine.gpus[0], index=2, uuid=f"{UUID}2", mig=True))
+    monkeypatch.setattr(gpus, "survey", lambda: machine)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    found = diagnosed(quick=True)
+    assert levels(found, "gpus") == {"torch": OK, "GPUs": OK}
+    assert len(found.gpus) == 3 and found.as_json()["exit_code"] == 0
+
+
+def one_gpu_each(*uuids: str) -> Group:
+    """As SLURM's --gpus-per-task=1 makes it; all ranks on one host."""
+    facts = [rank_facts(gpus=[uuid], gpu=None if rank else uuid) for rank, uuid in enumerate(uuids)]
+    return Group(facts, CPU_GROUP.verdicts)
+
+
+ONE_GPU = [
+    (one_gpu_each(*UUIDS), 1, ERROR, "each of the 2 ranks on this host sees one GPU"),
+    (one_gpu_each(UUIDS[0], UUIDS[0]), 2, ERROR, "each of the 2 ranks on this host sees one GPU"),
+    (one_gpu_each(UUIDS[0], UUIDS[0]), 1, ABSENT, "one GPU has no peers"),
+    (None, 2, WARNING, "torch sees one of the machine's 2 GPUs"),
+    (None, 1, ABSENT, "one GPU has no peers"),
+]
+
+
+@pytest.mark.parametrize("theirs, num_gpus, level, text", ONE_GPU, ids=lambda each: str(each)[-40:])
+def test_one_visible_gpu_has_no_peers_only_if_there_are_none(
+    two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, theirs: Group, num_gpus: int, level: str, text: str
+) -> None:
+    survey = gpus.survey()
+    pairs = survey.pairs if num_gpus == 2 else []
+    machine = dataclasses.replace(survey, gpus=survey.gpus[:num_gpus], pairs=pairs)
+    monkeypatch.setattr(gpus, "survey", lambda: machine)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    two_gpus["devices"] = DEVICES[:1]
+    found = diagnosed(quick=True, theirs=theirs)
+    (verdict,) = [each for each in found.findings if (each.section, each.name) == ("verdict", "cuda")]
+    assert verdict.level == level and text in verdict.text
+
+
 # in torchrun's ranks
 
 
@@ -318,6 +389,47 @@ def test_a_rank_that_does_not_come_is_a_finding(ranks: Ranks) -> None:
     assert "waited 0.5 s for ranks [1], which did not come" in " ".join(out.split())
 
 
+def gpus_in_rank_0_alone(rank: int) -> Group:
+    with mock.patch.object(group, "_uuids", lambda: UUIDS if rank == 0 else []):
+        return group.ask(rank, ["cpu", "cuda"])
+
+
+def test_ranks_agree_on_gpus_before_they_ask_about_them(ranks: Ranks) -> None:
+    answers = ranks(2).run(gpus_in_rank_0_alone)
+    assert [{verdict.device for verdict in each.verdicts} for each in answers] == [{"cpu"}] * 2
+    (finding,) = group.find_differences(answers[0])
+    assert finding.level == ERROR and finding.text.endswith("0: 2, 1: 0")
+
+
+def ask_alone(rank: int) -> tuple[str, bool] | None:
+    if rank == 1:
+        return None
+    with mock.patch.dict(os.environ, FUSEDCOMM_TIMEOUT_S="300"), mock.patch.object(group, "ASK_S", 0.5):
+        try:
+            group.ask(rank, ["cpu"])
+        except PeerTimeoutError as error:
+            return str(error), os.environ["FUSEDCOMM_TIMEOUT_S"] == "300"
+    return None
+
+
+def test_the_question_to_the_ranks_has_a_bound_of_its_own(ranks: Ranks) -> None:
+    text, restored = ranks(2).run(ask_alone)[0]
+    assert "waited 0.5 s for ranks [1]" in text and restored
+
+
+def test_the_start_of_the_process_group_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: started.extend([backend, timeout]))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    with launch.ranks("cpu", 0, 7) as call:
+        assert call(max, 3) == 3
+    assert started == ["gloo", datetime.timedelta(seconds=7)]
+
+
 # redaction, exit codes
 
 
@@ -338,7 +450,10 @@ def planted_secrets(two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.gethostname", lambda: "node17.corp.example")
-    text = f"node17:29500 10.11.12.13 [fe80::12] {UUID}0 /home/alice/x of alice, at 12:34:56 on 0000:3b:00.0"
+    text = (
+        f"node17:29500 10.11.12.13 [::ffff:10.11.12.13]:29500 addr:10.11.12.13 [fe80::12] addr:fe80::12 "
+        f"{UUID}0 /home/alice/x of alice, at 12:34:56 on 0000:3b:00.0"
+    )
     two_gpus["peer_copies"] = RuntimeError(text)
 
 
@@ -355,6 +470,17 @@ def test_nothing_private_is_printed_or_written(tmp_path: Path, capsys: pytest.Ca
     assert main(["doctor", "--no-redact", "--json", str(file)]) == 1
     capsys.readouterr()
     assert not [word for word in PRIVATE if word not in file.read_text()]
+
+
+def test_a_host_is_hidden_with_its_domain_and_so_is_the_head_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "head3.corp.example")
+    monkeypatch.setenv("HOSTNAME", "node17")
+    for module in ("socket.gethostname", "platform.node"):
+        monkeypatch.setattr(module, lambda: "node17")
+    hidden = redact.redact({"environment": {}, "text": "head3.corp.example, head3 node17.corp.example:1 on node17."})
+    assert hidden["text"] == "<host>, <host> <host>:1 on <host>."
+    monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")  # 10 is no host
+    assert redact.redact({"environment": {}, "text": "10 of 10.1.2.3"})["text"] == "10 of <address>"
 
 
 def test_exit_codes(

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from fusedcomm import env
 from fusedcomm.doctor import cache, facts, gpus, pci, settings
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, exit_code
-from tests.doctor_machines import Nvml, NvmlError
+from tests.doctor_machines import UUID, Nvml, NvmlError
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,7 +31,8 @@ def test_good_gpus_have_one_good_finding_and_all_facts() -> None:
     gpu = machine.gpus[1]
     assert (gpu.mig, gpu.ecc, gpu.persistence, gpu.compute_mode) == (False, True, True, "default")
     assert (gpu.sm_clock, gpu.max_sm_clock, gpu.memory_bytes) == (345, 1980, 141 << 30)
-    assert gpu.links == [True] * 18 and gpu.fabric == "completed"
+    assert gpu.links == [True] * 18
+    assert (gpu.fabric, gpu.fabric_status, gpu.clique) == ("completed", 0, 7)
     assert [(pair.a, pair.b, pair.path, pair.missing) for pair in machine.pairs] == [
         (0, 1, "NV18", []),
         (1, 0, "NV18", []),
@@ -49,6 +49,8 @@ BAD_GPUS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"compute_mode": 2}, "GPU 0", ERROR, "prohibited"),
     ({"compute_mode": 3}, "GPU 0", WARNING, "exclusive process"),
     ({"fabric": 2}, "GPU 0", ERROR, "fabric is in progress"),
+    ({"fabric_status": 999}, "GPU 1", ERROR, "fabric has failed: status 999"),
+    ({"refused": {0: NvmlError("GPU is lost", 15)}, "num_gpus": 3}, "GPU 0", ERROR, "cannot be asked: GPU is lost"),
     ({"slowed": 64}, "GPU 0", WARNING, "slowed down now: temperature"),
     ({"init": NvmlError("Driver Not Loaded")}, "NVML", ABSENT, "no GPU, no driver .*Driver Not Loaded"),
     ({"num_gpus": 0}, "GPUs", ABSENT, "no GPU"),
@@ -59,6 +61,39 @@ BAD_GPUS: list[tuple[dict[str, Any], str, str, str]] = [
 @pytest.mark.parametrize("machine, name, level, text", BAD_GPUS, ids=str)
 def test_a_fault_of_a_gpu_is_found(machine: dict[str, Any], name: str, level: str, text: str) -> None:
     assert re.search(f"^{level}: .*{text}", found(Nvml(**machine))[name])
+
+
+def test_a_gpu_that_cannot_be_opened_does_not_hide_the_others() -> None:
+    refused = {1: NvmlError("Insufficient Permissions", gpus.NO_PERMISSION)}  # of another job's GPU
+    machine = gpus.survey(Nvml(num_gpus=3, refused=refused))
+    assert [gpu.index for gpu in machine.gpus] == [0, 2]
+    assert [(pair.a, pair.b, pair.path) for pair in machine.pairs] == [(0, 2, "NV18"), (2, 0, "NV18")]
+    assert [each.level for each in gpus.find(machine)] == [OK]
+
+
+def test_gpus_without_nvlink_are_absent_by_design() -> None:
+    pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
+    bare = Nvml(num_gpus=8, num_links=0, p2p={(*pair, cap): 5 for pair in pairs for cap in (1, 2)})
+    (finding,) = gpus.find(gpus.survey(bare))
+    assert (finding.level, finding.text) == (ABSENT, "8 x NVIDIA H200 without NVLink: they run unfused")
+    one_pair = Nvml(num_links=0, p2p={(0, 1, 2): 5})  # the other has it
+    assert found(one_pair)["GPUs 0 -> 1"].startswith(ERROR)
+    disabled = Nvml(num_links=0, p2p={(0, 1, 2): 4, (1, 0, 2): 4})  # this can be repaired
+    assert found(disabled)["GPUs 0 -> 1"].startswith(ERROR)
+
+
+def test_gpus_that_torch_does_not_see_are_not_judged() -> None:
+    bad = gpus.survey(Nvml(num_gpus=3, links_down={(2, 3)}, p2p={(0, 2, 2): 5}))
+    uuids = [UUID.removeprefix("GPU-") + str(index) for index in range(3)]
+
+    def levels(visible: set[str] | None) -> dict[str, str]:
+        return {each.name: each.level for each in gpus.find(gpus.of(bad, visible))}
+
+    assert levels(set(uuids[:2])) == {"GPUs": OK}
+    assert levels(set()) == {"GPUs": ABSENT}
+    assert levels(set(uuids)) == levels(None) == {"GPU 2": WARNING, "GPUs 0 -> 2": ERROR}
+    part = gpus.of(gpus.survey(Nvml(mig=1)), {"0badcafe-0000-5000-8000-00000000000a"})  # torch sees parts of MIG GPUs
+    assert len(part.gpus) == 2
 
 
 def test_links_that_no_gpu_has_are_not_missed() -> None:
@@ -229,8 +264,26 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     folder.write_text("")
     assert "is no directory" in finding().text
     with monkeypatch.context() as patch:
-        patch.setattr(env, "cache_dir", Path("~unknown user").expanduser)
+        patch.delenv("FUSEDCOMM_CACHE_DIR")
+        patch.delenv("XDG_CACHE_HOME", raising=False)
+        patch.setattr(Path, "home", Path("~unknown user").expanduser)
         assert finding().level == WARNING and "no home directory" in finding().text
+
+
+def test_a_cache_below_a_directory_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    closed, stat = tmp_path / "closed", os.stat
+    closed.mkdir()
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(closed / "a" / "b"))
+    monkeypatch.setattr("os.stat", refuse)  # for root no directory is closed
+    monkeypatch.setattr("os.access", lambda path, mode: path != closed)
+    (finding,) = cache.find(cache.survey())
+    assert finding.level == WARNING and "cannot be written" in finding.text
 
 
 def test_file_system_of_a_path(tmp_path: Path) -> None:
@@ -273,14 +326,15 @@ def test_acs_and_iommu_hints(tmp_path: Path) -> None:
 
 def test_versions_outside_of_the_range_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = facts.versions(None, None)
-    assert {each.level for each in facts.version_findings(versions)} <= {OK, WARNING}
-    old = {each.name: each for each in facts.version_findings({**versions, "torch": "2.10.1", "triton": None})}
+    assert {each.level for each in facts.version_findings(versions, 2)} <= {OK, WARNING}
+    old = {each.name: each for each in facts.version_findings({**versions, "torch": "2.10.1", "triton": None}, 2)}
     assert re.fullmatch(r"torch must be [<>=.,\d]+, got 2\.10\.1", old["torch"].text)
-    assert old["triton"].level == WARNING
-    new = facts.version_findings({**versions, "torch": "2.16.0.dev1"})
+    assert old["triton"].level == WARNING and old["triton"].text.endswith("everything on a GPU runs unfused")
+    assert facts.version_findings({**versions, "triton": None}, 0)[0].level == ABSENT
+    new = facts.version_findings({**versions, "torch": "2.16.0.dev1"}, 2)
     assert new[0].name == "torch"
     monkeypatch.setattr("fusedcomm.topology.no_native", lambda: "cannot be loaded")
-    assert "native part" in {each.name for each in facts.version_findings(versions)}
+    assert "native part" in {each.name for each in facts.version_findings(versions, 2)}
 
 
 def test_exit_code_is_that_of_errors_alone() -> None:

@@ -52,12 +52,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask_torchrun() -> Group | Exception | None:
-    """Their differences and their verdicts, on GPUs if each has one; None in ranks other than 0."""
-    device_type = launch.default_device_type()
-    device_types = ["cpu", "cuda"] if device_type == "cuda" else ["cpu"]
+    """Their differences and their verdicts, on GPUs if each has one; None in ranks other than 0.
+
+    On gloo: before they have agreed, a rank does not know whether the others have GPUs.
+    """
     try:
-        with launch.ranks(device_type, 0, GPU_S) as call:
-            return call(group.ask, device_types)
+        with launch.ranks("cpu", 0, GPU_S) as call:
+            return call(group.ask, ["cpu", "cuda"])
     except Exception as error:  # a rank that did not come, a wrong setting: the doctor says so
         return error
 
@@ -109,9 +110,9 @@ def _print_facts(console: Console, report: dict[str, Any]) -> None:
 
 def _matrix(report: dict[str, Any]) -> Table:
     """How each GPU reaches each; what NVML calls P2P is shown where it is missing."""
-    count = len(report["gpus"])
+    indices = [gpu["index"] for gpu in report["gpus"]]
     paths = {(pair["a"], pair["b"]): pair["path"] for pair in report["pairs"]}
-    table = Table(*["", *(f"GPU {b}" for b in range(count))], box=box.SIMPLE_HEAD, pad_edge=False)
-    for a in range(count):
-        table.add_row(f"GPU {a}", *(paths.get((a, b), "") for b in range(count)))
+    table = Table(*["", *(f"GPU {b}" for b in indices)], box=box.SIMPLE_HEAD, pad_edge=False)
+    for a in indices:
+        table.add_row(f"GPU {a}", *(paths.get((a, b), "") for b in indices))
     return table

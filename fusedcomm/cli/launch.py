@@ -75,7 +75,10 @@ def rank_device(device_type: str) -> torch.device:
 
 @contextlib.contextmanager
 def ranks(device_type: str, world_size: int, timeout_s: float, env: Mapping[str, str] | None = None) -> Iterator[Call]:
-    """Under torchrun its ranks; else ``world_size`` are started, with ``env`` too. On a CPU each has one thread."""
+    """Under torchrun its ranks; else ``world_size`` are started, with ``env`` too. On a CPU each has one thread.
+
+    ``timeout_s`` bounds a call, or, under torchrun, the start and each collective of the process group.
+    """
     if not under_torchrun():
         with RankPool(world_size, backend=BACKENDS[device_type], timeout_s=timeout_s, env=env) as pool:
             yield lambda fn, *args: pool.run(fn, *args)[0]
@@ -86,7 +89,7 @@ def ranks(device_type: str, world_size: int, timeout_s: float, env: Mapping[str,
             torch.cuda.set_device(rank_device(device_type))
         else:
             torch.set_num_threads(1)
-        dist.init_process_group(BACKENDS[device_type])
+        dist.init_process_group(BACKENDS[device_type], timeout=datetime.timedelta(seconds=timeout_s))
     try:
         rank = dist.get_rank()
 
@@ -117,6 +120,7 @@ def run_facts() -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: _version(name) for name in ("fusedcomm", "torch", "triton")},
             "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         },
         "machine": {
             "cpu": _cpu_name(),
@@ -135,7 +139,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this file is part of, if it is; "+" stands for local changes."""
+    """Of the checkout that this file is part of, if it is; "+" stands for local changes, but of earlier figures."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -145,7 +149,7 @@ def _commit() -> str | None:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
 
     try:
-        return git("rev-parse", "HEAD").strip() + "+" * bool(git("status", "--porcelain"))
+        return git("rev-parse", "HEAD").strip() + "+" * bool(git("status", "--porcelain", "--", ".", ":!bench/results"))
     except (OSError, subprocess.SubprocessError):
         return None
 

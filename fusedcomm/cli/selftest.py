@@ -18,7 +18,7 @@ from fusedcomm.errors import PeerError
 from fusedcomm.testing.ranks import RankError
 from fusedcomm.testing.selftest import CHECKS, Result, run_check
 
-TIMEOUT_S = 60  # of one check
+TIMEOUT_S = 300  # of one check: it is over by itself long before, with what it has found
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     device_type = args.device or launch.default_device_type()
     world_size = _world_size(args, device_type)
-    if problem := _wrong_arguments(args, device_type):
+    if problem := _wrong_arguments(args, device_type, world_size):
         return output.fail("selftest", problem, code=2)
     start = time.monotonic()
     try:
@@ -69,9 +69,11 @@ def _world_size(args: argparse.Namespace, device_type: str) -> int:
     return args.world_size or launch.default_world_size(device_type)
 
 
-def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
+def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
     if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
         return f"--device cuda: {missing}"
+    if args.world_size not in (None, world_size):
+        return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
     if launch.is_rank_0() and (problem := output.not_writable(args.json)):
         return f"--json {problem}"
     return None

@@ -66,13 +66,14 @@ def brief(error: Exception) -> str:
 
 
 def devices(rank: int) -> list[dict[str, Any]]:
-    """torch's GPUs: SMs, and how many programs that wait for each other are sure to run at once."""
+    """torch's GPUs: their SMs, and whether the driver promises that programs that wait for each other run at once."""
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found.append(
             {
                 "index": index,
+                "uuid": str(properties.uuid),
                 "name": properties.name,
                 "sms": properties.multi_processor_count,
                 "capability": f"{properties.major}.{properties.minor}",
@@ -90,8 +91,8 @@ def peer_copies(rank: int) -> str:
     for a, b in pairs:
         sent = pattern(251 * a + b)
         there = sent.to(f"cuda:{a}").to(f"cuda:{b}")
-        assert torch.equal(there.cpu(), sent), f"GPU {a} -> {b}: wrong bytes arrived"
-        assert torch.equal(there.to(f"cuda:{a}").cpu(), sent), f"GPU {b} -> {a}: wrong bytes arrived"
+        _must(torch.equal(there.cpu(), sent), f"GPU {a} -> {b}: wrong bytes arrived")
+        _must(torch.equal(there.to(f"cuda:{a}").cpu(), sent), f"GPU {b} -> {a}: wrong bytes arrived")
         if not torch.cuda.can_device_access_peer(a, b):
             no_access.append(f"{a} -> {b}")
     through_host = f"; through the host: {', '.join(no_access)}" if no_access else ""
@@ -111,7 +112,7 @@ def rendezvous(rank: int, device_type: str) -> str:
         part.copy_(pattern(251 * rank + peer).to(device))
     _come_together(device)
     for peer, part in enumerate(mine.cpu().chunk(size)):
-        assert torch.equal(part, pattern(251 * peer + rank)), f"rank {rank}: wrong bytes from rank {peer}"
+        _must(torch.equal(part, pattern(251 * peer + rank)), f"rank {rank}: wrong bytes from rank {peer}")
     _come_together(device)
     return f"{size} ranks wrote {PATTERN_BYTES >> 20} MiB into each other's memory, every byte right"
 
@@ -157,13 +158,19 @@ def op_values(rank: int, device_type: str, algorithm: str) -> str:
     with fusedcomm.force_algorithm(algorithm, strict=True):
         data = small("matmul_all_to_all", _rank_device(device_type))
         wrong = data.wrong(_world())
-    assert wrong is None, f"rank {rank}: {wrong}"
+    _must(wrong is None, f"rank {rank}: {wrong}")
     return f"matmul_all_to_all of {dist.get_world_size()} ranks, result and gradients exact"
 
 
 def pattern(seed: int) -> Tensor:
     """Bytes that differ from place to place and from seed to seed."""
     return ((torch.arange(PATTERN_BYTES) * 7 + seed) % 251).to(torch.uint8)
+
+
+def _must(condition: bool, text: str) -> None:
+    """No ``assert``: a check must fail under PYTHONOPTIMIZE too."""
+    if not condition:
+        raise RuntimeError(text)
 
 
 def _cooperative_launch(index: int) -> bool | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusedcomm import topology
-from fusedcomm.doctor.findings import ERROR, OK, WARNING, Finding
+from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 
 PACKAGES = ("fusedcomm", "torch", "triton", "nvidia-ml-py")
 RELEVANT = re.compile(
@@ -36,12 +36,13 @@ def versions(driver: str | None, cuda_driver: str | None) -> dict[str, str | Non
     }
 
 
-def version_findings(found: dict[str, str | None]) -> list[Finding]:
+def version_findings(found: dict[str, str | None], num_gpus: int) -> list[Finding]:
     """The ranges are those of this package's metadata."""
     findings = []
     if found["triton"] is None:
-        advice = "pip install triton; without it GPUs run chunked and unfused"
-        findings.append(Finding("versions", "triton", WARNING, "Triton is not installed", advice))
+        text = "Triton is not installed: everything on a GPU runs unfused"
+        level = WARNING if num_gpus else ABSENT
+        findings.append(Finding("versions", "triton", level, text, "pip install triton"))
     if wrong := _wrong_torch(found["torch"]):
         findings.append(Finding("versions", "torch", WARNING, wrong, "install a version in that range"))
     if reason := topology.no_native():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ LEVELS = {0: "INTERNAL", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 FABRIC = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
 SLOWED = {8: "hardware", 32: "temperature", 64: "temperature (hardware)", 128: "power brake"}
+NO_NVLINK = {STATUS[code] for code in (1, 2, 3, 5)}  # there is none, where none is up
+NO_PERMISSION = 4  # NVML's error for a GPU that this process may not use
 SM_CLOCK = 1
 MAX_LINKS = 36
 DRIVER_TRACES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
@@ -53,6 +55,8 @@ class Gpu:
     slowed_by: list[str]
     links: list[bool]  # NVLinks that are up
     fabric: str | None
+    fabric_status: int | None  # NVML's error code, which counts once the fabric is completed
+    clique: int | None
 
 
 @dataclass(frozen=True)
@@ -79,33 +83,59 @@ class Machine:
     gpus: list[Gpu]
     pairs: list[Pair]
     failure: str | None = None  # why NVML could not be asked
+    lost: dict[int, str] = field(default_factory=dict)  # why GPUs of these indices could not be
 
 
 def survey(nvml: Any = None) -> Machine:
     try:
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        gpus = [_gpu(nvml, i, handle) for i, handle in enumerate(handles)]
-        pairs = [_pair(nvml, a, b, handles, gpus) for a in range(len(gpus)) for b in range(len(gpus)) if a != b]
+        gpus, handles, lost = _gpus(nvml)
+        pairs = [_pair(nvml, a, b, handles) for a in gpus for b in gpus if a != b]
         driver = _ask(nvml, "nvmlSystemGetDriverVersion")
         version = _ask(nvml, "nvmlSystemGetCudaDriverVersion")
     except Exception as error:  # not installed, no driver, a driver of another version
         return Machine(None, None, [], [], f"{type(error).__name__}: {error}")
     cuda_driver = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
-    return Machine(_text(driver), cuda_driver, gpus, pairs)
+    return Machine(_text(driver), cuda_driver, gpus, pairs, lost=lost)
+
+
+def of(machine: Machine, uuids: set[str] | None) -> Machine:
+    """With the GPUs that torch sees alone; None: it is not known which these are."""
+    if uuids is None:
+        return machine
+    known = {_bare(gpu.uuid) for gpu in machine.gpus}
+    in_parts = bool(uuids - known)  # torch sees parts of a MIG GPU, under ids of their own
+    gpus = [gpu for gpu in machine.gpus if _bare(gpu.uuid) in uuids or (gpu.mig and in_parts)]
+    indices = {gpu.index for gpu in gpus}
+    pairs = [pair for pair in machine.pairs if {pair.a, pair.b} <= indices]
+    return replace(machine, gpus=gpus, pairs=pairs)
+
+
+def no_nvlink(machine: Machine) -> bool:
+    """GPUs that were made, or built in, without it: nothing to repair."""
+    up = any(link for gpu in machine.gpus for link in gpu.links)
+    return bool(machine.pairs) and not up and all(pair.nvlink in NO_NVLINK for pair in machine.pairs)
 
 
 def find(machine: Machine) -> list[Finding]:
-    """What is wrong with the GPUs that are there."""
+    """What is wrong with its GPUs."""
     if machine.failure is not None:
         if any(Path(trace).exists() for trace in DRIVER_TRACES):
             advice = "run nvidia-smi: driver and libraries must be of one version; in a container pass the utility part"
             return [Finding("gpus", "NVML", ERROR, f"a driver is there, but not NVML ({machine.failure})", advice)]
         return [Finding("gpus", "NVML", ABSENT, f"no GPU, no driver ({machine.failure})")]
+    advice = "nvidia-smi; dmesg has an Xid: reset the GPU, or restart the machine"
+    lost = [
+        Finding("gpus", f"GPU {index}", ERROR, f"cannot be asked: {text}", advice)
+        for index, text in machine.lost.items()
+    ]
     if not machine.gpus:
-        return [Finding("gpus", "GPUs", ABSENT, "no GPU")]
-    findings = [found for gpu in machine.gpus for found in _states(gpu, alone=len(machine.gpus) == 1)]
+        return lost or [Finding("gpus", "GPUs", ABSENT, "no GPU")]
+    findings = lost + [found for gpu in machine.gpus for found in _states(gpu, alone=len(machine.gpus) == 1)]
+    if no_nvlink(machine):
+        text = f"{len(machine.gpus)} x {machine.gpus[0].name} without NVLink: they run unfused"
+        return [*findings, Finding("gpus", "NVLink", ABSENT, text)]
     findings += _links(machine.gpus) + _pairs(machine.pairs)
     if not findings:
         findings.append(Finding("gpus", "GPUs", OK, f"{len(machine.gpus)} x {machine.gpus[0].name}, all reach all"))
@@ -129,6 +159,10 @@ def _states(gpu: Gpu, alone: bool) -> list[Finding]:
     if gpu.fabric in ("not started", "in progress"):
         text = f"its NVSwitch fabric is {gpu.fabric}: no peer access, often no CUDA"
         findings.append(Finding("gpus", name, ERROR, text, "start nvidia-fabricmanager, of the driver's version"))
+    if gpu.fabric == "completed" and gpu.fabric_status:
+        text = f"its NVSwitch fabric has failed: status {gpu.fabric_status} of NVML"
+        advice = "nvidia-smi -q has it under Fabric; see the log of nvidia-fabricmanager"
+        findings.append(Finding("gpus", name, ERROR, text, advice))
     if gpu.slowed_by:
         text = f"slowed down now: {', '.join(gpu.slowed_by)}"
         findings.append(Finding("gpus", name, WARNING, text, "look at power and cooling; figures are not comparable"))
@@ -161,6 +195,19 @@ def _pairs(pairs: Sequence[Pair]) -> list[Finding]:
     return findings
 
 
+def _gpus(nvml: Any) -> tuple[list[Gpu], dict[int, Any], dict[int, str]]:
+    """What can be asked, handles by index, and the errors of the others. A GPU of another container is none of ours."""
+    gpus, handles, lost = [], {}, {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
+            gpus.append(_gpu(nvml, index, handles[index]))
+        except nvml.NVMLError as error:
+            if getattr(error, "value", None) != NO_PERMISSION:
+                lost[index] = str(error)
+    return gpus, handles, lost
+
+
 def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     slowed = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
@@ -178,7 +225,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         _ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, SM_CLOCK),
         [reason for bit, reason in SLOWED.items() if slowed & bit],
         _link_states(nvml, handle),
-        _fabric(nvml, handle),
+        *_fabric(nvml, handle),
     )
 
 
@@ -192,26 +239,27 @@ def _link_states(nvml: Any, handle: Any) -> list[bool]:
     return states
 
 
-def _fabric(nvml: Any, handle: Any) -> str | None:
+def _fabric(nvml: Any, handle: Any) -> tuple[str | None, int | None, int | None]:
+    """State, status, clique."""
     try:
         info = nvml.c_nvmlGpuFabricInfoV_t()
         nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
-        return FABRIC.get(int(info.state))
+        return FABRIC.get(int(info.state)), int(info.status), int(info.cliqueId)
     except Exception:  # a driver, or a pynvml, without it
-        return None
+        return None, None, None
 
 
-def _pair(nvml: Any, a: int, b: int, handles: Sequence[Any], gpus: Sequence[Gpu]) -> Pair:
-    status = {}
+def _pair(nvml: Any, a: Gpu, b: Gpu, handles: dict[int, Any]) -> Pair:
+    status, both = {}, (handles[a.index], handles[b.index])
     for name, index in CAPS.items():
-        code = _ask(nvml, "nvmlDeviceGetP2PStatus", handles[a], handles[b], index)
+        code = _ask(nvml, "nvmlDeviceGetP2PStatus", *both, index)
         status[name] = STATUS.get(6 if code is None else code, f"status {code}")
     if status["nvlink"] == "ok":
-        path = f"NV{min(sum(gpus[a].links), sum(gpus[b].links))}"
+        path = f"NV{min(sum(a.links), sum(b.links))}"
     else:
-        ancestor = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[a], handles[b])
+        ancestor = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", *both)
         path = "unknown" if ancestor is None else LEVELS.get(ancestor, f"level {ancestor}")
-    return Pair(a, b, path=path, **status)
+    return Pair(a.index, b.index, path=path, **status)
 
 
 def _ask(nvml: Any, question: str, *args: Any) -> Any:
@@ -220,6 +268,11 @@ def _ask(nvml: Any, question: str, *args: Any) -> Any:
         return getattr(nvml, question)(*args)
     except (nvml.NVMLError, AttributeError):
         return None
+
+
+def _bare(uuid: str) -> str:
+    """As torch writes it."""
+    return uuid.removeprefix("GPU-")
 
 
 def _first(pair: Any) -> Any:

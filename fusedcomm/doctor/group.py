@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from fusedcomm.doctor.settings import OURS
 from fusedcomm.group import store
 
+ASK_S = 90.0  # until all ranks have answered; on GPUs CUDA starts
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 DTYPES = (torch.bfloat16, torch.float32)
 # Rows, K and N, times R: decode, a small and a large layer.
@@ -54,17 +57,34 @@ class Group:
     def num_hosts(self) -> int:
         return len({rank["boot"] for rank in self.ranks})
 
+    @property
+    def gpus_by_rank(self) -> dict[int, int]:
+        """How many GPUs each rank sees."""
+        return {rank: len(facts["gpus"]) for rank, facts in enumerate(self.ranks)}
+
+    def on_host_of_rank_0(self) -> list[dict[str, Any]]:
+        return [rank for rank in self.ranks if rank["boot"] == self.ranks[0]["boot"]]
+
 
 def ask(rank: int, device_types: list[str]) -> Group:
-    """In every rank of WORLD. Raises PeerTimeoutError if a rank does not come, and what a wrong setting raises."""
+    """In every rank of WORLD; of GPUs only if each rank has one of its own.
+
+    Raises PeerTimeoutError if a rank does not come, and what a wrong setting raises.
+    """
     world = dist.group.WORLD
     assert world is not None
     log = logging.getLogger("fusedcomm")
     level = log.level
     log.setLevel(logging.ERROR)  # a plan that falls back is what is asked for
     try:
-        ranks = agree(store(world, "doctor"), rank, world.size(), _facts(device_types), what="fusedcomm doctor")
-        return Group(ranks, [each for device_type in device_types for each in _verdicts(device_type, world.size())])
+        own = _facts("cuda" in device_types)
+        with _bounded():
+            ranks = agree(store(world, "doctor"), rank, world.size(), own, what="fusedcomm doctor")
+            verdicts = []
+            for device_type in device_types:
+                if device_type == "cpu" or all(fact["gpu"] for fact in ranks):  # alike on all ranks: a vote follows
+                    verdicts += _verdicts(device_type, world.size())
+        return Group(ranks, verdicts)
     finally:
         log.setLevel(level)
 
@@ -90,12 +110,18 @@ def find_differences(group: Group) -> list[Finding]:
     if len(set(gpus)) < len(gpus):
         text = f"{len(gpus)} ranks have {len(set(gpus))} GPUs"
         findings.append(Finding("ranks", "GPUs", ERROR, text, "a GPU of its own for each rank: cuda:LOCAL_RANK"))
+    if len(gpus) < len(ranks):
+        text, advice = "ranks see more or fewer GPUs than others", "GPUs are not used: each rank needs one of its own"
+        findings += _must_be_equal("GPUs by rank", group.gpus_by_rank, ERROR, text, advice)
     text = f"{len(ranks)} ranks on {group.num_hosts} host(s) have the same versions and settings"
     return findings or [Finding("ranks", "ranks", OK, text)]
 
 
-def find_verdicts(group: Group, primary: str) -> list[Finding]:
-    """``primary``: the device type that matters here; where it cannot use an algorithm that is an error."""
+def find_verdicts(group: Group, primary: str | None) -> list[Finding]:
+    """``primary``: the device type that matters here; where it cannot use an algorithm that is an error.
+
+    None: GPUs that only run unfused, by design.
+    """
     findings = []
     for verdict in group.verdicts:
         level, advice = OK, ""
@@ -103,7 +129,7 @@ def find_verdicts(group: Group, primary: str) -> list[Finding]:
             level = ERROR if verdict.device == primary else WARNING
             if verdict.device == "cpu" and verdict.algorithm == "fused":
                 level = ABSENT  # it is Triton's, and there is no Triton for CPUs
-            elif len(group.ranks) == 1:
+            elif len(group.ranks) == 1 or (verdict.device == "cuda" and primary is None):
                 level = ABSENT
             elif group.num_hosts > 1:
                 level, advice = ABSENT, "groups whose ranks are on one host can"
@@ -111,19 +137,46 @@ def find_verdicts(group: Group, primary: str) -> list[Finding]:
     return findings
 
 
-def _facts(device_types: list[str]) -> dict[str, Any]:
+def _facts(with_gpus: bool) -> dict[str, Any]:
+    gpus, index = _uuids() if with_gpus else [], int(os.environ.get("LOCAL_RANK", 0))
     names = sorted(set(OURS) - {"FUSEDCOMM_HOST_ID", "FUSEDCOMM_CACHE_DIR"})
     return {
         "host": _hash(env.host_id()),
         "boot": _hash(BOOT_ID.read_text() if BOOT_ID.exists() else platform.node()),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "gpu": str(torch.cuda.get_device_properties(_device("cuda")).uuid) if "cuda" in device_types else None,
+        "gpus": gpus,
+        "gpu": gpus[index] if index < len(gpus) else None,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": version("triton")},
         "settings": {name: os.environ.get(name) for name in names},
     }
 
 
+def _uuids() -> list[str]:
+    """Of the GPUs that this rank sees; none where CUDA does not start."""
+    try:
+        return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    except Exception:  # the check of this host's devices has the reason
+        return []
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """No vote takes longer than ASK_S, whatever FUSEDCOMM_TIMEOUT_S allows to the ops."""
+    name = "FUSEDCOMM_TIMEOUT_S"
+    theirs, bound = os.environ.get(name), min(env.timeout_s(), ASK_S)
+    os.environ[name] = str(bound)
+    try:
+        yield
+    finally:
+        if theirs is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = theirs
+
+
 def _verdicts(device_type: str, num_ranks: int) -> list[Verdict]:
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     chosen: dict[str, list[str]] = {name: [] for name in env.ALGORITHMS}
     for op in PROGRAMS:
         for dtype in DTYPES:
@@ -173,10 +226,6 @@ def _must_be_equal(name: str, values: dict[int, Any], level: str, text: str, adv
     if len(set(values.values())) <= 1:
         return []
     return [Finding("ranks", name, level, f"{text}: {', '.join(f'{r}: {v}' for r, v in values.items())}", advice)]
-
-
-def _device(device_type: str) -> torch.device:
-    return torch.device(device_type, int(os.environ["LOCAL_RANK"]))
 
 
 def _hash(text: str) -> str:

@@ -18,7 +18,10 @@ HIDDEN = "<hidden>"
 HIDDEN_KEYS = {"host", "uuid", "serial"}
 KEPT_KEYS = {"section", "level", "algorithm", "device"}  # our own words, whatever a user is called
 UUID = re.compile(r"(?:\b(?:GPU|MIG)-)?\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
-ADDRESS = re.compile(r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7})(?![\w.]*\w)")
+IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)")
+IPV6 = re.compile(
+    r"(?<![\w.:])(\w*[g-zG-Z_]\w*:)?([0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7})(?![\w.]*\w)"
+)  # behind a key
 HOMES = re.compile(r"/home/[^/\s:'\"]+")
 
 
@@ -43,13 +46,17 @@ def _walk(value: Any, hide: Callable[[str], str]) -> Any:
 def _hider() -> Callable[[str], str]:
     home = os.path.expanduser("~")  # stays so where the user has none
     words = {**dict.fromkeys(_host_names(), "<host>"), **dict.fromkeys(_user_names(), "<user>")}
-    # the longest first: one may begin with another
-    patterns = [(re.compile(rf"(?<!\w){re.escape(word)}(?!\w)"), words[word]) for word in sorted(words, key=len)[::-1]]
+    domain = {"<host>": r"(?:\.[\w-]+)*", "<user>": ""}  # a host is named with and without it
+    patterns = [
+        (re.compile(rf"(?<!\w){re.escape(word)}{domain[words[word]]}(?!\w)"), words[word])
+        for word in sorted(words, key=len, reverse=True)  # one may begin with another
+    ]
 
     def hide(text: str) -> str:
         if home not in ("/", "~"):
             text = re.sub(rf"{re.escape(home)}(?![^/\s:'\",;)])", "~", text)
-        text = ADDRESS.sub(_address, HOMES.sub("<home>", UUID.sub("<uuid>", text)))
+        text = HOMES.sub("<home>", UUID.sub("<uuid>", text))
+        text = IPV6.sub(_address_6, IPV4.sub(_address_4, text))  # an IPv6 address may end in one of IPv4
         for pattern, instead in patterns:
             text = pattern.sub(instead, text)
         return text
@@ -57,17 +64,26 @@ def _hider() -> Callable[[str], str]:
     return hide
 
 
-def _address(match: re.Match[str]) -> str:
+def _address_4(match: re.Match[str]) -> str:
+    return "<address>" if _is_address(match[0]) else match[0]
+
+
+def _address_6(match: re.Match[str]) -> str:
     """A time and a PCI bus number look like addresses, but are none."""
+    return f"{match[1] or ''}<address>" if _is_address(match[2]) else match[0]
+
+
+def _is_address(text: str) -> bool:
     try:
-        ipaddress.ip_address(match[0])
+        ipaddress.ip_address(text)
     except ValueError:
-        return match[0]
-    return "<address>"
+        return False
+    return True
 
 
 def _host_names() -> set[str]:
-    names = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
+    names = {socket.gethostname(), platform.node(), *(os.environ.get(name, "") for name in ("HOSTNAME", "MASTER_ADDR"))}
+    names = {name for name in names if not _is_address(name)}  # these are hidden as such
     names |= {name.partition(".")[0] for name in names}
     return {name for name in names if len(name) > 1 and name != "localhost"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,7 @@ import torch
 from fusedcomm.doctor import cache, checks, facts, gpus, group, pci, settings
 from fusedcomm.doctor.checks import Ranks
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, exit_code, in_order
-from fusedcomm.doctor.gpus import Gpu, Pair
+from fusedcomm.doctor.gpus import Gpu, Machine, Pair
 from fusedcomm.doctor.group import Group
 
 STAGES = 4
@@ -33,13 +34,19 @@ class Report:
     devices: list[dict[str, Any]] = field(default_factory=list)  # as torch sees them
     groups: list[Group] = field(default_factory=list)  # that were asked for a verdict
 
+    def uuids(self) -> set[str] | None:
+        """Of the GPUs that torch, or a rank, sees; None: unknown."""
+        seen = {uuid for each in self.groups for rank in each.ranks for uuid in rank["gpus"]}
+        seen |= {device["uuid"] for device in self.devices}
+        hidden = torch.cuda.device_count() == 0 and "CUDA_VISIBLE_DEVICES" in os.environ
+        return seen if seen or hidden else None
+
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "exit_code": exit_code(self.findings)}
 
 
-def survey() -> Report:
+def survey(machine: Machine) -> Report:
     """What can be read. No GPU is touched, no process started."""
-    machine = gpus.survey()
     num_gpus = torch.cuda.device_count()
     report = Report(
         facts.versions(machine.driver, machine.cuda_driver),
@@ -51,9 +58,9 @@ def survey() -> Report:
         cache.survey(),
         [],
     )
-    report.findings += facts.version_findings(report.versions)
+    report.findings += facts.version_findings(report.versions, num_gpus)
     report.findings += settings.find_limits(num_gpus, platform.release())
-    report.findings += gpus.find(machine) + facts.sees_no_gpu(num_gpus, len(machine.gpus))
+    report.findings += facts.sees_no_gpu(num_gpus, len(machine.gpus))
     report.findings += pci.find(report.pci, num_gpus)
     report.findings += settings.find(num_gpus)
     report.findings += cache.find(report.cache)
@@ -65,17 +72,17 @@ def diagnose(quick: bool, theirs: Group | Exception | None, on_stage: Callable[[
 
     ``quick`` leaves the functional checks out.
     """
-    report = survey()
+    machine = gpus.survey()
+    report = survey(machine)
     on_stage(1)
     num_gpus = torch.cuda.device_count()
-    primary = "cuda" if num_gpus >= 2 else "cpu"
     if theirs is not None:
-        _judge(report, theirs, primary)
+        _heard(report, theirs)
     if isinstance(theirs, Group):
         report.findings += group.find_differences(theirs)
     with Ranks(2) as ranks:
         if theirs is None:
-            _judge(report, _ask(ranks, "cpu", CPU_S), primary)
+            _heard(report, _ask(ranks, "cpu", CPU_S))
         on_stage(2)
         if not quick:
             _check_ranks(report, ranks, "cpu", CPU_S)
@@ -83,28 +90,47 @@ def diagnose(quick: bool, theirs: Group | Exception | None, on_stage: Callable[[
     if num_gpus == 0:
         report.findings.append(Finding("verdict", "cuda", ABSENT, "not used because torch sees no GPU"))
     else:
-        _look_at_gpus(report, num_gpus, quick, theirs is None)
+        _look_at_gpus(report, num_gpus, quick, theirs)
+    _judge(report, machine, num_gpus)
     report.findings = in_order(report.findings)
     on_stage(4)
     return report
 
 
-def _look_at_gpus(report: Report, num_gpus: int, quick: bool, ask: bool) -> None:
-    if not quick:
-        with Ranks(1) as alone:
+def _look_at_gpus(report: Report, num_gpus: int, quick: bool, theirs: Group | Exception | None) -> None:
+    with Ranks(1) as alone:
+        _look_at_devices(report, alone)
+        if not quick and report.devices:
             _check_devices(report, alone, num_gpus)
+    judged = any(verdict.device == "cuda" for each in report.groups for verdict in each.verdicts)
     if num_gpus == 1:
-        text = "chunked and fused are not used because one GPU has no peers"
-        report.findings.append(Finding("verdict", "cuda", ABSENT, text))
+        if not judged:
+            report.findings.append(_verdict_of_one_gpu(report, theirs))
         return
-    if not ask and not any(verdict.device == "cuda" for each in report.groups for verdict in each.verdicts):
-        text = f"not used because each rank needs a GPU of its own, and there are {num_gpus}"
+    if isinstance(theirs, Group) and not judged:
+        seen = ", ".join(map(str, theirs.gpus_by_rank.values()))
+        text = f"not used because each rank needs a GPU of its own; GPUs by rank: {seen}"
         report.findings.append(Finding("verdict", "cuda", ERROR, text, "start as many ranks on a host as it has GPUs"))
     with Ranks(min(num_gpus, MAX_GPU_RANKS), "cpu:gloo,cuda:nccl") as ranks:
-        if ask:
-            _judge(report, _ask(ranks, "cuda", GPU_S), "cuda")
+        if theirs is None:
+            _heard(report, _ask(ranks, "cuda", GPU_S))
         if not quick:
             _check_ranks(report, ranks, "cuda", GPU_S)
+
+
+def _verdict_of_one_gpu(report: Report, theirs: Group | Exception | None) -> Finding:
+    """It has no peers, or this process does not see them."""
+    advice = "show all GPUs to every rank of a host (SLURM: --gpus-per-node, not --gpus-per-task)"
+    if isinstance(theirs, Group):
+        here = theirs.on_host_of_rank_0()
+        seen = {uuid for rank in here for uuid in rank["gpus"]}
+        if len(here) > 1 and max(len(seen), len(report.gpus)) > 1:
+            text = f"not used because each of the {len(here)} ranks on this host sees one GPU"
+            return Finding("verdict", "cuda", ERROR, text, advice)
+    if len(report.gpus) > 1:
+        text = f"chunked and fused are not used because torch sees one of the machine's {len(report.gpus)} GPUs"
+        return Finding("verdict", "cuda", WARNING, text, advice)
+    return Finding("verdict", "cuda", ABSENT, "chunked and fused are not used because one GPU has no peers")
 
 
 def _ask(ranks: Ranks, device_type: str, limit_s: float) -> Group | Exception:
@@ -114,13 +140,20 @@ def _ask(ranks: Ranks, device_type: str, limit_s: float) -> Group | Exception:
         return error
 
 
-def _judge(report: Report, answer: Group | Exception, primary: str) -> None:
+def _heard(report: Report, answer: Group | Exception) -> None:
     if isinstance(answer, Exception):
         text = f"unknown: the ranks could not be asked: {checks.brief(answer)}"
         report.findings.append(Finding("verdict", "group", ERROR, text, "every op on a group fails in the same way"))
         return
     report.groups.append(answer)
-    report.findings += group.find_verdicts(answer, primary)
+
+
+def _judge(report: Report, machine: Machine, num_gpus: int) -> None:
+    """At the end, when it is known which GPUs torch sees: the others do not matter."""
+    ours = gpus.of(machine, report.uuids())
+    report.findings += gpus.find(ours)
+    primary = "cpu" if num_gpus < 2 else None if gpus.no_nvlink(ours) else "cuda"
+    report.findings += [finding for each in report.groups for finding in group.find_verdicts(each, primary)]
 
 
 def _check_ranks(report: Report, ranks: Ranks, device_type: str, limit_s: float) -> None:
@@ -142,15 +175,17 @@ def _check_ranks(report: Report, ranks: Ranks, device_type: str, limit_s: float)
         report.findings.append(ranks.check(name, advice, limit_s, checks.op_values, device_type, algorithm))
 
 
-def _check_devices(report: Report, alone: Ranks, num_gpus: int) -> None:
+def _look_at_devices(report: Report, alone: Ranks) -> None:
     try:
         report.devices = alone.run(GPU_S, checks.devices)
     except Exception as error:  # as above
         advice = "python -c 'import torch; torch.cuda.init()' must work first"
         report.findings.append(Finding("checks", "cuda devices", ERROR, checks.brief(error), advice))
-        return
+
+
+def _check_devices(report: Report, alone: Ranks, num_gpus: int) -> None:
     for device in report.devices:
-        text = f"{device['sms']} SMs: kernels that wait have at most one program on each"
+        text = f"{device['sms']} SMs: kernels that wait have at most one program on each (not tried)"
         level, advice = OK, ""
         if device["cooperative_launch"] is False:
             level, text = WARNING, f"{text}; no cooperative launch"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,8 +28,8 @@ from fusedcomm.bench.timing import difference
 from fusedcomm.env import ALGORITHMS
 from fusedcomm.group import store
 
-WAIT_S = 20  # bound of waits that are to succeed, and of votes
-ABSENT_S = 2  # bound of waits that are to fail
+WAIT_S = 60  # bound of waits that are to succeed: on a GPU a peer may be compiling its kernels
+ABSENT_S = 5  # bound of waits that are to fail
 SLACK_S = 10  # beyond it, for a busy machine
 CALLS = 3  # back to back with fresh data: both slots are used again
 CASES = ((Size(37, 29, 31), torch.float32), (Size(3 * 13, 17, 23, batch=3), torch.bfloat16))
@@ -37,6 +37,10 @@ CASES = ((Size(37, 29, 31), torch.float32), (Size(3 * 13, 17, 23, batch=3), torc
 
 class Skipped(Exception):
     """There is nothing to check here. Raised on all ranks alike."""
+
+
+class Wrong(Exception):
+    """What a check has found. Raised on all ranks alike: who left alone would leave the others waiting."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,14 @@ def run_check(name: str, device: torch.device) -> Result:
             vote["found"] = check.run(device)
         except Skipped as reason:
             vote = {"status": "skipped", "found": str(reason)}
+        except Wrong as error:
+            vote = {"status": "failed", "found": str(error)}
         except Exception as error:
-            found = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-            vote = {"status": "failed", "found": found, "by_itself": isinstance(error, AssertionError)}
-        votes = _meet(_world(), vote)
-    # what a rank has found comes before what others suffered when it left the check
-    failed = sorted((each for each in votes if each["status"] == "failed"), key=lambda each: not each["by_itself"])
-    worst = failed[0] if failed else votes[0]
+            vote = {"status": "failed", "found": f"rank {dist.get_rank()}: {type(error).__name__}: {error}"}
+    votes = _meet(_world(), vote | {"at": time.time()}, _vote_s(), name)
+    # what others suffered when a rank left the check came later
+    failed = [each for each in votes if each["status"] == "failed"]
+    worst = min(failed, key=lambda each: each["at"]) if failed else votes[0]
     return Result(name, check.proves, worst["status"], worst["found"], time.monotonic() - start)
 
 
@@ -90,9 +95,12 @@ def settings(**env: str) -> Iterator[None]:
 
 @contextmanager
 def own_group(**env: str) -> Iterator[ProcessGroup]:
-    """A group of all ranks that votes under these settings, and is gone afterwards."""
+    """A group of all ranks that votes under these settings, and is gone afterwards.
+
+    The vote on the check ends first: NCCL's watchdog would end the process, and what the check has found.
+    """
     with settings(**env):
-        group = dist.new_group(timeout=timedelta(seconds=WAIT_S))
+        group = dist.new_group(timeout=timedelta(seconds=2 * _vote_s()))
         try:
             yield group
         finally:
@@ -167,10 +175,9 @@ def _check_values(op: str, device: torch.device) -> str:
     with own_group() as group:
         algorithms = _runnable(group, device)[0]
         for algorithm in algorithms:
+            calls = [Data(PROGRAMS[op], *case, device, seed) for case in CASES for seed in range(CALLS)]
             with fusedcomm.force_algorithm(algorithm, strict=True):
-                for size, dtype in CASES:
-                    for seed in range(CALLS):
-                        _must_be_right(Data(PROGRAMS[op], size, dtype, device, seed), group, algorithm)
+                _must_be_right(calls, group, algorithm)
     return f"{', '.join(algorithms)}: {3 * CALLS * len(CASES)} tensors each, all exact"
 
 
@@ -178,7 +185,9 @@ def _check_plans(device: torch.device) -> str:
     with own_group() as group:
         can, cannot = _runnable(group, device)
         plans = [str(small(op, device).plan(group)) for op in PROGRAMS]
-        assert all(each["plans"] == plans for each in _meet(group, {"plans": plans})), f"ranks plan otherwise: {plans}"
+        by_rank = [each["plans"] for each in _meet(group, {"plans": plans})]
+    if any(each != by_rank[0] for each in by_rank):
+        raise Wrong(f"ranks plan otherwise: {by_rank}")
     return "; ".join([f"can run: {', '.join(can)}", *(f"{name} cannot: {reason}" for name, reason in cannot.items())])
 
 
@@ -186,20 +195,30 @@ def _check_time_out(device: torch.device) -> str:
     """The last rank does not call: the others say so in time and name it; all are right again after a reset."""
     slowest, absent = 0.0, dist.get_world_size() - 1
     for algorithm in _with_workspace(device):
+        first, then = (small("matmul_all_to_all", device, seed) for seed in range(2))
+        with own_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
+            _must_be_right([first], group, algorithm)  # kernels are compiled, under the long bound
         with own_group(TIMEOUT_S=str(ABSENT_S)) as group, fusedcomm.force_algorithm(algorithm, strict=True):
-            first, then = (small("matmul_all_to_all", device, seed) for seed in range(2))
-            _meet(group)
-            _must_be_right(first, group, algorithm)
-            _meet(group)
-            start = time.monotonic()
+            _must_be_right([first], group, algorithm)
+            wrong = None
             if dist.get_rank() != absent:
+                start = time.monotonic()
                 error = _error_of(then, group)
                 slowest = max(slowest, time.monotonic() - start)
-                assert isinstance(error, fusedcomm.PeerTimeoutError), f"{algorithm}: got {error!r}"
-                assert error.peers == [absent], f"{algorithm}: must name rank {absent}, got {error.peers}"
-                assert slowest < ABSENT_S + SLACK_S, f"{algorithm}: took {slowest:.1f} s with a bound of {ABSENT_S} s"
-            _right_after_reset(then, group, algorithm)
+                wrong = _wrong_time_out(error, absent, slowest)
+            _must_hold(group, wrong, algorithm)
+            _must_be_right_after_reset(then, group, algorithm)
     return f"reported after {slowest:.1f} s with a bound of {ABSENT_S} s; right again after reset"
+
+
+def _wrong_time_out(error: Exception | None, absent: int, seconds: float) -> str | None:
+    if not isinstance(error, fusedcomm.PeerTimeoutError):
+        return f"must be a PeerTimeoutError, got {error!r}"
+    if error.peers != [absent]:
+        return f"must name rank {absent}, got {error.peers}"
+    if seconds > ABSENT_S + SLACK_S:
+        return f"took {seconds:.1f} s with a bound of {ABSENT_S} s"
+    return None
 
 
 def _check_mismatch(device: torch.device) -> str:
@@ -209,11 +228,11 @@ def _check_mismatch(device: torch.device) -> str:
     for algorithm in algorithms:
         with own_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
             calls = [small(op, device) for op in ("matmul_all_to_all", "all_gather_matmul")]
-            for call in calls:
-                _must_be_right(call, group, algorithm)
+            _must_be_right(calls, group, algorithm)
             error = _error_of(calls[odd_one], group)
-            assert isinstance(error, fusedcomm.PeerMismatchError), f"{algorithm}: got {error!r}"
-            _right_after_reset(calls[0], group, algorithm)
+            told = isinstance(error, fusedcomm.PeerMismatchError)
+            _must_hold(group, None if told else f"must be a PeerMismatchError, got {error!r}", algorithm)
+            _must_be_right_after_reset(calls[0], group, algorithm)
     return f"PeerMismatchError on every rank ({', '.join(algorithms)}); right again after reset"
 
 
@@ -233,12 +252,12 @@ def _check_vote(device: torch.device) -> str:
 
 def _falls_back(group: ProcessGroup, device: torch.device, because: str) -> str:
     with fusedcomm.force_algorithm(None):
-        for op in PROGRAMS:
-            data = small(op, device)
-            plan = data.plan(group)
-            assert plan.algorithm == "unfused" and because in plan.reason, f"must be unfused ({because}), got {plan}"
-            _must_be_right(data, group, "unfused")
-    return f"all five ops unfused and exact, because {plan.reason}"
+        calls = [small(op, device) for op in PROGRAMS]
+        plans = [data.plan(group) for data in calls]
+        other = [plan for plan in plans if plan.algorithm != "unfused" or because not in plan.reason]
+        _must_hold(group, f"must be unfused ({because}), got {other[0]}" if other else None, "plan")
+        _must_be_right(calls, group, "unfused")
+    return f"all five ops unfused and exact, because {plans[-1].reason}"
 
 
 def small(op: str, device: torch.device, seed: int = 0) -> Data:
@@ -268,16 +287,23 @@ def _with_workspace(device: torch.device) -> list[str]:
     raise Skipped(cannot["chunked"])
 
 
-def _must_be_right(data: Data, group: ProcessGroup, algorithm: str) -> None:
-    if wrong := data.wrong(group):
-        raise AssertionError(f"{data.bench.op}, {algorithm}: {wrong}")
+def _must_hold(group: ProcessGroup, wrong: str | None, algorithm: str) -> None:
+    """Raises Wrong on all ranks if something is wrong on one."""
+    for rank, each in enumerate(_meet(group, {"wrong": wrong})):
+        if each["wrong"]:
+            raise Wrong(f"rank {rank}: {algorithm}: {each['wrong']}")
 
 
-def _right_after_reset(data: Data, group: ProcessGroup, algorithm: str) -> None:
+def _must_be_right(calls: Sequence[Data], group: ProcessGroup, algorithm: str) -> None:
+    """Back to back, all of them whatever the first ones give: peers make them all."""
+    found = [(data.bench.op, data.wrong(group)) for data in calls]
+    _must_hold(group, next((f"{op}: {wrong}" for op, wrong in found if wrong), None), algorithm)
+
+
+def _must_be_right_after_reset(data: Data, group: ProcessGroup, algorithm: str) -> None:
     with settings(TIMEOUT_S=str(WAIT_S)):
-        _meet(group)
         fusedcomm.reset(group)
-        _must_be_right(data, group, algorithm)
+        _must_be_right([data], group, algorithm)
 
 
 def _error_of(data: Data, group: ProcessGroup) -> Exception | None:
@@ -296,9 +322,20 @@ def _world() -> ProcessGroup:
     return dist.group.WORLD
 
 
-def _meet(group: ProcessGroup, facts: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """All ranks' facts, over the group's store alone."""
-    return agree(store(group, "selftest"), group.rank(), group.size(), facts or {}, what="fusedcomm selftest")
+def _meet(
+    group: ProcessGroup, facts: dict[str, Any], bound_s: float | None = None, check: str = "a check"
+) -> list[dict[str, Any]]:
+    """All ranks' facts, over the group's store alone, whatever the bound of the group's own waits."""
+    what = f"fusedcomm selftest, {check}"
+    if facts.get("found"):  # an error of the vote must not hide it
+        what += f": {facts['found']}"
+    with settings(TIMEOUT_S=str(bound_s or WAIT_S)):
+        return agree(store(group, "selftest"), group.rank(), group.size(), facts, what=what)
+
+
+def _vote_s() -> float:
+    """Longer than a peer can take to come to the vote: it may have begun a wait, and then wait to meet."""
+    return 2 * WAIT_S + SLACK_S
 
 
 CHECKS = {

@@ -10,15 +10,16 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fusedcomm.bench.all_to_all.cases import CASES
-from fusedcomm.bench.all_to_all.data import Size
-from fusedcomm.bench.all_to_all.suite import Report, Row, measure_suite
+from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS
+from fusedcomm.bench.all_to_all.data import Size, moduli
+from fusedcomm.bench.all_to_all.suite import WARMUP, Report, Row, measure_suite
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import launch, output
 from fusedcomm.testing.ranks import RankError
 
 NAME = "bench all-to-all"
-TIMEOUT_S = 600
+START_S = 600  # to start, and beyond what is reckoned, for a busy machine
+SLOW = {"cpu": 5e9, "cuda": 5e12}  # flops per second that every machine has
 WIDTH = 110  # of lines where no terminal says its own, and of the table at least
 DIM = {"cpu": 256, "cuda": 2048}
 EXPLANATION = """compute, communication: each alone, checks included in compute.
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if problem := _wrong_arguments(args, device_type, world_size, size):
         return output.fail(NAME, problem, code=2)
     try:
-        with launch.ranks(device_type, world_size, TIMEOUT_S) as call:
+        with launch.ranks(device_type, world_size, _limit_s(size, device_type, world_size, args.rounds)) as call:
             result = call(measure_suite, args.case, size, device_type, args.rounds)
     except (ValuesDiffer, RankError) as error:
         return output.fail(NAME, launch.message(error))
@@ -74,6 +75,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _rounded_up(dim: int, world_size: int) -> int:
     return -(-dim // max(world_size, 1)) * world_size
+
+
+def _limit_s(size: Size, device_type: str, world_size: int, rounds: int) -> float:
+    """Seconds after which ranks that have not answered are ended: more than all calls take where nothing hangs."""
+    num_calls = 2 * len(VARIANTS) * (rounds + WARMUP + 2 * len(moduli(world_size * size.numel)))
+    return START_S + num_calls * (1 + 2 * size.compute) * size.flops / SLOW[device_type]
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int, size: Size) -> str | None:

@@ -42,6 +42,11 @@ class Size:
         """Of y."""
         return self.dim * self.columns
 
+    @property
+    def flops(self) -> int:
+        """Of the matmul that makes y."""
+        return 2 * self.numel * 2 * self.dim
+
 
 def moduli(count: int) -> list[int]:
     """Pairwise coprime: of numbers below ``count`` no two are equal modulo every one."""
