@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 TIMEOUT_S = 120
@@ -117,7 +118,9 @@ def test_a_table_and_json_say_what_became_of_every_collective(scripts: Path) -> 
     assert rows["all_reduce"].endswith(LEFT)
     assert re.fullmatch(rf"fused matmul_all_reduce (chunked|unfused) \d+ {FUSED}", rows["all_reduce_1"])
 
-    left, fused = json.loads((scripts / "rows.json").read_text())
+    rows = json.loads((scripts / "rows.json").read_text())
+    jsonschema.validate(rows, json.loads((Path(__file__).parent / "schemas" / "explain.json").read_text()))
+    left, fused = rows
     graph = {"graph": "inference", "collective": "all_reduce"}
     assert left == graph | {
         "status": "exposed",

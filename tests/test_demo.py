@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
+from matplotlib.image import imread
 from torch import Tensor
 
 import fusedcomm
@@ -51,15 +53,19 @@ def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None) -> tupl
 
 
 def test_demo_prints_a_plain_table_and_writes_json(tmp_path: Path) -> None:
-    file = tmp_path / "demo.json"
-    result = run_demo("--rounds", "1", "--json", str(file))
+    file, plot = tmp_path / "demo.json", tmp_path / "lanes.png"
+    result = run_demo("--rounds", "1", "--json", str(file), "--plot", str(plot))
     assert result.returncode == 0, result.stderr
     assert not set("\x1b\r") & set(result.stdout + result.stderr)
     assert "alltoall" not in result.stderr  # torch's words about DTensor on a CPU mesh
     for text in (DTENSOR, UNFUSED, OURS, ROOF, "values equal on all ranks", "plan of fusedcomm"):
         assert text in result.stdout
 
+    pixels = torch.from_numpy(imread(plot).copy()).flatten(0, 1)
+    assert len(pixels.unique(dim=0)) > 3
+
     report = json.loads(file.read_text())
+    jsonschema.validate(report, json.loads((Path(__file__).parent / "schemas" / "demo.json").read_text()))
     # On the CPU wheel "+cpu" is in the metadata of some installs and missing in others
     torch_version = importlib.metadata.version("torch")
     assert report["versions"]["torch"].split("+")[0] == torch_version.split("+")[0]
