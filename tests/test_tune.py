@@ -293,7 +293,9 @@ def test_rank_0_writes_and_all_ranks_verify(ranks: Any, tmp_path: Path) -> None:
     assert results[0].startswith("cannot write ")
 
 
-def test_a_user_without_a_home_has_no_tuned_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_no_tuned_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As in a container whose user is in no passwd: no op may fail for it."""
 
     def no_home() -> Path:
@@ -305,6 +307,9 @@ def test_a_user_without_a_home_has_no_tuned_numbers(monkeypatch: pytest.MonkeyPa
     assert tuned.read(CPU, 2) is None
     with pytest.raises(OSError, match="this user has no home: set FUSEDCOMM_CACHE_DIR"):
         tuned.write(FAST, CPU, 2)
+    for option in ("--show", "--reset"):
+        assert main(["tune", option, "--device", "cpu"]) == 1
+        assert capsys.readouterr().err == "fusedcomm tune: ~: this user has no home: set FUSEDCOMM_CACHE_DIR\n"
 
 
 # what it fits

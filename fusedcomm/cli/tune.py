@@ -100,12 +100,12 @@ def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     console = output.console()
     with _threads_of_a_rank(device_type):
-        file = tuned.path_of(tuned.key(device, world_size))
+        try:
+            file = tuned.path_of(tuned.key(device, world_size))
+            removed = args.reset and tuned.remove(device, world_size)
+        except OSError as error:
+            return output.fail("tune", f"{error.filename}: {error.strerror}")
         if args.reset:
-            try:
-                removed = tuned.remove(device, world_size)
-            except OSError as error:
-                return output.fail("tune", f"--reset: {file}: {error.strerror}")
             console.print(f"{'removed' if removed else 'there was no'} {file}", soft_wrap=True)
             return 0
         constants = tuned.read(device, world_size)
