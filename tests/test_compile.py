@@ -197,10 +197,10 @@ def check_failure(rank: int, module: str, function: str) -> None:
     """A bug in a pass, half way through a rewrite: the graph as it was, right values, one warning."""
     import importlib
 
-    from fusedcomm.compile import passes
+    from fusedcomm.compile import fuse
     from fusedcomm.compile.rewrite import Rewriter
 
-    passes._warn_once.cache_clear()
+    fuse._warn_once.cache_clear()
     fragment = next(each for each in FRAGMENTS if each.name == "three-pairs")
     program, shapes = fragment.make(dist.get_world_size())
     args = [torch.randn(shape) for shape in shapes]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fusedcomm.compile.estimate import Estimator
     from fusedcomm.compile.passes import FusedcommPass
     from fusedcomm.compile.reports import Report
 
@@ -22,7 +23,7 @@ _pass: FusedcommPass | None = None
 _report: Report | None = None  # of the last enable()
 
 
-def enable(fuse: Sequence[str] | None = None) -> None:
+def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimator: Estimator | None = None) -> None:
     """Add the passes to torch.compile's (Inductor's), after those that are there, and begin a new `report()`.
 
     Graphs compiled until `disable()` have, forward and backward, each collective that stands beside a matmul fused with
@@ -32,6 +33,11 @@ def enable(fuse: Sequence[str] | None = None) -> None:
     Args:
         fuse: the ops to use, of "matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter"
             and "matmul_all_reduce"; all by default.
+        overlap: also start collectives early and wait for them late, merge small ones, and fuse only those that nothing
+            else hides: `fusedcomm.compile.overlap.schedule`. The ranks agree on the estimates here, so call it after
+            `init_process_group`; raises PeerTimeoutError where one does not come.
+        estimator: what nodes take, for graphs on its type of device; by default tuned numbers if there are, else those
+            of `fusedcomm.cost`.
     """
     from fusedcomm.compile import lowering
     from fusedcomm.compile.passes import OPS, FusedcommPass, Settings
@@ -40,22 +46,27 @@ def enable(fuse: Sequence[str] | None = None) -> None:
     fuse = OPS if fuse is None else tuple(fuse)
     if not set(fuse) <= set(OPS):
         raise ValueError(f"fuse must name ops of {', '.join(OPS)}, got {', '.join(map(repr, fuse))}")
+    if estimator is not None and not overlap:
+        raise ValueError("estimator must come with overlap=True")
     lowering.register()
-    _install(FusedcommPass(Settings(fuse), Report()))
+    _install(FusedcommPass(Settings(fuse, _estimators(estimator) if overlap else ()), Report()))
 
 
 def disable() -> None:
     """Take the passes out again; other passes, set before or since, stay. The last `report()` stays readable."""
     global _pass
     if _pass is not None:
-        from fusedcomm.compile import install
+        from fusedcomm.compile import install, order
 
         install.remove(_pass)
+        order.remove()
         _pass = None
 
 
 @contextmanager
-def enabled(fuse: Sequence[str] | None = None) -> Iterator[Report]:
+def enabled(
+    fuse: Sequence[str] | None = None, *, overlap: bool = False, estimator: Estimator | None = None
+) -> Iterator[Report]:
     """`enable()` for what is compiled inside the with statement, backwards included; then what was before.
 
     Yields the `report()` of the statement.
@@ -66,7 +77,7 @@ def enabled(fuse: Sequence[str] | None = None) -> Iterator[Report]:
     import torch._functorch.config as functorch_config
 
     outer = _pass
-    enable(fuse)
+    enable(fuse, overlap=overlap, estimator=estimator)
     try:
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             yield report()
@@ -85,8 +96,19 @@ def report() -> Report:
 
 def _install(new: FusedcommPass) -> None:
     global _pass, _report
-    from fusedcomm.compile import install
+    from fusedcomm.compile import install, order
 
     disable()
     install.add(new)
+    if new.settings.overlap:
+        order.install()
     _pass, _report = new, new.report
+
+
+def _estimators(own: Estimator | None) -> tuple[Estimator, ...]:
+    from fusedcomm.compile.estimate import agreed_defaults
+
+    if own is None:
+        return agreed_defaults()
+    own = own.agreed()
+    return (own, *(each for each in agreed_defaults() if each.device_type != own.device_type))

@@ -117,9 +117,10 @@ def rank_in(group_name: str) -> int:
     return group.find(group_name).rank()
 
 
-def memberships() -> list[tuple[str, int, int]]:
-    """Name, size and this rank's index of every group: what graphs of the same code can differ in between processes."""
-    return sorted((pg.group_name, pg.size(), pg.rank()) for pg in c10d._world.pg_map if pg.rank() >= 0)
+def memberships() -> list[tuple[str, int, list[int]]]:
+    """Name, this rank's index and the ranks of every group: what graphs of one code can differ in between processes."""
+    groups = (pg for pg in c10d._world.pg_map if pg.rank() >= 0)
+    return sorted((pg.group_name, pg.rank(), c10d.get_process_group_ranks(pg)) for pg in groups)
 
 
 def _check_even_splits(start: Node, group_size: int) -> None:

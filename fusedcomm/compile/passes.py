@@ -1,53 +1,51 @@
-"""The passes over one graph, as one pass of Inductor's: find, match, rewrite, and a line of the report each."""
+"""Everything that is done to one graph, as one pass of Inductor's, and a line of the report per collective."""
 
 from __future__ import annotations
 
-import functools
 import logging
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.pattern_matcher import stable_topological_sort
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
+from fusedcomm import cost
 from fusedcomm.compile import (
+    bucket,
     chain,
     collectives,
-    fuse_all_gather_matmul,
-    fuse_all_to_all_matmul,
-    fuse_matmul_all_reduce,
-    fuse_matmul_all_to_all,
-    fuse_matmul_reduce_scatter,
+    dependencies,
+    estimate,
+    fuse,
     gathered,
     layout,
+    links,
     lowering,
+    memory,
     normalize,
+    order,
+    overlap,
     parts,
     product,
+    program,
     reduced,
+    reorder,
     rewrite,
+    timeline,
+    work,
 )
-from fusedcomm.compile.layout import CannotFuse
+from fusedcomm.compile.estimate import Estimator
+from fusedcomm.compile.fuse import OPS, Fused, Fuser, attempt
+from fusedcomm.compile.overlap import OverlapReport
 from fusedcomm.compile.reports import Call, CollectiveReport, Report, source_of
-from fusedcomm.compile.rewrite import Rewriter, held_outputs
-from fusedcomm.compile.saving import saving_us
 
 log = logging.getLogger(__name__)
 
-FUSE = (  # where two want one collective, the first takes it
-    fuse_matmul_all_to_all,
-    fuse_all_to_all_matmul,
-    fuse_all_gather_matmul,
-    fuse_matmul_reduce_scatter,
-    fuse_matmul_all_reduce,
+_SOURCES = (
+    *(bucket, chain, collectives, cost, dependencies, estimate, fuse, *fuse.MODULES, gathered, layout, links, lowering),
+    *(memory, normalize, order, overlap, parts, product, program, reduced, reorder, rewrite, timeline, work),
 )
-OPS = tuple(module.OP for module in FUSE)
-_SOURCES = (chain, collectives, *FUSE, gathered, layout, lowering, normalize, parts, product, reduced, rewrite)
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class Settings:
     """What changes the graphs that come out."""
 
     fuse: tuple[str, ...] = OPS
+    overlap: tuple[Estimator, ...] = ()  # one per type of device, agreed on by all ranks; none: no scheduling
 
 
 class FusedcommPass(CustomGraphPass):
@@ -66,77 +65,73 @@ class FusedcommPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         if any(collectives.kind_of(node) for node in graph.nodes):
-            lines = _Run(graph, _phase(graph), self.settings).lines()
+            lines = _Run(graph, self.settings).lines()
             for line in lines:
                 log.debug("%s", line)
             self.report.collectives += lines
 
     def uuid(self) -> Any:
         files = (__file__, *(str(module.__file__) for module in _SOURCES))
-        return get_hash_for_files(files, repr((self.settings, collectives.memberships(), torch.__version__)))
+        digests = [estimator.digest() for estimator in self.settings.overlap]
+        settings = (self.settings.fuse, digests, collectives.memberships(), torch.__version__)
+        return get_hash_for_files(files, repr(settings))
 
 
 class _Run:
     """Over one graph."""
 
-    def __init__(self, graph: Graph, phase: str, settings: Settings) -> None:
-        self.graph, self.phase, self.settings = graph, phase, settings
-        self.rewriter = Rewriter(graph)
-        self.reasons: dict[Node, list[str]] = {}
+    def __init__(self, graph: Graph, settings: Settings) -> None:
+        self.graph, self.settings = graph, settings
+        self.phase = _phase(graph)
+        self.fuser = Fuser(graph)
 
     def lines(self) -> list[CollectiveReport]:
-        with held_outputs(self.graph):
-            return self._lines()
+        self.fuser.normalize()
+        starts = {
+            node.name: (str(kind), source_of(node)) for node in self.graph.nodes if (kind := collectives.kind_of(node))
+        }
+        scheduled = self._schedule()
+        found = self.fuser.fuse(self.settings.fuse) if scheduled is None else scheduled.fused
+        fused = {start: each for each in found for start in each.savings_us}
+        return [
+            self._fused(start, *facts, fused[start]) if start in fused else self._left(start, *facts, scheduled)
+            for start, facts in starts.items()
+        ]
 
-    def _lines(self) -> list[CollectiveReport]:
-        for exchange in self._try("normalize", normalize.find, self.graph) or []:
-            self._try("normalize", normalize.rewrite, self.rewriter, exchange)
-        starts = {node: source_of(node) for node in self.graph.nodes if collectives.kind_of(node) is not None}
-        kinds = {start: str(collectives.kind_of(start)) for start in starts}
-        fused: dict[Node, CollectiveReport] = {}
-        for module in FUSE:
-            if module.OP in self.settings.fuse:
-                for start in collectives.find(self.graph, module.KIND):
-                    done = self._try(module.OP, self._fuse, module, start)
-                    for each, saving, call in done or []:
-                        line = CollectiveReport(self.phase, "fused", kinds[each], starts[each], each.name)
-                        fused[each] = replace(line, op=module.OP, saving_us=saving, call=call)
-        if fused:
-            stable_topological_sort(self.graph)
-        return [fused.get(start) or self._left(start, kinds[start], starts[start]) for start in starts]
+    def _schedule(self) -> OverlapReport | None:
+        """None where it is not wanted, or failed."""
+        estimator = self._estimator()
+        if estimator is None:
+            return None
+        report = attempt("overlap", overlap.schedule_graph, self.graph, estimator, None, True, self.settings.fuse)
+        if report is not None:
+            self.fuser.reasons = report.reasons
+            order.mark(self.graph)
+        return report
 
-    def _fuse(self, module: ModuleType, start: Node) -> list[tuple[Node, float, Call]]:
-        match = module.match(start)
-        savings = [(each.start, saving_us(each, match.products)) for each in match.collectives]
-        node = module.rewrite(self.rewriter, match)
-        return [(each, saving, Call.of(module.OP, node)) for each, saving in savings]
+    def _estimator(self) -> Estimator | None:
+        device_type = estimate.device_type_of(self.graph)
+        return next((each for each in self.settings.overlap if each.device_type == device_type), None)
 
-    def _left(self, start: Node, kind: str, source: str) -> CollectiveReport:
-        reason = "; ".join(self.reasons.get(start, [])) or f"no op of ours fuses {kind}"
-        return CollectiveReport(self.phase, "exposed", kind, source, start.name, reason=reason)
+    def _fused(self, start: str, kind: str, source: str, fused: Fused) -> CollectiveReport:
+        call, saving = Call.of(fused.op, fused.node), fused.savings_us[start]
+        return CollectiveReport(self.phase, "fused", kind, source, start, op=fused.op, saving_us=saving, call=call)
 
-    def _try(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
-        """None where it cannot be done, and the reason noted for the collective that args end with."""
-        try:
-            return act(*args)
-        except CannotFuse as reason:
-            text = f"{what}: {reason}"
-        except Exception as error:
-            text = f"{what}: {type(error).__name__}: {error}"
-            _warn_once(what, f"{type(error).__name__}: {error}")
-        if isinstance(args[-1], Node):
-            self.reasons.setdefault(args[-1], []).append(text)
-        return None
+    def _left(self, start: str, kind: str, source: str, scheduled: OverlapReport | None) -> CollectiveReport:
+        reason = "; ".join(self.fuser.reasons.get(start, [])) or f"no op of ours fuses {kind}"
+        line = None if scheduled is None else scheduled.line(start)
+        if line is None:
+            return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason)
+        saving = (line.alone_ms - line.exposed_ms) * 1e3
+        if line.hidden:
+            together = "" if line.node == start else f", as part of {line.node}"
+            reason = f"beside {len(line.hidden_by)} kernels{together}"
+            return CollectiveReport(self.phase, "overlapped", kind, source, start, reason=reason, saving_us=saving)
+        reason = f"{line.exposed_ms * 1e3:.0f} of {line.alone_ms * 1e3:.0f} us exposed; {reason}"
+        return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason, saving_us=saving)
 
 
 def _phase(graph: Graph) -> str:
     """By the names that AOTAutograd gives to inputs; torch 2.11 tells passes nothing else."""
     names = " ".join(node.name for node in graph.find_nodes(op="placeholder"))
     return "backward" if "tangents_" in names else "forward" if "primals_" in names else "inference"
-
-
-@functools.cache
-def _warn_once(what: str, error: str) -> None:
-    warnings.warn(
-        f"fusedcomm.compile: {what} failed, and the graph is left as it was: {error}. Please report it", stacklevel=2
-    )

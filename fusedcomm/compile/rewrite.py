@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from fusedcomm.compile.layout import CannotFuse, Factor, Layout, Size, hint, product, size_of
 
 aten = torch.ops.aten
+_erased: list[str] | None = None
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "recompute")
 
 
@@ -25,19 +26,19 @@ class Rewriter:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._created: list[Node] = []
+        self.created: list[Node] = []  # by the last `before`
         self._like: Node | None = None
         self._symbols: dict[sympy.Expr, Node] | None = None
 
     @contextmanager
     def before(self, node: Node, like: Node) -> Iterator[None]:
         """New nodes stand before ``node`` and say that they come from where ``like`` does. All or none are added."""
-        self._created, self._like = [], like
+        self.created, self._like = [], like
         try:
             with self.graph.inserting_before(node):
                 yield
         except Exception:
-            for created in reversed(self._created):
+            for created in reversed(self.created):
                 self.graph.erase_node(created)
             self._symbols = None
             raise
@@ -46,7 +47,7 @@ class Rewriter:
         """A call whose sizes may be symbolic."""
         args = tree_map(lambda a: self.size(a) if isinstance(a, sympy.Expr) else a, args)
         node = self.graph.call_function(target, args, kwargs)
-        self._created.append(node)
+        self.created.append(node)
         fake_args, fake_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
         mode = torch._guards.detect_fake_mode(fake_args)
         if mode is None:
@@ -174,6 +175,18 @@ def sizes(dims: Sequence[Sequence[Factor]]) -> list[Size]:
     return [product(factor.size for factor in dim) for dim in dims]
 
 
+@contextmanager
+def erased() -> Iterator[list[str]]:
+    """Names of the nodes that rewrites erase meanwhile."""
+    global _erased
+    names: list[str] = []
+    _erased = names
+    try:
+        yield names
+    finally:
+        _erased = None
+
+
 def replace(old: Node, new: Node) -> None:
     """new stands for old everywhere; what only old needed goes."""
     old.replace_all_uses_with(new)
@@ -188,5 +201,7 @@ def erase_unused(node: Node) -> None:
         if node.users or node.op != "call_function" or node._erased:
             continue
         inputs = node.all_input_nodes
+        if _erased is not None:
+            _erased.append(node.name)
         node.graph.erase_node(node)
         unused += [n for n in inputs if not n.users]

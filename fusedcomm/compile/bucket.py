@@ -1,0 +1,170 @@
+"""Collectives of one kind and group that start close together become one: one latency instead of several.
+
+It pays where the link is what the compute stream waits for, and the tensors are so small that packing and unpacking
+them takes less than the latencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.chain import value
+from fusedcomm.compile.collectives import Collective, functional, read
+from fusedcomm.compile.estimate import Estimator
+from fusedcomm.compile.layout import CannotFuse
+from fusedcomm.compile.program import Program
+from fusedcomm.compile.rewrite import Rewriter, replace
+from fusedcomm.compile.timeline import Line, Timeline
+
+aten = torch.ops.aten
+LEAST_GAIN = 0.001  # of the total: for less nothing more is tried
+ALIGNMENT = 16  # bytes: where a tensor must begin for the fastest loads
+
+
+Bucket: TypeAlias = "tuple[str, ...]"  # names of the starts, in their order
+
+
+def find(program: Program, order: Sequence[int], timeline: Timeline, estimator: Estimator) -> list[Bucket]:
+    """Of a program in ``order``, which is ``timeline``: what would make exposed collectives end earlier.
+
+    None at all if that cannot be by `LEAST_GAIN` of the whole.
+    """
+    position = {program.nodes[i]: p for p, i in enumerate(order)}
+    candidates = _before_exposed(timeline)
+    open_buckets: dict[Any, list[Collective]] = {}
+    found = []
+    for i in order:
+        start = program.nodes[i]
+        member = _member(start) if start.name in candidates else None
+        if member is None:
+            continue
+        key = (member.group_name, member.kind, member.reduce_op, value(member.sent).dtype)
+        bucket = open_buckets.setdefault(key, [])
+        if (
+            any(position[each.wait] < position[start] for each in bucket)
+            or _saved_ms([*bucket, member], estimator) <= 0
+        ):
+            found.append(bucket)
+            open_buckets[key] = bucket = []
+        bucket.append(member)
+    found += open_buckets.values()
+    found = [members for members in found if len(members) > 1]
+    if sum(_saved_ms(members, estimator) for members in found) < LEAST_GAIN * timeline.total_ms:
+        return []
+    return [tuple(member.start.name for member in members) for members in found]
+
+
+def rewrite(graph: Graph, found: Sequence[Bucket]) -> dict[str, Bucket]:
+    """The buckets by the names of their starts. The graph is in the order in which they were found."""
+    nodes = {node.name: node for node in graph.nodes}
+    rewriter, made = Rewriter(graph), {}
+    for bucket in found:
+        members = [read(nodes[name]) for name in bucket]
+        first_wait = min(member.wait for member in members)
+        with rewriter.before(members[-1].start, like=members[0].start):
+            start = _start(rewriter, members)
+        with rewriter.before(first_wait, like=members[0].wait):
+            results = _results(rewriter, members, rewriter.call(functional.wait_tensor.default, start))
+        for member, result in zip(members, results, strict=True):
+            replace(member.wait, result)
+        made[start.name] = bucket
+    return made
+
+
+def _before_exposed(timeline: Timeline) -> set[str]:
+    """Names of the collectives without a gap on their link before an exposed one, and the exposed ones."""
+    links: dict[str, list[Line]] = {}
+    for line in timeline.collectives:
+        links.setdefault(line.link, []).append(line)
+    names: set[str] = set()
+    for lines in links.values():
+        lines.sort(key=lambda line: line.start_ms, reverse=True)
+        exposed = False
+        for line, later in zip(lines, [None, *lines], strict=False):
+            gap = later is not None and later.start_ms > line.end_ms + 1e-6
+            exposed = line.exposed_ms > 0 or (exposed and not gap)
+            if exposed:
+                names.add(line.node)
+    return names
+
+
+def _member(start: Node) -> Collective | None:
+    """What start begins, if it can be sent with others."""
+    try:
+        collective = read(start)
+        sent = value(collective.sent)
+    except (CannotFuse, KeyError):
+        return None
+    if not all(isinstance(size, int) for size in (*sent.shape, *value(collective.wait).shape)):
+        return None
+    num_blocks = 1 if collective.kind in ("all_gather", "all_reduce") else collective.group_size
+    block_bytes = sent.numel() // num_blocks * sent.dtype.itemsize
+    return collective if block_bytes and block_bytes % ALIGNMENT == 0 else None
+
+
+def _saved_ms(members: Sequence[Collective], estimator: Estimator) -> float:
+    """By one for all of them, less what packing and unpacking take; 0 for one alone."""
+    if len(members) == 1:
+        return 0.0
+    first, each_bytes = members[0], [_sent_bytes(member) for member in members]
+    apart = sum(estimator.transfer(first.kind, sent, first.group_name).ms for sent in each_bytes)
+    total = sum(each_bytes)
+    together = estimator.transfer(first.kind, total, first.group_name).ms + estimator.copy_ms(total)
+    if first.kind == "all_gather":
+        together += len(members) * estimator.copy_ms(total * first.group_size / len(members))
+    elif first.kind == "all_to_all":
+        together += len(members) * estimator.copy_ms(total / len(members))
+    return apart - together
+
+
+def _sent_bytes(member: Collective) -> float:
+    sent = value(member.sent)
+    return sent.numel() * sent.dtype.itemsize
+
+
+def _start(rewriter: Rewriter, members: Sequence[Collective]) -> Node:
+    first = members[0]
+    num_ranks, group_name = first.group_size, first.group_name
+    if first.kind in ("all_gather", "all_reduce"):
+        sent = rewriter.call(aten.cat.default, [rewriter.reshape(each.sent, [_numel(each.sent)]) for each in members])
+    else:
+        blocks = [rewriter.reshape(each.sent, [num_ranks, _numel(each.sent) // num_ranks]) for each in members]
+        sent = rewriter.call(aten.cat.default, blocks, 1)
+    if first.kind == "all_gather":
+        return rewriter.call(functional.all_gather_into_tensor.default, sent, num_ranks, group_name)
+    if first.kind == "all_reduce":
+        return rewriter.call(functional.all_reduce.default, sent, first.reduce_op, group_name)
+    if first.kind == "reduce_scatter":
+        sent = rewriter.reshape(sent, [value(sent).numel()])
+        return rewriter.call(functional.reduce_scatter_tensor.default, sent, first.reduce_op, num_ranks, group_name)
+    splits = [1] * num_ranks
+    return rewriter.call(functional.all_to_all_single.default, sent, splits, splits, group_name)
+
+
+def _results(rewriter: Rewriter, members: Sequence[Collective], received: Node) -> list[Node]:
+    """What each member's wait returned: contiguous, as that is."""
+    first = members[0]
+    if first.kind == "all_gather":
+        received = rewriter.reshape(received, [first.group_size, value(received).numel() // first.group_size])
+    dim = value(received).ndim - 1
+    num_blocks = 1 if dim == 0 else first.group_size
+    ends = [0]
+    for member in members:
+        ends.append(ends[-1] + _numel(member.wait) // num_blocks)
+    results = []
+    for member, (begin, end) in zip(members, pairwise(ends), strict=True):
+        own = rewriter.call(aten.slice.Tensor, received, dim, begin, end)
+        if dim == 1:
+            own = rewriter.call(aten.clone.default, own, memory_format=torch.contiguous_format)
+        results.append(rewriter.call(aten.view.default, own, list(value(member.wait).shape)))
+    return results
+
+
+def _numel(node: Node) -> int:
+    return math.prod(value(node).shape)

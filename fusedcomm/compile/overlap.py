@@ -1,0 +1,241 @@
+"""Collectives beside compute: fused where a matmul stands beside them and it pays, else started early and waited late.
+
+    report = fusedcomm.compile.overlap.schedule(gm)
+    print(report)
+
+Every step is tried on a copy and judged by the simulator (`timeline`): first the order alone (`reorder`); then ops of
+ours for what is still exposed (`fuse`); then one collective for several (`bucket`). What does not shorten the total, or
+needs more memory than the budget, is not done. So the graph that comes out is never slower than the one that went in,
+as far as the estimates are right.
+
+The result depends on the graph and the estimator alone. Ranks whose graphs and estimators are the same, see
+`Estimator.agreed`, order the collectives of each group the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from torch.fx import Graph, GraphModule, Node
+
+from fusedcomm.compile import bucket as buckets
+from fusedcomm.compile.collectives import STARTS
+from fusedcomm.compile.estimate import Estimator
+from fusedcomm.compile.fuse import OPS, Fused, Fuser
+from fusedcomm.compile.program import Program
+from fusedcomm.compile.reorder import defer, reorder
+from fusedcomm.compile.timeline import Line, Timeline, run
+
+_ROUNDS = 4
+_BUDGET_PERCENT = 105
+_SHARES = (1.0, 0.0)  # of the time that other compute hides, to leave unfused
+
+
+@dataclass(frozen=True)
+class OverlapReport:
+    """What `schedule` did. ``str()`` is a table."""
+
+    before: Timeline
+    after: Timeline
+    fused: list[Fused] = field(default_factory=list)
+    buckets: dict[str, buckets.Bucket] = field(default_factory=dict)  # old starts by the name of the one for all
+    reasons: dict[str, list[str]] = field(default_factory=dict)  # why a collective is not fused, by its start's name
+
+    def line(self, start: str) -> Line | None:
+        """Where the collective is that started at the node of this name, on the timeline after; None if it is fused."""
+        lines = {line.node: line for line in self.after.collectives}
+        bucket = next((name for name, members in self.buckets.items() if start in members), start)
+        return lines.get(bucket)
+
+
+def schedule(
+    gm: GraphModule,
+    *,
+    estimator: Estimator | None = None,
+    memory_budget_bytes: int | None = None,
+    bucket: bool = True,
+    fuse: bool = True,
+) -> OverlapReport:
+    """Change gm in place: the same values in less time, as the simulator counts it.
+
+    Args:
+        gm: plain FX, of aten ops and functional collectives, with fake or real tensors in ``meta["val"]``. Fake process
+            groups do.
+        estimator: what nodes take; `Estimator.of(gm.graph)` by default. Must be equal on all ranks.
+        memory_budget_bytes: that the peak must not exceed, as `simulate` counts it; where it is already higher, it does
+            not rise. By default 5 % more than the peak of gm as it comes.
+        bucket: whether collectives may be merged.
+        fuse: whether ops of ours may stand for collectives and matmuls.
+    """
+    if memory_budget_bytes is not None and memory_budget_bytes < 0:
+        raise ValueError(f"memory_budget_bytes must be at least 0, got {memory_budget_bytes}")
+    estimator = estimator or Estimator.of(gm.graph)
+    report = schedule_graph(gm.graph, estimator, memory_budget_bytes, bucket, OPS if fuse else ())
+    gm.recompile()
+    return report
+
+
+def schedule_graph(
+    graph: Graph, estimator: Estimator, budget: int | None, bucket: bool, ops: Sequence[str]
+) -> OverlapReport:
+    """`schedule` with the ops of ours that may be used."""
+    program = Program(graph, estimator)
+    before = run(program, range(len(program)))
+    budget = before.peak_bytes * _BUDGET_PERCENT // 100 if budget is None else max(budget, before.peak_bytes)
+    fuser = Fuser(graph)
+    plan = _normalize(fuser, _Plan.of(program, estimator, budget))
+    fused: list[Fused] = []
+    merged: dict[str, buckets.Bucket] = {}
+    if ops:
+        plan, fused = _fuse_exposed(fuser, plan, ops)
+    plan.apply()
+    if bucket:
+        plan, merged = _bucket_exposed(plan)
+    return OverlapReport(before, plan.timeline, fused, merged, fuser.reasons)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A graph, and the best order for it."""
+
+    program: Program
+    estimator: Estimator
+    budget: int
+    order: list[int]
+    timeline: Timeline
+
+    @staticmethod
+    def of(program: Program, estimator: Estimator, budget: int) -> _Plan:
+        return _Plan(program, estimator, budget, *_best_order(program, budget))
+
+    @property
+    def graph(self) -> Graph:
+        return self.program.graph
+
+    def of_trial(self, graph: Graph) -> _Plan:
+        """Of the plan's graph, changed."""
+        return _Plan.of(Program(graph, self.estimator), self.estimator, self.budget)
+
+    def moved_to(self, graph: Graph) -> _Plan:
+        """For another graph, to which the same has been done."""
+        program = self.program.moved_to(graph)
+        if program is None:
+            return self.of_trial(graph)
+        return replace(self, program=program, timeline=run(program, self.order))
+
+    def better_than(self, other: _Plan) -> bool:
+        return self.timeline.total_ms < other.timeline.total_ms and self.timeline.peak_bytes <= self.budget
+
+    def apply(self) -> None:
+        """Put the nodes of the graph in the order."""
+        nodes = [self.program.nodes[i] for i in self.order]
+        for last, node in pairwise(nodes):
+            if last.next is not node:
+                last.append(node)
+
+
+def _best_order(program: Program, budget: int) -> tuple[list[int], Timeline]:
+    """The order as it is, or a faster one within the budget."""
+    base = list(range(len(program)))
+    best, timeline = base, run(program, base)
+    index = {node.name: i for i, node in enumerate(program.nodes)}
+    starts = set(program.starts)
+    for _ in range(_ROUNDS):
+        order = reorder(program, base, budget)
+        after = run(program, order)
+        gain = timeline.total_ms - after.total_ms
+        if gain > 0 and after.peak_bytes <= budget:
+            best, timeline = order, after
+        elif after.peak_bytes <= budget:
+            break
+        exposed = {index[line.node]: line.exposed_ms for line in after.collectives if not line.hidden}
+        deferred = defer(program, base, order, {i: ms for i, ms in exposed.items() if i in starts}, budget)
+        if deferred == base or 0 < gain < buckets.LEAST_GAIN * timeline.total_ms:
+            break
+        base = deferred
+    return best, timeline
+
+
+def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
+    """Exchanges in place of gathers, if that is faster."""
+    graph = copy.deepcopy(plan.graph)
+    if Fuser(graph).normalize():
+        trial = plan.of_trial(graph)
+        if trial.better_than(plan):
+            fuser.normalize()
+            return trial.moved_to(plan.graph)
+    return plan
+
+
+def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan, list[Fused]]:
+    """Ops of ours for those collectives for which it pays; the plan of the graph with them."""
+    lines = {line.node: line for line in plan.timeline.collectives}
+
+    def reject(start: Node) -> str | None:
+        group_name = start.args[STARTS[start.target][1]]  # type: ignore[index]
+        return None if plan.estimator.can_fuse(str(group_name)) else "its group spans nodes"
+
+    compute_ms = {node.name: cost.compute_ms for node, cost in zip(plan.program.nodes, plan.program.costs, strict=True)}
+    losses: dict[str, float] = {}  # what an op takes more than what computed in its place
+    for each in Fuser(copy.deepcopy(plan.graph)).fuse(ops, reject):
+        lost = sum(plan.estimator.cost(node).ms for node in each.created)
+        lost -= sum(compute_ms.get(name, 0.0) for name in each.erased)
+        losses.update({start: lost / len(each.savings_us) for start in each.savings_us if start in lines})
+    best, chosen = plan, None
+    for keep in _sets_to_keep(losses, lines):
+
+        def reject_kept(start: Node, keep: dict[str, str] = keep) -> str | None:
+            return keep.get(start.name) or reject(start)
+
+        graph = copy.deepcopy(plan.graph)
+        Fuser(graph).fuse(ops, reject_kept)
+        trial = plan.of_trial(graph)
+        if trial.better_than(best):
+            best, chosen = trial, reject_kept
+    if chosen is None:
+        return plan, []
+    fused = fuser.fuse(ops, chosen)
+    return best.moved_to(plan.graph), fused
+
+
+def _sets_to_keep(losses: dict[str, float], lines: dict[str, Line]) -> list[dict[str, str]]:
+    """Which collectives to leave unfused, and why: as much of them as other compute hides now, or none.
+
+    Of those that lose most as an op of ours; other compute can hide others than it does now.
+    """
+    longer = {
+        name: "the op would take longer than what it stands for"
+        for name in losses
+        if losses[name] >= lines[name].alone_ms
+    }
+    sets: list[dict[str, str]] = []
+    for share in _SHARES:
+        left = share * sum(lines[name].alone_ms - lines[name].exposed_ms for name in losses) + 1e-6
+        kept: dict[str, str] = {}
+        for name in sorted(losses, key=lambda name: losses[name], reverse=True):
+            left -= lines[name].alone_ms
+            if left < 0:
+                break
+            kept[name] = "other compute can hide it"
+        if kept | longer not in sets:
+            sets.append(kept | longer)
+    return sets
+
+
+def _bucket_exposed(plan: _Plan) -> tuple[_Plan, dict[str, buckets.Bucket]]:
+    """One collective for several, if that makes the whole faster. The plan has been applied, and is again."""
+    found = buckets.find(plan.program, plan.order, plan.timeline, plan.estimator)
+    if not found:
+        return plan, {}
+    graph = copy.deepcopy(plan.graph)
+    buckets.rewrite(graph, found)
+    trial = plan.of_trial(graph)
+    if not trial.better_than(plan):
+        return plan, {}
+    merged = buckets.rewrite(plan.graph, found)
+    plan = trial.moved_to(plan.graph)
+    plan.apply()
+    return plan, merged
