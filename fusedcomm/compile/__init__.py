@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fusedcomm.compile.estimate import Estimator
-    from fusedcomm.compile.passes import FusedcommPass
+    from fusedcomm.compile.passes import FusedcommPass, OrderPass
     from fusedcomm.compile.reports import Report
 
 __all__ = ["disable", "enable", "enabled", "report"]
 
 _pass: FusedcommPass | None = None
+_order_pass: OrderPass | None = None  # of overlap=True
 _report: Report | None = None  # of the last enable()
 
 
@@ -54,13 +55,16 @@ def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimato
 
 def disable() -> None:
     """Take the passes out again; other passes, set before or since, stay. The last `report()` stays readable."""
-    global _pass
+    global _pass, _order_pass
     if _pass is not None:
         from fusedcomm.compile import install, order
 
         install.remove(_pass)
-        order.remove()
         _pass = None
+        if _order_pass is not None:
+            install.remove(_order_pass)
+            order.remove()
+            _order_pass = None
 
 
 @contextmanager
@@ -95,12 +99,15 @@ def report() -> Report:
 
 
 def _install(new: FusedcommPass) -> None:
-    global _pass, _report
+    global _pass, _order_pass, _report
     from fusedcomm.compile import install, order
+    from fusedcomm.compile.passes import OrderPass
 
     disable()
     install.add(new)
     if new.settings.overlap:
+        _order_pass = OrderPass(new.settings)
+        install.add(_order_pass, install.POST)
         order.install()
     _pass, _report = new, new.report
 

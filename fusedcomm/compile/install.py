@@ -1,4 +1,4 @@
-"""Our pass among those that Inductor runs before its own, which may be other people's."""
+"""Our passes among those that Inductor runs before and after its own, which may be other people's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.fx import Graph
 
 _LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 and 2.12 take one pass only
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())  # not in torch 2.11
-_replaced: dict[int, Any] = {}  # id of what we set: what was there
+PRE, POST = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
+_replaced: dict[int, Any] = {}  # by id of our pass: the setting, what we set, and what was there
 
 
 class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
@@ -32,25 +33,24 @@ class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
         return None if None in ids else ids
 
 
-def add(ours: Any) -> None:
+def add(ours: Any, setting: str = PRE) -> None:
     """After the passes that are set."""
-    before = config.post_grad_custom_pre_pass
-    passes = [*_passes(before), ours]
-    now = _joined(passes)
-    _replaced[id(ours)] = (now, before)
-    config.post_grad_custom_pre_pass = now
+    before = getattr(config, setting)
+    now = _joined([*_passes(before), ours])
+    _replaced[id(ours)] = (setting, now, before)
+    setattr(config, setting, now)
 
 
 def remove(ours: Any) -> None:
     """If nobody has set passes since, what was set before `add` comes back as it was; else only ours goes."""
-    now, before = _replaced.pop(id(ours))
-    current = config.post_grad_custom_pre_pass
+    setting, now, before = _replaced.pop(id(ours))
+    current = getattr(config, setting)
     if current is now:
-        config.post_grad_custom_pre_pass = before
+        setattr(config, setting, before)
         return
     left = [each for each in _passes(current) if each is not ours]
     if len(left) < len(_passes(current)):
-        config.post_grad_custom_pre_pass = _joined(left)
+        setattr(config, setting, _joined(left))
 
 
 def _passes(value: Any) -> list[Any]:

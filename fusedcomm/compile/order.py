@@ -34,6 +34,10 @@ def mark(graph: Graph) -> None:
         node.meta[_MARK] = True
 
 
+def is_marked(graph: Graph) -> bool:
+    return any(_MARK in node.meta for node in graph.nodes)
+
+
 class KeepOrder(_Base):  # type: ignore[misc]
     """Runs right before Inductor fuses, after the pass that was set before, if any."""
 

@@ -19,18 +19,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusedcomm.compile import bucket as buckets
-from fusedcomm.compile.collectives import STARTS
+from fusedcomm.compile import normalize
+from fusedcomm.compile.chain import path_back, value
+from fusedcomm.compile.collectives import STARTS, functional
 from fusedcomm.compile.estimate import Estimator
 from fusedcomm.compile.fuse import OPS, Fused, Fuser
 from fusedcomm.compile.program import Program
 from fusedcomm.compile.reorder import defer, reorder
+from fusedcomm.compile.rewrite import Rewriter
+from fusedcomm.compile.rewrite import replace as replace_node
 from fusedcomm.compile.timeline import Line, Timeline, run
 
-_ROUNDS = 4
-_BUDGET_PERCENT = 105
+aten = torch.ops.aten
+
+_ROUNDS = 3
+_MORE_PERCENT, _MORE_BYTES = 5, 1 << 30  # than the peak as it comes: the larger of the two, as torch's scheduler has it
 _SHARES = (1.0, 0.0)  # of the time that other compute hides, to leave unfused
 
 
@@ -66,7 +73,7 @@ def schedule(
             groups do.
         estimator: what nodes take; `Estimator.of(gm.graph)` by default. Must be equal on all ranks.
         memory_budget_bytes: that the peak must not exceed, as `simulate` counts it; where it is already higher, it does
-            not rise. By default 5 % more than the peak of gm as it comes.
+            not rise. By default 5 % or 1 GiB more than the peak of gm as it comes, whichever is more.
         bucket: whether collectives may be merged.
         fuse: whether ops of ours may stand for collectives and matmuls.
     """
@@ -84,7 +91,9 @@ def schedule_graph(
     """`schedule` with the ops of ours that may be used."""
     program = Program(graph, estimator)
     before = run(program, range(len(program)))
-    budget = before.peak_bytes * _BUDGET_PERCENT // 100 if budget is None else max(budget, before.peak_bytes)
+    if budget is None:
+        budget = before.peak_bytes + max(before.peak_bytes * _MORE_PERCENT // 100, _MORE_BYTES)
+    budget = max(budget, before.peak_bytes)
     fuser = Fuser(graph)
     plan = _normalize(fuser, _Plan.of(program, estimator, budget))
     fused: list[Fused] = []
@@ -95,6 +104,30 @@ def schedule_graph(
     if bucket:
         plan, merged = _bucket_exposed(plan)
     return OverlapReport(before, plan.timeline, fused, merged, fuser.reasons)
+
+
+def order_again(graph: Graph, estimator: Estimator) -> None:
+    """The best order alone, after others have changed the graph; in no more memory than it needs as it is.
+
+    What adds a collective's result to a matmul's is taken apart, or the matmul could not run beside the collective.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
+        _take_apart(graph, node)
+    program = Program(graph, estimator)
+    _Plan.of(program, estimator, run(program, range(len(program))).peak_bytes).apply()
+
+
+def _take_apart(graph: Graph, addmm: Node) -> None:
+    added, x, w = addmm.args[:3]
+    assert isinstance(added, Node)
+    if addmm.kwargs or len(addmm.args) > 3 or value(added).shape != value(addmm).shape:
+        return
+    if path_back(added, through_casts=True)[0].target is not functional.wait_tensor.default:
+        return
+    rewriter = Rewriter(graph)
+    with rewriter.before(addmm, like=addmm):
+        result = rewriter.call(aten.add.Tensor, rewriter.call(aten.mm.default, x, w), added)
+    replace_node(addmm, result)
 
 
 @dataclass(frozen=True)
@@ -161,6 +194,8 @@ def _best_order(program: Program, budget: int) -> tuple[list[int], Timeline]:
 
 def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
     """Exchanges in place of gathers, if that is faster."""
+    if not normalize.find(plan.graph):
+        return plan
     graph = copy.deepcopy(plan.graph)
     if Fuser(graph).normalize():
         trial = plan.of_trial(graph)
@@ -180,7 +215,8 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
 
     compute_ms = {node.name: cost.compute_ms for node, cost in zip(plan.program.nodes, plan.program.costs, strict=True)}
     losses: dict[str, float] = {}  # what an op takes more than what computed in its place
-    for each in Fuser(copy.deepcopy(plan.graph)).fuse(ops, reject):
+    all_fused = copy.deepcopy(plan.graph)
+    for each in Fuser(all_fused).fuse(ops, reject):
         lost = sum(plan.estimator.cost(node).ms for node in each.created)
         lost -= sum(compute_ms.get(name, 0.0) for name in each.erased)
         losses.update({start: lost / len(each.savings_us) for start in each.savings_us if start in lines})
@@ -190,8 +226,9 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
         def reject_kept(start: Node, keep: dict[str, str] = keep) -> str | None:
             return keep.get(start.name) or reject(start)
 
-        graph = copy.deepcopy(plan.graph)
-        Fuser(graph).fuse(ops, reject_kept)
+        graph = copy.deepcopy(plan.graph) if keep else all_fused
+        if keep:
+            Fuser(graph).fuse(ops, reject_kept)
         trial = plan.of_trial(graph)
         if trial.better_than(best):
             best, chosen = trial, reject_kept

@@ -55,6 +55,16 @@ class Settings:
     fuse: tuple[str, ...] = OPS
     overlap: tuple[Estimator, ...] = ()  # one per type of device, agreed on by all ranks; none: no scheduling
 
+    def estimator(self, graph: Graph) -> Estimator | None:
+        """For the device of the graph."""
+        device_type = estimate.device_type_of(graph)
+        return next((each for each in self.overlap if each.device_type == device_type), None)
+
+    def uuid(self) -> Any:
+        files = (__file__, *(str(module.__file__) for module in _SOURCES))
+        digests = [estimator.digest() for estimator in self.overlap]
+        return get_hash_for_files(files, repr((self.fuse, digests, collectives.memberships(), torch.__version__)))
+
 
 class FusedcommPass(CustomGraphPass):
     """Never breaks a program: what cannot be done, for whatever reason, leaves the graph as it was."""
@@ -71,10 +81,22 @@ class FusedcommPass(CustomGraphPass):
             self.report.collectives += lines
 
     def uuid(self) -> Any:
-        files = (__file__, *(str(module.__file__) for module in _SOURCES))
-        digests = [estimator.digest() for estimator in self.settings.overlap]
-        settings = (self.settings.fuse, digests, collectives.memberships(), torch.__version__)
-        return get_hash_for_files(files, repr(settings))
+        return self.settings.uuid()
+
+
+class OrderPass(CustomGraphPass):
+    """The order once more, when Inductor's patterns are done: one makes an addition and a matmul one node, say."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, graph: Graph) -> None:
+        if order.is_marked(graph):
+            attempt("overlap", overlap.order_again, graph, self.settings.estimator(graph))
+            order.mark(graph)
+
+    def uuid(self) -> Any:
+        return self.settings.uuid()
 
 
 class _Run:
@@ -100,7 +122,7 @@ class _Run:
 
     def _schedule(self) -> OverlapReport | None:
         """None where it is not wanted, or failed."""
-        estimator = self._estimator()
+        estimator = self.settings.estimator(self.graph)
         if estimator is None:
             return None
         report = attempt("overlap", overlap.schedule_graph, self.graph, estimator, None, True, self.settings.fuse)
@@ -108,10 +130,6 @@ class _Run:
             self.fuser.reasons = report.reasons
             order.mark(self.graph)
         return report
-
-    def _estimator(self) -> Estimator | None:
-        device_type = estimate.device_type_of(self.graph)
-        return next((each for each in self.settings.overlap if each.device_type == device_type), None)
 
     def _fused(self, start: str, kind: str, source: str, fused: Fused) -> CollectiveReport:
         call, saving = Call.of(fused.op, fused.node), fused.savings_us[start]

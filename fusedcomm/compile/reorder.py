@@ -15,6 +15,7 @@ started or computed early cannot, so this is checked against all of the old orde
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,7 +64,7 @@ class _Planner:
         self.lacking: dict[int, int] = {}  # start that is due: inputs that it cannot compute early itself
         self.lacked_by: dict[int, list[int]] = {}
         self.to_start = self._start_times()
-        self.due: list[int] = []
+        self.due: dict[str, deque[int]] = {}  # per link; the first goes first, once memory has room for it
 
     def order(self) -> list[int]:
         while self.first < len(self.base):
@@ -138,7 +139,7 @@ class _Planner:
         for start in self.lacked_by.pop(p, ()):
             self.lacking[start] -= 1
             if self.lacking[start] == 0:
-                self.due.append(start)
+                self._is_due(start)
         while self.first < len(self.done) and self.done[self.first]:
             self.first += 1
 
@@ -153,18 +154,20 @@ class _Planner:
                 self.lacked_by.setdefault(q, []).append(start)
             self.lacking[start] = len(inputs)
             if not inputs:
-                self.due.append(start)
-        left = []
-        for start in self.due:
-            if self.done[start]:
-                continue
-            nodes = [p for p in [*self.prologues[start], start] if not self.done[p]]
-            if self._allocates_early(nodes):
+                self._is_due(start)
+        for queue in list(self.due.values()):
+            while queue:
+                nodes = [p for p in [*self.prologues[queue[0]], queue[0]] if not self.done[p]]
+                if nodes and not self._allocates_early(nodes):
+                    break
+                queue.popleft()
                 for p in nodes:
                     self._run(p)
-            else:
-                left.append(start)
-        self.due = left
+
+    def _is_due(self, start: int) -> None:
+        transfer = self.costs[start].transfer
+        assert transfer is not None
+        self.due.setdefault(transfer.link, deque()).append(start)
 
     def _allocates_early(self, nodes: Sequence[int]) -> bool:
         """If memory has room for the results of nodes all the way to where they were, it is taken."""
