@@ -25,6 +25,7 @@ from fusedcomm.compile.timeline import Clock
 
 _AHEAD = 400  # nodes of the old order by which one may run early beside a wait
 _LONGER = 1.5  # times what is left to wait for: what runs meanwhile may take
+_TRIED = 4  # starts on a link that are due but that memory has no room for
 _PROLOGUE = 64  # nodes that may run early with a start
 _MARGIN = 1.0  # of its own time, by which a collective starts earlier than it must
 
@@ -64,7 +65,7 @@ class _Planner:
         self.lacking: dict[int, int] = {}  # start that is due: inputs that it cannot compute early itself
         self.lacked_by: dict[int, list[int]] = {}
         self.to_start = self._start_times()
-        self.due: dict[str, deque[int]] = {}  # per link; the first goes first, once memory has room for it
+        self.due: dict[str, deque[int]] = {}  # per link; one of the first is next, once memory has room for it
 
     def order(self) -> list[int]:
         while self.first < len(self.base):
@@ -156,11 +157,13 @@ class _Planner:
             if not inputs:
                 self._is_due(start)
         for queue in list(self.due.values()):
-            while queue:
-                nodes = [p for p in [*self.prologues[queue[0]], queue[0]] if not self.done[p]]
+            at = 0
+            while at < min(len(queue), _TRIED):
+                nodes = [p for p in [*self.prologues[queue[at]], queue[at]] if not self.done[p]]
                 if nodes and not self._allocates_early(nodes):
-                    break
-                queue.popleft()
+                    at += 1
+                    continue
+                del queue[at]
                 for p in nodes:
                     self._run(p)
 
