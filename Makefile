@@ -53,6 +53,7 @@ figures: setup
 	$(BIN)/python -m bench.bench_ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
 	$(BIN)/python -m bench.bench_compile --json $(RESULTS)-compile.json
 	$(BIN)/python -m bench.bench_compile_time --rounds 3 --json bench/results/cpu-compile-time.json
+	$(BIN)/python -m bench.bench_overlap --json bench/results/overlap.json --plot bench/results
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
 	$(BIN)/python -m bench.bench_planner --quick --json $(RESULTS)-planner.json
 

@@ -38,7 +38,8 @@ aten = torch.ops.aten
 
 _ROUNDS = 3
 _MORE_PERCENT, _MORE_BYTES = 5, 1 << 30  # than the peak as it comes: the larger of the two, as torch's scheduler has it
-_SHARES = (1.0, 0.0)  # of the time that other compute hides, to leave unfused
+_NEAR = 8  # collectives that the same compute can hide
+_ROUNDING = 1e-6  # ms
 
 
 @dataclass(frozen=True)
@@ -247,25 +248,25 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
 def _sets_to_keep(losses: dict[str, float], lines: dict[str, Line]) -> list[dict[str, str]]:
     """Which collectives to leave unfused, and why: as much of them as other compute hides now, or none.
 
-    Of those that lose most as an op of ours; other compute can hide others than it does now.
+    Other compute can hide others than it does now, but near by: as much as it hides now of every few collectives, those
+    that lose most as an op of ours.
     """
     longer = {
         name: "the op would take longer than what it stands for"
         for name in losses
         if losses[name] >= lines[name].alone_ms
     }
-    sets: list[dict[str, str]] = []
-    for share in _SHARES:
-        left = share * sum(lines[name].alone_ms - lines[name].exposed_ms for name in losses) + 1e-6
-        kept: dict[str, str] = {}
-        for name in sorted(losses, key=lambda name: losses[name], reverse=True):
+    names = sorted(losses, key=lambda name: lines[name].start_ms)
+    as_much: dict[str, str] = {}
+    for at in range(0, len(names), _NEAR):
+        near = names[at : at + _NEAR]
+        left = sum(lines[name].alone_ms - lines[name].exposed_ms for name in near) + _ROUNDING
+        for name in sorted(near, key=lambda name: losses[name], reverse=True):
             left -= lines[name].alone_ms
             if left < 0:
                 break
-            kept[name] = "other compute can hide it"
-        if kept | longer not in sets:
-            sets.append(kept | longer)
-    return sets
+            as_much[name] = "other compute can hide it"
+    return [longer | as_much, longer] if as_much.keys() - longer.keys() else [longer]
 
 
 def _bucket_exposed(plan: _Plan) -> tuple[_Plan, dict[str, buckets.Bucket]]:

@@ -57,7 +57,8 @@ class _Planner:
         self.aside_bytes = 0
         self.missing = [len(each) for each in self.before]
         self.ready = [p for p, count in enumerate(self.missing) if count == 0]
-        self.pending: list[int] = []  # waits whose collectives have started
+        self.waiting: set[int] = set()  # waits whose collectives have started and not ended
+        self.needed: list[tuple[int, int]] = []  # a heap: when what they bring is needed, and they, or what is none now
         light = light_nodes(program)
         self.light = [light[i] for i in self.base]
         self.need = needs(program, base)
@@ -75,33 +76,33 @@ class _Planner:
 
     def _next(self) -> int:
         """The position of the node to run."""
-        for wait in [p for p in self.pending if all(map(self.clock.ended, self.waits_for[p]))]:
-            self.pending.remove(wait)
-            heapq.heappush(self.ready, wait)
+        for start in self.clock.newly_ended():
+            for wait in self.waiting.intersection(self.after[start]):
+                if all(map(self.clock.ended, self.waits_for[wait])):
+                    self.waiting.remove(wait)
+                    heapq.heappush(self.ready, wait)
         while self.ready and self.done[self.ready[0]]:
             heapq.heappop(self.ready)
+        while self.needed and self.needed[0][1] not in self.waiting:
+            heapq.heappop(self.needed)
         if not self.ready:
-            return self._first_needed()
+            return self.needed[0][1]
         p = self.ready[0]
         if p == self.first:
             return heapq.heappop(self.ready)
-        needed = [w for w in self.pending if w < p and self.need[w] <= p]
-        if not (self._may_run_early(p, needed) if needed else self._fits(p)):
-            return self._first_needed() if needed and self.live.live < self.budget else self.first
-        return heapq.heappop(self.ready)
+        need, wait = self.needed[0]  # what is left aside is behind a wait
+        if need > p:
+            return heapq.heappop(self.ready) if self._fits(p) else self.first
+        if self._may_run_early(p, wait):
+            return heapq.heappop(self.ready)
+        return wait if self.live.live < self.budget else self.first
 
-    def _may_run_early(self, p: int, needed: list[int]) -> bool:
-        """Whether node p may run though it comes after what waits for ``needed``: beside the first of these waits."""
-        wait = min(needed, key=self.need.__getitem__)
+    def _may_run_early(self, p: int, wait: int) -> bool:
+        """Whether node p may run beside a collective though it comes after what needs that one."""
         left = max(self.clock.left(start) for start in self.waits_for[wait])
         if p - wait > _AHEAD or self.costs[p].compute_ms > _LONGER * left:
             return False
         return self.live.live + self.memory.made(self.base[p]) <= self.budget and self._allocates_early([p])
-
-    def _first_needed(self) -> int:
-        wait = min(self.pending, key=lambda p: (self.need[p], p))
-        self.pending.remove(wait)
-        return wait
 
     def _fits(self, p: int) -> bool:
         """Whether memory has room for what node p allocates, and then for all that is left aside before it."""
@@ -114,8 +115,7 @@ class _Planner:
 
     def _run(self, p: int) -> None:
         i, cost = self.base[p], self.costs[p]
-        if p in self.pending:
-            self.pending.remove(p)
+        self.waiting.discard(p)
         self.result.append(p)
         self.done[p] = True
         self.aside_bytes -= self.aside.pop(p, 0)
@@ -133,8 +133,9 @@ class _Planner:
         for q in self.after[p]:
             self.missing[q] -= 1
             if self.missing[q] == 0:
-                if self.waits_for[q]:
-                    self.pending.append(q)
+                if self.waits_for[q] and not all(map(self.clock.ended, self.waits_for[q])):
+                    self.waiting.add(q)
+                    heapq.heappush(self.needed, (self.need[q], q))
                 else:
                     heapq.heappush(self.ready, q)
         for start in self.lacked_by.pop(p, ()):

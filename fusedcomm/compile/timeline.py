@@ -121,6 +121,7 @@ class Clock:
         self.now = 0.0
         self._queues: dict[str, deque[_Job]] = {}  # per group; the first is on the link
         self._ended: dict[Any, tuple[float, float]] = {}
+        self._new: list[Any] = []
 
     def compute(self, ms: float) -> None:
         if ms > 0:
@@ -131,6 +132,11 @@ class Clock:
         queue.append(_Job(key, transfer.link, transfer.latency_ms, transfer.wire_ms))
         if len(queue) == 1:
             queue[0].began = self.now
+
+    def newly_ended(self) -> list[Any]:
+        """What has ended since the last call."""
+        found, self._new = self._new, []
+        return found
 
     def ended(self, key: Any) -> bool:
         return key in self._ended
@@ -181,6 +187,7 @@ class Clock:
             while queue and queue[0].latency <= 0 and queue[0].wire <= 0:
                 job = queue.popleft()
                 self._ended[job.key] = (job.began, self.now)
+                self._new.append(job.key)
                 if queue:
                     queue[0].began = self.now
 
