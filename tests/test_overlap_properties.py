@@ -248,7 +248,7 @@ def seconds_per_node(groups: list[Peers], num_nodes: int, comm_ms: float | None,
 @pytest.mark.parametrize("comm_ms", [None, 100.0])
 def test_time_is_linear(groups: list[Peers], comm_ms: float | None) -> None:
     """Where compute hides the collectives, and where it cannot."""
-    assert seconds_per_node(groups, 4000, comm_ms, 1) < 2 * seconds_per_node(groups, 1000, comm_ms, 3)
+    assert seconds_per_node(groups, 8000, comm_ms, 1) < 2 * seconds_per_node(groups, 2000, comm_ms, 3)
 
 
 @pytest.mark.soak
