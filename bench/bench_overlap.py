@@ -4,7 +4,7 @@
 
 The graphs are those of overlap_graphs: transformers on 8 nodes of 8 GPUs that do not exist. All variants start from the
 same graph and plan with the same estimates, fusedcomm's default ones of a GPU, with a peak of memory 5 % above that of
-the graph as traced; all are judged by the same simulator. Nothing is run: these are times of a model, of H200 GPUs with
+the graph as traced; all are judged by the same simulator. Nothing is run: these are times of a model, of H100 GPUs with
 NVLink inside a node and 50 GB/s between nodes, not of a machine. Only the pass time is measured: processor time,
 without garbage collection.
 

@@ -76,6 +76,13 @@ def test_examples_run_and_their_shapes_and_values_hold(ranks: Callable[[int], Ra
         ranks(2).run(run_example, example)
 
 
+def test_the_example_of_overlap_runs() -> None:
+    """In a fake group of its own."""
+    (example,) = (code for language, code in FENCED.findall(page("overlap")) if language == "python")
+    assert example.count("assert") >= 3
+    exec(compile(example, "example", "exec"), {})
+
+
 def test_an_example_with_a_wrong_value_fails(ranks: Callable[[int], RankPool]) -> None:
     example, _ = code_blocks("matmul_all_to_all")
     wrong = example.replace("== 16", "== 17")

@@ -256,3 +256,10 @@ def test_time_is_linear(groups: list[Peers], comm_ms: float | None) -> None:
 def test_time_is_linear_to_20000_nodes(groups: list[Peers], comm_ms: float | None) -> None:
     found = {num_nodes: seconds_per_node(groups, num_nodes, comm_ms, 3) for num_nodes in (2500, 5000, 10000, 20000)}
     assert max(found.values()) < 2 * found[2500], found
+
+
+def test_the_report_prints_what_was_done(groups: list[Peers]) -> None:
+    report = schedule(layers(groups, 140), estimator=Estimator("cuda", ranks_per_node=4))
+    before, after = (line.split() for line in str(report).splitlines()[1:3])
+    assert before[:2] == ["before", str(len(report.before.collectives))]
+    assert float(after[3]) == pytest.approx(report.after.exposed_ms, abs=1e-3)

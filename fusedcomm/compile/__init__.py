@@ -41,6 +41,7 @@ def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimato
             of `fusedcomm.cost`.
     """
     from fusedcomm.compile import lowering
+    from fusedcomm.compile.estimate import agreed_ones
     from fusedcomm.compile.passes import OPS, FusedcommPass, Settings
     from fusedcomm.compile.reports import Report
 
@@ -50,7 +51,7 @@ def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimato
     if estimator is not None and not overlap:
         raise ValueError("estimator must come with overlap=True")
     lowering.register()
-    _install(FusedcommPass(Settings(fuse, _estimators(estimator) if overlap else ()), Report()))
+    _install(FusedcommPass(Settings(fuse, agreed_ones(estimator) if overlap else ()), Report()))
 
 
 def disable() -> None:
@@ -110,12 +111,3 @@ def _install(new: FusedcommPass) -> None:
         install.add(_order_pass, install.POST)
         order.install()
     _pass, _report = new, new.report
-
-
-def _estimators(own: Estimator | None) -> tuple[Estimator, ...]:
-    from fusedcomm.compile.estimate import agreed_defaults
-
-    if own is None:
-        return agreed_defaults()
-    own = own.agreed()
-    return (own, *(each for each in agreed_defaults() if each.device_type != own.device_type))

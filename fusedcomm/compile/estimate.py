@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm import cost, group, planner, registry
+from fusedcomm import cost, group, planner, registry, tuned
 from fusedcomm.agreement import agree
 from fusedcomm.compile import links, work
-from fusedcomm.compile.collectives import kind_of
+from fusedcomm.compile.collectives import kind_of, memberships
 from fusedcomm.compile.timeline import Cost, Transfer
 from fusedcomm.compile.work import Work
 from fusedcomm.cost import Constants
@@ -392,13 +392,25 @@ def device_type_of(graph: Graph) -> str:
     return "cpu" if all(val.device.type == "cpu" for val in vals if isinstance(val, Tensor)) else "cuda"
 
 
-def agreed_defaults() -> tuple[Estimator, ...]:
-    """One per type of device, with the tuned numbers of this process's default group if it has come together."""
+def agreed_ones(own: Estimator | None = None) -> tuple[Estimator, ...]:
+    """One per type of device: ``own``, or with what `fusedcomm tune` has measured for the largest tuned group."""
     found = []
-    for device_type in cost.DEFAULTS:
-        device = torch.device(device_type)
-        usable = dist.is_available() and dist.is_initialized() and (device_type == "cpu" or torch.cuda.is_available())
-        member = registry.known_member(group.resolve(None)[1], device) if usable else None
-        constants = member.topology.constants if member is not None else None
-        found.append(Estimator(device_type, constants=constants).agreed())
+    for device_type in cost.DEFAULTS:  # each rank agrees as often as the others, whatever it has itself
+        if own is not None and own.device_type == device_type:
+            found.append(own.agreed())
+        else:
+            found.append(Estimator(device_type, constants=_tuned(device_type)).agreed())
     return tuple(found)
+
+
+def _tuned(device_type: str) -> Constants | None:
+    if (
+        not dist.is_available()
+        or not dist.is_initialized()
+        or (device_type == "cuda" and not torch.cuda.is_available())
+    ):
+        return None
+    sizes = {len(ranks) for _, _, ranks in memberships()}
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    read = (tuned.read(device, size) for size in sorted(sizes, reverse=True))
+    return next((constants for constants in read if constants is not None), None)

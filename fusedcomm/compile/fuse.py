@@ -66,7 +66,7 @@ class Fuser:
         found = []
         if dependencies.writes_before_end(self.graph):
             # an op reads its operands where the collective stands: they may be others by then
-            reject = lambda start: "the graph writes in place"  # noqa: E731
+            reject = _writes_in_place
         with held_outputs(self.graph):
             for module in MODULES:
                 if module.OP in ops:
@@ -95,6 +95,10 @@ class Fuser:
         if reasons and isinstance(args[-1], Node):
             self.reasons.setdefault(args[-1].name, []).append(*reasons)
         return result
+
+
+def _writes_in_place(start: Node) -> str:
+    return "the graph writes in place"
 
 
 def attempt(what: str, act: Callable[..., Any], *args: Any, reasons: list[str] | None = None) -> Any:

@@ -15,6 +15,7 @@ The result depends on the graph and the estimator alone. Ranks whose graphs and 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -57,6 +58,17 @@ class OverlapReport:
         lines = {line.node: line for line in self.after.collectives}
         bucket = next((name for name, members in self.buckets.items() if start in members), start)
         return lines.get(bucket)
+
+    def __str__(self) -> str:
+        ops = Counter(each.op for each in self.fused)
+        merged = sum(map(len, self.buckets.values()))
+        lines = [f"{'':8}{'collectives':>12}{'hidden':>8}{'exposed ms':>12}{'total ms':>12}{'peak MiB':>12}"]
+        for name, each in (("before", self.before), ("after", self.after)):
+            counts = f"{name:8}{len(each.collectives):12}{_hidden(each):8}"
+            lines.append(f"{counts}{each.exposed_ms:12.3f}{each.total_ms:12.3f}{each.peak_bytes / 2**20:12.1f}")
+        lines += [f"fused: {count} {op}" for op, count in ops.items()]
+        lines += [f"merged: {merged} collectives into {len(self.buckets)}"] if merged else []
+        return "\n".join(lines)
 
 
 def schedule(
@@ -241,8 +253,14 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
             best, chosen = trial, reject_kept
     if chosen is None:
         return plan, []
-    fused = fuser.fuse(ops, chosen)
+    fused = [_with_savings(each, losses, lines) for each in fuser.fuse(ops, chosen)]
     return best.moved_to(plan.graph), fused
+
+
+def _with_savings(fused: Fused, losses: dict[str, float], lines: dict[str, Line]) -> Fused:
+    """What is saved against the best order without it."""
+    saved = {start: max(0.0, lines[start].exposed_ms - losses[start]) for start in fused.savings_us if start in losses}
+    return replace(fused, savings_us=fused.savings_us | {start: ms * 1e3 for start, ms in saved.items()})
 
 
 def _sets_to_keep(losses: dict[str, float], lines: dict[str, Line]) -> list[dict[str, str]]:

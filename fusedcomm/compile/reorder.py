@@ -27,6 +27,7 @@ _AHEAD = 400  # nodes of the old order by which one may run early beside a wait
 _LONGER = 1.5  # times what is left to wait for: what runs meanwhile may take
 _TRIED = 4  # starts on a link that are due but that memory has no room for
 _PROLOGUE = 64  # nodes that may run early with a start
+_ROUNDING = 1e-9  # ms
 _MARGIN = 1.0  # of its own time, by which a collective starts earlier than it must
 
 
@@ -148,7 +149,8 @@ class _Planner:
     # starts
 
     def _start_what_is_due(self) -> None:
-        while self.to_start and self.to_start[0][0] <= self.computed_ms:
+        next_ms = self.costs[self.first].compute_ms  # a start that is due meanwhile is due now
+        while self.to_start and self.to_start[0][0] < self.computed_ms + max(next_ms, _ROUNDING):
             start = heapq.heappop(self.to_start)[1]
             inputs = {q for p in [*self.prologues[start], start] for q in self.before[p]} - {*self.prologues[start]}
             inputs = {q for q in inputs if not self.done[q]}
