@@ -127,3 +127,8 @@ def test_different_estimates_end_in_the_same_code(ranks: Any) -> None:
 def test_an_estimator_alone_does_nothing() -> None:
     with pytest.raises(ValueError, match="estimator must come with overlap=True"):
         fusedcomm.compile.enable(estimator=Estimator("cpu"))
+
+
+def test_overlap_needs_ranks_to_agree_with() -> None:
+    with pytest.raises(ValueError, match="must come after init_process_group"):
+        fusedcomm.compile.enable(overlap=True)

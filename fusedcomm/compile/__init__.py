@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from fusedcomm.compile.estimate import Estimator
     from fusedcomm.compile.passes import FusedcommPass, OrderPass
@@ -36,7 +38,8 @@ def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimato
             and "matmul_all_reduce"; all by default.
         overlap: also start collectives early and wait for them late, merge small ones, and fuse only those that nothing
             else hides: `fusedcomm.compile.overlap.schedule`. The ranks agree on the estimates here, so call it after
-            `init_process_group`; raises PeerTimeoutError where one does not come.
+            `init_process_group`; raises PeerTimeoutError where one does not come. What each rank then does follows from
+            its graph alone: ranks that share a group must compile equal graphs, equal sizes too if not dynamic.
         estimator: what nodes take, for graphs on its type of device; by default tuned numbers if there are, else those
             of `fusedcomm.cost`.
     """
@@ -50,6 +53,8 @@ def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimato
         raise ValueError(f"fuse must name ops of {', '.join(OPS)}, got {', '.join(map(repr, fuse))}")
     if estimator is not None and not overlap:
         raise ValueError("estimator must come with overlap=True")
+    if overlap and not torch.distributed.is_initialized():
+        raise ValueError("overlap=True must come after init_process_group: the ranks agree on estimates")
     lowering.register()
     _install(FusedcommPass(Settings(fuse, agreed_ones(estimator) if overlap else ()), Report()))
 

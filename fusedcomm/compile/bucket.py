@@ -7,7 +7,7 @@ them takes less than the latencies.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.chain import value
 from fusedcomm.compile.collectives import Collective, functional, read
+from fusedcomm.compile.effects import writes_before_end
 from fusedcomm.compile.estimate import Estimator
 from fusedcomm.compile.layout import CannotFuse
 from fusedcomm.compile.program import Program
@@ -24,6 +25,7 @@ from fusedcomm.compile.timeline import Line, Timeline
 
 aten = torch.ops.aten
 LEAST_GAIN = 0.001  # of the total: for less nothing more is tried
+MOST_BYTES = 64 << 20  # that a bucket sends
 ALIGNMENT = 16  # bytes: where a tensor must begin for the fastest loads
 
 
@@ -35,29 +37,54 @@ def find(program: Program, order: Sequence[int], timeline: Timeline, estimator: 
 
     None at all if that cannot be by `LEAST_GAIN` of the whole.
     """
+    if writes_before_end(program.graph):  # a bucket reads operands later than their collectives would
+        return []
     position = {program.nodes[i]: p for p, i in enumerate(order)}
-    candidates = _before_exposed(timeline)
-    open_buckets: dict[Any, list[Collective]] = {}
+    candidates = _before_exposed(timeline) - estimator.times.keys()
+    open_buckets: dict[Any, _Open] = {}
     found = []
     for i in order:
         start = program.nodes[i]
         member = _member(start) if start.name in candidates else None
         if member is None:
             continue
-        key = (member.group_name, member.kind, member.reduce_op, value(member.sent).dtype)
-        bucket = open_buckets.setdefault(key, [])
-        if (
-            any(position[each.wait] < position[start] for each in bucket)
-            or _saved_ms([*bucket, member], estimator) <= 0
-        ):
-            found.append(bucket)
-            open_buckets[key] = bucket = []
-        bucket.append(member)
-    found += open_buckets.values()
-    found = [members for members in found if len(members) > 1]
-    if sum(_saved_ms(members, estimator) for members in found) < LEAST_GAIN * timeline.total_ms:
+        sent = value(member.sent)
+        key = (member.group_name, member.kind, member.reduce_op, sent.dtype, sent.device)
+        if key not in open_buckets or not open_buckets[key].takes(member, position, estimator):
+            open_buckets[key] = _Open(member, position, estimator)
+            found.append(open_buckets[key])
+    found = [each for each in found if len(each.names) > 1]
+    if sum(each.saved_ms for each in found) < LEAST_GAIN * timeline.total_ms:
         return []
-    return [tuple(member.start.name for member in members) for members in found]
+    return [tuple(each.names) for each in found]
+
+
+class _Open:
+    """A bucket that grows as long as it pays."""
+
+    def __init__(self, member: Collective, position: Mapping[Node, int], estimator: Estimator) -> None:
+        self.kind, self.group_name, self.group_size = member.kind, member.group_name, member.group_size
+        self.names = [member.start.name]
+        self.first_wait = position[member.wait]
+        self.sent_bytes = _sent_bytes(member)
+        self.apart_ms = estimator.transfer(self.kind, self.sent_bytes, self.group_name).ms
+        self.saved_ms = 0.0
+
+    def takes(self, member: Collective, position: Mapping[Node, int], estimator: Estimator) -> bool:
+        """Whether member is in it now: it starts before any other is waited for, and saves more than packing takes."""
+        sent_bytes = _sent_bytes(member)
+        total, number = self.sent_bytes + sent_bytes, len(self.names) + 1
+        apart_ms = self.apart_ms + estimator.transfer(self.kind, sent_bytes, self.group_name).ms
+        together_ms = estimator.transfer(self.kind, total, self.group_name).ms + estimator.copy_ms(total)
+        if self.kind in ("all_gather", "all_to_all"):  # what arrives is apart by rank
+            received = total * (self.group_size if self.kind == "all_gather" else 1)
+            together_ms += number * estimator.copy_ms(received / number)
+        if position[member.start] > self.first_wait or total > MOST_BYTES or together_ms >= apart_ms:
+            return False
+        self.names.append(member.start.name)
+        self.first_wait = min(self.first_wait, position[member.wait])
+        self.sent_bytes, self.apart_ms, self.saved_ms = total, apart_ms, apart_ms - together_ms
+        return True
 
 
 def rewrite(graph: Graph, found: Sequence[Bucket]) -> dict[str, Bucket]:
@@ -98,29 +125,14 @@ def _member(start: Node) -> Collective | None:
     """What start begins, if it can be sent with others."""
     try:
         collective = read(start)
-        sent = value(collective.sent)
-    except (CannotFuse, KeyError):
+        sent, received = value(collective.sent), value(collective.wait)
+    except (CannotFuse, KeyError, IndexError, ValueError):  # of a form or a group that is not known
         return None
-    if not all(isinstance(size, int) for size in (*sent.shape, *value(collective.wait).shape)):
+    if not all(isinstance(size, int) for size in (*sent.shape, *received.shape)):
         return None
     num_blocks = 1 if collective.kind in ("all_gather", "all_reduce") else collective.group_size
     block_bytes = sent.numel() // num_blocks * sent.dtype.itemsize
     return collective if block_bytes and block_bytes % ALIGNMENT == 0 else None
-
-
-def _saved_ms(members: Sequence[Collective], estimator: Estimator) -> float:
-    """By one for all of them, less what packing and unpacking take; 0 for one alone."""
-    if len(members) == 1:
-        return 0.0
-    first, each_bytes = members[0], [_sent_bytes(member) for member in members]
-    apart = sum(estimator.transfer(first.kind, sent, first.group_name).ms for sent in each_bytes)
-    total = sum(each_bytes)
-    together = estimator.transfer(first.kind, total, first.group_name).ms + estimator.copy_ms(total)
-    if first.kind == "all_gather":
-        together += len(members) * estimator.copy_ms(total * first.group_size / len(members))
-    elif first.kind == "all_to_all":
-        together += len(members) * estimator.copy_ms(total / len(members))
-    return apart - together
 
 
 def _sent_bytes(member: Collective) -> float:

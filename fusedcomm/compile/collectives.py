@@ -80,6 +80,8 @@ def find(graph: Graph, kind: str) -> list[Node]:
 def read(start: Node) -> Collective:
     """Raises CannotFuse where it is not one that an op of ours could stand for."""
     kind, at = STARTS[start.target]  # type: ignore[index]
+    if start.kwargs:
+        raise CannotFuse("its arguments are given by name")
     users = list(start.users)
     if len(users) != 1 or users[0].target is not functional.wait_tensor.default:
         raise CannotFuse("its result is not waited for by one wait_tensor")

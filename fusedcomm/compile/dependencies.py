@@ -1,4 +1,4 @@
-"""What must stay before what, beyond what the arguments of the nodes say: writes, random numbers, side effects.
+"""What must stay before what, beyond what the arguments of the nodes say: writes, effects, messages.
 
 A node that writes to memory stays after everything that touched this memory before it, and before everything that
 touches it afterwards. A wait touches what its start reads, and writes what it writes: until then the collective may.
@@ -10,12 +10,14 @@ import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.collectives import kind_of
+from fusedcomm.compile.effects import has_effects, is_builtin
 from fusedcomm.compile.memory import Memory
+
+POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 
 
 def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memory: Memory) -> list[list[int]]:
@@ -29,6 +31,7 @@ def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memo
     last_write: dict[int, int] = {}
     reads: dict[int, list[int]] = {}
     last_effect = -1
+    ordered = any(kind_of(node) in POINT_TO_POINT for node in nodes)  # the peer's graph is another: no plan is common
     for i, node in enumerate(nodes):
         before[i] |= set(waits_for[i])
         for storage in memory.touches[i]:
@@ -41,7 +44,7 @@ def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memo
                 last_write[storage] = i
             else:
                 reads.setdefault(storage, []).append(i)
-        if _has_effects(node):
+        if has_effects(node) or (ordered and kind_of(node) is not None):
             if last_effect >= 0:
                 before[i].add(last_effect)
             last_effect = i
@@ -57,7 +60,7 @@ def _writes(node: Node, index: dict[Node, int], memory: Memory) -> set[int]:
         return set()
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.op != "call_function":
-        inputs = [] if _is_builtin(node) else node.all_input_nodes  # a higher-order op may write to all that it gets
+        inputs = [] if is_builtin(node) else node.all_input_nodes  # a higher-order op may write to all that it gets
         return {storage for each in inputs for storage in memory.of[index[each]]}
     given = {**dict(zip([arg.name for arg in schema.arguments], node.args, strict=False)), **node.kwargs}
     return {
@@ -70,38 +73,6 @@ def _writes(node: Node, index: dict[Node, int], memory: Memory) -> set[int]:
     }
 
 
-def _is_builtin(node: Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__module__", "") in ("_operator", "math")
-
-
-def _has_effects(node: Node) -> bool:
-    """Beyond memory: random numbers, checks and prints stay in the order of the program, and its inputs in theirs."""
-    if node.op in ("get_attr", "output"):
-        return False
-    if node.op != "call_function":
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        if kind_of(node) is not None or node.target._schema.name.startswith("_c10d_functional::wait"):
-            return False
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            return True
-        if node.target._schema.is_mutable:
-            return False
-        return node.is_impure()
-    return not _is_builtin(node)  # a higher-order op may draw random numbers inside
-
-
-def writes_before_end(graph: Graph) -> bool:
-    """Whether any node but the last ones writes to memory; AOTAutograd leaves such writes at the end only."""
-    wrote = False
-    for node in graph.nodes:
-        if _is_write(node):
-            wrote = True
-        elif wrote and node.op != "output":
-            return True
-    return False
-
-
 def sort(graph: Graph) -> None:
     """Every node behind its inputs, and else in the order that they have, as random ops have among themselves.
 
@@ -111,7 +82,7 @@ def sort(graph: Graph) -> None:
     index = {node: i for i, node in enumerate(nodes)}
     after: list[list[int]] = [[] for _ in nodes]
     missing = [0] * len(nodes)
-    effects = [i for i, node in enumerate(nodes) if _has_effects(node)]
+    effects = [i for i, node in enumerate(nodes) if has_effects(node)]
     edges = [(index[each], i) for i, node in enumerate(nodes) for each in node.all_input_nodes]
     for before, behind in [*edges, *pairwise(effects)]:
         after[before].append(behind)
@@ -127,9 +98,3 @@ def sort(graph: Graph) -> None:
             missing[behind] -= 1
             if missing[behind] == 0:
                 heapq.heappush(ready, behind)
-
-
-def _is_write(node: Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target._schema.is_mutable and node.target._schema.name != "_c10d_functional::wait_tensor"

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from torch.utils import _pytree as pytree
 from fusedcomm import cost, group, planner, registry, tuned
 from fusedcomm.agreement import agree
 from fusedcomm.compile import links, work
-from fusedcomm.compile.collectives import kind_of, memberships
+from fusedcomm.compile.collectives import WAITS, kind_of, memberships
 from fusedcomm.compile.timeline import Cost, Transfer
 from fusedcomm.compile.work import Work
 from fusedcomm.cost import Constants
@@ -143,6 +144,8 @@ class Estimator:
     def transfer(self, kind: str, sent_bytes: float, group_name: str) -> Transfer:
         """Of a collective; ``sent_bytes``: the size of what its start is given. A group that is not known is a node."""
         at = self._reach(group_name) or links.Reach(links.INTRA, self.ranks_per_node, self.ranks_per_node - 1)
+        if at.group_size == 1:
+            return Transfer(at.link, group_name, 0.0, 0.0)
         base = links.base_kind(kind)
         constants, table = self.constants, base or "all_to_all"
         if at.link == links.INTRA and self._measured:
@@ -192,7 +195,8 @@ class Estimator:
     def _start(self, node: Node) -> Cost:
         sent = next((arg for arg in node.args if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(arg))), None)
         sent_bytes = sum(work.bytes_of(leaf) for leaf in pytree.tree_leaves(sent) if isinstance(leaf, Node))
-        return Cost(transfer=self.transfer(kind_of(node) or "", sent_bytes, group_name_of(node) or ""))
+        transfer = self.transfer(kind_of(node) or "", sent_bytes, group_name_of(node) or "")
+        return Cost(transfer=transfer, fused_ms=None if _is_awaited(node) else transfer.ms)
 
     def _fused(self, node: Node) -> Cost:
         schema = node.target._schema  # type: ignore[union-attr]
@@ -384,6 +388,17 @@ def _median(values: list[Any]) -> Any:
         return min(values)
     integers = all(isinstance(value, int) for value in values)
     return statistics.median_low(values) if integers else statistics.median(values)
+
+
+def _is_awaited(start: Node) -> bool:
+    """Whether nothing reads the result but a wait: else the start itself takes all the time."""
+    readers = list(start.users)
+    for user in readers:  # grows
+        if user.target is operator.getitem:
+            readers += user.users
+        elif getattr(user.target, "_opname", None) not in WAITS:
+            return False
+    return start.target._schema.name.startswith("_c10d_functional::")  # type: ignore[union-attr]
 
 
 def device_type_of(graph: Graph) -> str:

@@ -21,6 +21,7 @@ from fusedcomm.compile import (
     fuse_matmul_reduce_scatter,
     normalize,
 )
+from fusedcomm.compile.effects import writes_before_end
 from fusedcomm.compile.layout import CannotFuse
 from fusedcomm.compile.rewrite import Rewriter, erased, held_outputs
 from fusedcomm.compile.saving import saving_us
@@ -54,17 +55,17 @@ class Fuser:
         self.rewriter = Rewriter(graph)
         self.reasons: dict[str, list[str]] = {}  # by the name of the collective's start
 
-    def normalize(self) -> bool:
-        """Whether anything has changed."""
+    def normalize(self, gathers: bool) -> bool:
+        """Whether anything has changed. ``gathers``: whether they too may become exchanges; see `normalize.find`."""
         with held_outputs(self.graph):
-            found = self._try("normalize", normalize.find, self.graph) or []
+            found = self._try("normalize", normalize.find, self.graph, gathers) or []
             starts = [self._try("normalize", normalize.rewrite, self.rewriter, exchange) for exchange in found]
         return any(start is not None for start in starts)
 
     def fuse(self, ops: Sequence[str] = OPS, reject: Callable[[Node], str | None] = lambda start: None) -> list[Fused]:
         """``reject``: why a collective is to stay, or None."""
         found = []
-        if dependencies.writes_before_end(self.graph):
+        if writes_before_end(self.graph):
             # an op reads its operands where the collective stands: they may be others by then
             reject = _writes_in_place
         with held_outputs(self.graph):

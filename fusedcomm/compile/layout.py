@@ -7,6 +7,7 @@ the same order exactly if they have the same factors in the same order, whatever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,6 +15,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
+ASSUMED_SIZE = 4096  # of each symbol
 Size: TypeAlias = "int | sympy.Expr"
 
 
@@ -150,3 +152,14 @@ def hint(size: int | torch.SymInt) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.has_hint() else 1
     return size
+
+
+def assumed(size: int | torch.SymInt) -> int:
+    """To plan with: equal on all ranks, whatever sizes each has traced its graph with."""
+    return size if isinstance(size, int) else _assumed(sympy.sympify(size_of(size)))
+
+
+@functools.cache
+def _assumed(size: sympy.Expr) -> int:
+    value = size.subs(dict.fromkeys(size.free_symbols, ASSUMED_SIZE))
+    return max(1, int(value)) if value.is_number else 1

@@ -19,7 +19,8 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.collectives import WAITS
-from fusedcomm.compile.layout import hint
+from fusedcomm.compile.effects import writes_before_end
+from fusedcomm.compile.layout import assumed
 
 
 class Memory:
@@ -33,12 +34,19 @@ class Memory:
         index = {node: i for i, node in enumerate(nodes)}
         numbers: dict[int, int] = {}
         kept = _kept(graph)
+        in_place = writes_before_end(graph)  # then what may be a view must be taken for one
+        attributes: dict[str, list[int]] = {}
         self._starts_with: list[int] = []
         for i, node in enumerate(nodes):
             reads = [storage for each in node.all_input_nodes for storage in self.of[index[each]]]
             for start in waits_for[i]:
                 reads += self.touches[start]
-            self.of[i] = self._results(i, node, numbers, self._shared(node, index))
+            shared = self._shared(node, index, in_place)
+            if node.op == "get_attr":
+                shared = attributes.get(str(node.target), [])
+            self.of[i] = self._results(i, node, numbers, shared)
+            if node.op == "get_attr":
+                attributes.setdefault(str(node.target), self.of[i])
             self.touches[i] = sorted({*reads, *self.of[i]})
             if node.op in ("placeholder", "get_attr"):
                 self.makes[i], made = [], self.makes[i]
@@ -53,12 +61,12 @@ class Memory:
             for storage in self.of[index[node]]:
                 self.uses[storage] += 1  # never freed
 
-    def _shared(self, node: Node, index: dict[Node, int]) -> list[int]:
+    def _shared(self, node: Node, index: dict[Node, int], in_place: bool) -> list[int]:
         """The storages that node's results are in where they are views, by the node's target."""
-        if node.target is operator.getitem:
-            items, at = self.of[index[node.args[0]]], node.args[1]  # type: ignore[index]
+        if node.target is operator.getitem and isinstance(node.args[0], Node):
+            items, at = self.of[index[node.args[0]]], node.args[1]
             return [items[at]] if isinstance(at, int) and at < len(items) else []
-        return [storage for each in _viewed(node) for storage in self.of[index[each]]]
+        return [storage for each in _viewed(node, in_place) for storage in self.of[index[each]]]
 
     def _results(self, i: int, node: Node, numbers: dict[int, int], shared: list[int]) -> list[int]:
         found: list[int] = []
@@ -110,8 +118,8 @@ class Tracker:
 
 
 def num_bytes(val: Tensor) -> int:
-    """Of the storage, as far as val reaches; symbolic sizes as they were when the graph was traced."""
-    sizes, strides = [hint(s) for s in val.shape], [hint(s) for s in val.stride()]
+    """Of the storage, as far as val reaches; symbolic sizes as `layout.assumed` has them."""
+    sizes, strides = [assumed(s) for s in val.shape], [assumed(s) for s in val.stride()]
     if 0 in sizes:
         return 0
     reach = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -125,24 +133,24 @@ def _storage(val: Tensor) -> int:
         return id(val)
 
 
-def _viewed(node: Node) -> list[Node]:
-    """What node's results are views of, or are, for sure: a reshape may copy."""
+def _viewed(node: Node, in_place: bool) -> list[Node]:
+    """What node's results are views of, or are, for sure: a reshape may copy; or, if ``in_place``, perhaps."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
     if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
         return node.all_input_nodes
-    viewed = _viewed_args(node.target)
+    viewed = _viewed_args(node.target, in_place)
     values = [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in viewed]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Node)]
 
 
 @functools.cache
-def _viewed_args(target: torch._ops.OpOverload) -> list[tuple[int, str]]:
+def _viewed_args(target: torch._ops.OpOverload, in_place: bool) -> list[tuple[int, str]]:
     schema = target._schema
     args = [(at, arg) for at, arg in enumerate(schema.arguments)]
     if target._opname not in WAITS:
         may_copy = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
-        if may_copy or all(result.alias_info is None for result in schema.returns):
+        if (may_copy and not in_place) or all(result.alias_info is None for result in schema.returns):
             return []
         args = [(at, arg) for at, arg in args if arg.alias_info is not None]
     return [(at, arg.name) for at, arg in args]

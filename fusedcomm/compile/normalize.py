@@ -36,9 +36,13 @@ class Exchange:
     group_name: str
 
 
-def find(graph: Graph) -> list[Exchange]:
+def find(graph: Graph, gathers: bool) -> list[Exchange]:
+    """``gathers``: also gathers of which each rank keeps its own part, as DTensor writes them on CPU meshes.
+
+    By one rank's graph alone they cannot be told from a program in which every rank keeps, say, part 0.
+    """
     found = []
-    for node in [*_shard_dim_alltoalls(graph), *collectives.find(graph, "all_gather")]:
+    for node in [*_shard_dim_alltoalls(graph), *(collectives.find(graph, "all_gather") if gathers else [])]:
         try:
             found.append(_of_gather(node) if node.target in collectives.STARTS else _of_shard_dim_alltoall(node))
         except CannotFuse:
@@ -82,6 +86,8 @@ def _of_shard_dim_alltoall(node: Node) -> Exchange:
 def _of_gather(start: Node) -> Exchange | None:
     """Of the gather's result nothing is used but the part that an all_to_all would have brought."""
     gather = collectives.read(start)
+    if value(gather.sent).device.type != "cpu":
+        return None
     before = Layout.of(value(gather.sent).shape)
     received, _, sources = gather.received(before)
     node, layout = follow(gather.wait, received)[-1]

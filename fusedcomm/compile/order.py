@@ -3,7 +3,9 @@
 Inductor moves kernels when it fuses pointwise ops (a fused kernel stands where its first op stood, and pulls up what
 any of them needs, such as a wait) and when it looks for an order of less memory. So each whole kernel of a graph that
 was `mark`ed is made to come after the one before it, by the same edges without data that Inductor puts between
-collectives. Pointwise kernels and reductions get no edge: they fuse, and move, as far as the others leave them room.
+collectives, from each start to its wait: where nothing is in flight Inductor finds the order of least memory as it
+would without us. Pointwise kernels and reductions get no edge: they fuse, and move, as far as
+the others leave them room.
 
 Importing this imports Inductor, which takes a second.
 """
@@ -20,6 +22,9 @@ from torch._inductor.dependencies import WeakDep
 from torch.fx import Graph
 from torch.utils._ordered_set import OrderedSet
 
+from fusedcomm.compile.fuse import attempt
+from fusedcomm.compile.program import starts_of
+
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
@@ -29,9 +34,14 @@ _Base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 
 def mark(graph: Graph) -> None:
-    """The graph's order is to be kept as it is now."""
-    for node in graph.nodes:
-        node.meta[_MARK] = True
+    """The graph's order is to be kept as it is now, from each start to its last wait."""
+    nodes = list(graph.nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    last_wait = {start: i for i, node in enumerate(nodes) for start in starts_of(node, index)}
+    until = 0
+    for i, node in enumerate(nodes):
+        until = max(until, last_wait.get(i, 0))
+        node.meta[_MARK] = i < until  # whether anything is in flight when it is done
 
 
 def is_marked(graph: Graph) -> bool:
@@ -47,13 +57,7 @@ class KeepOrder(_Base):  # type: ignore[misc]
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         if self.before is not None:
             nodes = self.before(nodes)
-        kernels: list[Any] = [node for node in nodes if _is_whole(node)]
-        if any(_MARK in origin.meta for kernel in kernels for origin in kernel.node.origins):
-            for first, second in pairwise(kernels):
-                # an op's name in place of a buffer's, as nothing is mutated
-                after = WeakDep(first.outputs[0].get_name(), mutating_buf=second.get_name(), is_fake=True)
-                second.add_fake_dep(after)
-            _find_ancestors(nodes)
+        attempt("order", _keep, nodes)
         return nodes
 
     def uuid(self) -> Any:
@@ -90,6 +94,20 @@ def _is_whole(node: BaseSchedulerNode) -> bool:
     """One call or one template: not what Inductor makes of pointwise ops, nor a part of another kernel's result."""
     whole = isinstance(node.node, (ir.ExternKernel, ir.TemplateBuffer)) and not isinstance(node.node, ir.MultiOutput)
     return whole and bool(node.outputs)
+
+
+def _keep(nodes: list[BaseSchedulerNode]) -> None:
+    kernels: list[Any] = [node for node in nodes if _is_whole(node)]
+    pairs = [(first, second) for first, second in pairwise(kernels) if _in_flight(first)]
+    for first, second in pairs:
+        # an op's name in place of a buffer's, as nothing is mutated
+        second.add_fake_dep(WeakDep(first.outputs[0].get_name(), mutating_buf=second.get_name(), is_fake=True))
+    if pairs:
+        _find_ancestors(nodes)
+
+
+def _in_flight(kernel: Any) -> bool:
+    return any(origin.meta.get(_MARK) for origin in kernel.node.origins)
 
 
 def _find_ancestors(nodes: list[BaseSchedulerNode]) -> None:

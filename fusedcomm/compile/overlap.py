@@ -84,7 +84,8 @@ def schedule(
     Args:
         gm: plain FX, of aten ops and functional collectives, with fake or real tensors in ``meta["val"]``. Fake process
             groups do.
-        estimator: what nodes take; `Estimator.of(gm.graph)` by default. Must be equal on all ranks.
+        estimator: what nodes take; `Estimator.of(gm.graph)` by default. Must be equal on all ranks. Nodes whose times
+            are the user's own are moved only, neither fused nor merged.
         memory_budget_bytes: that the peak must not exceed, as `simulate` counts it; where it is already higher, it does
             not rise. By default 5 % or 1 GiB more than the peak of gm as it comes, whichever is more.
         bucket: whether collectives may be merged.
@@ -213,13 +214,13 @@ def _hidden(timeline: Timeline) -> int:
 
 def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
     """Exchanges in place of gathers, if that is faster."""
-    if not normalize.find(plan.graph):
+    if not normalize.find(plan.graph, gathers=False):
         return plan
     graph = copy.deepcopy(plan.graph)
-    if Fuser(graph).normalize():
+    if Fuser(graph).normalize(gathers=False):
         trial = plan.of_trial(graph)
         if trial.better_than(plan):
-            fuser.normalize()
+            fuser.normalize(gathers=False)
             return trial.moved_to(plan.graph)
     return plan
 
@@ -229,18 +230,23 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
     lines = {line.node: line for line in plan.timeline.collectives}
 
     def reject(start: Node) -> str | None:
+        if start.name in plan.estimator.times:
+            return "its time is the user's own"
         group_name = start.args[STARTS[start.target][1]]  # type: ignore[index]
         return None if plan.estimator.can_fuse(str(group_name)) else "its group spans nodes"
 
     compute_ms = {node.name: cost.compute_ms for node, cost in zip(plan.program.nodes, plan.program.costs, strict=True)}
+    told: dict[str, str] = {}
     losses: dict[str, float] = {}  # what an op takes more than what computed in its place
     all_fused = copy.deepcopy(plan.graph)
     for each in Fuser(all_fused).fuse(ops, reject):
+        if any(name in plan.estimator.times for name in each.erased):
+            told.update(dict.fromkeys(each.savings_us, "the time of its matmul is the user's own"))
         lost = sum(plan.estimator.cost(node).ms for node in each.created)
         lost -= sum(compute_ms.get(name, 0.0) for name in each.erased)
         losses.update({start: lost / len(each.savings_us) for start in each.savings_us if start in lines})
     best, chosen = plan, None
-    for keep in _sets_to_keep(losses, lines):
+    for keep in (told | each for each in _sets_to_keep(losses, lines)):
 
         def reject_kept(start: Node, keep: dict[str, str] = keep) -> str | None:
             return keep.get(start.name) or reject(start)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from fusedcomm import cost
+from fusedcomm import cost, exchange, planner
 from fusedcomm.compile import (
     bucket,
     chain,
     collectives,
     dependencies,
+    effects,
     estimate,
     fuse,
     gathered,
@@ -43,8 +45,9 @@ from fusedcomm.compile.reports import Call, CollectiveReport, Report, source_of
 log = logging.getLogger(__name__)
 
 _SOURCES = (
-    *(bucket, chain, collectives, cost, dependencies, estimate, fuse, *fuse.MODULES, gathered, layout, links, lowering),
-    *(memory, normalize, order, overlap, parts, product, program, reduced, reorder, rewrite, timeline, work),
+    *(bucket, chain, collectives, cost, dependencies, effects, estimate, exchange, fuse, *fuse.MODULES, gathered),
+    *(import_module("fusedcomm.explain"), layout, links, lowering, memory, normalize, order, overlap, parts, planner),
+    *(product, program, reduced, reorder, rewrite, timeline, work),
 )
 
 
@@ -108,7 +111,7 @@ class _Run:
         self.fuser = Fuser(graph)
 
     def lines(self) -> list[CollectiveReport]:
-        self.fuser.normalize()
+        self.fuser.normalize(gathers=True)
         starts = {
             node.name: (str(kind), source_of(node)) for node in self.graph.nodes if (kind := collectives.kind_of(node))
         }

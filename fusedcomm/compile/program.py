@@ -25,7 +25,7 @@ class Program:
         index = {node: i for i, node in enumerate(self.nodes)}
         self.costs = [estimator.cost(node) for node in self.nodes]
         self.kinds = [kind_of(node) or getattr(node.target, "_opname", "") for node in self.nodes]
-        self.waits_for: list[list[int]] = [_starts(node, index) for node in self.nodes]  # starts that it waits for
+        self.waits_for: list[list[int]] = [starts_of(node, index) for node in self.nodes]  # starts that it waits for
         self.memory = Memory(graph, self.nodes, self.waits_for)
         self.before = dependencies.predecessors(self.nodes, self.waits_for, self.memory)
         self.after: list[list[int]] = [[] for _ in self.nodes]
@@ -61,7 +61,7 @@ def _shape(nodes: list[Node]) -> list[tuple[object, list[int]]]:
     ]
 
 
-def _starts(node: Node, index: dict[Node, int]) -> list[int]:
+def starts_of(node: Node, index: dict[Node, int]) -> list[int]:
     """What node waits for: starts of collectives, also through the getitem of a coalesced one."""
     if not _waits(node):
         return []

@@ -132,7 +132,9 @@ def returned(result: Any) -> Any:
 def _is_visible(node: Node) -> bool:
     """Whether node, or a view of it, is what the user's function returns."""
     (output,) = node.graph.find_nodes(op="output")
-    visible = output.meta.get("user_visible_output_idxs", ())
+    visible = output.meta.get("user_visible_output_idxs")
+    if visible is None:  # not Inductor's graph, whose views copy where they must
+        return True
     results = {output.args[0][i].args[0] for i in visible}  # type: ignore[index]
     views = [node]
     for view in views:  # grows

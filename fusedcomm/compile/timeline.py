@@ -11,7 +11,7 @@ Left out: the SMs and the memory bandwidth that a collective takes from compute,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -281,6 +281,3 @@ def _hidden_by(lines: list[Line], computed: list[tuple[str, float, float]]) -> l
             names.append(name)
         found.append(replace(line, hidden_by=tuple(names)))
     return found
-
-
-Simulation = Callable[[Sequence[int]], Timeline]

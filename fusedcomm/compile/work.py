@@ -1,4 +1,4 @@
-"""What one node of a graph has to do: FLOP, and bytes that it reads and writes. Sizes that are symbolic by their hint.
+"""What one node of a graph has to do: FLOP, and bytes that it reads and writes; symbolic sizes are `assumed`.
 
 Inductor makes one kernel of pointwise nodes that read each other, so such a node
 
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm import cost
 from fusedcomm.compile.collectives import kind_of
-from fusedcomm.compile.layout import hint
+from fusedcomm.compile.layout import assumed
 
 aten = torch.ops.aten
 
@@ -123,8 +123,8 @@ def stand_in(each: Any) -> Any:
     if isinstance(each, Node):
         return pytree.tree_map(stand_in, each.meta.get("val"))
     if isinstance(each, Tensor):
-        return torch.empty(tuple(map(hint, each.shape)), dtype=each.dtype, device="meta")
-    return hint(each) if isinstance(each, torch.SymInt) else each
+        return torch.empty(tuple(map(assumed, each.shape)), dtype=each.dtype, device="meta")
+    return assumed(each) if isinstance(each, torch.SymInt) else each
 
 
 def matmul_sizes(node: Node) -> tuple[torch.dtype, int, int, int, int] | None:
@@ -133,10 +133,10 @@ def matmul_sizes(node: Node) -> tuple[torch.dtype, int, int, int, int] | None:
     x, w, y = (each.meta.get("val") if isinstance(each, Node) else None for each in (*_pair(node.args, at), node))
     if not (isinstance(x, Tensor) and isinstance(w, Tensor) and isinstance(y, Tensor)):
         return None
-    n = hint(y.shape[-1]) if w.ndim > 1 else 1
-    batches = math.prod(map(hint, w.shape[:-2]))
-    rows = math.prod(map(hint, y.shape)) // max(1, n * batches)
-    return x.dtype, batches, rows, hint(x.shape[-1]), n
+    n = assumed(y.shape[-1]) if w.ndim > 1 else 1
+    batches = math.prod(map(assumed, w.shape[:-2]))
+    rows = math.prod(map(assumed, y.shape)) // max(1, n * batches)
+    return x.dtype, batches, rows, assumed(x.shape[-1]), n
 
 
 def _pair(args: tuple[Any, ...], at: int) -> tuple[Any, Any]:
@@ -146,7 +146,7 @@ def _pair(args: tuple[Any, ...], at: int) -> tuple[Any, Any]:
 def num_bytes(val: Any) -> int:
     """Of a node's value: a tensor, or several; 0 of what is none."""
     if isinstance(val, Tensor):
-        return math.prod(map(hint, val.shape)) * val.dtype.itemsize
+        return math.prod(map(assumed, val.shape)) * val.dtype.itemsize
     return sum(map(num_bytes, val)) if isinstance(val, list | tuple) else 0
 
 
