@@ -68,8 +68,10 @@ class _Builder:
         for _ in range(self.rng.randint(2, 4)):
             self.placeholder([self.size(), self.size()])
         moves: list[Callable[[], Any]] = [self.pointwise] * 3 + [self.matmul] * 3 + [self.view] * 3 + [self.wait] * 4
-        moves += [self.collective] * 4 + [self.write] * 2 + [self.chain, self.draw, self.cast, self.reduce, self.cat]
-        moves += [self.coalesced, self.in_place, self.constant, self.sharded_layers, self.gradients, self.experts]
+        moves += [self.collective] * 4 + [self.chain, self.draw, self.cast, self.reduce, self.cat]
+        moves += [self.coalesced, self.constant, self.sharded_layers, self.gradients, self.experts]
+        if self.rng.random() < 0.5:  # else it can be fused and merged too
+            moves += [self.write] * 2 + [self.in_place]
         for _ in range(steps):
             self.rng.choice(moves)()
         while self.pending:

@@ -21,6 +21,7 @@ import fusedcomm
 from fusedcomm import cost, registry
 from fusedcomm.compile import links
 from fusedcomm.compile.estimate import Estimator
+from fusedcomm.compile.layout import ASSUMED_SIZE
 from fusedcomm.compile.timeline import Cost
 from fusedcomm.cost import DEFAULTS
 from fusedcomm.testing.ranks import RankPool
@@ -276,7 +277,7 @@ def test_any_dtype_has_a_cost(device_type: str, dtype: torch.dtype) -> None:
     assert Estimator(device_type).cost(nodes[1]) == Cost()  # nothing known
 
 
-def test_symbolic_sizes_count_as_they_were_traced() -> None:
+def test_symbolic_sizes_are_assumed() -> None:
     def program(x: Tensor, w: Tensor) -> Any:
         return (x @ w).relu(), torch.nn.functional.scaled_dot_product_attention(
             x[None, None], x[None, None], w.t()[None, None]
@@ -284,7 +285,7 @@ def test_symbolic_sizes_count_as_they_were_traced() -> None:
 
     args = [torch.empty(256, 64, dtype=BF16), torch.empty(64, 256, dtype=BF16)]
     symbolic = make_fx(program, tracing_mode="symbolic")(*args)
-    plain = traced(program, (256, 64), (64, 256))
+    plain = traced(program, (ASSUMED_SIZE, ASSUMED_SIZE), (ASSUMED_SIZE, ASSUMED_SIZE))
 
     def total(gm: GraphModule) -> float:
         return sum(each.compute_ms for each in costs(gm, Estimator("cuda")).values())
