@@ -11,7 +11,7 @@ without garbage collection.
 as traced        the program's order: each collective is waited for where it starts
 torch            torch's schedule_overlap_bucketing without bucketing; torch, bucketed: with it, and its pre-bucketing
 ours, moved      schedule(bucket=False, fuse=False); ours, unfused: schedule(fuse=False); ours: all of it
-bound            max(compute, communication of the busier link) of the graph as traced
+bound            no order is faster: all compute, or all that a link or a group carries, of the graph as traced
 
 collectives      in the graph, and ops of ours that stand for one
 hideable         of the graph as traced: those with compute that they neither need nor are needed for, each alone at
@@ -42,6 +42,7 @@ from bench.sweep import Goal
 from fusedcomm.compile import overlap
 from fusedcomm.compile.estimate import Estimator
 from fusedcomm.compile.timeline import Timeline, simulate
+from fusedcomm.compile.timeline_plot import plot_both
 
 MODELS = {
     "llama-8b": lambda: overlap_graphs.llama("8b"),
@@ -159,13 +160,12 @@ class Graph:
             pass_s=pass_s,
         )
 
-    def plot(self, directory: Path) -> list[Path]:
-        """As traced and ours."""
-        files = [directory / f"overlap-{self.case.model}-{self.case.part}-{end}.png" for end in ("traced", "ours")]
+    def plot(self, directory: Path) -> Path:
+        """As traced, and ours below."""
+        file = directory / f"overlap-{self.case.model}-{self.case.part}.png"
         _, gm = self.ours(OURS, BUDGET)
-        self.traced.plot(files[0])
-        simulate(gm, self.estimator).plot(files[1])
-        return files
+        plot_both(self.traced, simulate(gm, self.estimator), file)
+        return file
 
 
 def num_hideable(gm: GraphModule, estimator: Estimator, traced: Timeline) -> int:
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(row)
             budgets += [graph.ours(OURS, percent)[0] for percent in BUDGETS]
             if args.plot and case.layers == min(args.layers):
-                plots += graph.plot(Path(args.plot))
+                plots.append(graph.plot(Path(args.plot)))
     print("", BUDGET_HEADING, *map(budget_line, budgets), sep="\n")
     goals = summary(rows, budgets)
     print("", *map(goal_line, goals), *plots, sep="\n")
