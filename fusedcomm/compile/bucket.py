@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.chain import value
 from fusedcomm.compile.collectives import Collective, functional, read
-from fusedcomm.compile.effects import writes_before_end
+from fusedcomm.compile.effects import has_messages, writes_before_end
 from fusedcomm.compile.estimate import Estimator
 from fusedcomm.compile.layout import CannotFuse
 from fusedcomm.compile.program import Program
@@ -38,6 +38,8 @@ def find(program: Program, order: Sequence[int], timeline: Timeline, estimator: 
     None at all if that cannot be by `LEAST_GAIN` of the whole.
     """
     if writes_before_end(program.graph):  # a bucket reads operands later than their collectives would
+        return []
+    if has_messages(program.nodes):
         return []
     position = {program.nodes[i]: p for p, i in enumerate(order)}
     candidates = _before_exposed(timeline) - estimator.times.keys()

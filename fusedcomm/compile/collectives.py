@@ -16,6 +16,7 @@ from fusedcomm.compile.chain import block, value
 from fusedcomm.compile.layout import CannotFuse, Factor, Layout, size_of
 
 functional = torch.ops._c10d_functional
+POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 WAITS = ("wait_tensor", "wait_tensors")  # the second, which torch 2.11 to 2.13 lack, is of coalesced collectives
 
 # per start: our name for it, and where its group_name stands
@@ -88,7 +89,7 @@ def read(start: Node) -> Collective:
     group_name = start.args[at]
     if not isinstance(group_name, str):
         raise CannotFuse("its group is not known when the graph is compiled")
-    group_size = group.find(group_name).size()
+    group_size = size_of_group(group_name)
     if group_size == 1:
         raise CannotFuse("its group has one rank: nothing is exchanged")
     if kind == "all_to_all":
@@ -113,6 +114,14 @@ def hoist(nodes: Iterable[Node], start: Node) -> None:
     if not any(getattr(node.target, "_opname", None) in WAITS for node in late):
         for node in sorted(late):
             start.prepend(node)
+
+
+def size_of_group(group_name: str) -> int:
+    """Raises CannotFuse."""
+    try:
+        return group.find(group_name).size()
+    except ValueError:
+        raise CannotFuse("its group is not known when the graph is compiled") from None
 
 
 def rank_in(group_name: str) -> int:

@@ -14,10 +14,8 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.collectives import kind_of
-from fusedcomm.compile.effects import has_effects, is_builtin
+from fusedcomm.compile.effects import has_effects, has_messages, is_builtin
 from fusedcomm.compile.memory import Memory
-
-POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 
 
 def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memory: Memory) -> list[list[int]]:
@@ -31,7 +29,7 @@ def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memo
     last_write: dict[int, int] = {}
     reads: dict[int, list[int]] = {}
     last_effect = -1
-    ordered = any(kind_of(node) in POINT_TO_POINT for node in nodes)  # the peer's graph is another: no plan is common
+    ordered = has_messages(nodes)
     for i, node in enumerate(nodes):
         before[i] |= set(waits_for[i])
         for storage in memory.touches[i]:

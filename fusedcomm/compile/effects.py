@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.collectives import kind_of
+from fusedcomm.compile.collectives import POINT_TO_POINT, kind_of
 
 
 def is_builtin(node: Node) -> bool:
@@ -30,6 +31,11 @@ def has_effects(node: Node) -> bool:
             return False
         return node.is_impure()
     return not is_builtin(node)  # a higher-order op may draw random numbers inside
+
+
+def has_messages(nodes: Iterable[Node]) -> bool:
+    """From point to point: the peer's graph is another, so no plan is common to both, and none may be made."""
+    return any(kind_of(node) in POINT_TO_POINT for node in nodes)
 
 
 def writes_before_end(graph: Graph) -> bool:

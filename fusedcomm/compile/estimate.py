@@ -354,9 +354,10 @@ def _told(found: Cost, ms: float) -> Cost:
     if found.transfer is None:
         return Cost(ms)
     transfer = _at_most(found.transfer, ms)
-    if found.fused_ms is not None:
+    if found.compute_ms > 0:  # an op of ours
         return Cost(min(found.compute_ms, ms), transfer, ms)
-    return Cost(transfer=replace(transfer, wire_ms=ms - transfer.latency_ms))
+    transfer = replace(transfer, wire_ms=ms - transfer.latency_ms)
+    return Cost(transfer=transfer, fused_ms=None if found.fused_ms is None else ms)
 
 
 def _at_most(transfer: Transfer, ms: float) -> Transfer:

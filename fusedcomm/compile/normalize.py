@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from fusedcomm import group
 from fusedcomm.compile import collectives
 from fusedcomm.compile.chain import follow, value
 from fusedcomm.compile.collectives import functional
@@ -77,7 +76,7 @@ def _shard_dim_alltoalls(graph: Graph) -> list[Node]:
 def _of_shard_dim_alltoall(node: Node) -> Exchange:
     x, gather_dim, scatter_dim, group_name = args_of(node)
     before = Layout.of(value(x).shape)
-    group_size = group.find(group_name).size()
+    group_size = collectives.size_of_group(group_name)
     blocks, sources = before.leading(scatter_dim % len(before.dims), group_size), Factor(group_size)
     after = before.without(blocks).insert(gather_dim % len(before.dims), sources)
     return Exchange(x, blocks, sources, before, after, node, node, group_name)

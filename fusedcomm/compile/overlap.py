@@ -27,6 +27,7 @@ from fusedcomm.compile import bucket as buckets
 from fusedcomm.compile import normalize
 from fusedcomm.compile.chain import path_back, value
 from fusedcomm.compile.collectives import STARTS, functional
+from fusedcomm.compile.effects import has_messages
 from fusedcomm.compile.estimate import Estimator
 from fusedcomm.compile.fuse import OPS, Fused, Fuser
 from fusedcomm.compile.program import Program
@@ -214,7 +215,8 @@ def _hidden(timeline: Timeline) -> int:
 
 def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
     """Exchanges in place of gathers, if that is faster."""
-    if not normalize.find(plan.graph, gathers=False):
+    found = normalize.find(plan.graph, gathers=False)
+    if not found or plan.estimator.times.keys() & {each.node.name for each in found}:
         return plan
     graph = copy.deepcopy(plan.graph)
     if Fuser(graph).normalize(gathers=False):
@@ -227,6 +229,8 @@ def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
 
 def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan, list[Fused]]:
     """Ops of ours for those collectives for which it pays; the plan of the graph with them."""
+    if has_messages(plan.program.nodes):
+        return plan, []
     lines = {line.node: line for line in plan.timeline.collectives}
 
     def reject(start: Node) -> str | None:
