@@ -245,10 +245,9 @@ def seconds_per_node(groups: list[Peers], num_nodes: int, comm_ms: float | None,
     return statistics.median(seconds)
 
 
-@pytest.mark.parametrize("comm_ms", [None, 100.0])
-def test_time_is_linear(groups: list[Peers], comm_ms: float | None) -> None:
-    """Where compute hides the collectives, and where it cannot."""
-    assert seconds_per_node(groups, 8000, comm_ms, 1) < 2 * seconds_per_node(groups, 2000, comm_ms, 3)
+def test_time_is_linear(groups: list[Peers]) -> None:
+    """Where compute cannot hide the collectives; also where it can in the soak test."""
+    assert seconds_per_node(groups, 8000, 100.0, 1) < 2 * seconds_per_node(groups, 2000, 100.0, 2)
 
 
 @pytest.mark.soak
