@@ -19,7 +19,7 @@ help:
 	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
 	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
 	@echo "            make bench OP=compile: the start program under torch.compile; OP=compile_time: what the passes cost"
-	@echo "make figures  the speed figures of the README, into bench/results; 45 minutes of a machine that does nothing else"
+	@echo "make figures  the speed figures of the README, into bench/results; 55 minutes of a machine that does nothing else"
 	@echo "make soak   the tests that take minutes"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
 	@echo "make clean  remove .venv and everything built"
@@ -41,7 +41,7 @@ lint: setup
 bench: $(VENV)/.built
 	set -e; for op in $(OP); do echo "$$op"; $(BIN)/python -m bench.bench_$$op $(BENCH_ARGS); done
 
-# The speed figures that the README quotes, with nothing else running; about 45 minutes. All but the planner's with
+# The speed figures that the README quotes, with nothing else running; about 55 minutes. All but the planner's with
 # default numbers: what this user has tuned is left aside.
 RESULTS := bench/results/cpu-2-ranks
 figures: export FUSEDCOMM_CACHE_DIR := $(CURDIR)/$(VENV)/figures

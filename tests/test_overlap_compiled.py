@@ -94,11 +94,10 @@ def test_a_product_added_to_what_arrives_runs_meanwhile(ranks: Any) -> None:
 
 
 def check_fusing(rank: int) -> list[str]:
-    """By the numbers of the estimator the exchanges take longer than all matmuls."""
+    """The exchanges take longer than the matmuls beside them."""
     program, args = start_program()
     want = program(*args)
-    times = dict.fromkeys(("all_to_all_single", "all_to_all_single_default"), 5.0)
-    with fusedcomm.compile.enabled(overlap=True, estimator=Estimator("cpu", times=times)) as report:
+    with fusedcomm.compile.enabled(overlap=True) as report:
         got = torch.compile(program, fullgraph=True)(*args)
     torch.testing.assert_close(got, want)
     assert all(line.reason for line in report.collectives if line.status != "fused")

@@ -53,7 +53,7 @@ def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimato
         raise ValueError(f"fuse must name ops of {', '.join(OPS)}, got {', '.join(map(repr, fuse))}")
     if estimator is not None and not overlap:
         raise ValueError("estimator must come with overlap=True")
-    if overlap and not torch.distributed.is_initialized():
+    if overlap and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ValueError("overlap=True must come after init_process_group: the ranks agree on estimates")
     lowering.register()
     _install(FusedcommPass(Settings(fuse, agreed_ones(estimator) if overlap else ()), Report()))

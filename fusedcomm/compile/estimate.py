@@ -420,11 +420,7 @@ def agreed_ones(own: Estimator | None = None) -> tuple[Estimator, ...]:
 
 
 def _tuned(device_type: str) -> Constants | None:
-    if (
-        not dist.is_available()
-        or not dist.is_initialized()
-        or (device_type == "cuda" and not torch.cuda.is_available())
-    ):
+    if device_type == "cuda" and not torch.cuda.is_available():
         return None
     sizes = {len(ranks) for _, _, ranks in memberships()}
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")

@@ -87,10 +87,6 @@ class Memory:
     def track(self) -> Tracker:
         return Tracker(self)
 
-    def frees(self, i: int, uses: Sequence[int]) -> int:
-        """Bytes that node i frees if it runs now, with so many uses left of each storage."""
-        return sum(self.bytes[s] for s in self.touches[i] if uses[s] == 1)
-
     def made(self, i: int) -> int:
         return sum(self.bytes[s] for s in self.makes[i])
 

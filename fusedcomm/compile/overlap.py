@@ -18,6 +18,7 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -56,9 +57,13 @@ class OverlapReport:
 
     def line(self, start: str) -> Line | None:
         """Where the collective is that started at the node of this name, on the timeline after; None if it is fused."""
+        return self._lines.get(start)
+
+    @cached_property
+    def _lines(self) -> dict[str, Line]:
         lines = {line.node: line for line in self.after.collectives}
-        bucket = next((name for name, members in self.buckets.items() if start in members), start)
-        return lines.get(bucket)
+        merged = {start: lines[name] for name, starts in self.buckets.items() for start in starts}
+        return lines | merged
 
     def __str__(self) -> str:
         ops = Counter(each.op for each in self.fused)
@@ -214,7 +219,7 @@ def _hidden(timeline: Timeline) -> int:
 
 
 def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
-    """Exchanges in place of gathers, if that is faster."""
+    """`shard_dim_alltoall`, which torch runs at once, as a start and a wait, if that is faster."""
     found = normalize.find(plan.graph, gathers=False)
     if not found or plan.estimator.times.keys() & {each.node.name for each in found}:
         return plan
