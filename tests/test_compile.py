@@ -16,8 +16,9 @@ from torch.fx import Graph
 
 import fusedcomm.compile
 from fusedcomm.testing.ranks import RankPool
-from tests.fragments import FRAGMENTS, all_gather, world
+from tests.fragments import FRAGMENTS
 from tests.graphs import collectives_of, recorded_graphs, targets
+from tests.program_parts import all_gather, world
 from tests.test_compile_lowering import called, codes_of
 
 

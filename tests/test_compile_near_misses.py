@@ -11,8 +11,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import fusedcomm.compile
-from tests.fragments import DIM, HEADS, B, K, N, T, all_gather, heads_first, reduce_scatter, tokens_first, world
 from tests.graphs import recorded_graphs, targets
+from tests.program_parts import DIM, HEADS, B, K, N, T, all_gather, heads_first, reduce_scatter, tokens_first, world
 
 Program = Callable[..., Any]
 NEAR_MISSES: dict[str, tuple[Callable[[int], tuple[Program, list[tuple[int, ...]]]], str]] = {}

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import Report
-from tests.fragments import all_gather, reduce_scatter, world
+from tests.program_parts import all_gather, reduce_scatter, world
 
 KINDS = ["push", "exchange", "gather", "reduce_scatter", "all_reduce"]
 

@@ -6,6 +6,7 @@ import copy
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
+from fusedcomm import cost, tuned
 from fusedcomm.compile import bucket
-from fusedcomm.compile.estimate import Estimator
+from fusedcomm.compile.estimate import Estimator, agreed_ones
 from fusedcomm.compile.overlap import OverlapReport, schedule
 from fusedcomm.compile.program import Program
 from fusedcomm.compile.timeline import run, simulate
@@ -446,3 +448,14 @@ def test_a_graph_without_values_passes(tp: Peers) -> None:
     before = names(gm)
     schedule(gm, estimator=estimator())
     assert names(gm) == before
+
+
+def test_numbers_of_tune_are_those_of_the_largest_group_that_has_some(
+    groups: list[Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {size: replace(cost.DEFAULTS["cpu"], source=cost.TUNED, link_latency=1e-6 * size) for size in (2, 4)}
+    monkeypatch.setattr(tuned, "read", lambda device, size: measured.get(size) if device.type == "cpu" else None)
+    found = {each.device_type: each.constants for each in agreed_ones()}
+    assert found == {"cpu": measured[4], "cuda": cost.DEFAULTS["cuda"]}
+    own = Estimator("cpu", times={"mm": 1.0})
+    assert [each for each in agreed_ones(own) if each.device_type == "cpu"] == [own]

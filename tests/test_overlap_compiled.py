@@ -131,3 +131,37 @@ def test_an_estimator_alone_does_nothing() -> None:
 def test_overlap_needs_ranks_to_agree_with() -> None:
     with pytest.raises(ValueError, match="must come after init_process_group"):
         fusedcomm.compile.enable(overlap=True)
+
+
+def layers(x: Tensor, *shards: Tensor) -> Tensor:
+    for shard in shards:
+        w = _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, dist.get_world_size(), dist.group.WORLD.group_name))
+        x = (x @ w).relu()
+    return x
+
+
+def check_one_hit_and_one_miss(rank: int, tag: str) -> bool:
+    """Whether this rank found its second graph in Inductor's cache."""
+    import torch._functorch.config as functorch_config
+    from torch._dynamo.utils import counters
+
+    shards = integers(*[(32, 64)] * 3)
+    compiler: Any = torch.compiler.config
+    for rows, key in ((8, tag), (20000, tag if rank == 0 else f"{tag}, not on rank 1")):
+        torch._dynamo.reset()
+        counters.clear()
+        x = torch.ones(rows, 64)
+        torch._dynamo.mark_dynamic(x, 0)
+        with (
+            compiler.patch(cache_key_tag=key),
+            functorch_config.patch(enable_autograd_cache=False),
+            fusedcomm.compile.enabled(fuse=(), overlap=True),
+        ):
+            got = torch.compile(layers, fullgraph=True)(x, *shards)
+        torch.testing.assert_close(got, layers(x, *shards))
+    return bool(counters["inductor"]["fxgraph_cache_hit"])
+
+
+def test_a_rank_that_finds_its_graph_in_the_cache_and_one_that_does_not(ranks: Any, tmp_path: Any) -> None:
+    """Both have the same collectives, though one plans with 20000 rows what the other has planned with 8."""
+    assert ranks(2).run(check_one_hit_and_one_miss, str(tmp_path)) == [True, False]
