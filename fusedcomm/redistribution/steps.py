@@ -1,0 +1,181 @@
+"""What one collective can do to a sharding, over all the mesh dims that it takes at once, and what it sends.
+
+Per tensor dim, before and after have a common prefix of cuts, inside which everything happens. Let the tails be the
+cuts beyond it. Ranks of a group that differ only in mesh dims of tails of before hold, together, all that each of them
+needs after: pieces of their boxes, each held by exactly one (or, where it is to be reduced over some mesh dims, one for
+each index in those). So one exchange over that group does every change that reduces nothing, and needs no mesh dim more:
+
+    slice           no mesh dim: what is needed is here
+    all_gather      all ranks of the group need all that they hold together
+    all_to_all      any other: each rank sends each other what that needs of its box
+    all_reduce      the mesh dims that are reduced cut nothing after
+    reduce_scatter  they, and all others of the group, do: each element is reduced by one rank of the group
+
+A change whose ranks would reduce the same element several times within the group is no step: it takes two.
+
+A step is `regular` if the pieces that ranks send have one shape, and torch's collectives of equal parts do it. Else
+all_gather pads the boxes to the largest, and the others send each other parts of the size that they have;
+a reduce_scatter is then an all_to_all whose receivers reduce, in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from fusedcomm.redistribution.sharding import Box, Coordinate, Sharding, nested_chunk, numel
+
+SLICE, ALL_GATHER, ALL_TO_ALL = "slice", "all_gather", "all_to_all"
+ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Step:
+    """From ``before`` to ``after`` by at most one collective, over the flattened group of ``mesh_dims``, ascending."""
+
+    kind: str
+    before: Sharding
+    after: Sharding
+    mesh_dims: tuple[int, ...]
+    reduce_op: str | None = None  # "sum" for avg too
+    divisor: int = 1  # of the reduced values: the size of what is averaged
+
+    @cached_property
+    def group_shape(self) -> tuple[int, ...]:
+        return tuple(self.before.mesh_shape[i] for i in self.mesh_dims)
+
+    @cached_property
+    def group_size(self) -> int:
+        return math.prod(self.group_shape)
+
+    @cached_property
+    def reduced(self) -> tuple[int, ...]:
+        """Mesh dims that are partial before and not after."""
+        pairs = zip(self.before.partial, self.after.partial, strict=True)
+        return tuple(i for i, (op, after) in enumerate(pairs) if op is not None and after is None)
+
+    @cached_property
+    def is_regular(self) -> bool:
+        """Whether all pieces have one shape."""
+        if self.kind == ALL_REDUCE:
+            return True
+        if self.kind == REDUCE_SCATTER and self.mesh_dims != self.reduced:
+            return False
+        return self.before.is_even and self.after.is_even and all(not a or not b for a, b in tails(self))
+
+    @cached_property
+    def sends_as(self) -> str:
+        """The collective that is called."""
+        return ALL_TO_ALL if self.kind == REDUCE_SCATTER and not self.is_regular else self.kind
+
+    def members(self, coordinate: Coordinate) -> list[Coordinate]:
+        """The coordinates of the group of that rank, in row-major order."""
+        return [self._with(coordinate, index) for index in np.ndindex(*self.group_shape)]
+
+    def _with(self, coordinate: Coordinate, index: tuple[int, ...]) -> Coordinate:
+        changed = dict(zip(self.mesh_dims, index, strict=True))
+        return tuple(changed.get(i, c) for i, c in enumerate(coordinate))
+
+    def given(self, coordinate: Coordinate) -> Box:
+        """The part of this rank's box that any rank of its group needs, where all need the same (gather, reduce)."""
+        inside = [
+            before + tuple(i for i in tail if i not in self.mesh_dims)
+            for before, (_, tail) in zip(self.before.cuts, tails(self), strict=True)
+        ]
+        return Sharding(self.before.shape, self.before.mesh_shape, tuple(inside), self.before.partial).box(coordinate)
+
+    @cached_property
+    def traffic(self) -> tuple[float, float]:
+        """Elements that a rank sends: on average, and the busiest, where sending or receiving is more.
+
+        Of the group whose other coordinates are 0: none has larger boxes. all_gather and reduce_scatter as rings or
+        exchanges, (R - 1) of R parts each; all_reduce twice that.
+        """
+        if self.kind == SLICE:
+            return 0.0, 0.0
+        zeros = (0,) * len(self.before.mesh_shape)
+        others = self.group_size - 1
+        if self.kind == ALL_GATHER:
+            sent = float(others * numel(self.given(zeros)))  # the largest: boxes are padded to it
+            return sent, sent
+        if self.kind == ALL_REDUCE:
+            sent = 2 * others / self.group_size * numel(self.given(zeros))
+            return sent, sent
+        if self.is_regular:
+            pieces = math.prod(self.before.mesh_shape[i] for _, tail in tails(self) for i in tail)
+            sent = float(others * (numel(self.before.box(zeros)) // pieces))
+            return sent, sent
+        return self._exchanged(np.array(self.members(zeros)))
+
+    def _exchanged(self, members: np.ndarray) -> tuple[float, float]:  # [group_size, mesh dims]
+        held, needed = _boxes(self.before, members), _boxes(self.after, members)
+        shared = np.ones((len(members), len(members)))
+        for (start, stop), (other_start, other_stop) in zip(held, needed, strict=True):
+            first = np.maximum(start[:, None], other_start[None, :])
+            shared *= np.maximum(np.minimum(stop[:, None], other_stop[None, :]) - first, 0)
+        np.fill_diagonal(shared, 0)
+        sent, received = shared.sum(1), shared.sum(0)
+        return float(sent.mean()), float(max(sent.max(), received.max()))
+
+
+@lru_cache(maxsize=65536)
+def step(before: Sharding, after: Sharding) -> Step | None:
+    """The step between two shardings of one tensor on one mesh, or None where one collective does not do it."""
+    reduced = []
+    for i, (op, op_after) in enumerate(zip(before.partial, after.partial, strict=True)):
+        if op != op_after:
+            if op is None or op_after is not None:
+                return None  # nothing becomes partial here, nor is reduced in another way
+            reduced.append(i)
+    both = [_tails(a, b) for a, b in zip(before.cuts, after.cuts, strict=True)]
+    mesh_dims = tuple(sorted({*reduced, *(i for tail, _ in both for i in tail)}))
+    if not mesh_dims:
+        return Step(SLICE, before, after, ())
+    cut_after = [after.tensor_dims[i] is not None for i in mesh_dims]
+    if not reduced:
+        gathers = not any(cut_after) and all(not a or not b for a, b in both)
+        return Step(ALL_GATHER if gathers else ALL_TO_ALL, before, after, mesh_dims)
+    merged = merged_op([str(before.partial[i]) for i in reduced])
+    if merged is None:
+        return None
+    divisor = math.prod(before.mesh_shape[i] for i in reduced if before.partial[i] == "avg")
+    if list(mesh_dims) == reduced and not any(cut_after):
+        return Step(ALL_REDUCE, before, after, mesh_dims, merged, divisor)
+    if all(cut_after):
+        return Step(REDUCE_SCATTER, before, after, mesh_dims, merged, divisor)
+    return None
+
+
+def merged_op(ops: list[str]) -> str | None:
+    """The one reduction that does all of them at once, or None: sum and avg are sums, divided afterwards."""
+    names = {"sum" if op == "avg" else op for op in ops}
+    return names.pop() if len(names) == 1 else None
+
+
+def tails(of: Step) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Per tensor dim: the cuts of before and of after beyond their common prefix."""
+    return [_tails(a, b) for a, b in zip(of.before.cuts, of.after.cuts, strict=True)]
+
+
+def _tails(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    common = 0
+    for a, b in zip(before, after, strict=False):
+        if a != b:
+            break
+        common += 1
+    return before[common:], after[common:]
+
+
+def _boxes(sharding: Sharding, members: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Per tensor dim: where the members' boxes start and stop."""
+    found = []
+    for size, dims in zip(sharding.shape, sharding.cuts, strict=True):
+        ranges = {}
+        for key in {tuple(row) for row in members[:, list(dims)].tolist()}:
+            ranges[key] = nested_chunk(size, [(sharding.mesh_shape[i], c) for i, c in zip(dims, key, strict=True)])
+        both = np.array([ranges[tuple(row)] for row in members[:, list(dims)].tolist()])
+        found.append((both[:, 0], both[:, 1]))
+    return found
