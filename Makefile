@@ -57,7 +57,7 @@ figures: setup
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
 	$(BIN)/python -m bench.bench_planner --quick --json $(RESULTS)-planner.json
 
-soak: setup
+soak: setup $(VENV)/.old_triton
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 clean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,8 +34,8 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         return pool
 
     yield get
-    for pool in pools.values():
-        pool.close()
+    with ThreadPoolExecutor() as executor:  # a rank takes seconds to leave, where Inductor was used
+        list(executor.map(RankPool.close, pools.values()))
 
 
 @pytest.fixture

@@ -13,11 +13,19 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import registry
-from tests.problems import Problem, expected, integers
+from tests.problems import OPS, Problem, expected, integers
 from tests.spies import Dispatched, pushed
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALGORITHMS = ["unfused", "chunked", "fused"]
+
+# Of the kernels one op for each kind: push and unpack, pack and gather, reduce. Those of the others are soak tests.
+_SHARE_KERNELS = ("all_to_all_matmul", "matmul_all_reduce")
+WITH_FEW_FUSED = [
+    pytest.param(op, algorithm, marks=pytest.mark.soak if algorithm == "fused" and op in _SHARE_KERNELS else ())
+    for op in OPS
+    for algorithm in ("chunked", "fused")
+]
 
 
 @contextmanager

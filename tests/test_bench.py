@@ -209,7 +209,7 @@ def only_passes(gm: GraphModule, inputs: Any, **options: Any) -> None:
         post_grad_passes(gm, False)
 
 
-@pytest.mark.parametrize("tokens_dim", [0, 1])
+@pytest.mark.parametrize("tokens_dim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_the_bench_of_compile_time_writes_what_it_prints(
     tokens_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

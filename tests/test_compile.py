@@ -147,7 +147,7 @@ def check_start_program(rank: int, num_pairs: int) -> None:
     assert not any("wait_tensor" in code or "all_gather" in code for code in codes)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_start_program(ranks: Any, world_size: int) -> None:
     ranks(world_size).run(check_start_program, 3)
 

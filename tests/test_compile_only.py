@@ -1,8 +1,8 @@
 """The Triton kernels compiled without a GPU: instructions, order, registers, shared memory.
 
-Two subprocesses (this one may be in the interpreter): under the installed Triton, and under Triton
-3.6 where ``<sys.prefix>/triton-3.6`` has it (``make test`` puts it there). `pytest -s` prints the
-table.
+In subprocesses (this one may be in the interpreter), one for each architecture: under the installed Triton, and
+under Triton 3.6 where ``<sys.prefix>/triton-3.6`` has it (``make test`` puts it there). Every architecture and both
+versions; the other three of their combinations are soak tests. `pytest -s` prints the table.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("triton")
 
-from fusedcomm.testing import ptx_order
+from fusedcomm.testing import compile_only, ptx_order
 
-pytestmark = pytest.mark.timeout(900)  # the first test of each version waits for two minutes' compiling
+pytestmark = pytest.mark.timeout(900)  # the first test of each target waits for a minute's compiling
 
 SHARED_BYTES = {
     80: 99 << 10,
@@ -30,166 +31,193 @@ SHARED_BYTES = {
 REGISTERS = 64 << 10  # of a multiprocessor
 TRITON_36 = Path(sys.prefix) / "triton-3.6"
 
-Compiled = dict[tuple[str, int], dict[str, Any]]
+Compiled = dict[str, dict[str, Any]]  # by name
+
+
+class Target(NamedTuple):
+    triton: str  # "installed" or "3.6"
+    arch: int
+
+    def __str__(self) -> str:
+        return f"{self.triton}-sm_{self.arch}"
+
+
+TARGETS = [Target("installed", 80), Target("installed", 100), Target("3.6", 90)]
+SOAKED = [Target("installed", 90), Target("3.6", 80), Target("3.6", 100)]
+COMPILE = """
+import sys
+from pathlib import Path
+from fusedcomm.testing import compile_only
+
+compile_only.ARCHITECTURES = (int(sys.argv[2]),)
+compile_only.main(Path(sys.argv[1]))
+"""
+
+
+def is_there(target: Target) -> bool:
+    return target.triton == "installed" or TRITON_36.is_dir()
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: tmp_path_factory.mktemp(f"triton-{name}") for name in ("installed", "3.6")}
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Target, Path]:
+    return {target: tmp_path_factory.mktemp(f"triton-{target}") for target in TARGETS + SOAKED}
 
 
 @pytest.fixture(scope="module")
-def processes(folders: dict[str, Path]) -> Any:
-    """Both at once: each is one core's work."""
-    started = {"installed": _start(folders["installed"], None)}
-    if TRITON_36.is_dir():
-        started["3.6"] = _start(folders["3.6"], TRITON_36)
+def processes(
+    request: pytest.FixtureRequest, folders: dict[Target, Path]
+) -> Iterator[dict[Target, subprocess.Popen[str]]]:
+    """All that the selected tests ask for, at once: each is one core's work."""
+    callspecs = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    asked = {each.params["target"] for each in callspecs if "target" in each.params}
+    started = {target: _start(folders[target], target) for target in TARGETS + SOAKED if target in asked}
     yield started
     for process in started.values():
         process.kill()
         process.wait()
 
 
-@pytest.fixture(scope="module", params=["installed", "3.6"])
-def version(request: pytest.FixtureRequest, processes: dict[str, Any]) -> str:
-    if request.param not in processes:
+@pytest.fixture(
+    scope="module",
+    params=[*TARGETS, *(pytest.param(target, marks=pytest.mark.soak) for target in SOAKED)],
+    ids=str,
+)
+def target(request: pytest.FixtureRequest) -> Target:
+    if not is_there(request.param):
         pytest.skip(f"{TRITON_36} does not exist: make test installs Triton 3.6 there")
     return request.param
 
 
 @pytest.fixture(scope="module")
-def compiled(version: str, processes: dict[str, Any]) -> Compiled:
-    out, err = processes[version].communicate(timeout=850)
-    assert processes[version].returncode == 0, err
+def arch(target: Target) -> int:
+    return target.arch
+
+
+@pytest.fixture(scope="module")
+def compiled(target: Target, processes: dict[Target, subprocess.Popen[str]]) -> Compiled:
+    out, err = processes[target].communicate(timeout=850)
+    assert processes[target].returncode == 0, err
     kernels = [json.loads(line) for line in out.splitlines()]
-    if version == "3.6":
+    if target.triton == "3.6":
         assert all(kernel["triton"].startswith("3.6.") for kernel in kernels)
-    return {(kernel["name"], kernel["arch"]): kernel for kernel in kernels}
+    assert {kernel["arch"] for kernel in kernels} == {target.arch}
+    return {kernel["name"]: kernel for kernel in kernels}
 
 
-def _start(folder: Path, first_on_path: Path | None) -> subprocess.Popen[str]:
+def _start(folder: Path, target: Target) -> subprocess.Popen[str]:
     env = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
     env.pop("TRITON_INTERPRET", None)
-    if first_on_path is not None:
-        env["PYTHONPATH"] = os.pathsep.join([str(first_on_path), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "fusedcomm.testing.compile_only", str(folder)]
+    if target.triton == "3.6":
+        env["PYTHONPATH"] = os.pathsep.join([str(TRITON_36), env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", COMPILE, str(folder), str(target.arch)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
-def counts_of(compiled: Compiled, arch: int, kernel_name: str) -> dict[str, dict[str, int]]:
+def counts_of(compiled: Compiled, kernel_name: str) -> dict[str, dict[str, int]]:
     """Instruction counts of the half-precision matmuls."""
     return {
         name: kernel["counts"]
-        for (name, a), kernel in compiled.items()
-        if a == arch and kernel["kernel"] == kernel_name and "fp32" not in name
+        for name, kernel in compiled.items()
+        if kernel["kernel"] == kernel_name and "fp32" not in name
     }
 
 
-def pushes(compiled: Compiled, arch: int) -> dict[str, dict[str, int]]:
-    return counts_of(compiled, arch, "push_matmul_kernel")
+def pushes(compiled: Compiled) -> dict[str, dict[str, int]]:
+    return counts_of(compiled, "push_matmul_kernel")
 
 
-def gathers(compiled: Compiled, arch: int) -> dict[str, dict[str, int]]:
-    return counts_of(compiled, arch, "gather_matmul_kernel")
+def gathers(compiled: Compiled) -> dict[str, dict[str, int]]:
+    return counts_of(compiled, "gather_matmul_kernel")
 
 
-def test_prints_what_each_kernel_needs(compiled: Compiled) -> None:
-    for (name, arch), kernel in compiled.items():
+def test_prints_what_each_kernel_needs(compiled: Compiled, arch: int) -> None:
+    for name, kernel in compiled.items():
         print(
             f"triton {kernel['triton']} sm_{arch:<3} {name:22} warps {kernel['num_warps']}"
             f" registers {kernel['registers']:3} shared {kernel['shared']:6}"
             f" {' '.join(f'{key}={count}' for key, count in kernel['counts'].items() if count)}"
         )
-    assert {arch for _, arch in compiled} == set(SHARED_BYTES)
 
 
-def test_every_matmul_is_on_the_tensor_cores(compiled: Compiled) -> None:
-    for arch, instruction in ((80, "mma_sync"), (90, "wgmma"), (100, "tcgen05")):
-        for found in (pushes(compiled, arch), gathers(compiled, arch)):
-            assert len(found) >= 8
-            assert all(counts[instruction] > 0 for counts in found.values()), found
+@pytest.mark.parametrize("triton", ["installed", "3.6"])
+def test_every_architecture_is_compiled_for(triton: str) -> None:
+    architectures = {each.arch for each in TARGETS + SOAKED if each.triton == triton}
+    assert {each.arch for each in TARGETS} == architectures == set(compile_only.ARCHITECTURES) == set(SHARED_BYTES)
 
 
-def test_loads_are_tma_where_a_tile_is_a_box(compiled: Compiled) -> None:
+def test_every_matmul_is_on_the_tensor_cores(compiled: Compiled, arch: int) -> None:
+    instruction = {80: "mma_sync", 90: "wgmma", 100: "tcgen05"}[arch]
+    for found in (pushes(compiled), gathers(compiled)):
+        assert len(found) >= 8
+        assert all(counts[instruction] > 0 for counts in found.values()), found
+
+
+def test_loads_are_tma_where_a_tile_is_a_box(compiled: Compiled, arch: int) -> None:
     """Ragged strides, a ragged K of batches and short runs: loaded by pointer, still pipelined."""
     by_pointer = {"push pointers", "push batched ragged", "push rows scattered"}
-    for arch in (90, 100):
-        for name, counts in pushes(compiled, arch).items():
-            # both operands, in the prologue for num_stages - 1 tiles and in the loop
-            assert counts["tma_loads"] >= 6 if name not in by_pointer else counts["cp_async"] > 0, name
-            assert (counts["tma_loads"] == 0) == (name in by_pointer), name
-    for name, counts in pushes(compiled, 80).items():
-        assert counts["tma_loads"] == 0 and counts["cp_async"] > 0, name
+    for name, counts in pushes(compiled).items():
+        by_tma = arch >= 90 and name not in by_pointer
+        # both operands, in the prologue for num_stages - 1 tiles and in the loop
+        assert counts["tma_loads"] >= 6 if by_tma else counts["cp_async"] > 0, name
+        assert (counts["tma_loads"] > 0) == by_tma, name
 
 
-def test_gathers_load_chunks_ahead_by_pointer(compiled: Compiled) -> None:
+def test_gathers_load_chunks_ahead_by_pointer(compiled: Compiled, arch: int) -> None:
     """cp.async is of the generic proxy, as the peers' stores are; w comes by TMA where blocks of K are whole.
 
     Where neither has rows that begin on 16 bytes, single elements are loaded, and not ahead.
     """
-    for arch in SHARED_BYTES:
-        for name, counts in gathers(compiled, arch).items():
-            assert (counts["cp_async"] >= 12) == (name != "gather ragged"), (name, arch)
-            by_tma = arch >= 90 and name not in ("gather ragged", "gather K short runs")
-            assert (counts["tma_loads"] >= 3) == by_tma, (name, arch)
+    for name, counts in gathers(compiled).items():
+        assert (counts["cp_async"] >= 12) == (name != "gather ragged"), name
+        by_tma = arch >= 90 and name not in ("gather ragged", "gather K short runs")
+        assert (counts["tma_loads"] >= 3) == by_tma, name
 
 
 def test_results_leave_in_whole_vectors(compiled: Compiled) -> None:
     at_least = {"push_matmul_kernel": 4, "unpack_kernel": 4, "pack_kernel": 4, "finish_kernel": 4}
     at_least |= {"gather_matmul_kernel": 8, "reduce_kernel": 2}  # of those, one half poisons
-    for key, kernel in compiled.items():
-        if kernel["kernel"] in at_least and key[0] not in ("gather ragged", "wait"):
-            assert kernel["counts"]["vector_stores"] >= at_least[kernel["kernel"]], key
-        assert kernel["counts"]["tma_stores"] == 0, key  # signal() would have to wait for them
-    for arch in SHARED_BYTES:
-        for name in ("unpack", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
-            assert compiled[name, arch]["counts"]["vector_loads"] >= 4, (name, arch)
+    for name, kernel in compiled.items():
+        if kernel["kernel"] in at_least and name not in ("gather ragged", "wait"):
+            assert kernel["counts"]["vector_stores"] >= at_least[kernel["kernel"]], name
+        assert kernel["counts"]["tma_stores"] == 0, name  # signal() would have to wait for them
+    for name in ("unpack", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
+        assert compiled[name]["counts"]["vector_loads"] >= 4, name
 
 
 def test_waits_sleep_between_polls(compiled: Compiled) -> None:
-    for key, kernel in compiled.items():
+    for name, kernel in compiled.items():
         sends = kernel["kernel"] in ("push_matmul_kernel", "pack_kernel", "signal_kernel")
-        assert (kernel["counts"]["sleeps"] > 0) == (not sends), key
+        assert (kernel["counts"]["sleeps"] > 0) == (not sends), name
 
 
-def test_no_spills_and_within_the_budget(compiled: Compiled) -> None:
-    for key, kernel in compiled.items():
-        assert kernel["counts"]["local"] == 0 and kernel["spills_in_loops"] == 0, key
+def test_no_spills_and_within_the_budget(compiled: Compiled, arch: int) -> None:
+    for name, kernel in compiled.items():
+        assert kernel["counts"]["local"] == 0 and kernel["spills_in_loops"] == 0, name
         # Triton 3.6 on sm_80 needs all 255 registers; between its loops it may put two words aside
-        assert kernel["stack"] <= (8 if kernel["kernel"] == "gather_matmul_kernel" else 0), key
-        assert kernel["shared"] <= SHARED_BYTES[key[1]], (key, kernel["shared"])
-        assert kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, key
+        assert kernel["stack"] <= (8 if kernel["kernel"] == "gather_matmul_kernel" else 0), name
+        assert kernel["shared"] <= SHARED_BYTES[arch], (name, kernel["shared"])
+        assert kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, name
 
 
 def test_no_flag_overtakes_data(compiled: Compiled) -> None:
-    assert {key: kernel["order"] for key, kernel in compiled.items() if kernel["order"]} == {}
+    assert {name: kernel["order"] for name, kernel in compiled.items() if kernel["order"]} == {}
 
 
-def test_a_push_ends_in_count_and_signal(compiled: Compiled, version: str, folders: dict) -> None:
-    """After the last store of data come a counter and a flag: nothing is left unreported."""
-    for arch in SHARED_BYTES:
-        ptx = (folders[version] / f"push.{arch}.ptx").read_text()
-        last_store = ptx.rindex("st.global.v4")
-        counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)
-        assert ptx.index("bar.sync", last_store) < counter
-        assert ptx.index("atom.global.sys.release.exch", counter)
+@pytest.mark.parametrize("name", ["push", "pack"])
+def test_data_end_in_count_and_signal(compiled: Compiled, target: Target, folders: dict, name: str) -> None:
+    """After the last store of data come a counter and a flag: nothing is left unreported, of a push or a chunk."""
+    ptx = (folders[target] / f"{name}.{target.arch}.ptx").read_text()
+    last_store = ptx.rindex("st.global.v4")
+    counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)
+    assert ptx.index("bar.sync", last_store) < counter
+    assert ptx.index("atom.global.sys.release.exch", counter)
 
 
-def test_a_pack_counts_and_signals_each_chunk(compiled: Compiled, version: str, folders: dict) -> None:
-    for arch in SHARED_BYTES:
-        ptx = (folders[version] / f"pack.{arch}.ptx").read_text()
-        last_store = ptx.rindex("st.global.v4")
-        counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)
-        assert ptx.index("bar.sync", last_store) < counter
-        assert ptx.index("atom.global.sys.release.exch", counter)
-
-
-def test_only_the_last_kernel_of_a_round_counts_arrivals(compiled: Compiled, version: str, folders: dict) -> None:
-    for arch in SHARED_BYTES:
-        first, last = ((folders[version] / f"{name}.{arch}.ptx") for name in ("gather_first_of_two", "gather"))
-        assert "atom.global.gpu.acq_rel.add" not in first.read_text()
-        assert "atom.global.gpu.acq_rel.add" in last.read_text()
+def test_only_the_last_kernel_of_a_round_counts_arrivals(compiled: Compiled, target: Target, folders: dict) -> None:
+    first, last = ((folders[target] / f"{name}.{target.arch}.ptx") for name in ("gather_first_of_two", "gather"))
+    assert "atom.global.gpu.acq_rel.add" not in first.read_text()
+    assert "atom.global.gpu.acq_rel.add" in last.read_text()
 
 
 PUSH = """

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
+import numpy
 import pytest
 import torch
 from matplotlib.image import imread
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.cli import demo, main
+from fusedcomm.cli import demo, launch, main
 from fusedcomm.cli.problem import DTENSOR, OURS, ROOF, UNFUSED
 from fusedcomm.testing import RankPool
 
@@ -61,8 +62,8 @@ def test_demo_prints_a_plain_table_and_writes_json(tmp_path: Path) -> None:
     for text in (DTENSOR, UNFUSED, OURS, ROOF, "values equal on all ranks", "plan of fusedcomm"):
         assert text in result.stdout
 
-    pixels = torch.from_numpy(imread(plot).copy()).flatten(0, 1)
-    assert len(pixels.unique(dim=0)) > 3
+    pixels = (imread(plot) * 255).round().astype("uint8").view("uint32")  # RGBA
+    assert len(numpy.unique(pixels)) > 3
 
     report = json.loads(file.read_text())
     jsonschema.validate(report, json.loads((Path(__file__).parent / "schemas" / "demo.json").read_text()))
@@ -104,18 +105,27 @@ def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
     assert not result.stdout
 
 
-def test_more_ranks_than_gpus_are_refused_before_any_starts() -> None:
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that starts ranks fails."""
+    monkeypatch.setattr(launch, "ranks", lambda *args: pytest.fail("ranks were started"))
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_more_ranks_than_gpus_are_refused_before_any_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for args, ranks in (((), 1), (("--world-size", "2"), 2)):
-        result = run_demo("--device", "cuda", *args, CUDA_VISIBLE_DEVICES="")
-        assert result.returncode == 2
+        assert main(["demo", "--device", "cuda", *args]) == 2
         expected = f"fusedcomm demo: --device cuda: each rank needs a GPU of its own, got {ranks} ranks and 0 GPUs\n"
-        assert result.stderr == expected
-        assert not result.stdout
+        assert capsys.readouterr() == ("", expected)
 
 
-def test_a_json_file_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_ranks")
+def test_a_json_file_that_cannot_be_written_is_refused_before_any_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for file, reason in ((tmp_path / "none" / "x.json", "No such file or directory"), (tmp_path, "Is a directory")):
-        result = run_demo("--json", str(file))
-        assert result.returncode == 2
-        assert result.stderr == f"fusedcomm demo: --json {file}: {reason}\n"
-        assert not result.stdout
+        assert main(["demo", "--device", "cpu", "--json", str(file)]) == 2
+        assert capsys.readouterr() == ("", f"fusedcomm demo: --json {file}: {reason}\n")

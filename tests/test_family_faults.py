@@ -12,7 +12,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.workspace import NUM_SLOTS, HeaderLayout
 from tests.family import NAMED
-from tests.groups import call, check, fresh_group, member_of
+from tests.groups import WITH_FEW_FUSED, call, check, fresh_group, member_of
 from tests.problems import OPS, Problem, flat, integers, unflat
 
 ALGORITHMS = ["chunked", "fused"]
@@ -45,8 +45,7 @@ def check_absent(rank: int, problem: Problem, algorithm: str) -> None:
             check(group, problem, call(group, problem, seed), seed)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
 def test_a_peer_that_never_calls(ranks: Any, op: str, algorithm: str) -> None:
     ranks(2).run(check_absent, ONE_EACH[op], algorithm)
 

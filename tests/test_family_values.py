@@ -12,7 +12,16 @@ from torch import Tensor
 
 import fusedcomm
 from tests.family import FAMILY, NAMED, TABLES, as_list
-from tests.groups import ALGORITHMS, DTYPES, call, check, check_values, empty_is_nan, non_contiguous
+from tests.groups import (
+    ALGORITHMS,
+    DTYPES,
+    WITH_FEW_FUSED,
+    call,
+    check,
+    check_values,
+    empty_is_nan,
+    non_contiguous,
+)
 from tests.problems import GATHERS, OPS, Problem, expected, expected_by_product, flat, integers, unflat, whole_group
 from tests.spies import Dispatched
 
@@ -51,12 +60,11 @@ def check_late(rank: int, problem: Problem, algorithm: str) -> None:
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
         for seed in range(3):
             if rank == seed:
-                time.sleep(0.2)
+                time.sleep(0.1)
             check(world, problem, call(world, problem, seed), seed)
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
 def test_a_late_rank_is_waited_for(ranks: Any, op: str, algorithm: str) -> None:
     ranks(3).run(check_late, TABLES[op][1], algorithm)
 
@@ -132,9 +140,18 @@ def check_rounding(rank: int, problem: Problem, dtype: torch.dtype, algorithm: s
     return outs[0]
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("problem", ROUNDING, ids=str)
+def rounding() -> list[Any]:
+    """The kernels convert both half precisions alike: with float16 they are soak tests."""
+    slow = [(torch.float16, "fused")]
+    return [
+        pytest.param(problem, dtype, algorithm, marks=pytest.mark.soak if (dtype, algorithm) in slow else ())
+        for problem in ROUNDING
+        for dtype in DTYPES
+        for algorithm in ("chunked", "fused")
+    ]
+
+
+@pytest.mark.parametrize(("problem", "dtype", "algorithm"), rounding(), ids=str)
 def test_rounding(ranks: Any, problem: Problem, dtype: torch.dtype, algorithm: str) -> None:
     outs = ranks(2).run(check_rounding, problem, dtype, algorithm)
     if problem.op == "matmul_all_reduce":

@@ -131,7 +131,7 @@ def test_a_forked_child_is_no_rank(ranks: Any) -> None:
 def check_absent(rank: int, algorithm: str, absent: int, warm: bool) -> None:
     """A rank that never calls: the others say so in time, name it, and are right again after a reset."""
     problem = BY_NAME["heads"]
-    with fresh_group(TIMEOUT_S="2") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
         if warm:
             check(group, problem, call(group, problem))
         else:
@@ -193,11 +193,11 @@ def test_a_peer_in_another_call(ranks: Any, algorithm: str, warm: bool, other: P
 def check_late(rank: int) -> None:
     """Two ranks give up on a third that comes late: it must not return a result either."""
     problem = BY_NAME["heads"]
-    with fresh_group(TIMEOUT_S="2") as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, problem, call(group, problem))
         dist.barrier(group)
         if rank == 2:
-            time.sleep(3)
+            time.sleep(2)
         with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
             call(group, problem)
         if rank == 2:
@@ -220,14 +220,14 @@ def check_failure_in_a_later_round(rank: int, algorithm: str) -> None:
     received, unpack = workspace.Round.received, launch.unpack
 
     def late_received(self: workspace.Round, src_rank: int) -> torch.Tensor:
-        time.sleep(4)
+        time.sleep(2)
         return received(self, src_rank)
 
     def late_unpack(*args: Any) -> None:
-        time.sleep(4)
+        time.sleep(2)
         unpack(*args)
 
-    with fresh_group(TIMEOUT_S="2") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
         check(group, problem, call(group, problem, 0))
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
@@ -275,7 +275,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
 def check_failed_reset(rank: int) -> None:
     """A reset that a rank misses ends in time and can be repeated."""
     problem = BY_NAME["heads"]
-    with fresh_group(TIMEOUT_S="2") as group:
+    with fresh_group(TIMEOUT_S="1") as group:
         check(group, problem, call(group, problem))
         dist.barrier(group)
         if rank == 0:

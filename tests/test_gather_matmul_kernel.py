@@ -29,6 +29,7 @@ from tests.virtual_ranks import (
     flag,
     guarded,
     record,
+    sizes_and_names,
     virtual_ranks,
 )
 
@@ -162,8 +163,10 @@ def cases(r: int) -> dict[str, Case]:
     }
 
 
-@pytest.mark.parametrize("name", cases(1))
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+ON_FOUR_RANKS = ["rows", "rows, K scattered", "interleaved rows", "batched, batches", "last K dim", "heads", "no rows"]
+
+
+@pytest.mark.parametrize(("group_size", "name"), sizes_and_names(cases(1), ON_FOUR_RANKS))
 def test_every_span_shape(group_size: int, name: str) -> None:
     run(cases(group_size)[name], group_size)
 
@@ -185,14 +188,24 @@ def test_rounds_cut_a_call(name: str) -> None:
     run(dataclasses.replace(case, max_chunk_numel=part), 2, by_product=True)
 
 
-@pytest.mark.parametrize("name", ["tokens, 5-D", "heads"])
-@pytest.mark.parametrize("group_size", [2, 3])
+@pytest.mark.parametrize(("group_size", "name"), [(2, "heads"), (3, "tokens, 5-D")])
 def test_calls_back_to_back_with_fresh_data(group_size: int, name: str) -> None:
     run(cases(group_size)[name], group_size, calls=7)
 
 
-@pytest.mark.parametrize("by_product", [False, True])
-@pytest.mark.parametrize("name", ["interleaved rows", "last K dim", "batched, rows", "no rows"])
+@pytest.mark.parametrize(
+    ("name", "by_product"),
+    [
+        ("interleaved rows", False),
+        ("interleaved rows", True),
+        ("last K dim", False),
+        ("last K dim", True),
+        pytest.param("batched, rows", False, marks=pytest.mark.soak),
+        ("batched, rows", True),
+        ("no rows", False),
+        ("no rows", True),
+    ],
+)
 def test_weights_share_one_gather(name: str, by_product: bool) -> None:
     """Only the last kernel of a round ends it, be that a matmul or the copy of what was gathered."""
     run(dataclasses.replace(cases(3)[name], ns=(50, 11, 0)), 3, calls=2, by_product=by_product)

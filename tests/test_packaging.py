@@ -24,7 +24,7 @@ def python(code: str, *flags: str, **env: str) -> str:
 def test_import_costs_little_on_top_of_torch() -> None:
     clock = "time.perf_counter()"
     code = f"import time, torch; t = {clock}; import fusedcomm; print({clock} - t)"
-    assert min(float(python(code)) for _ in range(3)) < 0.3
+    assert any(float(python(code)) < 0.3 for _ in range(3))
 
 
 def test_import_leaves_triton_dtensor_and_nvml_alone() -> None:

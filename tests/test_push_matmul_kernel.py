@@ -31,6 +31,7 @@ from tests.virtual_ranks import (
     flag,
     guarded,
     record,
+    sizes_and_names,
     virtual_ranks,
 )
 
@@ -126,8 +127,10 @@ def cases(r: int) -> dict[str, Case]:
     }
 
 
-@pytest.mark.parametrize("name", cases(1))
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+ON_FOUR_RANKS = ["rows", "columns", "heads", "packed qkv", "interleaved rows", "batched, batches", "no rows"]
+
+
+@pytest.mark.parametrize(("group_size", "name"), sizes_and_names(cases(1), ON_FOUR_RANKS))
 def test_every_span_shape(group_size: int, name: str) -> None:
     run(cases(group_size)[name], group_size)
 

@@ -23,6 +23,7 @@ from tests.virtual_ranks import (
     flag,
     guarded,
     record,
+    sizes_and_names,
     virtual_ranks,
 )
 
@@ -118,8 +119,10 @@ def cases(r: int) -> dict[str, Case]:
     }
 
 
-@pytest.mark.parametrize("name", cases(1))
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+ON_FOUR_RANKS = ["rows", "columns", "interleaved rows", "batched, batches", "average, bias", "no rows"]
+
+
+@pytest.mark.parametrize(("group_size", "name"), sizes_and_names(cases(1), ON_FOUR_RANKS))
 def test_every_shape(group_size: int, name: str) -> None:
     run(cases(group_size)[name], group_size)
 
@@ -139,7 +142,7 @@ def test_rounds_cut_a_call(name: str) -> None:
     run(dataclasses.replace(case, max_chunk_numel=part), 2)
 
 
-@pytest.mark.parametrize("group_size", [2, 3])
+@pytest.mark.parametrize("group_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_calls_back_to_back_with_fresh_data(group_size: int) -> None:
     run(cases(group_size)["batched, columns"], group_size, calls=7)
 

@@ -101,7 +101,7 @@ def raises_in_chunked(rank: int) -> Iterator[None]:
             raise RuntimeError("planted")
         return ours(data, group)
 
-    with mock.patch.object(Data, "call", raising), mock.patch.object(selftest, "WAIT_S", 5):
+    with mock.patch.object(Data, "call", raising), mock.patch.object(selftest, "WAIT_S", 2):
         yield
 
 

@@ -67,7 +67,7 @@ def random_calls(ranks: Any, num_examples: int) -> None:
 
 
 def test_random_calls(ranks: Any) -> None:
-    random_calls(ranks, 60)
+    random_calls(ranks, 30)
 
 
 @pytest.mark.soak

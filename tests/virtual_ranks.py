@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -60,6 +63,21 @@ def virtual_ranks(group_size: int, slot_bytes: int, num_slots: int = 2) -> list[
         segment[-64:] = GUARD
         segments.append(segment)
     return [VirtualRank(rank, segments, slot_bytes, num_slots) for rank in range(group_size)]
+
+
+def sizes_and_names(names: Iterable[str], on_four_ranks: Iterable[str]) -> list[Any]:
+    """Every case on 1, 2 and 3 ranks, and some on 4: the interpreter is slow, and a third peer is as the second.
+
+    The others on 4 ranks are soak tests.
+    """
+    names, quick = list(names), set(on_four_ranks)
+    assert quick <= set(names)
+    soak = pytest.mark.soak
+    return [
+        pytest.param(group_size, name, marks=() if group_size < 4 or name in quick else soak)
+        for group_size in (1, 2, 3, 4)
+        for name in names
+    ]
 
 
 def guarded(shape: list[int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor]]:
