@@ -10,6 +10,7 @@ from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.planner import Plan, force_algorithm
+from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.registry import close, reset, synchronize
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "nn",
+    "redistribute",
+    "redistribute_plan",
     "reset",
     "synchronize",
 ]

@@ -18,8 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedcomm
-from fusedcomm import cost, registry
-from fusedcomm.compile import links
+from fusedcomm import cost, links, registry
 from fusedcomm.compile.estimate import Estimator
 from fusedcomm.compile.layout import ASSUMED_SIZE
 from fusedcomm.compile.timeline import Cost

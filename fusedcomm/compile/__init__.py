@@ -3,7 +3,7 @@
 fusedcomm.compile.enable()                  # once; graphs compiled from now on
 compiled = torch.compile(program)
 compiled(x)
-print(fusedcomm.compile.report())           # every collective: fused, or left and why
+print(fusedcomm.compile.report())           # every collective: fused, merged, or left and why
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fusedcomm.compile.estimate import Estimator
     from fusedcomm.compile.passes import FusedcommPass, OrderPass
     from fusedcomm.compile.reports import Report
@@ -26,7 +28,13 @@ _order_pass: OrderPass | None = None  # of overlap=True
 _report: Report | None = None  # of the last enable()
 
 
-def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimator: Estimator | None = None) -> None:
+def enable(
+    fuse: Sequence[str] | None = None,
+    *,
+    overlap: bool = False,
+    estimator: Estimator | None = None,
+    merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
+) -> None:
     """Add the passes to torch.compile's (Inductor's), after those that are there, and begin a new `report()`.
 
     Graphs compiled until `disable()` have, forward and backward, each collective that stands beside a matmul fused with
@@ -42,9 +50,14 @@ def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimato
             its graph alone: ranks that share a group must compile equal graphs, equal sizes too if not dynamic.
         estimator: what nodes take, for graphs on its type of device; by default tuned numbers if there are, else those
             of `fusedcomm.cost`.
+        merge: the DeviceMesh, or several, over whose dims collectives are merged that follow each other, as DTensor
+            writes them, one mesh dim at a time: one over these dims together, and never more bytes. A sum is then made
+            in another order. Makes the groups of all dims together here, and so is a collective of the mesh's ranks;
+            these must compile equal graphs. ValueError for what is no mesh, or one without this rank.
     """
     from fusedcomm.compile import lowering
     from fusedcomm.compile.estimate import agreed_ones
+    from fusedcomm.compile.flattened import flatten
     from fusedcomm.compile.passes import OPS, FusedcommPass, Settings
     from fusedcomm.compile.reports import Report
 
@@ -56,7 +69,8 @@ def enable(fuse: Sequence[str] | None = None, *, overlap: bool = False, estimato
     if overlap and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ValueError("overlap=True must come after init_process_group: the ranks agree on estimates")
     lowering.register()
-    _install(FusedcommPass(Settings(fuse, agreed_ones(estimator) if overlap else ()), Report()))
+    meshes = () if merge is None else flatten(merge)
+    _install(FusedcommPass(Settings(fuse, agreed_ones(estimator) if overlap else (), meshes), Report()))
 
 
 def disable() -> None:
@@ -75,7 +89,11 @@ def disable() -> None:
 
 @contextmanager
 def enabled(
-    fuse: Sequence[str] | None = None, *, overlap: bool = False, estimator: Estimator | None = None
+    fuse: Sequence[str] | None = None,
+    *,
+    overlap: bool = False,
+    estimator: Estimator | None = None,
+    merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
 ) -> Iterator[Report]:
     """`enable()` for what is compiled inside the with statement, backwards included; then what was before.
 
@@ -87,7 +105,7 @@ def enabled(
     import torch._functorch.config as functorch_config
 
     outer = _pass
-    enable(fuse, overlap=overlap, estimator=estimator)
+    enable(fuse, overlap=overlap, estimator=estimator, merge=merge)
     try:
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             yield report()

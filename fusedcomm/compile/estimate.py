@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm import cost, group, planner, registry, tuned
+from fusedcomm import cost, group, links, planner, registry, tuned
 from fusedcomm.agreement import agree
-from fusedcomm.compile import links, work
+from fusedcomm.compile import work
 from fusedcomm.compile.collectives import WAITS, kind_of, memberships
 from fusedcomm.compile.timeline import Cost, Transfer
 from fusedcomm.compile.work import Work

@@ -11,7 +11,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from fusedcomm import cost, exchange, planner
+from fusedcomm import cost, exchange, links, planner
 from fusedcomm.compile import (
     bucket,
     chain,
@@ -19,12 +19,14 @@ from fusedcomm.compile import (
     dependencies,
     effects,
     estimate,
+    flattened,
     fuse,
     gathered,
     layout,
-    links,
     lowering,
     memory,
+    merge,
+    moves,
     normalize,
     order,
     overlap,
@@ -38,16 +40,19 @@ from fusedcomm.compile import (
     work,
 )
 from fusedcomm.compile.estimate import Estimator
+from fusedcomm.compile.flattened import FlattenedMesh
 from fusedcomm.compile.fuse import OPS, Fused, Fuser, attempt
+from fusedcomm.compile.merge import Merger
 from fusedcomm.compile.overlap import OverlapReport
 from fusedcomm.compile.reports import Call, CollectiveReport, Report, source_of
+from fusedcomm.redistribution import sharding, steps
 
 log = logging.getLogger(__name__)
 
 _SOURCES = (
     *(bucket, chain, collectives, cost, dependencies, effects, estimate, exchange, fuse, *fuse.MODULES, gathered),
-    *(import_module("fusedcomm.explain"), layout, links, lowering, memory, normalize, order, overlap, parts, planner),
-    *(product, program, reduced, reorder, rewrite, timeline, work),
+    *(flattened, import_module("fusedcomm.explain"), layout, links, lowering, memory, merge, moves, normalize, order),
+    *(overlap, parts, planner, product, program, reduced, reorder, rewrite, sharding, steps, timeline, work),
 )
 
 
@@ -57,6 +62,7 @@ class Settings:
 
     fuse: tuple[str, ...] = OPS
     overlap: tuple[Estimator, ...] = ()  # one per type of device, agreed on by all ranks; none: no scheduling
+    merge: tuple[FlattenedMesh, ...] = ()  # over whose dims collectives are merged
 
     def estimator(self, graph: Graph) -> Estimator | None:
         """For the device of the graph."""
@@ -66,7 +72,8 @@ class Settings:
     def uuid(self) -> Any:
         files = (__file__, *(str(module.__file__) for module in _SOURCES))
         digests = [estimator.digest() for estimator in self.overlap]
-        return get_hash_for_files(files, repr((self.fuse, digests, collectives.memberships(), torch.__version__)))
+        facts = (self.fuse, digests, self.merge, collectives.memberships(), torch.__version__)
+        return get_hash_for_files(files, repr(facts))
 
 
 class FusedcommPass(CustomGraphPass):
@@ -109,19 +116,27 @@ class _Run:
         self.graph, self.settings = graph, settings
         self.phase = _phase(graph)
         self.fuser = Fuser(graph)
+        self.merger = Merger(graph, settings.fuse)
 
     def lines(self) -> list[CollectiveReport]:
         self.fuser.normalize(gathers=True)
-        starts = {
-            node.name: (str(kind), source_of(node)) for node in self.graph.nodes if (kind := collectives.kind_of(node))
-        }
+        before = self._starts()
+        for mesh in self.settings.merge:
+            attempt("merge", self.merger.merge, mesh)
+        starts = self._starts()
         scheduled = self._schedule()
         found = self.fuser.fuse(self.settings.fuse) if scheduled is None else scheduled.fused
         fused = {start: each for each in found for start in each.savings_us}
-        return [
+        return [self._merged(start, *before[start]) for start in before if start not in starts] + [
             self._fused(start, *facts, fused[start]) if start in fused else self._left(start, *facts, scheduled)
             for start, facts in starts.items()
         ]
+
+    def _starts(self) -> dict[str, tuple[str, str]]:
+        """Kind and source of every collective, by name."""
+        return {
+            node.name: (str(kind), source_of(node)) for node in self.graph.nodes if (kind := collectives.kind_of(node))
+        }
 
     def _schedule(self) -> OverlapReport | None:
         """None where it is not wanted, or failed."""
@@ -134,12 +149,19 @@ class _Run:
             order.mark(self.graph)
         return report
 
+    def _merged(self, start: str, kind: str, source: str) -> CollectiveReport:
+        into = self.merger.into[start]
+        while into in self.merger.into:  # of several meshes
+            into = self.merger.into[into]
+        return CollectiveReport(self.phase, "merged", kind, source, start, reason=f"into {into}")
+
     def _fused(self, start: str, kind: str, source: str, fused: Fused) -> CollectiveReport:
         call, saving = Call.of(fused.op, fused.node), fused.savings_us[start]
         return CollectiveReport(self.phase, "fused", kind, source, start, op=fused.op, saving_us=saving, call=call)
 
     def _left(self, start: str, kind: str, source: str, scheduled: OverlapReport | None) -> CollectiveReport:
-        reason = "; ".join(self.fuser.reasons.get(start, [])) or f"no op of ours fuses {kind}"
+        reasons = self.merger.reasons.get(start, []) + self.fuser.reasons.get(start, [])
+        reason = "; ".join(reasons) or f"no op of ours fuses {kind}"
         line = None if scheduled is None else scheduled.line(start)
         if line is None:
             return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason)

@@ -48,12 +48,12 @@ class CollectiveReport:
     """One collective of one compiled graph."""
 
     graph: str  # "forward", "backward" or "inference"
-    status: str  # "fused", "overlapped" or "exposed"
+    status: str  # "fused", "overlapped", "exposed", or "merged" into one that has a line of its own
     collective: str  # all_to_all, all_gather, reduce_scatter, all_reduce, ...
     source: str  # file:line of the user's program, where torch has kept it
     node: str  # its name in the graph
     op: str | None = None  # the op of ours that stands for it
-    reason: str = ""  # why it was left
+    reason: str = ""  # why it was left, or into which node it was merged
     saving_us: float = 0.0  # estimated, per run of the graph
     call: Call | None = field(default=None, repr=False)
 

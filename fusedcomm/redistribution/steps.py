@@ -3,7 +3,8 @@
 Per tensor dim, before and after have a common prefix of cuts, inside which everything happens. Let the tails be the
 cuts beyond it. Ranks of a group that differ only in mesh dims of tails of before hold, together, all that each of them
 needs after: pieces of their boxes, each held by exactly one (or, where it is to be reduced over some mesh dims, one for
-each index in those). So one exchange over that group does every change that reduces nothing, and needs no mesh dim more:
+each index in those). So one exchange over that group does every change that reduces nothing, and needs no mesh dim
+more:
 
     slice           no mesh dim: what is needed is here
     all_gather      all ranks of the group need all that they hold together
@@ -15,18 +16,19 @@ A change whose ranks would reduce the same element several times within the grou
 
 A step is `regular` if the pieces that ranks send have one shape, and torch's collectives of equal parts do it. Else
 all_gather pads the boxes to the largest, and the others send each other parts of the size that they have;
-a reduce_scatter is then an all_to_all whose receivers reduce, in the order of the ranks.
+a reduce_scatter is then an all_to_all whose receivers reduce, in the order of the ranks. Nor are these the only `ways`:
+an all_gather can be an exchange without padding, and a reduce_scatter can pad the pieces to the largest.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 
-import numpy as np
-
-from fusedcomm.redistribution.sharding import Box, Coordinate, Sharding, nested_chunk, numel
+from fusedcomm.redistribution.sharding import Box, Coordinate, Sharding, numel
+from fusedcomm.redistribution.traffic import exchanged
 
 SLICE, ALL_GATHER, ALL_TO_ALL = "slice", "all_gather", "all_to_all"
 ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"
@@ -42,6 +44,7 @@ class Step:
     mesh_dims: tuple[int, ...]
     reduce_op: str | None = None  # "sum" for avg too
     divisor: int = 1  # of the reduced values: the size of what is averaged
+    is_padded: bool = False  # of a reduce_scatter that is not regular: it has pieces of one size all the same
 
     @cached_property
     def group_shape(self) -> tuple[int, ...]:
@@ -69,11 +72,23 @@ class Step:
     @cached_property
     def sends_as(self) -> str:
         """The collective that is called."""
-        return ALL_TO_ALL if self.kind == REDUCE_SCATTER and not self.is_regular else self.kind
+        exchanges = self.kind == REDUCE_SCATTER and not self.is_regular and not self.is_padded
+        return ALL_TO_ALL if exchanges else self.kind
+
+    @cached_property
+    def ways(self) -> tuple[Step, ...]:
+        """The same change by other collectives, this step first."""
+        if self.is_regular:
+            return (self,)
+        if self.kind == ALL_GATHER:
+            return self, replace(self, kind=ALL_TO_ALL)
+        if self.kind == REDUCE_SCATTER and self.mesh_dims == self.reduced:  # all ranks hold the same box
+            return self, replace(self, is_padded=True)
+        return (self,)
 
     def members(self, coordinate: Coordinate) -> list[Coordinate]:
         """The coordinates of the group of that rank, in row-major order."""
-        return [self._with(coordinate, index) for index in np.ndindex(*self.group_shape)]
+        return [self._with(coordinate, index) for index in product(*map(range, self.group_shape))]
 
     def _with(self, coordinate: Coordinate, index: tuple[int, ...]) -> Coordinate:
         changed = dict(zip(self.mesh_dims, index, strict=True))
@@ -108,17 +123,10 @@ class Step:
             pieces = math.prod(self.before.mesh_shape[i] for _, tail in tails(self) for i in tail)
             sent = float(others * (numel(self.before.box(zeros)) // pieces))
             return sent, sent
-        return self._exchanged(np.array(self.members(zeros)))
-
-    def _exchanged(self, members: np.ndarray) -> tuple[float, float]:  # [group_size, mesh dims]
-        held, needed = _boxes(self.before, members), _boxes(self.after, members)
-        shared = np.ones((len(members), len(members)))
-        for (start, stop), (other_start, other_stop) in zip(held, needed, strict=True):
-            first = np.maximum(start[:, None], other_start[None, :])
-            shared *= np.maximum(np.minimum(stop[:, None], other_stop[None, :]) - first, 0)
-        np.fill_diagonal(shared, 0)
-        sent, received = shared.sum(1), shared.sum(0)
-        return float(sent.mean()), float(max(sent.max(), received.max()))
+        if self.is_padded:
+            sent = float(others * numel(self.after.box(zeros)))
+            return sent, sent
+        return exchanged(self)
 
 
 @lru_cache(maxsize=65536)
@@ -167,15 +175,3 @@ def _tails(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, 
             break
         common += 1
     return before[common:], after[common:]
-
-
-def _boxes(sharding: Sharding, members: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Per tensor dim: where the members' boxes start and stop."""
-    found = []
-    for size, dims in zip(sharding.shape, sharding.cuts, strict=True):
-        ranges = {}
-        for key in {tuple(row) for row in members[:, list(dims)].tolist()}:
-            ranges[key] = nested_chunk(size, [(sharding.mesh_shape[i], c) for i, c in zip(dims, key, strict=True)])
-        both = np.array([ranges[tuple(row)] for row in members[:, list(dims)].tolist()])
-        found.append((both[:, 0], both[:, 1]))
-    return found

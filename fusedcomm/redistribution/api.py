@@ -1,0 +1,88 @@
+"""`redistribute` and `redistribute_plan`: what users call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from fusedcomm.redistribution.placements import encode, unknown
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+    from fusedcomm.redistribution.planner import RedistributionPlan
+
+
+def redistribute(
+    dtensor: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """``dtensor.redistribute(device_mesh, placements, ...)``, by the fewest, largest collectives.
+
+    Equal values, shapes, strides and placements, differentiable any number of times, and can be compiled. Where torch
+    communicates a mesh dim at a time, this takes at once what it can, also of uneven shards, in any order: mostly one
+    collective, and never more than torch. Reductions give replicas that are equal bit by bit. See `redistribute_plan`
+    for what it does.
+
+    The first call on a mesh, and the first that takes certain mesh dims at once, is a collective of all its ranks: it
+    makes process groups.
+
+    Args:
+        device_mesh: that of the dtensor, which is the default.
+        placements: one per dim of the mesh: Replicate(), Shard(dim), or the Partial that is there already.
+        async_op: do not wait for the last collective where its result needs no rearranging; what uses it waits.
+        forward_dtype: the dtype that is sent, and that of the result. By default the dtensor's.
+        backward_dtype: the dtype in which gradients are sent. By default the dtensor's.
+
+    Raises:
+        ValueError: another mesh, too few or too many placements, a dim out of range, a
+            Partial that is not there, reduce ops that no order makes exact together.
+        PeerTimeoutError: a rank of the mesh did not come to a first call within ``FUSEDCOMM_TIMEOUT_S``.
+
+    What only torch knows is torch's to do, logged once with the reason: other placements, sizes unknown when a graph is
+    compiled, ranks not ascending along a mesh dim that shards.
+    """
+    from fusedcomm.redistribution import dtensor as op
+
+    op.check_mesh(dtensor, device_mesh)
+    names = encode(placements)
+    foreign = unknown([*encode(dtensor.placements), *names])
+    if foreign is not None:
+        op.log_once(f"placement {foreign} is not one of Replicate, Shard and Partial")
+        dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}  # torch 2.11 has none
+        given = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+        return dtensor.redistribute(device_mesh, placements, async_op=async_op, **given)
+    found = torch.ops.fusedcomm.redistribute(dtensor, names, async_op, forward_dtype, backward_dtype)
+    return cast("DTensor", found)
+
+
+def redistribute_plan(
+    dtensor: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    forward_dtype: torch.dtype | None = None,
+) -> RedistributionPlan:
+    """What `redistribute` does with these arguments, which see: steps with groups, bytes and estimated times.
+
+    The same on all ranks; sends nothing, but the first call on a mesh is a collective. ``print`` it.
+
+    Raises ValueError as `redistribute` does, and for what that leaves to torch.
+    """
+    from fusedcomm.redistribution import dtensor as op
+
+    op.check_mesh(dtensor, device_mesh)
+    names = encode(placements)
+    foreign = unknown([*encode(dtensor.placements), *names])
+    if foreign is not None:
+        raise ValueError(f"placements must be Replicate, Shard or Partial to be planned, got {foreign}")
+    return op.plan_of(dtensor, names, forward_dtype)

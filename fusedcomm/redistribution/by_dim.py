@@ -1,0 +1,122 @@
+"""Steps that take one mesh dim at a time, and successive equal ones together: what a plan is measured by.
+
+The way that torch goes where no flattened mesh is missing. First from the innermost mesh dim outwards, if anything cuts
+before: each becomes what it is after, or cuts nothing where other mesh dims cut outside it than will. Then those left,
+from the outermost inwards. Successive steps are one where they gather, reduce or scatter the same tensor dim alike.
+Exchanges never are, nor a reduce_scatter into shards that come out uneven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fusedcomm.redistribution.sharding import Sharding
+from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Step, step
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Of one mesh dim. ``reduced``, ``left``, ``cut``: what it has to do with partial sums and tensor dims."""
+
+    mesh_dim: int
+    step: Step
+    reduces: str | None
+    left: int | None
+    cut: int | None
+
+    def merges(self, other: _Change) -> bool:
+        kinds = (ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER)
+        mine, its = ((each.reduces, each.left, each.cut) for each in (self, other))
+        return self.step.kind in kinds and mine == its
+
+
+def steps_by_dim(before: Sharding, after: Sharding) -> tuple[Step, ...]:
+    return tuple(_merged(list(_changes(before, after))))
+
+
+def _changes(before: Sharding, after: Sharding) -> Iterator[_Change]:
+    now = before
+    if any(before.cuts):
+        for i in _innermost_first(before):
+            cuts = after.tensor_dims[i] is not None and _aligned(now, after, i)
+            new = _moved(now, after, i, after.tensor_dims[i] if cuts else None)
+            if new != now:
+                yield _change(now, new, i)
+                now = new
+    while now != after:
+        i = _next_outermost(now, after)
+        new = _moved(now, after, i, after.tensor_dims[i])
+        yield _change(now, new, i)
+        now = new
+
+
+def _innermost_first(before: Sharding) -> list[int]:
+    """Mesh dims, the last first, but none before one that cuts inside it."""
+    found: list[int] = []
+    left = list(range(len(before.mesh_shape)))
+    while left:
+        inner = {i for dims in before.cuts for i in [j for j in dims if j in left][:-1]}
+        found.append(max(i for i in left if i not in inner))
+        left.remove(found[-1])
+    return found
+
+
+def _next_outermost(now: Sharding, after: Sharding) -> int:
+    """The first mesh dim that is not as after, and can be: what cuts outside it does."""
+    return next(
+        i
+        for i in range(len(now.mesh_shape))
+        if (now.partial[i], now.tensor_dims[i]) != (after.partial[i], after.tensor_dims[i])
+        and (after.tensor_dims[i] is None or _aligned(now, after, i))
+    )
+
+
+def _aligned(now: Sharding, after: Sharding, mesh_dim: int) -> bool:
+    """Whether the mesh dims that cut outside it after, and no others, do so now."""
+    dim = after.tensor_dims[mesh_dim]
+    assert dim is not None
+    return _outside(now.cuts[dim], mesh_dim) == _outside(after.cuts[dim], mesh_dim)
+
+
+def _outside(cuts: tuple[int, ...], mesh_dim: int) -> tuple[int, ...]:
+    return cuts[: cuts.index(mesh_dim)] if mesh_dim in cuts else cuts
+
+
+def _moved(now: Sharding, after: Sharding, mesh_dim: int, dim: int | None) -> Sharding:
+    """With the mesh dim reduced as after, and cutting tensor dim ``dim`` or none."""
+    cuts = now.cuts
+    if dim != now.tensor_dims[mesh_dim]:
+        left = [tuple(i for i in dims if i != mesh_dim) for dims in cuts]
+        cuts = tuple((*dims, mesh_dim) if d == dim else dims for d, dims in enumerate(left))
+    partial = tuple(after.partial[i] if i == mesh_dim else op for i, op in enumerate(now.partial))
+    return replace(now, cuts=cuts, partial=partial)
+
+
+def _change(now: Sharding, new: Sharding, mesh_dim: int) -> _Change:
+    found = step(now, new)
+    assert found is not None, f"{now} -> {new}"
+    op = now.partial[mesh_dim] if new.partial[mesh_dim] is None else None
+    return _Change(mesh_dim, found, "sum" if op == "avg" else op, now.tensor_dims[mesh_dim], new.tensor_dims[mesh_dim])
+
+
+def _merged(changes: list[_Change]) -> Iterator[Step]:
+    start = 0
+    while start < len(changes):
+        stop = start + 1
+        while stop < len(changes) and changes[start].merges(changes[stop]):
+            stop += 1
+        run = changes[start:stop]
+        together = step(run[0].step.before, run[-1].step.after) if _goes_together(run) else None
+        yield from [together] if together else [each.step for each in run]
+        start = stop
+
+
+def _goes_together(run: list[_Change]) -> bool:
+    first = run[0]
+    if first.step.kind != REDUCE_SCATTER:
+        return True
+    assert first.cut is not None
+    group_size = math.prod(each.step.group_size for each in run)
+    return first.step.before.shape[first.cut] % group_size == 0

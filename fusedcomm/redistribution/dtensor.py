@@ -1,0 +1,181 @@
+"""The op ``fusedcomm::redistribute`` on DTensors: its kernel, which is a handler of DTensor's, and its gradient.
+
+Everything is decided inside the op, from what is equal on all ranks. torch.compile traces the handler, so its graphs
+have the collectives of the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _redistribute as torch_redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fusedcomm.ops.dispatch import lib
+from fusedcomm.redistribution import execute, groups, placements, planner
+from fusedcomm.redistribution.cost import INTER_BANDWIDTH, Links, ranks_per_node
+from fusedcomm.redistribution.groups import MeshFacts
+from fusedcomm.redistribution.placements import Unsupported
+from fusedcomm.redistribution.sharding import Sharding
+from fusedcomm.redistribution.steps import Step
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from fusedcomm.redistribution.planner import RedistributionPlan
+
+log = logging.getLogger("fusedcomm")
+
+
+def check_mesh(dtensor: DTensor, device_mesh: DeviceMesh | None) -> None:
+    if not isinstance(dtensor, DTensor):
+        raise ValueError(f"redistribute takes a DTensor, got {type(dtensor).__name__}")
+    if device_mesh is not None and device_mesh != dtensor.device_mesh:
+        raise ValueError(f"device_mesh must be the dtensor's own, {dtensor.device_mesh}, got {device_mesh}")
+
+
+def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -> RedistributionPlan:
+    """Raises ValueError."""
+    spec = dtensor._spec
+    try:
+        before, after = _shardings(spec, _target(spec, names))
+    except Unsupported as reason:
+        raise ValueError(f"torch redistributes this, without a plan of ours: {reason}") from None
+    return _plan(spec.mesh, before, after, dtype or dtensor.dtype)
+
+
+def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """A handler of DTensor's: this rank's part, as the plan brings it about."""
+    x, names, async_op, forward_dtype, _ = _arguments(*args, **kwargs)
+    spec: Any = x._spec
+    local = x._local_tensor if forward_dtype is None else x._local_tensor.to(forward_dtype)
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    target = DTensorSpec(spec.mesh, _target(spec, names), tensor_meta=meta)
+    if spec.mesh.get_coordinate() is None:
+        return DTensor(local, target, requires_grad=False)  # this rank has no part of it
+    try:
+        before, after = _shardings(spec, target.placements)
+    except Unsupported as reason:
+        log_once(str(reason))
+        local = _by_torch(local, replace(spec, tensor_meta=meta), target, async_op)
+    else:
+        local = _by_plan(local, spec.mesh, before, after, async_op)
+    return DTensor(local, target, requires_grad=False)
+
+
+def _arguments(
+    x: DTensor,
+    placements: list[str],
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> tuple[DTensor, list[str], bool, torch.dtype | None, torch.dtype | None]:
+    return x, placements, async_op, forward_dtype, backward_dtype
+
+
+def _target(spec: DTensorSpec, names: Sequence[str]) -> tuple[Placement, ...]:
+    """Raises ValueError."""
+    if len(names) != spec.mesh.ndim:
+        raise ValueError(f"placements must be one per dim of the mesh, {spec.mesh.ndim}, got {list(names)}")
+    target = placements.decode(names, len(spec.shape))
+    for i, (was, wanted) in enumerate(zip(spec.placements, target, strict=True)):
+        if wanted.is_partial() and was != wanted:
+            raise ValueError(f"mesh dim {i} must be {wanted} before, as it shall be after, got {was}")
+    return target
+
+
+def _shardings(spec: DTensorSpec, target: tuple[Placement, ...]) -> tuple[Sharding, Sharding]:
+    """Raises Unsupported."""
+    order = getattr(spec, "shard_order", None)
+    if order is not None and not spec.is_default_device_order(order):
+        raise Unsupported(f"shard_order {order} is not that of the mesh")
+    if any(not isinstance(size, int) for size in spec.shape):
+        raise Unsupported(f"sizes must be known when a graph is compiled, got {list(spec.shape)}")
+    return _shardings_on(spec.mesh, spec.placements, target, tuple(spec.shape))
+
+
+@lru_cache(maxsize=4096)
+def _shardings_on(
+    mesh: DeviceMesh, now: tuple[Placement, ...], target: tuple[Placement, ...], shape: tuple[int, ...]
+) -> tuple[Sharding, Sharding]:
+    before, after = (placements.sharding(each, shape, mesh.shape) for each in (now, target))
+    ranks = np.array(groups.check(mesh).ranks).reshape(mesh.shape)  # all, for no rank may decide by its own group
+    for i in range(mesh.ndim):
+        cuts = any(i in dims for dims in (*before.cuts, *after.cuts))
+        if cuts and not (np.diff(ranks, axis=i) > 0).all():
+            raise Unsupported(f"the ranks of mesh dim {i}, which shards, do not ascend")
+    return before, after
+
+
+def _plan(mesh: DeviceMesh, before: Sharding, after: Sharding, dtype: torch.dtype) -> RedistributionPlan:
+    """A collective, the first time on a mesh. Raises ValueError."""
+    averages = any(op == "avg" and op != then for op, then in zip(before.partial, after.partial, strict=True))
+    if averages and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"dtype must be of floating point to be averaged, got {dtype}")
+    return planner.plan(before, after, dtype.itemsize, _links(groups.check(mesh), tuple(mesh.shape)))
+
+
+@lru_cache(maxsize=256)
+def _links(facts: MeshFacts, mesh_shape: tuple[int, ...]) -> Links:
+    return Links(facts.ranks, mesh_shape, ranks_per_node(facts.ranks, facts.hosts), facts.constants, INTER_BANDWIDTH)
+
+
+def _by_plan(local: Tensor, mesh: DeviceMesh, before: Sharding, after: Sharding, async_op: bool) -> Tensor:
+    steps, coordinate = _plan(mesh, before, after, local.dtype).steps, tuple(mesh.get_coordinate() or ())
+    flat = [_group(mesh, step) for step in steps]  # all, before anything is sent
+    for step, (order, name) in zip(steps, flat, strict=True):
+        local = execute.run(step, coordinate, order, name, local, wait=not async_op or step is not steps[-1])
+    return local
+
+
+def _group(mesh: DeviceMesh, step: Step) -> tuple[tuple[int, ...], str]:
+    if not step.mesh_dims:
+        return (0,), ""
+    found = groups.flattened(mesh, step.mesh_dims, reduces=bool(step.reduced))
+    return found.order, found.group_name
+
+
+def _by_torch(local: Tensor, spec: DTensorSpec, target: DTensorSpec, async_op: bool) -> Tensor:
+    """A mesh dim at a time: what torch takes at once can be wrong if uneven."""
+    one_by_one = getattr(torch_redistribute, "disable_redistribute_transform_optimization", contextlib.nullcontext)
+    with one_by_one():
+        return torch_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
+
+
+@lru_cache(maxsize=1024)
+def log_once(reason: str) -> None:
+    log.warning("torch redistributes, a mesh dim at a time: %s", reason)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: DTensor) -> None:
+    x, _, ctx.async_op, _, backward_dtype = _arguments(*inputs)
+    ctx.names, ctx.dtype = placements.encode(x.placements), x.dtype
+    ctx.backward_dtype = backward_dtype or x.dtype
+
+
+def _backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+    """As torch's: the gradient of partial values is that of the whole, whose parts nobody would gain by."""
+    now = placements.encode(grad.placements)
+    names = ["R" if then[0] == "P" and at[0] != "P" else then for then, at in zip(ctx.names, now, strict=True)]
+    dtype = ctx.backward_dtype
+    found = torch.ops.fusedcomm.redistribute(grad, names, ctx.async_op, dtype, dtype).to(ctx.dtype)
+    return found, None, None, None, None
+
+
+lib.define(
+    "redistribute(Tensor x, str[] placements, bool async_op, ScalarType? forward_dtype, ScalarType? backward_dtype)"
+    " -> Tensor"
+)
+torch.library.register_autograd("fusedcomm::redistribute", _backward, setup_context=_save, lib=lib)
+handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+handlers[torch.ops.fusedcomm.redistribute.default] = _kernel

@@ -1,0 +1,152 @@
+"""Steps carried out: what a rank packs, sends and unpacks.
+
+The ranks of a process group are sorted, the members of a step's group are in row-major order of the mesh: ``order``
+has, for each rank of the process group, the row-major index of the member that it is.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedcomm.redistribution import pieces, regular
+from fusedcomm.redistribution.reductions import averaged
+from fusedcomm.redistribution.sharding import Coordinate
+from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, Step
+
+_c10d = torch.ops._c10d_functional
+Order = tuple[int, ...]
+
+# What all backends move. Others go as bytes.
+_MOVED = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    }
+)
+
+
+class Sent(NamedTuple):
+    """What goes to the collective; splits, of dim 0, are None for equal parts."""
+
+    tensor: Tensor
+    input_splits: list[int] | None = None
+    output_splits: list[int] | None = None
+
+
+def run(
+    step: Step, coordinate: Coordinate, order: Order, group_name: str, local: Tensor, *, wait: bool = True
+) -> Tensor:
+    """This rank's part of ``step.after``, of ``local``, its part of ``step.before``: contiguous, no alias of it.
+
+    All ranks of the group call it. Without ``wait`` the result may be in flight, as an AsyncCollectiveTensor.
+    """
+    sent = pack(step, coordinate, order, local)
+    if step.kind == SLICE:
+        return sent.tensor
+    as_bytes = step.sends_as in (ALL_GATHER, ALL_TO_ALL) and local.dtype not in _MOVED
+    started = _start(step, group_name, sent._replace(tensor=_bytes(sent.tensor)) if as_bytes else sent)
+    if wait or not _only_views(step, coordinate, order):
+        received = _c10d.wait_tensor.default(started)
+    else:
+        received = _in_flight(started)
+    if as_bytes:
+        received = received.view(local.dtype).squeeze(-1)
+    return unpack(step, coordinate, order, received)
+
+
+def pack(step: Step, coordinate: Coordinate, order: Order, local: Tensor) -> Sent:
+    """A slice is its own result. all_gather, all_to_all and reduce_scatter have the ranks' blocks along dim 0."""
+    assert local.shape == _held_shape(step, coordinate), f"{local.shape} is not {step.before} at {coordinate}"
+    if step.kind == SLICE:
+        return Sent(_given(step, coordinate, local).clone(memory_format=torch.contiguous_format))
+    if step.kind == ALL_REDUCE or (step.kind == ALL_GATHER and _is_stacked(step, order)):
+        return Sent(_given(step, coordinate, local).contiguous())
+    if _is_stacked(step, order):
+        return Sent(regular.stack(local, regular.sending(step, coordinate)))
+    layout = pieces.pieces(step, coordinate, order)
+    if step.kind == ALL_GATHER:
+        return Sent(pieces.send(local, layout, padded_to=layout.received_lengths[0]))
+    if step.is_regular:
+        return Sent(pieces.send(local, layout))
+    if step.is_padded:
+        return Sent(pieces.send_padded(local, layout))
+    return Sent(pieces.send(local, layout), layout.sent_lengths, layout.received_lengths)
+
+
+def unpack(step: Step, coordinate: Coordinate, order: Order, received: Tensor) -> Tensor:
+    """``received``: of the collective ``step.sends_as``; ``sent.tensor`` of a slice."""
+    if step.kind == SLICE:
+        return received
+    if step.kind == ALL_REDUCE or (step.kind == REDUCE_SCATTER and step.is_regular):
+        return averaged(regular.viewed(received, _result_shape(step, coordinate)), step.divisor)
+    if step.is_padded:
+        return averaged(pieces.receive_padded(received, _result_shape(step, coordinate)), step.divisor)
+    if _is_stacked(step, order):
+        return regular.join(received, regular.arriving(step, coordinate))
+    return pieces.receive(received, pieces.pieces(step, coordinate, order), step)
+
+
+def _only_views(step: Step, coordinate: Coordinate, order: Order) -> bool:
+    """Whether unpack makes nothing but views."""
+    if step.sends_as in (ALL_REDUCE, REDUCE_SCATTER):
+        return step.divisor == 1
+    if _is_stacked(step, order):
+        return regular.arriving(step, coordinate).permuted is None
+    return pieces.pieces(step, coordinate, order).start is not None
+
+
+def _is_stacked(step: Step, order: Order) -> bool:
+    """Whether equal blocks in row-major order are sent, of which mesh dims can be made dims of the tensor."""
+    return step.is_regular and order == _row_major(step.group_size)
+
+
+@lru_cache(maxsize=256)
+def _row_major(group_size: int) -> Order:
+    return tuple(range(group_size))
+
+
+def _given(step: Step, coordinate: Coordinate, local: Tensor) -> Tensor:
+    return pieces.taken(local, _given_part(step, coordinate))
+
+
+@lru_cache(maxsize=4096)
+def _given_part(step: Step, coordinate: Coordinate) -> pieces.Part:
+    return pieces.part_of(step.before.box(coordinate), step.given(coordinate))
+
+
+@lru_cache(maxsize=4096)
+def _held_shape(step: Step, coordinate: Coordinate) -> tuple[int, ...]:
+    return step.before.local_shape(coordinate)
+
+
+@lru_cache(maxsize=4096)
+def _result_shape(step: Step, coordinate: Coordinate) -> tuple[int, ...]:
+    return step.after.local_shape(coordinate)
+
+
+def _start(step: Step, group_name: str, sent: Sent) -> Tensor:
+    tensor, size = sent.tensor, step.group_size
+    if step.sends_as == ALL_GATHER:
+        return _c10d.all_gather_into_tensor.default(tensor, size, group_name)
+    if step.sends_as == ALL_REDUCE:
+        return _c10d.all_reduce.default(tensor, step.reduce_op, group_name)
+    if step.sends_as == REDUCE_SCATTER:
+        return _c10d.reduce_scatter_tensor.default(tensor, step.reduce_op, size, group_name)
+    equal = [tensor.shape[0] // size] * size
+    return _c10d.all_to_all_single.default(tensor, sent.output_splits or equal, sent.input_splits or equal, group_name)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """[..., bytes of one element]."""
+    return tensor.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
+
+
+def _in_flight(started: Tensor) -> Tensor:
+    """Waited for when it is used; at once while it is traced."""
+    from torch.distributed._functional_collectives import _maybe_wrap_tensor
+
+    return _maybe_wrap_tensor(started)

@@ -1,0 +1,162 @@
+"""What ranks send each other in steps of any kind, even or not, and for any order of the group's ranks.
+
+A piece is a box of the tensor. Pieces are sent flat, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedcomm.redistribution.reductions import reduced
+from fusedcomm.redistribution.sharding import Box, Coordinate, intersection, numel
+from fusedcomm.redistribution.steps import ALL_GATHER, Step, tails
+
+Shape = tuple[int, ...]
+Part = tuple[tuple[int, int, int], ...]  # of a tensor: (dim, start, length) for the dims that are cut
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Per rank of the process group, of one rank. Lengths are in elements; an empty piece is None."""
+
+    sent: tuple[Part | None, ...]  # of this rank's box; in an all_gather one, for all
+    sent_lengths: list[int]
+    received: tuple[Shape | None, ...]
+    received_lengths: list[int]  # with padding
+    ranks: list[Any]  # who sends [part of the reduction][piece along tensor dim 0][along dim 1]..., none of them empty
+    shape: Shape  # of the result
+    start: int | None  # the index in what is received from which the result lies there as it is
+
+
+@lru_cache(maxsize=4096)
+def pieces(step: Step, coordinate: Coordinate, order: tuple[int, ...]) -> Pieces:
+    """Of any step with a group but all_reduce."""
+    in_rows = step.members(coordinate)
+    members = [in_rows[index] for index in order]
+    held, needed = step.before.box(coordinate), step.after.box(coordinate)
+    if step.kind == ALL_GATHER:
+        sent = [intersection(held, step.given(coordinate))]
+        received = [intersection(step.given(member), needed) for member in members]
+    else:
+        sent = [intersection(held, step.after.box(member)) for member in members]
+        received = [intersection(step.before.box(member), needed) for member in members]
+    lengths = _lengths(received)
+    spaces = [max(lengths)] * len(lengths) if step.kind == ALL_GATHER else lengths
+    ranks, shape = _ranks(step, order, np.array(lengths)), _shape(needed)
+    return Pieces(
+        sent=tuple(None if box is None else part_of(held, box) for box in sent),
+        sent_lengths=_lengths(sent),
+        received=tuple(None if box is None else _shape(box) for box in received),
+        received_lengths=spaces,
+        ranks=ranks.tolist(),
+        shape=shape,
+        start=_start(ranks, shape, lengths, spaces),
+    )
+
+
+def part_of(held: Box, box: Box) -> Part:
+    ranges = enumerate(zip(held, box, strict=True))
+    return tuple((dim, b[0] - a[0], b[1] - b[0]) for dim, (a, b) in ranges if a != b)
+
+
+def _lengths(boxes: list[Box | None]) -> list[int]:
+    return [0 if box is None else numel(box) for box in boxes]
+
+
+def _shape(box: Box) -> Shape:
+    return tuple(stop - start for start, stop in box)
+
+
+def _ranks(step: Step, order: tuple[int, ...], lengths: np.ndarray) -> np.ndarray:
+    """[parts, pieces along tensor dim 0, along dim 1, ...]; parts in row-major order of the members."""
+    by_member = np.empty(step.group_size, dtype=int)
+    by_member[list(order)] = np.arange(step.group_size)
+    cuts = [tail for tail, _ in tails(step)]
+    axes = [step.mesh_dims.index(i) for i in (*step.reduced, *(i for tail in cuts for i in tail))]
+    num_pieces = [math.prod(step.before.mesh_shape[i] for i in tail) for tail in cuts]
+    num_parts = math.prod(step.before.mesh_shape[i] for i in step.reduced)
+    ranks = by_member.reshape(step.group_shape).transpose(axes).reshape(num_parts, *num_pieces)
+    filled = lengths[ranks] > 0
+    for dim in range(ranks.ndim):  # a piece is empty if its range along any dim is
+        others = tuple(k for k in range(ranks.ndim) if k != dim)
+        ranks = ranks.compress(filled.any(axis=others), axis=dim)
+    return ranks
+
+
+def _start(ranks: np.ndarray, shape: Shape, lengths: list[int], spaces: list[int]) -> int | None:
+    """Pieces along one dim, the outermost, that follow each other without padding in between."""
+    last = max((dim for dim, num in enumerate(ranks.shape[1:]) if num > 1), default=0)
+    if ranks.size == 0 or len(ranks) > 1 or math.prod(shape[:last]) > 1:
+        return None
+    starts = [0, *accumulate(spaces)]
+    following = ranks.ravel().tolist()
+    for rank, other in pairwise(following):
+        if starts[rank] + lengths[rank] != starts[other]:
+            return None
+    return starts[following[0]]
+
+
+def taken(tensor: Tensor, part: Part) -> Tensor:
+    """A view."""
+    for dim, start, length in part:
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def send(tensor: Tensor, layout: Pieces, padded_to: int = 0) -> Tensor:
+    parts = [taken(tensor, part).reshape(-1) for part in layout.sent if part is not None]
+    missing = padded_to - sum(layout.sent_lengths)
+    if missing > 0 or not parts:
+        parts.append(tensor.new_zeros((max(missing, 0),)))
+    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+
+
+def send_padded(tensor: Tensor, layout: Pieces) -> Tensor:
+    """Each piece is as long as the largest."""
+    space = max(layout.sent_lengths)
+    found = tensor.new_zeros((len(layout.sent), space))
+    for row, part, length in zip(found, layout.sent, layout.sent_lengths, strict=True):
+        if part is not None:
+            piece = taken(tensor, part)
+            row[:length].view(piece.shape).copy_(piece)
+    return found.view(-1)
+
+
+def receive_padded(received: Tensor, shape: Shape) -> Tensor:
+    """A view."""
+    return _window(received, 0, shape)
+
+
+def receive(received: Tensor, layout: Pieces, step: Step) -> Tensor:
+    """``received`` may be in flight where ``layout.start`` is not None: then nothing but views are made of it."""
+    if layout.start is not None:
+        return _window(received, layout.start, layout.shape)
+    if not layout.ranks or 0 in layout.shape:
+        return received.new_empty(layout.shape)
+    spaces = received.split(layout.received_lengths)
+    parts = [_joined(spaces, layout, ranks, 0) for ranks in layout.ranks]
+    if step.reduce_op is None:
+        return parts[0]
+    return reduced(parts, step.reduce_op, step.divisor)
+
+
+def _joined(spaces: tuple[Tensor, ...], layout: Pieces, ranks: Any, dim: int) -> Tensor:
+    if isinstance(ranks, int):
+        shape = layout.received[ranks]
+        assert shape is not None
+        return _window(spaces[ranks], 0, shape)
+    found = [_joined(spaces, layout, inner, dim + 1) for inner in ranks]
+    return torch.cat(found, dim) if len(found) > 1 else found[0]
+
+
+def _window(flat: Tensor, start: int, shape: Shape) -> Tensor:
+    length = math.prod(shape)
+    return (flat if length == flat.shape[0] else flat.narrow(0, start, length)).view(shape)

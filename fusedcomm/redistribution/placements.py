@@ -1,0 +1,111 @@
+"""DTensor's placements as text, which an op's schema can carry, and as a `Sharding`.
+
+R          Replicate
+S(1)       Shard(1)
+S(1, 4)    _StridedShard(1, split_factor=4): mesh dims behind it, of together 4 ranks, cut tensor dim 1 before it
+P(sum)     Partial("sum"); max, min, product, avg
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fusedcomm.redistribution.sharding import REDUCE_OPS, Sharding
+
+_SHARD = re.compile(r"S\((-?\d+)(?:, (\d+))?\)")
+_PARTIAL = re.compile(r"P\((\w+)\)")
+
+
+class Unsupported(Exception):
+    """What torch knows and this package does not: torch redistributes it."""
+
+
+def encode(placements: Sequence[Any] | None) -> list[str]:
+    """What is not listed above begins with a question mark: see `unknown`."""
+    if placements is None:
+        raise ValueError("placements must be given, one per dim of the mesh, got None")
+    return [_encode(placement) for placement in placements]
+
+
+# Of placements, on which torch.compile guards. As torch.compiler.assume_constant_result, which imports dynamo.
+encode._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _encode(placement: Any) -> str:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    kind = type(placement)  # exactly: a class derived from Partial reduces in its own way
+    if kind is Shard:
+        return f"S({placement.dim})"
+    if kind is Replicate:
+        return "R"
+    if kind is _StridedShard:
+        return f"S({placement.dim}, {placement.split_factor})"
+    return f"P({placement.reduce_op})" if kind is Partial else f"?{placement!r}"
+
+
+def unknown(texts: Sequence[str]) -> str | None:
+    """The first of them that is none of ours."""
+    return next((text[1:] for text in texts if text[0] == "?"), None)
+
+
+def decode(texts: Sequence[str], ndim: int) -> tuple[Any, ...]:
+    """Placements of a tensor of ``ndim`` dims, which are counted from the front. Raises ValueError."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    found: list[Any] = []
+    for text in texts:
+        if text == "R":
+            found.append(Replicate())
+        elif match := _SHARD.fullmatch(text):
+            dim = _tensor_dim(text, int(match[1]), ndim)
+            found.append(_StridedShard(dim, split_factor=int(match[2])) if match[2] else Shard(dim))
+        else:
+            found.append(Partial(_PARTIAL.fullmatch(text)[1]))  # type: ignore[index]
+    return tuple(found)
+
+
+def _tensor_dim(text: str, dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"the dim of {text} must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims, got {dim}")
+    return dim % ndim
+
+
+def sharding(placements: Sequence[Any], shape: Sequence[int], mesh_shape: Sequence[int]) -> Sharding:
+    """Raises Unsupported."""
+    texts = encode(placements)
+    cuts: list[list[int]] = [[] for _ in shape]
+    partial: list[str | None] = [None] * len(mesh_shape)
+    for i, text in reversed(list(enumerate(texts))):
+        if match := _SHARD.fullmatch(text):
+            dims = cuts[int(match[1])]
+            dims.insert(_position([mesh_shape[j] for j in dims], int(match[2] or 1), text), i)
+        elif match := _PARTIAL.fullmatch(text):
+            if match[1] not in REDUCE_OPS:
+                raise Unsupported(f"reduce op {match[1]} is not one of {', '.join(REDUCE_OPS)}")
+            partial[i] = match[1]
+    _check_strided(texts, cuts, shape, mesh_shape)
+    return Sharding.of(shape, mesh_shape, cuts, partial)
+
+
+def _position(sizes: Sequence[int], split_factor: int, text: str) -> int:
+    """How many of the mesh dims behind it, of these sizes, cut before it."""
+    for position in range(len(sizes) + 1):
+        if math.prod(sizes[:position]) == split_factor:
+            return position
+    raise Unsupported(f"split_factor of {text} is no product of sizes of mesh dims behind it")
+
+
+def _check_strided(
+    texts: Sequence[str], cuts: Sequence[Sequence[int]], shape: Sequence[int], mesh_shape: Sequence[int]
+) -> None:
+    """Uneven parts of strided shards are not boxes."""
+    for size, dims in zip(shape, cuts, strict=True):
+        if list(dims) != sorted(dims) and size % math.prod(mesh_shape[i] for i in dims):
+            strided = next(texts[i] for i in sorted(dims) if "," in texts[i])
+            raise Unsupported(f"{strided} divides a tensor dim of size {size} unevenly")

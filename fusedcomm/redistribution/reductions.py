@@ -1,0 +1,34 @@
+"""Reductions that a rank makes itself, of parts that have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def reduced(parts: list[Tensor], op: str, divisor: int) -> Tensor:
+    """One after the other, in their order; float16 and bfloat16 are rounded once, at the end."""
+    dtype, total = parts[0].dtype, parts[0]
+    if op in ("sum", "product") and dtype in (torch.float16, torch.bfloat16):
+        total = total.float()
+    for part in parts[1:]:
+        total = _OPS[op](total, part)
+    return averaged(total, divisor).to(dtype)
+
+
+def averaged(total: Tensor, divisor: int) -> Tensor:
+    """Whole numbers are rounded towards 0."""
+    if divisor == 1:
+        return total
+    if total.is_floating_point() or total.is_complex():
+        return total / divisor
+    return torch.div(total, divisor, rounding_mode="trunc")

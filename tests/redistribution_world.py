@@ -1,0 +1,302 @@
+"""A simulated world that carries out redistribution steps, and an oracle of what each rank must hold after them.
+
+All ranks of a mesh are in one process: each packs, the collective is made here from nothing but its definition, each
+unpacks. The oracle knows neither boxes nor groups: it holds the whole tensor, or all its parts, and cuts it by
+torch.chunk, one mesh dim after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from fusedcomm.redistribution import execute, steps
+from fusedcomm.redistribution.sharding import Sharding
+from fusedcomm.redistribution.steps import Step
+
+Coordinate = tuple[int, ...]
+Locals = dict[Coordinate, Tensor]
+
+COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def coordinates(mesh_shape: tuple[int, ...]) -> list[Coordinate]:
+    return list(itertools.product(*(range(size) for size in mesh_shape)))
+
+
+@dataclass
+class Oracle:
+    """``parts``: int64 [size of each mesh dim that is partial, else 1, ..., *tensor]."""
+
+    sharding: Sharding
+    parts: Tensor
+
+    def move(self, after: Sharding) -> None:
+        for i, (op, left) in enumerate(zip(self.sharding.partial, after.partial, strict=True)):
+            if op is not None and left is None:
+                total = reduce(COMBINE[op], self.parts.unbind(i))
+                if op == "avg":
+                    assert not (total % self.parts.shape[i]).any(), "parts must sum to multiples"
+                    total = total // self.parts.shape[i]
+                self.parts = total.unsqueeze(i)
+        self.sharding = after
+
+    def local(self, coordinate: Coordinate) -> Tensor:
+        sizes = self.parts.shape
+        tensor = self.parts[tuple(c if sizes[i] > 1 else 0 for i, c in enumerate(coordinate))]
+        for dim, mesh_dims in enumerate(self.sharding.cuts):
+            for i in mesh_dims:
+                chunks = tensor.chunk(self.sharding.mesh_shape[i], dim)
+                c = coordinate[i]
+                tensor = chunks[c] if c < len(chunks) else tensor.narrow(dim, 0, 0)
+        return tensor
+
+
+def with_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tells whole numbers apart as far as the dtype can."""
+    if dtype == torch.bool:
+        return (values * 40503 >> 4) % 2 == 1
+    if dtype.is_complex:
+        return torch.complex(values.float(), -3.0 * values.float()).to(dtype)
+    return values.to(dtype)
+
+
+def strided(tensor: Tensor, rng: random.Random) -> Tensor:
+    """The same values, in memory in any order."""
+    dims = rng.sample(range(tensor.ndim), tensor.ndim)
+    back = sorted(range(tensor.ndim), key=dims.__getitem__)
+    return tensor.permute(dims).contiguous().permute(back)
+
+
+@dataclass
+class Traffic:
+    """Elements that the ranks of one group send to others and receive from them."""
+
+    sent: list[float] = field(default_factory=list)
+    received: list[float] = field(default_factory=list)
+
+    @property
+    def mean_and_busiest(self) -> tuple[float, float]:
+        return sum(self.sent) / len(self.sent), max(*self.sent, *self.received)
+
+
+def exchanged(sents: list[execute.Sent]) -> tuple[list[Tensor], Traffic]:
+    size, traffic = len(sents), Traffic()
+    blocks = []
+    for sent in sents:
+        assert (sent.input_splits is None) == (sent.output_splits is None)
+        if sent.input_splits is None:
+            assert sent.tensor.shape[0] % size == 0
+        blocks.append(sent.tensor.split(sent.input_splits or [sent.tensor.shape[0] // size] * size))
+    results = []
+    for k, sent in enumerate(sents):
+        arriving = [blocks[sender][k] for sender in range(size)]
+        if sent.output_splits is not None:
+            assert sent.output_splits == [block.shape[0] for block in arriving]
+        results.append(torch.cat(arriving))
+        traffic.sent.append(sent.tensor.numel() - blocks[k][k].numel())
+        traffic.received.append(results[-1].numel() - blocks[k][k].numel())
+    return results, traffic
+
+
+def collective(kind: str, reduce_op: str | None, sents: list[execute.Sent]) -> tuple[list[Tensor], Traffic]:
+    """What torch's collective of that name gives each rank of the process group."""
+    tensors, size = [sent.tensor for sent in sents], len(sents)
+    if kind == steps.SLICE:
+        return tensors, Traffic([0.0], [0.0])
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    if kind == steps.ALL_TO_ALL:
+        return exchanged(sents)
+    assert all(sent.input_splits is None and sent.output_splits is None for sent in sents)
+    assert len({tensor.shape for tensor in tensors}) == 1
+    if kind == steps.ALL_GATHER:
+        sent = [float((size - 1) * tensors[0].numel())] * size
+        return [torch.cat(tensors) for _ in range(size)], Traffic(sent, sent)
+    total = reduce(COMBINE[str(reduce_op)], tensors)
+    share = (size - 1) / size * total.numel()
+    if kind == steps.ALL_REDUCE:
+        return [total.clone() for _ in range(size)], Traffic([2 * share] * size, [2 * share] * size)
+    assert kind == steps.REDUCE_SCATTER and total.shape[0] % size == 0
+    blocks = total.unflatten(0, (size, total.shape[0] // size)).unbind(0)
+    return [block.clone() for block in blocks], Traffic([share] * size, [share] * size)
+
+
+def groups_of(step: Step) -> list[list[Coordinate]]:
+    """The ranks that communicate, each group in row-major order."""
+    found: dict[Coordinate, list[Coordinate]] = {}
+    for coordinate in coordinates(step.before.mesh_shape):
+        found.setdefault(tuple(-1 if i in step.mesh_dims else c for i, c in enumerate(coordinate)), []).append(
+            coordinate
+        )
+    return list(found.values())
+
+
+def carry_out(step: Step, held: Locals, rng: random.Random, shuffle: bool) -> Locals:
+    """All ranks; groups whose ranks are shuffled against the mesh; what was sent is what ``step.traffic`` says."""
+    result: Locals = {}
+    for members in groups_of(step):
+        size = len(members)
+        order = tuple(rng.sample(range(size), size)) if shuffle else tuple(range(size))
+        ranks = [members[index] for index in order]
+        sents = [execute.pack(step, rank, order, held[rank]) for rank in ranks]
+        received, traffic = collective(step.sends_as, step.reduce_op, sents)
+        for rank, tensor in zip(ranks, received, strict=True):
+            result[rank] = execute.unpack(step, rank, order, tensor)
+        if members[0] == (0,) * len(members[0]):
+            assert traffic.mean_and_busiest == tuple(map(approx, step.traffic)), f"{step} sent {traffic}"
+    return result
+
+
+class approx(float):
+    """Equal but for rounding of what is divided by a number of ranks."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float | int) and math.isclose(self, other, rel_tol=1e-12, abs_tol=1e-12)
+
+    __hash__ = float.__hash__
+
+
+@dataclass(frozen=True)
+class Plan:
+    path: tuple[Sharding, ...]
+    dtype: torch.dtype
+
+    @property
+    def steps(self) -> list[Step]:
+        found = [steps.step(a, b) for a, b in itertools.pairwise(self.path)]
+        assert None not in found
+        return [step for step in found if step is not None]
+
+    def __str__(self) -> str:
+        shape, mesh = self.path[0].shape, self.path[0].mesh_shape
+        return f"{self.dtype} {shape} on {mesh}: {' -> '.join(map(str, self.path))}"
+
+
+def parts_of(sharding: Sharding, rng: random.Random) -> Tensor:
+    """Whole numbers whose reductions are exact in bfloat16; without reductions all differ."""
+    sizes = [size if op else 1 for size, op in zip(sharding.mesh_shape, sharding.partial, strict=True)]
+    shape = (*sizes, *sharding.shape)
+    generator = torch.Generator().manual_seed(rng.getrandbits(40))
+    ops = set(sharding.partial) - {None}
+    if not ops:
+        return torch.randperm(math.prod(shape), generator=generator).reshape(shape)
+    if "product" in ops:
+        return torch.tensor([-2, -1, 1, 2])[torch.randint(4, shape, generator=generator)]
+    factor = math.prod(size for size, op in zip(sizes, sharding.partial, strict=True) if op == "avg")
+    most = max(16 // factor, 1)
+    return factor * torch.randint(-most, most + 1, shape, generator=generator)
+
+
+def check(plan: Plan, rng: random.Random, shuffle: bool) -> None:
+    """Each rank has what the oracle says after each step, in new memory, and keeps what it had."""
+    start = plan.path[0]
+    oracle = Oracle(start, parts_of(start, rng))
+    ranks = coordinates(start.mesh_shape)
+    held = {rank: strided(with_dtype(oracle.local(rank), plan.dtype), rng) for rank in ranks}
+    for step in plan.steps:
+        was = {rank: tensor.clone() for rank, tensor in held.items()}
+        now = carry_out(step, held, rng, shuffle)
+        oracle.move(step.after)
+        for rank in ranks:
+            got, want = now[rank], with_dtype(oracle.local(rank), plan.dtype)
+            where = f"{step.kind} {step.before} -> {step.after} at {rank}, {shuffle=}"
+            assert got.shape == want.shape and got.dtype == want.dtype, f"{where}: {got.shape}, not {want.shape}"
+            assert torch.equal(got, want), f"{where}: {got}, not {want}"
+            assert got.is_contiguous(), where
+            assert got.numel() == 0 or got.untyped_storage().data_ptr() != held[rank].untyped_storage().data_ptr()
+            assert torch.equal(held[rank], was[rank]), f"{where}: input changed"
+        held = now
+
+
+def random_mesh(rng: random.Random) -> tuple[int, ...]:
+    ndim = rng.choice([1, 2, 2, 3, 3, 4])
+    while True:
+        mesh = tuple(rng.choice([1, 2, 2, 2, 3, 3, 4, 5, 8]) for _ in range(ndim))
+        if math.prod(mesh) <= 16:
+            return mesh
+
+
+def random_ops(rng: random.Random) -> list[str]:
+    """Of which any mix can be reduced exactly, though not all at once."""
+    return rng.choice([["sum"], ["avg"], ["sum", "avg"], ["max"], ["min"], ["product"], ["sum", "max"], ["max", "min"]])
+
+
+Placements = list[int | str | None]  # per mesh dim: tensor dim, reduce op, or None
+
+
+def sharding_of(shape: Sequence[int], mesh: Sequence[int], placed: Sequence[int | str | None]) -> Sharding:
+    cuts = [[i for i, p in enumerate(placed) if p == dim] for dim in range(len(shape))]
+    return Sharding.of(shape, mesh, cuts, [p if isinstance(p, str) else None for p in placed])
+
+
+def random_sharding(rng: random.Random, shape: list[int], mesh: tuple[int, ...], placed: Placements) -> Sharding:
+    found = sharding_of(shape, mesh, placed)
+    if rng.random() < 0.5:
+        found = replace(found, cuts=tuple(tuple(rng.sample(dims, len(dims))) for dims in found.cuts))
+    return found
+
+
+def moved(rng: random.Random, placed: Placements, ndim: int) -> Placements:
+    """Some mesh dims do another thing; none becomes partial."""
+    free: Placements = [None, *range(ndim)]
+    chosen = rng.sample(range(len(placed)), rng.randint(1, len(placed)))
+    return [rng.choice(free) if i in chosen else p for i, p in enumerate(placed)]
+
+
+def random_shape(rng: random.Random, mesh: tuple[int, ...], *all_placed: Placements, ndim: int) -> list[int]:
+    """Half of them cut evenly."""
+    if rng.random() < 0.5:
+        return [rng.choice([0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13]) for _ in range(ndim)]
+    shape = []
+    for dim in range(ndim):
+        pieces = [math.prod(mesh[i] for i, p in enumerate(placed) if p == dim) for placed in all_placed]
+        shape.append(rng.choice([0, 1, 1, 1, 1, 2, 2, 3]) * math.lcm(*pieces))
+    return shape
+
+
+def random_plan(seed: int) -> tuple[Plan, random.Random]:
+    """One step, or where none does it two or three, and what draws the rest of the case."""
+    rng = random.Random(seed)
+    mesh, ndim = random_mesh(rng), rng.choice([0, 1, 1, 2, 2, 3, 4])
+    ops = random_ops(rng)
+    choices: list[int | str | None] = [None, *range(ndim), *range(ndim)]
+    placed: Placements = [rng.choice([*choices, *([rng.choice(ops)] * (1 + ndim))]) for _ in mesh]
+    target = moved(rng, placed, ndim)
+    shape = random_shape(rng, mesh, placed, target, ndim=ndim)
+    path = path_between(
+        rng, random_sharding(rng, shape, mesh, placed), random_sharding(rng, shape, mesh, target), placed
+    )
+    dtypes = [torch.float32, torch.bfloat16, torch.int64]
+    if not any(path[0].partial):
+        dtypes += [torch.bool, torch.complex64, torch.int16]
+    return Plan(path, rng.choice(dtypes)), rng
+
+
+def path_between(rng: random.Random, before: Sharding, after: Sharding, placed: Placements) -> tuple[Sharding, ...]:
+    direct = steps.step(before, after)
+    if direct is not None and rng.random() < 0.8:
+        return before, after
+    shape, mesh = list(before.shape), before.mesh_shape
+    for _ in range(30):
+        middle = random_sharding(rng, shape, mesh, moved(rng, placed, len(shape)))
+        if steps.step(before, middle) is not None and steps.step(middle, after) is not None:
+            return before, middle, after
+    path = [before]  # reduce one op at a time, then move
+    for op in sorted({op for op, left in zip(before.partial, after.partial, strict=True) if op and not left}):
+        pairs = zip(path[-1].partial, after.partial, strict=True)
+        left_over = [left if has == op else has for has, left in pairs]
+        path.append(Sharding.of(shape, mesh, before.cuts, left_over))
+    return (*path, after)
