@@ -76,9 +76,9 @@ def test_examples_run_and_their_shapes_and_values_hold(ranks: Callable[[int], Ra
         ranks(2).run(run_example, example)
 
 
-def test_the_example_of_overlap_runs() -> None:
-    """In a fake group of its own."""
-    (example,) = (code for language, code in FENCED.findall(page("overlap")) if language == "python")
+@pytest.mark.parametrize("name", ["overlap", "redistribution"])
+def test_examples_in_a_fake_group_of_their_own_run(name: str) -> None:
+    (example,) = (code for language, code in FENCED.findall(page(name)) if language == "python")
     assert example.count("assert") >= 3
     exec(compile(example, "example", "exec"), {})
 
