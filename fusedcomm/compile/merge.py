@@ -21,7 +21,7 @@ from fusedcomm.compile.effects import has_messages, writes_before_end
 from fusedcomm.compile.flattened import FlattenedMesh, MeshGroup
 from fusedcomm.compile.layout import CannotFuse, Layout
 from fusedcomm.compile.moves import Moves
-from fusedcomm.compile.normalize import _part
+from fusedcomm.compile.normalize import part_of
 from fusedcomm.compile.product import name_of
 from fusedcomm.compile.rewrite import Rewriter, erase_unused, held_outputs
 
@@ -157,7 +157,7 @@ def _next(node: Node, moves: Moves) -> tuple[Moves, Node, Collective | None]:
         except CannotFuse as reason:
             raise CannotFuse(f"not with {user.name}: {reason}") from None
     for num_parts in sorted({collectives.size_of_group(group.name) for group in moves.mesh.groups}):
-        part = _part(user, num_parts) if value(node).device.type == "cpu" else None  # as in `normalize`
+        part = part_of(user, num_parts) if value(node).device.type == "cpu" else None  # as in `normalize`
         if part is not None:
             return moves.own_part(part[1], num_parts, part[2]), part[0], None
     raise CannotFuse(f"what arrives goes to {name_of(user)}")

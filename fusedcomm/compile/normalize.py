@@ -38,7 +38,9 @@ class Exchange:
 def find(graph: Graph, gathers: bool) -> list[Exchange]:
     """``gathers``: also gathers of which each rank keeps its own part, as DTensor writes them on CPU meshes.
 
-    By one rank's graph alone they cannot be told from a program in which every rank keeps, say, part 0.
+    By one rank's graph alone they cannot be told from a program in which every rank keeps, say, part 0. Nor, where this
+    rank is in several groups of that size, from one in which it keeps the part that is its own in another of them: on
+    ranks whose index is the same in both. Those gathers stay, on all ranks of a mesh.
     """
     found = []
     for node in [*_shard_dim_alltoalls(graph), *(collectives.find(graph, "all_gather") if gathers else [])]:
@@ -92,8 +94,8 @@ def _of_gather(start: Node) -> Exchange | None:
     node, layout = follow(gather.wait, received)[-1]
     if len(node.users) != 1:
         return None
-    own = _part(next(iter(node.users)), gather.group_size)
-    if own is None or own[2] != collectives.rank_in(gather.group_name):
+    own = part_of(next(iter(node.users)), gather.group_size)
+    if own is None or own[2] != collectives.rank_in(gather.group_name) or _has_other_of_size(gather.group_name):
         return None
     part, dim, _ = own
     blocks = layout.leading(dim, gather.group_size)
@@ -102,7 +104,14 @@ def _of_gather(start: Node) -> Exchange | None:
     return Exchange(gather.sent, blocks, sources, before, layout.without(blocks), part, start, gather.group_name)
 
 
-def _part(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
+def _has_other_of_size(group_name: str) -> bool:
+    """Whether this rank is in groups of as many ranks that are not the same ones."""
+    ranks = {name: members for name, _, members in collectives.memberships()}
+    own = ranks[group_name]
+    return any(len(members) == len(own) and set(members) != set(own) for members in ranks.values())
+
+
+def part_of(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
     """(node, dim, index) of the one part of num_parts equal ones that is used."""
     if user.target in SPLITS and len(user.users) == 1 and len(user.meta["val"]) == num_parts:
         part = next(iter(user.users))
