@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +220,7 @@ def compiled(rank: int, shape: tuple[int, int]) -> tuple[int, list[str]]:
     with fusedcomm.compile.enabled(fuse=()) as report:
         graph = trained(torch.compile(program, fullgraph=True), shape)
     assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
+    assert all(Path(line.source.rpartition(":")[0]).name == Path(__file__).name for line in report.collectives[:1])
     return comm.get_total_counts(), [line.graph for line in report.collectives]
 
 

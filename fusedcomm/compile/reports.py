@@ -13,10 +13,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from fusedcomm import planner, registry
+from fusedcomm import planner, redistribution, registry
 from fusedcomm.explain import exchange_of
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_BELOW = tuple(os.path.join(os.path.dirname(str(each.__file__)), "") for each in (torch, redistribution))
 _kept: list[Report] | None = None
 
 
@@ -112,7 +112,7 @@ class Report:
 def source_of(node: Node) -> str:
     """file:line of the innermost frame of the user's program that made node, if torch has kept it."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    users = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    users = [frame for frame in frames if not frame[0].startswith(_BELOW)] or frames
     return f"{users[-1][0]}:{users[-1][1]}" if users else ""
 
 
