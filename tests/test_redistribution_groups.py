@@ -334,7 +334,7 @@ def hosts(rank: int) -> groups.MeshFacts:
 
 
 def test_hosts_are_numbered_in_the_order_of_the_mesh(ranks: Ranks) -> None:
-    assert ranks(4).run(hosts) == [groups.MeshFacts((2, 0, 3, 1), (0, 1, 0, 1), DEFAULTS["cpu"])] * 4
+    assert ranks(4).run(hosts) == [groups.MeshFacts((2, 2), (2, 0, 3, 1), (0, 1, 0, 1), DEFAULTS["cpu"])] * 4
 
 
 def tuned_on(rank: int, directories: list[str]) -> Any:
@@ -423,7 +423,7 @@ def test_fake_groups_need_no_vote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "agree", None)
     with fake_world(16):
         mesh = init_device_mesh("cpu", (2, 2, 4))
-        assert groups.check(mesh) == groups.MeshFacts(tuple(range(16)), (0,) * 16, DEFAULTS["cpu"])
+        assert groups.check(mesh) == groups.MeshFacts((2, 2, 4), tuple(range(16)), (0,) * 16, DEFAULTS["cpu"])
         flat = groups.flattened(mesh, (0, 2))
         assert dist.get_process_group_ranks(flat.pg) == [0, 1, 2, 3, 8, 9, 10, 11]
         assert dist.get_backend(flat.pg) == "fake"

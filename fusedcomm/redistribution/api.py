@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from fusedcomm.redistribution.placements import encode, unknown
+from fusedcomm.redistribution.placements import encode
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,13 +28,13 @@ def redistribute(
 ) -> DTensor:
     """``dtensor.redistribute(device_mesh, placements, ...)``, by the fewest, largest collectives.
 
-    Equal values, shapes, strides and placements, differentiable any number of times, and can be compiled. Where torch
+    Equal values, shapes and placements, differentiable any number of times, and can be compiled. Where torch
     communicates a mesh dim at a time, this takes at once what it can, also of uneven shards, in any order: mostly one
-    collective, and never more than torch. Reductions give replicas that are equal bit by bit. See `redistribute_plan`
-    for what it does.
+    collective, and never more than torch. Reductions over several mesh dims give replicas that are equal bit by bit.
+    See `redistribute_plan` for what it does.
 
     The first call on a mesh, and the first that takes certain mesh dims at once, is a collective of all its ranks: it
-    makes process groups.
+    makes process groups. A rank that is not in the mesh gets its empty part back.
 
     Args:
         device_mesh: that of the dtensor, which is the default.
@@ -44,8 +44,9 @@ def redistribute(
         backward_dtype: the dtype in which gradients are sent. By default the dtensor's.
 
     Raises:
-        ValueError: another mesh, too few or too many placements, a dim out of range, a
-            Partial that is not there, reduce ops that no order makes exact together.
+        ValueError: another mesh, too few or too many placements, a dim out of range, a Partial that is not there,
+            reduce ops that no order makes exact together, an average of integers; and of this rank alone: a local
+            tensor that has not the shape of its part.
         PeerTimeoutError: a rank of the mesh did not come to a first call within ``FUSEDCOMM_TIMEOUT_S``.
 
     What only torch knows is torch's to do, logged once with the reason: other placements, sizes unknown when a graph is
@@ -54,13 +55,7 @@ def redistribute(
     from fusedcomm.redistribution import dtensor as op
 
     op.check_mesh(dtensor, device_mesh)
-    names = encode(placements)
-    foreign = unknown([*encode(dtensor.placements), *names])
-    if foreign is not None:
-        op.log_once(f"placement {foreign} is not one of Replicate, Shard and Partial")
-        dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}  # torch 2.11 has none
-        given = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
-        return dtensor.redistribute(device_mesh, placements, async_op=async_op, **given)
+    names = encode(placements, dtensor.placements)
     found = torch.ops.fusedcomm.redistribute(dtensor, names, async_op, forward_dtype, backward_dtype)
     return cast("DTensor", found)
 
@@ -81,8 +76,4 @@ def redistribute_plan(
     from fusedcomm.redistribution import dtensor as op
 
     op.check_mesh(dtensor, device_mesh)
-    names = encode(placements)
-    foreign = unknown([*encode(dtensor.placements), *names])
-    if foreign is not None:
-        raise ValueError(f"placements must be Replicate, Shard or Partial to be planned, got {foreign}")
-    return op.plan_of(dtensor, names, forward_dtype)
+    return op.plan_of(dtensor, encode(placements, dtensor.placements), forward_dtype)

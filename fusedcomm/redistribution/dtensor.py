@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _redistribute as torch_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -47,30 +47,38 @@ def check_mesh(dtensor: DTensor, device_mesh: DeviceMesh | None) -> None:
 def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -> RedistributionPlan:
     """Raises ValueError."""
     spec = dtensor._spec
+    target = _target(spec, names)
+    facts = groups.check(spec.mesh)
     try:
-        before, after = _shardings(spec, _target(spec, names))
+        return _plan(facts, *_shardings(facts, spec, target), dtype or dtensor.dtype)
     except Unsupported as reason:
         raise ValueError(f"torch redistributes this, without a plan of ours: {reason}") from None
-    return _plan(spec.mesh, before, after, dtype or dtensor.dtype)
 
 
 def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """A handler of DTensor's: this rank's part, as the plan brings it about."""
     x, names, async_op, forward_dtype, _ = _arguments(*args, **kwargs)
     spec: Any = x._spec
-    local = x._local_tensor if forward_dtype is None else x._local_tensor.to(forward_dtype)
-    meta = spec.tensor_meta._replace(dtype=local.dtype)
-    target = DTensorSpec(spec.mesh, _target(spec, names), tensor_meta=meta)
-    if spec.mesh.get_coordinate() is None:
-        return DTensor(local, target, requires_grad=False)  # this rank has no part of it
+    local, now, target = x._local_tensor, spec, _target(spec, names)
+    if forward_dtype is not None and forward_dtype != local.dtype:
+        local = local.to(forward_dtype)
+        now = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=forward_dtype))
+    if target == now.placements:
+        return DTensor(local, now, requires_grad=False)
+    after = DTensorSpec(now.mesh, target, tensor_meta=now.tensor_meta)
+    if spec.mesh.get_coordinate() is not None:  # else this rank has no part of it
+        local = _redistributed(local, now, after, async_op)
+    return DTensor(local, after, requires_grad=False)
+
+
+def _redistributed(local: Tensor, now: DTensorSpec, after: DTensorSpec, async_op: bool) -> Tensor:
+    facts = groups.check(now.mesh)
     try:
-        before, after = _shardings(spec, target.placements)
+        shardings = _shardings(facts, now, after.placements)
     except Unsupported as reason:
-        log_once(str(reason))
-        local = _by_torch(local, replace(spec, tensor_meta=meta), target, async_op)
-    else:
-        local = _by_plan(local, spec.mesh, before, after, async_op)
-    return DTensor(local, target, requires_grad=False)
+        _log_once(reason.what, str(reason))
+        return _by_torch(local, now, after, async_op)
+    return _by_plan(local, now.mesh, _plan(facts, *shardings, local.dtype), async_op)
 
 
 def _arguments(
@@ -87,54 +95,60 @@ def _target(spec: DTensorSpec, names: Sequence[str]) -> tuple[Placement, ...]:
     """Raises ValueError."""
     if len(names) != spec.mesh.ndim:
         raise ValueError(f"placements must be one per dim of the mesh, {spec.mesh.ndim}, got {list(names)}")
-    target = placements.decode(names, len(spec.shape))
+    target = placements.decode(names, len(spec.shape), spec.placements)
     for i, (was, wanted) in enumerate(zip(spec.placements, target, strict=True)):
         if wanted.is_partial() and was != wanted:
             raise ValueError(f"mesh dim {i} must be {wanted} before, as it shall be after, got {was}")
     return target
 
 
-def _shardings(spec: DTensorSpec, target: tuple[Placement, ...]) -> tuple[Sharding, Sharding]:
+def _shardings(facts: MeshFacts, now: DTensorSpec, target: tuple[Placement, ...]) -> tuple[Sharding, Sharding]:
     """Raises Unsupported."""
-    order = getattr(spec, "shard_order", None)
-    if order is not None and not spec.is_default_device_order(order):
-        raise Unsupported(f"shard_order {order} is not that of the mesh")
-    if any(not isinstance(size, int) for size in spec.shape):
-        raise Unsupported(f"sizes must be known when a graph is compiled, got {list(spec.shape)}")
-    return _shardings_on(spec.mesh, spec.placements, target, tuple(spec.shape))
+    order = getattr(now, "shard_order", None)
+    if order is not None and not now.is_default_device_order(order):
+        raise Unsupported("shard_order is not that of the mesh", order)
+    if any(not isinstance(size, int) for size in now.shape):
+        raise Unsupported("sizes must be known when a graph is compiled", list(now.shape))
+    return _shardings_on(facts, now.placements, target, tuple(now.shape))
 
 
 @lru_cache(maxsize=4096)
 def _shardings_on(
-    mesh: DeviceMesh, now: tuple[Placement, ...], target: tuple[Placement, ...], shape: tuple[int, ...]
+    facts: MeshFacts, now: tuple[Placement, ...], target: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> tuple[Sharding, Sharding]:
-    before, after = (placements.sharding(each, shape, mesh.shape) for each in (now, target))
-    ranks = np.array(groups.check(mesh).ranks).reshape(mesh.shape)  # all, for no rank may decide by its own group
-    for i in range(mesh.ndim):
+    before, after = (placements.sharding(each, shape, facts.mesh_shape) for each in (now, target))
+    ranks = np.array(facts.ranks).reshape(facts.mesh_shape)  # all, for no rank may decide by its own group
+    for i in range(ranks.ndim):
         cuts = any(i in dims for dims in (*before.cuts, *after.cuts))
         if cuts and not (np.diff(ranks, axis=i) > 0).all():
-            raise Unsupported(f"the ranks of mesh dim {i}, which shards, do not ascend")
+            raise Unsupported("the ranks of a mesh dim that shards do not ascend", f"mesh dim {i} of {ranks.tolist()}")
     return before, after
 
 
-def _plan(mesh: DeviceMesh, before: Sharding, after: Sharding, dtype: torch.dtype) -> RedistributionPlan:
-    """A collective, the first time on a mesh. Raises ValueError."""
+def _plan(facts: MeshFacts, before: Sharding, after: Sharding, dtype: torch.dtype) -> RedistributionPlan:
+    """Raises ValueError."""
     averages = any(op == "avg" and op != then for op, then in zip(before.partial, after.partial, strict=True))
     if averages and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"dtype must be of floating point to be averaged, got {dtype}")
-    return planner.plan(before, after, dtype.itemsize, _links(groups.check(mesh), tuple(mesh.shape)))
+    return planner.plan(before, after, dtype.itemsize, _links(facts))
 
 
 @lru_cache(maxsize=256)
-def _links(facts: MeshFacts, mesh_shape: tuple[int, ...]) -> Links:
-    return Links(facts.ranks, mesh_shape, ranks_per_node(facts.ranks, facts.hosts), facts.constants, INTER_BANDWIDTH)
+def _links(facts: MeshFacts) -> Links:
+    per_node = ranks_per_node(facts.ranks, facts.hosts)
+    return Links(facts.ranks, facts.mesh_shape, per_node, facts.constants, INTER_BANDWIDTH)
 
 
-def _by_plan(local: Tensor, mesh: DeviceMesh, before: Sharding, after: Sharding, async_op: bool) -> Tensor:
-    steps, coordinate = _plan(mesh, before, after, local.dtype).steps, tuple(mesh.get_coordinate() or ())
-    flat = [_group(mesh, step) for step in steps]  # all, before anything is sent
-    for step, (order, name) in zip(steps, flat, strict=True):
-        local = execute.run(step, coordinate, order, name, local, wait=not async_op or step is not steps[-1])
+def _by_plan(local: Tensor, mesh: DeviceMesh, plan: RedistributionPlan, async_op: bool) -> Tensor:
+    coordinate = tuple(mesh.get_coordinate() or ())
+    if tuple(local.shape) != (wanted := plan.before.local_shape(coordinate)):
+        raise ValueError(
+            f"the local tensor at {coordinate} of the mesh must have shape {wanted} for a tensor of shape "
+            f"{plan.before.shape} that is {plan.before}, got {tuple(local.shape)}"
+        )
+    flat = [_group(mesh, step) for step in plan.steps]  # all, before anything is sent
+    for step, (order, name) in zip(plan.steps, flat, strict=True):
+        local = execute.run(step, coordinate, order, name, local, wait=not async_op or step is not plan.steps[-1])
     return local
 
 
@@ -152,21 +166,26 @@ def _by_torch(local: Tensor, spec: DTensorSpec, target: DTensorSpec, async_op: b
         return torch_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
 
 
-@lru_cache(maxsize=1024)
-def log_once(reason: str) -> None:
-    log.warning("torch redistributes, a mesh dim at a time: %s", reason)
+def _log_once(what: str, reason: str) -> None:
+    if what not in _logged:
+        _logged.add(what)
+        log.warning("torch redistributes, a mesh dim at a time: %s", reason)
+
+
+_logged: set[str] = set()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: DTensor) -> None:
     x, _, ctx.async_op, _, backward_dtype = _arguments(*inputs)
-    ctx.names, ctx.dtype = placements.encode(x.placements), x.dtype
+    ctx.placements, ctx.dtype = x.placements, x.dtype
     ctx.backward_dtype = backward_dtype or x.dtype
 
 
 def _backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
     """As torch's: the gradient of partial values is that of the whole, whose parts nobody would gain by."""
-    now = placements.encode(grad.placements)
-    names = ["R" if then[0] == "P" and at[0] != "P" else then for then, at in zip(ctx.names, now, strict=True)]
+    pairs = zip(ctx.placements, grad.placements, strict=True)
+    wanted = [Replicate() if then.is_partial() and not now.is_partial() else then for then, now in pairs]
+    names = placements.encode(wanted, grad.placements)
     dtype = ctx.backward_dtype
     found = torch.ops.fusedcomm.redistribute(grad, names, ctx.async_op, dtype, dtype).to(ctx.dtype)
     return found, None, None, None, None

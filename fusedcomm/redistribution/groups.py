@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -46,9 +47,17 @@ class FlatGroup:
 class MeshFacts:
     """Equal on all ranks of the mesh."""
 
+    mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]  # global ranks, in row-major order of the mesh
     hosts: tuple[int, ...]  # of each of them the host, numbered from 0
     constants: Constants  # tuned, if all ranks have the same
+
+    def __hash__(self) -> int:  # looked up often
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh_shape, self.ranks, self.hosts, self.constants))
 
 
 def check(mesh: DeviceMesh) -> MeshFacts:
@@ -107,7 +116,7 @@ class _World:
         self.locks: defaultdict[Any, threading.RLock] = defaultdict(threading.RLock)  # a vote at a time on its keys
 
 
-_meshes: weakref.WeakKeyDictionary[DeviceMesh, _Mesh] = weakref.WeakKeyDictionary()
+_meshes: dict[int, _Mesh] = {}  # by id, while the mesh lives: equal ones can have other groups
 _worlds: weakref.WeakKeyDictionary[ProcessGroup, _World] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _attempts: dict[tuple[int, ...], int] = {}  # by ranks; a store may outlive WORLD, and never sees a name again
@@ -115,10 +124,12 @@ _attempts: dict[tuple[int, ...], int] = {}  # by ranks; a store may outlive WORL
 
 def _known(mesh: DeviceMesh) -> _Mesh:
     groups = _own_groups(mesh)
-    known = _meshes.get(mesh)
-    if known is None or known.groups != groups:  # an equal mesh can have others
+    known = _meshes.get(id(mesh))
+    if known is None or known.groups != groups:
+        if known is None:
+            weakref.finalize(mesh, _meshes.pop, id(mesh), None).atexit = False
         with _disable_current_modes():
-            known = _meshes[mesh] = _read(mesh, groups)
+            known = _meshes[id(mesh)] = _read(mesh, groups)
     return known
 
 
@@ -171,7 +182,10 @@ def _destroyed(mesh: DeviceMesh) -> ValueError:
 
 def _describe(mesh: DeviceMesh) -> str:
     with _disable_current_modes():
-        ranks = mesh.mesh.tolist() if mesh.get_coordinate() is not None else mesh._rank_map.tolist()
+        ranks: Any = getattr(mesh, "_rank_map", None)  # mesh.mesh can be read on its own ranks only
+        if mesh.get_coordinate() is not None:
+            ranks = mesh.mesh
+        ranks = tuple(mesh.shape) if ranks is None else ranks.tolist()
     return f"DeviceMesh({mesh.device_type!r}, {ranks})"
 
 
@@ -186,7 +200,7 @@ def _mesh_facts(known: _Mesh) -> MeshFacts:
         if key not in world.facts:
             if is_fake:
                 hosts = (0,) * len(ranks)
-                world.facts[key] = MeshFacts(tuple(own["ranks"]), hosts, DEFAULTS[known.device_type])
+                world.facts[key] = MeshFacts(known.ranks.shape, tuple(own["ranks"]), hosts, DEFAULTS[known.device_type])
             else:
                 world.facts[key] = _vote_on_mesh(known, own | {"device_type": known.device_type}, ranks)
         return world.facts[key]
@@ -205,7 +219,8 @@ def _vote_on_mesh(known: _Mesh, own: dict[str, Any], ranks: tuple[int, ...]) -> 
         if len(set(digests)) > 1 and _world_group().rank() == ranks[0]:
             log.warning("tuned numbers are not used on ranks %s: run `fusedcomm tune` where they share a cache", ranks)
         constants = DEFAULTS[known.device_type]
-    return MeshFacts(tuple(own["ranks"]), tuple(numbers[fact["host"]] for fact in ordered), constants)
+    hosts = tuple(numbers[fact["host"]] for fact in ordered)
+    return MeshFacts(known.ranks.shape, tuple(own["ranks"]), hosts, constants)
 
 
 def _vote(purpose: str, facts: dict[str, Any], ranks: Sequence[int], what: str) -> list[dict[str, Any]]:
@@ -352,7 +367,7 @@ def _new_group(name: str, ranks: tuple[int, ...], backend: str, device_type: str
             list(ranks),
             c10d.Backend(backend),
             c10d._get_default_store(),
-            cast(c10d.GroupName, name),
+            cast("c10d.GroupName", name),
             timeout=bound if connects else timeout or c10d._get_default_timeout(c10d.Backend(backend)),
             group_desc="fusedcomm_redistribution",
         )

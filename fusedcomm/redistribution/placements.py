@@ -20,14 +20,20 @@ _PARTIAL = re.compile(r"P\((\w+)\)")
 
 
 class Unsupported(Exception):
-    """What torch knows and this package does not: torch redistributes it."""
+    """What torch knows and this package does not: torch redistributes it. ``what`` is the reason without values."""
+
+    def __init__(self, what: str, got: object) -> None:
+        super().__init__(f"{what}, got {got}")
+        self.what = what
 
 
-def encode(placements: Sequence[Any] | None) -> list[str]:
-    """What is not listed above begins with a question mark: see `unknown`."""
-    if placements is None:
-        raise ValueError("placements must be given, one per dim of the mesh, got None")
-    return [_encode(placement) for placement in placements]
+def encode(placements: Any, now: Sequence[Any] = ()) -> list[str]:
+    """Of other classes those that are as ``now`` are an equals sign, the others begin with a question mark."""
+    if not isinstance(placements, (list, tuple)):
+        raise ValueError(f"placements must be a list, one per dim of the mesh, got {placements!r}")
+    texts = [_encode(placement) for placement in placements]
+    stays = [placement == then for placement, then in zip(placements, now, strict=False)]
+    return ["=" if text[0] == "?" and stays[i : i + 1] == [True] else text for i, text in enumerate(texts)]
 
 
 # Of placements, on which torch.compile guards. As torch.compiler.assume_constant_result, which imports dynamo.
@@ -48,25 +54,24 @@ def _encode(placement: Any) -> str:
     return f"P({placement.reduce_op})" if kind is Partial else f"?{placement!r}"
 
 
-def unknown(texts: Sequence[str]) -> str | None:
-    """The first of them that is none of ours."""
-    return next((text[1:] for text in texts if text[0] == "?"), None)
-
-
-def decode(texts: Sequence[str], ndim: int) -> tuple[Any, ...]:
+def decode(texts: Sequence[str], ndim: int, now: Sequence[Any]) -> tuple[Any, ...]:
     """Placements of a tensor of ``ndim`` dims, which are counted from the front. Raises ValueError."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     found: list[Any] = []
-    for text in texts:
-        if text == "R":
+    for text, as_now in zip(texts, now, strict=True):
+        if text == "=":
+            found.append(as_now)
+        elif text == "R":
             found.append(Replicate())
         elif match := _SHARD.fullmatch(text):
             dim = _tensor_dim(text, int(match[1]), ndim)
             found.append(_StridedShard(dim, split_factor=int(match[2])) if match[2] else Shard(dim))
+        elif match := _PARTIAL.fullmatch(text):
+            found.append(Partial(match[1]))
         else:
-            found.append(Partial(_PARTIAL.fullmatch(text)[1]))  # type: ignore[index]
+            raise ValueError(f"placements must be Replicate, Shard or Partial, or as they are, got {text[1:]}")
     return tuple(found)
 
 
@@ -87,8 +92,10 @@ def sharding(placements: Sequence[Any], shape: Sequence[int], mesh_shape: Sequen
             dims.insert(_position([mesh_shape[j] for j in dims], int(match[2] or 1), text), i)
         elif match := _PARTIAL.fullmatch(text):
             if match[1] not in REDUCE_OPS:
-                raise Unsupported(f"reduce op {match[1]} is not one of {', '.join(REDUCE_OPS)}")
+                raise Unsupported(f"the reduce op is not one of {', '.join(REDUCE_OPS)}", match[1])
             partial[i] = match[1]
+        elif text != "R":
+            raise Unsupported("a placement is not one of Replicate, Shard and Partial", text[1:])
     _check_strided(texts, cuts, shape, mesh_shape)
     return Sharding.of(shape, mesh_shape, cuts, partial)
 
@@ -98,7 +105,7 @@ def _position(sizes: Sequence[int], split_factor: int, text: str) -> int:
     for position in range(len(sizes) + 1):
         if math.prod(sizes[:position]) == split_factor:
             return position
-    raise Unsupported(f"split_factor of {text} is no product of sizes of mesh dims behind it")
+    raise Unsupported("a split_factor is no product of sizes of mesh dims behind it", text)
 
 
 def _check_strided(
@@ -108,4 +115,4 @@ def _check_strided(
     for size, dims in zip(shape, cuts, strict=True):
         if list(dims) != sorted(dims) and size % math.prod(mesh_shape[i] for i in dims):
             strided = next(texts[i] for i in sorted(dims) if "," in texts[i])
-            raise Unsupported(f"{strided} divides a tensor dim of size {size} unevenly")
+            raise Unsupported("a strided shard divides its tensor dim unevenly", f"{strided} of size {size}")
