@@ -230,7 +230,7 @@ def test_a_plan_is_printed() -> None:
     lines = str(plan((16, 16), (2, 4), "S0 S0", "S1 S1")).splitlines()
     assert lines[0].split() == ["step", "kind", "mesh", "dims", "bytes", "us"]
     assert lines[1].split() == ["0", "all_to_all", "0,", "1", "112", "25.0", "S(0),", "S(0)", "->", "S(1),", "S(1)"]
-    assert lines[2].split() == ["all", "112", "25.0", "1", "collectives"]
+    assert lines[2].split() == ["all", "112", "25.0", "collectives:", "1"]
     assert lines[3].split()[:5] == ["one", "mesh", "dim", "at", "a"]
 
 
