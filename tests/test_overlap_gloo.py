@@ -31,6 +31,7 @@ def several_groups() -> Iterator[list[Peers]]:
         own = [dist.group.WORLD, made[0], made[1 + rank // 2]]
         yield [Peers(group.group_name, group.size(), group.rank()) for group in own]
     finally:
+        dist.barrier()  # gloo on another rank may still be sending what this one has received
         for group in [made[0], made[1 + rank // 2]]:
             dist.destroy_process_group(group)
 
