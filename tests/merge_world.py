@@ -76,6 +76,8 @@ def traced(program: Callable[..., Any], *shapes: Sequence[int], dtype: torch.dty
     """In aten ops, with fake tensors; without results that nothing reads, as torch.compile's graphs are."""
     module = make_fx(program, tracing_mode="fake")(*(torch.empty(shape, dtype=dtype) for shape in shapes))
     module.graph.eliminate_dead_code()
+    for node in module.graph.nodes:
+        node.meta["source_fn_stack"] = [("redistribute", "redistribute")]  # as if of one call of DTensor's
     return module
 
 

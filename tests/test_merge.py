@@ -1,4 +1,4 @@
-"""The pass that merges collectives over dims of one mesh: graphs, simulated ranks, and real ones."""
+"""The pass that merges collectives over dims of one mesh: graphs, and simulated ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusedcomm.compile.merge import Merger
 from fusedcomm.compile.moves import traffic
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import Report
-from tests.graphs import collectives_of, recorded_graphs, targets
+from tests.graphs import collectives_of, targets
 from tests.merge_world import (
     A2A,
     AG,
@@ -316,6 +316,16 @@ def test_parts_of_a_reduction(ranks: Any, index: int, reason: str | None) -> Non
         assert reason is None or reason in str(merger.reasons["all_reduce"])
 
 
+def test_a_part_that_the_program_itself_takes() -> None:
+    """It can be part 0 on all ranks."""
+    with fake_world([[0, 1, 2], [3, 4, 5]]) as world:
+        module = traced(partial(own_part, Calls(world), 0), (4, 6))
+        for node in module.graph.nodes:
+            node.meta["source_fn_stack"] = [(node.name, node.target)]
+        Merger(module.graph).merge(world.flat)
+        assert kinds(module.graph, world) == [(AR, 0)]
+
+
 def test_blocks_that_a_view_hides() -> None:
     """Of [2, 3, 4] as [6, 4], 3 blocks of rows are parts of no dim; but of the view they are."""
     with fake_world(MESHES["2x3"]) as world:
@@ -445,57 +455,3 @@ def test_bytes_of_a_chain() -> None:
     assert traffic([(AG, 2), (AG, 3)]) == traffic([(AG, 6)]) == 5
     assert traffic([(RS, 2), (RS, 3)]) == traffic([(RS, 6)])
     assert traffic([(AR, 2), (AR, 3)]) > traffic([(AR, 6)]) == traffic([(RS, 6), (AG, 6)])
-
-
-# through torch.compile, on real ranks
-
-REDISTRIBUTIONS = [  # on 2 x 2 ranks: from, to, and the collectives of the forward and the backward
-    ("P P", "R R", [AR], []),
-    ("S0 S0", "R R", [AG], []),
-    ("P P", "S1 S0", [RS], [AG]),
-    ("S0 S0", "S1 S1", [AG], [AG]),  # on CPU: which mesh dim a part is of cannot be told
-    ("R S1", "S0 R", [AG], [AG]),  # on half of the ranks the part looks as if it were their own in the gather
-    ("P R", "R S0", [AR], [AG]),
-]
-
-
-def redistributed(x: Tensor, mesh: Any, before: str, after: str) -> Tensor:
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    named = {"P": Partial(), "avg": Partial("avg"), "R": Replicate(), "S0": Shard(0), "S1": Shard(1)}
-    placed = [[named[each] for each in placements.split()] for placements in (before, after)]
-    return DTensor.from_local(x, mesh, placed[0]).redistribute(mesh, placed[1]).to_local()
-
-
-def check_compiled(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2))
-
-    def program(*xs: Tensor) -> list[Tensor]:
-        results = [redistributed(x, mesh, *each[:2]) for x, each in zip(xs, REDISTRIBUTIONS, strict=False)]
-        return [*results, redistributed(xs[-2] @ xs[-1], mesh, "P P", "S0 S0")]
-
-    def run(program: Callable[..., list[Tensor]]) -> list[Tensor]:
-        outs = program(*args)
-        grads = torch.autograd.grad(outs, args, [torch.arange(out.numel()).view(out.shape) % 5.0 for out in outs])
-        return [*(out.detach() for out in outs), *grads]
-
-    generator = torch.Generator().manual_seed(rank)
-    shapes = [(4, 8)] * len(REDISTRIBUTIONS) + [(8, 6), (6, 4)]
-    args = [torch.randint(-2, 3, shape, generator=generator).float().requires_grad_() for shape in shapes]
-    want = run(program)
-    with recorded_graphs() as graphs, fusedcomm.compile.enabled(merge=mesh) as report:
-        got = run(torch.compile(program, fullgraph=True))
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
-    names = {AG: "all_gather_into_tensor", RS: "reduce_scatter_tensor", A2A: "all_to_all_single", AR: AR}
-    for graph, at in zip(graphs, (2, 3), strict=True):
-        wanted = sorted(names[kind] for each in REDISTRIBUTIONS for kind in each[at])
-        assert sorted(collectives_of(graph)) == wanted, report
-    assert [targets(graph, "fusedcomm") for graph in graphs] == [["matmul_reduce_scatter"], ["all_gather_matmul"]]
-    left = [line for line in report.collectives if line.node.startswith("all_reduce") and line.status == "exposed"]
-    assert any("of which mesh dim part" in line.reason for line in left)
-
-
-def test_dtensors(ranks: Any) -> None:
-    ranks(4).run(check_compiled)

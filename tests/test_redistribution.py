@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +206,49 @@ def test_async_leaves_the_last_wait_to_the_reader(ranks: Ranks) -> None:
 def program(x: DTensor, w: DTensor) -> DTensor:
     y = fusedcomm.redistribute(x * 2, placements=[R, R])
     return fusedcomm.redistribute(y @ w, x.device_mesh, (S1, S1))
+
+
+def large_averages(rank: int) -> None:
+    """Their sum is beyond float16."""
+    mesh = mesh_of((2, 2))
+    for placed, after in (
+        ([Partial("avg")] * 2, [R, R]),
+        ([Partial("avg")] * 2, [S0, S0]),
+        ([Partial("avg"), P], [R, R]),
+    ):
+        for shape in ((4, 2), (3, 2)):
+            x = DTensor.from_local(torch.full(shape, 30000.0).half(), mesh, placed, run_check=False)
+            y = fusedcomm.redistribute(x, placements=after).to_local()
+            assert torch.equal(y, torch.full_like(y, 60000.0 if P in placed else 30000.0)), (placed, after, y)
+
+
+def test_averages_do_not_overflow(ranks: Ranks) -> None:
+    ranks(4).run(large_averages)
+
+
+CACHED = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._dynamo.utils import counters
+import fusedcomm
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+mesh, R = init_device_mesh("cpu", (2, 2, 2)), Replicate()
+x = DTensor.from_local(torch.ones(8, 4), mesh, [R, R, R], run_check=False).requires_grad_()
+y = torch.compile(lambda x: fusedcomm.redistribute(x, placements=[Shard(0), Shard(0), R]) * 2)(x)
+y.to_local().sum().backward()
+assert x.grad.placements == (R, R, R)
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.soak
+def test_a_backward_from_the_cache_has_its_groups(tmp_path: Path) -> None:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    runs = [subprocess.run([sys.executable, "-c", CACHED], env=env, capture_output=True, text=True) for _ in range(2)]
+    assert [run.stdout.split() for run in runs] == [["0"], ["1"]], runs[1].stderr[-2000:]
 
 
 def trained(run: Callable[..., DTensor], shape: tuple[int, int]) -> list[Tensor]:
@@ -413,8 +459,5 @@ def test_meshes_of_a_part_of_the_world(ranks: Ranks) -> None:
 
 
 def test_importing_fusedcomm_does_not_import_dtensor() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, fusedcomm; assert 'torch.distributed.tensor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -342,7 +342,7 @@ def reduced_in_flight(rank: int) -> list[bool]:
 
 
 def test_what_only_needs_views_is_in_flight(ranks: Ranks) -> None:
-    want = [True, True, False, True, False, True, False, True, False]
+    want = [True, True, False, True, False, True, True, True, False]
     assert ranks(2).run(reduced_in_flight) == [want, want]
 
 

@@ -21,7 +21,7 @@ from fusedcomm.compile.effects import has_messages, writes_before_end
 from fusedcomm.compile.flattened import FlattenedMesh, MeshGroup
 from fusedcomm.compile.layout import CannotFuse, Layout
 from fusedcomm.compile.moves import Moves
-from fusedcomm.compile.normalize import part_of
+from fusedcomm.compile.normalize import from_one_call, part_of
 from fusedcomm.compile.product import name_of
 from fusedcomm.compile.rewrite import Rewriter, erase_unused, held_outputs
 
@@ -98,12 +98,13 @@ class Merger:
         with x.graph.inserting_before(x):
             other = x.graph.placeholder("other")
         other.meta.update(x.meta)
-        for user in old_users:
-            user.replace_input_with(x, other)
-        number = sum(map(self._can_fuse, starts))
-        other.replace_all_uses_with(x)
-        x.graph.erase_node(other)
-        return number
+        try:
+            for user in old_users:
+                user.replace_input_with(x, other)
+            return sum(map(self._can_fuse, starts))
+        finally:
+            other.replace_all_uses_with(x)
+            x.graph.erase_node(other)
 
     def _can_fuse(self, start: Node) -> bool:
         kind = collectives.kind_of(start)
@@ -120,7 +121,8 @@ def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:
     except CannotFuse:
         if len(path) == 1:
             raise
-        return _find(path[-1:], first, mesh)  # dims of the first node may hide what is exchanged
+        # dims of the first node may hide what is exchanged; if they only make a chain shorter, it stays shorter
+        return _find(path[-1:], first, mesh)
 
 
 def _find(path: list[Node], first: Collective, mesh: FlattenedMesh) -> list[Chain]:
@@ -158,7 +160,7 @@ def _next(node: Node, moves: Moves) -> tuple[Moves, Node, Collective | None]:
             raise CannotFuse(f"not with {user.name}: {reason}") from None
     for num_parts in sorted({collectives.size_of_group(group.name) for group in moves.mesh.groups}):
         part = part_of(user, num_parts) if value(node).device.type == "cpu" else None  # as in `normalize`
-        if part is not None:
+        if part is not None and from_one_call(node, part[0]):
             return moves.own_part(part[1], num_parts, part[2]), part[0], None
     raise CannotFuse(f"what arrives goes to {name_of(user)}")
 
@@ -169,10 +171,8 @@ def _emit(rewriter: Rewriter, chain: Chain) -> tuple[dict[str, Node], Node]:
     for kind, group in chain.moves.merged():
         sent, received = _sent_and_received(chain.moves, kind, group, layout)
         node = _contiguous(rewriter, rewriter.arrange(node, layout.order, sent))
-        made[kind], divisor = _start(rewriter, chain.moves, kind, group, node)
+        made[kind] = _start(rewriter, chain.moves, kind, group, node)
         node, layout = rewriter.call(functional.wait_tensor.default, made[kind]), received
-        if divisor != 1:
-            node = rewriter.call(aten.div.Tensor, node, divisor)
     node = rewriter.arrange(node, layout.order, chain.layout)
     if value(chain.target).is_contiguous():
         return made, _contiguous(rewriter, node)
@@ -196,18 +196,19 @@ def _sent_and_received(moves: Moves, kind: str, group: MeshGroup, layout: Layout
     return Layout((blocks, *rest.dims)), Layout((sources, *rest.dims))
 
 
-def _start(rewriter: Rewriter, moves: Moves, kind: str, group: MeshGroup, sent: Node) -> tuple[Node, int]:
-    """Also by what its result is to be divided."""
-    size, divisor = collectives.size_of_group(group.name), 1
+def _start(rewriter: Rewriter, moves: Moves, kind: str, group: MeshGroup, sent: Node) -> Node:
+    size = collectives.size_of_group(group.name)
     if kind == "all_gather":
-        return rewriter.call(functional.all_gather_into_tensor.default, sent, size, group.name), divisor
+        return rewriter.call(functional.all_gather_into_tensor.default, sent, size, group.name)
     if kind == "all_to_all":
         splits = [1] * size
-        return rewriter.call(functional.all_to_all_single.default, sent, splits, splits, group.name), divisor
+        return rewriter.call(functional.all_to_all_single.default, sent, splits, splits, group.name)
     reduce_op, divisor = moves.reduction(group)
+    if divisor != 1:  # before the sum, which else might overflow where the averages do not
+        sent = rewriter.call(aten.div.Tensor, sent, divisor)
     if kind == "all_reduce":
-        return rewriter.call(functional.all_reduce.default, sent, reduce_op, group.name), divisor
-    return rewriter.call(functional.reduce_scatter_tensor.default, sent, reduce_op, size, group.name), divisor
+        return rewriter.call(functional.all_reduce.default, sent, reduce_op, group.name)
+    return rewriter.call(functional.reduce_scatter_tensor.default, sent, reduce_op, size, group.name)
 
 
 def _contiguous(rewriter: Rewriter, node: Node) -> Node:

@@ -84,9 +84,8 @@ class Moves:
     def own_part(self, dim: int, num_parts: int, index: int) -> Moves:
         """Of what has arrived only part ``index`` along dim is used, which is this rank's in one mesh dim.
 
-        By the graph of one rank it cannot be told from a program in which each rank keeps, say, part 0. That it is not
-        of another mesh dim must show in sizes, as ranks may have equal coordinates: whatever is done for one rank must
-        be for all.
+        That it is not of another mesh dim must show in sizes, as ranks may have equal coordinates: whatever is done for
+        one rank must be for all. So must that not all ranks keep, say, part 0: see `normalize.find`.
         """
         moves = dict(self.by_dim)
         kept = [d for d, move in moves.items() if move.kind in ("all_to_all", "reduce_scatter")]
@@ -134,7 +133,7 @@ class Moves:
         return dict(self.by_dim)[group.dims[0]].kind
 
     def reduction(self, group: MeshGroup) -> tuple[str, int]:
-        """The reduce_op over a group of ``merged``, and by what its result is then divided."""
+        """The reduce_op over a group of ``merged``, and by what its operand is divided before."""
         moves = dict(self.by_dim)
         ops = [str(moves[d].reduce_op) for d in group.dims]
         if len(set(ops)) == 1:

@@ -38,9 +38,9 @@ class Exchange:
 def find(graph: Graph, gathers: bool) -> list[Exchange]:
     """``gathers``: also gathers of which each rank keeps its own part, as DTensor writes them on CPU meshes.
 
-    By one rank's graph alone they cannot be told from a program in which every rank keeps, say, part 0. Nor, where this
-    rank is in several groups of that size, from one in which it keeps the part that is its own in another of them: on
-    ranks whose index is the same in both. Those gathers stay, on all ranks of a mesh.
+    By one rank's graph a program in which every rank keeps, say, part 0 looks alike on rank 0. So gather and part must
+    come from one call of the program (`from_one_call`), as they do in `DTensor.redistribute`. And where this rank is in
+    several groups of that size, the part can be its own in another of them; those gathers stay, on all ranks of a mesh.
     """
     found = []
     for node in [*_shard_dim_alltoalls(graph), *(collectives.find(graph, "all_gather") if gathers else [])]:
@@ -99,9 +99,16 @@ def _of_gather(start: Node) -> Exchange | None:
         return None
     part, dim, _ = own
     blocks = layout.leading(dim, gather.group_size)
-    if blocks is sources:
+    if blocks is sources or not from_one_call(start, part):
         return None
     return Exchange(gather.sent, blocks, sources, before, layout.without(blocks), part, start, gather.group_name)
+
+
+def from_one_call(a: Node, b: Node) -> bool:
+    """Whether both are what one node of the graph that dynamo traced has become, in the forward or the backward."""
+    stacks = [node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or [] for node in (a, b)]
+    names = [stack[-1][0] for stack in stacks if stack]
+    return len(names) == 2 and names[0] == names[1]
 
 
 def _has_other_of_size(group_name: str) -> bool:

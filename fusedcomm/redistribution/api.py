@@ -56,7 +56,8 @@ def redistribute(
 
     op.check_mesh(dtensor, device_mesh)
     names = encode(placements, dtensor.placements)
-    found = torch.ops.fusedcomm.redistribute(dtensor, names, async_op, forward_dtype, backward_dtype)
+    version = op.version(dtensor.device_mesh) if torch.compiler.is_compiling() else ""
+    found = torch.ops.fusedcomm.redistribute(dtensor, names, async_op, forward_dtype, backward_dtype, version)
     return cast("DTensor", found)
 
 

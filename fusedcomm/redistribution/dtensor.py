@@ -7,10 +7,13 @@ have the collectives of the plan.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _redistribute as torch_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from fusedcomm import cost, links
 from fusedcomm.ops.dispatch import lib
 from fusedcomm.redistribution import execute, groups, placements, planner
 from fusedcomm.redistribution.cost import INTER_BANDWIDTH, Links, ranks_per_node
@@ -42,6 +46,33 @@ def check_mesh(dtensor: DTensor, device_mesh: DeviceMesh | None) -> None:
         raise ValueError(f"redistribute takes a DTensor, got {type(dtensor).__name__}")
     if device_mesh is not None and device_mesh != dtensor.device_mesh:
         raise ValueError(f"device_mesh must be the dtensor's own, {dtensor.device_mesh}, got {device_mesh}")
+
+
+def version(mesh: DeviceMesh) -> str:
+    """What plans on this mesh follow from, besides shapes and placements: graphs are cached by it.
+
+    Makes all groups that a plan can need. A graph from a cache calls no handler, and which groups its backward has
+    nobody can tell before; here, where each process traces the program, all ranks come by.
+    """
+    if mesh.get_coordinate() is None:
+        return ""
+    facts = groups.check(mesh)
+    several = [i for i, size in enumerate(facts.mesh_shape) if size > 1]
+    for num in range(1, len(several) + 1):
+        for mesh_dims in itertools.combinations(several, num):
+            for reduces in (False, True):
+                groups.flattened(mesh, mesh_dims, reduces=reduces)
+    return hashlib.sha256(f"{_sources()} {facts} {torch.__version__}".encode()).hexdigest()
+
+
+version._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see placements.encode
+
+
+@lru_cache(maxsize=1)
+def _sources() -> str:
+    """A digest of this package and the cost model."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), *(Path(str(each.__file__)) for each in (cost, links))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -> RedistributionPlan:
@@ -87,6 +118,7 @@ def _arguments(
     async_op: bool = False,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    version: str = "",
 ) -> tuple[DTensor, list[str], bool, torch.dtype | None, torch.dtype | None]:
     return x, placements, async_op, forward_dtype, backward_dtype
 
@@ -187,13 +219,13 @@ def _backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
     wanted = [Replicate() if then.is_partial() and not now.is_partial() else then for then, now in pairs]
     names = placements.encode(wanted, grad.placements)
     dtype = ctx.backward_dtype
-    found = torch.ops.fusedcomm.redistribute(grad, names, ctx.async_op, dtype, dtype).to(ctx.dtype)
-    return found, None, None, None, None
+    found = torch.ops.fusedcomm.redistribute(grad, names, ctx.async_op, dtype, dtype, "").to(ctx.dtype)
+    return found, None, None, None, None, None
 
 
 lib.define(
-    "redistribute(Tensor x, str[] placements, bool async_op, ScalarType? forward_dtype, ScalarType? backward_dtype)"
-    " -> Tensor"
+    "redistribute(Tensor x, str[] placements, bool async_op, ScalarType? forward_dtype, ScalarType? backward_dtype, "
+    "str version) -> Tensor"
 )
 torch.library.register_autograd("fusedcomm::redistribute", _backward, setup_context=_save, lib=lib)
 handlers: Any = DTensor._op_dispatcher._custom_op_handlers

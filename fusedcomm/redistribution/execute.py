@@ -63,6 +63,8 @@ def pack(step: Step, coordinate: Coordinate, order: Order, local: Tensor) -> Sen
     assert local.shape == _held_shape(step, coordinate), f"{local.shape} is not {step.before} at {coordinate}"
     if step.kind == SLICE:
         return Sent(_given(step, coordinate, local).clone(memory_format=torch.contiguous_format))
+    if step.sends_as in (ALL_REDUCE, REDUCE_SCATTER):
+        local = averaged(local, step.divisor)  # before the sum, which else might overflow where the averages do not
     if step.kind == ALL_REDUCE or (step.kind == ALL_GATHER and _is_stacked(step, order)):
         return Sent(_given(step, coordinate, local).contiguous())
     if _is_stacked(step, order):
@@ -82,9 +84,9 @@ def unpack(step: Step, coordinate: Coordinate, order: Order, received: Tensor) -
     if step.kind == SLICE:
         return received
     if step.kind == ALL_REDUCE or (step.kind == REDUCE_SCATTER and step.is_regular):
-        return averaged(regular.viewed(received, _result_shape(step, coordinate)), step.divisor)
+        return regular.viewed(received, _result_shape(step, coordinate))
     if step.is_padded:
-        return averaged(pieces.receive_padded(received, _result_shape(step, coordinate)), step.divisor)
+        return pieces.receive_padded(received, _result_shape(step, coordinate))
     if _is_stacked(step, order):
         return regular.join(received, regular.arriving(step, coordinate))
     return pieces.receive(received, pieces.pieces(step, coordinate, order), step)
@@ -93,7 +95,7 @@ def unpack(step: Step, coordinate: Coordinate, order: Order, received: Tensor) -
 def _only_views(step: Step, coordinate: Coordinate, order: Order) -> bool:
     """Whether unpack makes nothing but views."""
     if step.sends_as in (ALL_REDUCE, REDUCE_SCATTER):
-        return step.divisor == 1
+        return True
     if _is_stacked(step, order):
         return regular.arriving(step, coordinate).permuted is None
     return pieces.pieces(step, coordinate, order).start is not None

@@ -36,7 +36,7 @@ class Pieces:
     start: int | None  # the index in what is received from which the result lies there as it is
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)
 def pieces(step: Step, coordinate: Coordinate, order: tuple[int, ...]) -> Pieces:
     """Of any step with a group but all_reduce."""
     in_rows = step.members(coordinate)

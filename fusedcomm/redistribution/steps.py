@@ -129,7 +129,7 @@ class Step:
         return exchanged(self)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def step(before: Sharding, after: Sharding) -> Step | None:
     """The step between two shardings of one tensor on one mesh, or None where one collective does not do it."""
     reduced = []
