@@ -195,6 +195,10 @@ class Workspace:
             return max(1, self.num_sms - pack)
         return {"push": self.num_sms, "pack": pack}.get(kind, max(1, self.num_sms // 2))
 
+    def check_rank(self, rank: int) -> None:
+        """Before a peer's memory is addressed by it: -1 would be another rank's, others outside all segments."""
+        assert 0 <= rank < self.group_size, f"rank must be in [0, {self.group_size}), got {rank}"
+
     def max_chunk_numel(self, itemsize: int) -> int:
         return self.slot_bytes // self.group_size // itemsize
 
@@ -297,11 +301,13 @@ class Workspace:
 
     def signal(self, dst_rank: int, epoch: int, fingerprint: int) -> None:
         """Release: what this rank wrote before is visible to who acquires the flag."""
+        self.check_rank(dst_rank)
         address = self.addresses[dst_rank] + self.layout.flag(epoch, self.rank)
         _native().signal(address, epoch << FINGERPRINT_BITS | fingerprint)
 
     def wait(self, src_rank: int, epoch: int, op: str, fingerprint: int) -> None:
         """Acquire the flag that src_rank sets by ``signal`` in the same round."""
+        self.check_rank(src_rank)
         base = self.addresses[self.rank]
         broken = base + self.layout.broken
         flag = _native().wait(base + self.layout.flag(epoch, src_rank), epoch, broken, self.group_size, self.timeout_s)
@@ -370,6 +376,8 @@ class Round:
 
     def _chunk(self, owner: int, src_rank: int) -> Tensor:
         workspace = self.workspace
+        workspace.check_rank(owner)
+        workspace.check_rank(src_rank)
         num_bytes = self.spans.chunk_numel * self.dtype.itemsize
         start = workspace.layout.slot(self.epoch, workspace.slot_bytes) + src_rank * num_bytes
         return workspace.buffers[owner][start : start + num_bytes].view(self.dtype)

@@ -1,152 +1,267 @@
-"""Every interleaving of a small model of the protocol: nothing unread is overwritten, nobody waits for ever.
-
-A rank's program is a list of steps; a state is where each rank stands and what every slot and flag holds. Each planted
-bug must be caught, or the model would prove nothing.
-"""
+"""Every interleaving of the model of the protocol (tests/protocol/), with planted bugs; -s prints how many states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-import fusedcomm
-from fusedcomm.workspace import NUM_SLOTS, Round, peers_of, sources_of
-from tests.problems import PROBLEMS, integers
+from tests.protocol.explorer import Outcome, explore
+from tests.protocol.model import ProtocolModel
+from tests.protocol.programs import ProgramModel, ProgramRules
+from tests.protocol.scenario import (
+    ALL_REDUCE,
+    GATHER,
+    HANDSHAKE,
+    PUSH,
+    REDUCE,
+    RESET,
+    UNFUSED,
+    Call,
+    Round,
+    Rules,
+    Scenario,
+    all_run,
+    captured,
+    empty_from,
+    in_rounds,
+)
 
-Step = tuple[str, int, int]  # (what, the other rank, epoch)
-Program = Callable[[int, int, int], list[Step]]
-
-
-def protocol(rank: int, group_size: int, num_rounds: int) -> list[Step]:
-    """DESIGN section 5: push and signal every peer, then wait for and read every source."""
-    steps: list[Step] = []
-    for epoch in range(1, num_rounds + 1):
-        for dst in peers_of(rank, group_size):
-            steps += [("write", dst, epoch), ("signal", dst, epoch)]
-        for src in sources_of(rank, group_size):
-            steps += [("wait", src, epoch), ("read", src, epoch)]
-    return steps
-
-
-def signal_before_write(rank: int, group_size: int, num_rounds: int) -> list[Step]:
-    steps = protocol(rank, group_size, num_rounds)
-    for i in range(len(steps) - 1):
-        if steps[i][0] == "write":
-            steps[i], steps[i + 1] = steps[i + 1], steps[i]
-    return steps
-
-
-def read_after_the_next_signals(rank: int, group_size: int, num_rounds: int) -> list[Step]:
-    """A copy-out on a side stream that nobody joined."""
-    steps = protocol(rank, group_size, num_rounds)
-    reads = [step for step in steps if step[0] == "read" and step[2] < num_rounds]
-    kept = [step for step in steps if step not in reads]
-    for read in reads:
-        last_signal = max(i for i, step in enumerate(kept) if step[0] == "signal" and step[2] == read[2] + 1)
-        kept.insert(last_signal + 1, read)
-    return kept
+# Kernels look ahead: a peer that has failed one round later may have written, from its queue, into the slot that is
+# being read. To stop pushing would do too, but copy engines cannot be told.
+REPAIRS = {"looks-ahead": Rules(looks_ahead=1), "stops-pushing": Rules(stops_pushing=True)}
+LOOKS_AHEAD, STOPS_PUSHING = REPAIRS.values()
+EMPTY: Call = empty_from(0, 1, 2)
+OTHER_OP: Call = (Round(9),)
+REPLAYS = (PUSH, UNFUSED, PUSH, PUSH)
 
 
-def no_wait(rank: int, group_size: int, num_rounds: int) -> list[Step]:
-    return [step for step in protocol(rank, group_size, num_rounds) if step[0] != "wait" or step[1] != 0]
+def run(scenario: Scenario) -> Outcome:
+    outcome = explore(ProtocolModel(scenario))
+    print(f"{scenario.group_size} ranks: {outcome.states} states")
+    return outcome
 
 
-def empty_chunks_not_signalled(rank: int, group_size: int, num_rounds: int) -> list[Step]:
-    return [s for s in protocol(rank, group_size, num_rounds) if not (rank == 0 and s[0] == "signal" and s[2] == 2)]
+def with_another_op(*tail: Call) -> tuple[tuple[Call, ...], ...]:
+    """Three ranks, of which the last calls another op in its second call."""
+    script = (PUSH, PUSH, *tail)
+    return script, script, (PUSH, OTHER_OP, PUSH, *tail)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    states: int
-    failure: str | None
+# without faults: the time-outs are off, so that nothing but the protocol ends a wait
 
 
-def explore(program: Program, group_size: int, num_rounds: int, num_slots: int) -> Outcome:
-    """All reachable states; the first failure found, if any."""
-    programs = [program(rank, group_size, num_rounds) for rank in range(group_size)]
-    empty = (0,) * (group_size * num_slots * group_size)
-    first = ((0,) * group_size, empty, empty)
-    seen, pending = {first}, [first]
-    while pending:
-        positions, data, flags = pending.pop()
-        stuck = True
-        for rank, position in enumerate(positions):
-            if position == len(programs[rank]):
-                continue
-            what, other, epoch = programs[rank][position]
-            owner, src = (other, rank) if what in ("write", "signal") else (rank, other)
-            cell = (owner * num_slots + epoch % num_slots) * group_size + src
-            if what == "wait" and flags[cell] < epoch:
-                continue
-            if what == "read" and data[cell] != epoch:
-                return Outcome(len(seen), f"rank {rank} read round {data[cell]} instead of {epoch}")
-            stuck = False
-            state = (
-                (*positions[:rank], position + 1, *positions[rank + 1 :]),
-                (*data[:cell], epoch, *data[cell + 1 :]) if what == "write" else data,
-                (*flags[:cell], epoch, *flags[cell + 1 :]) if what == "signal" else flags,
-            )
-            if state not in seen:
-                seen.add(state)
-                pending.append(state)
-        if stuck and any(p < len(programs[r]) for r, p in enumerate(positions)):
-            return Outcome(len(seen), "every rank waits")
-    return Outcome(len(seen), None)
+CALLS = {
+    "push": (in_rounds(PUSH, 4), PUSH),
+    "mixed": (PUSH, GATHER, ALL_REDUCE, REDUCE),
+    "gather": (GATHER, GATHER, GATHER),
+    "empty": (PUSH, EMPTY, empty_from(0), GATHER),
+    "unfused": (PUSH, UNFUSED, PUSH, UNFUSED, GATHER, PUSH),
+    "replays-with-device-slots": (*REPLAYS, *REPLAYS),
+    "replays-with-fixed-slots-and-barriers": (captured(1), HANDSHAKE) * 3,
+    "grown": (PUSH, GATHER, HANDSHAKE, RESET, GATHER, PUSH),
+}
 
 
-def recorded_steps(rank: int, num_calls: int) -> list[Step]:
-    """What `chunked` does, call by call, with its peers."""
-    steps: list[Step] = []
-
-    def recording(name: str, what: str) -> Callable[..., Any]:
-        method = getattr(Round, name)
-
-        def record(self: Round, other: int) -> Any:
-            if other != rank:  # the own chunk needs no flag
-                steps.append((what, other, self.epoch))
-            return method(self, other)
-
-        return record
-
-    problem = next(p for p in PROBLEMS if p.name == "rows-gathered")
-    x, w, _ = integers(problem, rank, dist.get_world_size())
-    fusedcomm.close()
-    with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True):
-        for name, what in (("part", "write"), ("signal", "signal"), ("wait", "wait"), ("received", "read")):
-            patch.setattr(Round, name, recording(name, what))
-        for _ in range(num_calls):
-            fusedcomm.matmul_all_to_all(x, w, problem.gather_dim, problem.scatter_dim)
-    return steps
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("calls", CALLS)
+def test_without_faults_all_data_arrive(calls: str, device: bool) -> None:
+    assert run(Scenario(all_run(2, *CALLS[calls]), device=device)).violation is None
+    assert run(Scenario(all_run(3, *CALLS[calls][:3]), device=device)).violation is None
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_model_is_what_the_code_does(ranks: Any, world_size: int) -> None:
-    for rank, steps in enumerate(ranks(world_size).run(recorded_steps, 3)):
-        assert steps == [step for step in protocol(rank, world_size, 3) if step[1] != rank]
+# with faults
 
 
-@pytest.mark.parametrize("group_size, num_rounds", [(1, 4), (2, 6), (3, 4)])
-def test_no_interleaving_overwrites_or_blocks(group_size: int, num_rounds: int) -> None:
-    outcome = explore(protocol, group_size, num_rounds, NUM_SLOTS)
-    assert outcome.failure is None
-    print(f"R={group_size}, {num_rounds} rounds: {outcome.states} states")
+def on_host(group_size: int, *script: Call, **faults: Any) -> Scenario:
+    return Scenario(all_run(group_size, *script), **faults)
+
+
+def on_device(group_size: int, *script: Call, **faults: Any) -> Scenario:
+    return Scenario(all_run(group_size, *script), device=True, **faults)
+
+
+LATE_OR_DEAD: dict[str, Any] = {"timeouts": True, "dies": (0, 1)}
+MIXED = (PUSH, GATHER, ALL_REDUCE, empty_from(0))
+
+HOST_FAULTS = {
+    "late-or-dead": on_host(2, *MIXED, RESET, GATHER, PUSH, **LATE_OR_DEAD),
+    "late-3-ranks": on_host(3, PUSH, timeouts=True),
+    "dead-3-ranks": on_host(3, PUSH, timeouts=True, dies=(0,)),
+    "leaves": on_host(2, *MIXED, RESET, GATHER, PUSH, leaves=(0, 1)),
+    "leaves-3-ranks": on_host(3, PUSH, PUSH, leaves=(0,)),
+    "another-op": Scenario(with_another_op(RESET, PUSH), mismatched=True),
+    "one-call-fewer": Scenario(((PUSH, GATHER), (PUSH,)), mismatched=True, timeouts=True),
+}
+DEVICE_FAULTS = {
+    "late-or-dead": on_device(2, PUSH, GATHER, PUSH, RESET, PUSH, timeouts=True),
+    "late-3-ranks": on_device(3, PUSH, timeouts=True),
+    "leaves": on_device(2, *MIXED, RESET, GATHER, PUSH, leaves=(0, 1)),
+    "another-op": Scenario(with_another_op(), mismatched=True, device=True),
+}
+
+
+@pytest.mark.parametrize("scenario", HOST_FAULTS)
+def test_on_a_host_every_wait_ends_in_data_or_an_error(scenario: str) -> None:
+    assert run(HOST_FAULTS[scenario]).violation is None
+
+
+@pytest.mark.parametrize("repair", REPAIRS)
+@pytest.mark.parametrize("scenario", DEVICE_FAULTS)
+def test_on_a_device_every_wait_ends_in_data_or_an_error(scenario: str, repair: str) -> None:
+    assert run(replace(DEVICE_FAULTS[scenario], rules=REPAIRS[repair])).violation is None
+
+
+@pytest.mark.parametrize("scenario", ["late-or-dead", "another-op"])
+def test_kernels_that_do_not_look_ahead_give_wrong_data(scenario: str) -> None:
+    assert run(DEVICE_FAULTS[scenario]).violation is not None
+
+
+# R = 3 after resets, and longer scripts: minutes
+
+
+LONG = {
+    "without-faults": on_device(3, PUSH, GATHER, ALL_REDUCE, empty_from(0), GATHER),
+    "host-reduces": on_host(3, PUSH, REDUCE, timeouts=True),
+    "host-late": on_host(3, PUSH, PUSH, RESET, PUSH, timeouts=True),
+    "host-dead": on_host(3, PUSH, PUSH, timeouts=True, dies=(0,)),
+    "host-leaves": on_host(3, PUSH, REDUCE, RESET, PUSH, leaves=(0,)),
+    "device-late": on_device(3, PUSH, PUSH, timeouts=True, rules=STOPS_PUSHING),
+    "device-dead": on_device(3, PUSH, timeouts=True, dies=(0,), rules=STOPS_PUSHING),
+    "device-gathers": on_device(2, *(GATHER,) * 4, RESET, GATHER, **LATE_OR_DEAD, rules=STOPS_PUSHING),
+    "device-leaves": on_device(3, PUSH, ALL_REDUCE, RESET, PUSH, leaves=(0,), rules=LOOKS_AHEAD),
+    "device-may-die": on_device(2, PUSH, GATHER, PUSH, RESET, GATHER, timeouts=True, dies=(0,), rules=LOOKS_AHEAD),
+    "device-two-may-die": on_device(2, *MIXED, RESET, GATHER, PUSH, **LATE_OR_DEAD, rules=LOOKS_AHEAD),
+    "device-another-op": Scenario(with_another_op(RESET, PUSH), mismatched=True, device=True, rules=STOPS_PUSHING),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("scenario", LONG)
+def test_long_scripts(scenario: str) -> None:
+    assert run(LONG[scenario]).violation is None
+
+
+# planted bugs, each next to the same without it
+
+
+OVERWRITE, EARLY, DEADLOCK = "overwrite of unread data", "read before the matching write", "deadlock"
+WRONG, SPURIOUS = "wrong data without an error", "error without a fault"
+RETRIED = (PUSH, PUSH, RESET, PUSH, PUSH)
+
+PLANTED: dict[str, tuple[Scenario, Rules, str]] = {
+    "one-slot": (on_host(2, PUSH, PUSH), Rules(num_slots=1), OVERWRITE),
+    "flag-before-data": (on_host(2, PUSH), Rules(data_before_flag=False), EARLY),
+    "no-wait": (on_host(2, PUSH), Rules(waits=False), EARLY),
+    "last-signal-before-the-reads-end": (
+        on_device(2, REDUCE, REDUCE, REDUCE),
+        Rules(reads_before_next_signals=False),
+        OVERWRITE,
+    ),
+    "empty-chunk-unsignalled": (on_host(2, PUSH, empty_from(0)), Rules(signals_empty_chunks=False), DEADLOCK),
+    "empty-round-left-out": (on_host(2, PUSH, EMPTY, PUSH), Rules(takes_part_in_empty_rounds=False), OVERWRITE),
+    "unfused-takes-an-epoch-here": (on_host(2, UNFUSED, PUSH), Rules(unfused_takes_epoch=(0,)), DEADLOCK),
+    "unfused-takes-an-epoch-everywhere": (
+        on_host(2, PUSH, UNFUSED, PUSH),
+        Rules(unfused_takes_epoch=(0, 1)),
+        OVERWRITE,
+    ),
+    "waits-for-the-equal-flag": (HOST_FAULTS["another-op"], Rules(waits_for="equal"), DEADLOCK),
+    "fingerprint-not-compared": (HOST_FAULTS["another-op"], Rules(compares_fingerprints=False), WRONG),
+    "peers-not-told": (HOST_FAULTS["leaves"], Rules(tells_peers=False), DEADLOCK),
+    "late-broken-word-without-a-new-segment": (
+        on_host(2, *RETRIED, timeouts=True),
+        Rules(new_segment=False),
+        SPURIOUS,
+    ),
+    "late-write-without-a-new-segment": (
+        on_device(2, *RETRIED, timeouts=True, rules=LOOKS_AHEAD),
+        replace(LOOKS_AHEAD, new_segment=False, drains=False),
+        EARLY,
+    ),
+    "new-header-cleared-too-late": (
+        on_host(2, PUSH, RESET, PUSH),
+        Rules(clears_before_agreement=False),
+        DEADLOCK,
+    ),
+    "no-look-after-the-reads": (
+        on_device(2, PUSH, PUSH, PUSH, timeouts=True, rules=LOOKS_AHEAD),
+        replace(LOOKS_AHEAD, checks_broken_after_reads=False),
+        WRONG,
+    ),
+    "pushes-after-a-failure": (replace(DEVICE_FAULTS["another-op"], rules=STOPS_PUSHING), Rules(), WRONG),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_each_planted_bug_is_caught(bug: str) -> None:
+    scenario, rules, check = PLANTED[bug]
+    assert run(scenario).violation is None
+    outcome = run(replace(scenario, rules=rules))
+    assert outcome.violation is not None
+    assert outcome.violation.startswith(check), outcome
+
+
+SAME_CALLS = {
+    "fixed-slots": ((captured(1), captured(1)), OVERWRITE),
+    "fixed-slots-and-calls-beside": ((PUSH, captured(1), HANDSHAKE), OVERWRITE),
+}
+
+
+@pytest.mark.parametrize("calls", SAME_CALLS)
+def test_replays_that_need_a_barrier_are_caught(calls: str) -> None:
+    script, check = SAME_CALLS[calls]
+    outcome = run(on_device(2, *script))
+    assert outcome.violation is not None
+    assert outcome.violation.startswith(check), outcome
+
+
+def test_a_wait_without_a_bound_is_caught() -> None:
+    """Of a peer that has died; nothing but the time-out ends that wait."""
+    outcome = run(on_host(2, PUSH, dies=(0,)))
+    assert outcome.violation is not None
+    assert outcome.violation.startswith(DEADLOCK)
+
+
+def test_an_error_without_a_fault_is_caught() -> None:
+    """Scripts that differ, where the model is told that nothing is wrong."""
+    outcome = run(Scenario(with_another_op()))
+    assert outcome.violation is not None
+    assert outcome.violation.startswith(SPURIOUS)
+
+
+def test_in_a_new_segment_late_writes_do_no_harm() -> None:
+    """Not even those of a device that the reset has not waited for."""
+    scenario = on_device(2, *RETRIED, timeouts=True)
+    assert run(replace(scenario, rules=replace(LOOKS_AHEAD, drains=False))).violation is None
+
+
+# inside a rank on a device
+
+
+ROUNDS = [("push", "push", "push"), ("push", "gather"), ("gather", "push")]
 
 
 @pytest.mark.parametrize(
-    "program, num_slots, failure",
-    [
-        (protocol, 1, "read round"),
-        (signal_before_write, 2, "read round"),
-        (read_after_the_next_signals, 2, "read round"),
-        (no_wait, 2, "read round"),
-        (empty_chunks_not_signalled, 2, "every rank waits"),
-    ],
+    "rounds", [*ROUNDS, pytest.param(("gather", "gather", "push", "gather"), marks=pytest.mark.soak)], ids="-".join
 )
-def test_each_planted_bug_is_caught(program: Program, num_slots: int, failure: str) -> None:
-    outcome = explore(program, 2, 4, num_slots)
-    assert outcome.failure is not None
-    assert failure in outcome.failure
+def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ...]) -> None:
+    assert explore(ProgramModel(rounds, ProgramRules())).violation is None
+
+
+@pytest.mark.parametrize(
+    ("rounds", "rules", "check"),
+    [
+        (("push", "push"), ProgramRules(last_signals=False), "wrong data"),
+        (("push", "push"), ProgramRules(clears_counter=False), DEADLOCK),
+        (("gather", "push"), ProgramRules(waits_for_own=False), "wrong epoch"),
+        (("push", "push"), ProgramRules(last_counts_epoch=False), "wrong epoch"),
+        (("gather", "push"), ProgramRules(joins=False), "wrong data"),
+    ],
+    ids=["first-signals", "counter-not-cleared", "own-chunk-not-awaited", "first-counts-epoch", "pack-not-joined"],
+)
+def test_each_bug_planted_in_a_kernel_is_caught(rounds: tuple[str, ...], rules: ProgramRules, check: str) -> None:
+    outcome = explore(ProgramModel(rounds, rules))
+    assert outcome.violation is not None
+    assert outcome.violation.startswith(check), outcome

@@ -269,6 +269,7 @@ def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
 
     group_size = workspace.group_size
     first = (workspace.rank + 1) % group_size if dst_rank is None else dst_rank
+    assert 0 <= first < group_size, f"dst_rank must be in [0, {group_size}), got {dst_rank}"
     signal_kernel[(1,)](
         workspace.segments,
         first,
@@ -286,6 +287,7 @@ def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
     """Wait for one rank's signal: what follows on the stream may read its chunk. ``finish`` must follow the reads."""
     from fusedcomm.kernels.triton.handshake import wait_source_kernel
 
+    assert 0 <= src_rank < workspace.group_size, f"src_rank must be in [0, {workspace.group_size}), got {src_rank}"
     wait_source_kernel[(1,)](
         workspace.segments,
         src_rank,

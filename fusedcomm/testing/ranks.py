@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -119,7 +120,12 @@ class RankPool:
         self._running = False
         self._ranks: list[_Rank] = []
         timeout = timedelta(seconds=timeout_s)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        # Without a socket of ours torch listens on all addresses, for whoever comes.
+        server = socket.create_server(("127.0.0.1", 0))
+        port, listen_fd = server.getsockname()[1], server.detach()
+        self._store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listen_fd
+        )
         _pools.add(self)
         try:
             for rank in range(world_size):

@@ -1,0 +1,1 @@
+"""A model of the protocol (DESIGN section 5), all of whose interleavings are explored."""

@@ -1,0 +1,166 @@
+"""What the ranks of a model do: calls, the rules that they keep, and which faults may come.
+
+A rank's script is compiled to two programs of steps, as a rank has two streams: what it sends, and what it receives.
+A step names how far the other program must be before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fusedcomm.workspace import NUM_SLOTS, peers_of, sources_of
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The protocol; every default is what the code does, and every other value a planted bug or a repair."""
+
+    num_slots: int = NUM_SLOTS
+    data_before_flag: bool = True
+    reads_before_next_signals: bool = True
+    waits: bool = True
+    signals_empty_chunks: bool = True
+    takes_part_in_empty_rounds: bool = True
+    unfused_takes_epoch: tuple[int, ...] = ()  # ranks on which an unfused call takes an epoch
+    waits_for: str = "at least"  # or "equal": the whole flag
+    compares_fingerprints: bool = True
+    tells_peers: bool = True  # that it has given up
+    checks_broken_after_reads: bool = True
+    looks_ahead: int = 0  # that check sees who has failed in round f if f <= e + looks_ahead
+    stops_pushing: bool = False  # a device that has failed sends nothing in later rounds
+    new_segment: bool = True  # after a reset
+    drains: bool = True  # the device, before it comes to a reset
+    clears_before_agreement: bool = True  # its own header, in a reset
+
+
+class Round(NamedTuple):
+    op: int
+    empty: tuple[int, ...] = ()  # ranks whose chunks have no element
+    beside: bool = False  # a gather on a device: the sends run on a stream beside the waits and reads
+    sums: bool = False  # waits for all chunks before it reads the first
+    slot: int | None = None  # where a captured copy writes and reads; None: by the epoch
+
+
+Call = tuple[Round, ...]
+RESET: Call = ()
+UNFUSED: Call = (Round(0),)
+PUSH: Call = (Round(1),)
+GATHER: Call = (Round(2, beside=True),)
+REDUCE: Call = (Round(3, sums=True),)
+ALL_REDUCE: Call = (Round(4, sums=True), Round(4))
+HANDSHAKE: Call = (Round(5, empty=(0, 1, 2)),)
+Script = tuple[Call, ...]
+
+
+def empty_from(*ranks: int) -> Call:
+    """A push of which these ranks have nothing to send."""
+    return (Round(6, empty=ranks),)
+
+
+def in_rounds(call: Call, count: int) -> Call:
+    """A call larger than a slot."""
+    return call * count
+
+
+def captured(slot: int) -> Call:
+    """A replay of a push whose copies have the addresses of this slot."""
+    return (Round(7, slot=slot),)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``scripts``: each rank's. Time-outs come in the first segment and in resets: after a reset all is strict."""
+
+    scripts: tuple[Script, ...]
+    rules: Rules = field(default_factory=Rules)
+    device: bool = False  # queued work runs on after a failure; else the host raises
+    timeouts: bool = False
+    dies: tuple[int, ...] = ()  # ranks that may stop for ever, at any step
+    leaves: tuple[int, ...] = ()  # ranks that may leave a call by an exception, at any step
+    mismatched: bool = False  # the scripts differ
+
+    @property
+    def group_size(self) -> int:
+        return len(self.scripts)
+
+    @property
+    def faulty(self) -> bool:
+        return self.timeouts or self.mismatched or bool(self.dies) or bool(self.leaves)
+
+
+def all_run(group_size: int, *script: Call) -> tuple[Script, ...]:
+    return (script,) * group_size
+
+
+class Step(NamedTuple):
+    what: str
+    other: int  # rank
+    segment: int
+    epoch: int
+    op: int
+    slot: int  # of the data
+    after: int  # steps of the rank's other program that come before
+
+
+class Programs(NamedTuple):
+    sends: tuple[Step, ...]
+    receives: tuple[Step, ...]
+
+
+def compile_script(scenario: Scenario, rank: int) -> Programs:
+    rules, size = scenario.rules, scenario.group_size
+    sends: list[Step] = []
+    receives: list[Step] = []
+    segment = epoch = 0
+    for call in scenario.scripts[rank]:
+        if call is RESET:
+            for what in ("arrive", "depart"):
+                receives.append(Step(what, rank, segment, epoch, 0, 0, len(sends)))
+            segment, epoch = segment + 1, 0
+            continue
+        if call is UNFUSED:
+            epoch += rank in rules.unfused_takes_epoch
+            continue
+        for i, round in enumerate(call):
+            epoch += 1
+            if not rules.takes_part_in_empty_rounds and len(round.empty) >= size:
+                continue
+            slot = epoch % rules.num_slots if round.slot is None else round.slot
+            joined = len(receives) if rules.reads_before_next_signals else _last_wait(receives)
+            if i == 0:
+                sends.append(Step("enter", rank, segment, epoch, round.op, slot, joined))
+            started = len(sends)
+            for what, dst in _sends(rules, round, rank, size):
+                sends.append(Step(what, dst, segment, epoch, round.op, slot, joined))
+            sent = started if round.beside and scenario.device else len(sends)
+            for what, src in _receives(rules, round, rank, size):
+                receives.append(Step(what, src, segment, epoch, round.op, slot, sent))
+    return Programs(tuple(sends), tuple(receives))
+
+
+def _sends(rules: Rules, round: Round, rank: int, size: int) -> Iterator[tuple[str, int]]:
+    # The own chunk is left out: one rank writes and reads it, in program order.
+    for dst in peers_of(rank, size)[:-1]:
+        empty = rank in round.empty
+        signals = [] if empty and not rules.signals_empty_chunks else [("signal", dst)]
+        # One step stands for all words of a chunk: the protocol treats them alike, and each lies between its signals.
+        writes = [] if empty else [("write", dst)]
+        yield from (*writes, *signals) if rules.data_before_flag else (*signals, *writes)
+
+
+def _receives(rules: Rules, round: Round, rank: int, size: int) -> Iterator[tuple[str, int]]:
+    sources = sources_of(rank, size)[1:]
+    if round.sums:
+        yield from (("wait", src) for src in sources if rules.waits)
+        yield from (("read", src) for src in sorted(sources) if src not in round.empty)
+    else:
+        for src in sources:
+            yield from [("wait", src)] * rules.waits
+            yield from [("read", src)] * (src not in round.empty)
+    yield "finish", rank
+
+
+def _last_wait(receives: list[Step]) -> int:
+    return max((i + 1 for i, step in enumerate(receives) if step.what == "wait"), default=0)

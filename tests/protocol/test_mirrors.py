@@ -1,0 +1,115 @@
+"""The model is what the code does: step by step where it runs here, and by digests of what it was read against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.workspace import Round
+from tests.problems import PROBLEMS, integers
+from tests.protocol import mirrored, mirrors
+from tests.protocol.mirrored import MIRRORED
+from tests.protocol.scenario import (
+    ALL_REDUCE,
+    GATHER,
+    PUSH,
+    UNFUSED,
+    Programs,
+    Scenario,
+    all_run,
+    compile_script,
+    empty_from,
+)
+
+WHAT = {"part": "write", "signal": "signal", "wait": "wait", "received": "read"}
+Steps = list[tuple[str, int, int]]  # (what, the other rank, epoch)
+
+
+def recorded_steps(rank: int) -> Steps:
+    """What `chunked` does with its peers, call by call."""
+    steps: Steps = []
+
+    def recording(name: str) -> Callable[..., Any]:
+        method = getattr(Round, name)
+
+        def record(self: Round, other: int) -> Any:
+            result = method(self, other)
+            nothing = isinstance(result, torch.Tensor) and result.numel() == 0
+            if other != rank and not nothing:  # the own chunk needs no flag, an empty one is not written
+                steps.append((WHAT[name], other, self.epoch))
+            return result
+
+        return record
+
+    problem = next(p for p in PROBLEMS if p.name == "rows-gathered")
+    x, w, _ = integers(problem, rank, dist.get_world_size())
+    fusedcomm.close()
+    with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True):
+        for name in WHAT:
+            patch.setattr(Round, name, recording(name))
+        fusedcomm.matmul_all_to_all(x, w, problem.gather_dim, problem.scatter_dim)
+        fusedcomm.matmul_all_to_all(x[:0], w, problem.gather_dim, problem.scatter_dim)
+        fusedcomm.all_gather_matmul(x, w, 0)
+        with fusedcomm.force_algorithm("unfused"):
+            fusedcomm.all_gather_matmul(x, w, 0)
+        fusedcomm.matmul_all_reduce(torch.ones(8, 4), torch.ones(4, 4))
+    return steps
+
+
+def in_program_order(programs: Programs) -> Steps:
+    """A host that runs both programs, what it sends first."""
+    sends, receives = list(programs.sends), list(programs.receives)
+    steps, received = [], 0
+    while sends or receives:
+        if sends and sends[0].after <= received:
+            step = sends.pop(0)
+        else:
+            step, received = receives.pop(0), received + 1
+        if step.what in WHAT.values():
+            steps.append((step.what, step.other, step.epoch))
+    return steps
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_the_model_is_what_the_code_does(ranks: Any, world_size: int) -> None:
+    empty = empty_from(*range(world_size))
+    scenario = Scenario(all_run(world_size, PUSH, empty, GATHER, UNFUSED, ALL_REDUCE))
+    for rank, steps in enumerate(ranks(world_size).run(recorded_steps)):
+        assert steps == in_program_order(compile_script(scenario, rank))
+
+
+def test_the_code_is_what_the_model_was_read_against() -> None:
+    found = mirrors.complaints(MIRRORED, mirrored.__name__)
+    assert not found, "\n\n".join(found)
+
+
+WAIT, NATIVE_WAIT = "fusedcomm/workspace.py:Workspace.wait", "kernels/cpu/flags.h:wait_word"
+
+
+@pytest.mark.parametrize(
+    ("source", "old", "new", "is_noticed"),
+    [
+        (WAIT, "if flag != epoch <<", "if flag < epoch <<", True),
+        (WAIT, "self.fail(op, epoch, fingerprint)", "pass", True),
+        (WAIT, "Acquire the flag that", "Get the flag that", False),
+        (WAIT, "        if flag", "        # why\n        if flag", False),
+        (NATIVE_WAIT, ">= epoch", "== epoch", True),
+        (NATIVE_WAIT, "// the signal may", "// a signal may", False),
+    ],
+)
+def test_a_change_of_mirrored_code_is_noticed(source: str, old: str, new: str, is_noticed: bool) -> None:
+    text = (mirrors.ROOT / source.partition(":")[0]).read_text()
+    assert old in text
+    assert (mirrors.digest(source, text.replace(old, new)) != mirrors.digest(source)) == is_noticed
+
+
+def test_a_change_is_told_with_what_to_do() -> None:
+    (text,) = mirrors.complaints({"model._wait": {WAIT: "what it was"}}, mirrored.__name__)
+    assert WAIT in text
+    assert "model._wait" in text
+    assert mirrors.digest(WAIT) in text
