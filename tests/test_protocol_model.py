@@ -28,10 +28,13 @@ from tests.protocol.scenario import (
     in_rounds,
 )
 
-# Kernels look ahead: a peer that has failed one round later may have written, from its queue, into the slot that is
-# being read. To stop pushing would do too, but copy engines cannot be told.
+# Either keeps a failure in a later round from spoiling what a peer still reads.
 REPAIRS = {"looks-ahead": Rules(looks_ahead=1), "stops-pushing": Rules(stops_pushing=True)}
 LOOKS_AHEAD, STOPS_PUSHING = REPAIRS.values()
+HOLE = (
+    "must_poison does not see a peer that has failed one round later, and that peer's queued kernels go on to push: "
+    "into the slot that is being read"
+)
 EMPTY: Call = empty_from(0, 1, 2)
 OTHER_OP: Call = (Round(9),)
 REPLAYS = (PUSH, UNFUSED, PUSH, PUSH)
@@ -113,9 +116,10 @@ def test_on_a_device_every_wait_ends_in_data_or_an_error(scenario: str, repair: 
     assert run(replace(DEVICE_FAULTS[scenario], rules=REPAIRS[repair])).violation is None
 
 
+@pytest.mark.xfail(strict=True, reason=HOLE)
 @pytest.mark.parametrize("scenario", ["late-or-dead", "another-op"])
-def test_kernels_that_do_not_look_ahead_give_wrong_data(scenario: str) -> None:
-    assert run(DEVICE_FAULTS[scenario]).violation is not None
+def test_the_kernels_as_they_are_never_give_wrong_data(scenario: str) -> None:
+    assert run(DEVICE_FAULTS[scenario]).violation is None
 
 
 # R = 3 after resets, and longer scripts: minutes

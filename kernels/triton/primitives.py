@@ -212,7 +212,7 @@ def fail(
     mismatched = (mask & arrived & (flags != flag_value(epoch, fingerprint))).to(tl.int64)
     missing = (mask & (arrived == 0) & (ranks != rank)).to(tl.int64)
     words = poll(word(segment, BROKEN) + ranks, mask)
-    breakers = mask & given_up(words, epoch + 1) & (ranks != rank)  # see must_poison
+    breakers = mask & given_up(words, epoch) & (ranks != rank)
     left = (breakers & ((words & KIND) == ABANDONED)).to(tl.int64)
     any_mismatched = tl.max(mismatched, axis=0) != 0
     any_left = tl.max(left, axis=0) != 0

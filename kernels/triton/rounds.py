@@ -86,12 +86,9 @@ def wait_all(round, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_SLOTS: tl
 
 @triton.jit
 def must_poison(round, failed, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_SLOTS: tl.constexpr):
-    """After the last read: whether what this program has written may be wrong. Then all ranks are told.
-
-    A peer that has given up in the next round may have gone on to write to this round's slot since.
-    """
+    """After the last read: whether what this program has written may be wrong. Then all ranks are told."""
     segments_ptr, segment, rank, epoch, fingerprint = round
-    failed = failed | is_broken(segment, rank, epoch + 1, GROUP_SIZE)
+    failed = failed | is_broken(segment, rank, epoch, GROUP_SIZE)
     if failed:
         fail(segments_ptr, segment, rank, epoch, fingerprint, FLAGS, GROUP_SIZE, NUM_SLOTS)
     return failed

@@ -97,7 +97,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "kernels/triton/handshake.py:wait_source_kernel": "206c25d06e11",
     },
     "model.ProtocolModel._finish": {
-        "kernels/triton/rounds.py:must_poison": "d0877a61aa73",
+        "kernels/triton/rounds.py:must_poison": "f107357aa67c",
         "kernels/triton/primitives.py:is_broken": "cefa0daec083",
     },
     "model.ProtocolModel._given_up": {
@@ -108,7 +108,7 @@ MIRRORED: dict[str, dict[str, str]] = {
     "model.ProtocolModel._fail and _tell": {
         "fusedcomm/workspace.py:Workspace.fail": "f36513e837df",
         "fusedcomm/workspace.py:Workspace.guarded": "093c0670baa9",
-        "kernels/triton/primitives.py:fail": "223a7d10dced",
+        "kernels/triton/primitives.py:fail": "3f6830004da1",
     },
     "model.ProtocolModel._arrive and _depart": {
         "fusedcomm/workspace.py:Workspace.initialise": "54b8a80ebe55",

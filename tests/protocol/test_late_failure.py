@@ -1,4 +1,4 @@
-"""What the model finds where kernels do not look ahead (`must_poison`), on the kernels themselves."""
+"""The hole that the model has found, in the kernels themselves (tests/test_protocol_model.py:HOLE)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def unpack(rank: virtual.VirtualRank) -> Tensor:
     return out
 
 
+@pytest.mark.xfail(strict=True, reason="a peer that fails in round 2 goes on to push round 3 over what round 1 reads")
 def test_a_peer_that_fails_one_round_later_does_not_spoil_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is late in its reads of round 1; rank 0 gives up on round 2, and has round 3 in its queue."""
     monkeypatch.setattr(virtual, "NUM_PROGRAMS", dict.fromkeys(virtual.NUM_PROGRAMS, 1))
