@@ -20,7 +20,8 @@ help:
 	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
 	@echo "            make bench OP=compile: the start program under torch.compile; OP=compile_time: what the passes cost"
 	@echo "make figures  the speed figures of the README, into bench/results; 55 minutes of a machine that does nothing else"
-	@echo "make soak   the tests that take minutes"
+	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"
+	@echo "            found is in .venv/soak.json; SOAK_ARGS= --calls, --seconds, --seed, --device cuda, --json FILE"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
 	@echo "make clean  remove .venv and everything built"
 
@@ -54,11 +55,14 @@ figures: setup
 	$(BIN)/python -m bench.bench_compile --json $(RESULTS)-compile.json
 	$(BIN)/python -m bench.bench_compile_time --rounds 3 --json bench/results/cpu-compile-time.json
 	$(BIN)/python -m bench.bench_overlap --json bench/results/overlap.json --plot bench/results
+	$(BIN)/python -m bench.bench_redistribution --json bench/results/redistribution.json
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
 	$(BIN)/python -m bench.bench_planner --quick --json $(RESULTS)-planner.json
 
+SOAK_ARGS ?= --device cpu --ranks 4 --calls 100000 --seconds 5400 --json $(VENV)/soak.json
 soak: setup $(VENV)/.old_triton
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+	$(BIN)/python -m fusedcomm.testing.soak $(SOAK_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -41,6 +41,20 @@ def cache_dir() -> Path:
         raise FileNotFoundError(errno.ENOENT, "this user has no home: set FUSEDCOMM_CACHE_DIR", "~") from None
 
 
+def check() -> bool:
+    """``FUSEDCOMM_CHECK=1``: ranks compare their calls before they make them, and slots have guard bytes."""
+    text = os.environ.get("FUSEDCOMM_CHECK") or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"FUSEDCOMM_CHECK must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def dump_dir() -> Path | None:
+    """``FUSEDCOMM_DUMP_DIR``: where ranks write their last calls when one fails and on SIGUSR1; None: nowhere."""
+    folder = os.environ.get("FUSEDCOMM_DUMP_DIR")
+    return Path(folder) if folder else None
+
+
 def host_id() -> str:
     """Ranks with equal ids can map each other's memory. ``FUSEDCOMM_HOST_ID`` overrides it (tests do).
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+RESET_FIRST = "Call fusedcomm.reset(group) on every rank before the next call"
+
 
 class PeerError(RuntimeError):
     """A call could not be completed with its peers; the workspace is unusable until ``fusedcomm.reset(group)``.

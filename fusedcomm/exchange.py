@@ -58,6 +58,7 @@ class Exchange:
     k: int
     gathers: bool = False  # the matmul takes ``shape``; else it makes it
     facts: tuple[Any, ...] = ()  # what all ranks must agree on besides: part of the fingerprint
+    arguments: dict[str, Any] = field(default_factory=dict)  # that it was made from, for people to read
     _rounds: dict[int, list[RoundSpans]] = field(default_factory=dict)
 
     @property

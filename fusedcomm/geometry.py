@@ -7,6 +7,7 @@ docstring excludes.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -150,8 +151,10 @@ def _is_symbolic(arg: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached(make: Callable[..., Any], *args: Any) -> Any:
-    return make(*args)
+def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
+    exchange = make(*args)
+    exchange.arguments = inspect.signature(make).bind(*args).arguments
+    return exchange
 
 
 def check_tensors(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -9,6 +10,27 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup, Store
 
 Group = Any  # ProcessGroup | DeviceMesh (1-D) | (DeviceMesh, mesh_dim) | str | None; DeviceMesh is imported late
+
+
+_forked = False  # from a process that had groups: they, and their connections, are the parent's
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = dist.is_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def is_forked() -> bool:
+    return _forked
+
+
+def refuse_forked(op: str, rank: int) -> None:
+    """A forked child would take part over the connections of its parent."""
+    if _forked:
+        raise RuntimeError(f"{op}: this process was forked from rank {rank} and is no rank of the group")
 
 
 def resolve(group: Group) -> tuple[int, str]:

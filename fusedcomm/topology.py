@@ -28,6 +28,7 @@ class Topology:
     workspace_bytes: int  # the smallest cap of all ranks
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
+    check: bool = False  # FUSEDCOMM_CHECK of any rank
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> Topology:
@@ -51,6 +52,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> Topology:
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         constants=constants if _all_have_the_same(facts, rank) else None,
+        check=any(fact["check"] for fact in facts),
     )
 
 
@@ -74,6 +76,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
         "host": env.host_id(),
         "workspace_bytes": env.workspace_bytes(),
         "algorithm": env.algorithm(),
+        "check": env.check(),
         "no_fused": _no_fused(device),
         # On a GPU chunked needs Triton too: its signals, waits and copy-outs are kernels.
         "no_workspace": no_native() if device.type == "cpu" else _no_triton(),

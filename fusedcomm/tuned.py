@@ -6,14 +6,12 @@ and fields that are expected and numbers that a machine can have, is ignored wit
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
 import stat
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fusedcomm import env, group
+from fusedcomm import env, files, group
 from fusedcomm.agreement import agree
 from fusedcomm.cost import TUNED, Constants
 
@@ -76,19 +74,7 @@ def write(constants: Constants, device: torch.device, group_size: int) -> Path:
     file = path_of(holds_for)
     file.parent.parent.mkdir(parents=True, exist_ok=True)
     file.parent.mkdir(mode=0o700, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")  # mode 0600
-    try:
-        with open(handle, "w") as opened:
-            json.dump(content, opened, indent=2)
-            opened.write("\n")
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(temporary, file)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    return file
+    return files.replace(file, json.dumps(content, indent=2))
 
 
 def remove(device: torch.device, group_size: int) -> bool:

@@ -11,6 +11,7 @@ reads of e: so nobody overwrites what is not read yet, without credits, resets o
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,25 +21,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm import env
-from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm import env, guards
+from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.exchange import Exchange, RoundSpans
 
 NUM_SLOTS = 2  # one is a race: tests set it to see it caught
 FINGERPRINT_BITS = 24
 FINGERPRINT = (1 << FINGERPRINT_BITS) - 1
-TIMED_OUT, MISMATCHED, BROKEN_BY_PEER, ABANDONED = 1, 2, 3, 4
+TIMED_OUT, MISMATCHED, BROKEN_BY_PEER, ABANDONED, OVERRUN = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
 class HeaderLayout:
-    """Byte offsets in a segment: [header | slot 0 | slot 1], the same on every rank. All words are int64."""
+    """Byte offsets in a segment: [header | slot 0 | slot 1], the same on every rank. All words are int64.
+
+    With guard bytes: [header | guard | slot 0 | guard | slot 1 | guard]; a slot has its guard at its end.
+    """
 
     group_size: int
     epoch: int = 0  # rounds completed on this rank
     arrivals: int = 8  # programs that have finished of the kernel that ends a round; the last one resets it
     timeout: int = 16  # nanoseconds
     record: int = 24  # address of the error record
+    guard_bytes: int = 0
 
     @cached_property
     def broken(self) -> int:
@@ -57,7 +62,7 @@ class HeaderLayout:
 
     @cached_property
     def header_bytes(self) -> int:
-        return _aligned(self.flags + 8 * NUM_SLOTS * self.group_size)
+        return _aligned(self.flags + 8 * NUM_SLOTS * self.group_size) + self.guard_bytes
 
     def flag(self, epoch: int, src_rank: int) -> int:
         return self.flags + 8 * (epoch % NUM_SLOTS * self.group_size + src_rank)
@@ -65,14 +70,23 @@ class HeaderLayout:
     def slot(self, epoch: int, slot_bytes: int) -> int:
         return self.header_bytes + epoch % NUM_SLOTS * slot_bytes
 
+    def slot_bytes(self, segment_bytes: int) -> int:
+        """From one slot to the next."""
+        return (segment_bytes - self.header_bytes) // NUM_SLOTS // 128 * 128
+
+    def guards(self, slot_bytes: int) -> list[int]:
+        """Where they begin."""
+        return [self.header_bytes - self.guard_bytes + i * slot_bytes for i in range(NUM_SLOTS + 1)]
+
 
 def _aligned(offset: int) -> int:
     return -(-offset // 128) * 128
 
 
-def slot_bytes_within(workspace_bytes: int, group_size: int) -> int:
-    """The largest slot of a workspace that holds at most ``workspace_bytes``."""
-    return max(0, (workspace_bytes - HeaderLayout(group_size).header_bytes) // NUM_SLOTS // 128 * 128)
+def slot_bytes_within(workspace_bytes: int, group_size: int, guard_bytes: int = 0) -> int:
+    """The largest slot, without its guard, of a workspace that holds at most ``workspace_bytes``."""
+    header_bytes = HeaderLayout(group_size, guard_bytes=guard_bytes).header_bytes
+    return max(0, (workspace_bytes - header_bytes) // NUM_SLOTS // 128 * 128 - guard_bytes)
 
 
 class ErrorRecord:
@@ -113,7 +127,7 @@ class ErrorRecord:
         left = [r for r in peers if breakers.get(r) == ABANDONED]
         seen = ", ".join(f"{r}: {flag >> FINGERPRINT_BITS}" for r, flag in enumerate(flags) if r != rank)
         where = f"{op} on group {group_name!r}, rank {rank}, round {epoch}"
-        after = f"(rounds seen by rank: {seen}). Call fusedcomm.reset(group) on every rank before the next call"
+        after = f"(rounds seen by rank: {seen}). {RESET_FIRST}"
         error: type[PeerError] = PeerTimeoutError
         if kind == MISMATCHED:
             error, text = (
@@ -150,14 +164,17 @@ class Workspace:
     ``segments`` are uint8 tensors over every rank's segment: of symmetric memory, or of one process (virtual groups).
     """
 
-    def __init__(self, rank: int, segments: list[Tensor], group_name: str, owner: Any = None) -> None:
+    def __init__(
+        self, rank: int, segments: list[Tensor], group_name: str, owner: Any = None, guard_bytes: int = 0
+    ) -> None:
         self.rank = rank
         self.group_size = len(segments)
         self.group_name = group_name
         self.buffers = segments
         self.device = segments[rank].device
-        self.layout = HeaderLayout(self.group_size)
-        self.slot_bytes = (segments[rank].numel() - self.layout.header_bytes) // NUM_SLOTS // 128 * 128
+        self.layout = HeaderLayout(self.group_size, guard_bytes=guard_bytes)
+        self.slot_bytes = self.layout.slot_bytes(segments[rank].numel())
+        self.usable_bytes = self.slot_bytes - guard_bytes
         self.addresses = [segment.data_ptr() for segment in segments]
         self.segments = torch.tensor(self.addresses, dtype=torch.int64, device=self.device)
         self.record = ErrorRecord(self.group_size, self.device)
@@ -166,6 +183,7 @@ class Workspace:
         self.num_sms = _num_sms(self.device)  # virtual groups divide them
         self.lane = 0  # waiting kernels of one device and lane run in one order
         self.epoch = 0
+        self.waiting: tuple[int, float] | None = None  # the host: for which rank, since when
         self.captured = False
         self.error: PeerError | None = None
         self.ops: dict[int, str] = {}  # by fingerprint: kernels report a failed call by its fingerprint
@@ -174,13 +192,17 @@ class Workspace:
         self._owner = owner  # keeps the mapping alive
 
     @staticmethod
-    def num_bytes(group_size: int, slot_bytes: int) -> int:
-        return HeaderLayout(group_size).header_bytes + NUM_SLOTS * _aligned(slot_bytes)
+    def num_bytes(group_size: int, slot_bytes: int, guard_bytes: int = 0) -> int:
+        header_bytes = HeaderLayout(group_size, guard_bytes=guard_bytes).header_bytes
+        return header_bytes + NUM_SLOTS * _aligned(slot_bytes + guard_bytes)
 
     @staticmethod
-    def initialise(segment: Tensor, group_size: int) -> None:
+    def initialise(segment: Tensor, group_size: int, guard_bytes: int = 0) -> None:
         """Before the rendezvous: no peer may signal into a header that is still to be cleared."""
-        segment[: HeaderLayout(group_size).header_bytes].zero_()
+        layout = HeaderLayout(group_size, guard_bytes=guard_bytes)
+        segment[: layout.header_bytes].zero_()
+        if guard_bytes:
+            guards.paint(segment, layout)
 
     def arm(self) -> None:
         """Tell this rank's kernels their bound and where to report."""
@@ -200,13 +222,17 @@ class Workspace:
         assert 0 <= rank < self.group_size, f"rank must be in [0, {self.group_size}), got {rank}"
 
     def max_chunk_numel(self, itemsize: int) -> int:
-        return self.slot_bytes // self.group_size // itemsize
+        return self.usable_bytes // self.group_size // itemsize
 
     def check(self, op: str) -> None:
         """Raise what a wait of this rank has found, on the host or in a kernel."""
         if self.error is None and self.record.filled:
             failed = self.ops.get(self.record.fingerprint, op)
             self.error = self.record.error(failed, self.group_name, self.timeout_s, self.breakers(self.record.epoch))
+        if self.error is None and self.layout.guard_bytes and (damage := guards.damage(self)):
+            self._give_up(OVERRUN, self.epoch)
+            text = f"{op} on group {self.group_name!r}: {damage}. {RESET_FIRST}"
+            self.error = PeerError(text, peers=[], op=op, epoch=self.epoch)
         if self.error is not None:
             raise self.error.again()
 
@@ -225,7 +251,7 @@ class Workspace:
         """A peer that failed in a later round has completed this one: its data are good."""
         self.check(op)
         if self.device.type == "cpu" and self.breakers(epoch):
-            self.fail(op, epoch, fingerprint)
+            self.fail(op, epoch, fingerprint, waited=False)
 
     def breakers(self, epoch: int) -> dict[int, int]:
         """Who has given up on this workspace by round ``epoch``, and what they had found. Costs a copy on CUDA."""
@@ -243,13 +269,17 @@ class Workspace:
         except PeerError:
             raise
         except BaseException as error:
-            epoch, address = self.epoch + 1, self.layout.broken + 8 * self.rank
-            for buffer in self.buffers:
-                buffer[address : address + 8].view(torch.int64).fill_(ABANDONED | epoch << 8)
+            epoch = self.epoch + 1
+            self._give_up(ABANDONED, epoch)
             text = f"{op} on group {self.group_name!r}, rank {self.rank}, round {epoch}: left by {type(error).__name__}"
-            after = "Call fusedcomm.reset(group) on every rank before the next call"
-            self.error = PeerError(f"{text}. {after}", peers=[self.rank], op=op, epoch=epoch)
+            self.error = PeerError(f"{text}. {RESET_FIRST}", peers=[self.rank], op=op, epoch=epoch)
             raise
+
+    def _give_up(self, kind: int, epoch: int) -> None:
+        """Without the native part, which workspaces on GPUs do not need."""
+        address = self.layout.broken + 8 * self.rank
+        for buffer in self.buffers:
+            buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
 
     def rounds(self, call: Call, dtype: torch.dtype) -> Iterator[Round]:
         """The rounds of a call that the host drives. Each takes one epoch when it is complete."""
@@ -310,12 +340,16 @@ class Workspace:
         self.check_rank(src_rank)
         base = self.addresses[self.rank]
         broken = base + self.layout.broken
+        self.waiting = src_rank, time.monotonic()
         flag = _native().wait(base + self.layout.flag(epoch, src_rank), epoch, broken, self.group_size, self.timeout_s)
+        self.waiting = None
         if flag != epoch << FINGERPRINT_BITS | fingerprint:
             self.fail(op, epoch, fingerprint)
 
-    def fail(self, op: str, epoch: int, fingerprint: int) -> None:
+    def fail(self, op: str, epoch: int, fingerprint: int, waited: bool = True) -> None:
         """Judge what is there, break every rank's workspace, keep the error and raise it.
+
+        ``waited``: else nobody is missing yet.
 
         A mismatch is judged first: the peer that found it too has broken this workspace already. A peer that has left
         a round will not signal again: that it has left is the cause, that it is missing is not.
@@ -326,7 +360,7 @@ class Workspace:
         mismatched = [
             s for s in others if flags[s] >> FINGERPRINT_BITS == epoch and flags[s] & FINGERPRINT != fingerprint
         ]
-        missing = [s for s in others if flags[s] >> FINGERPRINT_BITS < epoch]
+        missing = [s for s in others if waited and flags[s] >> FINGERPRINT_BITS < epoch]
         breakers = self.breakers(epoch)
         left = [s for s in others if breakers.get(s) == ABANDONED]
         if mismatched:

@@ -187,7 +187,7 @@ def test_results_leave_in_whole_vectors(compiled: Compiled) -> None:
 
 def test_waits_sleep_between_polls(compiled: Compiled) -> None:
     for name, kernel in compiled.items():
-        sends = kernel["kernel"] in ("push_matmul_kernel", "pack_kernel", "signal_kernel")
+        sends = kernel["kernel"] in ("push_matmul_kernel", "pack_kernel", "begin_push_kernel", "signal_kernel")
         assert (kernel["counts"]["sleeps"] > 0) == (not sends), name
 
 

@@ -146,9 +146,11 @@ def check_absent(rank: int, algorithm: str, absent: int, warm: bool) -> None:
             assert caught.value.op == "matmul_all_to_all"
             assert caught.value.epoch == (2 if warm else 0)
         dist.barrier(group)
-        if warm:
+        if warm or rank != absent:
+            start = time.monotonic()
             with pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset"):
                 call(group, problem)
+            assert time.monotonic() - start < 0.5  # what is known already
         dist.barrier(group)
         fusedcomm.reset(group)
         for seed in range(3):
@@ -159,6 +161,30 @@ def check_absent(rank: int, algorithm: str, absent: int, warm: bool) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_peer_that_never_calls(ranks: Any, algorithm: str, warm: bool) -> None:
     ranks(3).run(check_absent, algorithm, 1, warm)
+
+
+def check_late_for_the_vote(rank: int) -> None:
+    """The first call of one rank must not meet the second one of another that has given up on the first."""
+    problem = BY_NAME["heads"]
+    with fresh_group(TIMEOUT_S="1") as group:
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+                call(group, problem, 0)
+            assert (caught.value.peers, caught.value.epoch) == ([1], 0)
+        dist.barrier(group)
+        if rank == 0:
+            time.sleep(0.3)  # the other one waits by now
+        start = time.monotonic()
+        with pytest.raises(fusedcomm.PeerTimeoutError, match=r"fusedcomm\.reset"):
+            call(group, problem, 1 - rank)
+        assert rank == 1 or time.monotonic() - start < 0.5
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, problem, call(group, problem, 2), 2)
+
+
+def test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second(ranks: Any) -> None:
+    ranks(2).run(check_late_for_the_vote)
 
 
 def check_mismatch(rank: int, algorithm: str, warm: bool, other: Problem) -> None:

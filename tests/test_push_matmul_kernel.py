@@ -21,7 +21,7 @@ from fusedcomm import geometry, workspace
 from fusedcomm.algorithms import chunked, fused, launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.exchange import Exchange
-from fusedcomm.kernels.triton import primitives
+from fusedcomm.kernels.triton import primitives, rounds
 from fusedcomm.testing.virtual import VirtualGroup
 from fusedcomm.workspace import Call, HeaderLayout
 from tests.virtual_ranks import (
@@ -233,6 +233,24 @@ def test_a_peer_may_be_one_round_ahead(num_slots: int) -> None:
     late = unpack(ranks[0])
     assert (ahead == 8).all()
     assert bool((late == 8).all()) == (num_slots == 2)
+
+
+def test_a_chunk_is_signalled_when_all_programs_have_stored_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, group_size = Case((150,), 8, 2 * 300, 0, 1), 2
+    exchange, signal, holes = case.exchange(group_size), rounds.signal, []
+    ranks = virtual_ranks(group_size, group_size * exchange.chunk_numel * 4)
+    start = ranks[0].layout.slot(1, ranks[0].slot_bytes)
+
+    def look(*args: Any) -> None:
+        chunks = [rank.segment[start : start + exchange.chunk_numel * 4].view(torch.float32) for rank in ranks]
+        holes.append([int(chunk.isnan().sum()) for chunk in chunks])
+        signal(*args)
+
+    monkeypatch.setattr(rounds, "signal", look)
+    x, w, _ = case.inputs(0)
+    (spans,) = exchange.rounds(1 << 40)
+    launch.push(x, w, None, spans, ranks[0], FINGERPRINT)
+    assert [each[dst_rank] for each, dst_rank in zip(holes, (1, 0), strict=True)] == [0, 0]
 
 
 def test_time_out_names_who_is_missing() -> None:

@@ -1,8 +1,9 @@
-"""Rendezvous of CPU symmetric memory: reused names, missing and killed ranks, retries."""
+"""Rendezvous of CPU symmetric memory: reused names, missing and killed ranks, retries, a store that is cut off."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
 import re
@@ -13,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from fusedcomm.testing.ranks import KILLED, RankPool
+from tests.cut_store import CutStore
 from tests.symmetric_memory import (
     CPU,
     MISSING_S,
@@ -159,6 +162,75 @@ def test_memory_that_cannot_be_opened(ranks: Ranks) -> None:
     for error in ranks(3).run(memory_that_cannot_be_opened):
         assert re.search(r"rank [02] cannot use the memory of rank 1: .* is /dev/null", error)
         assert "one pid namespace" in error
+
+
+# Memory that a peer could cut off under the ranks that have mapped it
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+NOBODY = 65534
+
+
+def replace_segment(num_bytes: int, seals: int, user: int) -> None:
+    """Puts other memory in the place of what this process has allocated, under the same name."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # closed since
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if name.startswith("/memfd:fusedcomm-"):
+                made = os.memfd_create(name.removeprefix("/memfd:").removesuffix(" (deleted)"), os.MFD_ALLOW_SEALING)
+                os.ftruncate(made, num_bytes)
+                os.fchown(made, user, -1)
+                fcntl.fcntl(made, fcntl.F_ADD_SEALS, seals)
+                os.dup2(made, fd)
+                os.close(made)
+
+
+def memory_that_is_replaced(rank: int, num_bytes: int, seals: int, user: int) -> str:
+    t = symm_mem.empty(PAGE_BYTES, dtype=torch.uint8, device=CPU)
+    if rank == 1:
+        replace_segment(num_bytes, seals, user)
+    return error_of(lambda: rendezvous(t))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seals", "user", "found"),
+    [
+        (PAGE_BYTES, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, os.geteuid(), "seals 5"),
+        (PAGE_BYTES, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, os.geteuid(), "seals 6"),
+        (PAGE_BYTES - 1, SEALS, os.geteuid(), f"{PAGE_BYTES - 1} bytes, seals 7"),
+        (PAGE_BYTES, SEALS, NOBODY, f"got user {NOBODY}"),
+        (PAGE_BYTES, SEALS, os.geteuid(), None),  # negative control
+    ],
+    ids=["not sealed", "seals not sealed", "too small", "another user's", "as it must be"],
+)
+def test_memory_that_could_be_cut_off_is_refused(
+    ranks: Ranks, num_bytes: int, seals: int, user: int, found: str | None
+) -> None:
+    if user != os.geteuid() and os.geteuid() != 0:
+        pytest.skip("only root can make files of somebody else")
+    must = f"must be sealed memory of user {os.geteuid()} of at least {PAGE_BYTES} bytes, got "
+    for error in ranks(2).run(memory_that_is_replaced, num_bytes, seals, user):
+        if found is None:
+            assert error == "no error"
+        else:
+            assert "rank 0 cannot use the memory of rank 1: /proc/" in error
+            assert must in error and found in error
+
+
+# A store that is cut off
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5])
+def test_a_store_that_is_cut_off_ends_the_rendezvous_in_time(calls: int) -> None:
+    store, name = CutStore(calls), f"test/cut-off/{calls}"
+    _SymmetricMemory.set_group_info(name, 0, 2, store)
+    t, start = symm_mem.empty(4, device=CPU), time.monotonic()
+    with timeout(0.2):
+        error = error_of(lambda: _SymmetricMemory.rendezvous(t, name))
+    assert 0.2 <= time.monotonic() - start < 5
+    store.back.set()  # for the threads that are left in it
+    assert error.startswith("DistStoreError: ")
+    assert error.endswith("the store of the process group does not answer: is its host cut off?")
 
 
 # Ranks that are killed

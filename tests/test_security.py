@@ -14,7 +14,6 @@ import re
 import socket
 import stat
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,16 +32,13 @@ from torch.distributed import HashStore
 import fusedcomm
 from fusedcomm import group as groups
 from fusedcomm import tuned
-from fusedcomm.agreement import agree
 from fusedcomm.algorithms import launch
 from fusedcomm.cost import DEFAULTS, TUNED
-from fusedcomm.errors import PeerTimeoutError
 from fusedcomm.testing.virtual import VirtualGroup
 from fusedcomm.workspace import HeaderLayout, Round, Workspace, peers_of, sources_of
 from tests.groups import call, check, fresh_group
 from tests.problems import PROBLEMS
 from tests.symmetric_memory import Ranks, error_of, make, timeout
-from tests.test_tune import Payload
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -146,6 +142,7 @@ def test_the_native_part_starts_nothing_and_opens_no_socket_and_no_named_memory(
 
 held: Any = None
 SEGMENT = "/memfd:fusedcomm-"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def attach(rank: int) -> int:
@@ -179,23 +176,42 @@ def head(path: str, user: int) -> tuple[bytes, bytes]:
     return done.stdout, done.stderr
 
 
-def test_a_segment_has_no_name_and_is_its_users(ranks: Ranks) -> None:
+def resized(path: str, num_bytes: int) -> bool:
+    """Whether this process, which can write the file, can also change its size."""
+    try:
+        os.truncate(path, num_bytes)
+    except PermissionError:
+        return False
+    return True
+
+
+def test_a_segment_has_no_name_and_is_its_users_and_keeps_its_size(ranks: Ranks) -> None:
     pids = ranks(2).run(attach)
     try:
         for rank, pid in enumerate(pids):
             content = b"secret\n" + bytes([rank])
             (path,) = [path for path in opened(pid, SEGMENT) if head(path, os.geteuid())[0] == content]
-            facts, seals = os.stat(path), fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-            assert stat.S_ISREG(facts.st_mode)
-            assert stat.S_IMODE(facts.st_mode) in (0o777, 0o666)  # 666: where vm.memfd_noexec is set
+            facts = os.stat(path)
+            assert stat.S_ISREG(facts.st_mode) and stat.S_IMODE(facts.st_mode) == 0o600
             assert (facts.st_uid, facts.st_nlink) == (os.geteuid(), 0)
             with open(path, "r+b", buffering=0) as file:
-                assert not fcntl.fcntl(file, fcntl.F_GET_SEALS) & seals
+                assert fcntl.fcntl(file, fcntl.F_GET_SEALS) == SEALS
                 os.pwrite(file.fileno(), (7).to_bytes(8, "little"), 8)  # who can read it can write it
+            assert not resized(path, 0) and not resized(path, 2 * facts.st_size)
+            assert os.stat(path).st_size == facts.st_size
         assert not [name for name in os.listdir("/dev/shm") if "fusedcomm" in name]
     finally:
         values = ranks(2).run(detach)
     assert [value[1] for value in values] == [7, 7]
+
+
+def test_memory_that_is_not_sealed_changes_its_size() -> None:
+    """Negative control."""
+    with open(os.memfd_create("test", os.MFD_ALLOW_SEALING), "r+b") as file:
+        path = f"/proc/self/fd/{file.fileno()}"
+        assert resized(path, 4096) and resized(path, 0)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+        assert not resized(path, 4096)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -262,7 +278,7 @@ def test_a_socket_that_listens_is_found(address: str, kind: int) -> None:
     assert (expected in reachable({expected})) == ADDRESSES[address]
 
 
-# What the ranks of a group tell each other
+# What the ranks of a group tell each other. Posts of others: test_agreement.py
 
 
 def posted(rank: int) -> tuple[list[bytes], dict[str, Any]]:
@@ -287,72 +303,15 @@ def test_the_store_has_json_and_no_more_than_the_page_says(ranks: Ranks) -> None
         json.loads(value)
     with pytest.raises(ValueError):  # negative control
         json.loads(pickle.dumps(facts))
-    topology = {"host", "workspace_bytes", "algorithm", "no_fused", "no_workspace", "uuid", "constants"}
+    topology = {"host", "workspace_bytes", "algorithm", "check", "no_fused", "no_workspace", "uuid", "constants"}
     assert set(facts["topology"]) == topology
-    assert set(facts["workspace"]) == {"op", "fingerprint", "error"}
+    assert set(facts["workspace"]) == {"op", "fingerprint", "stage", "error"}
     assert all(f"`{name}`" in PAGE for post in facts.values() for name in post)
     assert all(isinstance(value, str | int | None) for post in facts.values() for value in post.values())
 
 
 MIB = 1 << 20
-VALID = {"attempt": "a", "seen": ["?", "a"], "facts": {}}
-HOSTILE: dict[str, str | bytes] = {
-    "no JSON": "{'attempt': 1}",
-    "bytes": bytes(range(256)),
-    "a huge string": '"' + "a" * (8 * MIB) + '"',
-    "a huge list": "[" + "0," * MIB + "0]",
-    "deep": "[" * MIB,
-    "no attempt": json.dumps({"seen": [], "facts": {}}),
-    "no seen": json.dumps({"attempt": "a"}),
-    "attempt of another type": json.dumps(VALID | {"attempt": {"a": [1]}}),
-    "seen of another type": json.dumps(VALID | {"seen": 7}),
-    "huge, and never agrees": json.dumps(VALID | {"facts": {"fact": "a" * (8 * MIB)}}),
-}
 VOTE_S = 0.2
-
-
-def vote(store: HashStore) -> Exception:
-    """What rank 0 of two raises, in bounded time."""
-    start = time.monotonic()
-    with timeout(VOTE_S), pytest.raises(Exception) as raised:
-        agree(store, 0, 2, {"fact": 1}, what="test vote")
-    assert time.monotonic() - start < VOTE_S + 2
-    return raised.value
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_post_is_an_error_in_bounded_time(name: str) -> None:
-    store = HashStore()
-    store.set("post/1", HOSTILE[name])
-    error = vote(store)
-    assert isinstance(error, ValueError | TypeError | KeyError | RecursionError | PeerTimeoutError), error
-    assert not isinstance(error, PeerTimeoutError) or error.peers == [1]
-
-
-def test_a_post_that_never_rests_is_an_error_in_bounded_time() -> None:
-    store, done = HashStore(), threading.Event()
-
-    def rewrite() -> None:
-        for i in itertools.takewhile(lambda i: not done.wait(0.0005), itertools.count()):
-            store.set("post/1", json.dumps(VALID | {"attempt": str(i)}))
-
-    thread = threading.Thread(target=rewrite)
-    thread.start()
-    try:
-        assert isinstance(vote(store), PeerTimeoutError)
-    finally:
-        done.set()
-        thread.join()
-
-
-def test_a_pickle_in_a_post_is_not_loaded(tmp_path: Path) -> None:
-    marker, store = tmp_path / "loaded", HashStore()
-    pickled = pickle.dumps(Payload(marker), protocol=0)  # text, as the store would have it
-    store.set("post/1", pickled)
-    assert isinstance(vote(store), ValueError)
-    assert not marker.exists()
-    pickle.loads(pickled)  # negative control
-    assert marker.exists()
 
 
 @pytest.mark.parametrize("offer", [b"", b"0", b"x" * 87, b"x" * 88, b"9" * MIB], ids=len)
@@ -363,7 +322,7 @@ def test_a_hostile_offer_of_memory_is_an_error_in_bounded_time(offer: bytes) -> 
     t, start = torch.distributed._symmetric_memory.empty(4, device=CPU), time.monotonic()
     with timeout(VOTE_S):
         error = error_of(lambda: _SymmetricMemory.rendezvous(t, name))
-    assert time.monotonic() - start < VOTE_S + 2
+    assert time.monotonic() - start < VOTE_S + 10
     assert re.fullmatch(r"DistStoreError: .* (rank 1|some rank) did not come within 0.2 s", error)
 
 
@@ -492,7 +451,8 @@ def test_peer_indices_are_made_from_the_size_of_the_group(group_size: int) -> No
     assert all(word % 8 == 0 and 0 <= word < layout.header_bytes for word in words)
     for slot_bytes, itemsize in itertools.product((0, 128, 1000, 1 << 20), (2, 4)):
         num_bytes = Workspace.num_bytes(group_size, slot_bytes)
-        workspace = SimpleNamespace(group_size=group_size, slot_bytes=(num_bytes - layout.header_bytes) // 2)
+        each = (num_bytes - layout.header_bytes) // 2
+        workspace = SimpleNamespace(group_size=group_size, slot_bytes=each, usable_bytes=each)
         last = group_size * Workspace.max_chunk_numel(workspace, itemsize) * itemsize
         ends = [layout.slot(epoch, workspace.slot_bytes) + last for epoch in (2, 1)]
         assert ends[0] <= layout.slot(1, workspace.slot_bytes) and ends[1] <= num_bytes

@@ -25,7 +25,7 @@ class VirtualRank:
         self.rank, self.group_size = rank, len(segments)
         self.layout = HeaderLayout(self.group_size)
         self.segments = torch.tensor([segment.data_ptr() for segment in segments])
-        self.segment = segments[rank]
+        self.peers, self.segment = segments, segments[rank]
         self.slot_bytes, self.num_slots = slot_bytes, num_slots
         self.record = torch.zeros(8 + 2 * self.group_size, dtype=torch.int64)
         self.word(self.layout.timeout)[0] = int(60e9)

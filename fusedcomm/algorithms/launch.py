@@ -263,6 +263,13 @@ def reduce(out: Tensor, span: Span, bias: Tensor | None, scale: float, workspace
     )
 
 
+def begin_push(workspace: Segments) -> None:
+    """Before a round's first copy to a peer on this stream. Kernels that push do it themselves."""
+    from fusedcomm.kernels.triton.handshake import begin_push_kernel
+
+    begin_push_kernel[(1,)](workspace.segments, workspace.rank, workspace.group_size, num_warps=1)
+
+
 def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
     """Signal one rank, or all from rank + 1 on, that what the stream wrote before is there."""
     from fusedcomm.kernels.triton.handshake import signal_kernel

@@ -116,16 +116,23 @@ class CudaTransport:
         return own if dst_rank == round.workspace.rank else torch.empty_like(own)
 
     def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
+        from fusedcomm.algorithms import launch
+
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
+            if dst_rank == round.peers()[0]:
+                launch.begin_push(round.workspace)
             if dst_rank != round.workspace.rank:
                 round.part(dst_rank).copy_(chunk)
                 chunk.record_stream(self.side)
             self._signal(round, dst_rank)
 
     def pack(self, round: Round, packed: Tensor, own: bool) -> None:
+        from fusedcomm.algorithms import launch
+
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side), lane("push"):
+            launch.begin_push(round.workspace)
             for dst_rank in round.peers():
                 if own or dst_rank != round.workspace.rank:
                     chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)

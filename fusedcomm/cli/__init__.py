@@ -11,6 +11,8 @@ COMMANDS = (
     "demo",
     "doctor",
     "explain",
+    "faults",
+    "postmortem",
     "selftest",
     "tune",
 )

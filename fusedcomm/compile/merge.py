@@ -170,12 +170,12 @@ def _emit(rewriter: Rewriter, chain: Chain) -> tuple[dict[str, Node], Node]:
     node, layout, made = chain.x, chain.x_layout, {}
     for kind, group in chain.moves.merged():
         sent, received = _sent_and_received(chain.moves, kind, group, layout)
-        node = _contiguous(rewriter, rewriter.arrange(node, layout.order, sent))
+        node = rewriter.contiguous(rewriter.arrange(node, layout.order, sent))
         made[kind] = _start(rewriter, chain.moves, kind, group, node)
         node, layout = rewriter.call(functional.wait_tensor.default, made[kind]), received
     node = rewriter.arrange(node, layout.order, chain.layout)
     if value(chain.target).is_contiguous():
-        return made, _contiguous(rewriter, node)
+        return made, rewriter.contiguous(node)
     return made, rewriter.result(node, chain.target)
 
 
@@ -209,12 +209,6 @@ def _start(rewriter: Rewriter, moves: Moves, kind: str, group: MeshGroup, sent: 
     if kind == "all_reduce":
         return rewriter.call(functional.all_reduce.default, sent, reduce_op, group.name)
     return rewriter.call(functional.reduce_scatter_tensor.default, sent, reduce_op, size, group.name)
-
-
-def _contiguous(rewriter: Rewriter, node: Node) -> Node:
-    if value(node).is_contiguous():
-        return node
-    return rewriter.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _is_over(node: Node, mesh: FlattenedMesh) -> bool:

@@ -58,13 +58,13 @@ def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:
     received = Layout(((sources,), *rest.dims))
     with rewriter.before(exchange.start, like=exchange.node):
         x = rewriter.arrange(exchange.x, exchange.before.order, sent)
-        x = _contiguous(rewriter, x)
+        x = rewriter.contiguous(x)
         splits = [1] * blocks.size
         start = rewriter.call(functional.all_to_all_single.default, x, splits, splits, exchange.group_name)
         wait = rewriter.call(functional.wait_tensor.default, start)
         result = rewriter.arrange(wait, received.order, exchange.after)
         if value(exchange.node).is_contiguous():
-            result = _contiguous(rewriter, result)
+            result = rewriter.contiguous(result)
     replace(exchange.node, result)
     return start
 
@@ -107,8 +107,8 @@ def _of_gather(start: Node) -> Exchange | None:
 def from_one_call(a: Node, b: Node) -> bool:
     """Whether both are what one node of the graph that dynamo traced has become, in the forward or the backward."""
     stacks = [node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or [] for node in (a, b)]
-    names = [stack[-1][0] for stack in stacks if stack]
-    return len(names) == 2 and names[0] == names[1]
+    names = [[name for name, _ in stack] for stack in stacks]
+    return names[0] == names[1] != []
 
 
 def _has_other_of_size(group_name: str) -> bool:
@@ -133,9 +133,3 @@ def part_of(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
             if rest == 0 and min(end, size) - begin == size // num_parts:
                 return user, dim % value(x).ndim, index
     return None
-
-
-def _contiguous(rewriter: Rewriter, node: Node) -> Node:
-    if value(node).is_contiguous():
-        return node
-    return rewriter.call(aten.clone.default, node, memory_format=torch.contiguous_format)

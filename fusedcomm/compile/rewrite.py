@@ -93,6 +93,11 @@ class Rewriter:
             node = self._permute(node, [now.index(run) for run in runs])
         return self.reshape(node, layout.shape)
 
+    def contiguous(self, node: Node) -> Node:
+        if node.meta["val"].is_contiguous():
+            return node
+        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+
     def result(self, new: Node, old: Node) -> Node:
         """new, to stand for old: cast to its dtype, and laid out as it is where the user sees that."""
         like, val = old.meta["val"], new.meta["val"]

@@ -16,7 +16,8 @@ from fusedcomm.doctor.settings import KNOWN
 
 HIDDEN = "<hidden>"
 HIDDEN_KEYS = {"host", "uuid", "serial"}
-KEPT_KEYS = {"section", "level", "algorithm", "device"}  # our own words, whatever a user is called
+# Our own words, whatever a user is called
+KEPT_KEYS = {"section", "level", "algorithm", "device", "op", "group", "dtype", "state"}
 UUID = re.compile(r"(?:\b(?:GPU|MIG)-)?\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)")
 IPV6 = re.compile(

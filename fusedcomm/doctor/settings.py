@@ -17,6 +17,8 @@ from fusedcomm.doctor.findings import ERROR, OK, WARNING, Finding
 OURS: dict[str, Callable[[], object]] = {  # each raises ValueError where the value is wrong
     "FUSEDCOMM_ALGORITHM": env.algorithm,
     "FUSEDCOMM_CACHE_DIR": env.cache_dir,
+    "FUSEDCOMM_CHECK": env.check,
+    "FUSEDCOMM_DUMP_DIR": env.dump_dir,
     "FUSEDCOMM_HOST_ID": env.host_id,
     "FUSEDCOMM_TIMEOUT_S": env.timeout_s,
     "FUSEDCOMM_WORKSPACE_BYTES": env.workspace_bytes,
@@ -108,6 +110,9 @@ RULES = (
         "unset it",
     ),
     Rule("FUSEDCOMM_ALGORITHM", bool, WARNING, "every op runs so where it can; the planner is not asked", "unset it"),
+    Rule(
+        "FUSEDCOMM_CHECK", _on, WARNING, "every call waits for all ranks to compare it first: for debugging", "unset it"
+    ),
     Rule("FUSEDCOMM_HOST_ID", bool, WARNING, "says which ranks share memory, true or not; for tests", "unset it"),
 )
 KNOWN = {*OURS, *(rule.name for rule in RULES), "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"}

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedcomm import group, planner
+from fusedcomm import calls, check, dumps, group, planner
+from fusedcomm.errors import PeerError
 from fusedcomm.exchange import Exchange
 from fusedcomm.geometry import check_out
 from fusedcomm.planner import Plan
 from fusedcomm.registry import Member, WorkspaceUnavailable, member, on_device
 from fusedcomm.topology import tf32_allowed
-from fusedcomm.workspace import Call
+from fusedcomm.workspace import Call, Workspace
 
 lib = torch.library.Library("fusedcomm", "DEF")
 
@@ -51,26 +52,51 @@ def run(
         check_out(out, x, exchange.out_shape)
         args, unfused = (*args, out), functools.partial(_copied, unfused, out)
     with on_device(x.device):
-        plan, ours = prepare(op, exchange, x.dtype, x.device, group_name)
-        if plan.algorithm == "unfused":
+        if exchange.group_size == 1:
+            group.check_size(1, group_name)
             return unfused()
-        assert ours is not None
-        name, loading = plan.algorithm, None
-        if x.is_cuda and (name == "fused" or plan.reason != planner.FORCED):
-            loading = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, *args))
-            name = _loading(name, op, loading, ours)
-        algorithm = importlib.import_module(f"fusedcomm.algorithms.{name}")
-        fingerprint = fingerprint_of(op, exchange.key, x.dtype)
-        with ours.lock:
-            try:
-                workspace = ours.workspace_for(plan.slot_bytes, op, fingerprint)
-            except WorkspaceUnavailable as error:
-                planner.log_fallback(op, str(error))
-                return unfused()
-            result = getattr(algorithm, verb)(Call(op, fingerprint, exchange, workspace), x, *args)
-            if loading is not None and name == "fused":
-                ours.loaded.add(loading)
-            return result
+        dumps.arm()
+        with calls.Record(op, group_name, x.device, exchange, x.dtype) as record:
+            plan, ours = prepare(op, exchange, x.dtype, x.device, group_name)
+            assert ours is not None
+            name, loading = plan.algorithm, None
+            if x.is_cuda and name != "unfused" and (name == "fused" or plan.reason != planner.FORCED):
+                loading = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, *args))
+                name = _loading(name, op, loading, ours)
+            fingerprint = 0 if name == "unfused" else fingerprint_of(op, exchange.key, x.dtype)
+            with ours.lock:
+                workspace = _come_together(record, plan, ours, fingerprint, args)
+                if workspace is not None:
+                    algorithm = importlib.import_module(f"fusedcomm.algorithms.{name}")
+                    result = getattr(algorithm, verb)(Call(op, fingerprint, exchange, workspace), x, *args)
+                    if loading is not None and name == "fused":
+                        ours.loaded.add(loading)
+                    return result
+            return unfused()  # the lock is ours alone: gloo's waits may be long
+
+
+def _come_together(
+    record: calls.Record, plan: Plan, ours: Member, fingerprint: int, args: Sequence[Any]
+) -> Workspace | None:
+    """The workspace for the call, or None if it runs unfused. With FUSEDCOMM_CHECK all ranks compare the call first.
+
+    A call that fails here has sent nothing: the next one takes its number.
+    """
+    ours.count(record, plan.algorithm)
+    try:
+        if ours.topology.check:
+            check.same_call(record, plan, ours, fingerprint, args)
+        record.state = calls.RUNNING
+        if plan.algorithm == "unfused":
+            return None
+        record.runs_on(ours.workspace_for(plan.slot_bytes, record.op, fingerprint))
+    except WorkspaceUnavailable as error:
+        record.algorithm = "unfused"
+        planner.log_fallback(record.op, str(error))
+    except PeerError:
+        ours.num_calls -= 1
+        raise
+    return record.workspace
 
 
 def _copied(unfused: Callable[[], Tensor], out: Tensor) -> Tensor:

@@ -28,11 +28,12 @@ INTER_BANDWIDTH = 50e9  # one 400 Gbit/s card per GPU
 
 def ranks_per_node(ranks: Sequence[int], hosts: Sequence[int]) -> int:
     """The most successive global ranks that make a node, by the hosts of these; 1 where hosts have others."""
-    by_rank = dict(zip(ranks, hosts, strict=True))
-    if len(set(hosts)) == 1:
+    by_rank = dict(sorted(zip(ranks, hosts, strict=True)))
+    first, *others = by_rank.items()
+    beyond = next((rank for rank, host in others if host != first[1]), None)
+    if beyond is None:
         return max(ranks) + 1
-    fitting = (size for size in range(max(ranks), 1, -1) if _is_by_host(by_rank, size))
-    return next(fitting, 1)
+    return next((size for size in range(beyond, 1, -1) if _is_by_host(by_rank, size)), 1)
 
 
 def _is_by_host(hosts: Mapping[int, int], size: int) -> bool:

@@ -7,7 +7,6 @@ have the collectives of the plan.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 from collections.abc import Sequence
@@ -54,6 +53,8 @@ def version(mesh: DeviceMesh) -> str:
     Makes all groups that a plan can need. A graph from a cache calls no handler, and which groups its backward has
     nobody can tell before; here, where each process traces the program, all ranks come by.
     """
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
     if mesh.get_coordinate() is None:
         return ""
     facts = groups.check(mesh)
@@ -62,17 +63,16 @@ def version(mesh: DeviceMesh) -> str:
         for mesh_dims in itertools.combinations(several, num):
             for reduces in (False, True):
                 groups.flattened(mesh, mesh_dims, reduces=reduces)
-    return hashlib.sha256(f"{_sources()} {facts} {torch.__version__}".encode()).hexdigest()
+    return get_hash_for_files(_sources(), f"{facts} {torch.__version__}").hex()
 
 
 version._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see placements.encode
 
 
 @lru_cache(maxsize=1)
-def _sources() -> str:
-    """A digest of this package and the cost model."""
-    files = [*sorted(Path(__file__).parent.glob("*.py")), *(Path(str(each.__file__)) for each in (cost, links))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+def _sources() -> tuple[str, ...]:
+    """This package and the cost model."""
+    return (*map(str, sorted(Path(__file__).parent.glob("*.py"))), str(cost.__file__), str(links.__file__))
 
 
 def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -> RedistributionPlan:

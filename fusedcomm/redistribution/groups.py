@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusedcomm import env, group, tuned
 from fusedcomm.agreement import agree
 from fusedcomm.cost import DEFAULTS, Constants
-from fusedcomm.errors import PeerTimeoutError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -227,16 +226,7 @@ def _vote(purpose: str, facts: dict[str, Any], ranks: Sequence[int], what: str) 
     """The facts of all of ``ranks``, which are global and ascend."""
     world = _world_group()
     store = group.store(world, f"redistribution/{purpose}/{_digest(ranks)}")
-    try:
-        return agree(store, ranks.index(world.rank()), len(ranks), facts, what=what)
-    except PeerTimeoutError as late:
-        peers = [ranks[peer] for peer in late.peers]
-        raise PeerTimeoutError(
-            f"{what}: rank {world.rank()} waited {env.timeout_s():g} s for ranks {peers}, which did not come",
-            peers=peers,
-            op=what,
-            epoch=0,
-        ) from None
+    return agree(store, ranks.index(world.rank()), len(ranks), facts, what=what, names=ranks)
 
 
 def _check_same(facts: list[dict[str, Any]], ranks: Sequence[int], names: Sequence[str]) -> None:

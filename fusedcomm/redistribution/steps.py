@@ -43,7 +43,7 @@ class Step:
     after: Sharding
     mesh_dims: tuple[int, ...]
     reduce_op: str | None = None  # "sum" for avg too
-    divisor: int = 1  # of the reduced values: the size of what is averaged
+    divisor: int = 1  # the size of what is averaged
     is_padded: bool = False  # of a reduce_scatter that is not regular: it has pieces of one size all the same
 
     @cached_property
@@ -158,7 +158,7 @@ def step(before: Sharding, after: Sharding) -> Step | None:
 
 
 def merged_op(ops: list[str]) -> str | None:
-    """The one reduction that does all of them at once, or None: sum and avg are sums, divided afterwards."""
+    """The one reduction that does all of them at once, or None: sum and avg are sums, and divided."""
     names = {"sum" if op == "avg" else op for op in ops}
     return names.pop() if len(names) == 1 else None
 

@@ -250,6 +250,7 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "reduce fp32 bias", lambda: reduce(torch.float32, bias=True)
     yield "finish", finish
     yield "wait source", lambda: launch.wait_source(0, MetaWorkspace(), 1)
+    yield "begin push", lambda: launch.begin_push(MetaWorkspace())
     yield "signal", lambda: launch.signal(MetaWorkspace(), None, 1)
     yield "wait", lambda: launch.wait(MetaWorkspace(), 1)
 

@@ -2,8 +2,26 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace fusedcomm {
+
+inline bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
+// A daemon thread that comes back when the interpreter ends stays here until the process has ended: before 3.14 Python
+// would end the thread, and the destructors on its stack would end the process by std::terminate. Not the main thread,
+// which ends the interpreter.
+inline void take_gil(PyThreadState* state) {
+  while (interpreter_ends() && syscall(SYS_gettid) != getpid()) pause();
+  PyEval_RestoreThread(state);
+}
 
 // Releases the GIL for a scope, if this thread holds it. torch's bindings of symmetric memory keep it held.
 class WithoutGil {
@@ -12,13 +30,13 @@ class WithoutGil {
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
   ~WithoutGil() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
+    if (state_ != nullptr) take_gil(state_);
   }
 
   // Throws what a Python signal handler raised (KeyboardInterrupt).
   void check_signals() {
     if (state_ == nullptr) return;
-    PyEval_RestoreThread(state_);
+    take_gil(state_);
     state_ = nullptr;
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
     state_ = PyEval_SaveThread();

@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "bounded_store.h"
 #include "gil.h"
 #include "group.h"
 #include "segment.h"
@@ -46,6 +47,8 @@ inline std::string list_ranks(const std::vector<int>& ranks) {
   for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
   return text;
 }
+
+constexpr std::chrono::seconds kStoreGrace{2};  // for the store to answer, once the time is over
 
 // One attempt. Each of its two waits is bounded, and the destructor withdraws what it has posted.
 class Rendezvous {
@@ -74,10 +77,12 @@ class Rendezvous {
   std::vector<Offer> read_offers() const;
   bool has_come(int rank) const;
   void post(const std::string& key, const std::string& value);
+  void start_wait();
   bool wait_a_little();
   [[noreturn]] void throw_timeout(const char* what, const std::function<bool(int)>& has_done) const;
 
   const Group& group_;
+  BoundedStore store_;
   WithoutGil& gil_;
   std::string prefix_;
   std::string agreement_;  // hash of the tickets confirmed last
@@ -97,6 +102,7 @@ inline int64_t wall_clock_ms() {
 
 inline Rendezvous::Rendezvous(const Group& group, WithoutGil& gil)
     : group_(group),
+      store_(group.store),
       gil_(gil),
       prefix_("fusedcomm/symm_mem/" + group.name + "/"),
       timeout_(group.store->getTimeout()),
@@ -104,13 +110,13 @@ inline Rendezvous::Rendezvous(const Group& group, WithoutGil& gil)
   const char* variable = std::getenv("FUSEDCOMM_TIMEOUT_S");
   const double seconds = variable == nullptr ? 0 : std::atof(variable);
   if (seconds > 0) timeout_ = std::chrono::milliseconds(static_cast<int64_t>(std::min(seconds, 1e9) * 1e3));
-  deadline_ = Clock::now() + timeout_;
+  start_wait();
 }
 
 inline Rendezvous::~Rendezvous() {
   try {
-    group_.store->set(offer_key(group_.rank), done_ ? std::string("0") : std::to_string(wall_clock_ms()));
-    for (const std::string& key : posted_) group_.store->deleteKey(key);
+    store_.set(offer_key(group_.rank), done_ ? std::string("0") : std::to_string(wall_clock_ms()));
+    for (const std::string& key : posted_) store_.remove(key);
   } catch (...) {  // the store may be gone, or cannot delete; a key that stays is never taken for a fresh one
   }
 }
@@ -123,15 +129,15 @@ inline std::vector<std::string> Rendezvous::all(std::string (Rendezvous::*rank_k
 
 inline void Rendezvous::post(const std::string& key, const std::string& value) {
   posted_.push_back(key);
-  group_.store->set(key, value);
+  store_.set(key, value);
 }
 
 // All offers, or none while one is missing. The keys are never deleted, so that the read after the check cannot block.
 inline std::vector<Offer> Rendezvous::read_offers() const {
   const auto keys = all(&Rendezvous::offer_key);
-  if (!group_.store->check(keys)) return {};
+  if (!store_.check(keys)) return {};
   std::vector<Offer> offers;
-  for (const auto& value : group_.store->multiGet(keys)) {
+  for (const auto& value : store_.get_all(keys)) {
     if (value.size() != sizeof(Offer)) return {};
     std::memcpy(&offers.emplace_back(), value.data(), sizeof(Offer));
   }
@@ -141,10 +147,15 @@ inline std::vector<Offer> Rendezvous::read_offers() const {
 // Whether the rank has taken part since this attempt began. What a killed process has offered stays, but once all
 // offers are there, only a living rank confirms this attempt's.
 inline bool Rendezvous::has_come(int rank) const {
-  if (!group_.store->check({offer_key(rank)})) return false;
-  const std::string value = group_.store->get_to_str(offer_key(rank));
+  if (!store_.check({offer_key(rank)})) return false;
+  const std::string value = store_.get(offer_key(rank));
   if (value.size() != sizeof(Offer)) return std::atoll(value.c_str()) >= start_ms_;
-  return agreement_.empty() || group_.store->check({agreed_key(rank)});
+  return agreement_.empty() || store_.check({agreed_key(rank)});
+}
+
+inline void Rendezvous::start_wait() {
+  deadline_ = Clock::now() + timeout_;
+  store_.set_deadline(deadline_ + kStoreGrace);
 }
 
 // False once the time is over.
@@ -172,13 +183,13 @@ inline void Rendezvous::throw_timeout(const char* what, const std::function<bool
 }
 
 inline std::vector<Offer> Rendezvous::exchange(const Offer& mine) {
-  group_.store->set(offer_key(group_.rank), std::string(reinterpret_cast<const char*>(&mine), sizeof(Offer)));
+  store_.set(offer_key(group_.rank), std::string(reinterpret_cast<const char*>(&mine), sizeof(Offer)));
   std::vector<Offer> offers;
   do {
     const std::vector<Offer> seen = read_offers();
     // Checked after the read: a rank replaces its offer only when the attempt is agreed, or it has given up.
-    if (!offers.empty() && group_.store->check(all(&Rendezvous::agreed_key))) {
-      deadline_ = Clock::now() + timeout_;
+    if (!offers.empty() && store_.check(all(&Rendezvous::agreed_key))) {
+      start_wait();
       return offers;
     }
     if (seen.empty()) continue;
@@ -195,23 +206,23 @@ inline std::vector<Offer> Rendezvous::exchange(const Offer& mine) {
 }
 
 inline std::vector<std::string> Rendezvous::acknowledge(const std::string& error) {
-  group_.store->set(mapped_key(group_.rank), error);
+  store_.set(mapped_key(group_.rank), error);
   posted_.push_back(mapped_key(group_.rank));
-  while (!group_.store->check(all(&Rendezvous::mapped_key))) {
+  while (!store_.check(all(&Rendezvous::mapped_key))) {
     if (!wait_a_little()) {
       // Not withdrawn: it would name this rank as missing in its peers' errors, and they must not succeed later.
-      group_.store->set(mapped_key(group_.rank), c10::str("rank ", group_.rank, " gave up waiting for its peers"));
+      store_.set(mapped_key(group_.rank), c10::str("rank ", group_.rank, " gave up waiting for its peers"));
       posted_.pop_back();
-      throw_timeout("map the memory of all ranks", [this](int r) { return group_.store->check({mapped_key(r)}); });
+      throw_timeout("map the memory of all ranks", [this](int r) { return store_.check({mapped_key(r)}); });
     }
   }
   std::vector<std::string> errors;
-  for (const auto& value : group_.store->multiGet(all(&Rendezvous::mapped_key))) {
+  for (const auto& value : store_.get_all(all(&Rendezvous::mapped_key))) {
     errors.emplace_back(value.begin(), value.end());
   }
   done_ = true;
   posted_.pop_back();  // a slower rank still reads it; the last reader removes all
-  if (group_.store->add(key("done"), 1) == group_.size) {
+  if (store_.add(key("done"), 1) == group_.size) {
     for (const std::string& mapped : all(&Rendezvous::mapped_key)) posted_.push_back(mapped);
     posted_.push_back(key("done"));
   }

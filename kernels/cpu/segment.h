@@ -1,4 +1,5 @@
-// Anonymous shared memory. A segment is a memfd: the kernel frees it with its last user, however that one ends.
+// Anonymous shared memory. A segment is a memfd: the kernel frees it with its last user, however that one ends. It is
+// sealed in its size: if it could be cut off under the ranks that have mapped it, their next access would kill them.
 #pragma once
 
 #include <fcntl.h>
@@ -56,6 +57,8 @@ class Segment {
     return num_bytes_ == 0 ? page : (num_bytes_ + page - 1) / page * page;
   }
 
+  void seal() const;
+  void check_sealed(const std::string& path) const;
   void map();
 
   uint64_t id_;
@@ -88,6 +91,25 @@ inline std::string read_link(const std::string& path) {
   return std::string(target, length > 0 ? static_cast<size_t>(length) : 0);
 }
 
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+inline void Segment::seal() const {
+  if (fchmod(fd_, S_IRUSR | S_IWUSR) != 0) throw system_error("cannot restrict a segment to its owner");
+  if (fcntl(fd_, F_ADD_SEALS, kSeals) != 0) throw system_error("cannot seal a segment");
+}
+
+inline void Segment::check_sealed(const std::string& path) const {
+  struct stat facts;
+  if (fstat(fd_, &facts) != 0) throw system_error("cannot look at " + path);
+  const int seals = fcntl(fd_, F_GET_SEALS);  // -1 where it is no memfd
+  const auto found_bytes = static_cast<size_t>(facts.st_size);
+  if (seals >= 0 && (seals & kSeals) == kSeals && facts.st_uid == geteuid() && found_bytes >= mapped_bytes()) return;
+  char text[160];
+  std::snprintf(text, sizeof(text), " must be sealed memory of user %u of at least %zu bytes, got user %u, %zu bytes, ",
+                geteuid(), mapped_bytes(), facts.st_uid, found_bytes);
+  throw std::runtime_error(path + text + (seals >= 0 ? "seals " + std::to_string(seals) : "no seals"));
+}
+
 inline void Segment::map() {
   void* base = mmap(nullptr, mapped_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
   if (base == MAP_FAILED) throw system_error("cannot map " + std::to_string(num_bytes_) + " bytes");
@@ -96,12 +118,13 @@ inline void Segment::map() {
 
 inline std::shared_ptr<Segment> Segment::create(size_t num_bytes) {
   const uint64_t id = random_id();
-  const int fd = memfd_create(segment_name(id).c_str(), MFD_CLOEXEC);
+  const int fd = memfd_create(segment_name(id).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw system_error("memfd_create");
   std::shared_ptr<Segment> segment(new Segment(id, num_bytes, fd));
   if (ftruncate(fd, static_cast<off_t>(segment->mapped_bytes())) != 0) {
     throw system_error("cannot allocate " + std::to_string(num_bytes) + " bytes");
   }
+  segment->seal();
   segment->map();
   return segment;
 }
@@ -122,6 +145,7 @@ inline std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
   if (read_link("/proc/self/fd/" + std::to_string(fd)) != name) {  // the number was reused in between
     throw std::runtime_error(path + " is no longer " + name + advice);
   }
+  segment->check_sealed(path);
   segment->map();
   segment->close_fd();
   return segment;

@@ -3,10 +3,11 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import EPOCH, span_index, word
+from fusedcomm.kernels.triton.primitives import span_index
 from fusedcomm.kernels.triton.rounds import (
     end_round,
     must_poison,
+    next_push,
     next_round,
     report,
     slot_of,
@@ -69,7 +70,7 @@ def pack_kernel(
     Waits for nothing: a slot is free by rule 1 of the protocol. Programs are counted, not tiles: the own signal then
     says that every program has read the epoch, which a kernel beside this one may count on from there.
     """
-    epoch = tl.load(word(tl.load(segments_ptr + rank), EPOCH)) + 1
+    epoch = next_push(segments_ptr, rank, GROUP_SIZE)
     call = (segments_ptr, rank, epoch, fingerprint, tl.num_programs(0))
     for step in range(GROUP_SIZE):
         dst_rank = (rank + step) % GROUP_SIZE

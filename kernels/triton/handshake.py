@@ -4,7 +4,17 @@ import triton
 import triton.language as tl
 
 from fusedcomm.kernels.triton.primitives import EPOCH, flag_value, flags_of, signal, word
-from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, wait_all, wait_source
+from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, wait_all, wait_source
+
+
+@triton.jit(do_not_specialize=["rank"])
+def begin_push_kernel(
+    segments_ptr,  # [R] addresses of the ranks' segments
+    rank,
+    GROUP_SIZE: tl.constexpr,
+):
+    """Before the first copy of a round to a peer: copies cannot tell the peers what a failure means for them."""
+    next_push(segments_ptr, rank, GROUP_SIZE)
 
 
 @triton.jit(do_not_specialize=["first", "count", "fingerprint", "rank"])

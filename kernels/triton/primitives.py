@@ -209,7 +209,8 @@ def fail(
     mask = ranks < GROUP_SIZE
     flags = poll(flags_of(segment, epoch, FLAGS, GROUP_SIZE, NUM_SLOTS) + ranks, mask)
     arrived = (flags >> FINGERPRINT_BITS) >= epoch
-    mismatched = (mask & arrived & (flags != flag_value(epoch, fingerprint))).to(tl.int64)
+    now = (flags >> FINGERPRINT_BITS) == epoch  # a later one is of a rank that has failed and goes on
+    mismatched = (mask & now & (flags != flag_value(epoch, fingerprint))).to(tl.int64)
     missing = (mask & (arrived == 0) & (ranks != rank)).to(tl.int64)
     words = poll(word(segment, BROKEN) + ranks, mask)
     breakers = mask & given_up(words, epoch) & (ranks != rank)
@@ -239,6 +240,26 @@ def fail(
         value = tl.zeros((RANKS,), tl.int64) + (kind.to(tl.int64) | (epoch << KIND_BITS))
         tl.atomic_xchg(word(segments, BROKEN) + rank, value, mask=mask, sem="release", scope="sys")
         signal(record, RECORD_COMPLETE)
+
+
+@triton.jit
+def give_up_earlier(segments_ptr, segment, rank, epoch, GROUP_SIZE: tl.constexpr):
+    """If this rank has failed by round ``epoch``, the peers are told that it has given up on the round before that too.
+
+    By each program, for what it stores itself. The own word stays; a kernel beside this one can only write a later
+    round there, or what it adds to a word of round 0: so all threads decide alike. The exchange acquires: it has
+    reached the peers before the next store.
+    """
+    own = tl.load(word(segment, BROKEN) + rank)
+    failed = own >> KIND_BITS
+    if (failed > 1) & (failed <= epoch):
+        RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
+        ranks = tl.arange(0, RANKS)
+        peers = (ranks < GROUP_SIZE) & (ranks != rank)
+        segments = tl.load(segments_ptr + ranks, peers, other=0)
+        value = tl.zeros((RANKS,), tl.int64) + ((own & KIND) | ((failed - 1) << KIND_BITS))
+        tl.atomic_xchg(word(segments, BROKEN) + rank, value, mask=peers, sem="acq_rel", scope="sys")
+        block_barrier()
 
 
 @triton.jit

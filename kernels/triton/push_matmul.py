@@ -11,8 +11,8 @@ from fusedcomm.kernels.triton.matmul import (
     tile_of_chunk,
     tile_range,
 )
-from fusedcomm.kernels.triton.primitives import EPOCH, span_index, word
-from fusedcomm.kernels.triton.rounds import report, slot_of
+from fusedcomm.kernels.triton.primitives import span_index
+from fusedcomm.kernels.triton.rounds import next_push, report, slot_of
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def push_matmul_kernel(
     least one element.
     """
     tl.assume(K > 0)
-    epoch = tl.load(word(tl.load(segments_ptr + rank), EPOCH)) + 1
+    epoch = next_push(segments_ptr, rank, GROUP_SIZE)
     num_m = num_tiles(rows, BLOCK_M, ROWS_IN_RUNS)
     num_n = num_tiles(columns, BLOCK_N, COLUMNS_IN_RUNS)
     tiles_in_chunk = batches[0] * num_m * num_n

@@ -10,6 +10,7 @@ from fusedcomm.kernels.triton.primitives import (
     fail,
     flag_value,
     flags_of,
+    give_up_earlier,
     in_segment,
     is_broken,
     signal,
@@ -27,6 +28,19 @@ def next_round(segments_ptr, rank, fingerprint):
     segment = tl.load(segments_ptr + rank)
     epoch = tl.load(word(segment, EPOCH)) + 1
     return segments_ptr, segment, rank, epoch, fingerprint
+
+
+@triton.jit
+def next_push(segments_ptr, rank, GROUP_SIZE: tl.constexpr):
+    """The epoch of the round to push, by every program before its first store to a peer.
+
+    Round e goes where the peers have read round e - 2: their signals of e - 1, which I have waited for, say so. Not if
+    this rank has failed in a round f < e and goes on with what is queued: then it tells those that still read f - 1.
+    """
+    segment = tl.load(segments_ptr + rank)
+    last_epoch = word(segment, EPOCH)
+    give_up_earlier(segments_ptr, segment, rank, tl.load(last_epoch), GROUP_SIZE)
+    return tl.load(last_epoch) + 1  # again: held over the branch it costs main loops a register
 
 
 @triton.jit

@@ -118,7 +118,7 @@ class ProtocolModel:
 
     def _enter(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
         """On a device an error is raised if the host looks now, not if the call was queued before it failed."""
-        if not self.scenario.device and self._given_up(state, r, step, 0):
+        if not self.scenario.device and self._given_up(state, r, step):
             yield ", finds it broken", self._fail(state, r, rank, step)
             return
         if rank.error:
@@ -126,11 +126,14 @@ class ProtocolModel:
         yield "", sent(state, r)
 
     def _write(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
-        after = sent(state, r)
-        if rank.error and self.rules.stops_pushing:
-            yield ", left out", after
-            return
         cell = self._cell(step, step.other, step.slot, r)
+        segment, failed = rank.gave_up
+        if rank.error and self.rules.gives_up_earlier and segment == step.segment and 1 < failed < step.epoch:
+            broken = with_word(state.broken, self._broken(segment, step.other, r), failed)
+            if broken != state.broken:
+                yield ", gives up on the round before", state._replace(broken=broken)
+                return
+        after = sent(state, r)
         if self._strict(state, step) and self._unread(state, step.other, r, state.data[cell]):
             raise Violation(f"overwrite of unread data: {_label(r, step)} over round {state.data[cell][1]}")
         yield "", after._replace(data=with_word(state.data, cell, (step.segment, step.epoch, step.op)))
@@ -139,19 +142,15 @@ class ProtocolModel:
         return bool(stamp) and state.ranks[owner].received <= self.reads[owner][src, stamp[0], stamp[1]]
 
     def _signal(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
-        after = sent(state, r)
-        if rank.error and self.rules.stops_pushing:
-            yield ", left out", after
-            return
         cell = self._cell(step, step.other, step.epoch % self.rules.num_slots, r)
-        yield "", after._replace(flags=with_word(state.flags, cell, (step.epoch, step.op)))
+        yield "", sent(state, r)._replace(flags=with_word(state.flags, cell, (step.epoch, step.op)))
 
     def _wait(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
         flag = state.flags[self._cell(step, r, step.epoch % self.rules.num_slots, step.other)]
         same = flag == (step.epoch, step.op)
         reached = same if self.rules.waits_for == "equal" else flag >= (step.epoch,)
         good = same or (reached and not self.rules.compares_fingerprints)
-        if reached or rank.failed or self._given_up(state, r, step, 0):
+        if reached or rank.failed or self._given_up(state, r, step):
             yield "", received(state, r) if good else self._wait_failed(state, r, rank, step)
         elif self.scenario.timeouts and not self._strict(state, step):
             after = state
@@ -174,8 +173,7 @@ class ProtocolModel:
         yield "", received(state, r, wrong=rank.wrong or stamp != matching)
 
     def _finish(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
-        ahead = self.rules.looks_ahead
-        broken = self.rules.checks_broken_after_reads and self._given_up(state, r, step, ahead)
+        broken = self.rules.checks_broken_after_reads and self._given_up(state, r, step)
         if rank.failed or broken:
             if not rank.error or not self.scenario.device:
                 yield ", fails", self._fail(state, r, rank._replace(failed=True), step)
@@ -213,10 +211,10 @@ class ProtocolModel:
         left = rank._replace(sent=done[0], received=done[1], failed=False, wrong=False, leaving=False)
         return put(state, r, left)
 
-    def _given_up(self, state: State, r: int, step: Step, ahead: int) -> bool:
+    def _given_up(self, state: State, r: int, step: Step) -> bool:
         """A peer that failed in a later round is taken to have completed this one."""
         first = self._broken(step.segment, r, 0)
-        return any(0 < word <= step.epoch + ahead + 1 for word in state.broken[first : first + self.size])
+        return any(0 < word <= step.epoch + 1 for word in state.broken[first : first + self.size])
 
     def _strict(self, state: State, step: Step) -> bool:
         """Nothing can go wrong: no fault is allowed, or all ranks have come through a reset."""

@@ -15,7 +15,7 @@ from fusedcomm.workspace import NUM_SLOTS, peers_of, sources_of
 
 @dataclass(frozen=True)
 class Rules:
-    """The protocol; every default is what the code does, and every other value a planted bug or a repair."""
+    """The protocol; every default is what the code does, and every other value a planted bug."""
 
     num_slots: int = NUM_SLOTS
     data_before_flag: bool = True
@@ -28,8 +28,7 @@ class Rules:
     compares_fingerprints: bool = True
     tells_peers: bool = True  # that it has given up
     checks_broken_after_reads: bool = True
-    looks_ahead: int = 0  # that check sees who has failed in round f if f <= e + looks_ahead
-    stops_pushing: bool = False  # a device that has failed sends nothing in later rounds
+    gives_up_earlier: bool = True  # a device that has failed in f, before it pushes f + 1: on f - 1 too
     new_segment: bool = True  # after a reset
     drains: bool = True  # the device, before it comes to a reset
     clears_before_agreement: bool = True  # its own header, in a reset

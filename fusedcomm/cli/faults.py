@@ -1,0 +1,155 @@
+"""``fusedcomm faults``: what goes wrong between ranks, injected; a table of what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from fusedcomm.cli import launch, output
+from fusedcomm.testing.faults import Cell, Verdict, run_cells, select
+from fusedcomm.testing.faults.cells import OPS
+from fusedcomm.testing.faults.matrix import WORKERS
+from fusedcomm.testing.ranks import RankError
+from fusedcomm.topology import no_native
+
+TABLE_WIDTH = 150
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one fault and algorithm. ``ops``: survived / tried, by op.
+
+    ``worst``: the longest time to an error, in time-outs.
+    """
+
+    fault: str
+    algorithm: str
+    tried: int
+    survived: int
+    wrong_numbers: int
+    hangs: int
+    worst: float | None
+    ops: dict[str, str]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "faults",
+        help="delayed, stopped, killed and failing ranks: errors in time, no wrong number",
+        description="Injects faults into ranks that it starts on this machine's CPUs, each at a step of a call, and "
+        "checks what comes of it. Exit code 0 if every cell survived, else 1.",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="cells whose name, or parts of it that follow each other, match a pattern of the shell; can be repeated",
+    )
+    parser.add_argument("--quick", action="store_true", help="a slice: every fault, step and op at least once")
+    parser.add_argument(
+        "--workers", type=output.positive, metavar="N", default=WORKERS, help=f"cells that run at a time ({WORKERS})"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the cells, and run none")
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    cells = select(args.only, args.quick)
+    if not cells:
+        patterns = ", ".join(args.only)
+        return output.fail("faults", f"--only must match a cell (--list prints their names), got {patterns}", code=2)
+    if args.list:
+        print(*cells, sep="\n")
+        return 0
+    if problem := _cannot_run(args):
+        return output.fail("faults", problem, code=2)
+    start, done = time.monotonic(), itertools.count(1)
+    try:
+        with output.progress(True, len(cells), "starting", "cell") as on_done:
+            verdicts = run_cells(cells, workers=args.workers, on_verdict=lambda verdict: on_done(next(done)))
+    except RankError as error:  # before a cell: ranks did not start
+        return output.fail("faults", str(error))
+    seconds = time.monotonic() - start
+    rows = summary(cells, verdicts)
+    console = output.wide_console(TABLE_WIDTH)
+    console.print(table(rows))
+    for verdict in verdicts:
+        for text in verdict.found:
+            console.print(f"{verdict.cell}: {text}", markup=False)
+    console.print(f"{total(verdicts)}; {seconds:.0f} s")
+    if args.json:
+        facts = launch.run_facts() | {"total": total(verdicts)}
+        found = {"rows": [asdict(row) for row in rows], "cells": [asdict(verdict) for verdict in verdicts]}
+        output.write_json(args.json, facts | found)
+    return 0 if all(verdict.survived for verdict in verdicts) else 1
+
+
+def _cannot_run(args: argparse.Namespace) -> str | None:
+    if missing := no_native():
+        return missing
+    if problem := output.not_writable(args.json):
+        return f"--json {problem}"
+    return None
+
+
+def summary(cells: Sequence[Cell], verdicts: Sequence[Verdict]) -> list[Row]:
+    """A row for each fault and algorithm, in the order of the cells."""
+    of: dict[tuple[str, str], list[tuple[Cell, Verdict]]] = {}
+    for cell, verdict in zip(cells, verdicts, strict=True):
+        of.setdefault((cell.fault, cell.algorithm), []).append((cell, verdict))
+    return [
+        Row(
+            fault,
+            algorithm,
+            tried=len(pairs),
+            survived=sum(verdict.survived for _, verdict in pairs),
+            wrong_numbers=sum(verdict.wrong_numbers for _, verdict in pairs),
+            hangs=sum(verdict.hung for _, verdict in pairs),
+            worst=worst(verdict for _, verdict in pairs),
+            ops={op: _share([verdict for cell, verdict in pairs if cell.op == op]) for op in OPS},
+        )
+        for (fault, algorithm), pairs in of.items()
+    ]
+
+
+def worst(verdicts: Iterable[Verdict]) -> float | None:
+    return max((verdict.worst for verdict in verdicts if verdict.worst is not None), default=None)
+
+
+def _share(verdicts: Sequence[Verdict]) -> str:
+    return f"{sum(verdict.survived for verdict in verdicts)}/{len(verdicts)}" if verdicts else "-"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("fault", "algorithm"):
+        made.add_column(heading, no_wrap=True)
+    ops = (op.replace("matmul_", "matmul\n").replace("_matmul", "\nmatmul") for op in OPS)
+    for heading in (*ops, "tried", "survived", "wrong\nnumbers", "hangs", "worst time\n/ time-out"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        counts = (row.tried, row.survived, row.wrong_numbers, row.hangs)
+        made.add_row(row.fault, row.algorithm, *row.ops.values(), *map(str, counts), _times(row.worst))
+    return made
+
+
+def _times(worst: float | None) -> str:
+    return "-" if worst is None else f"{worst:.2f}"
+
+
+def total(verdicts: Sequence[Verdict]) -> str:
+    survived = sum(verdict.survived for verdict in verdicts)
+    wrong, hangs = sum(v.wrong_numbers for v in verdicts), sum(v.hung for v in verdicts)
+    return (
+        f"{survived} of {len(verdicts)} cells survived, {wrong} wrong numbers, {hangs} hangs, "
+        f"worst time to an error {_times(worst(verdicts))} time-outs"
+    )

@@ -1,0 +1,95 @@
+"""``fusedcomm postmortem``: which rank of a hung or failed run is behind, in which op, waiting for what."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fusedcomm import postmortem
+from fusedcomm.cli import output
+from fusedcomm.postmortem import Call, Report
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "postmortem",
+        help="which rank of a hung or failed run is behind, in which op, waiting for what",
+        description="Reads what ranks have written into FUSEDCOMM_DUMP_DIR, when a call failed or on SIGUSR1. "
+        "Exit code 0 if there is a verdict, 1 if there is no dump.",
+    )
+    parser.add_argument("dir", metavar="DIR", help="where the files rank0.json, rank1.json, ... are")
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if problem := output.not_writable(args.json):
+        return output.fail("postmortem", f"--json {problem}", code=2)
+    try:
+        dumps, problems = postmortem.read(Path(args.dir))
+    except OSError as error:
+        return output.fail("postmortem", f"{args.dir}: {error.strerror}")
+    for problem in problems:
+        output.fail("postmortem", f"not read: {problem}")
+    if not dumps:
+        return output.fail(
+            "postmortem", f"{args.dir}: no dump is there. Ranks need FUSEDCOMM_DUMP_DIR, before they start"
+        )
+    report = postmortem.judge(dumps)
+    _print(report)
+    if args.json:
+        output.write_json(args.json, {**_fields(report), "problems": problems})
+    return 0
+
+
+def _print(report: Report) -> None:
+    console = output.console()
+    newest = max(dump.time for dump in report.dumps)
+    reasons: dict[str, list[int]] = {}
+    for dump in report.dumps:
+        earlier = f", {newest - dump.time:.0f} s before the last" if newest - dump.time >= 1 else ""
+        reasons.setdefault(f"{dump.why.partition(':')[0]}{earlier}", []).append(dump.rank)
+    for why, ranks in reasons.items():
+        console.print(f"{postmortem.ranks_text(ranks)}: {why}", markup=False)
+    if report.silent:
+        console.print(f"{postmortem.ranks_text(report.silent)}: no dump", markup=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("group", "rank", "last call", "runs", "is", "for"):
+        table.add_column(heading, justify="right" if heading in ("rank", "for") else "left")
+    for group in report.groups:
+        for i, rank in enumerate(group.ranks):
+            table.add_row(Text(group.name) if i == 0 else "", str(rank), *map(Text, _cells(group.last.get(rank))))
+    console.print(table)
+    for verdict in report.verdicts:
+        console.print(verdict, markup=False)
+
+
+def _cells(call: Call | None) -> tuple[str, ...]:
+    if call is None:
+        return "-", "", "", ""
+    state = call.state if call.waiting_for is None else f"waiting for rank {call.waiting_for}"
+    return str(call), call.algorithm or "", state, f"{call.seconds:.1f} s"
+
+
+def _fields(report: Report) -> dict[str, Any]:
+    return {
+        "ranks": [{"rank": dump.rank, "why": dump.why, "time": dump.time, "at": dump.at} for dump in report.dumps],
+        "silent": report.silent,
+        "groups": [
+            {
+                "name": group.name,
+                "ranks": group.ranks,
+                "device": group.key[2],
+                "last": {rank: dataclasses.asdict(call) for rank, call in group.last.items()},
+                "waits": [{"rank": wait.waiter, "for": wait.awaited, "call": wait.call.number} for wait in group.waits],
+            }
+            for group in report.groups
+        ],
+        "verdicts": report.verdicts,
+    }

@@ -1,0 +1,19 @@
+"""Faults injected into ranks at named steps of the protocol, and what must come of each: docs/faults.md.
+
+    cells.py       the matrix: algorithm / op / fault / step
+    steps.py       what is replaced, inside a rank and for one call, to be at a step
+    injections.py  what goes wrong there
+    rank.py        a cell in one rank: the call, what it gives, the memory around it, the way back
+    reports.py     what it tells of them
+    judge.py       whether the ranks' reports are what the fault allows
+    matrix.py      cells in pools of ranks, several at a time
+
+Production code knows nothing of it: a step is a function of it that is replaced as long as the faulty call runs.
+"""
+
+from fusedcomm.testing.faults.cells import CELLS, Cell, select
+from fusedcomm.testing.faults.judge import Verdict
+from fusedcomm.testing.faults.matrix import run_cells
+from fusedcomm.testing.faults.steps import at
+
+__all__ = ["CELLS", "Cell", "Verdict", "at", "run_cells", "select"]

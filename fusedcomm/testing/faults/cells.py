@@ -1,0 +1,166 @@
+"""The matrix: which fault at which step of which op's call, by which algorithm, and what must come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.testing.faults.steps import CHUNKED, FIRST, GROWTH
+
+OPS = tuple(PROGRAMS)
+PUSHES = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")
+TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0}  # long for a busy machine; the interpreter is slow
+
+HARMLESS = ("delay", "pause", "gc", "repeat", "fork", "threads")  # all results are right
+CALLS = ("another-op", "another-shape", "another-dtype", "one-more", "one-fewer")  # the victim calls otherwise
+MISMATCHES = CALLS[:3]
+STOPS = ("pause", "stop", "kill")  # the parent takes part
+RAISES = ("raise", "interrupt", "memory")  # the victim leaves its call
+FIRST_CALL, LATER_CALL, CALL = "first-call", "later-call", "call"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rank of a group, the victim, meets ``fault`` at ``step`` of a call."""
+
+    algorithm: str
+    op: str
+    fault: str
+    step: str
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}/{self.op}/{self.fault}/{self.step}"
+
+    @property
+    def parts(self) -> set[str]:
+        return {f"op {self.op}", f"fault {self.fault}", f"step {self.step}"}
+
+    @property
+    def group_size(self) -> int:
+        return 2 if self.algorithm == "fused" else 3
+
+    @property
+    def victim(self) -> int:
+        """Its rank in the group."""
+        return self.group_size - 1
+
+    @property
+    def timeout_s(self) -> float:
+        return TIMEOUT_S[self.algorithm]
+
+    @property
+    def harmless(self) -> bool:
+        return self.fault in HARMLESS or self.no_workspace
+
+    @property
+    def no_workspace(self) -> bool:
+        """A rank cannot make its memory: all run unfused, until a reset."""
+        return self.fault == "memory" and self.step != "result"
+
+    @property
+    def first_call(self) -> bool:
+        """Whether the group has not come together before."""
+        return self.step in FIRST or self.step == FIRST_CALL
+
+    @property
+    def grows(self) -> bool:
+        return self.step in GROWTH
+
+    @property
+    def num_calls(self) -> int:
+        """From the faulty one on, by each rank."""
+        if self.harmless:
+            return 4  # both slots are used again
+        return 1 if self.algorithm == "unfused" else 2  # gloo's groups are of no use after an error
+
+    @property
+    def recovers(self) -> bool:
+        """Whether all ranks live, in a group that can be used again."""
+        return self.fault != "kill" and (self.harmless or self.algorithm != "unfused")
+
+    @property
+    def stops_peers(self) -> bool:
+        """Whether the peers cannot complete the call either: not all of the victim's signals are sent."""
+        if self.fault in ("drop", "one-more"):
+            return False
+        if self.op == "matmul_all_reduce":  # the second round is still to come
+            return self.step != "launch-unpack"
+        return self.step not in ("wait", "read", "end", "launch-reduce", "launch-unpack", "launch-gather_matmul")
+
+
+def _launches(op: str) -> tuple[str, ...]:
+    return {
+        "matmul_all_to_all": ("launch-push", "launch-unpack"),
+        "matmul_reduce_scatter": ("launch-push", "launch-reduce"),
+        "matmul_all_reduce": ("launch-push", "launch-reduce", "launch-pack", "launch-unpack"),
+    }.get(op, ("launch-pack", "launch-gather_matmul"))
+
+
+def _chunked(op: str) -> Iterator[tuple[str, str]]:
+    for step in (*CHUNKED, *FIRST, *GROWTH):
+        for fault in ("delay", "gc", "pause", "stop", "kill", "raise", "interrupt"):
+            yield fault, step
+    for step in ("result", "allocate", "grow-allocate"):
+        yield "memory", step
+    yield "threads", "same-group"
+    yield "threads", "other-group"
+    yield from _both(op)
+
+
+def _fused(op: str) -> Iterator[tuple[str, str]]:
+    for step in ("enter", *_launches(op), "end"):
+        for fault in ("delay", "gc", "stop", "kill", "raise", "interrupt"):
+            yield fault, step
+    for step in ("signal", "wait"):  # in the kernels: nothing raises there
+        for fault in ("delay", "pause", "stop", "kill"):
+            yield fault, step
+    yield "memory", "result"
+    yield from _both(op)
+
+
+def _both(op: str) -> Iterator[tuple[str, str]]:
+    yield "drop", "signal"
+    yield "repeat", "signal"
+    yield "fork", "enter"
+    for fault in CALLS:
+        yield fault, LATER_CALL
+    for fault in ("another-op", "another-shape", "one-fewer"):
+        yield fault, FIRST_CALL
+
+
+def _unfused(op: str) -> Iterator[tuple[str, str]]:
+    for fault in ("delay", "pause", "gc", "kill", "raise"):
+        yield fault, CALL
+
+
+CELLS = tuple(
+    Cell(algorithm, op, fault, step)
+    for algorithm, pairs in (("chunked", _chunked), ("fused", _fused), ("unfused", _unfused))
+    for op in OPS
+    for fault, step in pairs(op)
+)
+
+
+def select(patterns: Sequence[str] = (), quick: bool = False) -> list[Cell]:
+    """Cells that match one of ``patterns``: of the shell, for a whole name or for whole parts of it that follow each
+    other. ``quick``: a slice of them.
+    """
+    chosen = [cell for cell in CELLS if not patterns or any(fnmatchcase(f"/{cell}/", f"*/{p}/*") for p in patterns)]
+    return _slice(chosen) if quick else chosen
+
+
+def _slice(cells: Sequence[Cell]) -> list[Cell]:
+    """Few cells that have every fault, step and op of each algorithm."""
+    chosen: list[Cell] = []
+    for algorithm in TIMEOUT_S:
+        here = [cell for cell in cells if cell.algorithm == algorithm]
+        left = {part for cell in here for part in cell.parts}
+        while left:
+            best = max(here, key=lambda cell: len(left & cell.parts))
+            chosen.append(best)
+            left -= best.parts
+            turn = len(here) // len(OPS)  # the next op first
+            here = here[turn:] + here[:turn]
+    return chosen

@@ -1,0 +1,105 @@
+"""What goes wrong at a step. Each takes what the rank would do there (``go_on``) and the time-out."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedcomm.testing.faults.steps import GoOn
+
+EARLY, LATE = 0.25, 1.5  # of the time-out: who comes then is in time, or is not
+REFUSED = 7  # exit code of a forked child that was told to be no rank
+
+
+class Injected(Exception):
+    """What a fault raises."""
+
+
+class InjectedMemoryError(torch.OutOfMemoryError):
+    """What an allocation raises that a fault has made fail."""
+
+
+def delay(go_on: GoOn, timeout_s: float) -> Any:
+    time.sleep(EARLY * timeout_s)
+    return go_on()
+
+
+def stop(go_on: GoOn, timeout_s: float) -> Any:
+    """SIGSTOP. The parent sees it; it kills the rank, or lets it go on: in time, or after the peers' time-outs."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return go_on()
+
+
+def drop(go_on: GoOn, timeout_s: float) -> Any:
+    return None
+
+
+def repeat(go_on: GoOn, timeout_s: float) -> Any:
+    go_on()
+    return go_on()
+
+
+def fail(go_on: GoOn, timeout_s: float) -> Any:
+    raise Injected
+
+
+def run_out_of_memory(go_on: GoOn, timeout_s: float) -> Any:
+    raise InjectedMemoryError("injected")
+
+
+def interrupt(go_on: GoOn, timeout_s: float) -> Any:
+    """Ctrl-C, as a program has it that did not choose to ignore it."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        return go_on()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def collect_garbage(go_on: GoOn, timeout_s: float) -> Any:
+    """What was freed too early is gone, and its memory has other numbers."""
+    gc.collect()
+    taken = [torch.full((1 << exponent,), float("nan")) for exponent in range(4, 16) for _ in range(4)]
+    taken.clear()  # not before all are made: one block would be overwritten again and again
+    return go_on()
+
+
+def fork(go_on: GoOn, timeout_s: float) -> Any:
+    """A child that would take the rank's place is told that it is no rank; the parent goes on."""
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)  # ends it if it hangs, even without a parent
+        code = 1
+        try:
+            go_on()
+        except RuntimeError as error:
+            code = REFUSED if "was forked from rank" in str(error) else 2
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code != REFUSED:
+        raise AssertionError(f"a forked child must be refused, exit code {REFUSED}, got {code}")
+    return go_on()
+
+
+INJECTIONS: dict[str, Callable[[GoOn, float], Any]] = {
+    "delay": delay,
+    "pause": stop,
+    "stop": stop,
+    "kill": stop,
+    "drop": drop,
+    "repeat": repeat,
+    "raise": fail,
+    "memory": run_out_of_memory,
+    "interrupt": interrupt,
+    "gc": collect_garbage,
+    "fork": fork,
+}
+RAISED = (Injected, InjectedMemoryError, KeyboardInterrupt)

@@ -1,0 +1,121 @@
+"""Cells in pools of ranks. Most of a cell's time is waiting, so several pools work at a time.
+
+A killed rank is not replaced: a pool starts with some more than a cell needs, and ends when too few are left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from pathlib import Path
+
+from fusedcomm.testing.faults import judge
+from fusedcomm.testing.faults.cells import STOPS, Cell
+from fusedcomm.testing.faults.injections import EARLY, LATE
+from fusedcomm.testing.faults.judge import Verdict
+from fusedcomm.testing.faults.rank import Around, run_in_rank
+from fusedcomm.testing.faults.reports import Report
+from fusedcomm.testing.ranks import RankError, RankPool
+
+WORKERS = 6
+MOST_RANKS = 3  # of a cell
+MOST_KILLS = 3  # in a pool, which has so many ranks more
+CELL_S = 90.0  # bound of a cell: one that takes longer hangs
+STOP_S = 30.0  # until the victim is at its step
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    *,
+    workers: int = WORKERS,
+    on_verdict: Callable[[Verdict], None] = lambda verdict: None,
+    around: Around = nullcontext,
+    cell_s: float = CELL_S,
+) -> list[Verdict]:
+    """The verdicts, in the order of ``cells``. Pools are made by this thread, the main one: it outlives them.
+
+    ``around``: gives the context inside which ranks run a cell; tests switch protections off there.
+    """
+    kills = sum(cell.fault == "kill" for cell in cells)
+    num_ranks = MOST_RANKS + min(MOST_KILLS, -(-kills // workers))
+    left = deque(cells)
+    verdicts: dict[Cell, Verdict] = {}
+
+    def serve(ranks: _Ranks) -> None:
+        with ranks.pool as pool:
+            while left and not pool.dead and len(ranks.living) >= MOST_RANKS:
+                try:
+                    cell = left.popleft()
+                except IndexError:  # another worker was faster
+                    return
+                verdicts[cell] = _run_cell(ranks, cell, around, cell_s)
+                on_verdict(verdicts[cell])
+
+    with tempfile.TemporaryDirectory(prefix="fusedcomm-faults-") as cache, ThreadPoolExecutor(workers) as executor:
+        try:
+            serving = {executor.submit(serve, _Ranks(num_ranks, cache)) for _ in range(min(workers, len(cells)))}
+            while serving:
+                done, serving = wait(serving, return_when=FIRST_COMPLETED)
+                for each in done:
+                    each.result()
+                    if left:
+                        serving.add(executor.submit(serve, _Ranks(num_ranks, cache)))
+        except BaseException:  # of a worker, or Ctrl-C: the executor waits for the cells that run, and for no more
+            left.clear()
+            raise
+    return [verdicts[cell] for cell in cells]
+
+
+class _Ranks:
+    """A pool, and who lives in it."""
+
+    def __init__(self, num_ranks: int, cache: str) -> None:
+        env = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1", "FUSEDCOMM_CACHE_DIR": cache}
+        self.pool = RankPool(num_ranks, env=env, timeout_s=CELL_S)
+        self.living = list(range(num_ranks))
+
+    def kill(self, rank: int) -> None:
+        self.pool.kill(rank)
+        self.living.remove(rank)
+
+
+def _run_cell(ranks: _Ranks, cell: Cell, around: Around, cell_s: float) -> Verdict:
+    members = [*ranks.living[: cell.group_size - 1], ranks.living[-1]]
+    ranks.pool.start(run_in_rank, cell, members, around)
+    stopped = cell.fault not in STOPS or _stop(ranks, members[cell.victim], cell)
+    try:
+        answers = ranks.pool.join(cell_s)
+    except RankError as error:
+        ranks.pool.close()
+        silent = any(failure.kind == "did not answer" for failure in error.failures)
+        return (judge.hung if silent else judge.failed)(cell, str(error))
+    if not stopped:
+        return judge.failed(cell, f"the victim did not come to step {cell.step}")
+    reports = [answer for answer in answers if isinstance(answer, Report)]
+    return judge.judge(cell, {report.rank: report for report in reports})
+
+
+def _stop(ranks: _Ranks, rank: int, cell: Cell) -> bool:
+    """Once the victim has stopped itself, end it or let it go on; whether it has."""
+    deadline = time.monotonic() + STOP_S
+    while not _is_stopped(ranks.pool.pid(rank)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    if cell.fault == "kill":
+        ranks.kill(rank)
+        return True
+    time.sleep((EARLY if cell.fault == "pause" else LATE) * cell.timeout_s)
+    os.kill(ranks.pool.pid(rank), signal.SIGCONT)
+    return True
+
+
+def _is_stopped(pid: int) -> bool:
+    """What Linux says of the process; other systems have no symmetric memory on CPUs."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -1,0 +1,270 @@
+"""A cell in one rank: the faulty call and those after it, what became of memory, and the way back."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import wraps
+from typing import Any, ParamSpec
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedcomm
+from fusedcomm import registry
+from fusedcomm.agreement import agree
+from fusedcomm.errors import PeerError
+from fusedcomm.group import store
+from fusedcomm.testing.faults.calls import LARGE, OTHER, SLOT_BYTES, Guarded, GuardedSegment, KnownCall
+from fusedcomm.testing.faults.cells import CALL, OPS, Cell
+from fusedcomm.testing.faults.injections import INJECTIONS, RAISED
+from fusedcomm.testing.faults.reports import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, Outcome, Report
+from fusedcomm.testing.faults.steps import Reached, at
+from fusedcomm.testing.selftest import settings
+
+MEET_S = 30.0  # bound of what is to succeed
+Around = Callable[[Cell], AbstractContextManager[object]]
+P = ParamSpec("P")
+
+
+def run_in_rank(rank: int, cell: Cell, members: Sequence[int], around: Around = nullcontext) -> Report | None:
+    """Called by all ranks that live, members of the group or not. ``around``: what is switched off, in tests."""
+    logging.getLogger("fusedcomm").setLevel(logging.ERROR)  # fallbacks are part of what is tried
+    gloo_s = cell.timeout_s if cell.algorithm == "unfused" else MEET_S
+    group = dist.new_group(list(members), timeout=timedelta(seconds=gloo_s))
+    other = dist.new_group(list(members), timeout=timedelta(seconds=MEET_S))
+    if rank not in members:
+        return None
+    try:
+        with (
+            mock.patch.object(registry, "_MIN_SLOT_BYTES", SLOT_BYTES),
+            settings(TIMEOUT_S=str(MEET_S)),
+            _patient_interpreter(cell),
+        ):
+            return _Rank(cell, group, other).run(around)
+    finally:
+        for each in (group, other):
+            dist.destroy_process_group(each)
+
+
+def _patient_interpreter(cell: Cell) -> AbstractContextManager[object]:
+    """Kernels that wait in the interpreter leave the cores to the other cells."""
+    if cell.algorithm != "fused":
+        return nullcontext()
+    primitives = importlib.import_module("fusedcomm.kernels.triton.primitives")
+
+    def clock_ns() -> int:
+        time.sleep(0.001)
+        return time.monotonic_ns()
+
+    return mock.patch.object(primitives, "clock_ns", clock_ns)
+
+
+def _timed(attempt: Callable[P, Outcome]) -> Callable[P, Outcome]:
+    @wraps(attempt)
+    def timed(*args: P.args, **kwargs: P.kwargs) -> Outcome:
+        start = time.monotonic()
+        return replace(attempt(*args, **kwargs), seconds=time.monotonic() - start)
+
+    return timed
+
+
+class _Rank:
+    def __init__(self, cell: Cell, group: ProcessGroup, other: ProcessGroup) -> None:
+        self.cell, self.group, self.other = cell, group, other
+        self.rank = group.rank()
+        self.is_victim = self.rank == cell.victim
+        self.reached = Reached(yes=cell.fault not in INJECTIONS)
+        self.inputs = Guarded()
+        self.results: list[tuple[KnownCall, Tensor]] = []
+
+    def run(self, around: Around) -> Report:
+        """``around``: from the faulty call on."""
+        segments = self._come_together()
+        with around(self.cell):
+            return self._faulty(segments)
+
+    def _faulty(self, segments: Sequence[GuardedSegment]) -> Report:
+        cell = self.cell
+        outcomes = list(self._threads() if cell.fault == "threads" else self._calls())
+        self._meet(survivors=cell.fault == "kill")
+        memory = self._violations(segments)
+        self._meet(survivors=cell.fault == "kill")
+        after = None
+        if cell.fault == "kill":
+            after = self._closed()
+        elif cell.recovers:
+            after = self._after_reset()
+            self._meet()
+        return Report(self.rank, outcomes, self.reached.yes or not self.is_victim, memory, after)
+
+    def _known(self, seed: int) -> KnownCall:
+        return KnownCall(self.cell.op, self.cell.group_size, LARGE if self.cell.grows else KnownCall.size, seed=seed)
+
+    def _come_together(self) -> list[GuardedSegment]:
+        """Both groups have a workspace, unless the fault is in making it; what must not change is marked."""
+        with fusedcomm.force_algorithm("chunked"):
+            warm = KnownCall("matmul_all_to_all", self.cell.group_size, seed=50)
+            self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.other))
+        segments = []
+        if not self.cell.first_call:
+            with fusedcomm.force_algorithm(self.cell.algorithm):
+                warm = KnownCall(self.cell.op, self.cell.group_size, seed=51)
+                self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.group))
+        self._meet()
+        used = [] if self.cell.grows else registry.members(self.group)  # what is outgrown is unmapped
+        for members, idle in ((used, False), (registry.members(self.other), self.cell.step != "other-group")):
+            segments += [GuardedSegment(each.workspace, idle) for each in members if each.workspace is not None]
+        self._meet()
+        return segments
+
+    def _calls(self) -> Iterator[Outcome]:
+        """The faulty call and the next one; where all must succeed, some back to back."""
+        with self._bounded():
+            for i in range(self.cell.num_calls):
+                call = self._changed(self._known(i)) if i == 0 else self._known(i)
+                if call is not None:
+                    yield self._attempt(call, i)
+                if not self.cell.harmless:
+                    self._meet(survivors=self.cell.fault == "kill")
+
+    def _changed(self, call: KnownCall) -> KnownCall | None:
+        """What this rank calls where the others make ``call``; None: nothing."""
+        fault, victim = self.cell.fault, self.is_victim
+        if fault == "one-more":
+            return call if victim else None
+        if not victim:
+            return call
+        if fault == "one-fewer":
+            return None
+        changes: dict[str, dict[str, Any]] = {
+            "another-op": {"op": OPS[(OPS.index(call.op) + 1) % len(OPS)]},
+            "another-shape": {"size": OTHER},
+            "another-dtype": {"dtype": torch.bfloat16},
+        }
+        return replace(call, **changes.get(fault, {}))
+
+    @_timed
+    def _attempt(self, call: KnownCall, index: int) -> Outcome:
+        """One call, with the fault in it if it is the victim's first one."""
+        x, w = (self.inputs.copy_of(t) for t in call.inputs(self.rank))
+        facts: dict[str, Any] = {"called": call.op, "epoch_before": self._epoch(), "index": index}
+        try:
+            with self._injected(index) as run, fusedcomm.force_algorithm(self.cell.algorithm):
+                result = run(lambda: call.run(x, w, self.group))
+        except (Exception, KeyboardInterrupt) as error:
+            facts |= {"text": str(error), "error": type(error).__name__}
+            if isinstance(error, PeerError):
+                return Outcome(PEER_ERROR, op=error.op, epoch=error.epoch, peers=tuple(error.peers), **facts)
+            return Outcome(INJECTED if isinstance(error, RAISED) else OTHER_ERROR, **facts)
+        if wrong := call.wrong(result, self.rank):
+            return Outcome(WRONG, wrong, **facts)
+        self.results.append((call, result))
+        return Outcome(RIGHT, **facts)
+
+    @contextmanager
+    def _injected(self, index: int) -> Iterator[Callable[[Callable[[], Tensor]], Tensor]]:
+        """How a call is run: with the fault at its step, if this is the victim's first call."""
+        if not self.is_victim or index > 0 or self.cell.fault not in INJECTIONS:
+            yield lambda go_on: go_on()
+            return
+        injection, timeout_s = INJECTIONS[self.cell.fault], self.cell.timeout_s
+        if self.cell.step == CALL:
+            self.reached.yes = True
+            yield lambda go_on: injection(go_on, timeout_s)
+            return
+        with at(self.cell.algorithm, self.cell.step, lambda go_on: injection(go_on, timeout_s)) as self.reached:
+            yield lambda go_on: go_on()
+
+    def _threads(self) -> list[Outcome]:
+        """Two threads at once. On one group the order of calls differs between ranks: so they make the same calls."""
+        groups = (self.group, self.other if self.cell.step == "other-group" else self.group)
+        outcomes: list[Outcome] = []
+
+        def work(group: ProcessGroup) -> None:
+            for i in range(self.cell.num_calls):
+                outcomes.append(self._attempt_in_thread(group, i))
+
+        with fusedcomm.force_algorithm(self.cell.algorithm):
+            threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(MEET_S)
+        return outcomes
+
+    @_timed
+    def _attempt_in_thread(self, group: ProcessGroup, index: int) -> Outcome:
+        call = self._known(seed=0)
+        try:
+            wrong = call.wrong(call.run(*call.inputs(self.rank), group), self.rank)
+        except Exception as error:
+            return Outcome(OTHER_ERROR, str(error), type(error).__name__, index=index)
+        return Outcome(WRONG if wrong else RIGHT, wrong or "", index=index)
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Waits inside have the cell's time-out, those of the workspace that is there already too."""
+        for member in registry.members(self.group):
+            if member.workspace is not None:
+                member.workspace.timeout_s = self.cell.timeout_s
+                member.workspace.arm()
+        with settings(TIMEOUT_S=str(self.cell.timeout_s)):
+            yield
+
+    @_timed
+    def _after_reset(self) -> Outcome:
+        """A call after ``fusedcomm.reset``, planned as before; and the other group still works."""
+        calls = (
+            (self.cell.algorithm, self.group, self._known(seed=60)),
+            ("chunked", self.other, KnownCall("matmul_all_to_all", self.cell.group_size, seed=61)),
+        )
+        try:
+            fusedcomm.reset(self.group)
+            for algorithm, group, call in calls:
+                with fusedcomm.force_algorithm(algorithm, strict=True):
+                    result = call.run(*call.inputs(self.rank), group)
+                if wrong := call.wrong(result, self.rank):
+                    return Outcome(WRONG, wrong)
+        except Exception as error:
+            return Outcome(OTHER_ERROR, str(error), type(error).__name__)
+        return Outcome(RIGHT)
+
+    @_timed
+    def _closed(self) -> Outcome:
+        """``fusedcomm.close`` without the rank that has died."""
+        with settings(TIMEOUT_S=str(self.cell.timeout_s)):
+            try:
+                fusedcomm.close(self.group)
+            except PeerError as error:
+                return Outcome(PEER_ERROR, str(error), type(error).__name__, peers=tuple(error.peers))
+        return Outcome(RIGHT)
+
+    def _violations(self, segments: Sequence[GuardedSegment]) -> list[str]:
+        found = ["the inputs, or what is around them, have changed"] if self.inputs.changed() else []
+        found += ["a segment has changed where no call writes" for each in segments if each.changed()]
+        late = [call for call, result in self.results if call.wrong(result, self.rank)]
+        return found + [f"the result of call {call.seed} has changed after it" for call in late]
+
+    def _meet(self, survivors: bool = False) -> None:
+        """All members, or all but the victim, are here."""
+        size = self.group.size() - survivors
+        with settings(TIMEOUT_S=str(MEET_S)):
+            agree(store(self.group, f"faults/{size}"), self.rank, size, {}, what="fusedcomm faults")
+
+    def _epoch(self) -> int:
+        workspaces = [member.workspace for member in registry.members(self.group)]
+        return workspaces[0].epoch if workspaces and workspaces[0] is not None else 0
+
+    def _must_be_right(self, call: KnownCall, result: Tensor) -> None:
+        if wrong := call.wrong(result, self.rank):
+            raise AssertionError(f"before the fault: {wrong}")

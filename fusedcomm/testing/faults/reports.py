@@ -1,0 +1,34 @@
+"""What a rank tells of a cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+RIGHT, WRONG, PEER_ERROR, INJECTED, OTHER_ERROR = "right", "wrong", "peer error", "injected", "other error"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call gave, or what it raised."""
+
+    kind: str
+    text: str = ""
+    error: str = ""  # its type
+    op: str = ""
+    epoch: int = 0
+    peers: tuple[int, ...] = ()
+    called: str = ""  # the op that was called
+    epoch_before: int = 0
+    seconds: float = 0.0
+    index: int = 0  # of the call
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one rank. ``after``: the call after a reset; where a rank has died, what ``close`` gave."""
+
+    rank: int
+    outcomes: list[Outcome]
+    reached: bool
+    memory: list[str] = field(default_factory=list)
+    after: Outcome | None = None
