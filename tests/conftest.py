@@ -15,6 +15,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that 
 import pytest
 
 from fusedcomm.testing.ranks import RankPool
+from tests import compilers as kernel_compilers
 
 _CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
 os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine would change plans
@@ -49,3 +50,14 @@ def shared_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
     monkeypatch.setattr(launch, "ranks", live)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[kernel_compilers.Compilers]:
+    """By target; begun before the first test, for tests/test_compile_only.py."""
+    started = kernel_compilers.start(request.session, tmp_path_factory)
+    yield started
+    for compiler in started.values():
+        compiler.close()

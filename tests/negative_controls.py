@@ -192,6 +192,12 @@ CONTROLS: dict[str, Control] = {
         "        if False:",
         "tests/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
     ),
+    "a reset makes slots of one size": Control(
+        REGISTRY,
+        '        yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]',
+        "        yield [(known.members[d], known.members[d].slot_bytes) for d in devices]",
+        "tests/test_reset.py::test_a_reset_makes_slots_of_one_size",
+    ),
     "segments of captured graphs are kept": Control(
         REGISTRY,
         "            self.retired.append(self.workspace)",
@@ -259,6 +265,13 @@ CONTROLS: dict[str, Control] = {
         "(damage := guards.damage(self))",
         "(damage := '')",
         "tests/test_guards.py::test_an_overrun_of_a_peer_is_told_to_all_ranks",
+    ),
+    # at the end of the interpreter
+    "the main thread is never held back": Control(
+        "kernels/cpu/gil.h",
+        " && syscall(SYS_gettid) != getpid()",
+        "",
+        "tests/test_process_ends.py::test_ranks_end_without_a_crash[waits_at_the_end]",
     ),
     # security
     "a forked child has no vote": Control(

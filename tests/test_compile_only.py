@@ -1,27 +1,23 @@
 """The Triton kernels compiled without a GPU: instructions, order, registers, shared memory.
 
-In subprocesses (this one may be in the interpreter), one for each architecture: under the installed Triton, and
-under Triton 3.6 where ``<sys.prefix>/triton-3.6`` has it (``make test`` puts it there). Every architecture and both
+In other processes (this one may be in the interpreter; tests/compilers.py): under the installed Triton, and under
+Triton 3.6 where ``<sys.prefix>/triton-3.6`` has it (``make test`` puts it there). Every architecture and both
 versions; the other three of their combinations are soak tests. `pytest -s` prints the table.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 from fusedcomm.testing import compile_only, ptx_order
+from tests.compilers import SOAKED, TARGETS, TRITON_36, Compilers, Target
 
-pytestmark = pytest.mark.timeout(900)  # the first test of each target waits for a minute's compiling
+pytestmark = pytest.mark.timeout(900)  # the first test of each target may wait for a minute's compiling
 
 SHARED_BYTES = {
     80: 99 << 10,
@@ -29,52 +25,8 @@ SHARED_BYTES = {
     100: 227 << 10,
 }  # sm_80's kernels run on sm_86, 89 and 120 too
 REGISTERS = 64 << 10  # of a multiprocessor
-TRITON_36 = Path(sys.prefix) / "triton-3.6"
 
 Compiled = dict[str, dict[str, Any]]  # by name
-
-
-class Target(NamedTuple):
-    triton: str  # "installed" or "3.6"
-    arch: int
-
-    def __str__(self) -> str:
-        return f"{self.triton}-sm_{self.arch}"
-
-
-TARGETS = [Target("installed", 80), Target("installed", 100), Target("3.6", 90)]
-SOAKED = [Target("installed", 90), Target("3.6", 80), Target("3.6", 100)]
-COMPILE = """
-import sys
-from pathlib import Path
-from fusedcomm.testing import compile_only
-
-compile_only.ARCHITECTURES = (int(sys.argv[2]),)
-compile_only.main(Path(sys.argv[1]))
-"""
-
-
-def is_there(target: Target) -> bool:
-    return target.triton == "installed" or TRITON_36.is_dir()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Target, Path]:
-    return {target: tmp_path_factory.mktemp(f"triton-{target}") for target in TARGETS + SOAKED}
-
-
-@pytest.fixture(scope="module")
-def processes(
-    request: pytest.FixtureRequest, folders: dict[Target, Path]
-) -> Iterator[dict[Target, subprocess.Popen[str]]]:
-    """All that the selected tests ask for, at once: each is one core's work."""
-    callspecs = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    asked = {each.params["target"] for each in callspecs if "target" in each.params}
-    started = {target: _start(folders[target], target) for target in TARGETS + SOAKED if target in asked}
-    yield started
-    for process in started.values():
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(
@@ -83,7 +35,7 @@ def processes(
     ids=str,
 )
 def target(request: pytest.FixtureRequest) -> Target:
-    if not is_there(request.param):
+    if not request.param.is_there():
         pytest.skip(f"{TRITON_36} does not exist: make test installs Triton 3.6 there")
     return request.param
 
@@ -94,24 +46,17 @@ def arch(target: Target) -> int:
 
 
 @pytest.fixture(scope="module")
-def compiled(target: Target, processes: dict[Target, subprocess.Popen[str]]) -> Compiled:
-    out, err = processes[target].communicate(timeout=850)
-    assert processes[target].returncode == 0, err
-    kernels = [json.loads(line) for line in out.splitlines()]
+def folder(target: Target, compilers: Compilers) -> Path:
+    return compilers[target].folder
+
+
+@pytest.fixture(scope="module")
+def compiled(target: Target, compilers: Compilers) -> Compiled:
+    kernels = compilers[target].result(timeout_s=850)
     if target.triton == "3.6":
         assert all(kernel["triton"].startswith("3.6.") for kernel in kernels)
     assert {kernel["arch"] for kernel in kernels} == {target.arch}
     return {kernel["name"]: kernel for kernel in kernels}
-
-
-def _start(folder: Path, target: Target) -> subprocess.Popen[str]:
-    env = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
-    env.pop("TRITON_INTERPRET", None)
-    if target.triton == "3.6":
-        env["PYTHONPATH"] = os.pathsep.join([str(TRITON_36), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", COMPILE, str(folder), str(target.arch)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
 def counts_of(compiled: Compiled, kernel_name: str) -> dict[str, dict[str, int]]:
@@ -205,17 +150,17 @@ def test_no_flag_overtakes_data(compiled: Compiled) -> None:
 
 
 @pytest.mark.parametrize("name", ["push", "pack"])
-def test_data_end_in_count_and_signal(compiled: Compiled, target: Target, folders: dict, name: str) -> None:
+def test_data_end_in_count_and_signal(compiled: Compiled, target: Target, folder: Path, name: str) -> None:
     """After the last store of data come a counter and a flag: nothing is left unreported, of a push or a chunk."""
-    ptx = (folders[target] / f"{name}.{target.arch}.ptx").read_text()
+    ptx = (folder / f"{name}.{target.arch}.ptx").read_text()
     last_store = ptx.rindex("st.global.v4")
     counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)
     assert ptx.index("bar.sync", last_store) < counter
     assert ptx.index("atom.global.sys.release.exch", counter)
 
 
-def test_only_the_last_kernel_of_a_round_counts_arrivals(compiled: Compiled, target: Target, folders: dict) -> None:
-    first, last = ((folders[target] / f"{name}.{target.arch}.ptx") for name in ("gather_first_of_two", "gather"))
+def test_only_the_last_kernel_of_a_round_counts_arrivals(compiled: Compiled, target: Target, folder: Path) -> None:
+    first, last = ((folder / f"{name}.{target.arch}.ptx") for name in ("gather_first_of_two", "gather"))
     assert "atom.global.gpu.acq_rel.add" not in first.read_text()
     assert "atom.global.gpu.acq_rel.add" in last.read_text()
 

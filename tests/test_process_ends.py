@@ -17,7 +17,7 @@ from tests.process_programs import NUM_RANKS, PROGRAMS
 ROOT = Path(__file__).parents[1]
 RUN_S = 100  # of all ranks: long before pytest's own limit, which would leave them running
 CRASHES = ("Fatal", "terminate called", "Segmentation", "core dumped")
-QUICK = ("left_open", "destroyed", "modules_gone", "raises", "thread_waits", "forks")
+QUICK = ("left_open", "destroyed", "modules_gone", "waits_at_the_end", "raises", "thread_waits", "forks")
 
 
 def run(name: str) -> list[tuple[int, str, str]]:
@@ -61,7 +61,8 @@ def test_ranks_end_without_a_crash(name: str) -> None:
             assert code == 1 and "LookupError: on purpose" in errors
         else:
             at_once = rank == 0 and name in ("exits", "exits_at_once")
-            assert (code, output) == (0, "" if at_once else "done\n"), errors
+            later = "waited\n" * (name == "waits_at_the_end")
+            assert (code, output) == (0, "" if at_once else f"done\n{later}"), errors
 
 
 @pytest.mark.parametrize("how", ["os.abort()", "import ctypes; ctypes.string_at(0)"])
