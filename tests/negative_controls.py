@@ -192,6 +192,12 @@ CONTROLS: dict[str, Control] = {
         "        if False:",
         "tests/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
     ),
+    "an error that is kept holds on to nothing": Control(
+        REGISTRY,
+        "                raise group.errors[device].again() from failed",
+        "                raise group.errors[device] from failed",
+        "tests/test_reset.py::test_a_failed_call_keeps_neither_its_group_nor_its_tensors",
+    ),
     "a reset makes slots of one size": Control(
         REGISTRY,
         '        yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]',
