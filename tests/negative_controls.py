@@ -279,6 +279,12 @@ CONTROLS: dict[str, Control] = {
         "",
         "tests/test_process_ends.py::test_ranks_end_without_a_crash[waits_at_the_end]",
     ),
+    "a daemon thread is held back": Control(
+        "kernels/cpu/gil.h",
+        "  while (interpreter_ends() && ",
+        "  while (false && ",
+        "tests/test_process_ends.py::test_ranks_end_without_a_crash[thread_waits]",
+    ),
     # security
     "a forked child has no vote": Control(
         "fusedcomm/group.py",

@@ -157,8 +157,8 @@ def thread_works(rank: int, port: int) -> None:
     threading.Thread(target=work).start()
 
 
-def leaves(rank: int, port: int, how: Callable[[], object]) -> None:
-    """Rank 0 leaves, ``how``; rank 1 calls, and is told in time."""
+def leaves(rank: int, port: int, how: Callable[[], object], late_s: float = 0.0) -> None:
+    """Rank 0 leaves, ``how``; rank 1 calls, ``late_s`` later, and is told in time."""
     import fusedcomm
     from fusedcomm import registry
 
@@ -169,6 +169,7 @@ def leaves(rank: int, port: int, how: Callable[[], object]) -> None:
     if rank == 0:
         how()
         return
+    time.sleep(late_s)
     begun = time.monotonic()
     try:
         use(1 << 30)
@@ -185,13 +186,14 @@ def raises(rank: int, port: int) -> None:
 
 
 def thread_waits(rank: int, port: int) -> None:
-    """A daemon thread of rank 0 waits for a peer that comes when the interpreter has ended."""
+    """A daemon thread of rank 0 waits for a peer that comes when the interpreter has ended, which takes a while."""
 
     def leave_a_thread() -> None:
         threading.Thread(target=use, args=(1,), daemon=True).start()
         time.sleep(0.3)
+        builtins.kept_to_the_end = WaitsAtTheEnd()  # type: ignore[attr-defined]
 
-    leaves(rank, port, leave_a_thread)
+    leaves(rank, port, leave_a_thread, late_s=PEER_S)
 
 
 def returns(rank: int, port: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.fragments import FRAGMENTS, Fragment
 from tests.graphs import check_fragment
 
-ON_FOUR_RANKS = ["start-program", "dtensor-sequence-parallel", "q-k-v-linears-for-inference"]
+ON_FOUR_RANKS = ["dtensor-sequence-parallel", "q-k-v-linears-for-inference"]
 
 
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=str)
