@@ -37,11 +37,9 @@ class Peers:
     rank: int
 
 
-def build(
-    rng: random.Random, groups: Sequence[Peers], steps: int, *, unwaited: bool = False, on_gloo: bool = False
-) -> GraphModule:
-    """``unwaited``: some collectives are never waited for. ``on_gloo``: the graph will run there."""
-    return _Builder(rng, groups, on_gloo).build(steps, unwaited)
+def build(rng: random.Random, groups: Sequence[Peers], steps: int, *, unwaited: bool = False) -> GraphModule:
+    """``unwaited``: some collectives are never waited for."""
+    return _Builder(rng, groups).build(steps, unwaited)
 
 
 def inputs(gm: GraphModule, seed: int) -> list[Tensor]:
@@ -56,8 +54,8 @@ def storage(val: Tensor) -> int:
 
 
 class _Builder:
-    def __init__(self, rng: random.Random, groups: Sequence[Peers], on_gloo: bool) -> None:
-        self.rng, self.groups, self.on_gloo = rng, groups, on_gloo
+    def __init__(self, rng: random.Random, groups: Sequence[Peers]) -> None:
+        self.rng, self.groups = rng, groups
         self.graph, self.mode, self.module = Graph(), FakeTensorMode(), torch.nn.Module()
         self.last_input: Node | None = None
         self.values: list[Node] = []  # tensors that can be read
@@ -72,8 +70,6 @@ class _Builder:
         moves: list[Callable[[], Any]] = [self.pointwise] * 3 + [self.matmul] * 3 + [self.view] * 3 + [self.wait] * 4
         moves += [self.collective] * 4 + [self.chain, self.draw, self.cast, self.reduce, self.cat]
         moves += [self.coalesced, self.constant, self.sharded_layers, self.gradients, self.experts]
-        if self.on_gloo:  # torch 2.13's coalesced ones corrupt the heap, in one of some hundred new groups, without us
-            moves.remove(self.coalesced)
         if self.rng.random() < 0.5:  # else it can be fused and merged too
             moves += [self.write] * 2 + [self.in_place]
         for _ in range(steps):

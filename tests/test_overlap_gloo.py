@@ -55,7 +55,7 @@ def scheduled(rank: int, seeds: list[int], steps: int) -> tuple[int, int, int]:
     with several_groups() as groups:
         for seed in seeds:
             rng = random.Random(seed)
-            gm = build(rng, groups, rng.randint(3, steps), on_gloo=True)
+            gm = build(rng, groups, rng.randint(3, steps))
             args, names = inputs(gm, 1000 * seed + rank), [node.name for node in gm.graph.nodes]
             want = values(gm, args)
             estimator = (
