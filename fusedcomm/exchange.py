@@ -99,6 +99,11 @@ class Exchange:
         return self.num_batch_dims <= self.split_dim < self.num_lead
 
     @property
+    def column_run(self) -> int:
+        """Consecutive columns of one rank, where columns are split."""
+        return math.prod(self.block[self.split_dim :])
+
+    @property
     def few_rows(self) -> bool:
         """A matmul of one chunk alone would take as long as that of all, which reads w only once."""
         return self.splits_rows and self.num_rows < FEW_ROWS * self.group_size

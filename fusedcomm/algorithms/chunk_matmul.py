@@ -61,15 +61,20 @@ class GatheredMatmul:
             rows.view(batches.view(self.out, 0, src_rank), 2, src_rank).unsqueeze(4),  # [bo, bi, ro, ri, 1, N]
         )
 
-    def add(self, spans: RoundSpans, src_rank: int, chunk: Tensor, first: bool) -> None:
-        """``out = bias`` if ``first``, then ``out += chunk @ w``: src_rank's part of K, where out can hold the sums."""
-        columns, rows = spans.columns, (spans.batches.size, spans.rows.size)
-        x = chunk.view(*rows, *_split(columns))  # [b, m, ko, ki]
-        w = columns.view(self._batches(self.w, spans), 1, src_rank)  # [b, ko, ki, N]
-        out = self._batches(self.out, spans).narrow(1, spans.rows.start, rows[1])
+    def part(self, spans: RoundSpans, src_rank: int, chunk: Tensor, gathered: Tensor | None) -> Tensor:
+        """src_rank's columns as [b, m, ko, ki]: in ``gathered``, if its chunk is copied to it, or in ``chunk``."""
+        columns = spans.columns
+        if gathered is None:
+            return chunk.reshape(spans.batches.size, spans.rows.size, *_split(columns))
+        return columns.view(self._of_round(gathered.view(*self.out.shape[:2], self.w.shape[1]), spans), 2, src_rank)
+
+    def add(self, spans: RoundSpans, src_rank: int, x: Tensor, first: bool) -> None:
+        """``out = bias`` if ``first``, then ``out += x @ w``: src_rank's ``part`` of K, where out can hold the sums."""
+        w = spans.columns.view(self._batches(self.w, spans), 1, src_rank)  # [b, ko, ki, N]
+        out = self._of_round(self.out, spans)
         if out.numel() == 0:
             return
-        for part in range(columns.outer):
+        for part in range(spans.columns.outer):
             if first and part == 0:
                 _multiply(x[:, :, part], w[:, part], None if self.bias is None else self.bias[0], out)
             else:
@@ -85,6 +90,18 @@ class GatheredMatmul:
     def _batches(t: Tensor, spans: RoundSpans) -> Tensor:
         """A round's batches, which no rank has to itself where K is gathered."""
         return t.narrow(0, spans.batches.start, spans.batches.size)
+
+    @classmethod
+    def _of_round(cls, t: Tensor, spans: RoundSpans) -> Tensor:
+        """A round's batches and rows of [B, M, ...], likewise."""
+        return cls._batches(t, spans).narrow(1, spans.rows.start, spans.rows.size)
+
+
+def adds_up(exchange: Exchange, dtype: torch.dtype) -> bool:
+    """Whether `GatheredMatmul.add` does where K is gathered: sums must stay in float32 across sources, and the result
+    itself must hold them; a source's part of K should be long runs.
+    """
+    return dtype == torch.float32 and exchange.column_run >= _MIN_PIECE
 
 
 def fills_runs(spans: RoundSpans) -> bool:

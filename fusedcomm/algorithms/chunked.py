@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul
+from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul, adds_up
 from fusedcomm.algorithms.ordering import ordered
 from fusedcomm.algorithms.transport import Transport, copy_between, transport_of
 from fusedcomm.lanes import lane
@@ -73,9 +72,8 @@ def gather_matmul(
     x = x.contiguous()
     outs = [transport.result(x, shape) for shape in exchange.out_shapes]
     matmuls = [GatheredMatmul(*each, exchange) for each in zip(outs, ws, biases, strict=True)]
-    # Where K is gathered, sums must stay in float32 across sources: in the result itself, if it can hold them.
-    adds = exchange.splits_columns and x.dtype == torch.float32 and not return_gathered and exchange.k > 0
-    # Else one matmul after all have arrived; also where a matmul for each source would read w again and again.
+    adds = exchange.splits_columns and adds_up(exchange, x.dtype)
+    # One matmul after all have arrived instead; also where a matmul for each source would read w again and again.
     at_once = (exchange.splits_columns and not adds) or exchange.few_rows
     gathered = transport.result(x, exchange.shape) if return_gathered or at_once else None
     with ordered(workspace), workspace.guarded(call.op):
@@ -89,7 +87,8 @@ def gather_matmul(
                 for matmul in [] if at_once else matmuls:
                     with lane("matmul", src_rank):
                         if adds:
-                            matmul.add(round.spans, src_rank, chunk.reshape(-1), first=src_rank == workspace.rank)
+                            part = matmul.part(round.spans, src_rank, chunk, gathered)
+                            matmul.add(round.spans, src_rank, part, first=src_rank == workspace.rank)
                         else:
                             matmul.chunk(round.spans, src_rank, chunk.reshape(-1))
             made = [] if at_once else outs
