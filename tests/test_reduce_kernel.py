@@ -119,10 +119,10 @@ def cases(r: int) -> dict[str, Case]:
     }
 
 
-ON_FOUR_RANKS = ["rows", "columns", "interleaved rows", "batched, batches", "average, bias", "no rows"]
+ON_ALL_SIZES = ["rows", "columns", "interleaved rows", "batched, batches", "average, bias", "no rows"]
 
 
-@pytest.mark.parametrize(("group_size", "name"), sizes_and_names(cases(1), ON_FOUR_RANKS))
+@pytest.mark.parametrize(("group_size", "name"), sizes_and_names(cases(1), ON_ALL_SIZES))
 def test_every_shape(group_size: int, name: str) -> None:
     run(cases(group_size)[name], group_size)
 
