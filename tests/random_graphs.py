@@ -62,6 +62,7 @@ class _Builder:
         self.bounds: dict[int, float] = {}  # by storage: the largest absolute value
         self.pending: list[tuple[Node, list[Node]]] = []  # results of starts not waited for, what they read
         self.reads: dict[int, int] = {}  # by storage: how many collectives under way read it
+        self.waited: dict[int, int] = {}  # storages of waits: of what was waited for, which is the same memory
         self.touched: set[int] = set()  # storages that collectives under way write in place
 
     def build(self, steps: int, unwaited: bool) -> GraphModule:
@@ -93,7 +94,7 @@ class _Builder:
         self.last_input = node
         with self.mode:
             node.meta["val"] = torch.empty(tuple(shape), dtype=dtype or self.rng.choice(DTYPES))
-        self.bounds[storage(node.meta["val"])] = 2
+        self.bounds[self.memory(node.meta["val"])] = 2
         self.values.append(node)
         return node
 
@@ -104,8 +105,8 @@ class _Builder:
         self.module.register_buffer(name, tensor)
         node = self.graph.create_node("get_attr", name)
         node.meta["val"] = self.mode.from_tensor(tensor)
-        self.bounds[storage(node.meta["val"])] = 1
-        self.reads[storage(node.meta["val"])] = 1
+        self.bounds[self.memory(node.meta["val"])] = 1
+        self.reads[self.memory(node.meta["val"])] = 1
         self.values.append(node)
 
     def call(self, target: Any, *args: Any, bound: float | None = None, **kwargs: Any) -> Node:
@@ -116,7 +117,7 @@ class _Builder:
             node.meta["val"] = target(*vals[0], **vals[1])
         for val in pytree.tree_leaves(node.meta["val"]):
             if bound is not None:
-                self.bounds[storage(val)] = max(bound, self.bounds.get(storage(val), 0))
+                self.bounds[self.memory(val)] = max(bound, self.bounds.get(self.memory(val), 0))
         if isinstance(node.meta["val"], Tensor):
             self.values.append(node)
         return node
@@ -129,6 +130,10 @@ class _Builder:
         self.values.append(item)
         return item
 
+    def memory(self, val: Tensor) -> int:
+        key = storage(val)
+        return self.waited.get(key, key)
+
     # what there is to choose from
 
     def size(self) -> int:
@@ -138,11 +143,11 @@ class _Builder:
         return self.rng.choice(self.groups)
 
     def bound(self, node: Node) -> float:
-        return self.bounds[storage(node.meta["val"])]
+        return self.bounds[self.memory(node.meta["val"])]
 
     def pick(self, allowed: Callable[[Tensor], bool] = lambda val: True) -> Node | None:
         """One of the values that are not being written: mostly a late one."""
-        found = [n for n in self.values if storage(n.meta["val"]) not in self.touched and allowed(n.meta["val"])]
+        found = [n for n in self.values if self.memory(n.meta["val"]) not in self.touched and allowed(n.meta["val"])]
         if not found:
             return None
         return self.rng.choice(found[-6:] if self.rng.random() < 0.6 else found)
@@ -249,10 +254,10 @@ class _Builder:
 
     def write(self) -> None:
         """Into any value that no collective under way reads: an input, an intermediate, through a view."""
-        x = self.pick(lambda val: self.reads.get(storage(val), 0) == 0 and val.numel() > 0)
+        x = self.pick(lambda val: self.reads.get(self.memory(val), 0) == 0 and val.numel() > 0)
         if x is None:
             return
-        val, target = x.meta["val"], storage(x.meta["val"])
+        val, target = x.meta["val"], self.memory(x.meta["val"])
         op = self.rng.choice(["add_", "copy_", "clamp_", "mul_", "neg_", "zero_"])
         if op in ("add_", "copy_"):
             y = self.any(lambda v: v.shape == val.shape and v.dtype == val.dtype)
@@ -261,7 +266,7 @@ class _Builder:
             if op == "add_" and self.bound(x) + self.bound(y) > LIMITS[val.dtype]:
                 self.call(aten.clamp_.default, x, -2, 2)
                 y = self.call(aten.clamp.default, y, -2, 2, bound=2)
-            overlaps = y is not x and storage(y.meta["val"]) == target
+            overlaps = y is not x and self.memory(y.meta["val"]) == target
             y = self.call(aten.clone.default, y, bound=self.bound(y)) if overlaps else y
             total = self.bound(y) + (self.bound(x) if op == "add_" else 0)
             op_name = aten.add_.Tensor if op == "add_" else aten.copy_.default
@@ -307,7 +312,7 @@ class _Builder:
             self.values.remove(node)
         read = pytree.tree_leaves(x)
         for each in read:
-            key = storage(each.meta["val"])
+            key = self.memory(each.meta["val"])
             self.reads[key] = self.reads.get(key, 0) + 1
         self.pending.append((node, read))
         return node
@@ -320,17 +325,19 @@ class _Builder:
             i = next(i for i, (start, _) in enumerate(self.pending) if start is node)
         start, read = self.pending.pop(i)
         for each in read:
-            self.reads[storage(each.meta["val"])] -= 1
+            self.reads[self.memory(each.meta["val"])] -= 1
         vals = start.meta["val"]
         results = [start] if isinstance(vals, Tensor) else [self.getitem(start, i) for i in range(len(vals))]
         waited = start
         for each in results:
             if each in self.values:
                 self.values.remove(each)
-            self.touched.discard(storage(each.meta["val"]))
+            self.touched.discard(self.memory(each.meta["val"]))
             bound = max([self.bound(each), *(self.bound(n) for n in read)])
             for _ in range(self.rng.choice([1] * 9 + [2])):  # more than once does nothing more
-                waited = self.call(functional.wait_tensor.default, each, bound=bound)
+                waited = self.call(functional.wait_tensor.default, each)
+                self.waited[storage(waited.meta["val"])] = self.memory(each.meta["val"])
+            self.bounds[self.memory(each.meta["val"])] = bound
         return waited
 
     def coalesced(self) -> None:
@@ -353,7 +360,7 @@ class _Builder:
         x = self.call(aten.clone.default, x, memory_format=torch.contiguous_format, bound=self.bound(x))
         bound = group.size * self.bound(x)
         self.start(functional.all_reduce_.default, x, "sum", group.name, bound=bound)
-        self.touched.add(storage(x.meta["val"]))
+        self.touched.add(self.memory(x.meta["val"]))
 
     def chain(self) -> None:
         """An all_reduce of an all_gather, and the like."""
