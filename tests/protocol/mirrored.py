@@ -15,7 +15,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/algorithms/chunked.py:push_matmul": "b1de32aac0fd",
         "fusedcomm/algorithms/chunked.py:push_reduce": "14aa8df25682",
         "fusedcomm/algorithms/chunked.py:push_reduce_gather": "175e895a6498",
-        "fusedcomm/algorithms/chunked.py:gather_matmul": "24c376c79e31",
+        "fusedcomm/algorithms/chunked.py:gather_matmul": "f55482480108",
         "fusedcomm/algorithms/fused.py:push_matmul": "187c37339cc6",
         "fusedcomm/algorithms/fused.py:push_reduce": "16d7ed3443ed",
         "fusedcomm/algorithms/fused.py:push_reduce_gather": "1487eef30550",
