@@ -19,7 +19,7 @@ help:
 	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
 	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
 	@echo "            make bench OP=compile: the start program under torch.compile; OP=compile_time: what the passes cost"
-	@echo "make figures  the speed figures of the README, into bench/results; 55 minutes of a machine that does nothing else"
+	@echo "make figures  the speed figures of the README, into benchmarks/results; 55 minutes of a machine that does nothing else"
 	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"
 	@echo "            found is in .venv/soak.json; SOAK_ARGS= --calls, --seconds, --seed, --device cuda, --json FILE"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
@@ -40,34 +40,34 @@ lint: setup
 	$(BIN)/codespell
 
 bench: $(VENV)/.built
-	set -e; for op in $(OP); do echo "$$op"; $(BIN)/python -m bench.bench_$$op $(BENCH_ARGS); done
+	set -e; for op in $(OP); do echo "$$op"; $(BIN)/python -m benchmarks.bench_$$op $(BENCH_ARGS); done
 
 # The speed figures that the README quotes, with nothing else running; about 55 minutes. All but the planner's with
 # default numbers: what this user has tuned is left aside.
-RESULTS := bench/results/cpu-2-ranks
+RESULTS := benchmarks/results/cpu-2-ranks
 figures: export FUSEDCOMM_CACHE_DIR := $(CURDIR)/$(VENV)/figures
 figures: setup
 	rm -rf $(VENV)/figures
 	$(BIN)/fusedcomm bench ops --json $(RESULTS)-ops.json
 	set -e; for op in $(OPS); do for mode in ragged decode; do \
-	  $(BIN)/python -m bench.bench_$$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
-	$(BIN)/python -m bench.bench_ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
-	$(BIN)/python -m bench.bench_compile --json $(RESULTS)-compile.json
-	$(BIN)/python -m bench.bench_compile_time --rounds 3 --json bench/results/cpu-compile-time.json
-	$(BIN)/python -m bench.bench_overlap --json bench/results/overlap.json --plot bench/results
-	$(BIN)/python -m bench.bench_redistribution --json bench/results/redistribution.json
+	  $(BIN)/python -m benchmarks.bench_$$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
+	$(BIN)/python -m benchmarks.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
+	$(BIN)/python -m benchmarks.start_program --json $(RESULTS)-compile.json
+	$(BIN)/python -m benchmarks.compile_time --rounds 3 --json benchmarks/results/cpu-compile-time.json
+	$(BIN)/python -m benchmarks.overlap --json benchmarks/results/overlap.json --plot benchmarks/results
+	$(BIN)/python -m benchmarks.redistribution --json benchmarks/results/redistribution.json
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
-	$(BIN)/python -m bench.bench_planner --quick --json $(RESULTS)-planner.json
+	$(BIN)/python -m benchmarks.planner_choices --quick --json $(RESULTS)-planner.json
 
 SOAK_ARGS ?= --device cpu --ranks 4 --calls 100000 --seconds 5400 --json $(VENV)/soak.json
 soak: setup $(VENV)/.old_triton
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
-	$(BIN)/python -m fusedcomm.testing.soak $(SOAK_ARGS)
+	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f kernels/cpu/*.so
-	find fusedcomm kernels tests bench -name __pycache__ -type d -exec rm -rf {} +
+	find fusedcomm kernels tests benchmarks -name __pycache__ -type d -exec rm -rf {} +
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
@@ -89,7 +89,7 @@ $(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.built
 	$(PIP) "fusedcomm[dev]"
 	@touch $@
 
-# tests/test_compile_only.py asserts the signal order in PTX under this version too.
+# tests/kernels/test_compile_only.py asserts the signal order in PTX under this version too.
 $(VENV)/.old_triton: $(VENV)/.made
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	  --target $(OLD_TRITON) triton==3.6.0

@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 NAME = "fusedcomm.kernels.cpu.native"
 FOLDER = Path("kernels/cpu")
@@ -60,4 +60,6 @@ def native_extension() -> dict[str, Any]:
 reason = reject_reason()
 if reason is not None:
     left_out(reason)
-setup(**(native_extension() if reason is None else {}))
+packages = find_packages(include=["fusedcomm", "fusedcomm.*"])
+packages += [f"fusedcomm.{name}" for name in find_packages(include=["kernels", "kernels.*"])]  # as package_dir maps it
+setup(packages=packages, **(native_extension() if reason is None else {}))

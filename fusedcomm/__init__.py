@@ -1,17 +1,17 @@
 """Matmuls fused with their collectives, as torch ops. Importing this registers the ops and does nothing else."""
 
 from fusedcomm import nn
-from fusedcomm.awaitable import DeviceToHost
+from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.explain import explain
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
+from fusedcomm.ops.explain import explain
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from fusedcomm.planner import Plan, force_algorithm
 from fusedcomm.redistribution.api import redistribute, redistribute_plan
-from fusedcomm.registry import close, reset, synchronize
+from fusedcomm.runtime.device_to_host import DeviceToHost
+from fusedcomm.runtime.members import close, reset, synchronize
 
 __all__ = [
     "DeviceToHost",

@@ -14,8 +14,8 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that 
 
 import pytest
 
-from fusedcomm.testing.ranks import RankPool
-from tests import compilers as kernel_compilers
+from fusedcomm.launch.ranks import RankPool
+from tests.helpers import compilers as kernel_compilers
 
 _CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
 os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine would change plans
@@ -42,7 +42,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 @pytest.fixture
 def shared_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands on a CPU use the ranks that live on, in place of new ones."""
-    from fusedcomm.cli import launch
+    from fusedcomm.launch import launch
 
     @contextmanager
     def live(device_type: str, world_size: int, *args: Any) -> Iterator[Callable[..., Any]]:
@@ -56,7 +56,7 @@ def shared_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPat
 def compilers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[kernel_compilers.Compilers]:
-    """By target; begun before the first test, for tests/test_compile_only.py."""
+    """By target; begun before the first test, for tests/kernels/test_compile_only.py."""
     started = kernel_compilers.start(request.session, tmp_path_factory)
     yield started
     for compiler in started.values():

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.exchange import Exchange, RoundSpans
-from fusedcomm.lanes import lane
-from fusedcomm.spans import Span
+from fusedcomm.geometry.exchange import Exchange, RoundSpans
+from fusedcomm.geometry.spans import Span
+from fusedcomm.runtime.profiler import lane
 
 _MIN_PIECE = 128  # interleaved runs at least this long are multiplied in place, shorter ones are gathered first
 

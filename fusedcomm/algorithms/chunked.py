@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul, adds_up
-from fusedcomm.algorithms.ordering import ordered
 from fusedcomm.algorithms.transport import Transport, copy_between, transport_of
-from fusedcomm.lanes import lane
-from fusedcomm.workspace import Call, Round
+from fusedcomm.runtime.launch_order import ordered
+from fusedcomm.runtime.profiler import lane
+from fusedcomm.runtime.workspace import Call, Round
 
 
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

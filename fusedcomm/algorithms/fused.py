@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import launch
-from fusedcomm.algorithms.ordering import ordered
-from fusedcomm.exchange import RoundSpans
-from fusedcomm.lanes import lane
-from fusedcomm.workspace import Call, Workspace
+from fusedcomm.geometry.exchange import RoundSpans
+from fusedcomm.runtime.launch_order import ordered
+from fusedcomm.runtime.profiler import lane
+from fusedcomm.runtime.workspace import Call, Workspace
 
 
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import tiles
-from fusedcomm.exchange import RoundSpans
-from fusedcomm.spans import Span
-from fusedcomm.topology import tf32_allowed
-from fusedcomm.workspace import HeaderLayout
+from fusedcomm.geometry.exchange import RoundSpans
+from fusedcomm.geometry.spans import Span
+from fusedcomm.runtime.topology import tf32_allowed
+from fusedcomm.runtime.workspace import HeaderLayout
 
 _TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors
 _ALL_REGISTERS = (

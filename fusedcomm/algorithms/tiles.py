@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedcomm.spans import Span
+from fusedcomm.geometry.spans import Span
 
 INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
 POISON_BLOCK = 1024
@@ -53,7 +53,7 @@ class Shape:
     count: int
 
 
-# Largest first. Registers and shared memory of every row: tests/test_compile_only.py.
+# Largest first. Registers and shared memory of every row: tests/kernels/test_compile_only.py.
 _HALF: dict[int, tuple[TileConfig, ...]] = {
     80: (  # fits the 99 KiB of sm_86, sm_89 and sm_120 too
         TileConfig(128, 128, 64, 8, 8, 4, halves=True),

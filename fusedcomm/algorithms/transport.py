@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms.chunk_matmul import fills_runs
-from fusedcomm.lanes import lane
-from fusedcomm.workspace import Round, Workspace
+from fusedcomm.runtime.profiler import lane
+from fusedcomm.runtime.workspace import Round, Workspace
 
 
 class Transport(Protocol):

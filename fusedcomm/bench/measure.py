@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import registry
 from fusedcomm.bench.problem import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, RankData, Size
 from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import Check, Timing, check_values, measure
-from fusedcomm.cli import launch, output
-from fusedcomm.group import resolve
+from fusedcomm.launch import launch, output
+from fusedcomm.runtime import members
+from fusedcomm.runtime.group import resolve
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ALGORITHMS = (AUTO, "unfused", "chunked", "fused")
@@ -150,7 +150,7 @@ def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, optio
 def rank_facts(rank: int, device_type: str) -> dict[str, Any]:
     """What figures depend on and only ranks know. "topology": what they have voted on; None where no op has run."""
     facts: dict[str, Any] = {"huge_pages": launch.torch_asks_for_huge_pages(), "topology": None}
-    if member := registry.known_member(resolve(None)[1], launch.rank_device(device_type)):
+    if member := members.known_member(resolve(None)[1], launch.rank_device(device_type)):
         topology = asdict(member.topology)
         constants = topology.pop("constants")
         facts["topology"] = topology | {"numbers": constants["source"] if constants else "default"}

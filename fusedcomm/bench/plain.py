@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomm.bench import collectives
+from fusedcomm.bench import baselines
 from fusedcomm.bench.measure import BUS, DTYPES, Options, captured, timed
 from fusedcomm.bench.timing import Timing, check_values, difference
-from fusedcomm.cli import launch, output
+from fusedcomm.launch import launch, output
 
 COPY = "copy"
 COLLECTIVES = {  # by their names in torch.distributed
@@ -81,7 +81,7 @@ class CollectiveData:
         return self.moved.copy_(self.source)
 
     def collective(self) -> Tensor:
-        run: Callable[[Tensor], Tensor] = getattr(collectives, self.kind)
+        run: Callable[[Tensor], Tensor] = getattr(baselines, self.kind)
         return run(self.local).flatten()
 
     def check(self, name: str, result: Tensor) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedcomm.bench import collectives
+from fusedcomm.bench import baselines
 from fusedcomm.bench.problem import OpBench, Size
 
 
@@ -25,7 +25,7 @@ class MatmulAllToAll(OpBench):
         return x.ndim - 2, x.ndim - 1
 
     def collective(self, t: Tensor) -> Tensor:
-        return collectives.unpacked(collectives.all_to_all(collectives.packed(t, -1)), t.ndim - 2)
+        return baselines.unpacked(baselines.all_to_all(baselines.packed(t, -1)), t.ndim - 2)
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         blocks = [t.chunk(len(ts), -1) for t in ts]
@@ -51,7 +51,7 @@ class AllToAllMatmul(OpBench):
         return x.ndim - 1, x.ndim - 2
 
     def collective(self, t: Tensor) -> Tensor:
-        return collectives.unpacked(collectives.all_to_all(collectives.packed(t, -2)), t.ndim - 1)
+        return baselines.unpacked(baselines.all_to_all(baselines.packed(t, -2)), t.ndim - 1)
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         blocks = [t.chunk(len(ts), -2) for t in ts]
@@ -77,7 +77,7 @@ class AllGatherMatmul(OpBench):
         return (x.ndim - 2,)
 
     def collective(self, t: Tensor) -> Tensor:
-        return collectives.unpacked(collectives.all_gather(t), t.ndim - 2)
+        return baselines.unpacked(baselines.all_gather(t), t.ndim - 2)
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(list(ts), -2)] * len(ts)
@@ -97,7 +97,7 @@ class MatmulReduceScatter(OpBench):
         return (x.ndim - 2,)
 
     def collective(self, t: Tensor) -> Tensor:
-        return collectives.reduce_scatter(collectives.packed(t, -2))
+        return baselines.reduce_scatter(baselines.packed(t, -2))
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         return list(torch.stack(list(ts)).sum(0).chunk(len(ts), -2))
@@ -118,7 +118,7 @@ class MatmulAllReduce(OpBench):
         return ()
 
     def collective(self, t: Tensor) -> Tensor:
-        return collectives.all_reduce(t)
+        return baselines.all_reduce(t)
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack(list(ts)).sum(0)] * len(ts)

@@ -1,7 +1,7 @@
 """One call of each variant in every rank under torch's profiler, as one trace that Perfetto opens.
 
-Every rank has its threads, its GPU streams, and a process of its own with the lanes of fusedcomm.lanes. Times are of
-the host's clock, which ranks of one host share; between hosts they are as far apart as the clocks are.
+Every rank has its threads, its GPU streams, and a process of its own with the lanes of runtime/profiler.py. Times
+are of the host's clock, which ranks of one host share; between hosts they are as far apart as the clocks are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.bench.timing import all_gather_bytes
-from fusedcomm.lanes import LANES, PREFIX
+from fusedcomm.runtime.profiler import LANES, PREFIX
 
 VARIANT = "variant: "
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # of ranks that profile: it prints a line at every start and stop
@@ -122,7 +122,7 @@ def _lane_of(event: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Range:
-    """What a rank did for a variant: a lane of fusedcomm.lanes, or "collective". Milliseconds since its start."""
+    """What a rank did for a variant: a lane of runtime/profiler.py, or "collective". Milliseconds since its start."""
 
     variant: str
     rank: int

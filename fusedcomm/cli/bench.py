@@ -18,8 +18,8 @@ from fusedcomm.bench.plain import COLLECTIVES, measure_collective
 from fusedcomm.bench.problem import AUTO, BASELINE, MATMULS, Size
 from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
-from fusedcomm.cli import launch, output
-from fusedcomm.testing.ranks import RankError
+from fusedcomm.launch import launch, output
+from fusedcomm.launch.ranks import RankError
 
 ROUND_S = 60  # of a size, at most
 WIDTH = 200  # of the widest table

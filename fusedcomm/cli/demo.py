@@ -15,9 +15,9 @@ from rich.table import Table
 
 from fusedcomm.bench import plots, trace
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
-from fusedcomm.cli import launch, output
-from fusedcomm.cli.problem import DTENSOR, OURS, ROOF, UNFUSED, Problem, RankData
-from fusedcomm.testing.ranks import RankError
+from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED, Problem, RankData
+from fusedcomm.launch import launch, output
+from fusedcomm.launch.ranks import RankError
 
 VARIANTS = (DTENSOR, UNFUSED, OURS, ROOF)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fusedcomm.cli import launch, output
-from fusedcomm.doctor import group
+from fusedcomm.doctor import across_ranks
+from fusedcomm.doctor.across_ranks import Group
 from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING
-from fusedcomm.doctor.group import Group
-from fusedcomm.doctor.redact import redact
 from fusedcomm.doctor.report import GPU_S, STAGES, diagnose
+from fusedcomm.launch import launch, output
+from fusedcomm.redact import redact
 
 STYLES = {OK: "green", ABSENT: "dim", WARNING: "yellow", ERROR: "bold red"}
 
@@ -58,7 +58,7 @@ def _ask_torchrun() -> Group | Exception | None:
     """
     try:
         with launch.ranks("cpu", 0, GPU_S) as call:
-            return call(group.ask, ["cpu", "cuda"])
+            return call(across_ranks.ask, ["cpu", "cuda"])
     except Exception as error:  # a rank that did not come, a wrong setting: the doctor says so
         return error
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from fusedcomm.cli import launch, output
+from fusedcomm.launch import launch, output
 
 if TYPE_CHECKING:
     from fusedcomm.compile.reports import CollectiveReport, Report

@@ -12,12 +12,12 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fusedcomm.cli import launch, output
+from fusedcomm.launch import launch, output
+from fusedcomm.launch.ranks import RankError
+from fusedcomm.runtime.topology import no_native
 from fusedcomm.testing.faults import Cell, Verdict, run_cells, select
 from fusedcomm.testing.faults.cells import OPS
 from fusedcomm.testing.faults.matrix import WORKERS
-from fusedcomm.testing.ranks import RankError
-from fusedcomm.topology import no_native
 
 TABLE_WIDTH = 150
 

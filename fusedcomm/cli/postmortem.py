@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fusedcomm import postmortem
-from fusedcomm.cli import output
-from fusedcomm.postmortem import Call, Report
+from fusedcomm.doctor import postmortem
+from fusedcomm.doctor.postmortem import Call, Report
+from fusedcomm.launch import output
 
 
 def add_parser(commands: Any) -> None:

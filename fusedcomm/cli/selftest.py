@@ -13,9 +13,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fusedcomm.cli import launch, output
 from fusedcomm.errors import PeerError
-from fusedcomm.testing.ranks import RankError
+from fusedcomm.launch import launch, output
+from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing.selftest import CHECKS, Result, run_check
 
 TIMEOUT_S = 300  # of one check: it is over by itself long before, with what it has found

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from rich import box
 from rich.table import Table
 
-from fusedcomm import cost, registry, tune, tuned
+from fusedcomm.bench import tune
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.cli import launch, output
-from fusedcomm.cost import Constants
-from fusedcomm.group import resolve
-from fusedcomm.testing.ranks import RankError
+from fusedcomm.cost import model as cost
+from fusedcomm.cost import tuned
+from fusedcomm.cost.model import Constants
+from fusedcomm.launch import launch, output
+from fusedcomm.launch.ranks import RankError
+from fusedcomm.runtime import members
+from fusedcomm.runtime.group import resolve
 
 TIMEOUT_S = 600
 UNITS = {"flops": (1e9, "GFLOP/s"), "bandwidth": (1e9, "GB/s"), "overhead": (1e-6, "us"), "latency": (1e-6, "us")}
@@ -132,14 +135,14 @@ def _threads_of_a_rank(device_type: str) -> Iterator[None]:
 
 def _measure(rank: int, device_type: str, quick: bool) -> Result:
     device = launch.rank_device(device_type)
-    ours = registry.member(resolve(None)[1], device)
+    ours = members.member(resolve(None)[1], device)
     start = time.perf_counter()
     try:
         if ours.no_workspace is not None:
-            raise registry.WorkspaceUnavailable(ours.no_workspace)
-        with output.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done, registry.on_device(device):
+            raise members.WorkspaceUnavailable(ours.no_workspace)
+        with output.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done, members.on_device(device):
             found = tune.tune(ours, quick, on_done)
-    except registry.WorkspaceUnavailable as reason:
+    except members.WorkspaceUnavailable as reason:
         return Result(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
     assert dist.group.WORLD is not None
     try:

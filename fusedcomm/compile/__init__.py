@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fusedcomm.compile.estimate import Estimator
+    from fusedcomm.compile.overlap.estimator import Estimator
     from fusedcomm.compile.passes import FusedcommPass, OrderPass
     from fusedcomm.compile.reports import Report
 
@@ -55,11 +55,11 @@ def enable(
             in another order. Makes the groups of all dims together here, and so is a collective of the mesh's ranks;
             these must compile equal graphs. ValueError for what is no mesh, or one without this rank.
     """
-    from fusedcomm.compile import lowering
-    from fusedcomm.compile.estimate import agreed_ones
-    from fusedcomm.compile.flattened import flatten
+    from fusedcomm.compile.merge.flattened_mesh import flatten
+    from fusedcomm.compile.overlap.estimator import agreed_ones
     from fusedcomm.compile.passes import OPS, FusedcommPass, Settings
     from fusedcomm.compile.reports import Report
+    from fusedcomm.ops import lowering
 
     fuse = OPS if fuse is None else tuple(fuse)
     if not set(fuse) <= set(OPS):
@@ -77,13 +77,14 @@ def disable() -> None:
     """Take the passes out again; other passes, set before or since, stay. The last `report()` stays readable."""
     global _pass, _order_pass
     if _pass is not None:
-        from fusedcomm.compile import install, order
+        from fusedcomm.compile import inductor
+        from fusedcomm.compile.overlap import inductor_order
 
-        install.remove(_pass)
+        inductor.remove(_pass)
         _pass = None
         if _order_pass is not None:
-            install.remove(_order_pass)
-            order.remove()
+            inductor.remove(_order_pass)
+            inductor_order.remove()
             _order_pass = None
 
 
@@ -124,13 +125,14 @@ def report() -> Report:
 
 def _install(new: FusedcommPass) -> None:
     global _pass, _order_pass, _report
-    from fusedcomm.compile import install, order
+    from fusedcomm.compile import inductor
+    from fusedcomm.compile.overlap import inductor_order
     from fusedcomm.compile.passes import OrderPass
 
     disable()
-    install.add(new)
+    inductor.add(new)
     if new.settings.overlap:
         _order_pass = OrderPass(new.settings)
-        install.add(_order_pass, install.POST)
-        order.install()
+        inductor.add(_order_pass, inductor.POST)
+        inductor_order.install()
     _pass, _report = new, new.report

@@ -11,48 +11,66 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from fusedcomm import cost, exchange, links, planner
-from fusedcomm.compile import (
+from fusedcomm.algorithms import planner
+from fusedcomm.compile.fuse import fuser as fuse
+from fusedcomm.compile.fuse import match_gather, match_reduce
+from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser, attempt
+from fusedcomm.compile.graph import collectives, effects, layout, matmuls, normalize, rewrite, split_cat, views
+from fusedcomm.compile.merge import flattened_mesh, mesh_moves
+from fusedcomm.compile.merge import merger as merge
+from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
+from fusedcomm.compile.merge.merger import Merger
+from fusedcomm.compile.overlap import (
     bucket,
-    chain,
-    collectives,
     dependencies,
-    effects,
-    estimate,
-    flattened,
-    fuse,
-    gathered,
-    layout,
-    lowering,
+    inductor_order,
+    list_scheduler,
     memory,
-    merge,
-    moves,
-    normalize,
-    order,
-    overlap,
-    parts,
-    product,
+    node_work,
     program,
-    reduced,
-    reorder,
-    rewrite,
-    timeline,
-    work,
+    simulator,
 )
-from fusedcomm.compile.estimate import Estimator
-from fusedcomm.compile.flattened import FlattenedMesh
-from fusedcomm.compile.fuse import OPS, Fused, Fuser, attempt
-from fusedcomm.compile.merge import Merger
-from fusedcomm.compile.overlap import OverlapReport
+from fusedcomm.compile.overlap import estimator as estimate
+from fusedcomm.compile.overlap import scheduler as overlap
+from fusedcomm.compile.overlap.estimator import Estimator
+from fusedcomm.compile.overlap.scheduler import OverlapReport
 from fusedcomm.compile.reports import Call, CollectiveReport, Report, source_of
+from fusedcomm.cost import links
+from fusedcomm.cost import model as cost
+from fusedcomm.geometry import exchange
+from fusedcomm.ops import lowering
 from fusedcomm.redistribution import sharding, steps
 
 log = logging.getLogger(__name__)
 
 _SOURCES = (
-    *(bucket, chain, collectives, cost, dependencies, effects, estimate, exchange, fuse, *fuse.MODULES, gathered),
-    *(flattened, import_module("fusedcomm.explain"), layout, links, lowering, memory, merge, moves, normalize, order),
-    *(overlap, parts, planner, product, program, reduced, reorder, rewrite, sharding, steps, timeline, work),
+    *(bucket, views, collectives, cost, dependencies, effects, estimate, exchange, fuse, *fuse.MODULES, match_gather),
+    *(
+        flattened_mesh,
+        import_module("fusedcomm.ops.explain"),
+        layout,
+        links,
+        lowering,
+        memory,
+        merge,
+        mesh_moves,
+        normalize,
+        inductor_order,
+    ),
+    *(
+        overlap,
+        split_cat,
+        planner,
+        matmuls,
+        program,
+        match_reduce,
+        list_scheduler,
+        rewrite,
+        sharding,
+        steps,
+        simulator,
+        node_work,
+    ),
 )
 
 
@@ -101,9 +119,9 @@ class OrderPass(CustomGraphPass):
         self.settings = settings
 
     def __call__(self, graph: Graph) -> None:
-        if order.is_marked(graph):
+        if inductor_order.is_marked(graph):
             attempt("overlap", overlap.order_again, graph, self.settings.estimator(graph))
-            order.mark(graph)
+            inductor_order.mark(graph)
 
     def uuid(self) -> Any:
         return self.settings.uuid()
@@ -146,7 +164,7 @@ class _Run:
         report = attempt("overlap", overlap.schedule_graph, self.graph, estimator, None, True, self.settings.fuse)
         if report is not None:
             self.fuser.reasons = report.reasons
-            order.mark(self.graph)
+            inductor_order.mark(self.graph)
         return report
 
     def _merged(self, start: str, kind: str, source: str) -> CollectiveReport:

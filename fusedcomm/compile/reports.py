@@ -13,8 +13,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from fusedcomm import planner, redistribution, registry
-from fusedcomm.explain import exchange_of
+from fusedcomm import redistribution
+from fusedcomm.algorithms import planner
+from fusedcomm.ops.explain import exchange_of
+from fusedcomm.runtime import members
 
 _BELOW = tuple(os.path.join(os.path.dirname(str(each.__file__)), "") for each in (torch, redistribution))
 _kept: list[Report] | None = None
@@ -35,7 +37,7 @@ class Call:
     def plan(self) -> str:
         """Of the planner, once the group has come together at its first call."""
         x, group_name = self.args[0], self.args[-1]
-        member = registry.known_member(group_name, x.device)
+        member = members.known_member(group_name, x.device)
         if member is not None:
             symbolic = any(isinstance(size, torch.SymInt) for size in pytree.tree_leaves([self.args, x.shape]))
             exchange = None if symbolic else exchange_of(self.op, *self.args)

@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symm_mem
 
 import fusedcomm
-from fusedcomm import registry, topology
-from fusedcomm.agreement import agree
 from fusedcomm.doctor.findings import ERROR, OK, Finding
-from fusedcomm.group import store
-from fusedcomm.testing.ranks import RankError, RankPool
-from fusedcomm.workspace import Workspace
+from fusedcomm.launch.ranks import RankError, RankPool
+from fusedcomm.runtime import members, topology
+from fusedcomm.runtime.group import store
+from fusedcomm.runtime.vote import agree
+from fusedcomm.runtime.workspace import Workspace
 
 START_S = 60.0  # until the ranks have come together
 PATTERN_BYTES = 1 << 20
@@ -120,7 +120,7 @@ def rendezvous(rank: int, device_type: str) -> str:
 def atomics(rank: int, device_type: str) -> str:
     """Rounds of signal and wait by our kernels: release and acquire at system scope, in the peers' memory."""
     world, device = _world(), _rank_device(device_type)
-    member = registry.member(world.group_name, device)
+    member = members.member(world.group_name, device)
     workspace = member.workspace_for(0, "fusedcomm doctor", FINGERPRINT)
     for _ in range(SIGNALS):
         handshake(workspace)
@@ -143,7 +143,7 @@ def atomics_on_one_gpu(rank: int) -> str:
 def handshake(workspace: Workspace) -> None:
     """A round without data."""
     from fusedcomm.algorithms import launch
-    from fusedcomm.algorithms.ordering import ordered
+    from fusedcomm.runtime.launch_order import ordered
 
     with ordered(workspace), workspace.guarded("fusedcomm doctor"):
         launch.signal(workspace, None, FINGERPRINT)

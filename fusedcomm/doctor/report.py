@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from fusedcomm.doctor import cache, checks, facts, gpus, group, pci, settings
+from fusedcomm import machine as facts
+from fusedcomm.doctor import across_ranks, cache, checks, gpus, pci, settings
+from fusedcomm.doctor.across_ranks import Group
 from fusedcomm.doctor.checks import Ranks
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, exit_code, in_order
 from fusedcomm.doctor.gpus import Gpu, Machine, Pair
-from fusedcomm.doctor.group import Group
 
 STAGES = 4
 CPU_S, GPU_S = 20.0, 90.0  # of one check; on GPUs CUDA starts and Triton compiles
@@ -79,7 +80,7 @@ def diagnose(quick: bool, theirs: Group | Exception | None, on_stage: Callable[[
     if theirs is not None:
         _heard(report, theirs)
     if isinstance(theirs, Group):
-        report.findings += group.find_differences(theirs)
+        report.findings += across_ranks.find_differences(theirs)
     with Ranks(2) as ranks:
         if theirs is None:
             _heard(report, _ask(ranks, "cpu", CPU_S))
@@ -135,7 +136,7 @@ def _verdict_of_one_gpu(report: Report, theirs: Group | Exception | None) -> Fin
 
 def _ask(ranks: Ranks, device_type: str, limit_s: float) -> Group | Exception:
     try:
-        return ranks.run(limit_s, group.ask, [device_type])
+        return ranks.run(limit_s, across_ranks.ask, [device_type])
     except Exception as error:  # whatever happens to the ranks, the doctor goes on
         return error
 
@@ -153,7 +154,7 @@ def _judge(report: Report, machine: Machine, num_gpus: int) -> None:
     ours = gpus.of(machine, report.uuids())
     report.findings += gpus.find(ours)
     primary = "cpu" if num_gpus < 2 else None if gpus.no_nvlink(ours) else "cuda"
-    report.findings += [finding for each in report.groups for finding in group.find_verdicts(each, primary)]
+    report.findings += [finding for each in report.groups for finding in across_ranks.find_verdicts(each, primary)]
 
 
 def _check_ranks(report: Report, ranks: Ranks, device_type: str, limit_s: float) -> None:

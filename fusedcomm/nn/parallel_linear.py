@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedcomm import reference
-from fusedcomm.group import Group, find, resolve
+from fusedcomm.runtime.group import Group, find, resolve
 
 _saves_whole: ContextVar[bool] = ContextVar("saves_whole", default=False)
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fusedcomm.group import Group
 from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
 from fusedcomm.ops import gradients
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.runtime.group import Group
 
 
 class _TensorParallelLinear(ParallelLinear):

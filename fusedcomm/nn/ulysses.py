@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fusedcomm.group import Group
 from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
+from fusedcomm.runtime.group import Group
 
 
 class UlyssesQKV(ParallelLinear):

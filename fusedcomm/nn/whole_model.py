@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fusedcomm.group import Group, find, resolve
 from fusedcomm.nn.parallel_linear import ParallelLinear, saving_whole
+from fusedcomm.runtime.group import Group, find, resolve
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

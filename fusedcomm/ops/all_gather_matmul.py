@@ -8,12 +8,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from fusedcomm import geometry, reference
-from fusedcomm.exchange import Exchange
-from fusedcomm.geometry import check_bias, check_tensors
-from fusedcomm.group import Group, resolve
+from fusedcomm import reference
+from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import dispatch, gradients
 from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
+from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_gather_matmul"
 Biases = Sequence[Tensor | None] | Tensor | None

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedcomm import calls, check, dumps, group, planner
+from fusedcomm.algorithms import planner
+from fusedcomm.algorithms.planner import Plan
 from fusedcomm.errors import PeerError
-from fusedcomm.exchange import Exchange
-from fusedcomm.geometry import check_out
-from fusedcomm.planner import Plan
-from fusedcomm.registry import Member, WorkspaceUnavailable, member, on_device
-from fusedcomm.topology import tf32_allowed
-from fusedcomm.workspace import Call, Workspace
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.shapes import check_out
+from fusedcomm.ops import call_check
+from fusedcomm.runtime import dumps, flight_recorder, group
+from fusedcomm.runtime.members import Member, WorkspaceUnavailable, member, on_device
+from fusedcomm.runtime.topology import tf32_allowed
+from fusedcomm.runtime.workspace import Call, Workspace
 
 lib = torch.library.Library("fusedcomm", "DEF")
 
@@ -56,7 +58,7 @@ def run(
             group.check_size(1, group_name)
             return unfused()
         dumps.arm()
-        with calls.Record(op, group_name, x.device, exchange, x.dtype) as record:
+        with flight_recorder.Record(op, group_name, x.device, exchange, x.dtype) as record:
             plan, ours = prepare(op, exchange, x.dtype, x.device, group_name)
             assert ours is not None
             name, loading = plan.algorithm, None
@@ -76,7 +78,7 @@ def run(
 
 
 def _come_together(
-    record: calls.Record, plan: Plan, ours: Member, fingerprint: int, args: Sequence[Any]
+    record: flight_recorder.Record, plan: Plan, ours: Member, fingerprint: int, args: Sequence[Any]
 ) -> Workspace | None:
     """The workspace for the call, or None if it runs unfused. With FUSEDCOMM_CHECK all ranks compare the call first.
 
@@ -85,8 +87,8 @@ def _come_together(
     ours.count(record, plan.algorithm)
     try:
         if ours.topology.check:
-            check.same_call(record, plan, ours, fingerprint, args)
-        record.state = calls.RUNNING
+            call_check.same_call(record, plan, ours, fingerprint, args)
+        record.state = flight_recorder.RUNNING
         if plan.algorithm == "unfused":
             return None
         record.runs_on(ours.workspace_for(plan.slot_bytes, record.op, fingerprint))
@@ -135,7 +137,7 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         @functools.wraps(fake)
         def call(*args: Any, **kwargs: Any) -> Any:
             if "torch._inductor.lowering" in sys.modules:  # else nothing is lowered, and to import it takes a second
-                from fusedcomm.compile import lowering
+                from fusedcomm.ops import lowering
 
                 lowering.register()
             return fake(*args, **kwargs)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-    from fusedcomm.redistribution.planner import RedistributionPlan
+    from fusedcomm.redistribution.search import RedistributionPlan
 
 
 def redistribute(

@@ -22,20 +22,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _redistribute as torch_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fusedcomm import cost, links
+from fusedcomm.cost import links
+from fusedcomm.cost import model as cost
 from fusedcomm.ops.dispatch import lib
-from fusedcomm.redistribution import execute, groups, placements, planner
-from fusedcomm.redistribution.cost import INTER_BANDWIDTH, Links, ranks_per_node
-from fusedcomm.redistribution.groups import MeshFacts
+from fusedcomm.redistribution import execute, mesh_groups, placements, search
+from fusedcomm.redistribution.mesh_groups import MeshFacts
 from fusedcomm.redistribution.placements import Unsupported
 from fusedcomm.redistribution.sharding import Sharding
+from fusedcomm.redistribution.step_time import INTER_BANDWIDTH, Links, ranks_per_node
 from fusedcomm.redistribution.steps import Step
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from fusedcomm.redistribution.planner import RedistributionPlan
+    from fusedcomm.redistribution.search import RedistributionPlan
 
 log = logging.getLogger("fusedcomm")
 
@@ -57,12 +58,12 @@ def version(mesh: DeviceMesh) -> str:
 
     if mesh.get_coordinate() is None:
         return ""
-    facts = groups.check(mesh)
+    facts = mesh_groups.check(mesh)
     several = [i for i, size in enumerate(facts.mesh_shape) if size > 1]
     for num in range(1, len(several) + 1):
         for mesh_dims in itertools.combinations(several, num):
             for reduces in (False, True):
-                groups.flattened(mesh, mesh_dims, reduces=reduces)
+                mesh_groups.flattened(mesh, mesh_dims, reduces=reduces)
     return get_hash_for_files(_sources(), f"{facts} {torch.__version__}").hex()
 
 
@@ -79,7 +80,7 @@ def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -
     """Raises ValueError."""
     spec = dtensor._spec
     target = _target(spec, names)
-    facts = groups.check(spec.mesh)
+    facts = mesh_groups.check(spec.mesh)
     try:
         return _plan(facts, *_shardings(facts, spec, target), dtype or dtensor.dtype)
     except Unsupported as reason:
@@ -103,7 +104,7 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
 
 
 def _redistributed(local: Tensor, now: DTensorSpec, after: DTensorSpec, async_op: bool) -> Tensor:
-    facts = groups.check(now.mesh)
+    facts = mesh_groups.check(now.mesh)
     try:
         shardings = _shardings(facts, now, after.placements)
     except Unsupported as reason:
@@ -162,7 +163,7 @@ def _plan(facts: MeshFacts, before: Sharding, after: Sharding, dtype: torch.dtyp
     averages = any(op == "avg" and op != then for op, then in zip(before.partial, after.partial, strict=True))
     if averages and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"dtype must be of floating point to be averaged, got {dtype}")
-    return planner.plan(before, after, dtype.itemsize, _links(facts))
+    return search.plan(before, after, dtype.itemsize, _links(facts))
 
 
 @lru_cache(maxsize=256)
@@ -187,7 +188,7 @@ def _by_plan(local: Tensor, mesh: DeviceMesh, plan: RedistributionPlan, async_op
 def _group(mesh: DeviceMesh, step: Step) -> tuple[tuple[int, ...], str]:
     if not step.mesh_dims:
         return (0,), ""
-    found = groups.flattened(mesh, step.mesh_dims, reduces=bool(step.reduced))
+    found = mesh_groups.flattened(mesh, step.mesh_dims, reduces=bool(step.reduced))
     return found.order, found.group_name
 
 

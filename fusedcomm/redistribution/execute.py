@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomm.redistribution import pieces, regular
+from fusedcomm.redistribution import even, uneven
 from fusedcomm.redistribution.reductions import averaged
 from fusedcomm.redistribution.sharding import Coordinate
 from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, Step
@@ -68,15 +68,15 @@ def pack(step: Step, coordinate: Coordinate, order: Order, local: Tensor) -> Sen
     if step.kind == ALL_REDUCE or (step.kind == ALL_GATHER and _is_stacked(step, order)):
         return Sent(_given(step, coordinate, local).contiguous())
     if _is_stacked(step, order):
-        return Sent(regular.stack(local, regular.sending(step, coordinate)))
-    layout = pieces.pieces(step, coordinate, order)
+        return Sent(even.stack(local, even.sending(step, coordinate)))
+    layout = uneven.pieces(step, coordinate, order)
     if step.kind == ALL_GATHER:
-        return Sent(pieces.send(local, layout, padded_to=layout.received_lengths[0]))
+        return Sent(uneven.send(local, layout, padded_to=layout.received_lengths[0]))
     if step.is_regular:
-        return Sent(pieces.send(local, layout))
+        return Sent(uneven.send(local, layout))
     if step.is_padded:
-        return Sent(pieces.send_padded(local, layout))
-    return Sent(pieces.send(local, layout), layout.sent_lengths, layout.received_lengths)
+        return Sent(uneven.send_padded(local, layout))
+    return Sent(uneven.send(local, layout), layout.sent_lengths, layout.received_lengths)
 
 
 def unpack(step: Step, coordinate: Coordinate, order: Order, received: Tensor) -> Tensor:
@@ -84,12 +84,12 @@ def unpack(step: Step, coordinate: Coordinate, order: Order, received: Tensor) -
     if step.kind == SLICE:
         return received
     if step.kind == ALL_REDUCE or (step.kind == REDUCE_SCATTER and step.is_regular):
-        return regular.viewed(received, _result_shape(step, coordinate))
+        return even.viewed(received, _result_shape(step, coordinate))
     if step.is_padded:
-        return pieces.receive_padded(received, _result_shape(step, coordinate))
+        return uneven.receive_padded(received, _result_shape(step, coordinate))
     if _is_stacked(step, order):
-        return regular.join(received, regular.arriving(step, coordinate))
-    return pieces.receive(received, pieces.pieces(step, coordinate, order), step)
+        return even.join(received, even.arriving(step, coordinate))
+    return uneven.receive(received, uneven.pieces(step, coordinate, order), step)
 
 
 def _only_views(step: Step, coordinate: Coordinate, order: Order) -> bool:
@@ -97,8 +97,8 @@ def _only_views(step: Step, coordinate: Coordinate, order: Order) -> bool:
     if step.sends_as in (ALL_REDUCE, REDUCE_SCATTER):
         return True
     if _is_stacked(step, order):
-        return regular.arriving(step, coordinate).permuted is None
-    return pieces.pieces(step, coordinate, order).start is not None
+        return even.arriving(step, coordinate).permuted is None
+    return uneven.pieces(step, coordinate, order).start is not None
 
 
 def _is_stacked(step: Step, order: Order) -> bool:
@@ -112,12 +112,12 @@ def _row_major(group_size: int) -> Order:
 
 
 def _given(step: Step, coordinate: Coordinate, local: Tensor) -> Tensor:
-    return pieces.taken(local, _given_part(step, coordinate))
+    return uneven.taken(local, _given_part(step, coordinate))
 
 
 @lru_cache(maxsize=4096)
-def _given_part(step: Step, coordinate: Coordinate) -> pieces.Part:
-    return pieces.part_of(step.before.box(coordinate), step.given(coordinate))
+def _given_part(step: Step, coordinate: Coordinate) -> uneven.Part:
+    return uneven.part_of(step.before.box(coordinate), step.given(coordinate))
 
 
 @lru_cache(maxsize=4096)

@@ -1,5 +1,5 @@
 """Helpers to test programs of several ranks on one machine."""
 
-from fusedcomm.testing.ranks import KILLED, RankError, RankFailure, RankPool, run_ranks
+from fusedcomm.launch.ranks import KILLED, RankError, RankFailure, RankPool, run_ranks
 
 __all__ = ["KILLED", "RankError", "RankFailure", "RankPool", "run_ranks"]

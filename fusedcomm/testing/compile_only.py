@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm import geometry
 from fusedcomm.algorithms import launch, tiles
-from fusedcomm.exchange import Exchange
+from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime.workspace import HeaderLayout
 from fusedcomm.testing import ptx_order
-from fusedcomm.workspace import HeaderLayout
 
 GROUP_SIZE = 4
 NUM_SMS = 132

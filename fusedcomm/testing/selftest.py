@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm.agreement import agree
 from fusedcomm.bench.problem import OpBench, Size
 from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import difference
 from fusedcomm.env import ALGORITHMS
-from fusedcomm.group import store
+from fusedcomm.runtime.group import store
+from fusedcomm.runtime.vote import agree
 
 WAIT_S = 60  # bound of waits that are to succeed: on a GPU a peer may be compiling its kernels
 ABSENT_S = 5  # bound of waits that are to fail

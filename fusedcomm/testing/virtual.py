@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusedcomm.workspace import FINGERPRINT_BITS, Workspace
+from fusedcomm.runtime.workspace import FINGERPRINT_BITS, Workspace
 
 
 class VirtualGroup:

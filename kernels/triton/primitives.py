@@ -17,7 +17,7 @@ from triton.language.extra.cuda import globaltimer
 
 INTERPRET = tl.constexpr(knobs.runtime.interpret)
 
-# The header of a segment, in bytes: fusedcomm.workspace.HeaderLayout, the parts that do not depend
+# The header of a segment, in bytes: fusedcomm.runtime.workspace.HeaderLayout, the parts that do not depend
 # on group_size.
 EPOCH = tl.constexpr(0)
 ARRIVALS = tl.constexpr(8)
@@ -59,7 +59,7 @@ def tile_coords(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def span_index(i, peer, start, inner, outer_stride, peer_stride):
-    """fusedcomm.spans.Span on the device: where index i of a peer's part lies, 64 bits wide."""
+    """fusedcomm.geometry.spans.Span on the device: where index i of a peer's part lies, 64 bits wide."""
     first = tl.cast(start, tl.int64) + tl.cast(peer, tl.int64) * peer_stride
     run = i // inner
     return first + tl.cast(run, tl.int64) * outer_stride + (i - run * inner)

@@ -75,7 +75,7 @@ def slot_of(segment, epoch, slot_bytes, HEADER_BYTES: tl.constexpr, NUM_SLOTS: t
 
 @triton.jit
 def source_rank(step, rank, GROUP_SIZE: tl.constexpr):
-    """fusedcomm.workspace.sources_of: own data first, then in the order in which the peers send."""
+    """fusedcomm.runtime.workspace.sources_of: own data first, then in the order in which the peers send."""
     return (rank + GROUP_SIZE - step) % GROUP_SIZE
 
 

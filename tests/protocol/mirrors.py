@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 WHAT_TO_DO = (
     "{source} has changed since the model was read against it. Read it next to {part} in tests/protocol/, change the "
-    "model where it differs, run tests/test_protocol_model.py, and then set its digest in {table} to {digest}"
+    "model where it differs, run tests/protocol/test_model.py, and then set its digest in {table} to {digest}"
 )
 
 

@@ -9,7 +9,7 @@ Checks, by the names that violations begin with:
     wrong data without an error       always: a round that a rank takes for good holds words of another round
 
 tests/protocol/mirrors.py lists the code that this mirrors. The order of memory is not modelled: each step is seen by
-all ranks at once (tests/test_compile_only.py checks releases and acquires).
+all ranks at once (tests/kernels/test_compile_only.py checks releases and acquires).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fusedcomm.workspace import NUM_SLOTS, peers_of, sources_of
+from fusedcomm.runtime.workspace import NUM_SLOTS, peers_of, sources_of
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import launch
+from fusedcomm.geometry.spans import Span
 from fusedcomm.kernels.triton import copy, rounds
-from fusedcomm.spans import Span
-from tests import virtual_ranks as virtual
+from tests.helpers import virtual_ranks as virtual
 
 SPAN = Span(size=8, start=0, inner=8, outer_stride=0, peer_stride=8)
 RIGHT = torch.tensor([100.0, 101.0]).repeat_interleave(8)  # what ranks 0 and 1 send in round 1

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.workspace import Round
-from tests.problems import PROBLEMS, integers
+from fusedcomm.runtime.workspace import Round
+from tests.helpers.problems import PROBLEMS, integers
 from tests.protocol import mirrored, mirrors
 from tests.protocol.mirrored import MIRRORED
 from tests.protocol.scenario import (
@@ -88,7 +88,7 @@ def test_the_code_is_what_the_model_was_read_against() -> None:
     assert not found, "\n\n".join(found)
 
 
-WAIT, NATIVE_WAIT = "fusedcomm/workspace.py:Workspace.wait", "kernels/cpu/flags.h:wait_word"
+WAIT, NATIVE_WAIT = "fusedcomm/runtime/workspace.py:Workspace.wait", "kernels/cpu/flags.h:wait_word"
 
 
 @pytest.mark.parametrize(

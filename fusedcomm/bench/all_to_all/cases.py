@@ -17,11 +17,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 import fusedcomm
-from fusedcomm.awaitable import DeviceToHost
 from fusedcomm.bench.all_to_all import parts
-from fusedcomm.bench.all_to_all.calls import Call
+from fusedcomm.bench.all_to_all.case_call import Call
 from fusedcomm.bench.all_to_all.data import Data
 from fusedcomm.bench.all_to_all.parts import Part
+from fusedcomm.runtime.device_to_host import DeviceToHost
 
 
 @dataclass(frozen=True)

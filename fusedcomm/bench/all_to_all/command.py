@@ -14,8 +14,8 @@ from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS
 from fusedcomm.bench.all_to_all.data import Size, moduli
 from fusedcomm.bench.all_to_all.suite import WARMUP, Report, Row, measure_suite
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.cli import launch, output
-from fusedcomm.testing.ranks import RankError
+from fusedcomm.launch import launch, output
+from fusedcomm.launch.ranks import RankError
 
 NAME = "bench all-to-all"
 START_S = 600  # to start, and beyond what is reckoned, for a busy machine

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomm.bench.collectives import packed
+from fusedcomm.bench.baselines import packed
 
 WIDE = 16
 LARGEST = 255  # of moduli; a case may add 1, and bfloat16 counts to 256

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from fusedcomm.awaitable import DeviceToHost
-from fusedcomm.bench.all_to_all.calls import Call
+from fusedcomm.bench.all_to_all.case_call import Call
 from fusedcomm.bench.all_to_all.data import Data
+from fusedcomm.runtime.device_to_host import DeviceToHost
 
 Part = Callable[[Data, Call], None]
 

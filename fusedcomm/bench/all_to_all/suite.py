@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomm.bench.all_to_all.calls import Call
+from fusedcomm.bench.all_to_all.case_call import Call
 from fusedcomm.bench.all_to_all.cases import VARIANTS, Variant, fused
 from fusedcomm.bench.all_to_all.data import Data, Size
 from fusedcomm.bench.all_to_all.parts import Part
 from fusedcomm.bench.timing import Timing, check_values, measure_rounds
-from fusedcomm.cli import launch, output
-from fusedcomm.explain import explain
+from fusedcomm.launch import launch, output
+from fusedcomm.ops.explain import explain
 
 HOST = torch.device("cpu")  # whose clock it is
 WARMUP = 1

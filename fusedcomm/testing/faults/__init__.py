@@ -14,6 +14,6 @@ Production code knows nothing of it: a step is a function of it that is replaced
 from fusedcomm.testing.faults.cells import CELLS, Cell, select
 from fusedcomm.testing.faults.judge import Verdict
 from fusedcomm.testing.faults.matrix import run_cells
-from fusedcomm.testing.faults.steps import at
+from fusedcomm.testing.faults.protocol_steps import at
 
 __all__ = ["CELLS", "Cell", "Verdict", "at", "run_cells", "select"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fusedcomm.bench.programs import PROGRAMS
-from fusedcomm.testing.faults.steps import CHUNKED, FIRST, GROWTH
+from fusedcomm.testing.faults.protocol_steps import CHUNKED, FIRST, GROWTH
 
 OPS = tuple(PROGRAMS)
 PUSHES = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusedcomm.testing.faults.steps import GoOn
+from fusedcomm.testing.faults.protocol_steps import GoOn
 
 EARLY, LATE = 0.25, 1.5  # of the time-out: who comes then is in time, or is not
 REFUSED = 7  # exit code of a forked child that was told to be no rank

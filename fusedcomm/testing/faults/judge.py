@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from fusedcomm.testing.faults.cells import FIRST_CALL, MISMATCHES, RAISES, Cell
 from fusedcomm.testing.faults.injections import LATE
-from fusedcomm.testing.faults.reports import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, Outcome, Report
-from fusedcomm.testing.faults.steps import FIRST
+from fusedcomm.testing.faults.protocol_steps import FIRST
+from fusedcomm.testing.faults.rank_reports import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, Outcome, Report
 
 SLACK_S = 5.0  # beyond the time-out
 VOTE = "fusedcomm topology vote"  # the op of errors before a group has come together

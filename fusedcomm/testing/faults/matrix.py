@@ -15,13 +15,13 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
 
+from fusedcomm.launch.ranks import RankError, RankPool
 from fusedcomm.testing.faults import judge
 from fusedcomm.testing.faults.cells import STOPS, Cell
 from fusedcomm.testing.faults.injections import EARLY, LATE
 from fusedcomm.testing.faults.judge import Verdict
 from fusedcomm.testing.faults.rank import Around, run_in_rank
-from fusedcomm.testing.faults.reports import Report
-from fusedcomm.testing.ranks import RankError, RankPool
+from fusedcomm.testing.faults.rank_reports import Report
 
 WORKERS = 6
 MOST_RANKS = 3  # of a cell

@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm import registry
-from fusedcomm.agreement import agree
 from fusedcomm.errors import PeerError
-from fusedcomm.group import store
-from fusedcomm.testing.faults.calls import LARGE, OTHER, SLOT_BYTES, Guarded, GuardedSegment, KnownCall
+from fusedcomm.runtime import members as registry
+from fusedcomm.runtime.group import store
+from fusedcomm.runtime.vote import agree
 from fusedcomm.testing.faults.cells import CALL, OPS, Cell
 from fusedcomm.testing.faults.injections import INJECTIONS, RAISED
-from fusedcomm.testing.faults.reports import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, Outcome, Report
-from fusedcomm.testing.faults.steps import Reached, at
+from fusedcomm.testing.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, GuardedSegment, KnownCall
+from fusedcomm.testing.faults.protocol_steps import Reached, at
+from fusedcomm.testing.faults.rank_reports import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, Outcome, Report
 from fusedcomm.testing.selftest import settings
 
 MEET_S = 30.0  # bound of what is to succeed

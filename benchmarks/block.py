@@ -1,0 +1,231 @@
+"""The benches of whole blocks, forward and backward: how much of the time for exchanges is gained.
+
+    python -m benchmarks.bench_<block> [--huge-pages] [--rounds N] [--json FILE]      2 CPU ranks of one thread
+    torchrun --nproc-per-node 8 -m bench.bench_<block>                           GPUs, NCCL
+
+baseline  the block as users write it, with plain collectives
+ours      the same with fusedcomm's ops
+removed   the block without its exchanges: the same matmuls on what would have been exchanged, no copy for it
+
+gain = (baseline - ours) / (baseline - removed): 1 where nothing of the exchanges is left. Each difference is the median
+over rounds of the differences within a round. Two spreads stand beside it: of the gain of rounds drawn anew, which says
+how well this run knows it, and of the gains of single rounds. Pages: as benchmarks/op_sweep.py says.
+"""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import op_sweep
+from benchmarks.op_sweep import DTYPES, Goal
+from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
+from fusedcomm.launch import launch
+from fusedcomm.launch.ranks import RankError
+
+BASELINE, OURS, REMOVED = "baseline", "ours", "removed"
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the norm, and of the largest element
+TIMEOUT_S = 3600
+DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Block(abc.ABC):
+    """One block; its fields are its sizes, and options of the command. Weights are as nn.Linear keeps them."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abc.abstractmethod
+    def goal(self) -> float | None:
+        """For gain."""
+
+    @abc.abstractmethod
+    def x_shape(self, num_ranks: int) -> tuple[int, ...]: ...
+
+    @abc.abstractmethod
+    def removed_x_shape(self, num_ranks: int) -> tuple[int, ...]: ...
+
+    @abc.abstractmethod
+    def weight_shapes(self, num_ranks: int) -> dict[str, tuple[int, ...]]: ...
+
+    @abc.abstractmethod
+    def baseline(self, x: Tensor, *weights: Tensor) -> Tensor: ...
+
+    @abc.abstractmethod
+    def ours(self, x: Tensor, *weights: Tensor) -> Tensor: ...
+
+    @abc.abstractmethod
+    def removed(self, x: Tensor, *weights: Tensor) -> Tensor: ...
+
+    @abc.abstractmethod
+    def program(self, xs: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Every rank's result from every rank's inputs, in one process: the oracle."""
+
+
+class BlockData:
+    """One rank's inputs and its three ways through the block. Each rank has weights of its own."""
+
+    def __init__(self, block: Block, dtype: torch.dtype, device: torch.device) -> None:
+        self.block, self.dtype, self.device = block, dtype, device
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.grads: dict[tuple[int, torch.Size], Tensor] = {}
+        self.x, *self.weights = self._inputs(self.rank)
+        self.removed_x = self._normal(block.removed_x_shape(self.num_ranks), self.rank, 1).requires_grad_()
+
+    def variants(self) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+        return {
+            BASELINE: self._step(self.block.baseline, self.x),
+            OURS: self._step(self.block.ours, self.x),
+            REMOVED: self._step(self.block.removed, self.removed_x),
+        }
+
+    def check(self, name: str, results: tuple[Tensor, ...]) -> str | None:
+        names = ["result", "grad x", *(f"grad {name}" for name in self.block.weight_shapes(self.num_ranks))]
+        for what, result, expected in zip(names, results, self._oracle, strict=True):
+            difference = result.float() - expected
+            if result.shape != expected.shape:
+                return f"{what}: shape {tuple(result.shape)}, must be {tuple(expected.shape)}"
+            for norm in (2.0, torch.inf):
+                error = (torch.linalg.vector_norm(difference, norm) / torch.linalg.vector_norm(expected, norm)).item()
+                if not error <= TOLERANCE[self.dtype]:
+                    return f"{what}: relative error {error:.1e} in norm {norm:g}"
+        return None
+
+    def _step(self, fn: Callable[..., Tensor], x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        def call() -> tuple[Tensor, ...]:
+            y = fn(x, *self.weights)
+            return y, *torch.autograd.grad(y, (x, *self.weights), self._grad(y.shape, self.rank))
+
+        return call
+
+    @cached_property
+    def _oracle(self) -> tuple[Tensor, ...]:
+        """In float32, from all ranks' inputs: no communication to trust."""
+        every = [[t.detach().float().requires_grad_() for t in self._inputs(rank)] for rank in range(self.num_ranks)]
+        outs = self.block.program([x for x, *_ in every], [weights for _, *weights in every])
+        grads = [self._grad(out.shape, rank).float() for rank, out in enumerate(outs)]
+        return outs[self.rank].detach(), *torch.autograd.grad(outs, every[self.rank], grads)
+
+    def _inputs(self, rank: int) -> list[Tensor]:
+        """x and the weights, of any rank."""
+        tensors = [self._normal(self.block.x_shape(self.num_ranks), rank, 0)]
+        for i, shape in enumerate(self.block.weight_shapes(self.num_ranks).values()):
+            scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
+            tensors.append(self._normal(shape, rank, 3 + i) * scale)
+        return [t.requires_grad_() for t in tensors]
+
+    def _grad(self, shape: torch.Size, rank: int) -> Tensor:
+        key = (rank, shape)
+        if key not in self.grads:
+            self.grads[key] = self._normal(shape, rank, 2)
+        return self.grads[key]
+
+    def _normal(self, shape: Sequence[int], rank: int, which: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(16 * rank + which)
+        return torch.randn(tuple(shape), generator=generator, device=self.device).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Row:
+    dtype: str
+    baseline: Timing
+    ours: Timing
+    removed: Timing
+    gain: float
+    # P10 and P90 of the gain
+    drawn_anew: tuple[float, float]
+    single_rounds: tuple[float, float]
+
+    def __str__(self) -> str:
+        ms = "".join(f"{t.median * 1e3:12.1f}" for t in (self.baseline, self.ours, self.removed))
+        spreads = "".join(f"{f'{low:.2f} .. {high:.2f}':>18s}" for low, high in (self.drawn_anew, self.single_rounds))
+        return f"{self.dtype:10s}{ms}{self.baseline.median / self.ours.median:12.3f}{self.gain:8.2f}{spreads}"
+
+
+HEADING = (
+    f"{'dtype':10s}{'baseline ms':>12s}{'ours ms':>12s}{'removed ms':>12s}{'base/ours':>12s}{'gain':>8s}"
+    f"{'drawn anew':>18s}{'single rounds':>18s}"
+)
+
+
+def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds: int) -> Row:
+    device = launch.rank_device(device_type)
+    data = BlockData(block, DTYPES[dtype], device)
+    variants = data.variants()
+    check_values({name: variants[name] for name in (BASELINE, OURS)}, data.check)
+    data.__dict__.pop("_oracle", None)
+    seconds = measure_rounds(variants, device, rounds=rounds, warmup=2)
+    baseline, ours, removed = (Timing.of(seconds[name]) for name in (BASELINE, OURS, REMOVED))
+    gained, exposed = seconds[BASELINE] - seconds[OURS], seconds[BASELINE] - seconds[REMOVED]
+    draws = torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
+    drawn = _median(gained[draws]) / _median(exposed[draws])
+    gain = (_median(gained) / _median(exposed)).item()
+    return Row(dtype, baseline, ours, removed, gain, _spread(drawn), _spread(gained / exposed))
+
+
+def _median(seconds: Tensor) -> Tensor:
+    return seconds.quantile(0.5, dim=-1)
+
+
+def _spread(gains: Tensor) -> tuple[float, float]:
+    low, high = gains.quantile(gains.new_tensor([0.1, 0.9])).tolist()
+    return low, high
+
+
+def main(block_type: type[Block], argv: Sequence[str] | None = None) -> int:
+    args = parse(block_type, argv)
+    block = block_type(**{field.name: getattr(args, field.name) for field in dataclasses.fields(block_type)})
+    try:
+        return _main(block, args)
+    except (ValuesDiffer, RankError) as error:
+        print(f"bench_{block.name}: {error}", file=sys.stderr)
+        return 1
+
+
+def _main(block: Block, args: argparse.Namespace) -> int:
+    device_type = launch.default_device_type()
+    env = launch.HUGE_PAGES if args.huge_pages else None
+    rows: list[Row] = []
+    with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S, env) as call:
+        huge_pages = call(op_sweep.has_huge_pages)
+        for dtype in args.dtype:
+            row = call(measure_block, block, dtype, device_type, args.rounds)
+            if row is not None:
+                if not rows:
+                    print(block, *([op_sweep.pages(huge_pages)] if device_type == "cpu" else []), HEADING, sep="\n")
+                print(row, flush=True)
+                rows.append(row)
+    if not rows:  # torchrun's other ranks
+        return 0
+    goals = [op_sweep.at_least(f"gain, {row.dtype}", row.gain, block.goal) for row in rows]
+    print("", *goals, sep="\n")
+    if args.json:
+        facts = {"block": block.name, "sizes": asdict(block), "rounds": args.rounds, "huge_pages": huge_pages}
+        lists: dict[str, list[Row] | list[Goal]] = {"rows": rows, "goals": goals}
+        op_sweep.write_json(
+            args.json, facts | {name: [asdict(each) for each in every] for name, every in lists.items()}
+        )
+    return 0
+
+
+def parse(block_type: type[Block], argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Values are checked before anything is timed.")
+    for field in dataclasses.fields(block_type):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    op_sweep.add_common_arguments(parser, rounds=41)
+    args = parser.parse_args(argv)
+    op_sweep.refuse_wrong_pages(parser, args)
+    return args

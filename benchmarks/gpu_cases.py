@@ -1,0 +1,322 @@
+"""What benchmarks/gpu_check.py calls: cases of all ops, their expected results, and how a virtual rank runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.algorithms import chunked, fused
+from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime.workspace import Call, Workspace
+from fusedcomm.testing.virtual import VirtualGroup
+
+FINGERPRINT = 7
+ALGORITHMS: dict[str, Any] = {"chunked": chunked, "fused": fused}
+VERBS = {
+    "matmul_all_to_all": "push_matmul",
+    "all_to_all_matmul": "gather_matmul",
+    "all_gather_matmul": "gather_matmul",
+    "matmul_reduce_scatter": "push_reduce",
+    "matmul_all_reduce": "push_reduce_gather",
+}
+OPS = list(VERBS)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of one rank."""
+
+    x: Tensor
+    ws: list[Tensor]
+    biases: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call. ``x_shape``: of one rank, times R at the gathered dim of the gather ops. ``n``: of every w."""
+
+    op: str
+    name: str
+    x_shape: tuple[int, ...]
+    n: tuple[int, ...]
+    gather_dim: int = 0
+    scatter_dim: int = 0
+    out_shape: tuple[int, ...] | None = None
+    k_dims: int = 1
+    batched: bool = False
+    bias: bool = False
+    transposed: bool = False  # w is stored as nn.Linear stores its weight
+    reduce_op: str = "sum"
+    return_gathered: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.name}"
+
+    @property
+    def gathers(self) -> bool:
+        return VERBS[self.op] == "gather_matmul"
+
+    def local_shape(self, group_size: int) -> list[int]:
+        shape = list(self.x_shape)
+        if self.gathers:
+            shape[self.gather_dim] //= group_size
+        return shape
+
+    def w_shape(self, group_size: int, n: int) -> list[int]:
+        shape = list(self.x_shape)
+        if self.op == "all_to_all_matmul":
+            shape[self.scatter_dim] //= group_size
+        lead, k = shape[: -self.k_dims], shape[-self.k_dims :]
+        return [*(lead[:-1] if self.batched else []), torch.Size(k).numel(), n]
+
+    def exchange(self, group_size: int) -> Exchange:
+        x, ws = self.local_shape(group_size), [self.w_shape(group_size, n) for n in self.n]
+        if self.op == "matmul_all_to_all":
+            return geometry.matmul_all_to_all(x, ws[0], self.out_shape, self.gather_dim, self.scatter_dim, group_size)
+        if self.op == "all_to_all_matmul":
+            return geometry.all_to_all_matmul(x, ws[0], self.gather_dim, self.scatter_dim, group_size)
+        if self.op == "all_gather_matmul":
+            return geometry.all_gather_matmul(x, ws, self.gather_dim, group_size)
+        if self.op == "matmul_reduce_scatter":
+            return geometry.matmul_reduce_scatter(x, ws[0], self.reduce_op, self.scatter_dim, group_size)
+        return geometry.matmul_all_reduce(x, ws[0], self.reduce_op, group_size)
+
+    def inputs(self, group_size: int, rank: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+        """Small integers: exact in every order of sums. matmul_all_reduce has the same bias on all ranks."""
+        generator = torch.Generator(device).manual_seed(100 * seed + rank)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.randint(-2, 3, shape, generator=generator, device=device).to(dtype)
+
+        x = integers(*self.local_shape(group_size))
+        ws = [integers(*self.w_shape(group_size, n)) for n in self.n]
+        if self.transposed:
+            ws = [w.mT.contiguous().mT for w in ws]
+        if self.op == "matmul_all_reduce":
+            generator.manual_seed(100 * seed)
+        scattered = self.op == "matmul_reduce_scatter" and self.exchange(group_size).splits_columns
+        biases = [integers(n // group_size if scattered else n) if self.bias else None for n in self.n]
+        return Inputs(x, ws, biases)
+
+    def normal(self, group_size: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+        """For timing."""
+        x, *ws = (
+            torch.randn(*shape, device=device, dtype=dtype)
+            for shape in (self.local_shape(group_size), *(self.w_shape(group_size, n) for n in self.n))
+        )
+        return Inputs(x, ws, [None] * len(ws))
+
+    def expected(self, group_size: int, dtype: torch.dtype, device: torch.device, seed: int) -> list[list[Tensor]]:
+        """Every rank's results, by torch's own matmul, with our rounding and no communication."""
+        every = [self.inputs(group_size, rank, dtype, device, seed) for rank in range(group_size)]
+        exact = [
+            Inputs(
+                each.x.float(), [w.float() for w in each.ws], [None if b is None else b.float() for b in each.biases]
+            )
+            for each in every
+        ]
+        return [[t.to(dtype) for t in outs] for outs in self.program(exact, lambda part: part.to(dtype).float())]
+
+    def program(self, every: list[Inputs], rounded: Callable[[Tensor], Tensor] = lambda t: t) -> list[list[Tensor]]:
+        """Every rank's results. ``rounded``: what becomes of a partial sum."""
+        return _PROGRAMS[self.op](self, every, rounded)
+
+    def call(self, inputs: Inputs) -> list[Tensor]:
+        """As users do."""
+        args, options = self.arguments(inputs)
+        outs = getattr(fusedcomm, self.op)(*args, **options)
+        return outs if isinstance(outs, list) else [outs]
+
+    def arguments(self, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
+        x, w, bias = inputs.x, inputs.ws[0], inputs.biases[0]
+        if self.op == "matmul_all_to_all":
+            return [x, w, self.gather_dim, self.scatter_dim], {"bias": bias, "out_shape": self.out_shape}
+        if self.op == "all_to_all_matmul":
+            return [x, w, self.gather_dim, self.scatter_dim], {"bias": bias}
+        if self.op == "all_gather_matmul":
+            return [x, inputs.ws, self.gather_dim], {"bias": inputs.biases}
+        dims = [self.scatter_dim] if self.op == "matmul_reduce_scatter" else []
+        return [x, w, *dims], {"reduce_op": self.reduce_op, "bias": bias}
+
+    def run(self, workspace: Workspace, algorithm: str, inputs: Inputs) -> list[Tensor]:
+        """As a virtual rank does."""
+        exchange = self.exchange(workspace.group_size)
+        call = Call(self.op, FINGERPRINT, exchange, workspace)
+        verb = getattr(ALGORITHMS[algorithm], VERBS[self.op])
+        if self.gathers:
+            outs, gathered = verb(call, inputs.x, inputs.ws, inputs.biases, self.return_gathered)
+            return outs if gathered is None else [*outs, gathered]
+        (w,), (bias,) = inputs.ws, inputs.biases
+        if self.op == "matmul_all_to_all":
+            return [verb(call, inputs.x, w, bias)]
+        if self.op == "matmul_all_reduce" and bias is not None and exchange.splits_columns:
+            bias = bias.chunk(workspace.group_size)[workspace.rank]
+        scale = 1 / workspace.group_size if self.reduce_op == "avg" else 1.0
+        return [verb(call, inputs.x, w, bias, scale)]
+
+
+def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.matmul(x, w)
+    return y if bias is None else y + bias
+
+
+def _exchanged(blocks: Sequence[Sequence[Tensor]], gather_dim: int) -> list[Tensor]:
+    """``blocks[src][dst]`` -> of every dst."""
+    return [torch.cat([each[rank] for each in blocks], gather_dim) for rank in range(len(blocks))]
+
+
+def _matmul_all_to_all(case: Case, every: list[Inputs], _: Any) -> list[list[Tensor]]:
+    ys = [_product(i.x, i.ws[0], i.biases[0]) for i in every]
+    ys = ys if case.out_shape is None else [y.unflatten(-1, case.out_shape) for y in ys]
+    return [[out] for out in _exchanged([y.chunk(len(every), case.scatter_dim) for y in ys], case.gather_dim)]
+
+
+def _all_to_all_matmul(case: Case, every: list[Inputs], _: Any) -> list[list[Tensor]]:
+    xs = _exchanged([i.x.chunk(len(every), case.scatter_dim) for i in every], case.gather_dim)
+    outs = [[_product(x.flatten(-case.k_dims), i.ws[0], i.biases[0])] for x, i in zip(xs, every, strict=True)]
+    return [[*out, x] for out, x in zip(outs, xs, strict=True)] if case.return_gathered else outs
+
+
+def _all_gather_matmul(case: Case, every: list[Inputs], _: Any) -> list[list[Tensor]]:
+    results = []
+    for i in every:  # each rank gathers
+        x = torch.cat([each.x for each in every], case.gather_dim)
+        outs = [_product(x, w, bias) for w, bias in zip(i.ws, i.biases, strict=True)]
+        results.append([*outs, x] if case.return_gathered else outs)
+    return results
+
+
+def _reduced(case: Case, every: list[Inputs], rounded: Any, dim: int) -> list[Tensor]:
+    """Block r of the sum, for every r."""
+    parts = [rounded(torch.matmul(i.x, i.ws[0])).chunk(len(every), dim) for i in every]
+    totals = [torch.stack([part[rank] for part in parts]).sum(0) for rank in range(len(every))]
+    return [total / len(every) for total in totals] if case.reduce_op == "avg" else totals
+
+
+def _matmul_reduce_scatter(case: Case, every: list[Inputs], rounded: Any) -> list[list[Tensor]]:
+    totals = _reduced(case, every, rounded, case.scatter_dim)
+    biases = [i.biases[0] for i in every]
+    return [[t if b is None else t + b] for t, b in zip(totals, biases, strict=True)]
+
+
+def _matmul_all_reduce(case: Case, every: list[Inputs], rounded: Any) -> list[list[Tensor]]:
+    dim = case.exchange(len(every)).split_dim
+    blocks, bias = _reduced(case, every, rounded, dim), every[0].biases[0]
+    wholes = [torch.cat(blocks, dim) for _ in every]
+    return [[whole if bias is None else whole + bias] for whole in wholes]
+
+
+_PROGRAMS: dict[str, Callable[[Case, list[Inputs], Any], list[list[Tensor]]]] = {
+    "matmul_all_to_all": _matmul_all_to_all,
+    "all_to_all_matmul": _all_to_all_matmul,
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
+}
+
+
+def _cases(op: str, *cases: tuple[Any, ...]) -> list[Case]:
+    return [dataclasses.replace(Case(op, *args[:3]), **args[3]) for args in cases]
+
+
+# The first of an op is plain, the second ragged.
+CASES = [
+    *_cases(
+        "matmul_all_to_all",
+        ("rows-to-columns", (1024, 512), (2048,), {"scatter_dim": 1}),
+        ("ragged", (1000, 392), (1048,), {"scatter_dim": 1, "bias": True}),
+        ("linear-weight", (1024, 512), (2048,), {"scatter_dim": 1, "bias": True, "transposed": True}),
+        (
+            "heads-batched",
+            (2, 512, 256),
+            (2048,),
+            {"gather_dim": 1, "scatter_dim": -2, "out_shape": (16, 128), "batched": True},
+        ),
+        (
+            "packed-qkv",
+            (2, 512, 256),
+            (3 * 16 * 64,),
+            {"gather_dim": 1, "scatter_dim": 3, "out_shape": (3, 16, 64), "bias": True},
+        ),
+        ("columns-to-rows", (2, 512, 256), (1024,), {"gather_dim": 2, "scatter_dim": 1}),
+        ("batch-scattered", (8, 256, 256), (512,), {"gather_dim": 1, "scatter_dim": 0, "batched": True}),
+        ("zero-rows", (0, 64), (128,), {"scatter_dim": 1}),
+    ),
+    *_cases(
+        "all_to_all_matmul",
+        (
+            "heads-gathered",
+            (2, 512, 16, 64),
+            (1024,),
+            {"gather_dim": 2, "scatter_dim": 1, "k_dims": 2, "bias": True, "return_gathered": True},
+        ),
+        ("ragged", (1000, 392), (1048,), {"gather_dim": 1, "scatter_dim": 0, "bias": True}),
+        ("rows-gathered", (1024, 512), (2048,), {"gather_dim": 0, "scatter_dim": 1, "transposed": True}),
+        ("batch-scattered", (8, 256, 256), (512,), {"gather_dim": 1, "scatter_dim": 0, "batched": True}),
+    ),
+    *_cases(
+        "all_gather_matmul",
+        ("rows", (1024, 512), (2048,), {"return_gathered": True}),
+        ("ragged", (1000, 392), (1048,), {"bias": True}),
+        ("list-qkv", (2, 512, 256), (512, 256, 256), {"gather_dim": 1, "bias": True, "transposed": True}),
+        ("k-gathered", (1024, 512), (1024,), {"gather_dim": 1}),
+        ("batched", (2, 512, 256), (512,), {"gather_dim": 1, "batched": True}),
+    ),
+    *_cases(
+        "matmul_reduce_scatter",
+        ("rows", (1024, 512), (2048,), {}),
+        ("ragged", (1000, 392), (1048,), {"bias": True, "reduce_op": "avg"}),
+        ("columns", (1024, 512), (2048,), {"scatter_dim": 1, "bias": True, "transposed": True}),
+        ("batched", (2, 512, 256), (512,), {"scatter_dim": 1, "batched": True}),
+    ),
+    *_cases(
+        "matmul_all_reduce",
+        ("rows", (1024, 512), (2048,), {"bias": True}),
+        ("ragged", (1001, 392), (1048,), {"bias": True, "reduce_op": "avg"}),
+        ("batched", (8, 256, 256), (512,), {"batched": True}),
+    ),
+]
+SMALL = [  # for Triton's interpreter
+    *_cases(
+        "matmul_all_to_all",
+        ("rows-to-columns", (16, 24), (32,), {"scatter_dim": 1, "bias": True}),
+        (
+            "packed-qkv",
+            (2, 6, 8),
+            (48,),
+            {"gather_dim": 1, "scatter_dim": 3, "out_shape": (3, 4, 4), "bias": True},
+        ),
+    ),
+    *_cases(
+        "all_to_all_matmul",
+        (
+            "heads-gathered",
+            (2, 6, 4, 8),
+            (24,),
+            {"gather_dim": 2, "scatter_dim": 1, "k_dims": 2, "return_gathered": True},
+        ),
+    ),
+    *_cases("all_gather_matmul", ("list-qkv", (2, 6, 16), (16, 8, 8), {"gather_dim": 1, "bias": True})),
+    *_cases("matmul_reduce_scatter", ("rows", (16, 24), (32,), {"bias": True, "reduce_op": "avg"})),
+    *_cases("matmul_all_reduce", ("columns", (15, 24), (32,), {"bias": True})),
+]
+
+
+def first_of(op: str, cuda: bool) -> Case:
+    return next(case for case in (CASES if cuda else SMALL) if case.op == op)
+
+
+def loaded_group(group_size: int, case: Case, dtype: torch.dtype, algorithm: str, device: torch.device) -> VirtualGroup:
+    """Where the case has been run once by each rank."""
+    slot_bytes = max(128, case.exchange(group_size).chunk_numel * group_size * dtype.itemsize)
+    group = VirtualGroup(group_size, slot_bytes, device)
+    inputs = case.inputs(group_size, 0, dtype, device, 0)
+    group.load(lambda workspace: case.run(workspace, algorithm, inputs), FINGERPRINT)
+    return group

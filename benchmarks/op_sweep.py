@@ -1,0 +1,359 @@
+"""The benches of single ops: sizes, tables, goals, JSON. bench_<op>.py says what the op is.
+
+    python -m benchmarks.bench_<op> [--huge-pages] [--json FILE] ...      2 CPU ranks of one thread
+    torchrun --nproc-per-node 8 -m bench.bench_<op>                  GPUs, NCCL
+
+rows, K and N are those of the local matmul; its time alone is the roof.
+
+roof      the local matmul alone
+baseline  the matmul and the collective, with the layout copies that it needs
+auto      fusedcomm.<op>, the planner's choice
+
+By default all sizes forward, then ragged sizes: what is left of the speed per flop of their aligned neighbour.
+--backward  forward and backward; the roof is three matmuls
+--decode    few rows: the baseline, every algorithm forced, and what the planner chooses
+--ragged    the ragged sizes alone
+
+On a CPU there are two settings, and a figure names its own. By default torch takes memory in 4 KiB pages, while our
+ops ask for huge pages for their results: that is what users get, but part of the speed-up is page faults saved, and
+auto can be faster than roof. With --huge-pages torch asks for them too (THP_MEM_ALLOC_ENABLE=1), so roof, baseline
+and auto get the same pages: what overlap alone gains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.bench.problem import AUTO, BASELINE, ROOF, OpBench, RankData, Size
+from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
+from fusedcomm.launch import launch
+from fusedcomm.launch.ranks import RankError
+
+ROWS = (512, 2048, 2500)
+ALIGNED = Size(2048, 1024, 2048)  # whose neighbours are ragged
+DECODE_ROWS = (1, 4, 16, 64)  # of each rank where the group divides rows
+DECODE_K_N = ((1024, 1024), (1024, 4096), (2048, 2048), (4096, 1024), (4096, 4096))
+DECODE_CALLS = 20  # per measurement: one takes less time than the start of a measurement differs by
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ALGORITHMS = {"cpu": ("chunked", "unfused"), "cuda": ("fused", "chunked", "unfused")}
+TIMEOUT_S = 600
+
+NOT_SLOWER = 0.95  # at least, of baseline / auto for few rows: 1 but for the noise of a median
+
+
+@dataclass(frozen=True)
+class Goals:
+    """On a CPU; None: reported, no goal."""
+
+    mean: float | None  # of baseline / auto
+    minimum: float | None = None
+    over_roof: float | None = None  # median of auto / roof
+    ragged: float | None = 0.8  # least speed per flop of a ragged size, relative to its aligned neighbour
+
+
+GOALS = {
+    "matmul_all_to_all": Goals(mean=1.3, minimum=0.95, over_roof=1.10),
+    "all_to_all_matmul": Goals(mean=1.2),
+    "all_gather_matmul": Goals(mean=1.2),
+    "matmul_reduce_scatter": Goals(mean=1.1),
+    "matmul_all_reduce": Goals(mean=1.1),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size. ``times``: of roof, baseline and auto; with --decode of the forced algorithms in place of roof."""
+
+    rows: int
+    k: int
+    n: int
+    dtype: str
+    algorithm: str
+    times: dict[str, Timing]
+
+    @property
+    def speedup(self) -> float:
+        return self.times[BASELINE].median / self.times[AUTO].median
+
+    @property
+    def over_roof(self) -> float:
+        return self.times[AUTO].median / self.times[ROOF].median
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        return {"speedup": self.speedup} | ({"over_roof": self.over_roof} if ROOF in self.times else {})
+
+    @property
+    def heading(self) -> str:
+        # roof, baseline, auto as in earlier results
+        names = "".join(f"{'base' if name == BASELINE else name} ms".rjust(12) for name in self.times)
+        ratios = f"{'base/auto':>12s}" + (f"{'auto/roof':>12s}" if ROOF in self.times else "")
+        return f"{_shape_heading()}{'plan':8s}{names}{ratios}"
+
+    def __str__(self) -> str:
+        ms = "".join(f"{t.median * 1e3:12.3f}" for t in self.times.values())
+        ratios = "".join(f"{ratio:12.2f}" for ratio in self.ratios.values())
+        return f"{_shape(self)}{self.algorithm:8s}{ms}{ratios}"
+
+    def report(self) -> dict[str, Any]:
+        facts = asdict(self)
+        return facts | facts.pop("times") | self.ratios
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Speed per flop, relative to the aligned size measured beside it."""
+
+    rows: int
+    k: int
+    n: int
+    dtype: str
+    auto: Timing
+    auto_kept: float
+    roof_kept: float
+
+    def __str__(self) -> str:
+        return f"{_shape(self)}{self.auto.median * 1e3:20.3f}{self.auto_kept:12.2f}{self.roof_kept:12.2f}"
+
+    def report(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+RAGGED_HEADING = (
+    f"{'rows':>5s} {'K':>5s} {'N':>5s}  {'dtype':9s}{'auto ms':>20s}{'auto keeps':>12s}{'roof keeps':>12s}"
+    "  of the speed per flop at "
+)
+
+
+@dataclass(frozen=True)
+class Goal:
+    name: str
+    value: float
+    bound: str | None = None
+    met: bool | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.name:40s}{self.value:6.2f}"
+        return text if self.bound is None else f"{text}   goal on CPU {self.bound}: {'' if self.met else 'not '}met"
+
+
+def _shape_heading() -> str:
+    return f"{'rows':>5s} {'K':>5s} {'N':>5s}  {'dtype':9s}"
+
+
+def _shape(row: Row | Ragged) -> str:
+    return f"{row.rows:5d} {row.k:5d} {row.n:5d}  {row.dtype:9s}"
+
+
+def has_huge_pages(rank: int) -> bool:
+    """As this rank's environment has it: torch's own allocations ask for huge pages."""
+    return launch.torch_asks_for_huge_pages()
+
+
+def pages(huge_pages: bool) -> str:
+    setting = "huge for all" if huge_pages else "torch's default, huge for the results of our ops"
+    return f"pages: {setting} (transparent_hugepage: {launch.system_huge_pages()})"
+
+
+# In every rank
+
+
+def measure_row(
+    rank: int, bench: OpBench, size: Size, dtype: str, device_type: str, rounds: int, backward: bool = False
+) -> Row:
+    device = launch.rank_device(device_type)
+    size = bench.divisible(size, dist.get_world_size())
+    data = RankData(bench, size, DTYPES[dtype], device, "both" if backward else "forward")
+    variants = data.variants()
+    check_values(variants, data.check)
+    data.randomize()
+    times = measure(variants, device, rounds=rounds, warmup=2)
+    return Row(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
+
+
+def measure_decode(rank: int, bench: OpBench, size: Size, dtype: str, device_type: str, rounds: int) -> Row:
+    device = launch.rank_device(device_type)
+    if bench.cut == "rows":
+        size = replace(size, rows=size.rows * dist.get_world_size())
+    size = bench.divisible(size, dist.get_world_size())
+    data = RankData(bench, size, DTYPES[dtype], device)
+    every = dict(data.variants())
+    del every[ROOF]
+    variants = {BASELINE: every[BASELINE], **{name: data.forced(name) for name in ALGORITHMS[device_type]}}
+    variants[AUTO] = every[AUTO]
+    check_values(variants, data.check)
+    data.randomize()
+    many = {name: _repeat(variant, DECODE_CALLS) for name, variant in variants.items()}
+    times = {name: t / DECODE_CALLS for name, t in measure(many, device, rounds=rounds, warmup=2).items()}
+    return Row(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
+
+
+def measure_ragged(rank: int, bench: OpBench, aligned: Size, dtype: str, device_type: str, rounds: int) -> list[Ragged]:
+    """All sizes in turn in every round, so that a ratio is not of two moments of the machine."""
+    device = launch.rank_device(device_type)
+    num_ranks = dist.get_world_size()
+    aligned = bench.divisible(aligned, num_ranks)
+    sizes = [aligned, *bench.ragged(aligned, num_ranks)]
+    variants: dict[tuple[str, Size], Callable[[], Any]] = {}
+    for size in sizes:
+        data = RankData(bench, size, DTYPES[dtype], device)
+        every = data.variants()
+        check_values({name: every[name] for name in (ROOF, AUTO)}, data.check)
+        data.randomize()
+        variants |= {(name, size): every[name] for name in (ROOF, AUTO)}
+    times = measure({str(key): variant for key, variant in variants.items()}, device, rounds=rounds, warmup=2)
+
+    def kept(name: str, size: Size) -> float:
+        speed, before = (s.flops / times[str((name, s))].median for s in (size, aligned))
+        return speed / before
+
+    return [Ragged(s.rows, s.k, s.n, dtype, times[str((AUTO, s))], kept(AUTO, s), kept(ROOF, s)) for s in sizes[1:]]
+
+
+def _repeat(variant: Callable[[], Any], calls: int) -> Callable[[], None]:
+    def repeated() -> None:
+        for _ in range(calls):
+            variant()
+
+    return repeated
+
+
+# In the process that prints
+
+
+def summary(bench: OpBench, rows: Sequence[Row], ragged: Sequence[Ragged], mode: str) -> list[Goal]:
+    goals = GOALS[bench.op]
+    mean, minimum, over_roof = goals.mean, goals.minimum, goals.over_roof
+    if mode == "backward":
+        mean = minimum = over_roof = None
+    elif mode == "decode":
+        mean, minimum = None, NOT_SLOWER
+    found = []
+    if rows:
+        speedups = [row.speedup for row in rows]
+        found += [
+            at_least("base/auto, geometric mean", math.exp(statistics.fmean(map(math.log, speedups))), mean),
+            at_least("base/auto, minimum", min(speedups), minimum),
+        ]
+        if mode != "decode":
+            median = statistics.median(row.over_roof for row in rows)
+            bound = None if over_roof is None else f"<= {over_roof}"
+            found.append(Goal("auto/roof, median", median, bound, None if over_roof is None else median <= over_roof))
+    if ragged:
+        found.append(at_least("ragged/aligned speed of auto, minimum", min(r.auto_kept for r in ragged), goals.ragged))
+    return found
+
+
+def at_least(name: str, value: float, bound: float | None) -> Goal:
+    return Goal(name, value) if bound is None else Goal(name, value, f">= {bound}", value >= bound)
+
+
+def sizes_of(bench: OpBench, mode: str, args: argparse.Namespace) -> list[Size]:
+    if args.shape:
+        shapes = [tuple(shape) for shape in args.shape]
+    elif mode == "decode":
+        shapes = [(rows, *k_n) for k_n in DECODE_K_N for rows in DECODE_ROWS]
+        shapes = shapes[::5] if args.quick else shapes
+    elif args.quick:
+        shapes = bench.corners()
+    else:
+        shapes = list(itertools.product(ROWS, bench.k, bench.n))
+    return [Size(rows, k, n, args.batch) for rows, k, n in shapes]
+
+
+def main(bench: OpBench, argv: Sequence[str] | None = None) -> int:
+    args = parse(bench, argv)
+    try:
+        return _main(bench, args)
+    except (ValuesDiffer, RankError) as error:
+        print(f"bench_{bench.op}: {error}", file=sys.stderr)
+        return 1
+
+
+def _main(bench: OpBench, args: argparse.Namespace) -> int:
+    device_type = launch.default_device_type()
+    mode = args.mode or "forward"
+    env = launch.HUGE_PAGES if args.huge_pages else None
+    rows: list[Row] = []
+    ragged: list[Ragged] = []
+    with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S, env) as call:
+        huge_pages = call(has_huge_pages)
+        print_here = launch.is_rank_0()
+        if print_here and device_type == "cpu":
+            print(pages(huge_pages))
+        for dtype, size in itertools.product(args.dtype, sizes_of(bench, mode, args) if mode != "ragged" else []):
+            if mode == "decode":
+                row = call(measure_decode, bench, size, dtype, device_type, args.rounds)
+            else:
+                row = call(measure_row, bench, size, dtype, device_type, args.rounds, mode == "backward")
+            if print_here:
+                print(row if rows else f"{row.heading}\n{row}", flush=True)
+                rows.append(row)
+        aligned = sizes_of(bench, mode, args)[0] if args.shape else replace(ALIGNED, batch=args.batch)
+        for dtype in args.dtype if mode in ("forward", "ragged") else []:
+            found = call(measure_ragged, bench, aligned, dtype, device_type, args.rounds)
+            if print_here:
+                if not ragged:
+                    print(f"\n{RAGGED_HEADING}{aligned.rows} {aligned.k} {aligned.n}")
+                print(*found, sep="\n", flush=True)
+                ragged += found
+    if print_here:
+        goals = summary(bench, rows, ragged, mode)
+        print("", *goals, sep="\n")
+        if args.json:
+            facts = {"op": bench.op, "mode": mode, "rounds": args.rounds, "huge_pages": huge_pages}
+            lists: dict[str, Sequence[Row | Ragged]] = {"rows": rows, "ragged": ragged}
+            report = {name: [each.report() for each in every] for name, every in lists.items()}
+            write_json(args.json, facts | report | {"goals": [asdict(goal) for goal in goals]})
+    return 0
+
+
+def write_json(file: str, report: dict[str, Any]) -> None:
+    with open(file, "w") as opened:
+        json.dump(launch.run_facts() | report, opened, indent=2)
+
+
+def parse(bench: OpBench, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"bench.bench_{bench.op}",
+        description="Values are checked before anything is timed.",
+    )
+    mode = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("backward", "forward and backward"),
+        ("decode", "few rows, every algorithm"),
+        ("ragged", "the ragged sizes alone"),
+    ):
+        mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=text)
+    parser.add_argument("--quick", action="store_true", help="four shapes in place of all")
+    parser.add_argument("--shape", nargs=3, type=int, metavar=("ROWS", "K", "N"), action="append", help="these instead")
+    parser.add_argument("--batch", type=int, default=0, metavar="B", help="x is [B, rows / B, K]: layouts to copy")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    add_common_arguments(parser, rounds=9)
+    args = parser.parse_args(argv)
+    refuse_wrong_pages(parser, args)
+    return args
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+    parser.add_argument("--huge-pages", action="store_true", help="torch asks for them as our op does; on CPU")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", metavar="FILE")
+
+
+def refuse_wrong_pages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.huge_pages and launch.default_device_type() == "cuda":
+        parser.error("--huge-pages is for CPU ranks, and this bench takes the GPUs")
+    if args.huge_pages and launch.under_torchrun() and not launch.torch_asks_for_huge_pages():
+        parser.error("--huge-pages under torchrun: start torchrun with THP_MEM_ALLOC_ENABLE=1")

@@ -1,0 +1,318 @@
+"""How much of communication the pass of fusedcomm.compile.overlap hides, next to torch's scheduler.
+
+    python -m benchmarks.overlap [--quick] [--json FILE] [--plot DIR]
+
+The graphs are those of overlap_graphs: transformers on 8 nodes of 8 GPUs that do not exist. All variants start from the
+same graph and plan with the same estimates, fusedcomm's default ones of a GPU, with a peak of memory 5 % above that of
+the graph as traced; all are judged by the same simulator. Nothing is run: these are times of a model, of H100 GPUs with
+NVLink inside a node and 50 GB/s between nodes, not of a machine. Only the pass time is measured: processor time,
+without garbage collection.
+
+as traced        the program's order: each collective is waited for where it starts
+torch            torch's schedule_overlap_bucketing without bucketing; torch, bucketed: with it, and its pre-bucketing
+ours, moved      schedule(bucket=False, fuse=False); ours, unfused: schedule(fuse=False); ours: all of it
+bound            no order is faster: all compute, or all that a link or a group carries, of the graph as traced
+
+collectives      in the graph, and ops of ours that stand for one
+hideable         of the graph as traced: those with compute that they neither need nor are needed for, each alone at
+                 least as long as itself
+hidden           exposed for at most 1 % of what they take alone: also under the wait for another, so hidden can be
+                 more than hideable
+exposed          the compute stream waits for them, or an op of ours takes longer than its matmul
+over bound       of the total. It can be below 0: fewer collectives have less latency than the bound counts, and ops of
+                 ours use a link better than the collectives that it counts
+
+The second table is ours with other budgets for the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from benchmarks import op_sweep, overlap_graphs, overlap_torch
+from benchmarks.compile_time import at_most
+from benchmarks.op_sweep import Goal
+from fusedcomm.compile.overlap import scheduler
+from fusedcomm.compile.overlap.estimator import Estimator
+from fusedcomm.compile.overlap.simulator import Timeline, simulate
+from fusedcomm.compile.overlap.timeline_plot import plot_both
+
+MODELS = {
+    "llama-8b": lambda: overlap_graphs.llama("8b"),
+    "llama-70b": lambda: overlap_graphs.llama("70b"),
+    "ulysses": overlap_graphs.ulysses,
+    "moe": overlap_graphs.moe,
+}
+LAYERS, QUICK_LAYERS = (4, 32, 128), (4,)
+BUDGETS = (0, 5, 20)  # percent over the peak as traced
+BUDGET = 5
+TRACED, TORCH, TORCH_BUCKETED, BOUND = "as traced", "torch", "torch, bucketed", "bound"
+MOVED, UNFUSED, OURS = "ours, moved", "ours, unfused", "ours"
+EXPOSED = {"forward": 5.0, "joint": 10.0}  # at most, of a Llama's communication, in percent
+GROWTH = 1.5  # at most, of ours' seconds per node, from fewer layers to more
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    layers: int
+    part: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.part}, {self.layers} layers"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one graph. ``hideable`` and ``comm_ms`` are those of the graph as traced."""
+
+    case: Case
+    variant: str
+    budget_percent: int
+    hideable: int
+    comm_ms: float
+    nodes: int = 0
+    collectives: int = 0
+    hidden: int = 0
+    exposed_ms: float = 0.0
+    total_ms: float = 0.0
+    over_bound_percent: float = 0.0
+    peak_mib: float = 0.0
+    peak_over_percent: float = 0.0  # over that of the graph as traced
+    pass_s: float = 0.0
+    error: str | None = None  # why there are no figures
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.variant:18s}{self.error}"
+        pass_s = f"{self.pass_s:.2f}" if self.pass_s else ""
+        counts = f"{self.nodes:8d}{self.collectives:13d}{self.hideable:10d}{self.hidden:8d}"
+        times = f"{self.exposed_ms:13.2f}{self.total_ms:10.2f}{self.over_bound_percent:14.1f}"
+        return f"{self.variant:18s}{counts}{times}{self.peak_mib:11.0f}{pass_s:>9s}"
+
+
+HEADING = f"{'':18s}{'nodes':>8s}{'collectives':>13s}{'hideable':>10s}{'hidden':>8s}{'exposed ms':>13s}"
+HEADING += f"{'total ms':>10s}{'% over bound':>14s}{'peak MiB':>11s}{'pass s':>9s}"
+
+
+class Graph:
+    """A case's graph, and what variants of it come to."""
+
+    def __init__(self, case: Case, groups: overlap_graphs.Groups) -> None:
+        self.case, self.estimator = case, Estimator("cuda")
+        self.gm = overlap_graphs.build(MODELS[case.model](), groups, case.layers, case.part)
+        self.traced = simulate(self.gm, self.estimator)
+        self.hideable = num_hideable(self.gm, self.estimator, self.traced)
+
+    def rows(self) -> Iterator[Row]:
+        yield self.row(TRACED, self.gm)
+        for bucket, variant in ((False, TORCH), (True, TORCH_BUCKETED)):
+            yield self.torch(variant, bucket)
+        for variant in (MOVED, UNFUSED, OURS):
+            yield self.ours(variant, BUDGET)[0]
+        yield self.bound()
+
+    def bound(self) -> Row:
+        row, ms = self.row(BOUND, self.gm), self.traced.bound_ms
+        return replace(
+            row, hidden=self.hideable, exposed_ms=ms - self.traced.compute_ms, total_ms=ms, over_bound_percent=0.0
+        )
+
+    def torch(self, variant: str, bucket: bool) -> Row:
+        try:
+            found = overlap_torch.schedule(self.gm, self.estimator, bucket=bucket, memory_ratio=BUDGET / 100)
+        except Exception as error:  # whatever it fails with is its result
+            text = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+            return Row(self.case, variant, BUDGET, self.hideable, self.traced.comm_ms, error=text)
+        return self.row(variant, found.gm, found.seconds)
+
+    def ours(self, variant: str, budget_percent: int) -> tuple[Row, GraphModule]:
+        gm = overlap_torch.copy_of(self.gm)
+        budget = self.traced.peak_bytes * (100 + budget_percent) // 100
+        bucket, fuse = variant != MOVED, variant == OURS
+        with overlap_torch.pass_time() as seconds:
+            scheduler.schedule(gm, estimator=self.estimator, memory_budget_bytes=budget, bucket=bucket, fuse=fuse)
+        return self.row(variant, gm, seconds(), budget_percent), gm
+
+    def row(self, variant: str, gm: GraphModule, pass_s: float = 0.0, budget_percent: int = BUDGET) -> Row:
+        timeline = self.traced if gm is self.gm else simulate(gm, self.estimator)
+        return Row(
+            self.case,
+            variant,
+            budget_percent,
+            self.hideable,
+            self.traced.comm_ms,
+            nodes=len(gm.graph.nodes),
+            collectives=len(timeline.collectives),
+            hidden=sum(line.hidden for line in timeline.collectives),
+            exposed_ms=timeline.exposed_ms,
+            total_ms=timeline.total_ms,
+            over_bound_percent=100 * (timeline.total_ms / self.traced.bound_ms - 1),
+            peak_mib=timeline.peak_bytes / 2**20,
+            peak_over_percent=100 * (timeline.peak_bytes / self.traced.peak_bytes - 1),
+            pass_s=pass_s,
+        )
+
+    def plot(self, directory: Path) -> Path:
+        """As traced, and ours below."""
+        file = directory / f"overlap-{self.case.model}-{self.case.part}.png"
+        _, gm = self.ours(OURS, BUDGET)
+        plot_both(self.traced, simulate(gm, self.estimator), file)
+        return file
+
+
+def num_hideable(gm: GraphModule, estimator: Estimator, traced: Timeline) -> int:
+    """Collectives that could each hide alone: under compute that they neither need nor are needed for."""
+    nodes = list(gm.graph.nodes)
+    computing = [node for node in nodes if estimator.cost(node).compute_ms > 0]
+    ms = [estimator.cost(node).compute_ms for node in computing]
+    bits = {node: 1 << i for i, node in enumerate(computing)}
+    needs, needed = dict.fromkeys(nodes, 0), dict.fromkeys(nodes, 0)
+    for node in nodes:
+        for each in node.all_input_nodes:
+            needs[node] |= needs[each] | bits.get(each, 0)
+    for node in reversed(nodes):
+        for each in node.users:
+            needed[node] |= needed[each] | bits.get(each, 0)
+    alone = {line.node: line.alone_ms for line in traced.collectives}
+    everything = (1 << len(computing)) - 1
+    return sum(
+        _sum_reaches(everything & ~(needs[node] | needed[node]), ms, alone[node.name])
+        for node in nodes
+        if node.name in alone
+    )
+
+
+def _sum_reaches(chosen: int, values: Sequence[float], enough: float) -> bool:
+    """Whether the values whose bits are set in ``chosen`` sum up to enough."""
+    while chosen and enough > 0:
+        last = chosen.bit_length() - 1
+        enough -= values[last]
+        chosen ^= 1 << last
+    return enough <= 0
+
+
+# What must be reached
+
+
+def summary(rows: Sequence[Row], budgets: Sequence[Row]) -> list[Goal]:
+    """Only what all graphs have reached is met; the value is that of the worst."""
+    cases: dict[Case, dict[str, Row]] = {}
+    for row in rows:
+        if row.error is None:
+            cases.setdefault(row.case, {})[row.variant] = row
+    goals = []
+    for ours, theirs in ((MOVED, TORCH), (UNFUSED, TORCH_BUCKETED)):
+        both = [(each[ours], each[theirs]) for each in cases.values() if ours in each and theirs in each]
+        if both:
+            more = max(a.exposed_ms - b.exposed_ms for a, b in both)
+            goals.append(at_most(f"exposed, {ours} - {theirs}, ms, largest", round(more, 6), 0.0))
+            if ours == MOVED:
+                fewer = min(a.hidden - b.hidden for a, b in both)
+                goals.append(op_sweep.at_least(f"hidden, {ours} - {theirs}, smallest", fewer, 0))
+    for part, percent in EXPOSED.items():
+        shares = [
+            100 * each[OURS].exposed_ms / each[OURS].comm_ms
+            for case, each in cases.items()
+            if case.part == part and case.model.startswith("llama") and OURS in each
+        ]
+        if shares:
+            goals.append(at_most(f"exposed, % of communication, ours, llama {part}, largest", max(shares), percent))
+    slower = max(row.total_ms - cases[row.case][TRACED].total_ms for row in _ours(rows))
+    goals.append(at_most("total, ours - as traced, ms, largest", slower, 0.0))
+    over = max(row.peak_over_percent - row.budget_percent for row in (*_ours(rows), *budgets))
+    goals.append(at_most("peak over its budget, %, largest", over, 0.0))
+    return goals + _pass_times(cases)
+
+
+def _ours(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.variant in (MOVED, UNFUSED, OURS)]
+
+
+def _pass_times(cases: dict[Case, dict[str, Row]]) -> list[Goal]:
+    ratios = [
+        each[OURS].pass_s / each[TORCH_BUCKETED].pass_s
+        for each in cases.values()
+        if OURS in each and TORCH_BUCKETED in each
+    ]
+    goals = [at_most("pass, ours / torch, bucketed, largest", max(ratios), 1.0)] if ratios else []
+    growths = []
+    for first, last in itertools.product(cases, cases):
+        if (first.model, first.part) == (last.model, last.part) and first.layers < last.layers:
+            growths.append(_seconds_per_node(cases[last]) / _seconds_per_node(cases[first]))
+    if growths:
+        goals.append(at_most("pass per node, ours, more / fewer layers, largest", max(growths), GROWTH))
+    return goals
+
+
+def _seconds_per_node(variants: dict[str, Row]) -> float:
+    return variants[OURS].pass_s / variants[TRACED].nodes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    rows: list[Row] = []
+    budgets: list[Row] = []
+    plots: list[Path] = []
+    if args.plot:
+        Path(args.plot).mkdir(parents=True, exist_ok=True)
+    with overlap_graphs.world() as groups:
+        for case in cases_of(args):
+            graph = Graph(case, groups)
+            print(f"\n{case}", HEADING, sep="\n", flush=True)
+            for row in graph.rows():
+                print(row, flush=True)
+                rows.append(row)
+            budgets += [graph.ours(OURS, percent)[0] for percent in BUDGETS]
+            if args.plot and case.layers == min(args.layers):
+                plots.append(graph.plot(Path(args.plot)))
+    print("", BUDGET_HEADING, *map(budget_line, budgets), sep="\n")
+    goals = summary(rows, budgets)
+    print("", *map(goal_line, goals), *plots, sep="\n")
+    if args.json:
+        lists: dict[str, Sequence[Row | Goal]] = {"rows": rows, "budgets": budgets, "goals": goals}
+        op_sweep.write_json(args.json, {name: [asdict(each) for each in every] for name, every in lists.items()})
+    return 0
+
+
+BUDGET_HEADING = f"{'budgets':34s}{'budget %':>10s}{'peak %':>9s}{'exposed ms':>13s}{'total ms':>10s}"
+
+
+def budget_line(row: Row) -> str:
+    percents = f"{row.budget_percent:10d}{row.peak_over_percent:9.1f}"
+    return f"{row.case!s:34s}{percents}{row.exposed_ms:13.2f}{row.total_ms:10.2f}"
+
+
+def goal_line(goal: Goal) -> str:
+    return f"{goal.name:60s}{goal.value:8.2f}   goal {goal.bound}: {'met' if goal.met else 'missed'}"
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """The most layers, if there are more than two sizes, of the first model's first part alone."""
+    several = args.layers[:2]
+    cases = [Case(*each) for each in itertools.product(args.models, several, args.parts)]
+    return cases + [Case(args.models[0], layers, args.parts[0]) for layers in args.layers[2:]]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.overlap", description="Times of a model; nothing is run.")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", nargs="+", choices=overlap_graphs.PARTS, default=["forward", "joint"])
+    parser.add_argument("--layers", nargs="+", type=int, metavar="L", help=f"{LAYERS}; the third: one graph alone")
+    parser.add_argument("--quick", action="store_true", help=f"layers {QUICK_LAYERS}")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="DIR", help="write a picture of each smallest graph, as traced and ours")
+    args = parser.parse_args(argv)
+    args.layers = args.layers or (QUICK_LAYERS if args.quick else LAYERS)
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

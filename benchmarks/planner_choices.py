@@ -1,0 +1,206 @@
+"""Does the planner pick the faster algorithm? Every one that can run, forced and interleaved, beside its choice.
+
+    fusedcomm tune && python -m benchmarks.planner_choices [--quick] [--json FILE]
+
+The shapes of the benches of the five ops, forward and decode, on 2 CPU ranks of one thread or, under torchrun, on GPUs.
+Where fewer than nine of ten rounds agree on the fastest, four times as many rounds are measured anew and decide.
+
+A choice is right if it is within 3 % of the fastest, which medians of one run differ by; the strict share, of choices
+that are the fastest by any margin, is printed too, and the same of the default numbers. Goals: 90 % right, and no
+choice that takes more than 1.15 times as long as the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.op_sweep import ALGORITHMS, DECODE_CALLS, DTYPES, TIMEOUT_S, sizes_of
+from fusedcomm.algorithms import planner
+from fusedcomm.bench import tune
+from fusedcomm.bench.problem import OpBench, RankData, Size
+from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.timing import ValuesDiffer, check_values, measure_rounds
+from fusedcomm.cost import model as cost
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.launch import launch, output
+from fusedcomm.launch.ranks import RankError
+from fusedcomm.runtime import members
+from fusedcomm.runtime.group import resolve
+
+EQUAL = 1.03
+RIGHT, WORST = 0.9, 1.15
+AGREED, MORE_ROUNDS = 0.9, 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds by algorithm, measured, and estimated with the numbers in use; choices with these and by default."""
+
+    op: str
+    rows: int
+    k: int
+    n: int
+    dtype: str
+    decode: bool
+    numbers: str
+    measured: dict[str, float]
+    estimated: dict[str, float]
+    choice: str
+    default_choice: str
+
+    def behind(self, choice: str) -> float:
+        """Time of ``choice`` over that of the fastest."""
+        return self.measured[choice] / min(self.measured.values())
+
+    def __str__(self) -> str:
+        times = "".join(
+            f"{self.measured[name] * 1e3:11.3f}{self.estimated[name] * 1e3:11.3f}" for name in self.measured
+        )
+        size = f"{self.op:22s}{self.rows:5d} {self.k:5d} {self.n:5d}  {self.dtype:9s}"
+        return f"{size}{times}  {self.choice:8s}{self.behind(self.choice):6.2f}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of choices with one set of numbers."""
+
+    numbers: str
+    right: float  # share within EQUAL
+    strict: float
+    worst: float
+
+    @staticmethod
+    def of(numbers: str, behind: Sequence[float]) -> Summary:
+        right = statistics.fmean(ratio <= EQUAL for ratio in behind)
+        return Summary(numbers, right, statistics.fmean(ratio == 1 for ratio in behind), max(behind))
+
+    @property
+    def met(self) -> bool:
+        return self.right >= RIGHT and self.worst <= WORST
+
+    def __str__(self) -> str:
+        goals = f"(goals {RIGHT:.0%} and {WORST}: {'' if self.met else 'not '}met)"
+        return (
+            f"{self.numbers:8s} numbers: right {self.right:.0%}, strictly {self.strict:.0%}, "
+            f"at worst {self.worst:.2f} times the fastest {goals}"
+        )
+
+
+# In every rank
+
+
+def measure_row(rank: int, bench: OpBench, size: Size, dtype: str, decode: bool, device_type: str, rounds: int) -> Row:
+    device, num_ranks = launch.rank_device(device_type), dist.get_world_size()
+    if decode and bench.cut == "rows":
+        size = replace(size, rows=size.rows * num_ranks)
+    size = bench.divisible(size, num_ranks)
+    data = RankData(bench, size, DTYPES[dtype], device)
+    ours = members.member(resolve(None)[1], device)
+    names = [name for name in ALGORITHMS[device_type] if name != "fused" or ours.topology.no_fused is None]
+    check_values({name: data.forced(name) for name in names}, data.check)
+    data.randomize()
+    calls = DECODE_CALLS if decode else 1
+    times = _decided({name: _repeated(data, name, calls) for name in names}, device, rounds)
+    exchange = tune.exchange_of(bench.op, size, num_ranks)
+    name, default = planner.dtype_name(DTYPES[dtype], device_type), cost.DEFAULTS[device_type]
+    used = ours.topology.constants or default
+    estimates = cost.estimate(bench.op, exchange, name, used)
+    return Row(
+        *(bench.op, size.rows, size.k, size.n, dtype, decode, used.source),
+        measured={name: seconds / calls for name, seconds in times.items()},
+        estimated={name: estimates[name] for name in names},
+        choice=data.plan().algorithm,
+        default_choice=_default_plan(bench.op, exchange, dtype, ours),
+    )
+
+
+def _decided(variants: dict[str, Callable[[], None]], device: torch.device, rounds: int) -> dict[str, float]:
+    """Medians, of more rounds where some do not settle which is the smallest; alike on all ranks."""
+    seconds = measure_rounds(variants, device, rounds=rounds, warmup=2)
+    table = torch.stack(list(seconds.values()))  # [variant, round]
+    fastest = table.median(1).values.argmin()
+    if float((table.argmin(0) == fastest).double().mean()) < AGREED:
+        seconds = measure_rounds(variants, device, rounds=MORE_ROUNDS * rounds)
+    return {name: float(each.median()) for name, each in seconds.items()}
+
+
+def _repeated(data: RankData, algorithm: str, calls: int) -> Callable[[], None]:
+    variant = data.forced(algorithm)
+
+    def repeated() -> None:
+        for _ in range(calls):
+            variant()
+
+    return repeated
+
+
+def _default_plan(op: str, exchange: Exchange, dtype: str, ours: members.Member) -> str:
+    untuned = replace(ours, topology=replace(ours.topology, constants=None))
+    return planner.plan(op, exchange, DTYPES[dtype], untuned).algorithm
+
+
+# In the process that prints
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    device_type = launch.default_device_type()
+    shapes = list(itertools.product((False, True), args.op, args.dtype))
+    rows: list[Row] = []
+    try:
+        with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S) as call:
+            for decode, op, dtype in shapes:
+                for size in sizes_of(PROGRAMS[op], "decode" if decode else "forward", args):
+                    row = call(measure_row, PROGRAMS[op], size, dtype, decode, device_type, args.rounds)
+                    if launch.is_rank_0():
+                        print(row if rows else f"{_heading(row)}\n{row}", flush=True)
+                        rows.append(row)
+    except (ValuesDiffer, RankError) as error:
+        print(f"bench_planner: {error}", file=sys.stderr)
+        return 1
+    if not launch.is_rank_0():
+        return 0
+    found = summaries(rows)
+    print("", *found, sep="\n")
+    if args.json:
+        facts = {"rounds": args.rounds, "rows": [asdict(row) for row in rows], "summaries": [asdict(s) for s in found]}
+        output.write_json(args.json, launch.run_facts() | facts)
+    return 0
+
+
+def summaries(rows: Sequence[Row]) -> list[Summary]:
+    numbers = rows[0].numbers
+    found = [Summary.of(numbers, [row.behind(row.choice) for row in rows])]
+    if numbers != cost.DEFAULT:
+        found.append(Summary.of(cost.DEFAULT, [row.behind(row.default_choice) for row in rows]))
+    return found
+
+
+def _heading(row: Row) -> str:
+    times = "".join(f"{name:>8s} ms{'estimated':>11s}" for name in row.measured)
+    size = f"{'op':22s}{'rows':>5s} {'K':>5s} {'N':>5s}  {'dtype':9s}"
+    return f"{row.numbers} numbers\n{size}{times}  {'choice':8s}{'behind':>6s}"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.planner_choices", description="Values are checked before timing.")
+    parser.add_argument("--quick", action="store_true", help="four shapes in place of all, of each op, dtype and mode")
+    parser.add_argument("--op", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--shape", nargs=3, type=int, metavar=("ROWS", "K", "N"), action="append", help="these instead")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", metavar="FILE")
+    parser.set_defaults(batch=0)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""How a call runs: decided from what all ranks know, so that all ranks decide alike.
+
+What cannot run is a rule, with its reason:
+
+    one rank                                            unfused     nothing to exchange
+    no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
+    one row does not fit a slot                         unfused     rounds are cut between rows
+    CPU                                                 not fused   it runs in Triton's interpreter, for tests
+    GPU, CUDA graph capture                             not chunked a graph would fix the slots that it copies to
+    GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
+
+Of the rest runs what `cost` estimates to be fastest, with the numbers that `fusedcomm tune` measured on this machine or
+with default ones; the reason says which. Decode sizes: less than 64 KiB per peer, or rows cut, fewer than 128 per rank.
+
+`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the estimate where the algorithm can run; like a capture, they must
+be the same on all ranks (chunked and fused can meet, either of them and unfused cannot).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from fusedcomm import env
+from fusedcomm.cost import model as cost
+from fusedcomm.cost.model import Constants
+from fusedcomm.geometry.exchange import FEW_ROWS, Exchange
+from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.topology import tf32_allowed
+
+log = logging.getLogger("fusedcomm")
+
+FORCED = "forced"
+SMALL_BYTES = 64 << 10  # of which a peer's part arrives in a few microseconds, a launch's time; not measured by us yet
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run. Equal on all ranks."""
+
+    op: str
+    algorithm: str
+    reason: str
+    slot_bytes: int = 0  # what one round needs
+    num_rounds: int = 0
+
+    def __str__(self) -> str:
+        rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
+        return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
+
+
+class force_algorithm:  # a function to its users: force_algorithm("fused"), or in a with statement
+    """Make every op of this process use ``name`` where it can run; None gives the choice back to the planner.
+
+    Where it cannot run, `unfused` runs for that reason, or with ``strict`` a RuntimeError is raised. Call it alike on
+    every rank. In a ``with`` statement the earlier setting comes back at the end.
+    """
+
+    current: tuple[str | None, bool] = (None, False)
+
+    def __init__(self, name: str | None, strict: bool = False) -> None:
+        if name is not None and name not in env.ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(env.ALGORITHMS)} or None, got {name!r}")
+        self.previous = force_algorithm.current
+        force_algorithm.current = (name, strict)
+
+    def __enter__(self) -> force_algorithm:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        force_algorithm.current = self.previous
+
+
+def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None) -> Plan:
+    """``member`` is None for a group of one rank."""
+    if member is None or exchange.group_size == 1:
+        return Plan(op, "unfused", "one rank: nothing to exchange")
+    name, strict = force_algorithm.current
+    name = name or member.topology.algorithm
+    reason = _reject_reason(name, exchange, dtype, member)
+    if reason is not None:
+        if strict and name not in (None, "unfused"):
+            raise RuntimeError(f"{op} cannot run as {name}: {reason}")
+        log_fallback(op, reason)
+        return Plan(op, "unfused", reason)
+    if name is not None:
+        algorithm, why = name, FORCED
+    else:
+        algorithm, why = _choose(op, exchange, dtype, member)
+    if algorithm == "unfused":
+        return Plan(op, "unfused", why)
+    slot_bytes, num_rounds = _rounds(exchange, dtype, member)
+    return Plan(op, algorithm, why, slot_bytes, num_rounds)
+
+
+def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
+    constants = member.topology.constants or cost.DEFAULTS[member.device.type]
+    kind = dtype_name(dtype, member.device.type)
+    if member.device.type == "cpu":
+        return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
+    if constants.source == cost.DEFAULT and (why := _decode(exchange, dtype)):
+        return "unfused", why
+    if torch.cuda.is_current_stream_capturing():
+        name, why = _fastest(op, exchange, kind, constants, ("fused", "unfused"))
+        return name, f"{why}; CUDA graph: not chunked"
+    return _fastest(op, exchange, kind, constants, ("fused", "chunked", "unfused"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(op: str, exchange: Exchange, dtype: str, constants: Constants, usable: tuple[str, ...]) -> tuple[str, str]:
+    """The one of ``usable`` that is estimated to be fastest, and the estimate beside that of the best alternative."""
+    estimates = cost.estimate(op, exchange, dtype, constants)
+    first, second, *_ = sorted(usable, key=lambda name: estimates[name])
+    other = "unfused" if first != "unfused" else second
+    times = f"estimated {_text(estimates[first])}, {other} {_text(estimates[other])}"
+    return first, f"{times}, {constants.source} numbers"
+
+
+def _decode(exchange: Exchange, dtype: torch.dtype) -> str | None:
+    if exchange.few_rows:
+        rows = exchange.num_rows // exchange.group_size
+        return f"{rows} rows per rank, fewer than {FEW_ROWS}: nothing to hide, default numbers"
+    num_bytes = exchange.chunk_numel * dtype.itemsize
+    if num_bytes < SMALL_BYTES:
+        return f"{num_bytes / 1024:.3g} KiB per peer, less than {SMALL_BYTES >> 10}: nothing to hide, default numbers"
+    return None
+
+
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def dtype_name(dtype: torch.dtype, device_type: str) -> str:
+    """As `cost` calls it."""
+    tf32 = dtype == torch.float32 and device_type == "cuda" and tf32_allowed()
+    return "tf32" if tf32 else _NAMES[dtype]
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Member) -> str | None:
+    """Why neither ``name`` nor, for None, any algorithm with a workspace can run these inputs; None if one can."""
+    topology = member.topology
+    if name == "unfused":
+        return None
+    if member.no_workspace is not None:
+        return member.no_workspace
+    row_bytes = exchange.row_numel * dtype.itemsize * exchange.group_size
+    if row_bytes > member.max_slot_bytes:
+        return (
+            f"one row for every peer takes {row_bytes} bytes, a slot has {member.max_slot_bytes}: "
+            f"FUSEDCOMM_WORKSPACE_BYTES={topology.workspace_bytes}"
+        )
+    capturing = member.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if name == "fused" and topology.no_fused is not None:
+        return topology.no_fused
+    if name == "chunked" and capturing:
+        return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"
+    return None
+
+
+def _rounds(exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[int, int]:
+    """Bytes of a slot and number of rounds; rounds are cut only where the workspace cap asks for it."""
+    peer_bytes = exchange.group_size * dtype.itemsize
+    if exchange.chunk_numel * peer_bytes <= member.max_slot_bytes:
+        return exchange.chunk_numel * peer_bytes, 1
+    return member.max_slot_bytes, len(exchange.rounds(member.max_slot_bytes // peer_bytes))
+
+
+_logged: set[tuple[str, str]] = set()
+
+
+def log_fallback(op: str, reason: str) -> None:
+    if (op, reason) not in _logged:
+        _logged.add((op, reason))
+        log.warning("%s runs unfused: %s", op, reason)

@@ -1,0 +1,73 @@
+"""all_gather -> views -> matmuls becomes one fusedcomm::all_gather_matmul; what else reads it gets its by-product."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.fuse import match_gather as gathered
+from fusedcomm.compile.fuse.match_gather import Gathered, Reader
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.collectives import Collective
+from fusedcomm.compile.graph.matmuls import Product
+from fusedcomm.compile.graph.rewrite import Rewriter
+from fusedcomm.compile.graph.views import value
+
+OP = "all_gather_matmul"
+KIND = "all_gather"
+
+
+@dataclass(frozen=True)
+class Match:
+    gathered: Gathered
+    reader: Reader  # what the first matmul multiplies
+    products: list[Product]  # all multiply the same rows
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [self.gathered.collective]
+
+
+def match(start: Node) -> Match:
+    """Raises CannotFuse."""
+    found = gathered.read(start)
+    (reader, first), *more = sorted(found.consumers(), key=lambda each: found.copies(each[0].layout))
+    products = [first]
+    for other, product in more:
+        shares = [f for dim in other.layout.dims for f in dim] == reader.layout.order
+        shares &= other.layout.shape == reader.layout.shape and product.batched == first.batched
+        nodes = {each.node for each in products}
+        independent = not any(gathered.depends_on(operand, nodes) for operand in product.operands)
+        if shares and independent and value(other.node).dtype == value(reader.node).dtype:
+            products.append(product)
+    return Match(found, reader, products)
+
+
+def rewrite(rewriter: Rewriter, match: Match) -> Node:
+    found, products, reader = match.gathered, match.products, match.reader
+    nodes, start = [product.node for product in products], found.collective.start
+    sent = found.sent_dims(reader.layout, products[0].batched)
+    others = found.others(nodes)
+    collectives.hoist([operand for product in products for operand in product.operands], start)
+    with rewriter.before(start, like=min(nodes)):
+        call = rewriter.call(
+            torch.ops.fusedcomm.all_gather_matmul.default,
+            found.sent(rewriter, sent.dims, value(reader.node).dtype),
+            [product.w(rewriter, sent.batch) for product in products],
+            [product.bias for product in products],
+            sent.gather_dim,
+            bool(others),
+            found.collective.group_size,
+            found.collective.group_name,
+        )
+        ys = rewriter.call(operator.getitem, call, 0)
+        results = [
+            (product.node, rewriter.reshape(rewriter.call(operator.getitem, ys, i), product.y.shape))
+            for i, product in enumerate(products)
+        ]
+        rearranged = found.rearranged(rewriter, call, reader.layout.order, others)
+    gathered.replace(found, results, rearranged)
+    return call

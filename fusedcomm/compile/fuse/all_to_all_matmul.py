@@ -1,0 +1,67 @@
+"""all_to_all_single -> views -> matmul becomes fusedcomm::all_to_all_matmul; what else reads it gets its by-product."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.fuse import match_gather as gathered
+from fusedcomm.compile.fuse.match_gather import Gathered, Reader
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.collectives import Collective
+from fusedcomm.compile.graph.matmuls import Product
+from fusedcomm.compile.graph.rewrite import Rewriter
+from fusedcomm.compile.graph.views import value
+
+OP = "all_to_all_matmul"
+KIND = "all_to_all"
+
+
+@dataclass(frozen=True)
+class Match:
+    gathered: Gathered
+    reader: Reader  # what the matmul multiplies
+    product: Product
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [self.gathered.collective]
+
+    @property
+    def products(self) -> list[Product]:
+        return [self.product]
+
+
+def match(start: Node) -> Match:
+    """Raises CannotFuse."""
+    found = gathered.read(start)
+    matches = [Match(found, reader, product) for reader, product in found.consumers()]
+    uncopied = [each for each in matches if not found.copies(each.reader.layout)]
+    return (uncopied or matches)[0]
+
+
+def rewrite(rewriter: Rewriter, match: Match) -> Node:
+    found, product, reader = match.gathered, match.product, match.reader
+    sent = found.sent_dims(reader.layout, product.batched)
+    others = found.others([product.node])
+    start = found.collective.start
+    collectives.hoist(product.operands, start)
+    with rewriter.before(start, like=product.node):
+        call = rewriter.call(
+            torch.ops.fusedcomm.all_to_all_matmul.default,
+            found.sent(rewriter, sent.dims, value(reader.node).dtype),
+            product.w(rewriter, sent.batch),
+            product.bias,
+            sent.gather_dim,
+            sent.scatter_dim,
+            bool(others),
+            found.collective.group_size,
+            found.collective.group_name,
+        )
+        y = rewriter.reshape(rewriter.call(operator.getitem, call, 0), product.y.shape)
+        rearranged = found.rearranged(rewriter, call, reader.layout.order, others)
+    gathered.replace(found, [(product.node, y)], rearranged)
+    return call

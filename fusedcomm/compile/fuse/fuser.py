@@ -1,0 +1,122 @@
+"""Collectives that stand beside matmuls become ops of ours: find, match, rewrite, over one graph."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.fuse import (
+    all_gather_matmul,
+    all_to_all_matmul,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+)
+from fusedcomm.compile.fuse.time_saved import saving_us
+from fusedcomm.compile.graph import collectives, normalize
+from fusedcomm.compile.graph.effects import writes_before_end
+from fusedcomm.compile.graph.layout import CannotFuse
+from fusedcomm.compile.graph.rewrite import Rewriter, erased, held_outputs
+from fusedcomm.compile.overlap import dependencies
+
+MODULES = (  # where two want one collective, the first takes it
+    matmul_all_to_all,
+    all_to_all_matmul,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+)
+OPS = tuple(module.OP for module in MODULES)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What has been rewritten: an op of ours for one or more collectives and their matmuls."""
+
+    op: str
+    node: Node
+    savings_us: dict[str, float]  # by the name of the collective's start
+    erased: tuple[str, ...]  # names of the nodes that have gone
+    created: tuple[Node, ...]
+
+
+class Fuser:
+    """Never breaks a graph: what cannot be done, for whatever reason, leaves it as it was, and ``reasons`` says why."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.rewriter = Rewriter(graph)
+        self.reasons: dict[str, list[str]] = {}  # by the name of the collective's start
+
+    def normalize(self, gathers: bool) -> bool:
+        """Whether anything has changed. ``gathers``: whether they too may become exchanges; see `normalize.find`."""
+        with held_outputs(self.graph):
+            found = self._try("normalize", normalize.find, self.graph, gathers) or []
+            starts = [self._try("normalize", normalize.rewrite, self.rewriter, exchange) for exchange in found]
+        return any(start is not None for start in starts)
+
+    def fuse(self, ops: Sequence[str] = OPS, reject: Callable[[Node], str | None] = lambda start: None) -> list[Fused]:
+        """``reject``: why a collective is to stay, or None."""
+        found = []
+        if writes_before_end(self.graph):
+            # an op reads its operands where the collective stands: they may be others by then
+            reject = _writes_in_place
+        with held_outputs(self.graph):
+            for module in MODULES:
+                if module.OP in ops:
+                    for start in collectives.find(self.graph, module.KIND):
+                        fused = self._try(module.OP, self._fuse, module, reject, start)
+                        found += [fused] if fused is not None else []
+            if found:
+                dependencies.sort(self.graph)
+        return found
+
+    def _fuse(self, module: ModuleType, reject: Callable[[Node], str | None], start: Node) -> Fused:
+        match = module.match(start)
+        for each in match.collectives:
+            reason = reject(each.start)
+            if reason is not None:
+                raise CannotFuse(reason)
+        savings = {each.start.name: saving_us(each, match.products) for each in match.collectives}
+        with erased() as names:
+            node = module.rewrite(self.rewriter, match)
+        return Fused(module.OP, node, savings, tuple(names), tuple(self.rewriter.created))
+
+    def _try(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
+        """None where it cannot be done, and the reason noted for the collective that args end with."""
+        reasons: list[str] = []
+        result = attempt(what, act, *args, reasons=reasons)
+        if reasons and isinstance(args[-1], Node):
+            self.reasons.setdefault(args[-1].name, []).append(*reasons)
+        return result
+
+
+def _writes_in_place(start: Node) -> str:
+    return "the graph writes in place"
+
+
+def attempt(what: str, act: Callable[..., Any], *args: Any, reasons: list[str] | None = None) -> Any:
+    """None where it cannot be done; ``reasons`` then gets why. What nobody expected is warned of once."""
+    try:
+        return act(*args)
+    except CannotFuse as reason:
+        text = f"{what}: {reason}"
+    except Exception as error:
+        text = f"{what}: {type(error).__name__}: {error}"
+        _warn_once(what, f"{type(error).__name__}: {error}")
+    if reasons is not None:
+        reasons.append(text)
+    return None
+
+
+@functools.cache
+def _warn_once(what: str, error: str) -> None:
+    warnings.warn(
+        f"fusedcomm.compile: {what} failed, and the graph is left as it was: {error}. Please report it", stacklevel=2
+    )

@@ -1,0 +1,202 @@
+"""What reads the result of an all_gather or all_to_all: matmuls that can consume it as it arrives, and the rest."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.collectives import Collective
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, product
+from fusedcomm.compile.graph.matmuls import MATMULS, Product, matmul, name_of
+from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, sizes
+from fusedcomm.compile.graph.views import advance, along, derived, path_back, value
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Reader:
+    """A node that has the elements of what arrives, and what reads it other than to rearrange them."""
+
+    node: Node
+    layout: Layout
+    users: list[Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SentDims:
+    """The dims in which an op takes x."""
+
+    dims: list[list[Factor]]
+    batch: list[list[Factor]]  # of a batched w
+    gather_dim: int
+    scatter_dim: int | None
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """One collective, what it sends, and everything that is made of what arrives."""
+
+    collective: Collective
+    x: Node  # what is sent, before any node that only rearranges it
+    x_layout: Layout
+    blocks: Factor  # of an all_gather: sources
+    sources: Factor
+    readers: list[Reader]
+
+    def consumers(self) -> list[tuple[Reader, Product]]:
+        """The matmuls that multiply what arrives, rows as rows."""
+        found, reasons = [], []
+        for reader in self.readers:
+            for user in reader.users:
+                try:
+                    found.append((reader, self._consumer(reader, user)))
+                except CannotFuse as reason:
+                    if user.target in MATMULS:
+                        reasons.append(str(reason))
+        if not found:
+            users = [name_of(user) for reader in self.readers for user in reader.users]
+            if not users:
+                raise CannotFuse("nothing reads what arrives")
+            raise CannotFuse(reasons[0] if reasons else f"what arrives goes to {', '.join(users[:3])}, not to a matmul")
+        return found
+
+    def _consumer(self, reader: Reader, user: Node) -> Product:
+        found = matmul(user)
+        if found.xs[0] is not reader.node:
+            raise CannotFuse("what arrives is the right operand of the matmul")
+        nodes = {each.node for each in self.readers}
+        if any(depends_on(operand, nodes) for operand in found.operands):
+            raise CannotFuse("the weight is computed from what arrives")
+        before, after = value(self.x).dtype, value(reader.node).dtype
+        if after.itemsize > before.itemsize:
+            raise CannotFuse("what arrives is cast to a larger dtype before the matmul")
+        if after != before and any(each.users and value(each.node).dtype != after for each in self.readers):
+            raise CannotFuse("what arrives is read both before and after a cast")
+        k = reader.layout.dims[-1]
+        order, sent = reader.layout.order, self.x_layout.order
+        if self.sources not in order:
+            raise CannotFuse("what arrives is rearranged across ranks")
+        if self.blocks is self.sources and self.sources in k[1:]:
+            raise CannotFuse("the gathered dim is in the middle of K")
+        if [f for f in order if f is not self.sources][-1:] != [f for f in sent if f is not self.blocks][-1:]:
+            raise CannotFuse("what arrives is transposed before the matmul")
+        return found
+
+    def sent_dims(self, received: Layout, batched: bool) -> SentDims:
+        """How the op sees x so that what it multiplies has the order of ``received``, [rows, K] or [batch, rows, K]."""
+        order = received.order
+        sent = self._sent_order(order)
+        before = dict(pairwise(order)).get(self.sources)
+        first_k = next((f for f in received.dims[-1] if f is not self.sources), None)
+        if before is None or first_k is None:
+            raise CannotFuse("the gathered dim is the innermost one")
+        breaks = [self.blocks, before]
+        if first_k is sent[0] or sent[sent.index(first_k) - 1] is not self.blocks:
+            breaks.append(first_k)
+        if batched:
+            breaks += [f for f in received.dims[-2] if f is not self.sources][:1]
+        dims = group_factors(sent, breaks)
+        num_lead = next(i for i, dim in enumerate(dims) if first_k in dim)
+        last_of_rows = before is first_k and self.sources not in received.dims[-1]
+        if num_lead == 0 or last_of_rows:
+            dims.insert(num_lead, [])  # of size 1: there must be a row, and what the sources are the rows of
+            num_lead += 1
+        batch = [[f for f in dim if f is not self.blocks] for dim in dims[: num_lead - 1]]
+        if batched and product(sizes(batch)) != received.shape[0]:
+            raise CannotFuse("the rows of a batched matmul are exchanged in parts")
+        firsts = [dim[0] if dim else None for dim in dims]
+        gather_dim = firsts.index(None if last_of_rows else before)
+        scatter_dim = firsts.index(self.blocks) if self.blocks is not self.sources else None
+        return SentDims(dims, batch, gather_dim, scatter_dim)
+
+    def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtype: torch.dtype) -> Node:
+        x = rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims))))
+        if value(x).dtype == dtype:
+            return x
+        return rewriter.call(torch.ops.prims.convert_element_type.default, x, dtype)
+
+    def copies(self, received: Layout) -> bool:
+        """Whether x must be rearranged for what arrives to have the order of ``received``."""
+        return self._sent_order(received.order) != self.x_layout.order
+
+    def _sent_order(self, received: list[Factor]) -> list[Factor]:
+        rest = [f for f in received if f is not self.sources]
+        order = self.x_layout.order
+        if self.blocks is self.sources:
+            return rest
+        if [f for f in order if f is not self.blocks] == rest:
+            return order
+        following = dict(pairwise(order)).get(self.blocks)
+        at = len(rest) if following is None else rest.index(following)
+        return [*rest[:at], self.blocks, *rest[at:]]
+
+    def others(self, fused: Iterable[Node]) -> list[Reader]:
+        """Who else reads what arrives: they read the op's by-product instead."""
+        fused = set(fused)
+        readers = [Reader(r.node, r.layout, [u for u in r.users if u not in fused]) for r in self.readers]
+        return [reader for reader in readers if reader.users]
+
+    @staticmethod
+    def rearranged(
+        rewriter: Rewriter, call: Node, order: list[Factor], others: Sequence[Reader]
+    ) -> list[tuple[Reader, Node]]:
+        """The by-product of an op's call, as each of ``others`` has it."""
+        if not others:
+            return []
+        by_product = rewriter.call(operator.getitem, call, 1)
+        return [(each, rewriter.result(rewriter.arrange(by_product, order, each.layout), each.node)) for each in others]
+
+
+def read(start: Node) -> Gathered:
+    """Raises CannotFuse."""
+    collective = collectives.read(start)
+    path = path_back(collective.sent, through_casts=False)
+    x_layout = Layout.of(value(path[0]).shape)
+    received, blocks, sources = collective.received(along(path, x_layout))
+    return Gathered(collective, path[0], x_layout, blocks, sources, _readers(collective.wait, received))
+
+
+def replace(gathered: Gathered, results: Iterable[tuple[Node, Node]], others: Iterable[tuple[Reader, Node]]) -> None:
+    """The op's results stand for the matmuls, and its by-product, rearranged, for what others read."""
+    for reader, node in others:
+        for user in reader.users:
+            user.replace_input_with(reader.node, node)
+    for node, result in results:
+        node.replace_all_uses_with(result)
+        erase_unused(node)
+    for reader in reversed(gathered.readers):
+        erase_unused(reader.node)
+
+
+def depends_on(node: Node, nodes: set[Node]) -> bool:
+    """Whether any of ``nodes`` leads to ``node``."""
+    first = min(nodes)
+    stack, seen = [node], set()
+    while stack:
+        node = stack.pop()
+        if node in nodes:
+            return True
+        if node not in seen and first < node:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return False
+
+
+def _readers(wait: Node, received: Layout) -> list[Reader]:
+    readers = [Reader(wait, received)]
+    for reader in readers:  # grows
+        for user, following in derived(reader.node):
+            try:
+                if following is None:
+                    raise CannotFuse("it computes")
+                readers.append(Reader(following, advance(following, reader.layout)))
+            except CannotFuse:
+                reader.users.append(user)
+    return readers

@@ -1,0 +1,49 @@
+"""A reduce_scatter or all_reduce of a matmul's result, or of the sum of several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.collectives import Collective
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
+from fusedcomm.compile.graph.matmuls import Product, check_single_use, producer
+from fusedcomm.compile.graph.views import along, follow, is_cast, path_back
+
+aten = torch.ops.aten
+REDUCE_OPS = ("sum", "avg")
+
+
+@dataclass(frozen=True)
+class Reduced:
+    collective: Collective
+    product: Product
+    bias: Node | None  # what is added once, after the reduction
+
+
+def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
+    """Also what arrives, with the nodes that only rearrange it; and the factor that tells the blocks apart."""
+    collective = collectives.read(start)
+    if collective.reduce_op not in REDUCE_OPS:
+        raise CannotFuse(f"reduce_op must be sum or avg, got {collective.reduce_op}")
+    path = path_back(collective.sent, through_casts=True)
+    product = producer(path[0], sums=True)
+    if any(is_cast(node) for node in path[1:]):
+        raise CannotFuse("the matmul's result is cast before it is reduced")
+    check_single_use(path, start)
+    sent = along(path, product.layout)
+    received, blocks = sent, Factor(1)
+    if collective.kind == "reduce_scatter":
+        received, blocks, _ = collective.received(sent)
+    bias = None if product.bias is None else _bias_of_all(product.bias, collective)
+    return Reduced(collective, product, bias), follow(collective.wait, received), blocks
+
+
+def _bias_of_all(bias: Node, collective: Collective) -> Node:
+    """b where every rank adds b / group_size before the sum, as DTensor writes a replicated bias."""
+    if bias.target is aten.div.Tensor and collective.reduce_op == "sum" and bias.args[1] == collective.group_size:
+        return bias.args[0]  # type: ignore[return-value]
+    raise CannotFuse("every rank adds its bias before the reduction")

@@ -1,0 +1,214 @@
+"""matmul -> views -> all_to_all_single -> views becomes fusedcomm::matmul_all_to_all.
+
+Several of them with the same x, as the linears of q, k and v, become one: its weight has theirs side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.fuse.match_gather import depends_on
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.collectives import Collective
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, quotient, size_of
+from fusedcomm.compile.graph.matmuls import MATMULS, Product, check_single_use, producer
+from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace, sizes
+from fusedcomm.compile.graph.views import along, follow, path_back, value
+
+OP = "matmul_all_to_all"
+KIND = "all_to_all"
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Part:
+    """One matmul and its exchange."""
+
+    collective: Collective
+    product: Product
+    blocks: Factor
+    sources: Factor
+    target: Node  # the last node that only rearranges what arrives
+    layout: Layout  # of target
+
+    @property
+    def before(self) -> Factor | None:
+        """What the sources are put before; None: they come last."""
+        order = self.layout.order
+        return dict(pairwise(order)).get(self.sources)
+
+    @property
+    def result(self) -> list[Factor]:
+        """The order in which the op writes: y's, without the blocks, and with the sources in their place."""
+        order = [f for f in self.product.y.order if f is not self.blocks]
+        at = len(order) if self.before is None else order.index(self.before)
+        return [*order[:at], self.sources, *order[at:]]
+
+    @property
+    def rows(self) -> list[Size]:
+        return [f.size for f in self.product.y.dims[-2]]
+
+    def like(self, other: Part) -> bool:
+        """Whether both can be one op: whole columns are exchanged, for the same rows."""
+        a, b = (
+            (
+                _same_as(part.product.xs[0]),
+                part.collective.group_name,
+                value(part.target).dtype,
+                part.product.bias is None,
+                part.rows,
+                next((i for i, f in enumerate(part.product.y.dims[-2]) if f is part.before), None),
+            )
+            for part in (self, other)
+        )
+        return a == b and a[-1] is not None and other.product.y.dims[-1][:1] == (other.blocks,)
+
+
+@dataclass(frozen=True)
+class Match:
+    parts: list[Part]
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [part.collective for part in self.parts]
+
+    @property
+    def products(self) -> list[Product]:
+        return [part.product for part in self.parts]
+
+
+def match(start: Node) -> Match:
+    """Raises CannotFuse."""
+    first = _part(start)
+    parts = [first]
+    if not first.product.batched and first.like(first):
+        for node in [user for x in _same_as(first.product.xs[0]) for user in x.users]:
+            other = _start_after(node)
+            if other is None or other is start:
+                continue
+            try:
+                part = _part(other)
+            except CannotFuse:
+                continue
+            nodes = {each.product.node for each in parts}
+            if first.like(part) and not any(depends_on(operand, nodes) for operand in part.product.operands):
+                parts.append(part)
+    return Match(parts)
+
+
+def rewrite(rewriter: Rewriter, match: Match) -> Node:
+    if len(match.parts) > 1:
+        return _rewrite_several(rewriter, match.parts)
+    (part,) = match.parts
+    product = part.product
+    breaks = [f for f in (part.blocks, part.before) if f is not None]
+    *batches, rows, columns = (group_factors(dim, breaks) for dim in product.y.dims)
+    batch = [dim for each in batches for dim in each]
+    if product.batched and len(rows) > 1:
+        raise CannotFuse("the rows of a batched matmul are exchanged in parts")
+    if part.before is None:
+        columns.append([])
+    with rewriter.before(part.collective.start, like=product.node):
+        x, w = product.x(rewriter, [*batch, *rows]), product.w(rewriter, batch)
+        y = _call(rewriter, part, x, w, product.bias, [*batch, *rows], columns)
+        out = rewriter.result(rewriter.arrange(y, part.result, part.layout), part.target)
+    replace(part.target, out)
+    return y
+
+
+def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
+    first, group_size = parts[0], parts[0].collective.group_size
+    rows = group_factors(first.product.y.dims[-2], [f for f in (first.before,) if f is not None])
+    widths = [quotient(part.product.y.shape[-1], group_size) for part in parts]  # of one rank's block
+    total = sum(width for width in widths if width is not None)
+    start = min(part.collective.start for part in parts)
+    collectives.hoist([operand for part in parts for operand in part.product.operands], start)
+    with rewriter.before(start, like=first.product.node):
+        w = _side_by_side(rewriter, [part.product.ws[0] for part in parts], group_size)
+        bias = None
+        if first.product.bias is not None:
+            blocks = [rewriter.reshape(part.product.bias, [group_size, -1]) for part in parts]  # type: ignore[arg-type]
+            bias = rewriter.reshape(rewriter.call(aten.cat.default, blocks, 1), [group_size * total])
+        width = Factor(total)
+        y = _call(rewriter, first, first.product.x(rewriter, rows), w, bias, rows, [[first.blocks], [width]])
+        outs, end = [], 0
+        for part, width_of_part in zip(parts, widths, strict=True):
+            begin, end = end, end + width_of_part  # type: ignore[operator]
+            own = rewriter.call(aten.slice.Tensor, y, len(rows) + 1, begin, end)
+            outs.append(rewriter.result(rewriter.arrange(own, part.result, part.layout), part.target))
+    for part, out in zip(parts, outs, strict=True):
+        replace(part.target, out)
+    return y
+
+
+def _call(
+    rewriter: Rewriter,
+    part: Part,
+    x: Node,
+    w: Node,
+    bias: Node | None,
+    rows: list[list[Factor]],
+    columns: list[list[Factor]],
+) -> Node:
+    firsts = [dim[0] if dim else None for dim in (*rows, *columns)]
+    return rewriter.call(
+        torch.ops.fusedcomm.matmul_all_to_all.default,
+        x,
+        w,
+        bias,
+        sizes(columns) if len(columns) > 1 else None,
+        len(firsts) - 1 if part.before is None else firsts.index(part.before),
+        firsts.index(part.blocks),
+        part.collective.group_size,
+        part.collective.group_name,
+    )
+
+
+def _side_by_side(rewriter: Rewriter, ws: Sequence[Node], group_size: int) -> Node:
+    """[K, R * sum of widths]: each rank's block has its columns of every w. As nn.Linear's weights lie, if those do."""
+    k = size_of(value(ws[0]).shape[0])
+    if all(value(w).stride(0) == 1 for w in ws):
+        rows = [rewriter.call(aten.permute.default, w, [1, 0]) for w in ws]
+        blocks = [rewriter.call(aten.reshape.default, row, [group_size, -1, k]) for row in rows]
+        joined = rewriter.call(aten.reshape.default, rewriter.call(aten.cat.default, blocks, 1), [-1, k])
+        return rewriter.call(aten.permute.default, joined, [1, 0])
+    blocks = [rewriter.call(aten.reshape.default, w, [k, group_size, -1]) for w in ws]
+    return rewriter.call(aten.reshape.default, rewriter.call(aten.cat.default, blocks, 2), [k, -1])
+
+
+def _part(start: Node) -> Part:
+    collective = collectives.read(start)
+    path = path_back(collective.sent, through_casts=True)
+    product = producer(path[0])
+    check_single_use(path, start)
+    if any(value(b).dtype.itemsize < value(a).dtype.itemsize for a, b in pairwise(path)):
+        raise CannotFuse("the matmul's result is rounded to a smaller dtype before it is sent")
+    received, blocks, sources = collective.received(along(path, product.layout))
+    candidates = follow(collective.wait, received)
+    if sources.parts:
+        raise CannotFuse("what arrives is rearranged across ranks")
+    parts = [Part(collective, product, blocks, sources, *candidate) for candidate in candidates]
+    written = [part for part in parts if part.result == part.layout.order]  # no copy after the op
+    return (written or parts)[-1]
+
+
+def _same_as(x: Node) -> list[Node]:
+    """x, and the same view written again: graphs for inference repeat it for each linear."""
+    if x.target is not aten.reshape.default or not isinstance(origin := x.args[0], Node):
+        return [x]
+    return [user for user in origin.users if user.target is x.target and user.args == x.args]
+
+
+def _start_after(node: Node) -> Node | None:
+    """The all_to_all to which node, a matmul, leads and nothing else."""
+    if node.target not in MATMULS:
+        return None
+    last = follow(node, Layout.of(value(node).shape))[-1][0]
+    user = next(iter(last.users)) if len(last.users) == 1 else None
+    return user if user is not None and collectives.kind_of(user) == KIND else None

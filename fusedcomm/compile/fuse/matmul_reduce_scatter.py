@@ -1,0 +1,73 @@
+"""matmul -> views -> reduce_scatter becomes fusedcomm::matmul_reduce_scatter; a sum of matmuls, one over a longer K."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.fuse import match_reduce as reduced
+from fusedcomm.compile.fuse.match_reduce import Reduced
+from fusedcomm.compile.graph.collectives import Collective
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
+from fusedcomm.compile.graph.matmuls import Product
+from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace
+
+OP = "matmul_reduce_scatter"
+KIND = "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Match:
+    reduced: Reduced
+    blocks: Factor
+    target: Node  # the last node that only rearranges what arrives
+    layout: Layout  # of target
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [self.reduced.collective]
+
+    @property
+    def products(self) -> list[Product]:
+        return [self.reduced.product]
+
+
+def match(start: Node) -> Match:
+    """Raises CannotFuse."""
+    found, received, blocks = reduced.read(start)
+    product = found.product
+    columns = product.y.dims[-1]
+    if blocks in columns[1:]:
+        raise CannotFuse("what is scattered is in the middle of N")
+    if blocks in columns and found.bias is not None:
+        raise CannotFuse("N is scattered, and the bias is added before")
+    rest = [f for f in product.y.order if f is not blocks]
+    written = [each for each in received if each[1].order == rest]  # no copy after the op
+    return Match(found, blocks, *(written or received)[-1])
+
+
+def rewrite(rewriter: Rewriter, match: Match) -> Node:
+    product, collective = match.reduced.product, match.reduced.collective
+    *batches, rows, columns = product.y.dims
+    lead = [dim for each in batches for dim in group_factors(each, [match.blocks])]
+    row_dims = group_factors(rows, [match.blocks])
+    if product.batched and len(row_dims) > 1:
+        raise CannotFuse("the rows of a batched matmul are scattered in parts")
+    dims = [*lead, *row_dims, list(columns)]
+    with rewriter.before(collective.start, like=product.node):
+        y = rewriter.call(
+            torch.ops.fusedcomm.matmul_reduce_scatter.default,
+            product.x(rewriter, [*lead, *row_dims]),
+            product.w(rewriter, lead),
+            match.reduced.bias,
+            collective.reduce_op,
+            [dim[0] if dim else None for dim in dims].index(match.blocks),
+            collective.group_size,
+            collective.group_name,
+        )
+        order = [f for f in product.y.order if f is not match.blocks]
+        out = rewriter.result(rewriter.arrange(y, order, match.layout), match.target)
+    replace(match.target, out)
+    return y

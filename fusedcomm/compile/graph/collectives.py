@@ -1,0 +1,150 @@
+"""Functional collectives in a graph: a start, its wait, and what they do to a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
+from fusedcomm.compile.graph.views import block, value
+from fusedcomm.runtime import group
+
+functional = torch.ops._c10d_functional
+POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
+WAITS = ("wait_tensor", "wait_tensors")  # the second, which torch 2.11 to 2.13 lack, is of coalesced collectives
+
+# per start: our name for it, and where its group_name stands
+STARTS = {
+    functional.all_to_all_single.default: ("all_to_all", 3),
+    functional.all_gather_into_tensor.default: ("all_gather", 2),
+    functional.reduce_scatter_tensor.default: ("reduce_scatter", 3),
+    functional.all_reduce.default: ("all_reduce", 2),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective. ``wait`` is its result."""
+
+    kind: str
+    start: Node
+    wait: Node
+    group_size: int
+    group_name: str
+    reduce_op: str | None = None
+
+    @property
+    def sent(self) -> Node:
+        return self.start.args[0]  # type: ignore[return-value]
+
+    def received(self, sent: Layout) -> tuple[Layout, Factor, Factor]:
+        """The result's layout, and the factors by which the blocks of what is sent, and the sources, are told apart."""
+        sources = Factor(self.group_size)
+        if self.kind == "all_gather":
+            return sent.insert(0, sources), sources, sources
+        blocks = block(sent, self.group_size)
+        received = sent.without(blocks)
+        if self.kind == "reduce_scatter":
+            return received, blocks, blocks
+        return received.insert(0, sources), blocks, sources
+
+
+def kind_of(node: Node) -> str | None:
+    """What kind of collective node starts; any that torch has, whether we can fuse it or not."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if node.target in STARTS:
+        return STARTS[node.target][0]
+    namespace, name = node.target._schema.name.split("::")
+    if name == "shard_dim_alltoall" and namespace == "_dtensor":
+        return "all_to_all"
+    if namespace == "_c10d_functional" and name not in (*WAITS, "_wrap_tensor_autograd"):
+        return name
+    return None
+
+
+def find(graph: Graph, kind: str) -> list[Node]:
+    return [
+        node
+        for target, (name, _) in STARTS.items()
+        if name == kind
+        for node in graph.find_nodes(op="call_function", target=target)
+    ]
+
+
+def read(start: Node) -> Collective:
+    """Raises CannotFuse where it is not one that an op of ours could stand for."""
+    kind, at = STARTS[start.target]  # type: ignore[index]
+    if start.kwargs:
+        raise CannotFuse("its arguments are given by name")
+    users = list(start.users)
+    if len(users) != 1 or users[0].target is not functional.wait_tensor.default:
+        raise CannotFuse("its result is not waited for by one wait_tensor")
+    group_name = start.args[at]
+    if not isinstance(group_name, str):
+        raise CannotFuse("its group is not known when the graph is compiled")
+    group_size = size_of_group(group_name)
+    if group_size == 1:
+        raise CannotFuse("its group has one rank: nothing is exchanged")
+    if kind == "all_to_all":
+        _check_even_splits(start, group_size)
+    reduce_op = start.args[1] if kind in ("reduce_scatter", "all_reduce") else None
+    return Collective(kind, start, users[0], group_size, group_name, reduce_op)  # type: ignore[arg-type]
+
+
+def hoist(nodes: Iterable[Node], start: Node) -> None:
+    """Move nodes, and what they are computed from, before start, which an op that reads them is to stand for.
+
+    So that the op keeps start's place among the other collectives, which all ranks must keep; unless nodes wait for one
+    of those themselves.
+    """
+    late: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in late and start < node and node.op != "placeholder":
+            late.add(node)
+            stack += node.all_input_nodes
+    if not any(getattr(node.target, "_opname", None) in WAITS for node in late):
+        for node in sorted(late):
+            start.prepend(node)
+
+
+def size_of_group(group_name: str) -> int:
+    """Raises CannotFuse."""
+    try:
+        return group.find(group_name).size()
+    except ValueError:
+        raise CannotFuse("its group is not known when the graph is compiled") from None
+
+
+def rank_in(group_name: str) -> int:
+    return group.find(group_name).rank()
+
+
+def memberships() -> list[tuple[str, int, list[int]]]:
+    """Name, this rank's index and the ranks of every group: what graphs of one code can differ in between processes."""
+    groups = (pg for pg in c10d._world.pg_map if pg.rank() >= 0)
+    return sorted((pg.group_name, pg.rank(), c10d.get_process_group_ranks(pg)) for pg in groups)
+
+
+def _check_even_splits(start: Node, group_size: int) -> None:
+    rows = value(start.args[0]).shape[0]  # type: ignore[arg-type]
+    for splits in start.args[1:3]:
+        values = [_size_of(s) for s in splits]  # type: ignore[union-attr]
+        if len(set(values)) > 1 or len(values) != group_size or values[0] * group_size != size_of(rows):
+            raise CannotFuse("its splits are not known to be even")
+
+
+def _size_of(split: Any) -> Any:
+    if isinstance(split, Node):
+        split = split.meta["val"]
+    if isinstance(split, Tensor):
+        raise CannotFuse("its splits are not known when the graph is compiled")
+    return size_of(split)

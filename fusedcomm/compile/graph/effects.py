@@ -1,0 +1,61 @@
+"""What nodes do beyond computing their results: writes to memory, random numbers, checks and prints."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.graph.collectives import POINT_TO_POINT, kind_of
+
+
+def is_builtin(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__module__", "") in ("_operator", "math")
+
+
+def has_effects(node: Node) -> bool:
+    """Beyond memory: random numbers, checks and prints stay in the order of the program, and its inputs in theirs."""
+    if node.op in ("get_attr", "output"):
+        return False
+    if node.op != "call_function":
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        if kind_of(node) is not None or node.target._schema.name.startswith("_c10d_functional::wait"):
+            return False
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            return True
+        if node.target._schema.is_mutable:
+            return False
+        return node.is_impure()
+    return not is_builtin(node)  # a higher-order op may draw random numbers inside
+
+
+def has_messages(nodes: Iterable[Node]) -> bool:
+    """From point to point: the peer's graph is another, so no plan is common to both, and none may be made."""
+    return any(kind_of(node) in POINT_TO_POINT for node in nodes)
+
+
+def writes_before_end(graph: Graph) -> bool:
+    """Whether any node but the last ones writes to memory; AOTAutograd leaves such writes at the end only."""
+    wrote = False
+    for node in graph.nodes:
+        if is_write(node):
+            wrote = True
+        elif wrote and node.op != "output":
+            return True
+    return False
+
+
+def is_write(node: Node) -> bool:
+    if node.op in ("call_method", "call_module"):
+        return True  # as far as can be told
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, HigherOrderOperator):
+        return node.target.name().endswith("mutation")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable and node.target._schema.name != "_c10d_functional::wait_tensor"
+    return node.target is operator.setitem

@@ -1,0 +1,140 @@
+"""Matmuls in a graph: their operands, and the layout of their result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
+from fusedcomm.compile.graph.rewrite import Rewriter, returned, sizes
+from fusedcomm.compile.graph.split_cat import joined_by
+from fusedcomm.compile.graph.views import along, path_back, value
+
+aten = torch.ops.aten
+
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+BATCHED = {aten.bmm.default, aten.baddbmm.default}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Product:
+    """``node = sum(x @ w for x, w in zip(xs, ws)) + bias``: several where a sum of matmuls is one, over a longer K."""
+
+    node: Node  # what has the sum as its value, in the order of y
+    xs: tuple[Node, ...]
+    ws: tuple[Node, ...]
+    bias: Node | None
+    y: Layout  # [M, N] or [batch, M, N] of one matmul
+    layout: Layout  # of node
+
+    @property
+    def batched(self) -> bool:
+        return len(self.y.dims) == 3
+
+    @property
+    def operands(self) -> list[Node]:
+        """But for x."""
+        return [*self.ws, *([] if self.bias is None else [self.bias])]
+
+    def x(self, rewriter: Rewriter, rows: list[list[Factor]]) -> Node:
+        """x with its leading dims as given."""
+        x = self.xs[0] if len(self.xs) == 1 else rewriter.call(aten.cat.default, list(self.xs), -1)
+        return rewriter.reshape(x, [*sizes(rows), size_of(value(x).shape[-1])])
+
+    def w(self, rewriter: Rewriter, batches: list[list[Factor]]) -> Node:
+        if len(self.ws) > 1:
+            return rewriter.call(aten.cat.default, list(self.ws), -2)
+        w = self.ws[0]
+        return rewriter.reshape(w, [*sizes(batches), *map(size_of, value(w).shape[-2:])]) if self.batched else w
+
+
+def matmul(node: Node) -> Product:
+    """Of mm, addmm, bmm, baddbmm. Raises CannotFuse where it is none that an op of ours computes."""
+    if node.op != "call_function" or node.target not in MATMULS:
+        raise CannotFuse(f"what is exchanged is not the result of a matmul but of {name_of(node)}")
+    *bias, x, w = node.args
+    if any(node.kwargs.get(scale, 1) != 1 for scale in ("alpha", "beta")):
+        raise CannotFuse(f"{name_of(node)} scales its operands")
+    dtype = value(node).dtype
+    if dtype not in DTYPES or value(x).dtype != dtype:  # type: ignore[arg-type]
+        raise CannotFuse(f"the matmul's dtype is {dtype}, and must be float32, float16 or bfloat16")
+    y = Layout.of(value(node).shape)
+    return Product(node, (x,), (w,), _bias(bias[0], node) if bias else None, y, y)  # type: ignore[arg-type]
+
+
+def producer(node: Node, sums: bool = False) -> Product:
+    """The product that node is: of one matmul, with a bias or not; with ``sums`` also the sum of several."""
+    if node.op == "call_function" and node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
+        a, b = node.args
+        if isinstance(a, Node) and isinstance(b, Node):
+            if (biased := _with_bias(node, a, b) or _with_bias(node, b, a)) is not None:
+                return biased
+            if sums and value(a).shape == value(b).shape == value(node).shape:
+                return _sum(node, *(_branch(operand, node) for operand in (a, b)))
+    return matmul(node)
+
+
+def _branch(node: Node, user: Node) -> Product:
+    """What node is, where nothing but user needs it."""
+    path = path_back(node, through_casts=False)
+    found = producer(path[0], sums=True)
+    check_single_use(path, user)
+    return Product(found.node, found.xs, found.ws, found.bias, found.y, along(path, found.layout))
+
+
+def check_single_use(path: list[Node], user: Node) -> None:
+    """Nothing reads the path's nodes but the next one, and user the last."""
+    for node, follower in zip(path, [*path[1:], user], strict=True):
+        others = [u for u in node.users if u is not follower and joined_by(u) is not follower]
+        if others:
+            raise CannotFuse(f"the matmul's result is also {_used_by(others[0])}")
+
+
+def _sum(node: Node, a: Product, b: Product) -> Product:
+    if a.bias is not None or b.bias is not None or a.batched or b.batched:
+        raise CannotFuse("it is the sum of matmuls with biases or batches")
+    if a.y.shape != b.y.shape or [f.size for f in a.layout.order] != [f.size for f in b.layout.order]:
+        raise CannotFuse("it is the sum of matmuls of different shapes")
+    if a.layout.order != a.y.order or b.layout.order != b.y.order:
+        raise CannotFuse("it is the sum of transposed matmuls")
+    return Product(node, a.xs + b.xs, a.ws + b.ws, None, a.y, a.layout)
+
+
+def _with_bias(node: Node, operand: Node, bias: Node) -> Product | None:
+    """operand is a matmul's result, viewed, and bias one number per column."""
+    if value(bias).ndim != 1 or value(node).shape != value(operand).shape or value(node).dtype != value(bias).dtype:
+        return None
+    path = path_back(operand, through_casts=False)
+    if path[0].target not in MATMULS:
+        return None
+    found = matmul(path[0])
+    layout = along(path, found.layout)
+    if found.bias is not None or list(layout.dims[-1]) != list(found.y.dims[-1]):
+        return None
+    check_single_use(path, node)
+    return Product(node, found.xs, found.ws, bias, found.y, layout)
+
+
+def _bias(bias: Node, node: Node) -> Node:
+    if value(bias).ndim != 1 or value(bias).shape[0] != value(node).shape[-1]:
+        raise CannotFuse(f"what {name_of(node)} adds is not one number per column")
+    if value(bias).dtype != value(node).dtype:
+        raise CannotFuse("the bias has another dtype than the matmul")
+    return bias
+
+
+def _used_by(user: Node) -> str:
+    if user.op == "output" or user.target is returned:
+        return "returned by the function, or kept for its backward"
+    return f"used by {name_of(user)}"
+
+
+def name_of(node: Node) -> str:
+    if node.target is returned:
+        return "the caller"
+    if node.op in ("placeholder", "output"):
+        return {"placeholder": "an input", "output": "the caller"}[node.op]
+    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))

@@ -1,0 +1,135 @@
+"""`shard_dim_alltoall`, and all_gather + own part as torch's DTensor writes it on CPU, become `all_to_all_single`.
+
+The exchange then sends each rank's part only, R times less than a gather, and the other passes know it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.collectives import functional
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
+from fusedcomm.compile.graph.rewrite import Rewriter, replace
+from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of, split_dim
+from fusedcomm.compile.graph.views import follow, value
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rank p gets block p of x; what arrives is told apart by ``sources``."""
+
+    x: Node
+    blocks: Factor
+    sources: Factor
+    before: Layout  # of x
+    after: Layout  # of the node that becomes it
+    node: Node
+    start: Node  # before which it is written
+    group_name: str
+
+
+def find(graph: Graph, gathers: bool) -> list[Exchange]:
+    """``gathers``: also gathers of which each rank keeps its own part, as DTensor writes them on CPU meshes.
+
+    By one rank's graph a program in which every rank keeps, say, part 0 looks alike on rank 0. So gather and part must
+    come from one call of the program (`from_one_call`), as they do in `DTensor.redistribute`. And where this rank is in
+    several groups of that size, the part can be its own in another of them; those gathers stay, on all ranks of a mesh.
+    """
+    found = []
+    for node in [*_shard_dim_alltoalls(graph), *(collectives.find(graph, "all_gather") if gathers else [])]:
+        try:
+            found.append(_of_gather(node) if node.target in collectives.STARTS else _of_shard_dim_alltoall(node))
+        except CannotFuse:
+            continue
+    return [exchange for exchange in found if exchange is not None]
+
+
+def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:
+    """Returns the start of the all_to_all_single."""
+    blocks, sources, rest = exchange.blocks, exchange.sources, exchange.before.without(exchange.blocks)
+    sent = Layout(((blocks,), *rest.dims))
+    received = Layout(((sources,), *rest.dims))
+    with rewriter.before(exchange.start, like=exchange.node):
+        x = rewriter.arrange(exchange.x, exchange.before.order, sent)
+        x = rewriter.contiguous(x)
+        splits = [1] * blocks.size
+        start = rewriter.call(functional.all_to_all_single.default, x, splits, splits, exchange.group_name)
+        wait = rewriter.call(functional.wait_tensor.default, start)
+        result = rewriter.arrange(wait, received.order, exchange.after)
+        if value(exchange.node).is_contiguous():
+            result = rewriter.contiguous(result)
+    replace(exchange.node, result)
+    return start
+
+
+def _shard_dim_alltoalls(graph: Graph) -> list[Node]:
+    if not hasattr(torch.ops._dtensor, "shard_dim_alltoall"):  # torch.distributed.tensor is not imported: none here
+        return []
+    return list(graph.find_nodes(op="call_function", target=torch.ops._dtensor.shard_dim_alltoall.default))
+
+
+def _of_shard_dim_alltoall(node: Node) -> Exchange:
+    x, gather_dim, scatter_dim, group_name = args_of(node)
+    before = Layout.of(value(x).shape)
+    group_size = collectives.size_of_group(group_name)
+    blocks, sources = before.leading(scatter_dim % len(before.dims), group_size), Factor(group_size)
+    after = before.without(blocks).insert(gather_dim % len(before.dims), sources)
+    return Exchange(x, blocks, sources, before, after, node, node, group_name)
+
+
+def _of_gather(start: Node) -> Exchange | None:
+    """Of the gather's result nothing is used but the part that an all_to_all would have brought."""
+    gather = collectives.read(start)
+    if value(gather.sent).device.type != "cpu":
+        return None
+    before = Layout.of(value(gather.sent).shape)
+    received, _, sources = gather.received(before)
+    node, layout = follow(gather.wait, received)[-1]
+    if len(node.users) != 1:
+        return None
+    own = part_of(next(iter(node.users)), gather.group_size)
+    if own is None or own[2] != collectives.rank_in(gather.group_name) or _has_other_of_size(gather.group_name):
+        return None
+    part, dim, _ = own
+    blocks = layout.leading(dim, gather.group_size)
+    if blocks is sources or not from_one_call(start, part):
+        return None
+    return Exchange(gather.sent, blocks, sources, before, layout.without(blocks), part, start, gather.group_name)
+
+
+def from_one_call(a: Node, b: Node) -> bool:
+    """Whether both are what one node of the graph that dynamo traced has become, in the forward or the backward."""
+    stacks = [node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or [] for node in (a, b)]
+    names = [[name for name, _ in stack] for stack in stacks]
+    return names[0] == names[1] != []
+
+
+def _has_other_of_size(group_name: str) -> bool:
+    """Whether this rank is in groups of as many ranks that are not the same ones."""
+    ranks = {name: members for name, _, members in collectives.memberships()}
+    own = ranks[group_name]
+    return any(len(members) == len(own) and set(members) != set(own) for members in ranks.values())
+
+
+def part_of(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
+    """(node, dim, index) of the one part of num_parts equal ones that is used."""
+    if user.target in SPLITS and len(user.users) == 1 and len(user.meta["val"]) == num_parts:
+        part = next(iter(user.users))
+        dim = split_dim(user)
+        if part.target is operator.getitem and len({size_of(p.shape[dim]) for p in user.meta["val"]}) == 1:
+            return part, dim, args_of(part)[1]
+    if user.target is SLICE and len(user.args) == 4:
+        x, dim, begin, end = args_of(user)
+        size = size_of(value(x).shape[dim])
+        if isinstance(begin, int) and isinstance(end, int) and isinstance(size, int) and size % num_parts == 0:
+            index, rest = divmod(begin, size // num_parts)
+            if rest == 0 and min(end, size) - begin == size // num_parts:
+                return user, dim % value(x).ndim, index
+    return None

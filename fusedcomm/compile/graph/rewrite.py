@@ -1,0 +1,214 @@
+"""New nodes in a graph, with the metadata that later passes need; taken back if what they are made for fails."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map
+
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, hint, product, size_of
+
+aten = torch.ops.aten
+_erased: list[str] | None = None
+_INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "recompute")
+
+
+class Rewriter:
+    """Adds nodes before one place of a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.created: list[Node] = []  # by the last `before`
+        self._like: Node | None = None
+        self._symbols: dict[sympy.Expr, Node] | None = None
+
+    @contextmanager
+    def before(self, node: Node, like: Node) -> Iterator[None]:
+        """New nodes stand before ``node`` and say that they come from where ``like`` does. All or none are added."""
+        self.created, self._like = [], like
+        try:
+            with self.graph.inserting_before(node):
+                yield
+        except Exception:
+            for created in reversed(self.created):
+                self.graph.erase_node(created)
+            self._symbols = None
+            raise
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call whose sizes may be symbolic."""
+        args = tree_map(lambda a: self.size(a) if isinstance(a, sympy.Expr) else a, args)
+        node = self.graph.call_function(target, args, kwargs)
+        self.created.append(node)
+        fake_args, fake_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
+        mode = torch._guards.detect_fake_mode(fake_args)
+        if mode is None:
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        else:
+            with mode:
+                node.meta["val"] = target(*fake_args, **fake_kwargs)
+        if self._like is not None:
+            node.meta.update({key: self._like.meta[key] for key in _INHERITED if key in self._like.meta})
+        return node
+
+    def size(self, size: Size) -> int | Node:
+        """A node whose value is size."""
+        if isinstance(size, int) or size.is_Integer:
+            return int(size)
+        if self._symbols is None:
+            self._symbols = {}
+            for node in self.graph.nodes:
+                val = node.meta.get("val")
+                if isinstance(val, torch.SymInt) and not isinstance(size_of(val), int):
+                    self._symbols.setdefault(size_of(val), node)
+        if size not in self._symbols:
+            if not isinstance(size, sympy.Mul):
+                raise CannotFuse(f"no node of the graph has the size {size}")
+            first, *others = size.args
+            node = self.size(first)
+            for other in others:
+                node = self.call(operator.mul, node, self.size(other))
+            self._symbols[size] = node  # type: ignore[assignment]
+        return self._symbols[size]
+
+    def reshape(self, node: Node, shape: Sequence[Size]) -> Node:
+        if [size_of(s) for s in node.meta["val"].shape] == list(shape):
+            return node
+        return self.call(aten.reshape.default, node, list(shape))
+
+    def arrange(self, node: Node, order: Sequence[Factor], layout: Layout) -> Node:
+        """node, which has the factors in that order, in the given layout."""
+        runs = consecutive(order, layout.order)
+        if len(runs) > 1:
+            now = sorted(runs, key=lambda run: list(order).index(run[0]))
+            node = self.reshape(node, sizes(now))
+            node = self._permute(node, [now.index(run) for run in runs])
+        return self.reshape(node, layout.shape)
+
+    def contiguous(self, node: Node) -> Node:
+        if node.meta["val"].is_contiguous():
+            return node
+        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def result(self, new: Node, old: Node) -> Node:
+        """new, to stand for old: cast to its dtype, and laid out as it is where the user sees that."""
+        like, val = old.meta["val"], new.meta["val"]
+        if val.dtype != like.dtype:
+            new = self.call(torch.ops.prims.convert_element_type.default, new, like.dtype)
+        if val.stride() == like.stride() or not _is_visible(old):
+            return new
+        order = sorted(range(like.ndim), key=lambda d: -hint(like.stride(d)))
+        back = [order.index(d) for d in range(like.ndim)]
+        new = self.call(aten.clone.default, self._permute(new, order), memory_format=torch.contiguous_format)
+        return self._permute(new, back)
+
+    def _permute(self, node: Node, dims: list[int]) -> Node:
+        return node if dims == sorted(dims) else self.call(aten.permute.default, node, dims)
+
+
+@contextmanager
+def held_outputs(graph: Graph) -> Iterator[None]:
+    """Each result held by a node of its own: to replace one argument of the output node means to look at all."""
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        held = {node: graph.call_function(returned, (node,)) for node in output.all_input_nodes}
+    output.args = map_arg(output.args, held.__getitem__)
+    try:
+        yield
+    finally:
+        output.args = map_arg(output.args, lambda holder: holder.args[0])
+        for holder in held.values():
+            graph.erase_node(holder)
+
+
+def returned(result: Any) -> Any:
+    """Stands for the output node, as a user of one of its arguments, while passes run."""
+    return result
+
+
+def _is_visible(node: Node) -> bool:
+    """Whether node, or a view of it, is what the user's function returns."""
+    (output,) = node.graph.find_nodes(op="output")
+    visible = output.meta.get("user_visible_output_idxs")
+    if visible is None:  # not Inductor's graph, whose views copy where they must
+        return True
+    results = {output.args[0][i].args[0] for i in visible}  # type: ignore[index]
+    views = [node]
+    for view in views:  # grows
+        if view in results:
+            return True
+        views += [user for user in view.users if _is_view(user)]
+    return False
+
+
+def _is_view(node: Node) -> bool:
+    if node.target in (operator.getitem, aten.reshape.default):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
+def consecutive(order: Sequence[Factor], wanted: Sequence[Factor]) -> list[list[Factor]]:
+    """wanted, cut into as few runs as there are that follow each other in order too."""
+    follows = dict(pairwise(order))
+    runs: list[list[Factor]] = []
+    for factor in wanted:
+        if runs and follows.get(runs[-1][-1]) is factor:
+            runs[-1].append(factor)
+        else:
+            runs.append([factor])
+    return runs
+
+
+def group_factors(factors: Sequence[Factor], breaks: Sequence[Factor]) -> list[list[Factor]]:
+    """Consecutive factors as one dim each; a new dim begins at each of ``breaks``. At least one dim."""
+    dims: list[list[Factor]] = []
+    for factor in factors:
+        if not dims or factor in breaks:
+            dims.append([])
+        dims[-1].append(factor)
+    return dims or [[]]
+
+
+def sizes(dims: Sequence[Sequence[Factor]]) -> list[Size]:
+    return [product(factor.size for factor in dim) for dim in dims]
+
+
+@contextmanager
+def erased() -> Iterator[list[str]]:
+    """Names of the nodes that rewrites erase meanwhile."""
+    global _erased
+    names: list[str] = []
+    _erased = names
+    try:
+        yield names
+    finally:
+        _erased = None
+
+
+def replace(old: Node, new: Node) -> None:
+    """new stands for old everywhere; what only old needed goes."""
+    old.replace_all_uses_with(new)
+    erase_unused(old)
+
+
+def erase_unused(node: Node) -> None:
+    """Erase node, and with it what only it used."""
+    unused = [node]
+    while unused:
+        node = unused.pop()
+        if node.users or node.op != "call_function" or node._erased:
+            continue
+        inputs = node.all_input_nodes
+        if _erased is not None:
+            _erased.append(node.name)
+        node.graph.erase_node(node)
+        unused += [n for n in inputs if not n.users]

@@ -1,0 +1,1 @@
+"""Collectives over several dims of one mesh become one."""

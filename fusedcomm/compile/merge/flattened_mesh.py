@@ -1,0 +1,83 @@
+"""The process groups of a mesh, of each dim and of all dims together, made before any graph is compiled.
+
+A graph is perhaps compiled on one rank only, while others find it in their cache: nothing may be made then. All here
+but the names of the groups is equal on all ranks of the mesh, so that passes which go by it decide alike on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class MeshGroup:
+    """This rank's group of one or several dims of a mesh."""
+
+    name: str
+    dims: tuple[int, ...]  # ascending
+    order: tuple[int, ...] | None  # dims, such that ranks of all such groups are in row-major order of coordinates
+
+
+@dataclass(frozen=True)
+class FlattenedMesh:
+    """``sizes`` of the mesh's dims, and a group for each subset of those that have several ranks."""
+
+    sizes: tuple[int, ...]
+    groups: tuple[MeshGroup, ...]
+
+    def named(self, group_name: str) -> MeshGroup | None:
+        return next((group for group in self.groups if group.name == group_name), None)
+
+    def of(self, dims: Iterable[int]) -> MeshGroup:
+        wanted = tuple(sorted(dims))
+        return next(group for group in self.groups if group.dims == wanted)
+
+
+def flatten(meshes: DeviceMesh | Sequence[DeviceMesh]) -> tuple[FlattenedMesh, ...]:
+    """Makes the groups that are not there yet: to be called on all ranks, for the same meshes in the same order.
+
+    Raises ValueError for what is no mesh, or a mesh without this rank.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    given: Sequence[Any] = [meshes] if isinstance(meshes, DeviceMesh) else meshes
+    if not isinstance(given, Sequence) or not all(isinstance(mesh, DeviceMesh) for mesh in given):
+        raise ValueError(f"merge must be a DeviceMesh or a sequence of them, got {meshes!r}")
+    for mesh in given:
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"merge must name meshes that contain this rank, {dist.get_rank()}, got {mesh}")
+    return tuple(map(_flatten, given))
+
+
+def _flatten(mesh: DeviceMesh) -> FlattenedMesh:
+    from fusedcomm.redistribution.mesh_groups import flattened
+
+    ranks = np.array(mesh.mesh.tolist())
+    several = [d for d, size in enumerate(ranks.shape) if size > 1]
+    groups = []
+    for num_dims in range(1, len(several) + 1):
+        for dims in combinations(several, num_dims):
+            pg = mesh.get_group(dims[0]) if num_dims == 1 else flattened(mesh, dims).pg
+            members = dist.get_process_group_ranks(pg)
+            if members != sorted(members):
+                raise ValueError(f"groups of a mesh in merge must have their ranks in ascending order, got {members}")
+            groups.append(MeshGroup(pg.group_name, dims, _order(ranks, dims)))
+    return FlattenedMesh(ranks.shape, tuple(groups))
+
+
+def _order(ranks: np.ndarray, dims: tuple[int, ...]) -> tuple[int, ...] | None:
+    """See MeshGroup. None where no order of dims makes global ranks ascend in every group."""
+    first = np.moveaxis(ranks, dims, range(len(dims))).reshape(*(ranks.shape[d] for d in dims), -1)[..., 0]
+    strides = [np.take(first, 1, axis).flat[0] - first.flat[0] for axis in range(len(dims))]
+    order = tuple(dims[i] for i in sorted(range(len(dims)), key=lambda i: -strides[i]))
+    groups = np.moveaxis(ranks, order, range(-len(dims), 0)).reshape(-1, first.size)
+    return order if (np.diff(groups) > 0).all() else None

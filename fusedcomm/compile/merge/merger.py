@@ -1,0 +1,230 @@
+"""Collectives that follow each other over different dims of one mesh become one over these dims together.
+
+As DTensor writes them, for example, one mesh dim at a time. What may become what, and why no more is sent, is in
+`moves`; the groups are there already (`flattened`). A chain begins with a collective; each next one gets what the last
+has brought, rearranged, and nothing else does. Reductions then add in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.fuse import fuser
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.collectives import Collective, functional
+from fusedcomm.compile.graph.effects import has_messages, writes_before_end
+from fusedcomm.compile.graph.layout import CannotFuse, Layout
+from fusedcomm.compile.graph.matmuls import name_of
+from fusedcomm.compile.graph.normalize import from_one_call, part_of
+from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs
+from fusedcomm.compile.graph.views import along, follow, path_back, value
+from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
+from fusedcomm.compile.merge.mesh_moves import Moves
+from fusedcomm.compile.overlap import dependencies
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Chain:
+    """``target`` is the last node that only rearranges what the last of ``collectives`` brings."""
+
+    x: Node
+    x_layout: Layout
+    collectives: tuple[Collective, ...]
+    moves: Moves
+    target: Node
+    layout: Layout  # of target
+
+
+class Merger:
+    """Never breaks a graph: what cannot be merged stays, and ``reasons`` says why.
+
+    ``fuse_ops``: no fewer collectives than without merging are left to be fused by these.
+    """
+
+    def __init__(self, graph: Graph, fuse_ops: Sequence[str] = ()) -> None:
+        self.graph = graph
+        self.rewriter = Rewriter(graph)
+        self.modules = [module for module in fuser.MODULES if module.OP in fuse_ops]
+        self.into: dict[str, str] = {}  # by the name of a start that has gone: that of the one of which it is part
+        self.reasons: dict[str, list[str]] = {}  # by the name of the start
+
+    def merge(self, mesh: FlattenedMesh) -> None:
+        """All chains over dims of mesh."""
+        before, obstacle = len(self.into), _obstacle(self.graph)
+        with held_outputs(self.graph):
+            for start in [node for node in self.graph.nodes if _is_over(node, mesh)]:
+                if obstacle is not None:
+                    self.reasons[start.name] = [f"merge: {obstacle}"]
+                elif start.name not in self.into:
+                    for chain in self._attempt(start, find, mesh) or ():
+                        if self._attempt(start, self._rewrite, chain):
+                            break
+        if len(self.into) > before:
+            dependencies.sort(self.graph)
+
+    def _attempt(self, start: Node, act: Callable[..., Any], arg: Any) -> Any:
+        reasons: list[str] = []
+        result = fuser.attempt("merge", act, start, arg, reasons=reasons)
+        self.reasons.setdefault(start.name, []).extend(reasons)
+        return result
+
+    def _rewrite(self, start: Node, chain: Chain) -> bool:
+        num_fused = sum(self._can_fuse(each.start) for each in chain.collectives)
+        old_users = list(chain.x.users)
+        with self.rewriter.before(chain.collectives[-1].wait, like=start):
+            made, result = _emit(self.rewriter, chain)
+        created = self.rewriter.created
+        for node in created[: created.index(list(made.values())[-1]) + 1]:
+            start.prepend(node)  # the first one's place among other collectives, which all ranks keep
+        chain.target.replace_all_uses_with(result)
+        if num_fused > 0 and self._num_fused(made.values(), chain.x, old_users) < num_fused:
+            result.replace_all_uses_with(chain.target)
+            for node in reversed(created):
+                self.graph.erase_node(node)
+            self.rewriter = Rewriter(self.graph)
+            raise CannotFuse("merged, fewer of its chain could be fused with matmuls")
+        for each in chain.collectives:
+            self.into[each.start.name] = made[chain.moves.kind_over(each.group_name)].name
+        erase_unused(chain.target)
+        return True
+
+    def _num_fused(self, starts: Iterable[Node], x: Node, old_users: list[Node]) -> int:
+        """How many of the merged collectives can be fused, once the old ones, which read x as well, have gone."""
+        with x.graph.inserting_before(x):
+            other = x.graph.placeholder("other")
+        other.meta.update(x.meta)
+        try:
+            for user in old_users:
+                user.replace_input_with(x, other)
+            return sum(map(self._can_fuse, starts))
+        finally:
+            other.replace_all_uses_with(x)
+            x.graph.erase_node(other)
+
+    def _can_fuse(self, start: Node) -> bool:
+        kind = collectives.kind_of(start)
+        modules = (module for module in self.modules if kind == module.KIND)
+        return any(fuser.attempt(module.OP, module.match, start) is not None for module in modules)
+
+
+def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:
+    """The chains from start that are better merged, the best first. Raises CannotFuse if there is none."""
+    first = collectives.read(start)
+    path = path_back(first.sent, through_casts=False)
+    try:
+        return _find(path, first, mesh)
+    except CannotFuse:
+        if len(path) == 1:
+            raise
+        # dims of the first node may hide what is exchanged; if they only make a chain shorter, it stays shorter
+        return _find(path[-1:], first, mesh)
+
+
+def _find(path: list[Node], first: Collective, mesh: FlattenedMesh) -> list[Chain]:
+    """Of what the path begins with."""
+    x_layout = Layout.of(value(path[0]).shape)
+    moves, members, node = Moves(mesh, along(path, x_layout)).then(first), [first], first.wait
+    found: list[Chain] = []
+    try:
+        while True:
+            nodes = follow(node, moves.layout) if node.users else [(node, moves.layout)]
+            if moves.is_better_merged:
+                contiguous = [each for each in nodes if value(each[0]).is_contiguous()]
+                found.append(Chain(path[0], x_layout, tuple(members), moves, *(contiguous or nodes)[-1]))
+            node, layout = nodes[-1]
+            moves, node, member = _next(node, moves.at(layout))
+            members += [] if member is None else [member]
+    except CannotFuse as reason:
+        if not found:
+            kinds = ", ".join(kind for kind, _ in moves.sent)
+            raise CannotFuse(str(reason) if len(members) == 1 else f"{kinds} are no fewer merged; {reason}") from None
+    return sorted(found, key=lambda chain: chain.moves.cost(moves.sent))  # where equal, the shortest
+
+
+def _next(node: Node, moves: Moves) -> tuple[Moves, Node, Collective | None]:
+    """With what follows node, and the node that this brings. Raises CannotFuse where the chain ends."""
+    users = list(node.users)
+    if len(users) != 1:
+        raise CannotFuse(f"what arrives goes to {', '.join(map(name_of, users[:3]))}" if users else "nothing reads it")
+    (user,) = users
+    if user.target in collectives.STARTS:
+        try:
+            member = collectives.read(user)
+            return moves.then(member), member.wait, member
+        except CannotFuse as reason:
+            raise CannotFuse(f"not with {user.name}: {reason}") from None
+    for num_parts in sorted({collectives.size_of_group(group.name) for group in moves.mesh.groups}):
+        part = part_of(user, num_parts) if value(node).device.type == "cpu" else None  # as in `normalize`
+        if part is not None and from_one_call(node, part[0]):
+            return moves.own_part(part[1], num_parts, part[2]), part[0], None
+    raise CannotFuse(f"what arrives goes to {name_of(user)}")
+
+
+def _emit(rewriter: Rewriter, chain: Chain) -> tuple[dict[str, Node], Node]:
+    """The merged collectives' starts by kind, and what stands for the chain's target."""
+    node, layout, made = chain.x, chain.x_layout, {}
+    for kind, group in chain.moves.merged():
+        sent, received = _sent_and_received(chain.moves, kind, group, layout)
+        node = rewriter.contiguous(rewriter.arrange(node, layout.order, sent))
+        made[kind] = _start(rewriter, chain.moves, kind, group, node)
+        node, layout = rewriter.call(functional.wait_tensor.default, made[kind]), received
+    node = rewriter.arrange(node, layout.order, chain.layout)
+    if value(chain.target).is_contiguous():
+        return made, rewriter.contiguous(node)
+    return made, rewriter.result(node, chain.target)
+
+
+def _sent_and_received(moves: Moves, kind: str, group: MeshGroup, layout: Layout) -> tuple[Layout, Layout]:
+    """Layouts of what a merged collective sends and brings, for a tensor of the given layout."""
+    if kind == "all_reduce":
+        return layout, layout
+    assert group.order is not None
+    by_dim = dict(moves.by_dim)
+    sources = tuple(factor for d in group.order if (factor := by_dim[d].sources) is not None)
+    if kind == "all_gather":
+        first, *others = layout.dims or ((),)
+        return Layout((first, *others)), Layout(((*sources, *first), *others))
+    blocks = tuple(factor for d in group.order if (factor := by_dim[d].blocks) is not None)
+    rest = layout
+    for factor in (leaf for block in blocks for leaf in block.leaves()):
+        rest = rest.without(factor)
+    return Layout((blocks, *rest.dims)), Layout((sources, *rest.dims))
+
+
+def _start(rewriter: Rewriter, moves: Moves, kind: str, group: MeshGroup, sent: Node) -> Node:
+    size = collectives.size_of_group(group.name)
+    if kind == "all_gather":
+        return rewriter.call(functional.all_gather_into_tensor.default, sent, size, group.name)
+    if kind == "all_to_all":
+        splits = [1] * size
+        return rewriter.call(functional.all_to_all_single.default, sent, splits, splits, group.name)
+    reduce_op, divisor = moves.reduction(group)
+    if divisor != 1:  # before the sum, which else might overflow where the averages do not
+        sent = rewriter.call(aten.div.Tensor, sent, divisor)
+    if kind == "all_reduce":
+        return rewriter.call(functional.all_reduce.default, sent, reduce_op, group.name)
+    return rewriter.call(functional.reduce_scatter_tensor.default, sent, reduce_op, size, group.name)
+
+
+def _is_over(node: Node, mesh: FlattenedMesh) -> bool:
+    if node.op != "call_function" or node.target not in collectives.STARTS:
+        return False
+    at = collectives.STARTS[node.target][1]
+    name = node.args[at] if at < len(node.args) else None
+    return isinstance(name, str) and mesh.named(name) is not None
+
+
+def _obstacle(graph: Graph) -> str | None:
+    """To merging anything."""
+    if writes_before_end(graph):  # the merged ones read their operand where the first one stands
+        return "the graph writes in place"
+    if has_messages(graph.nodes):
+        return "the graph sends messages from point to point"
+    return None

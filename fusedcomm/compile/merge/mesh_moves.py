@@ -1,0 +1,197 @@
+"""What a chain of collectives over dims of one mesh does to a tensor: per mesh dim one move, and these commute.
+
+Let rank c, whose coordinate in mesh dim d is c[d], hold x_c. What it has in the end is x_p, where
+    all_gather      p[d] is told by new elements, the sources
+    all_to_all      so it is, and of x the block c[d] is taken
+    reduce_scatter  all p[d] are reduced, and of x the block c[d] is taken
+    all_reduce      all p[d] are reduced
+So it does not matter in which order the dims are done, as long as the blocks are parts of x and not sources of another
+move, and the reductions are one. Moves of one kind are one collective over the flattened group; a reduce_scatter and an
+all_gather of one dim are an all_reduce; an all_gather, or an all_reduce, of which each rank keeps its own part, is an
+all_to_all, or a reduce_scatter.
+
+Two of one kind never send less than one does. With R = a b ranks, and the size of what each has as 1:
+    all_gather      (a - 1) + a (b - 1) = R - 1                         as one
+    reduce_scatter  (1 - 1/a) + (1 - 1/b) / a = 1 - 1/R                 as one
+    all_to_all      (1 - 1/a) + (1 - 1/b) >= 1 - 1/R                    all_reduce: twice that
+Of several kinds, what makes the tensor smaller comes first, and what makes it larger last, so that the others send no
+more than before. Only an all_reduce in place of a reduce_scatter and an all_gather can make those between them larger:
+`traffic` tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.collectives import Collective
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
+from fusedcomm.compile.graph.views import value
+from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
+from fusedcomm.redistribution.sharding import REDUCE_OPS
+from fusedcomm.redistribution.steps import merged_op
+
+KINDS = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")  # as they are sent
+PART = "part"  # of an own part: nothing is sent, and less is left
+
+
+@dataclass(frozen=True)
+class Move:
+    kind: str
+    blocks: Factor | None = None  # of x
+    sources: Factor | None = None  # of what arrives
+    reduce_op: str | None = None
+
+
+@dataclass(frozen=True)
+class Moves:
+    """``sent``: the kinds and numbers of ranks of the chain as it is."""
+
+    mesh: FlattenedMesh
+    layout: Layout  # of what the chain has made of x so far
+    by_dim: tuple[tuple[int, Move], ...] = ()
+    sent: tuple[tuple[str, int], ...] = ()
+
+    def at(self, layout: Layout) -> Moves:
+        """What has arrived is rearranged."""
+        return replace(self, layout=layout)
+
+    def then(self, collective: Collective) -> Moves:
+        """Raises CannotFuse where it does not commute."""
+        group = self.mesh.named(collective.group_name)
+        if group is None:
+            raise CannotFuse("its group is of no dims of the mesh")
+        if collective.reduce_op is not None:
+            self._check_reduction(collective)
+        layout, moves = self.layout, dict(self.by_dim)
+        new = {}
+        for d in group.dims if collective.kind == "all_reduce" else _order_of(group):
+            blocks = None
+            if collective.kind in ("all_to_all", "reduce_scatter"):
+                blocks = self._blocks(layout, 0, self.mesh.sizes[d])
+                layout = layout.without(blocks)
+            new[d] = _after(moves.get(d), collective, blocks, self.mesh.sizes[d])
+        for _, arriving in reversed(new.values()):
+            if arriving is not None:
+                layout = layout.insert(0, arriving)
+        moves.update({d: move for d, (move, _) in new.items()})
+        sent = (*self.sent, (collective.kind, collective.group_size))
+        return Moves(self.mesh, layout, tuple(moves.items()), sent)
+
+    def own_part(self, dim: int, num_parts: int, index: int) -> Moves:
+        """Of what has arrived only part ``index`` along dim is used, which is this rank's in one mesh dim.
+
+        That it is not of another mesh dim must show in sizes, as ranks may have equal coordinates: whatever is done for
+        one rank must be for all. So must that not all ranks keep, say, part 0: see `normalize.find`.
+        """
+        moves = dict(self.by_dim)
+        kept = [d for d, move in moves.items() if move.kind in ("all_to_all", "reduce_scatter")]
+        groups = [group for group in self.mesh.groups if self._size(group.dims) == num_parts]
+        groups = [group for group in groups if not set(group.dims) & set(kept)]
+        if len(groups) != 1 or len(groups[0].dims) > 1 or groups[0].dims[0] not in moves or groups[0].order is None:
+            raise CannotFuse(f"of which mesh dim part {index} of {num_parts} is taken is not known")
+        if collectives.rank_in(groups[0].name) != index:
+            raise CannotFuse(f"part {index} of {num_parts} is not this rank's own")
+        (d,) = groups[0].dims
+        blocks = self._blocks(self.layout, dim, num_parts)
+        kind = "all_to_all" if moves[d].kind == "all_gather" else "reduce_scatter"
+        moves[d] = replace(moves[d], kind=kind, blocks=blocks)
+        return Moves(self.mesh, self.layout.without(blocks), tuple(moves.items()), (*self.sent, (PART, num_parts)))
+
+    def merged(self) -> list[tuple[str, MeshGroup]]:
+        """The collectives that do it, at most one of each kind, in their order. Raises CannotFuse.
+
+        But for all_reduce, moves commute only if a rank's place in the group of a mesh dim is its coordinate.
+        """
+        if any(kind != "all_reduce" for kind, _ in self.sent):
+            _order_of(self.mesh.of(d for d, _ in self.by_dim))
+        found = []
+        for kind in KINDS:
+            dims = [d for d, move in self.by_dim if move.kind == kind]
+            if dims:
+                found.append((kind, self.mesh.of(dims)))
+        return found
+
+    @property
+    def is_better_merged(self) -> bool:
+        """Fewer collectives and no more sent, or as many and less."""
+        before, after = (_number(self.sent), traffic(self.sent)), self.cost(self.sent)
+        return after < before and after[1] <= before[1]
+
+    def cost(self, chain: Sequence[tuple[str, int]]) -> tuple[int, Fraction]:
+        """Of a chain that begins with what is merged here: how many collectives are left, and what they send."""
+        left = [(kind, self._size(group.dims)) for kind, group in self.merged()] + list(chain[len(self.sent) :])
+        return _number(left), traffic(left)
+
+    def kind_over(self, group_name: str) -> str:
+        """The kind of the merged collective of which one over that group is part."""
+        group = self.mesh.named(group_name)
+        assert group is not None
+        return dict(self.by_dim)[group.dims[0]].kind
+
+    def reduction(self, group: MeshGroup) -> tuple[str, int]:
+        """The reduce_op over a group of ``merged``, and by what its operand is divided before."""
+        moves = dict(self.by_dim)
+        ops = [str(moves[d].reduce_op) for d in group.dims]
+        if len(set(ops)) == 1:
+            return ops[0], 1
+        op = merged_op(ops)
+        assert op is not None
+        return op, self._size([d for d, each in zip(group.dims, ops, strict=True) if each == "avg"])
+
+    def _check_reduction(self, collective: Collective) -> None:
+        op = str(collective.reduce_op)
+        if op not in REDUCE_OPS:
+            raise CannotFuse(f"its reduce_op must be one of {', '.join(REDUCE_OPS)}, got {op}")
+        if op == "avg" and not value(collective.sent).dtype.is_floating_point:
+            raise CannotFuse("it rounds averages of integers")
+        for _, move in self.by_dim:
+            if move.reduce_op is not None and merged_op([move.reduce_op, op]) is None:
+                raise CannotFuse(f"{op} of {move.reduce_op} is no one reduction")
+
+    def _blocks(self, layout: Layout, dim: int, num_blocks: int) -> Factor:
+        blocks = layout.leading(dim, num_blocks)
+        if any(move.sources is not None and blocks in move.sources.leaves() for _, move in self.by_dim):
+            raise CannotFuse("its blocks are what came from one rank each")
+        return blocks
+
+    def _size(self, dims: Sequence[int]) -> int:
+        return math.prod(self.mesh.sizes[d] for d in dims)
+
+
+def traffic(sent: Sequence[tuple[str, int]]) -> Fraction:
+    """What a rank sends in a chain of collectives, of kinds and over numbers of ranks, in sizes of its first tensor."""
+    total, size = Fraction(0), Fraction(1)
+    for kind, num_ranks in sent:
+        others = Fraction(num_ranks - 1, num_ranks)
+        if kind == "all_gather":
+            size *= num_ranks
+        if kind != PART:
+            total += size * others * (2 if kind == "all_reduce" else 1)
+        if kind in ("reduce_scatter", PART):
+            size /= num_ranks
+    return total
+
+
+def _number(sent: Sequence[tuple[str, int]]) -> int:
+    return sum(kind != PART for kind, _ in sent)
+
+
+def _after(move: Move | None, collective: Collective, blocks: Factor | None, size: int) -> tuple[Move, Factor | None]:
+    """The move of one mesh dim with the collective after it, and the factor by which what arrives is told apart."""
+    kind = collective.kind
+    if move is not None:
+        if (move.kind, kind) != ("reduce_scatter", "all_gather"):
+            raise CannotFuse(f"it is over ranks that the chain has been over with {move.kind}")
+        return Move("all_reduce", reduce_op=move.reduce_op), move.blocks
+    sources = Factor(size) if kind in ("all_gather", "all_to_all") else None
+    return Move(kind, blocks, sources, collective.reduce_op), sources
+
+
+def _order_of(group: MeshGroup) -> tuple[int, ...]:
+    if group.order is None:
+        raise CannotFuse(f"the ranks of mesh dims {group.dims} together are in no order of the dims")
+    return group.order

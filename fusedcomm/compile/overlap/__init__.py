@@ -1,0 +1,6 @@
+"""Collectives that stay unfused are started early and waited for late, beside compute that does not need them."""
+
+from fusedcomm.compile.overlap.estimator import Estimator
+from fusedcomm.compile.overlap.scheduler import OverlapReport, schedule
+
+__all__ = ["Estimator", "OverlapReport", "schedule"]

@@ -1,0 +1,98 @@
+"""What must stay before what, beyond what the arguments of the nodes say: writes, effects, messages.
+
+A node that writes to memory stays after everything that touched this memory before it, and before everything that
+touches it afterwards. A wait touches what its start reads, and writes what it writes: until then the collective may.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from fusedcomm.compile.graph.collectives import kind_of
+from fusedcomm.compile.graph.effects import has_effects, has_messages, is_builtin
+from fusedcomm.compile.overlap.memory import Memory
+
+
+def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memory: Memory) -> list[list[int]]:
+    """Per node the indices of those that it must stay after."""
+    index = {node: i for i, node in enumerate(nodes)}
+    before = [{index[each] for each in node.all_input_nodes} for node in nodes]
+    writes = [_writes(node, index, memory) for node in nodes]
+    for i, starts in enumerate(waits_for):
+        writes[i] = writes[i].union(*(writes[start] for start in starts))
+    written = set().union(*writes)
+    last_write: dict[int, int] = {}
+    reads: dict[int, list[int]] = {}
+    last_effect = -1
+    ordered = has_messages(nodes)
+    for i, node in enumerate(nodes):
+        before[i] |= set(waits_for[i])
+        for storage in memory.touches[i]:
+            if storage not in written:
+                continue
+            if storage in last_write:
+                before[i].add(last_write[storage])
+            if storage in writes[i]:
+                before[i] |= set(reads.pop(storage, ()))
+                last_write[storage] = i
+            else:
+                reads.setdefault(storage, []).append(i)
+        if has_effects(node) or (ordered and kind_of(node) is not None):
+            if last_effect >= 0:
+                before[i].add(last_effect)
+            last_effect = i
+        if node.op == "output":
+            before[i] |= set(range(i))
+        before[i].discard(i)
+    return [sorted(each) for each in before]
+
+
+def _writes(node: Node, index: dict[Node, int], memory: Memory) -> set[int]:
+    """The storages that node writes to, but for those that it makes."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return set()
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.op != "call_function":
+        inputs = [] if is_builtin(node) else node.all_input_nodes  # a higher-order op may write to all that it gets
+        return {storage for each in inputs for storage in memory.of[index[each]]}
+    given = {**dict(zip([arg.name for arg in schema.arguments], node.args, strict=False)), **node.kwargs}
+    return {
+        storage
+        for arg in schema.arguments
+        if arg.alias_info is not None and arg.alias_info.is_write
+        for each in pytree.tree_leaves(given.get(arg.name))
+        if isinstance(each, Node)
+        for storage in memory.of[index[each]]
+    }
+
+
+def sort(graph: Graph) -> None:
+    """Every node behind its inputs, and else in the order that they have, as random ops have among themselves.
+
+    For graphs that write at the end only.
+    """
+    nodes = list(graph.nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    after: list[list[int]] = [[] for _ in nodes]
+    missing = [0] * len(nodes)
+    effects = [i for i, node in enumerate(nodes) if has_effects(node)]
+    edges = [(index[each], i) for i, node in enumerate(nodes) for each in node.all_input_nodes]
+    for before, behind in [*edges, *pairwise(effects)]:
+        after[before].append(behind)
+        missing[behind] += 1
+    ready = [i for i, count in enumerate(missing) if count == 0]
+    last = None
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if last is not None and last.next is not node:
+            last.append(node)
+        last = node
+        for behind in after[index[node]]:
+            missing[behind] -= 1
+            if missing[behind] == 0:
+                heapq.heappush(ready, behind)

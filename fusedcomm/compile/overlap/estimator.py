@@ -1,0 +1,431 @@
+"""How long each node of a graph takes, without running any: by formulas and a few constants of the machine.
+
+    matmul             `cost.Constants.matmul`: max(FLOP / rate, bytes / memory bandwidth) + overhead, in tiles
+    attention,         the same from torch's FLOP formulas (torch.utils.flop_counter), without tiles
+    convolution, ...
+    any other kernel   bytes read and written (`work`) / bandwidth of a copy + overhead
+    view, wait, ...    0
+    collective         on GPUs the alpha-beta model of `links`; inside a node with tuned numbers, and on CPUs,
+                       `cost.Constants.collective`
+    op of ours         its matmul beside what it sends; the best of `cost.estimate`, as the planner chooses
+
+The numbers are default ones of `cost`, those that `fusedcomm tune` measured, or the user's own, by node. Of Inductor's
+config come ``intra_node_bw``, where it is set and nothing is tuned, and ``inter_node_bw``, GB/s of one rank, one way.
+They are read when an Estimator is made: it never changes, and two with the same digest say the same.
+
+Ranks must agree, or they order their collectives differently: see `Estimator.agreed`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from fusedcomm.algorithms import planner
+from fusedcomm.compile.graph.collectives import WAITS, kind_of, memberships
+from fusedcomm.compile.overlap import node_work
+from fusedcomm.compile.overlap.node_work import Work
+from fusedcomm.compile.overlap.simulator import Cost, Transfer
+from fusedcomm.cost import links, tuned
+from fusedcomm.cost import model as cost
+from fusedcomm.cost.model import Constants
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.ops.explain import exchange_of
+from fusedcomm.runtime import group, members
+from fusedcomm.runtime.topology import tf32_allowed
+from fusedcomm.runtime.vote import agree
+
+INTER_NODE_GB_PER_S = 50.0  # of one rank, where Inductor does not say: one 400 Gbit/s card per GPU
+WHAT = "fusedcomm agreement on estimates"
+
+
+class Estimator:
+    """What nodes cost. Never changes; equal to another of the same digest.
+
+    ``constants``: of ``device_type``, the default ones unless given. ``ranks_per_node``: global ranks 0 to that - 1 are
+    the first node, and so on. ``times``: ms by the name of a node, which count instead of an estimate. Raises
+    ValueError.
+    """
+
+    def __init__(
+        self,
+        device_type: str = "cuda",
+        *,
+        constants: Constants | None = None,
+        ranks_per_node: int = 8,
+        times: Mapping[str, float] | None = None,
+    ) -> None:
+        if device_type not in cost.DEFAULTS:
+            raise ValueError(f"device_type must be one of {', '.join(cost.DEFAULTS)}, got {device_type!r}")
+        constants = constants or cost.DEFAULTS[device_type]
+        if constants.device_type != device_type:
+            raise ValueError(f"constants must be of device_type {device_type!r}, got {constants.device_type!r}")
+        if ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
+        for name, ms in (times or {}).items():
+            if not 0 <= ms < math.inf:  # NaN is not
+                raise ValueError(f"times[{name!r}] must be a finite number of ms, at least 0, got {ms}")
+        intra, inter = _inductor_bandwidths()
+        self._set(
+            constants=_within(constants, intra),
+            ranks_per_node=ranks_per_node,
+            inter_bandwidth=(inter or INTER_NODE_GB_PER_S) * 1e9,
+            tf32=device_type == "cuda" and tf32_allowed(),
+            times={name: float(ms) for name, ms in (times or {}).items()},
+        )
+
+    def _set(
+        self, constants: Constants, ranks_per_node: int, inter_bandwidth: float, tf32: bool, times: dict[str, float]
+    ) -> None:
+        self.device_type = constants.device_type
+        self.constants = constants
+        self.ranks_per_node = ranks_per_node
+        self.inter_bandwidth = inter_bandwidth  # bytes per second
+        self.tf32 = tf32
+        self.times = times
+
+    @staticmethod
+    def of(graph: Graph) -> Estimator:
+        """For the device of the graph's tensors, with the tuned numbers of the first of its groups that has some."""
+        device_type = device_type_of(graph)
+        device = torch.device(device_type)
+        names = dict.fromkeys(name for node in graph.nodes if (name := group_name_of(node)))
+        ours = (members.known_member(name, device) for name in names)
+        tuned = (member.topology.constants for member in ours if member is not None)
+        return Estimator(device_type, constants=next((each for each in tuned if each is not None), None))
+
+    def digest(self) -> str:
+        return self._digest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Estimator) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """All that changes what it says, as JSON."""
+        return {
+            "device_type": self.device_type,
+            "ranks_per_node": self.ranks_per_node,
+            "constants": self.constants.to_json(),
+            "inter_bandwidth": self.inter_bandwidth,
+            "tf32": self.tf32,
+            "times": self.times,
+        }
+
+    # what a node costs
+
+    def cost(self, node: Node) -> Cost:
+        kind = node_work.work_of(node)
+        if kind is Work.START:
+            found = self._start(node)
+        elif kind is Work.FUSED:
+            found = self._fused(node)
+        else:
+            found = Cost(self._compute_ms(node, kind))
+        return _told(found, self.times[node.name]) if node.name in self.times else found
+
+    def transfer(self, kind: str, sent_bytes: float, group_name: str) -> Transfer:
+        """Of a collective; ``sent_bytes``: the size of what its start is given. A group that is not known is a node."""
+        at = self._reach(group_name) or links.Reach(links.INTRA, self.ranks_per_node, self.ranks_per_node - 1)
+        if at.group_size == 1:
+            return Transfer(at.link, group_name, 0.0, 0.0)
+        base = links.base_kind(kind)
+        constants, table = self.constants, base or "all_to_all"
+        if at.link == links.INTRA and self._measured:
+            chunk_bytes = sent_bytes if base == "all_gather" else sent_bytes / at.group_size
+            latency = constants.backend_latency[table]
+            wire = constants.collective(table, chunk_bytes, at.group_size) - latency
+        else:
+            bandwidth = {links.INTRA: constants.backend_bandwidth[table], links.INTER: self.inter_bandwidth}
+            latency, wire = links.seconds(kind, sent_bytes, at, bandwidth)
+        return Transfer(at.link, group_name, 1e3 * latency, 1e3 * wire)
+
+    def copy_ms(self, num_bytes: float) -> float:
+        """A kernel that reads and writes that many bytes."""
+        return 1e3 * self.constants.copy(num_bytes)
+
+    def can_fuse(self, group_name: str) -> bool:
+        """Whether the group has peers, all inside its node."""
+        at = self._reach(group_name)
+        return at is not None and at.link == links.INTRA and at.group_size > 1
+
+    def fused(self, op: str, args: Sequence[Any]) -> Cost:
+        """Of ``torch.ops.fusedcomm.<op>(*args)``; tensors can be fake."""
+        plain = pytree.tree_map(node_work.stand_in, list(args))
+        group_name = plain[-1]
+        try:
+            exchange = exchange_of(op, *plain)
+            dtype = self._dtype_name(plain[0].dtype)
+        except (ValueError, KeyError):  # sizes that are not known, or a dtype that it would not take either
+            return self._unknown_fused(op, plain)
+        chunk_bytes = exchange.chunk_numel * cost.ITEMSIZE[dtype]
+        kind = cost.KINDS[op]
+        sent_bytes = chunk_bytes * (1 if kind == "all_gather" else exchange.group_size)
+        plainly = self.transfer(kind, sent_bytes, group_name)
+        compute_ms = 1e3 * _matmul_seconds(self.constants, exchange, dtype)
+        if not self.can_fuse(group_name):
+            return Cost(compute_ms, plainly, compute_ms + plainly.ms)
+        times = cost.estimate(op, exchange, dtype, self.constants)
+        algorithm = "unfused" if self._too_small(exchange, chunk_bytes) else min(times, key=lambda name: times[name])
+        total_ms = max(compute_ms, 1e3 * times[algorithm])
+        if algorithm == "unfused":
+            return Cost(compute_ms, _at_most(plainly, total_ms), total_ms)
+        stores = self.constants.store_bandwidth if algorithm == "fused" else self.constants.link_bandwidth
+        wire = (exchange.group_size - 1) * chunk_bytes * (2 if kind == "all_reduce" else 1) / stores
+        transfer = Transfer(links.INTRA, group_name, 1e3 * self.constants.link_latency, 1e3 * wire)
+        return Cost(compute_ms, _at_most(transfer, total_ms), total_ms)
+
+    def _start(self, node: Node) -> Cost:
+        sent = next((arg for arg in node.args if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(arg))), None)
+        sent_bytes = sum(node_work.bytes_of(leaf) for leaf in pytree.tree_leaves(sent) if isinstance(leaf, Node))
+        transfer = self.transfer(kind_of(node) or "", sent_bytes, group_name_of(node) or "")
+        return Cost(transfer=transfer, fused_ms=None if _is_awaited(node) else transfer.ms)
+
+    def _fused(self, node: Node) -> Cost:
+        schema = node.target._schema  # type: ignore[union-attr]
+        named = dict(zip((arg.name for arg in schema.arguments), node.args, strict=False)) | node.kwargs
+        args = [named.get(arg.name, arg.default_value) for arg in schema.arguments if not arg.is_out]
+        return self.fused(schema.name.split("::")[1], args)
+
+    def _unknown_fused(self, op: str, args: list[Any]) -> Cost:
+        """From the numbers of elements alone."""
+        kind, (x, ws) = cost.KINDS[op], args[:2]
+        num_columns = sum(w.shape[-1] for w in pytree.tree_leaves(ws) if isinstance(w, Tensor))
+        numel = x.numel() * (args[-2] if kind == "all_gather" else 1)  # of the matmul's input
+        compute_ms = 1e3 * self._roofline(2.0 * numel * num_columns, 0, x.dtype)
+        out_bytes = numel // max(1, x.shape[-1]) * num_columns * x.dtype.itemsize
+        sent_bytes = out_bytes if op.startswith("matmul") else node_work.num_bytes(x)
+        transfer = self.transfer(kind, sent_bytes, args[-1])
+        return Cost(compute_ms, transfer, compute_ms + transfer.ms)
+
+    def _too_small(self, exchange: Exchange, chunk_bytes: int) -> bool:
+        """What the planner leaves unfused where nothing is measured."""
+        few = exchange.few_rows or chunk_bytes < planner.SMALL_BYTES
+        return few and self.device_type == "cuda" and self.constants.source == cost.DEFAULT
+
+    def _compute_ms(self, node: Node, kind: Work) -> float:
+        if kind in (Work.NOTHING, Work.VIEW):
+            return 0.0
+        if kind is Work.MATMUL:
+            return 1e3 * self._matmul(node)
+        num_bytes, ends_kernel = node_work.traffic(node, kind)
+        if kind is Work.FLOPS:
+            val = next((each for each in _values(node) if isinstance(each, Tensor)), None)
+            return 0.0 if val is None else 1e3 * self._roofline(node_work.flops(node), num_bytes, val.dtype)
+        overhead = self.constants.copy_overhead if ends_kernel else 0.0
+        return 1e3 * (num_bytes / (2 * self.constants.copy_bandwidth) + overhead)
+
+    def _matmul(self, node: Node) -> float:
+        sizes = node_work.matmul_sizes(node)
+        if sizes is None:
+            return 0.0
+        dtype, batches, m, k, n = sizes
+        try:
+            return self.constants.matmul(self._dtype_name(dtype), batches, m, k, n)
+        except KeyError:
+            num_bytes = batches * (m * k + k * n + m * n) * dtype.itemsize
+            return self._roofline(2.0 * batches * m * k * n, num_bytes, dtype)
+
+    def _roofline(self, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
+        constants = self.constants
+        compute, memory = flops / self._rate(dtype), num_bytes / constants.memory_bandwidth
+        both = compute + memory if self.device_type == "cpu" else max(compute, memory)
+        return both + constants.matmul_overhead
+
+    def _rate(self, dtype: torch.dtype) -> float:
+        """FLOP per second. 8 bit: twice that of 16 bit; others as float32."""
+        rates = self.constants.matmul_flops
+        if dtype.itemsize == 1:
+            return 2 * rates["bfloat16"]
+        try:
+            return rates[self._dtype_name(dtype)]
+        except KeyError:
+            return rates["float32"]
+
+    def _dtype_name(self, dtype: torch.dtype) -> str:
+        """Raises KeyError."""
+        return "tf32" if self.tf32 and dtype == torch.float32 else planner.dtype_name(dtype, "cpu")
+
+    @property
+    def _measured(self) -> bool:
+        return self.device_type == "cpu" or self.constants.source == cost.TUNED
+
+    def _reach(self, group_name: str) -> links.Reach | None:
+        at = links.reach(group_name, self.ranks_per_node)
+        if at is None or self.device_type == "cuda":
+            return at
+        return links.Reach(links.INTRA, at.group_size, at.group_size - 1)  # gloo's numbers hold inside a host
+
+    # what ranks agree on
+
+    def agreed(self, group: Any = None) -> Estimator:
+        """The same on all ranks: where they differ, of each number the median of the ranks that have it.
+
+        A collective on ``group`` (None: WORLD), bounded by FUSEDCOMM_TIMEOUT_S; one small vote where nothing differs.
+        Raises PeerTimeoutError, which names who did not come, and ValueError, on all ranks alike, where ranks differ in
+        what has no median.
+        """
+        pg = _peers(group)
+        if pg is None:
+            return self
+        own = {"digest": self._digest}
+        found = agree(_store(pg, "digest"), pg.rank(), pg.size(), own, what=WHAT)
+        if len({fact["digest"] for fact in found}) == 1:
+            return self
+        facts = agree(_store(pg, "numbers"), pg.rank(), pg.size(), self._facts, what=WHAT)
+        for name in ("device_type", "ranks_per_node"):
+            values = [fact[name] for fact in facts]
+            if len(set(values)) > 1:
+                raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
+        merged = _median(facts)
+        same = object.__new__(Estimator)
+        same._set(
+            constants=Constants(**merged["constants"]),
+            **{name: merged[name] for name in ("ranks_per_node", "inter_bandwidth", "tf32", "times")},
+        )
+        return same
+
+
+def group_name_of(node: Node) -> str | None:
+    """Of a start or an op of ours."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    for i, arg in enumerate(node.target._schema.arguments):
+        if arg.name == "group_name":
+            name = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+            return name if isinstance(name, str) else getattr(name, "group_name", None)
+    return None
+
+
+def _values(node: Node) -> Iterator[Any]:
+    for each in (*node.all_input_nodes, node):
+        yield from pytree.tree_leaves(each.meta.get("val"))
+
+
+def _inductor_bandwidths() -> tuple[float | None, float | None]:
+    """GB/s inside a node and between nodes; None: not set."""
+    from torch._inductor import config  # takes a second
+
+    return config.intra_node_bw, config.inter_node_bw
+
+
+def _within(constants: Constants, intra_node_bw: float | None) -> Constants:
+    """With that bandwidth, in GB/s, for collectives inside a node, and as the most that stores to peers get."""
+    if constants.device_type == "cpu" or constants.source == cost.TUNED or not intra_node_bw:
+        return constants
+    bandwidth = 1e9 * intra_node_bw
+    return replace(
+        constants,
+        backend_bandwidth=dict.fromkeys(constants.backend_bandwidth, bandwidth),
+        link_bandwidth=min(constants.link_bandwidth, bandwidth),
+        store_bandwidth=min(constants.store_bandwidth, bandwidth),
+    )
+
+
+def _matmul_seconds(constants: Constants, exchange: Exchange, dtype: str) -> float:
+    """Of the plain matmul beside the collective."""
+    if exchange.gathers:
+        ns = [shape[-1] for shape in exchange.out_shapes]
+    else:
+        ns = [math.prod(exchange.shape[exchange.num_lead :])]
+    sizes = (exchange.num_batches, exchange.num_rows, exchange.k)
+    return sum(constants.matmul(dtype, *sizes, n) for n in ns)
+
+
+def _told(found: Cost, ms: float) -> Cost:
+    """With the user's number for what the node takes."""
+    if found.transfer is None:
+        return Cost(ms)
+    transfer = _at_most(found.transfer, ms)
+    if found.compute_ms > 0:  # an op of ours
+        return Cost(min(found.compute_ms, ms), transfer, ms)
+    transfer = replace(transfer, wire_ms=ms - transfer.latency_ms)
+    return Cost(transfer=transfer, fused_ms=None if found.fused_ms is None else ms)
+
+
+def _at_most(transfer: Transfer, ms: float) -> Transfer:
+    latency_ms = min(transfer.latency_ms, ms)
+    return replace(transfer, latency_ms=latency_ms, wire_ms=min(transfer.wire_ms, ms - latency_ms))
+
+
+def _peers(of: Any) -> dist.ProcessGroup | None:
+    """The group to agree in; None where there is nobody to agree with."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    pg = group.find(group.resolve(of)[1])
+    return None if pg.size() == 1 or dist.get_backend(pg) == "fake" else pg
+
+
+def _store(pg: dist.ProcessGroup, purpose: str) -> dist.Store:
+    return group.store(pg, f"estimates/{purpose}")
+
+
+def _median(values: list[Any]) -> Any:
+    """Of JSON values, by key; a yes where all say yes, the first of texts in their order."""
+    first = values[0]
+    if isinstance(first, dict):
+        keys = sorted({key for value in values for key in value})
+        return {key: _median([value[key] for value in values if key in value]) for key in keys}
+    if isinstance(first, bool):
+        return all(values)
+    if isinstance(first, str):
+        return min(values)
+    integers = all(isinstance(value, int) for value in values)
+    return statistics.median_low(values) if integers else statistics.median(values)
+
+
+def _is_awaited(start: Node) -> bool:
+    """Whether nothing reads the result but a wait: else the start itself takes all the time."""
+    readers = list(start.users)
+    for user in readers:  # grows
+        if user.target is operator.getitem:
+            readers += user.users
+        elif getattr(user.target, "_opname", None) not in WAITS:
+            return False
+    return start.target._schema.name.startswith("_c10d_functional::")  # type: ignore[union-attr]
+
+
+def device_type_of(graph: Graph) -> str:
+    """Where the graph computes: "cpu" if all of its tensors are there, else "cuda"."""
+    vals = (val for node in graph.nodes for val in pytree.tree_leaves(node.meta.get("val")))
+    return "cpu" if all(val.device.type == "cpu" for val in vals if isinstance(val, Tensor)) else "cuda"
+
+
+def agreed_ones(own: Estimator | None = None) -> tuple[Estimator, ...]:
+    """One per type of device: ``own``, or with what `fusedcomm tune` has measured for the largest tuned group."""
+    found = []
+    for device_type in cost.DEFAULTS:  # each rank agrees as often as the others, whatever it has itself
+        if own is not None and own.device_type == device_type:
+            found.append(own.agreed())
+        else:
+            found.append(Estimator(device_type, constants=_tuned(device_type)).agreed())
+    return tuple(found)
+
+
+def _tuned(device_type: str) -> Constants | None:
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return None
+    sizes = {len(ranks) for _, _, ranks in memberships()}
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    read = (tuned.read(device, size) for size in sorted(sizes, reverse=True))
+    return next((constants for constants in read if constants is not None), None)

@@ -1,0 +1,160 @@
+"""The memory that an order of a graph needs: what each node allocates, and when what is last used is freed.
+
+Tensors that share a storage, as views do, are one; what a wait returns is what its start has allocated, and what the
+start reads lives until then. The fake tensors of a wait, and all those of a graph that was traced with real tensors,
+have storages of their own: there the schemas say which results are views. Inputs are the caller's, but for what a
+forward graph has saved for its backward, which is freed after its last use; results live until the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from fusedcomm.compile.graph.collectives import WAITS
+from fusedcomm.compile.graph.effects import writes_before_end
+from fusedcomm.compile.graph.layout import assumed
+
+
+class Memory:
+    """The storages of a graph, numbered; per node, by its index in ``nodes``, those it makes and those it touches."""
+
+    def __init__(self, graph: Graph, nodes: Sequence[Node], waits_for: Sequence[Sequence[int]]) -> None:
+        self.bytes: list[int] = []
+        self.makes: list[list[int]] = [[] for _ in nodes]
+        self.touches: list[list[int]] = [[] for _ in nodes]  # live while the node runs, its own results included
+        self.of: list[list[int]] = [[] for _ in nodes]  # what the node's results are in
+        index = {node: i for i, node in enumerate(nodes)}
+        numbers: dict[int, int] = {}
+        kept = _kept(graph)
+        in_place = writes_before_end(graph)  # then what may be a view must be taken for one
+        attributes: dict[str, list[int]] = {}
+        self._starts_with: list[int] = []
+        for i, node in enumerate(nodes):
+            reads = [storage for each in node.all_input_nodes for storage in self.of[index[each]]]
+            for start in waits_for[i]:
+                reads += self.touches[start]
+            shared = self._shared(node, index, in_place)
+            if node.op == "get_attr":
+                shared = attributes.get(str(node.target), [])
+            self.of[i] = self._results(i, node, numbers, shared)
+            if node.op == "get_attr":
+                attributes.setdefault(str(node.target), self.of[i])
+            self.touches[i] = sorted({*reads, *self.of[i]})
+            if node.op in ("placeholder", "get_attr"):
+                self.makes[i], made = [], self.makes[i]
+                self._starts_with += made
+                if node in kept:
+                    self.touches[i] = []
+        self.uses = [0] * len(self.bytes)
+        for touched in self.touches:
+            for storage in touched:
+                self.uses[storage] += 1
+        for node in kept:
+            for storage in self.of[index[node]]:
+                self.uses[storage] += 1  # never freed
+
+    def _shared(self, node: Node, index: dict[Node, int], in_place: bool) -> list[int]:
+        """The storages that node's results are in where they are views, by the node's target."""
+        if node.target is operator.getitem and isinstance(node.args[0], Node):
+            items, at = self.of[index[node.args[0]]], node.args[1]
+            return [items[at]] if isinstance(at, int) and at < len(items) else []
+        return [storage for each in _viewed(node, in_place) for storage in self.of[index[each]]]
+
+    def _results(self, i: int, node: Node, numbers: dict[int, int], shared: list[int]) -> list[int]:
+        found: list[int] = []
+        for val in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(val, Tensor):
+                key = _storage(val)
+                if key not in numbers and shared:
+                    numbers[key] = shared[min(len(found), len(shared) - 1)]
+                if key not in numbers:
+                    numbers[key] = len(self.bytes)
+                    self.bytes.append(num_bytes(val))
+                    self.makes[i].append(numbers[key])
+                else:
+                    self.bytes[numbers[key]] = max(self.bytes[numbers[key]], num_bytes(val))
+                found.append(numbers[key])
+        return found
+
+    def track(self) -> Tracker:
+        return Tracker(self)
+
+    def made(self, i: int) -> int:
+        return sum(self.bytes[s] for s in self.makes[i])
+
+
+class Tracker:
+    """Live memory while nodes run one after the other."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.uses = list(memory.uses)
+        self.live = sum(memory.bytes[s] for s in memory._starts_with)
+        self.peak = self.live
+
+    def run(self, i: int) -> int:
+        """Returns the bytes that are live while node i runs."""
+        memory = self.memory
+        during = self.live + memory.made(i)
+        self.live = during
+        for storage in memory.touches[i]:
+            self.uses[storage] -= 1
+            if self.uses[storage] == 0:
+                self.live -= memory.bytes[storage]
+        self.peak = max(self.peak, during)
+        return during
+
+
+def num_bytes(val: Tensor) -> int:
+    """Of the storage, as far as val reaches; symbolic sizes as `layout.assumed` has them."""
+    sizes, strides = [assumed(s) for s in val.shape], [assumed(s) for s in val.stride()]
+    if 0 in sizes:
+        return 0
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return int(min(reach, math.prod(sizes)) if 0 not in strides else reach) * val.dtype.itemsize
+
+
+def _storage(val: Tensor) -> int:
+    try:
+        return int(val.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse or an opaque tensor: it shares nothing that we know of
+        return id(val)
+
+
+def _viewed(node: Node, in_place: bool) -> list[Node]:
+    """What node's results are views of, or are, for sure: a reshape may copy; or, if ``in_place``, perhaps."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
+        return node.all_input_nodes
+    viewed = _viewed_args(node.target, in_place)
+    values = [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in viewed]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Node)]
+
+
+@functools.cache
+def _viewed_args(target: torch._ops.OpOverload, in_place: bool) -> list[tuple[int, str]]:
+    schema = target._schema
+    args = [(at, arg) for at, arg in enumerate(schema.arguments)]
+    if target._opname not in WAITS:
+        may_copy = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+        if (may_copy and not in_place) or all(result.alias_info is None for result in schema.returns):
+            return []
+        args = [(at, arg) for at, arg in args if arg.alias_info is not None]
+    return [(at, arg.name) for at, arg in args]
+
+
+def _kept(graph: Graph) -> set[Node]:
+    """Inputs that the caller keeps, and results."""
+    inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    backward = any(node.name.startswith("tangents_") for node in inputs)
+    owned = {node for node in inputs if not backward or node.name.startswith("primals_")}
+    return owned | set(graph.output_node().all_input_nodes)

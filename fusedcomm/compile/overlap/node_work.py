@@ -1,0 +1,189 @@
+"""What one node of a graph has to do: FLOP, and bytes that it reads and writes; symbolic sizes are `assumed`.
+
+Inductor makes one kernel of pointwise nodes that read each other, so such a node
+
+    reads      what no pointwise node makes
+    writes     its result, if anything but a pointwise node reads it
+
+with views looked through. It is a local rule: what two nodes of one kernel both read counts twice, and a reduction does
+not take its pointwise inputs, nor a matmul its epilogue, into its kernel. All others read their inputs and write their
+results; lookups in a table read as much as they write.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from fusedcomm.compile.graph.collectives import kind_of
+from fusedcomm.compile.graph.layout import assumed
+from fusedcomm.cost import model as cost
+
+aten = torch.ops.aten
+
+
+class Work(Enum):
+    NOTHING = auto()
+    VIEW = auto()  # the same memory, or an element of a tuple
+    POINTWISE = auto()
+    CONSTANT = auto()  # pointwise without inputs
+    MATMUL = auto()
+    FLOPS = auto()  # whose FLOP torch knows
+    LOOKUP = auto()
+    MOVE = auto()  # any other
+    START = auto()
+    FUSED = auto()  # an op of ours
+
+
+FUSABLE = (Work.POINTWISE, Work.CONSTANT)
+_VIEWS = {aten._unsafe_view, aten.lift_fresh, aten.reshape}
+_CASTS = {aten._to_copy, torch.ops.prims.convert_element_type}
+_CONSTANTS = {"full", "zeros", "ones", "arange", "scalar_tensor", "iota", "full_like", "zeros_like", "ones_like"}
+_CONSTANTS |= {"new_full", "new_zeros", "new_ones"}
+_LOOKUPS = {"embedding", "index", "index_select", "gather"}
+_ALLOCATIONS = ("empty", "new_empty", "sym_", "_assert", "device", "dtype")  # and what else runs on the host
+_X = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0, aten.matmul: 0}  # where x stands, then w
+_ATTENTION = "_scaled_dot_product_flash_attention"
+_SAME_FLOPS = {  # as those that torch knows
+    f"{_ATTENTION}_for_cpu": _ATTENTION,
+    f"{_ATTENTION}_for_cpu_backward": f"{_ATTENTION}_backward",
+    "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
+    "_scaled_dot_product_fused_attention_overrideable_backward": f"{_ATTENTION}_backward",
+}
+
+
+def work_of(node: Any) -> Work:
+    if not isinstance(node, Node) or node.op in ("placeholder", "get_attr", "output"):
+        return Work.NOTHING
+    if node.op != "call_function":
+        return Work.MOVE
+    work = _work(node.target)
+    return Work.START if work is Work.NOTHING and kind_of(node) is not None else work
+
+
+@functools.lru_cache(maxsize=4096)
+def _work(target: Any) -> Work:
+    """NOTHING for starts."""
+    if target is operator.getitem:
+        return Work.VIEW
+    if not isinstance(target, torch._ops.OpOverload):
+        return Work.FLOPS if isinstance(target, torch._ops.HigherOrderOperator) else Work.MOVE
+    namespace, name = target._schema.name.split("::")
+    packet = target.overloadpacket
+    if namespace in ("_c10d_functional", "_dtensor"):
+        return Work.NOTHING
+    if namespace == "fusedcomm":
+        return Work.FUSED if name in cost.KINDS else Work.MOVE
+    if packet in _X:
+        return Work.MATMUL
+    if flops_formula(target) is not None:
+        return Work.FLOPS
+    if target.is_view or packet in _VIEWS:
+        return Work.VIEW
+    if name.startswith(_ALLOCATIONS):
+        return Work.NOTHING
+    if name in _CONSTANTS:
+        return Work.CONSTANT
+    if (torch.Tag.pointwise in target.tags or packet in _CASTS) and not target._schema.is_mutable:
+        return Work.POINTWISE
+    return Work.LOOKUP if name in _LOOKUPS else Work.MOVE
+
+
+def flops_formula(target: Any) -> Any:
+    """torch's, of shapes; None where it has none."""
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(target, "overloadpacket", target)
+    same = _SAME_FLOPS.get(getattr(target, "_opname", ""))
+    return flop_registry.get(getattr(aten, same) if same else packet)
+
+
+def flops(node: Node) -> float:
+    """By torch's formula; 0 where that cannot tell."""
+    formula = flops_formula(node.target)
+    if formula is None:
+        return 0.0
+    args, kwargs = pytree.tree_map(stand_in, (node.args, node.kwargs))
+    try:
+        return float(formula(*args, **kwargs, out_val=pytree.tree_map(stand_in, node.meta.get("val"))))
+    except Exception:  # of torch's: arguments that it does not expect
+        return 0.0
+
+
+def stand_in(each: Any) -> Any:
+    """For a node or its value: no data, and sizes that are plain ints."""
+    if isinstance(each, Node):
+        return pytree.tree_map(stand_in, each.meta.get("val"))
+    if isinstance(each, Tensor):
+        return torch.empty(tuple(map(assumed, each.shape)), dtype=each.dtype, device="meta")
+    return assumed(each) if isinstance(each, torch.SymInt) else each
+
+
+def matmul_sizes(node: Node) -> tuple[torch.dtype, int, int, int, int] | None:
+    """dtype, batches, M, K, N of a MATMUL; None where its tensors are not known."""
+    at = _X[node.target.overloadpacket]  # type: ignore[union-attr]
+    x, w, y = (each.meta.get("val") if isinstance(each, Node) else None for each in (*_pair(node.args, at), node))
+    if not (isinstance(x, Tensor) and isinstance(w, Tensor) and isinstance(y, Tensor)):
+        return None
+    n = assumed(y.shape[-1]) if w.ndim > 1 else 1
+    batches = math.prod(map(assumed, w.shape[:-2]))
+    rows = math.prod(map(assumed, y.shape)) // max(1, n * batches)
+    return x.dtype, batches, rows, assumed(x.shape[-1]), n
+
+
+def _pair(args: tuple[Any, ...], at: int) -> tuple[Any, Any]:
+    return (args[at], args[at + 1]) if len(args) > at + 1 else (None, None)
+
+
+def num_bytes(val: Any) -> int:
+    """Of a node's value: a tensor, or several; 0 of what is none."""
+    if isinstance(val, Tensor):
+        return math.prod(map(assumed, val.shape)) * val.dtype.itemsize
+    return sum(map(num_bytes, val)) if isinstance(val, list | tuple) else 0
+
+
+def bytes_of(node: Node) -> int:
+    return num_bytes(node.meta.get("val"))
+
+
+def traffic(node: Node, work: Work) -> tuple[int, bool]:
+    """Bytes read and written, and whether the node ends a kernel: whether it writes."""
+    if work in FUSABLE:
+        read = 0 if work is Work.CONSTANT else sum(map(_read, node.all_input_nodes))
+        return (read + bytes_of(node), True) if _is_written(node) else (read, False)
+    written = bytes_of(node)
+    mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    if work is Work.LOOKUP or not (written or mutates):
+        return 2 * written, written > 0
+    read = sum(map(bytes_of, node.all_input_nodes))
+    return read if mutates else read + written, True  # what it mutates is among its inputs
+
+
+def _read(source: Node) -> int:
+    origin = source
+    while work_of(origin) is Work.VIEW and origin.all_input_nodes:
+        origin = origin.all_input_nodes[0]
+    if work_of(origin) in FUSABLE:
+        return 0
+    return min(bytes_of(source), bytes_of(origin))  # of a part, that part; of an expanded tensor, what it has
+
+
+def _is_written(node: Node) -> bool:
+    """Whether a user, perhaps of a view, is none that reads the result inside the kernel."""
+    users = list(node.users)
+    while users:
+        user = users.pop()
+        work = work_of(user)
+        if work is Work.VIEW:
+            users += user.users
+        elif work is not Work.POINTWISE:
+            return True
+    return False

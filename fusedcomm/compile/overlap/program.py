@@ -1,0 +1,79 @@
+"""A graph as lists by index, for the simulator and the passes: what each node costs, makes and must stay after."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from fusedcomm.compile.graph.collectives import WAITS, kind_of
+from fusedcomm.compile.overlap import dependencies
+from fusedcomm.compile.overlap.memory import Memory
+
+if TYPE_CHECKING:
+    from fusedcomm.compile.overlap.estimator import Estimator
+
+
+class Program:
+    """Nodes by their index in the graph's order."""
+
+    def __init__(self, graph: Graph, estimator: Estimator) -> None:
+        self.graph = graph
+        self.nodes: list[Node] = list(graph.nodes)
+        index = {node: i for i, node in enumerate(self.nodes)}
+        self.costs = [estimator.cost(node) for node in self.nodes]
+        self.kinds = [kind_of(node) or getattr(node.target, "_opname", "") for node in self.nodes]
+        self.waits_for: list[list[int]] = [starts_of(node, index) for node in self.nodes]  # starts that it waits for
+        self.memory = Memory(graph, self.nodes, self.waits_for)
+        self.before = dependencies.predecessors(self.nodes, self.waits_for, self.memory)
+        self.after: list[list[int]] = [[] for _ in self.nodes]
+        for i, each in enumerate(self.before):
+            for j in each:
+                self.after[j].append(i)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def moved_to(self, graph: Graph) -> Program | None:
+        """The same program with the nodes of another graph, if that is equal to its own."""
+        nodes = list(graph.nodes)
+        if _shape(nodes) != _shape(self.nodes):
+            return None
+        program = copy.copy(self)
+        program.graph, program.nodes = graph, nodes
+        return program
+
+    @property
+    def starts(self) -> list[int]:
+        """Of the collectives that run beside the compute stream."""
+        waited = {start for starts in self.waits_for for start in starts}
+        return [i for i, cost in enumerate(self.costs) if i in waited and cost.fused_ms is None]
+
+
+def _shape(nodes: list[Node]) -> list[tuple[object, list[int]]]:
+    """What tells a graph from another, but for the names of its nodes."""
+    index = {node: i for i, node in enumerate(nodes)}
+    return [
+        (node.target if node.op == "call_function" else node.op, [index[each] for each in node.all_input_nodes])
+        for node in nodes
+    ]
+
+
+def starts_of(node: Node, index: dict[Node, int]) -> list[int]:
+    """What node waits for: starts of collectives, also through the getitem of a coalesced one."""
+    if not _waits(node):
+        return []
+    found = []
+    for each in pytree.tree_leaves(node.args):
+        start = each
+        while isinstance(start, Node) and kind_of(start) is None and start.all_input_nodes and not _waits(start):
+            start = start.all_input_nodes[0]
+        if isinstance(start, Node) and kind_of(start) is not None and index[start] not in found:
+            found.append(index[start])
+    return found
+
+
+def _waits(node: Node) -> bool:
+    return getattr(node.target, "_opname", None) in WAITS

@@ -1,0 +1,283 @@
+"""What an order of a graph costs: a simulator of one compute stream, the links, and the memory.
+
+The compute stream runs the nodes one after the other. The start of a collective takes no time on it: the collective
+runs on its link, after those of its group that started before. What several groups send over one link at once shares
+its bandwidth evenly. A wait holds the compute stream until the collective has ended; that time is exposed. An op of
+ours computes and sends at the same time, and is exposed as far as it takes longer than its matmul.
+
+Left out: the SMs and the memory bandwidth that a collective takes from compute, and the launches on the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from fusedcomm.compile.overlap.estimator import Estimator
+    from fusedcomm.compile.overlap.program import Program
+
+_EPSILON = 1e-9  # ms: what is left of a transfer by rounding
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective, alone on its link."""
+
+    link: str  # "intra": inside a node; "inter": between nodes
+    group: str  # collectives of one group run one after the other, in the order of their starts
+    latency_ms: float  # passes whatever else is on the link
+    wire_ms: float  # bytes / bandwidth: k groups on a link get 1/k of it each
+
+    @property
+    def ms(self) -> float:
+        return self.latency_ms + self.wire_ms
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one node."""
+
+    compute_ms: float = 0.0  # on the compute stream
+    transfer: Transfer | None = None  # of a start: asynchronous; of an op of ours: beside its matmul
+    fused_ms: float | None = None  # of an op of ours: all of it, with the link to itself
+
+    @property
+    def ms(self) -> float:
+        """From when the node runs until its result can be read, alone."""
+        if self.fused_ms is not None:
+            return self.fused_ms
+        return self.compute_ms + (self.transfer.ms if self.transfer is not None else 0.0)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One collective, or one op of ours, on the timeline."""
+
+    node: str
+    kind: str
+    group: str
+    link: str
+    start_ms: float
+    end_ms: float
+    alone_ms: float  # what it takes with its link to itself
+    wire_ms: float  # of these: on what groups share
+    exposed_ms: float
+    hidden_by: tuple[str, ...] = ()  # what computes meanwhile
+
+    @property
+    def hidden(self) -> bool:
+        return self.exposed_ms <= 0.01 * self.alone_ms
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """``total_ms = compute_ms + exposed_ms``."""
+
+    total_ms: float
+    compute_ms: float
+    exposed_ms: float
+    collectives: list[Line]
+    peak_bytes: int
+    compute: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # name, start, end
+    waits: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # what is exposed, start, end
+    memory: list[tuple[float, int]] = field(repr=False, default_factory=list)  # from when on, bytes
+
+    @property
+    def comm_ms(self) -> float:
+        """What all collectives take, each alone."""
+        return sum(line.alone_ms for line in self.collectives)
+
+    @property
+    def bound_ms(self) -> float:
+        """No order is faster: all compute, all that one link carries, or all of one group."""
+        busy: dict[tuple[str, str], float] = {}
+        for line in self.collectives:
+            for who, ms in ((("link", line.link), line.wire_ms), (("group", line.group), line.alone_ms)):
+                busy[who] = busy.get(who, 0.0) + ms
+        return max(self.compute_ms, *busy.values()) if busy else self.compute_ms
+
+    def to_trace(self, file: Any) -> None:
+        """Write it as a trace for chrome://tracing or Perfetto."""
+        from fusedcomm.compile.overlap import timeline_plot
+
+        timeline_plot.to_trace(self, file)
+
+    def plot(self, file: Any) -> None:
+        """Write a picture (PNG, SVG, PDF by the file's name). Needs matplotlib."""
+        from fusedcomm.compile.overlap import timeline_plot
+
+        timeline_plot.plot(self, file)
+
+
+class Clock:
+    """The time of the compute stream, and what is on the links meanwhile. Collectives go by any key."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._queues: dict[str, deque[_Job]] = {}  # per group; the first is on the link
+        self._ended: dict[Any, tuple[float, float]] = {}
+        self._new: list[Any] = []
+
+    def compute(self, ms: float) -> None:
+        if ms > 0:
+            self._advance(self.now + ms)
+
+    def start(self, key: Any, transfer: Transfer) -> None:
+        queue = self._queues.setdefault(transfer.group, deque())
+        queue.append(_Job(key, transfer.link, transfer.latency_ms, transfer.wire_ms))
+        if len(queue) == 1:
+            queue[0].began = self.now
+
+    def newly_ended(self) -> list[Any]:
+        """What has ended since the last call."""
+        found, self._new = self._new, []
+        return found
+
+    def ended(self, key: Any) -> bool:
+        return key in self._ended
+
+    def span(self, key: Any) -> tuple[float, float]:
+        """When an ended collective was first on its link, and when it ended."""
+        return self._ended[key]
+
+    def left(self, key: Any) -> float:
+        """About how long until it ends, if nothing else starts."""
+        for queue in self._queues.values():
+            ahead = 0.0
+            for job in queue:
+                sharing = sum(1 for other in self._queues.values() if other and other[0].link == job.link)
+                ahead += job.latency + job.wire * sharing
+                if job.key == key:
+                    return ahead
+        return 0.0
+
+    def wait(self, key: Any) -> float:
+        """Until it has ended; returns how long that took."""
+        before = self.now
+        while key not in self._ended:
+            self._step(float("inf"))
+        return self.now - before
+
+    def _advance(self, until: float) -> None:
+        while self.now < until:
+            self._step(until)
+
+    def _step(self, until: float) -> None:
+        """To the next time at which a collective's latency has passed or it has ended, at most until."""
+        heads = [queue[0] for queue in self._queues.values() if queue]
+        sharing: dict[str, int] = {}
+        for job in heads:
+            if job.latency <= 0:
+                sharing[job.link] = sharing.get(job.link, 0) + 1
+        left = [job.latency if job.latency > 0 else job.wire * sharing[job.link] for job in heads]
+        passed = min([until - self.now, *left])
+        assert passed < float("inf"), "waits for a collective that has not started"
+        self.now = until if passed == until - self.now else self.now + passed
+        for job in heads:
+            if job.latency > 0:
+                job.latency = _less(job.latency, passed)
+            else:
+                job.wire = _less(job.wire, passed / sharing[job.link])
+        for queue in self._queues.values():
+            while queue and queue[0].latency <= 0 and queue[0].wire <= 0:
+                job = queue.popleft()
+                self._ended[job.key] = (job.began, self.now)
+                self._new.append(job.key)
+                if queue:
+                    queue[0].began = self.now
+
+
+@dataclass
+class _Job:
+    key: Any
+    link: str
+    latency: float
+    wire: float
+    began: float = 0.0
+
+
+def _less(ms: float, passed: float) -> float:
+    return ms - passed if ms - passed > _EPSILON else 0.0
+
+
+def simulate(gm: GraphModule, estimator: Estimator | None = None) -> Timeline:
+    """The timeline of a graph in the order in which it is. ``estimator``: `Estimator.of(gm.graph)` by default."""
+    from fusedcomm.compile.overlap.estimator import Estimator
+    from fusedcomm.compile.overlap.program import Program
+
+    program = Program(gm.graph, estimator or Estimator.of(gm.graph))
+    return run(program, range(len(program)))
+
+
+def run(program: Program, order: Sequence[int]) -> Timeline:
+    """The timeline of a program in ``order``."""
+    clock, computed, waits = Clock(), [], []
+    exposed: dict[int, float] = {}
+    memory, live = [], program.memory.track()
+
+    def hold(start: int, at_least: float = 0.0) -> None:
+        """The compute stream, until start has ended and not before at_least."""
+        begin = clock.now
+        clock.wait(start)
+        clock.compute(at_least - clock.now)
+        if clock.now > begin:
+            exposed[start] += clock.now - begin
+            waits.append((program.nodes[start].name, begin, clock.now))
+
+    for i in order:
+        cost, begin = program.costs[i], clock.now
+        memory.append((clock.now, live.run(i)))
+        if cost.transfer is not None:
+            clock.start(i, cost.transfer)
+            exposed[i] = 0.0
+        clock.compute(cost.compute_ms)
+        if cost.compute_ms > 0:
+            computed.append((program.nodes[i].name, begin, clock.now))
+        if cost.fused_ms is not None:
+            hold(i, begin + cost.fused_ms)
+        for start in program.waits_for[i]:
+            hold(start)
+    for start in exposed:  # nobody waits for it
+        hold(start)
+    lines = [_line(program, clock, start, ms) for start, ms in exposed.items()]
+    return Timeline(
+        total_ms=clock.now,
+        compute_ms=sum(program.costs[i].compute_ms for i in order),
+        exposed_ms=sum(exposed.values()),
+        collectives=_hidden_by(lines, computed),
+        peak_bytes=live.peak,
+        compute=computed,
+        waits=waits,
+        memory=memory,
+    )
+
+
+def _line(program: Program, clock: Clock, start: int, exposed_ms: float) -> Line:
+    transfer = program.costs[start].transfer
+    assert transfer is not None
+    begin, end = clock.span(start)
+    name, kind = program.nodes[start].name, program.kinds[start]
+    return Line(name, kind, transfer.group, transfer.link, begin, end, transfer.ms, transfer.wire_ms, exposed_ms)
+
+
+def _hidden_by(lines: list[Line], computed: list[tuple[str, float, float]]) -> list[Line]:
+    """With the names of what computes while each collective runs. Both are in order of their starts, or nearly."""
+    from bisect import bisect_right
+    from dataclasses import replace
+
+    ends = [end for _, _, end in computed]
+    found = []
+    for line in lines:
+        first = bisect_right(ends, line.start_ms)
+        names = []
+        for name, begin, _ in computed[first:]:
+            if begin >= line.end_ms:
+                break
+            names.append(name)
+        found.append(replace(line, hidden_by=tuple(names)))
+    return found

@@ -1,0 +1,168 @@
+"""A timeline as a trace for Perfetto, and as a picture: the compute stream, every group on its link, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import IO, TYPE_CHECKING, Any
+
+from fusedcomm.compile.overlap.simulator import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Span = tuple[float, float]  # ms
+COLOURS = {"compute": "#004488", "collective": "#ddaa33", "exposed": "#bb5566"}  # told apart in grey, too
+_PIXELS = 1500  # of the time axis: about what a picture has
+_DPI = 150
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+
+
+def to_trace(timeline: Timeline, file: str | os.PathLike[str] | IO[str]) -> None:
+    """Chrome's trace format. ``file``: a path or a text file. Times are microseconds in it, as the format says."""
+    lanes = {lane: tid for tid, lane in enumerate(_groups(timeline), start=1)}
+    events = [_name("process_name", 0, "timeline"), _name("thread_name", 0, "compute stream")]
+    events += [_name("thread_name", tid, _label(*lane)) for lane, tid in lanes.items()]
+    events += [_slice(name, "compute", 0, start, end) for name, start, end in timeline.compute]
+    events += [_slice(f"exposed: {name}", "exposed", 0, start, end) for name, start, end in timeline.waits]
+    for line in timeline.collectives:
+        args = {"alone_ms": line.alone_ms, "exposed_ms": line.exposed_ms, "hidden_by": list(line.hidden_by)}
+        tid = lanes[line.link, line.group]
+        events.append(_slice(line.node, line.kind, tid, line.start_ms, line.end_ms) | {"args": args})
+    for ms, num_bytes in timeline.memory:
+        events.append({"ph": "C", "name": "memory", "pid": 0, "ts": 1e3 * ms, "args": {"bytes": num_bytes}})
+    trace = {"displayTimeUnit": "ms", "traceEvents": events}
+    with open(file, "w") if isinstance(file, str | os.PathLike) else nullcontext(file) as out:
+        json.dump(trace, out)
+
+
+def plot(timeline: Timeline, file: Any) -> None:
+    """``file``: a path, whose suffix says the format, or a binary file for a PNG. Raises ImportError."""
+    _draw({"": timeline}, file)
+
+
+def plot_both(before: Timeline, after: Timeline, file: Any) -> None:
+    """One above the other, on the same axes of time and memory. ``file`` and errors: as of `plot`."""
+    _draw({"before: ": before, "after: ": after}, file)
+
+
+def _groups(timeline: Timeline) -> list[tuple[str, str]]:
+    """(link, group) of every lane, links together."""
+    return sorted({(line.link, line.group) for line in timeline.collectives})
+
+
+def _label(link: str, group: str) -> str:
+    return f"{link}: group {group}"
+
+
+def _name(what: str, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": 0, "tid": tid, "args": {"name": name}}
+
+
+def _slice(name: str, category: str, tid: int, start_ms: float, end_ms: float) -> dict[str, Any]:
+    times = {"ts": 1e3 * start_ms, "dur": 1e3 * (end_ms - start_ms)}
+    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": tid} | times
+
+
+# the picture
+
+
+def _draw(timelines: Mapping[str, Timeline], file: Any) -> None:
+    from fusedcomm.bench import plots
+
+    if problem := plots.missing():
+        raise ImportError(problem)
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    heights = [h for each in timelines.values() for h in (0.4 + 0.3 * (1 + len(_groups(each))), 1.1)]
+    figure = Figure(figsize=(9.0, sum(heights) + 0.6), layout="constrained")
+    panels: Any = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    total_ms = max(each.total_ms for each in timelines.values()) or 1.0
+    most = max(each.peak_bytes for each in timelines.values())
+    for i, (title, timeline) in enumerate(timelines.items()):
+        _draw_lanes(panels[2 * i], timeline, total_ms / _PIXELS)
+        panels[2 * i].set_title(title + _summary(timeline), fontsize=9, loc="left")
+        _draw_memory(panels[2 * i + 1], timeline, total_ms / _PIXELS, most)
+    panels[-1].set_xlim(0, total_ms)
+    panels[-1].set_xlabel("ms")
+    handles = [Patch(color=colour, label=what) for what, colour in COLOURS.items()]
+    figure.legend(handles=handles, fontsize=8, ncols=len(handles), frameon=False, loc="outside lower right")
+    figure.savefig(file, dpi=_DPI)
+
+
+def _summary(timeline: Timeline) -> str:
+    hidden = sum(line.hidden for line in timeline.collectives)
+    parts = f"compute {timeline.compute_ms:.4g} + exposed {timeline.exposed_ms:.4g}"
+    return f"{timeline.total_ms:.4g} ms = {parts}; {hidden} of {len(timeline.collectives)} collectives hidden"
+
+
+def _draw_lanes(axes: Axes, timeline: Timeline, pixel: float) -> None:
+    groups = _groups(timeline)
+    rows = {group: -row for row, group in enumerate(groups, start=1)}
+    of = {line.node: line for line in timeline.collectives}
+    spans: dict[tuple[float, str], list[Span]] = {
+        (0, "compute"): [(start, end) for _, start, end in timeline.compute],
+        (0, "exposed"): [(start, end) for _, start, end in timeline.waits],
+    }
+    for line in timeline.collectives:
+        spans.setdefault((rows[line.link, line.group], "collective"), []).append((line.start_ms, line.end_ms))
+    for node, start, end in timeline.waits:
+        line = of[node]
+        if line.start_ms < end and start < line.end_ms:  # it may have been in its group's queue first
+            during = max(start, line.start_ms), min(end, line.end_ms)
+            spans.setdefault((rows[line.link, line.group], "exposed"), []).append(during)
+    for (y, what), each in spans.items():
+        bars = [(start, end - start) for start, end in _merged(each, pixel)]
+        edges = [0.3 if ms > 8 * pixel else 0.0 for _, ms in bars]
+        axes.broken_barh(bars, (y - 0.4, 0.8), facecolors=COLOURS[what], edgecolor="white", linewidth=edges)
+    axes.set_yticks(range(0, -len(groups) - 1, -1), ["compute", *(_label(*group)[:32] for group in groups)], fontsize=8)
+    axes.set_ylim(-len(groups) - 0.5, 0.5)
+
+
+def _merged(spans: Iterable[Span], pixel: float) -> list[Span]:
+    """In order of time. What is narrower than a pixel becomes one with what it touches."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        narrow = found and (end - start < pixel or found[-1][1] - found[-1][0] < pixel)
+        if narrow and start - found[-1][1] < pixel / 2:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def _draw_memory(axes: Axes, timeline: Timeline, pixel: float, most: int) -> None:
+    """``most``: bytes at the top of the axis."""
+    unit, size = next((unit, size) for unit, size in _UNITS.items() if most >= size or size == 1)
+    points = _most_per_pixel(timeline.memory, pixel)
+    times = [ms for ms, _ in points] + [timeline.total_ms]
+    values = [num_bytes / size for _, num_bytes in points]
+    values += values[-1:] or [0.0]
+    axes.fill_between(times, values, step="post", color="#bbbbbb", linewidth=0)
+    peak = timeline.peak_bytes / size
+    at = next((ms for ms, num_bytes in timeline.memory if num_bytes == timeline.peak_bytes), 0.0)
+    axes.axhline(peak, color="black", linewidth=0.8, linestyle="--")
+    axes.plot([at], [peak], "v", color="black", markersize=5, clip_on=False)
+    axes.set_ylim(0, 1.4 * max(most, 1) / size)
+    axes.text(0.005, peak, f"peak {peak:.4g} {unit}", transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
+    axes.set_ylabel(unit, fontsize=8)
+    axes.tick_params(labelsize=8)
+
+
+def _most_per_pixel(memory: Sequence[tuple[float, int]], pixel: float) -> list[tuple[float, int]]:
+    """The most in each pixel's time, then what it is at its end."""
+    found: list[tuple[float, int]] = []
+    column, last = -1, 0
+    for ms, num_bytes in memory:
+        if int(ms / pixel) > column:
+            if found and last < found[-1][1]:
+                found.append((min(ms, found[-1][0] + pixel), last))
+            column = int(ms / pixel)
+            found.append((ms, num_bytes))
+        else:
+            found[-1] = found[-1][0], max(num_bytes, found[-1][1])
+        last = num_bytes
+    return [*found, (memory[-1][0], last)] if memory else found

@@ -1,0 +1,1 @@
+"""How long anything takes: the model that the planner compares algorithms by, links, and measured constants."""

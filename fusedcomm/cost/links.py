@@ -1,0 +1,114 @@
+"""What a group's collectives go over, and how long one takes there by itself: the alpha-beta model.
+
+A message of n bytes takes alpha + n * beta: a hop's latency, and the inverse of the link's bandwidth. R ranks, S bytes
+that the start is given; per kind (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+MPICH", IJHPCA 2005, but for the last tree):
+
+    kind             hops              bytes on the wire   algorithm
+    all_gather       R - 1             S (R - 1)           ring
+    reduce_scatter   R - 1             S (R - 1) / R       ring
+    all_reduce       2 (R - 1)         2 S (R - 1) / R     ring: a reduce_scatter, then an all_gather
+                     2 ceil(log2 R)    2 S                 two trees, pipelined (Sanders, Speck, Traff 2009); the better
+    all_to_all       R - 1             S (R - 1) / R       pairwise exchange: every part goes straight to its rank
+    others           R - 1             S                   unknown to us
+
+The link is "intra" where the group is inside one node, else "inter": ranks_per_node successive global ranks are a node.
+A group that has some peers inside and some outside counts as "inter", each hop as one between nodes; what stays inside
+is faster and runs beside. Of an all_to_all only the parts that leave the node are then on the wire. A ring or tree is
+split between the network cards of the group's ranks in a node, one card each, as far as the links inside carry that.
+
+All groups of one dim of a mesh must be told alike, or their ranks order the collectives of another dim differently. So
+a group of successive ranks, or of every s-th, that would lie in the nodes otherwise if it were shifted, is "inter".
+
+Left out: NVLS and other reductions in a switch, the choice of NCCL between its protocols (LL, LL128, Simple), network
+topology beyond the node, uneven splits, and the SMs that a collective takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch.distributed as dist
+
+from fusedcomm.runtime import group
+
+INTRA, INTER = "intra", "inter"
+KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+LAUNCH = 10e-6  # seconds, of any collective; this and HOP are chosen, not measured: 24 us for 8 GPUs of a node
+HOP = {INTRA: 2e-6, INTER: 5e-6}
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Of a group; the same on all its ranks."""
+
+    link: str
+    group_size: int
+    far: int  # peers of a rank that are reached over that link
+    cards: int = 1  # ranks of a node that the group has at least, where it has several nodes
+
+
+def reach(group_name: str, ranks_per_node: int) -> Reach | None:
+    """None for a group that this process does not know."""
+    try:
+        ranks = dist.get_process_group_ranks(group.find(group_name))
+    except (ValueError, KeyError):  # KeyError: destroyed since
+        return None
+    return reach_of(tuple(sorted(ranks)), ranks_per_node, dist.get_world_size())
+
+
+@functools.lru_cache(maxsize=1024)
+def reach_of(ranks: Sequence[int], ranks_per_node: int, world_size: int) -> Reach:
+    """Of the group of these global ranks, in order."""
+    size = len(ranks)
+    if world_size <= ranks_per_node:
+        return Reach(INTRA, size, size - 1)
+    if _shifts_differ(ranks, ranks_per_node):
+        return Reach(INTER, size, size - 1)
+    in_nodes = Counter(rank // ranks_per_node for rank in ranks)
+    if len(in_nodes) == 1:
+        return Reach(INTRA, size, size - 1)
+    fewest = min(in_nodes.values())
+    return Reach(INTER, size, size - fewest, fewest)
+
+
+def _shifts_differ(ranks: Sequence[int], ranks_per_node: int) -> bool:
+    """Whether other groups of the same dim of a mesh can lie in the nodes in another way."""
+    if len(ranks) == 1 or len({b - a for a, b in pairwise(ranks)}) > 1:
+        return False
+    stride = ranks[1] - ranks[0]
+    block = stride * len(ranks)  # of successive ranks, that such groups share
+    return not (_divides(stride, ranks_per_node) and _divides(block, ranks_per_node))
+
+
+def _divides(a: int, b: int) -> bool:
+    return a % b == 0 or b % a == 0
+
+
+def base_kind(kind: str) -> str | None:
+    """Of coalesced, in-place and out variants too."""
+    return next((base for base in KINDS if kind.startswith(base)), None)
+
+
+def seconds(kind: str, sent_bytes: float, at: Reach, bandwidth: Mapping[str, float]) -> tuple[float, float]:
+    """Latency, and time on the wire. ``bandwidth``: by link, bytes per second of one rank, one way."""
+    size, rings = at.group_size, min(bandwidth[INTRA], at.cards * bandwidth[at.link])
+    ring = (size - 1) / size * sent_bytes / rings
+    hop = HOP[at.link]
+    base = base_kind(kind)
+    if base == "all_gather":
+        return LAUNCH + (size - 1) * hop, size * ring
+    if base == "reduce_scatter":
+        return LAUNCH + (size - 1) * hop, ring
+    if base == "all_reduce":
+        tree_hops = 2 * math.ceil(math.log2(size))
+        ways = [(2 * (size - 1) * hop, 2 * ring), (tree_hops * hop, 2 * sent_bytes / rings)]
+        latency, wire = min(ways, key=sum) if size > 1 else (0.0, 0.0)
+        return LAUNCH + latency, wire
+    parts = at.far / size if base == "all_to_all" else float(size > 1)
+    return LAUNCH + (size - 1) * hop, parts * sent_bytes / bandwidth[at.link]

@@ -1,0 +1,325 @@
+"""How long a call takes by each algorithm, from a few constants of the machine: what the planner compares.
+
+Seconds of one call on one rank, all ranks alike; R ranks, a chunk is what goes to one peer.
+
+    matmul      max(tiles * FLOP of a tile / rate, bytes of its operands and result / memory) + overhead: the roofline
+                model; on a CPU, whose core does one or the other, the sum. A GPU computes tiles in waves, one per SM,
+                of 128 x 128, or of 64 x 64 where those would not fill it, K divided where these do not either (wave
+                quantisation, as cuBLAS has it); a CPU core computes 16 rows at a time. Few rows read w, and few
+                columns x, for longer than they compute.
+    copy        bytes of the result / bandwidth + overhead: `copy` into new memory, as torch makes it around the plain
+                collective; `unpack` from a slot into the result
+    collective  latency + bytes that a rank sends / bandwidth, by kind: Hockney's model; all_reduce sends each
+                chunk twice
+    unfused     matmul, collective, a copy before it unless the first dim is scattered, one after it unless the first
+                dim is gathered; all_reduce copies once, as it is functional
+    chunked     R matmuls of a chunk, c each, beside R - 1 transfers, l = latency + chunk / link each, overheads per
+                call and per chunk and:
+                  push    max(R c, c + (R - 1) l, (R - 1) c + l), then the copy-out: the own chunk is not sent
+                  gather  max(R c, (R - 1) l + c): the own chunk is there
+                  K gathered, 16 bit: R - 1 transfers, copy-out, then one matmul, for sums stay in float32; so too
+                  where few rows are cut, for w is read once; a push then sends after it
+                A CPU does one after the other, and its matmuls of a push write to the peer: l = 0.
+    fused       max(matmul by the Triton kernel, (R - 1) chunk / stores) + link latency + copy-out + overhead. A gather
+                leaves an eighth of the SMs to the copies. Each chunk reads w anew where rows are cut. Where K is
+                gathered every tile needs all chunks: only the first wave of tiles runs beside the stores
+    reduce      instead of the copy-out of R chunks: R chunks read, one written, (R + 1) / 2 copies; all_reduce then
+                sends the sum to R - 1 peers and copies out R chunks
+
+Left out: rounds beyond the first, which only calls larger than a slot have; the by-product of a gather; contention of
+ranks for one memory, but as far as `fusedcomm tune` measured all ranks at once.
+
+Default constants. "cuda": an H100 SXM's data sheet (3.35 TB/s, 450 GB/s of NVLink each way, 132 SMs) and the matmul
+rate that DESIGN section 1 reckons with. The rest is chosen, not measured: such that fused wins between 64 KiB and 16
+MiB per peer, and chunked from there, where copy engines reach full speed (DESIGN section 4). "cpu": 2 ranks of
+one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21; rates of matmuls as the roofs of the README's
+benches have them, the rest from `fusedcomm tune`, rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from fusedcomm.geometry.exchange import Exchange
+
+KINDS = {
+    "matmul_all_to_all": "all_to_all",
+    "all_to_all_matmul": "all_to_all",
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+}
+ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
+DEFAULT, TUNED = "default", "tuned"
+_GPU_TILES = (128, 64)
+_CPU_TILE_ROWS = 16
+_MIN_SPLIT_K = 512  # of a matmul whose K cuBLAS divides between SMs
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Of one rank of a machine. Seconds, bytes per second, FLOP per second; by dtype, kind of collective, algorithm.
+
+    dtypes are torch's names, and "tf32": float32 whose matmuls may round their inputs.
+    """
+
+    source: str  # DEFAULT or TUNED
+    device_type: str
+    num_sms: int  # 1 on a CPU
+    matmul_flops: Mapping[str, float]
+    fused_flops: Mapping[str, float]  # of the Triton kernel; empty on a CPU, where only tests run it
+    memory_bandwidth: float
+    matmul_overhead: float
+    copy_bandwidth: float
+    copy_overhead: float
+    unpack_bandwidth: float
+    link_bandwidth: float
+    link_latency: float
+    store_bandwidth: float
+    backend_bandwidth: Mapping[str, float]
+    backend_latency: Mapping[str, float]
+    call_overhead: Mapping[str, float]
+    chunk_overhead: float
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def __hash__(self) -> int:  # of every call's plan: quick
+        return hash(self.digest)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in asdict(self).items()}
+
+    @staticmethod
+    def from_json(data: Any) -> Constants:
+        """Raises ValueError where ``data`` is not what ``to_json`` of possible constants gives."""
+        names = [field.name for field in fields(Constants)]
+        if not isinstance(data, dict) or sorted(data) != sorted(names):
+            raise ValueError(f"constants must have exactly the fields {', '.join(names)}")
+        source, device_type = data["source"], data["device_type"]
+        if source not in (DEFAULT, TUNED) or device_type not in list(DEFAULTS):  # a list: any JSON can be looked up
+            raise ValueError(f"source and device_type must be known, got {source!r:.40} and {device_type!r:.40}")
+        default = DEFAULTS[device_type]
+        for name in names[2:]:
+            _check(name, data[name], getattr(default, name))
+        return Constants(**data)
+
+    # times, in seconds
+
+    def matmul(self, dtype: str, batches: float, m: float, k: float, n: float, fused: bool = False) -> float:
+        """[m, k] @ [k, n], ``batches`` times; in the Triton kernel if ``fused``."""
+        rate = (self.fused_flops if fused else self.matmul_flops)[dtype]
+        memory = batches * (m * k + k * n + m * n) * ITEMSIZE[dtype] / self.memory_bandwidth
+        compute = 2 * k * self._computed(batches, m, n, 1 if fused else k // _MIN_SPLIT_K) / rate
+        return (compute + memory if self.device_type == "cpu" else max(compute, memory)) + self.matmul_overhead
+
+    def copy(self, num_bytes: float) -> float:
+        return num_bytes / self.copy_bandwidth + self.copy_overhead
+
+    def unpack(self, num_bytes: float) -> float:
+        return num_bytes / self.unpack_bandwidth + self.copy_overhead
+
+    def transfer(self, num_bytes: float) -> float:
+        return num_bytes / self.link_bandwidth + self.link_latency
+
+    def collective(self, kind: str, chunk_bytes: float, group_size: int) -> float:
+        sent = chunk_bytes * (group_size - 1) * (2 if kind == "all_reduce" else 1)
+        return sent / self.backend_bandwidth[kind] + self.backend_latency[kind]
+
+    def _computed(self, batches: float, m: float, n: float, most_splits: float) -> float:
+        """Elements of the result, with those of tiles that stand out and of SMs that idle."""
+        if self.device_type == "cpu":
+            return batches * math.ceil(m / _CPU_TILE_ROWS) * _CPU_TILE_ROWS * n
+        for tile in _GPU_TILES:
+            num_tiles = batches * math.ceil(m / tile) * math.ceil(n / tile)
+            if num_tiles >= self.num_sms:
+                break
+        splits = max(1, min(self.num_sms // max(num_tiles, 1), most_splits))
+        return math.ceil(num_tiles / self.num_sms) * self.num_sms * tile**2 / splits
+
+
+def _check(name: str, value: Any, default: Any) -> None:
+    """Within a factor of a million of the default: what no machine is, is a broken file. Overheads can be 0."""
+    if isinstance(default, Mapping):
+        if not isinstance(value, dict) or sorted(value) != sorted(default):
+            raise ValueError(f"{name} must have exactly the keys {', '.join(default)}")
+        for key in default:
+            _check(f"{name}[{key}]", value[key], default[key])
+        return
+    small = 0.0 if name.partition("[")[0].endswith(("overhead", "latency")) else default / 1e6
+    large = 1.0 if small == 0 else default * 1e6
+    kinds = (int,) if isinstance(default, int) else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not small <= value <= large:  # NaN is not
+        raise ValueError(f"{name} must be a number in [{small:g}, {large:g}], got {value!r:.40}")
+
+
+DEFAULTS = {
+    "cuda": Constants(
+        source=DEFAULT,
+        device_type="cuda",
+        num_sms=132,
+        matmul_flops={"float32": 52e12, "tf32": 400e12, "float16": 790e12, "bfloat16": 790e12},
+        fused_flops={"float32": 25e12, "tf32": 330e12, "float16": 700e12, "bfloat16": 700e12},
+        memory_bandwidth=3.35e12,
+        matmul_overhead=3e-6,
+        copy_bandwidth=1.6e12,  # read and written
+        copy_overhead=3e-6,
+        unpack_bandwidth=1.6e12,
+        link_bandwidth=450e9,
+        link_latency=5e-6,
+        store_bandwidth=250e9,
+        backend_bandwidth=dict.fromkeys(KINDS.values(), 200e9),
+        backend_latency=dict.fromkeys(KINDS.values(), 25e-6),
+        call_overhead={"unfused": 0.0, "chunked": 10e-6, "fused": 10e-6},
+        chunk_overhead=6e-6,
+    ),
+    "cpu": Constants(
+        source=DEFAULT,
+        device_type="cpu",
+        num_sms=1,
+        matmul_flops={"float32": 100e9, "float16": 2e9, "bfloat16": 400e9},
+        fused_flops={},
+        memory_bandwidth=8e9,
+        matmul_overhead=2e-6,
+        copy_bandwidth=2.5e9,
+        copy_overhead=20e-6,
+        unpack_bandwidth=10e9,
+        link_bandwidth=10e9,
+        link_latency=20e-6,
+        store_bandwidth=10e9,
+        backend_bandwidth={"all_to_all": 1e9, "all_gather": 0.75e9, "reduce_scatter": 0.5e9, "all_reduce": 1.2e9},
+        backend_latency=dict.fromkeys(KINDS.values(), 500e-6),
+        call_overhead={"unfused": 200e-6, "chunked": 50e-6},
+        chunk_overhead=20e-6,
+    ),
+}
+
+
+@functools.lru_cache(maxsize=1024)  # by the exchange's identity: geometry keeps one for the shapes of a call
+def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> Mapping[str, float]:
+    """Seconds by algorithm; of those that ``constants`` tell of. Sizes must be plain ints."""
+    call = _Call(op, exchange, dtype, constants)
+    found = {"unfused": call.unfused(), "chunked": call.chunked()}
+    if constants.fused_flops:
+        found["fused"] = call.fused()
+    return found
+
+
+class _Call:
+    """The formulas of this module for one call."""
+
+    def __init__(self, op: str, exchange: Exchange, dtype: str, constants: Constants) -> None:
+        self.exchange, self.constants, self.dtype = exchange, constants, dtype
+        self.kind, self.num_ranks = KINDS[op], exchange.group_size
+        self.chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
+        self.all_bytes = self.num_ranks * self.chunk_bytes
+        if exchange.gathers:
+            self.ns = [shape[-1] for shape in exchange.out_shapes]
+        else:
+            self.ns = [math.prod(exchange.shape[exchange.num_lead :])]
+
+    def unfused(self) -> float:
+        num_copies = (self.kind == "all_reduce") + self._scatters_inside() + self._gathers_inside()
+        collective = self.constants.collective(self.kind, self.chunk_bytes, self.num_ranks)
+        copies = num_copies * self.constants.copy(self.all_bytes)
+        return self._matmul() + collective + copies + self.constants.call_overhead["unfused"]
+
+    def chunked(self) -> float:
+        constants, num_rounds = self.constants, 2 if self.kind == "all_reduce" else 1
+        overhead = constants.call_overhead["chunked"] + num_rounds * self.num_ranks * constants.chunk_overhead
+        return overhead + (self._chunked_gather() if self.exchange.gathers else self._chunked_push() + self._after())
+
+    def fused(self) -> float:
+        constants, exchange = self.constants, self.exchange
+        stores = (self.num_ranks - 1) * self.chunk_bytes / constants.store_bandwidth
+        overhead = constants.link_latency + constants.call_overhead["fused"]
+        if exchange.gathers:
+            matmul = 8 / 7 * self._fused_matmul()
+            beside = matmul / self._waves() if exchange.splits_columns else matmul
+            return matmul + max(0.0, stores - beside) + overhead + constants.copy_overhead
+        return max(self._fused_matmul(), stores) + overhead + self._after()
+
+    def _chunked_push(self) -> float:
+        num_ranks, on_cpu = self.num_ranks, self.constants.device_type == "cpu"
+        transfer = self.constants.transfer(self.chunk_bytes)
+        if self.exchange.few_rows:
+            return self._matmul() + (num_ranks if on_cpu else num_ranks - 1) * transfer
+        each = self._chunk_matmul()
+        if on_cpu:
+            return num_ranks * each
+        return max(num_ranks * each, each + (num_ranks - 1) * transfer, (num_ranks - 1) * each + transfer)
+
+    def _chunked_gather(self) -> float:
+        exchange, num_ranks = self.exchange, self.num_ranks
+        transfers = (num_ranks - 1) * self.constants.transfer(self.chunk_bytes)
+        adds = exchange.splits_columns and self.dtype in ("float32", "tf32")
+        if exchange.few_rows or (exchange.splits_columns and not adds):
+            return transfers + self.constants.unpack(self.all_bytes) + self._matmul()
+        each = self._chunk_matmul()
+        if self.constants.device_type == "cpu":
+            return transfers + num_ranks * each
+        return max(num_ranks * each, transfers + each)
+
+    def _after(self) -> float:
+        """What a push does with the chunks that have arrived."""
+        constants, num_ranks = self.constants, self.num_ranks
+        if self.kind == "all_to_all":
+            own = constants.device_type == "cpu"  # it is where it belongs already
+            return constants.unpack(self.all_bytes - own * self.chunk_bytes)
+        reduced = constants.unpack((num_ranks + 1) / 2 * self.chunk_bytes)
+        if self.kind == "reduce_scatter":
+            return reduced
+        return reduced + (num_ranks - 1) * constants.transfer(self.chunk_bytes) + constants.unpack(self.all_bytes)
+
+    def _matmul(self, fused: bool = False) -> float:
+        exchange = self.exchange
+        sizes = (exchange.num_batches, exchange.num_rows, exchange.k)
+        return sum(self.constants.matmul(self.dtype, *sizes, n, fused) for n in self.ns)
+
+    def _chunk_matmul(self) -> float:
+        batches, m, k, share = self._chunk()
+        return sum(self.constants.matmul(self.dtype, batches, m, k, n * share) for n in self.ns)
+
+    def _fused_matmul(self) -> float:
+        """One kernel, whose tiles end with the chunks; where K is gathered each is of all chunks."""
+        if self.exchange.gathers and self.exchange.splits_columns:
+            return self._matmul(fused=True)
+        batches, m, k, share = self._chunk()
+        batches *= self.num_ranks
+        return sum(self.constants.matmul(self.dtype, batches, m, k, n * share, True) for n in self.ns)
+
+    def _waves(self) -> int:
+        """In which every SM has had a tile of the result."""
+        exchange, tile = self.exchange, _GPU_TILES[0]
+        rows = exchange.num_batches * math.ceil(exchange.num_rows / tile)
+        return sum(max(1, math.ceil(rows * math.ceil(n / tile) / self.constants.num_sms)) for n in self.ns)
+
+    def _chunk(self) -> tuple[float, float, float, float]:
+        """Batches, rows, K and share of N of the matmul of one chunk; K is what a gather splits along columns."""
+        exchange, part = self.exchange, 1 / self.num_ranks
+        batches, m, k = float(exchange.num_batches), float(exchange.num_rows), float(exchange.k)
+        if exchange.splits_rows:
+            return batches, m * part, k, 1.0
+        if not exchange.splits_columns:
+            return batches * part, m, k, 1.0
+        return (batches, m, k * part, 1.0) if exchange.gathers else (batches, m, k, part)
+
+    def _scatters_inside(self) -> bool:
+        """Whether what the collective sends must be packed first."""
+        if self.exchange.gathers:
+            shape, dim = self.exchange.packed
+        else:
+            shape, dim = self.exchange.shape, self.exchange.split_dim
+        return self.kind in ("all_to_all", "reduce_scatter") and math.prod(shape[:dim]) > 1
+
+    def _gathers_inside(self) -> bool:
+        shape, dim = self.exchange.unpacked
+        return self.kind in ("all_to_all", "all_gather") and math.prod(shape[:dim]) > 1

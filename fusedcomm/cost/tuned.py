@@ -1,0 +1,165 @@
+"""The file of measured constants: one per machine, group size and versions, in the user's cache directory.
+
+It is data from outside: what is not a small regular file of this user's, writable by nobody else, with the version, key
+and fields that are expected and numbers that a machine can have, is ignored with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from fusedcomm import env, files
+from fusedcomm.cost.model import TUNED, Constants
+from fusedcomm.runtime import group
+from fusedcomm.runtime.vote import agree
+
+log = logging.getLogger("fusedcomm")
+
+VERSION = 1
+MAX_BYTES = 1 << 16
+_logged: set[tuple[str, str]] = set()
+
+
+def key(device: torch.device, group_size: int) -> dict[str, Any]:
+    """What the numbers hold for."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
+        "device_type": device.type,
+        "threads": 0 if cuda else torch.get_num_threads(),  # of a rank
+        "world_size": group_size,
+        "fusedcomm": _version("fusedcomm"),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "driver": _driver_version() if cuda else None,
+    }
+
+
+def path_of(key: dict[str, Any]) -> Path:
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return env.cache_dir() / f"tuned-{key['device_type']}-{key['world_size']}-{name}.json"
+
+
+def read(device: torch.device, group_size: int) -> Constants | None:
+    """The constants for a group on this machine, or None: not tuned, or the file cannot be trusted (a warning)."""
+    expected = key(device, group_size)
+    try:
+        file = path_of(expected)
+        return _parse(_read_own(file), expected)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if (str(file), str(reason)) not in _logged:
+            _logged.add((str(file), str(reason)))
+            log.warning("tuned numbers in %s are ignored: %s", file, reason)
+        return None
+
+
+def write(constants: Constants, device: torch.device, group_size: int) -> Path:
+    """Replace the file at once: who reads finds the old one or the new one, whole. Raises OSError."""
+    holds_for = key(device, group_size)
+    content = {"version": VERSION, "key": holds_for, "constants": constants.to_json()}
+    file = path_of(holds_for)
+    file.parent.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    return files.replace(file, json.dumps(content, indent=2))
+
+
+def remove(device: torch.device, group_size: int) -> bool:
+    """Whether there was a file. Raises OSError."""
+    try:
+        path_of(key(device, group_size)).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup) -> Path:
+    """A collective: rank 0 writes, then every rank reads the same numbers. Raises OSError on all ranks alike."""
+    rank, group_size, error = pg.rank(), pg.size(), ""
+    if rank == 0:
+        try:
+            write(constants, device, group_size)
+        except OSError as failure:
+            error = f"cannot write {failure.filename}: {failure.strerror}"
+    dist.barrier(pg)
+    found = read(device, group_size)
+    own = {"error": error, "digest": found.digest if found else None}
+    facts = agree(group.store(pg, f"tune/{device.type}"), rank, group_size, own, what="fusedcomm tune")
+    if facts[0]["error"]:
+        raise OSError(facts[0]["error"])
+    others = [r for r, fact in enumerate(facts) if fact["digest"] != constants.digest]
+    if others:
+        raise OSError(f"ranks {others} do not read what rank 0 wrote: all ranks must share {env.cache_dir()}")
+    return path_of(key(device, group_size))
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown CPU"
+
+
+def _read_own(file: Path) -> bytes:
+    """Raises OSError, of a symlink too, or ValueError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for who writes
+    with open(os.open(file, flags), "rb") as opened:
+        facts = os.fstat(opened.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError("it must be a regular file")
+        if facts.st_uid != os.geteuid():
+            raise ValueError(f"it must be owned by user {os.geteuid()}, got {facts.st_uid}")
+        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(f"only its owner may be able to write it, got mode {stat.S_IMODE(facts.st_mode):o}")
+        content = opened.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it must have at most {MAX_BYTES} bytes")
+    return content
+
+
+def _parse(content: bytes, expected: dict[str, Any]) -> Constants:
+    """Raises ValueError; of JSON errors too."""
+    data = json.loads(content)
+    if not isinstance(data, dict) or set(data) != {"version", "key", "constants"}:
+        raise ValueError("it must have the fields version, key and constants")
+    if data["version"] != VERSION:
+        raise ValueError(f"its version must be {VERSION}, got {data['version']!r:.40}")
+    if data["key"] != expected:
+        raise ValueError("it must be of this device, group size and these versions")
+    constants = Constants.from_json(data["constants"])
+    if (constants.source, constants.device_type) != (TUNED, expected["device_type"]):
+        raise ValueError(f"it must be tuned on {expected['device_type']}, got {constants.source} on another device")
+    return constants
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver_version() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # NVML missing or broken: the topology vote says so
+        return None

@@ -1,0 +1,1 @@
+"""Rank processes on this machine, and what all commands print and write alike."""

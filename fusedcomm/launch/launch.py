@@ -1,0 +1,164 @@
+"""One function in all ranks, started by torchrun or by us; and what a report says of its run."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.launch.ranks import RankError, RankPool
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it at its first CPU allocation
+SYSTEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+# call(fn, *args): fn(rank, *args) in every rank; rank 0's result, None in torchrun's other ranks.
+Call = Callable[..., Any]
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ
+
+
+def is_rank_0() -> bool:
+    """Of the ranks that torchrun started; who starts the ranks itself is rank 0 too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def default_device_type() -> str:
+    """GPUs if every rank of this machine has one of its own, and there are two at least."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
+    return "cuda" if torch.cuda.device_count() >= max(num_ranks, 2) else "cpu"
+
+
+def default_world_size(device_type: str) -> int:
+    return torch.cuda.device_count() if device_type == "cuda" else 2
+
+
+def missing_gpus(world_size: int | None) -> str | None:
+    """Why this machine's ranks cannot have a GPU each, or None."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1))
+    num_gpus = torch.cuda.device_count()
+    if num_gpus >= num_ranks:
+        return None
+    return f"each rank needs a GPU of its own, got {num_ranks} ranks and {num_gpus} GPUs"
+
+
+def torch_asks_for_huge_pages() -> bool:
+    return HUGE_PAGES.items() <= os.environ.items()
+
+
+def system_huge_pages() -> str | None:
+    """Linux's setting: always, madvise (who asks gets them) or never."""
+    try:
+        return SYSTEM_HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return None
+
+
+def rank_device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+@contextlib.contextmanager
+def ranks(device_type: str, world_size: int, timeout_s: float, env: Mapping[str, str] | None = None) -> Iterator[Call]:
+    """Under torchrun its ranks; else ``world_size`` are started, with ``env`` too. On a CPU each has one thread.
+
+    ``timeout_s`` bounds a call, or, under torchrun, the start and each collective of the process group.
+    """
+    if not under_torchrun():
+        with RankPool(world_size, backend=BACKENDS[device_type], timeout_s=timeout_s, env=env) as pool:
+            yield lambda fn, *args: pool.run(fn, *args)[0]
+        return
+    owned = not dist.is_initialized()
+    if owned:
+        if device_type == "cuda":
+            torch.cuda.set_device(rank_device(device_type))
+        else:
+            torch.set_num_threads(1)
+        dist.init_process_group(BACKENDS[device_type], timeout=datetime.timedelta(seconds=timeout_s))
+    try:
+        rank = dist.get_rank()
+
+        def call(fn: Callable[..., Any], *args: Any) -> Any:
+            result = fn(rank, *args)
+            return result if rank == 0 else None
+
+        yield call
+    finally:
+        if owned:
+            dist.destroy_process_group()
+
+
+def message(error: Exception) -> str:
+    """What a command says: of wrong values what is wrong, of other failures in ranks all."""
+    if isinstance(error, RankError) and error.failures[0].exception_type == "ValuesDiffer":
+        return error.failures[0].message
+    return str(error)
+
+
+def run_facts() -> dict[str, Any]:
+    """What a figure needs beside it: versions, machine, command, date, commit."""
+    return {
+        "command": shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("fusedcomm", "torch", "triton")},
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+        },
+        "machine": {
+            "cpu": _cpu_name(),
+            "cpus": os.cpu_count(),
+            "transparent_huge_pages": system_huge_pages(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the checkout that this file is part of, if it is; "+" stands for local changes, but of earlier figures."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(root), *args]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
+
+    try:
+        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        return git("rev-parse", "HEAD").strip() + "+" * bool(changed)
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,85 @@
+"""FUSEDCOMM_CHECK=1: before a call all ranks compare it, whatever its algorithm. Where it differs, nothing is sent and
+all raise the same error.
+
+Stricter than the ops: a bias and a by-product must be asked for by all ranks or by none, and chunked may not meet
+fused. Strides may differ. It costs some milliseconds, as the ranks meet at the store of the process group. While a CUDA
+graph is captured the check runs once; its replays are not checked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore
+from torch.utils import _pytree as pytree
+
+from fusedcomm.algorithms.planner import Plan
+from fusedcomm.errors import PeerMismatchError
+from fusedcomm.runtime import flight_recorder
+from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.vote import agree
+
+
+def same_call(record: flight_recorder.Record, plan: Plan, ours: Member, fingerprint: int, args: Sequence[Any]) -> None:
+    """A bounded collective. ``args``: what the algorithm takes beside x: weights, biases, options.
+
+    Raises PeerMismatchError where the calls differ and PeerTimeoutError where a rank does not come. Nothing has been
+    sent then, and the group can go on.
+    """
+    if plan.algorithm != "unfused":
+        ours.enter(record.op, fingerprint)  # a rank that knows of an error does not come
+    record.state = flight_recorder.CHECKING
+    facts = {"call": facts_of(record, plan, args)}
+    found = agree(PrefixStore("check", ours.store), ours.rank, ours.group_size, facts, what=record.op)
+    compare([each["call"] for each in found], ours.rank, record)
+
+
+def facts_of(record: flight_recorder.Record, plan: Plan, args: Sequence[Any]) -> dict[str, Any]:
+    """The call as JSON; what explains most of a difference first."""
+    _, biases, *options = args
+    return {
+        "op": record.op,
+        **record.arguments,
+        "dtype": record.dtype_name,
+        "bias shape": pytree.tree_map(_shape, biases),
+        "by-product": any(option is True for option in options),
+        "algorithm": plan.algorithm,
+        "rounds": plan.num_rounds,
+        "slot bytes": plan.slot_bytes,
+        "number of the call": record.number,
+        "version": _version(),
+    }
+
+
+def compare(calls_by_rank: list[dict[str, Any]], rank: int, record: flight_recorder.Record) -> None:
+    """Raise what differs first; the same text on all ranks."""
+    for field in calls_by_rank[rank]:  # equal on all ranks, if op is
+        values = [call.get(field) for call in calls_by_rank]
+        others = [r for r, value in enumerate(values) if value != values[rank]]
+        if others:
+            where = f"call {record.number} on group {record.group_name!r}"
+            what = where if field == "op" else f"{record.op}, {where}"
+            text = f"calls must be equal on all ranks, got {field} {_by_rank(values)} ({what})"
+            raise PeerMismatchError(text, peers=others, op=record.op, epoch=0)
+
+
+def _by_rank(values: list[Any]) -> str:
+    """``[4, 8] on ranks 0, 2 and [4, 9] on rank 1``."""
+    texts = [str(value) for value in values]
+    ranks = {text: [str(r) for r, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
+    parts = [f"{text} on rank{'s' * (len(found) > 1)} {', '.join(found)}" for text, found in ranks.items()]
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _shape(leaf: Tensor | None) -> list[int] | None:
+    return None if leaf is None else list(leaf.shape)
+
+
+@cache
+def _version() -> str:
+    return f"{importlib.metadata.version('fusedcomm')} with torch {torch.__version__}"

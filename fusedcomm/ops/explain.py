@@ -1,0 +1,65 @@
+"""What an op would do with given arguments, and why, without running it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm.algorithms.planner import Plan
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.ops import (
+    all_gather_matmul,
+    all_to_all_matmul,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+)
+from fusedcomm.ops.dispatch import prepare
+from fusedcomm.runtime.group import resolve
+
+_OPS = {
+    module.OP: module
+    for module in (
+        matmul_all_to_all,
+        all_to_all_matmul,
+        all_gather_matmul,
+        matmul_reduce_scatter,
+        matmul_all_reduce,
+    )
+}
+
+
+def explain(op: str, *args: Any, verbose: bool = True, **kwargs: Any) -> Plan:
+    """The plan for ``fusedcomm.<op>(*args, **kwargs)``, printed unless ``verbose`` is False.
+
+    Tensors can be meta tensors (``torch.empty(..., device="meta")``): then the plan is that of the GPU if there is
+    one, else of the CPU. Raises the op's ValueErrors. The first call on a group is a collective, as the op's own is.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+    module = _OPS[op]
+    bound = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
+    bound.apply_defaults()
+    x: Tensor = bound.arguments["x"]
+    group_size, group_name = resolve(bound.arguments["group"])
+    named = {**bound.arguments, "group_size": group_size}
+    exchange: Exchange = module.exchange_of(*(named[name] for name in inspect.signature(module.exchange_of).parameters))
+    device = x.device
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan, _ = prepare(op, exchange, x.dtype, device, group_name)
+    if verbose:
+        print(plan)
+    return plan
+
+
+def exchange_of(op: str, *args: Any) -> Exchange:
+    """The geometry of ``torch.ops.fusedcomm.<op>(*args)``."""
+    schema = getattr(torch.ops.fusedcomm, op).default._schema
+    named = dict(zip((arg.name for arg in schema.arguments), args, strict=True))
+    named |= {"w": named.get("ws", named.get("w")), "bias": named.get("biases", named.get("bias"))}
+    check = _OPS[op].exchange_of
+    return check(*(named[name] for name in inspect.signature(check).parameters))

@@ -1,0 +1,400 @@
+"""Process groups of several mesh dims at once, and what the ranks of a mesh have to know of each other.
+
+Both come about at first use, by a bounded vote on the store of WORLD, and are kept as long as WORLD lives. Which group
+is used depends only on what all its ranks have called before, never on when Python frees a mesh: ranks would differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fusedcomm import env
+from fusedcomm.cost import tuned
+from fusedcomm.cost.model import DEFAULTS, Constants
+from fusedcomm.runtime import group
+from fusedcomm.runtime.vote import agree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger("fusedcomm")
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    group_name: str
+    order: tuple[int, ...]  # per rank of pg: the row-major index of that member over the mesh dims
+    pg: ProcessGroup
+
+
+@dataclass(frozen=True)
+class MeshFacts:
+    """Equal on all ranks of the mesh."""
+
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]  # global ranks, in row-major order of the mesh
+    hosts: tuple[int, ...]  # of each of them the host, numbered from 0
+    constants: Constants  # tuned, if all ranks have the same
+
+    def __hash__(self) -> int:  # looked up often
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh_shape, self.ranks, self.hosts, self.constants))
+
+
+def check(mesh: DeviceMesh) -> MeshFacts:
+    """The first call on a mesh is a collective of its ranks, unless its groups are fake and have no peers.
+
+    Raises ValueError where this rank is not in the mesh, the mesh's groups were destroyed, or ranks have different
+    meshes; PeerTimeoutError with the global ranks that did not come within FUSEDCOMM_TIMEOUT_S.
+    """
+    known = _known(mesh)
+    if known.facts is None:
+        with _disable_current_modes():  # torch.compile may be tracing
+            known.facts = _mesh_facts(known)
+    return known.facts
+
+
+def flattened(mesh: DeviceMesh, mesh_dims: tuple[int, ...], *, reduces: bool = False) -> FlatGroup:
+    """The group of the ranks that differ from this one only in ``mesh_dims``, ascending.
+
+    A group that exists is taken if it has these ranks and the mesh's backend: that of a single mesh dim always, unless
+    it ``reduces`` and those of other ranks would do so in another order and round otherwise. Else the first call makes
+    one, a collective of these ranks. Raises as `check` does, and RuntimeError on all ranks if one cannot make it.
+    """
+    known = _known(mesh)
+    found = known.flat.get((mesh_dims, reduces))
+    if found is None or found.pg not in c10d._world.pg_map:
+        with _disable_current_modes():
+            found = known.flat[mesh_dims, reduces] = _flat_group(mesh, known, mesh_dims, reduces)
+    return found
+
+
+# what is kept
+
+
+@dataclass
+class _Mesh:
+    """A mesh as this rank sees it."""
+
+    device_type: str
+    ranks: np.ndarray  # global, in the mesh's shape
+    coordinate: tuple[int, ...]
+    groups: tuple[ProcessGroup, ...]  # per mesh dim
+    facts: MeshFacts | None = None
+    flat: dict[tuple[tuple[int, ...], bool], FlatGroup] = field(default_factory=dict)
+
+    @property
+    def is_fake(self) -> bool:
+        return _backend(self.groups[0], self.device_type) == "fake"
+
+
+class _World:
+    """As long as one WORLD group lives."""
+
+    def __init__(self) -> None:
+        self.facts: dict[Any, MeshFacts] = {}
+        self.groups: weakref.WeakValueDictionary[Any, ProcessGroup] = weakref.WeakValueDictionary()
+        self.locks: defaultdict[Any, threading.RLock] = defaultdict(threading.RLock)  # a vote at a time on its keys
+
+
+_meshes: dict[int, _Mesh] = {}  # by id, while the mesh lives: equal ones can have other groups
+_worlds: weakref.WeakKeyDictionary[ProcessGroup, _World] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_attempts: dict[tuple[int, ...], int] = {}  # by ranks; a store may outlive WORLD, and never sees a name again
+
+
+def _known(mesh: DeviceMesh) -> _Mesh:
+    groups = _own_groups(mesh)
+    known = _meshes.get(id(mesh))
+    if known is None or known.groups != groups:
+        if known is None:
+            weakref.finalize(mesh, _meshes.pop, id(mesh), None).atexit = False
+        with _disable_current_modes():
+            known = _meshes[id(mesh)] = _read(mesh, groups)
+    return known
+
+
+def _own_groups(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"device_mesh must contain this rank, {dist.get_rank()}, got {_describe(mesh)}")
+    try:
+        groups = tuple(mesh.get_group(i) for i in range(mesh.ndim))
+    except (RuntimeError, ValueError, LookupError):
+        groups = ()
+    if len(groups) < mesh.ndim or not all(pg in c10d._world.pg_map for pg in groups):
+        raise _destroyed(mesh)
+    return groups
+
+
+def _read(mesh: DeviceMesh, groups: tuple[ProcessGroup, ...]) -> _Mesh:
+    ranks = np.array(mesh.mesh.tolist())
+    (coordinate,) = np.argwhere(ranks == _world_group().rank()).tolist()
+    known = _Mesh(mesh.device_type, ranks, tuple(coordinate), groups)
+    for i, pg in enumerate(groups):
+        if sorted(_members(known, (i,))) != sorted(dist.get_process_group_ranks(pg)):
+            raise _destroyed(mesh)  # and another has its name since
+    return known
+
+
+def _world() -> _World:
+    with _lock:
+        return _worlds.setdefault(_world_group(), _World())
+
+
+def _lock_of(world: _World, purpose: str, ranks: tuple[int, ...]) -> threading.RLock:
+    with _lock:
+        return world.locks[purpose, ranks]
+
+
+def _world_group() -> ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _members(known: _Mesh, mesh_dims: tuple[int, ...]) -> list[int]:
+    """The global ranks that differ from this one only in mesh_dims, in row-major order."""
+    index = tuple(slice(None) if i in mesh_dims else c for i, c in enumerate(known.coordinate))
+    return cast("list[int]", known.ranks[index].reshape(-1).tolist())
+
+
+def _destroyed(mesh: DeviceMesh) -> ValueError:
+    return ValueError(f"device_mesh must have its process groups, got {_describe(mesh)}, whose groups were destroyed")
+
+
+def _describe(mesh: DeviceMesh) -> str:
+    with _disable_current_modes():
+        ranks: Any = getattr(mesh, "_rank_map", None)  # mesh.mesh can be read on its own ranks only
+        if mesh.get_coordinate() is not None:
+            ranks = mesh.mesh
+        ranks = tuple(mesh.shape) if ranks is None else ranks.tolist()
+    return f"DeviceMesh({mesh.device_type!r}, {ranks})"
+
+
+# what ranks agree on
+
+
+def _mesh_facts(known: _Mesh) -> MeshFacts:
+    own = {"mesh_shape": list(known.ranks.shape), "ranks": known.ranks.reshape(-1).tolist()}
+    ranks, is_fake, world = tuple(sorted(own["ranks"])), known.is_fake, _world()
+    key = (known.device_type, known.ranks.shape, tuple(own["ranks"]), is_fake)
+    with _lock_of(world, "mesh", ranks):
+        if key not in world.facts:
+            if is_fake:
+                hosts = (0,) * len(ranks)
+                world.facts[key] = MeshFacts(known.ranks.shape, tuple(own["ranks"]), hosts, DEFAULTS[known.device_type])
+            else:
+                world.facts[key] = _vote_on_mesh(known, own | {"device_type": known.device_type}, ranks)
+        return world.facts[key]
+
+
+def _vote_on_mesh(known: _Mesh, own: dict[str, Any], ranks: tuple[int, ...]) -> MeshFacts:
+    constants = tuned.read(torch.device(known.device_type), len(ranks))
+    posted = own | {"host": env.host_id(), "constants": constants.digest if constants else None}
+    facts = _vote("mesh", posted, ranks, "fusedcomm mesh vote")
+    _check_same(facts, ranks, ("device_type", "mesh_shape", "ranks"))
+    by_rank = dict(zip(ranks, facts, strict=True))
+    ordered = [by_rank[rank] for rank in own["ranks"]]
+    numbers = {host: i for i, host in enumerate(dict.fromkeys(fact["host"] for fact in ordered))}
+    digests = [fact["constants"] for fact in facts]
+    if constants is None or len(set(digests)) > 1:
+        if len(set(digests)) > 1 and _world_group().rank() == ranks[0]:
+            log.warning("tuned numbers are not used on ranks %s: run `fusedcomm tune` where they share a cache", ranks)
+        constants = DEFAULTS[known.device_type]
+    hosts = tuple(numbers[fact["host"]] for fact in ordered)
+    return MeshFacts(known.ranks.shape, tuple(own["ranks"]), hosts, constants)
+
+
+def _vote(purpose: str, facts: dict[str, Any], ranks: Sequence[int], what: str) -> list[dict[str, Any]]:
+    """The facts of all of ``ranks``, which are global and ascend."""
+    world = _world_group()
+    store = group.store(world, f"redistribution/{purpose}/{_digest(ranks)}")
+    return agree(store, ranks.index(world.rank()), len(ranks), facts, what=what, names=ranks)
+
+
+def _check_same(facts: list[dict[str, Any]], ranks: Sequence[int], names: Sequence[str]) -> None:
+    for name in names:
+        for rank, fact in zip(ranks, facts, strict=True):
+            if fact[name] != facts[0][name]:
+                raise ValueError(
+                    f"{name} must be the same on all ranks of a device_mesh, got {facts[0][name]} on rank {ranks[0]} "
+                    f"and {fact[name]} on rank {rank}"
+                )
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    return hashlib.sha256("_".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+# groups
+
+
+def _flat_group(mesh: DeviceMesh, known: _Mesh, mesh_dims: tuple[int, ...], reduces: bool) -> FlatGroup:
+    assert mesh_dims and list(mesh_dims) == sorted(set(mesh_dims))
+    members = _members(known, mesh_dims)
+    ranks = tuple(members if reduces and _orders_differ(known, mesh_dims) else sorted(members))
+    own = len(mesh_dims) == 1 and list(ranks) == sorted(ranks)
+    pg = known.groups[mesh_dims[0]] if own else _group_of(mesh, known, mesh_dims, ranks)
+    index = {rank: i for i, rank in enumerate(members)}
+    return FlatGroup(pg.group_name, tuple(index[rank] for rank in dist.get_process_group_ranks(pg)), pg)
+
+
+def _orders_differ(known: _Mesh, mesh_dims: tuple[int, ...]) -> bool:
+    """Whether ascending ranks would be different coordinates in different groups of these mesh dims."""
+    last = range(known.ranks.ndim - len(mesh_dims), known.ranks.ndim)
+    groups = np.moveaxis(known.ranks, mesh_dims, last).reshape(-1, len(_members(known, mesh_dims)))
+    orders = groups.argsort(axis=1)
+    return bool((orders != orders[0]).any())
+
+
+def _group_of(mesh: DeviceMesh, known: _Mesh, mesh_dims: tuple[int, ...], ranks: tuple[int, ...]) -> ProcessGroup:
+    backend, world = _backend(known.groups[mesh_dims[0]], known.device_type), _world()
+    with _lock_of(world, "group", tuple(sorted(ranks))):
+        pg = world.groups.get((ranks, backend))
+        if pg is None or pg not in c10d._world.pg_map:
+            pg = _existing(mesh, known, ranks, backend) or _make(known, mesh_dims, ranks, backend)
+            world.groups[ranks, backend] = pg
+        return pg
+
+
+def _existing(mesh: DeviceMesh, known: _Mesh, ranks: tuple[int, ...], backend: str) -> ProcessGroup | None:
+    """First those that the user has flattened, then WORLD, then that of a mesh dim whose others have one rank."""
+    root: Any = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    flat_meshes = getattr(root, "_flatten_mapping", {}).values()
+    candidates = [pg for flat in flat_meshes if (pg := _only_group(flat))] + [_world_group(), *known.groups]
+    for pg in candidates:
+        if pg not in c10d._world.pg_map or _backend(pg, known.device_type) != backend:
+            continue
+        found = dist.get_process_group_ranks(pg)
+        if ranks in (tuple(found), tuple(sorted(found))):
+            return pg
+    return None
+
+
+def _only_group(flat: DeviceMesh) -> ProcessGroup | None:
+    try:
+        return flat.get_group()
+    except (RuntimeError, ValueError, LookupError):  # destroyed since, or without this rank
+        return None
+
+
+def _make(known: _Mesh, mesh_dims: tuple[int, ...], ranks: tuple[int, ...], backend: str) -> ProcessGroup:
+    """A group whose ranks are these, in this order: a collective of them, which ends wherever one dies."""
+    if known.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a process group cannot be made while a CUDA graph is captured: redistribute once before it")
+    like, attempt = known.groups[mesh_dims[0]], _attempts.get(ranks, 0)
+    if backend == "fake":
+        _attempts[ranks] = attempt + 1
+        return _new_group(_name(ranks, attempt), ranks, backend, known.device_type, like)
+    posted = {
+        "mesh_shape": list(known.ranks.shape),
+        "ranks": known.ranks.reshape(-1).tolist(),
+        "mesh_dims": list(mesh_dims),
+        "members": list(ranks),
+        "backend": backend,
+        "attempt": attempt,
+    }
+    facts = _vote("group", posted, sorted(ranks), "fusedcomm group vote")
+    _check_same(facts, sorted(ranks), ("mesh_shape", "ranks", "mesh_dims", "members", "backend"))
+    attempt = max(fact["attempt"] for fact in facts)
+    _attempts[ranks] = attempt + 1
+    return _make_together(_name(ranks, attempt), ranks, backend, known.device_type, like)
+
+
+def _make_together(
+    name: str, ranks: tuple[int, ...], backend: str, device_type: str, like: ProcessGroup
+) -> ProcessGroup:
+    """All of ``ranks`` have the group, or none keeps it."""
+    pg, error = None, ""
+    try:
+        pg = _new_group(name, ranks, backend, device_type, like)
+    except Exception as failure:  # of a backend; the others must hear of it
+        error = f"{type(failure).__name__}: {failure}"
+    try:
+        outcomes = _vote("made", {"error": error}, sorted(ranks), "fusedcomm group vote")
+        for rank, outcome in zip(sorted(ranks), outcomes, strict=True):
+            if outcome["error"]:
+                raise RuntimeError(f"rank {rank} cannot make a {backend} group of ranks {ranks}: {outcome['error']}")
+        assert pg is not None
+        return pg
+    except BaseException:
+        if pg is not None:
+            dist.destroy_process_group(pg)
+        raise
+
+
+def _new_group(name: str, ranks: tuple[int, ...], backend: str, device_type: str, like: ProcessGroup) -> ProcessGroup:
+    """With the timeout of ``like``.
+
+    Not by new_group: the name that this gives a group of some ranks counts the groups that a rank has, and ranks that
+    have not equally many would wait for each other under different names.
+    """
+    timeout = _timeout(like, device_type)
+    bound = timedelta(seconds=env.timeout_s())
+    connects = backend == "gloo"  # as it is made; the others when it is used
+    world = _world_group()
+    with _not_split(world):
+        pg, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(world.rank()),
+            list(ranks),
+            c10d.Backend(backend),
+            c10d._get_default_store(),
+            cast("c10d.GroupName", name),
+            timeout=bound if connects else timeout or c10d._get_default_timeout(c10d.Backend(backend)),
+            group_desc="fusedcomm_redistribution",
+        )
+    c10d._world.pg_group_ranks[pg] = {rank: i for i, rank in enumerate(ranks)}
+    if connects and timeout is not None:
+        pg._get_backend(torch.device(device_type))._set_default_timeout(timeout)
+    return pg
+
+
+@contextmanager
+def _not_split(world: ProcessGroup) -> Iterator[None]:
+    """NCCL must not split the group from that of WORLD, if this has a device: it would wait for ranks outside."""
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _name(ranks: tuple[int, ...], attempt: int) -> str:
+    """Equal on all ranks and in every run: compiled graphs are cached by it."""
+    return f"fusedcomm_{_digest(ranks)}_{attempt}"
+
+
+def _backend(pg: ProcessGroup, device_type: str) -> str:
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(pg).split(","))
+    if device_type not in backends:
+        raise ValueError(f"groups of device_mesh must have a backend for {device_type}, got {backends}")
+    return backends[device_type]
+
+
+def _timeout(pg: ProcessGroup, device_type: str) -> timedelta | None:
+    """None where the backend does not tell."""
+    try:
+        return pg._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError):
+        return None

@@ -1,0 +1,289 @@
+"""The fastest steps from one sharding to another: a search over what collectives over any mesh dims can do.
+
+Between, each mesh dim is as before, as after, or cuts nothing; or all or some of those that hold partial sums cut one
+tensor dim, innermost, for a while. Where mesh dims as before and as after cut one tensor dim, the latter are inside. An
+edge is a step; what needs no collective is free. So the search finds by itself to reduce before the data grows, a
+reduce_scatter and an all_gather in place of an all_reduce, and moves over several mesh dims at once.
+
+The measure is `steps_by_dim`, one mesh dim at a time. It is a candidate itself; of all others only those count that
+have no more collectives and send no more bytes. So no plan is worse in either, or slower.
+
+Nothing of this rank is read: all ranks find the same plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from fusedcomm.redistribution.by_dim import steps_by_dim
+from fusedcomm.redistribution.sharding import Sharding
+from fusedcomm.redistribution.step_time import Links
+from fusedcomm.redistribution.steps import SLICE, Step, merged_op, step
+from fusedcomm.redistribution.traffic import least_traffic
+
+_ROUNDING = 1 + 1e-9  # of sums of the same, in another order
+_MOST_STEPS = 350  # looked at in one search; the best of them then counts. Some 10 ms on 3 mesh dims
+DONE = -1.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    seconds: float  # of the busiest rank
+    num_collectives: int
+    bytes: float  # that a rank sends, on average
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.seconds + other.seconds, self.num_collectives + other.num_collectives, self.bytes + other.bytes
+        )
+
+    @staticmethod
+    def of(step: Step, itemsize: int, links: Links) -> Cost:
+        if step.kind == SLICE:
+            return FREE
+        mean, busiest = step.traffic
+        return Cost(links.seconds(step.sends_as, busiest * itemsize, step.mesh_dims), 1, mean * itemsize)
+
+
+FREE = Cost(0.0, 0, 0.0)
+
+
+@dataclass(frozen=True)
+class RedistributionPlan:
+    """``steps`` lead from ``before`` to ``after``; ``by_dim`` do too, one mesh dim at a time: printed to compare."""
+
+    before: Sharding
+    after: Sharding
+    itemsize: int
+    links: Links
+    steps: tuple[Step, ...]
+    by_dim: tuple[Step, ...]
+
+    @cached_property
+    def cost(self) -> Cost:
+        return _total(self.steps, self.itemsize, self.links)
+
+    @property
+    def num_collectives(self) -> int:
+        return self.cost.num_collectives
+
+    @property
+    def bytes(self) -> float:
+        """That a rank sends, on average."""
+        return self.cost.bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of the busiest rank."""
+        return self.cost.seconds
+
+    def __str__(self) -> str:
+        """A line per step, what they take together, and what one mesh dim at a time takes."""
+        lines = [
+            _line(str(i), each.kind, _group(each), Cost.of(each, self.itemsize, self.links), each)
+            for i, each in enumerate(self.steps)
+        ]
+        together = _line("", "all", "", self.cost)
+        by_dim = _line("", "one mesh dim at a time", "", _total(self.by_dim, self.itemsize, self.links))
+        return "\n".join(
+            [f"{'step':<5s}{'kind':24s}{'mesh dims':>12s}{'bytes':>14s}{'us':>10s}", *lines, together, by_dim]
+        )
+
+
+def _line(number: str, kind: str, group: str, cost: Cost, step: Step | None = None) -> str:
+    what = f"   {step.before} -> {step.after}" if step else f"   collectives: {cost.num_collectives}"
+    return f"{number:<5s}{kind:24s}{group:>12s}{cost.bytes:14,.0f}{cost.seconds * 1e6:10.1f}{what}"
+
+
+def _group(step: Step) -> str:
+    return ", ".join(map(str, step.mesh_dims))
+
+
+def _total(steps: Sequence[Step], itemsize: int, links: Links) -> Cost:
+    return sum((Cost.of(each, itemsize, links) for each in steps), FREE)
+
+
+@lru_cache(maxsize=4096)
+def plan(before: Sharding, after: Sharding, itemsize: int, links: Links) -> RedistributionPlan:
+    """Of one tensor on one mesh. Raises ValueError where ``after`` has no exact plan."""
+    _check(before, after)
+    if before == after:
+        return RedistributionPlan(before, after, itemsize, links, (), ())
+    by_dim = tuple(_fastest_way(each, itemsize, links) for each in steps_by_dim(before, after))
+    steps = _Search(before, after, itemsize, links, by_dim).fastest()
+    return RedistributionPlan(before, after, itemsize, links, steps, by_dim)
+
+
+def _fastest_way(step: Step, itemsize: int, links: Links) -> Step:
+    if len(step.ways) == 1:
+        return step
+    costs = {each: Cost.of(each, itemsize, links) for each in step.ways}
+    return min(costs, key=lambda each: (costs[each].seconds, costs[each].bytes))
+
+
+def _check(before: Sharding, after: Sharding) -> None:
+    assert (before.shape, before.mesh_shape) == (after.shape, after.mesh_shape)
+    if before == after:
+        return
+    pairs = list(zip(before.partial, after.partial, strict=True))
+    assert all(wanted is None or op == wanted for op, wanted in pairs), f"{before} -> {after}"
+    ops = {i: op for i, op in enumerate(before.partial) if op is not None}
+    if ops and merged_op(list(ops.values())) is None:
+        got = ", ".join(f"{before.placement(i)} on mesh dim {i}" for i in ops)
+        raise ValueError(f"partials of one tensor must be of one reduce op, or of sum and avg, got {got}")
+
+
+@dataclass(frozen=True)
+class _Path:
+    cost: Cost
+    steps: tuple[Step, ...]
+
+    def to(self, step: Step, cost: Cost) -> _Path:
+        return _Path(self.cost + cost, (*self.steps, step))
+
+    @property
+    def key(self) -> tuple[float, int, float, int]:
+        return self.cost.seconds, self.cost.num_collectives, self.cost.bytes, len(self.steps)
+
+
+class _Search:
+    """Best-first (A*). What one more collective leads to is tried at once, so a state waits for two more at least.
+
+    Pruned by what is left to do in any case: their latency, and the bytes of `least_traffic`.
+    """
+
+    def __init__(
+        self, before: Sharding, after: Sharding, itemsize: int, links: Links, by_dim: tuple[Step, ...]
+    ) -> None:
+        self.before, self.after, self.itemsize, self.links = before, after, itemsize, links
+        self.latency, self.per_byte = links.least
+        self.bound = _total(by_dim, itemsize, links)
+        self.best = _Path(self.bound, by_dim)
+        self.wires: dict[Sharding, float] = {}
+        self.num_steps = 0
+
+    def fastest(self) -> tuple[Step, ...]:
+        start = _Path(FREE, ())
+        self._finish(start, self.before)
+        if not self._can_improve(start, self.before, 1):
+            return self.best.steps
+        states = _states(self.before, self.after)
+        seen: dict[Sharding, list[Cost]] = {}
+        count = itertools.count()
+        heap = [(0.0, next(count), start, self.before)]
+        while heap and self.num_steps < _MOST_STEPS:
+            _, _, path, state = heapq.heappop(heap)
+            if not self._can_improve(path, state, 2) or _dominated(path.cost, seen.setdefault(state, [])):
+                continue
+            seen[state].append(path.cost)
+            for new in states:
+                for found in self._extended(path, state, new):
+                    self._finish(found, new)
+                    if self._can_improve(found, new, 2):
+                        heapq.heappush(heap, (found.cost.seconds + self._wire(new), next(count), found, new))
+        return self.best.steps
+
+    def _finish(self, path: _Path, state: Sharding) -> None:
+        """Tries the one collective that leads to after; an all_reduce can leave a slice to be done."""
+        chain = [step(state, self.after)]
+        self.num_steps += 1
+        if chain[0] is None:
+            reduced = replace(state, partial=self.after.partial)
+            if not _slices(reduced, self.after):
+                return
+            chain = [step(state, reduced), step(reduced, self.after)]
+        for ways in itertools.product(*(each.ways for each in chain if each is not None)):
+            done = path
+            for each in ways:
+                done = done.to(each, Cost.of(each, self.itemsize, self.links))
+            if self._is_allowed(done.cost) and done.key < self.best.key:
+                self.best = done
+
+    def _extended(self, path: _Path, state: Sharding, new: Sharding) -> Iterator[_Path]:
+        """By one step, if that can lead to anything better."""
+        if new == state or not self._can_improve(path, new, 2):
+            return
+        found = step(state, new)
+        self.num_steps += 1
+        if found is None or found.kind == SLICE:  # steps slice by themselves what they need not send
+            return
+        for each in found.ways:
+            extended = path.to(each, Cost.of(each, self.itemsize, self.links))
+            if self._can_improve(extended, new, 1):
+                yield extended
+
+    def _can_improve(self, path: _Path, state: Sharding, num_more: int) -> bool:
+        """With at least that many more collectives from there, where a slice will not do."""
+        if (wire := self._wire(state)) == DONE:
+            return num_more == 1 and path.cost.seconds < self.best.cost.seconds and self._is_allowed(path.cost)
+        seconds = path.cost.seconds + num_more * self.latency + wire
+        return seconds < self.best.cost.seconds and self._is_allowed(path.cost, num_more)
+
+    def _is_allowed(self, cost: Cost, num_more: int = 0) -> bool:
+        bound = self.bound
+        return cost.num_collectives + num_more <= bound.num_collectives and cost.bytes <= bound.bytes * _ROUNDING
+
+    def _wire(self, state: Sharding) -> float:
+        """Seconds that what must be sent from there on takes at least; DONE where nothing must be."""
+        found = self.wires.get(state)
+        if found is None:
+            traffic = least_traffic(state, self.after) * self.itemsize
+            found = self.wires[state] = DONE if _slices(state, self.after) else traffic * self.per_byte
+        return found
+
+
+def _dominated(cost: Cost, others: list[Cost]) -> bool:
+    """``others`` are no slower."""
+    return any(other.num_collectives <= cost.num_collectives and other.bytes <= cost.bytes for other in others)
+
+
+def _slices(state: Sharding, after: Sharding) -> bool:
+    """Whether each rank holds what it needs."""
+    pairs = zip(state.cuts, after.cuts, strict=True)
+    return state.partial == after.partial and all(b[: len(a)] == a for a, b in pairs)
+
+
+_BEFORE, _AFTER, _WHOLE, _MEANWHILE = range(4)
+
+
+def _states(before: Sharding, after: Sharding) -> list[Sharding]:
+    """Between them; with neither."""
+    found: dict[Sharding, None] = {}
+    for choice in itertools.product(*_choices(before, after, False)):
+        found.setdefault(_state(before, after, choice, None))
+    reduced = [i for i, op in enumerate(before.partial) if op != after.partial[i]]
+    if reduced:
+        for choice in itertools.product(*_choices(before, after, True)):
+            if _MEANWHILE in choice:
+                for dim in range(len(before.shape)):
+                    found.setdefault(_state(before, after, choice, dim))
+    return [state for state in found if state not in (before, after)]
+
+
+def _choices(before: Sharding, after: Sharding, meanwhile: bool) -> Iterator[tuple[int, ...]]:
+    for i, op in enumerate(before.partial):
+        dim, dim_after = before.tensor_dims[i], after.tensor_dims[i]
+        if op == after.partial[i] and dim == dim_after and (dim is None or before.cuts[dim] == after.cuts[dim]):
+            yield (_BEFORE,)
+            continue
+        whole = (_WHOLE,) if op is not None and dim_after is not None else ()
+        reduces = (_MEANWHILE,) if meanwhile and op != after.partial[i] else ()
+        yield (_BEFORE, _AFTER, *whole, *reduces)
+
+
+def _state(before: Sharding, after: Sharding, choice: tuple[int, ...], dim: int | None) -> Sharding:
+    cuts = [
+        tuple(i for i in was if choice[i] == _BEFORE) + tuple(i for i in will if choice[i] == _AFTER)
+        for was, will in zip(before.cuts, after.cuts, strict=True)
+    ]
+    if dim is not None:
+        cuts[dim] += tuple(i for i, chosen in enumerate(choice) if chosen == _MEANWHILE)
+    partial = tuple(
+        op if chosen == _BEFORE else after_op
+        for op, after_op, chosen in zip(before.partial, after.partial, choice, strict=True)
+    )
+    return Sharding(before.shape, before.mesh_shape, tuple(cuts), partial)

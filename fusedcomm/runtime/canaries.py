@@ -1,0 +1,60 @@
+"""Guard bytes around the slots of a workspace, with FUSEDCOMM_CHECK=1: who writes past a slot is found out.
+
+    [header | guard | slot 0 | guard | slot 1 | guard]
+
+Every rank looks at those of its own segment: on CPU before a call and after each of its rounds, on GPUs before a call
+and in `synchronize`. What is written past a chunk but stays inside the slot is not seen.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fusedcomm.runtime.workspace import HeaderLayout, Workspace
+
+GUARD_BYTES = 4096  # each
+SHOWN_BYTES = 8
+
+
+def paint(segment: Tensor, layout: HeaderLayout) -> None:
+    """Before the rendezvous, when nobody else can write there."""
+    pattern = _pattern(layout.guard_bytes).to(segment.device)
+    for start in layout.guards(layout.slot_bytes(segment.numel())):
+        segment[start : start + layout.guard_bytes] = pattern
+
+
+def damage(workspace: Workspace) -> str | None:
+    """What has been written to the guards of this rank's segment, or None. On a GPU it waits for the current stream."""
+    if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    layout, segment = workspace.layout, workspace.buffers[workspace.rank]
+    starts = layout.guards(workspace.slot_bytes)
+    found = torch.stack([segment[start : start + layout.guard_bytes] for start in starts]).cpu()
+    wrong = found != _pattern(layout.guard_bytes)
+    if not wrong.any():
+        return None
+    texts = [_place(i, len(starts) - 1, found[i], wrong[i]) for i in range(len(starts)) if wrong[i].any()]
+    return f"guard bytes of rank {workspace.rank}'s segment must stay as they are, but {'; '.join(texts)}"
+
+
+def _place(i: int, num_slots: int, found: Tensor, wrong: Tensor) -> str:
+    """Which bytes of guard i, counted from the nearer slot: that is the one they were probably meant for."""
+    offsets = wrong.nonzero().flatten()
+    first, last = int(offsets[0]), int(offsets[-1])
+    shown = bytes(found[first : min(last + 1, first + SHOWN_BYTES)].tolist()).hex(" ")
+    if i == 0 or (i < num_slots and len(found) - 1 - last < first):
+        where = f"{len(found) - first} bytes before slot {i}"
+    else:
+        where = f"{first} bytes behind slot {i - 1}"
+    return f"{len(offsets)} bytes from {where} on are now {shown}"
+
+
+@cache
+def _pattern(num_bytes: int) -> Tensor:
+    """No byte of it is 0, and none equals its neighbour."""
+    return (torch.arange(num_bytes) * 37 % 251 + 1).to(torch.uint8)

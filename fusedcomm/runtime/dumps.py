@@ -1,0 +1,154 @@
+"""The last calls of this rank as a JSON file in FUSEDCOMM_DUMP_DIR: when a call fails, and on SIGUSR1.
+
+`fusedcomm postmortem` reads the files of all ranks. A rank that is stuck writes too, wherever its main thread waits, as
+long as it lets other threads run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fusedcomm import env, files
+from fusedcomm.runtime import flight_recorder, group
+
+log = logging.getLogger("fusedcomm")
+
+SCHEMA = 1
+SIGUSR1 = "SIGUSR1"  # why a dump was written
+LISTENER = "fusedcomm-dumps"
+_writing = threading.Lock()
+_armed = False
+
+
+def arm() -> None:
+    """From here on SIGUSR1 writes a dump, if FUSEDCOMM_DUMP_DIR is set. Once per process, in its main thread."""
+    global _armed
+    if not _armed and threading.current_thread() is threading.main_thread():
+        _armed = True
+        if env.dump_dir() is not None:
+            try:
+                _listen()
+            except (OSError, RuntimeError) as error:  # no descriptor or thread is left: this rank's call goes on
+                log.warning("SIGUSR1 will write no dump: %s", error)
+
+
+def write(why: str) -> Path | None:
+    """Replace this rank's dump at once. None, and no exception, where there is no directory or it cannot be written."""
+    folder = env.dump_dir()
+    if folder is None or not dist.is_initialized() or group.is_forked():
+        return None
+    try:
+        with _writing:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return files.replace(folder / f"rank{dist.get_rank()}.json", json.dumps(describe(why), indent=1))
+    except Exception as error:  # what failed before is what the caller must hear of
+        log.warning("no dump in FUSEDCOMM_DUMP_DIR: %s", error)
+        return None
+
+
+def describe(why: str) -> dict[str, Any]:
+    """What a dump says; no name of a host or user, no address, no value of an unknown variable."""
+    from fusedcomm import machine
+    from fusedcomm.redact import redact
+
+    now, clock = time.monotonic(), time.time()
+    return redact(
+        {
+            "schema": SCHEMA,
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "pid": os.getpid(),
+            "why": why,
+            "time": clock,
+            "versions": {name: machine.version(name) for name in machine.PACKAGES}
+            | {"python": platform.python_version()},
+            "environment": machine.environment(),
+            "calls": [_call(record, clock - now, now) for record in flight_recorder.last()],
+            "stacks": _stacks(),
+        }
+    )
+
+
+def _call(record: flight_recorder.Record, offset: float, now: float) -> dict[str, Any]:
+    """``offset``: of the clock to the times of records."""
+    ranks = list(record.ranks or _ranks_of(record.group_name))
+    found: dict[str, Any] = {
+        "op": record.op,
+        "group": record.group_name,
+        "ranks": ranks,
+        "device": record.device.type,
+        "resets": record.resets,
+        "number": record.number,
+        "arguments": record.arguments,
+        "dtype": record.dtype_name,
+        "algorithm": record.algorithm,
+        "state": record.state,
+        "error": record.error,
+        "peers": [ranks[peer] for peer in record.peers if peer < len(ranks)],
+        "rounds": record.rounds,
+        "started": record.started + offset,
+        "seconds": (record.ended or now) - record.started,
+        "waiting_for": None,
+        "waiting_s": None,
+    }
+    workspace = record.workspace
+    if workspace is not None and (waiting := workspace.waiting) is not None:
+        peer, since = waiting
+        found |= {"waiting_for": ranks[peer], "waiting_s": now - since}
+    return found
+
+
+def _ranks_of(group_name: str) -> list[int]:
+    try:
+        return dist.get_process_group_ranks(group.find(group_name))
+    except ValueError:  # destroyed since
+        return []
+
+
+def _stacks() -> dict[str, list[str]]:
+    """Of all threads but this one, the innermost line last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(ident, str(ident)): [
+            f"{each.filename}:{each.lineno} in {each.name}" for each in traceback.extract_stack(frame)
+        ]
+        for ident, frame in sys._current_frames().items()
+        if names.get(ident) != LISTENER
+    }
+
+
+def _listen() -> None:
+    """A thread that Python's handler in C wakes at once, also while the main thread is in C++ and runs no Python.
+
+    Any handler of Python's will do: one that is there stays, and is called.
+    """
+    if not callable(signal.getsignal(signal.SIGUSR1)):
+        signal.signal(signal.SIGUSR1, lambda *args: None)
+        signal.siginterrupt(signal.SIGUSR1, False)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    other = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while True:
+            numbers = os.read(woken, 256)
+            if other != -1:
+                with contextlib.suppress(OSError):
+                    os.write(other, numbers)
+            if signal.SIGUSR1 in numbers:
+                write(SIGUSR1)
+
+    threading.Thread(target=listen, name=LISTENER, daemon=True).start()

@@ -1,0 +1,105 @@
+"""The last calls of this rank: what was called, how far it has come, how it ended. `dumps` writes them down."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedcomm.geometry.exchange import Exchange
+
+if TYPE_CHECKING:
+    from fusedcomm.runtime.workspace import Workspace
+
+NUM_CALLS = 256
+VOTING, CHECKING, RUNNING = "voting", "checking", "running"  # what all ranks do together in a call, in this order
+DONE, FAILED = "done", "failed"  # on a GPU it is done once its kernels are launched
+
+_ring: deque[Record] = deque(maxlen=NUM_CALLS)
+
+
+class Record:
+    """One call, as a context: of an op, or of `fusedcomm.reset` or `close`, which have no ``exchange``.
+
+    Always on: some attributes are written. It holds no tensors, and a workspace only while the call runs.
+    """
+
+    # Defaults on the class: an instance sets what it changes
+    # In the group, on this device, since the last reset or close, which are 0; so is a first call that still votes.
+    number = 0
+    resets = 0
+    ranks: tuple[int, ...] = ()  # of WORLD
+    algorithm: str | None = None
+    state = VOTING
+    workspace: Workspace | None = None
+    rounds: tuple[int, int] | None = None  # completed before and after the call
+    error: str | None = None
+    peers: tuple[int, ...] = ()  # that the error names, ranks of the group
+    ended: float | None = None
+
+    def __init__(
+        self,
+        op: str,
+        group_name: str,
+        device: torch.device,
+        exchange: Exchange | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.op = op
+        self.group_name = group_name
+        self.device = device
+        self.exchange = exchange
+        self.dtype = dtype
+        self.started = time.monotonic()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the op, as JSON; dims count from the front."""
+        if self.exchange is None:
+            return {}
+        found: dict[str, Any] = {}
+        for name, value in self.exchange.arguments.items():
+            if name in ("x", "w"):
+                found[f"{name} shape"] = list(value)
+            elif name == "ws":
+                found["w shapes"] = [list(shape) for shape in value]
+            elif name.endswith("_dim"):
+                found[name] = value % len(self.exchange.shape)
+            elif name != "group_size":
+                found[name] = list(value) if isinstance(value, tuple) else value
+        return found
+
+    @property
+    def dtype_name(self) -> str | None:
+        return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+
+    def __enter__(self) -> Record:
+        _ring.append(self)
+        return self
+
+    def runs_on(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self.rounds = workspace.epoch, workspace.epoch
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.ended = time.monotonic()
+        if self.workspace is not None and self.rounds is not None:
+            self.rounds = self.rounds[0], self.workspace.epoch
+            self.workspace = None
+        if error is None:
+            self.state = DONE
+            return
+        self.state = FAILED
+        self.error = f"{type(error).__name__}: {error}"
+        self.peers = tuple(getattr(error, "peers", ()))
+        from fusedcomm.runtime import dumps  # which reads what is here
+
+        dumps.write(self.error)
+
+
+def last() -> list[Record]:
+    """Oldest first."""
+    return list(_ring)

@@ -1,0 +1,356 @@
+"""What is kept per process group and device: the topology vote and the workspace. Groups are held weakly.
+
+Everything that makes or frees memory here is explicit, collective and bounded; nothing collective runs in a destructor.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
+from torch.distributed import _symmetric_memory as symm_mem
+
+from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.runtime import dumps, topology
+from fusedcomm.runtime import flight_recorder as calls
+from fusedcomm.runtime import group as groups
+from fusedcomm.runtime.canaries import GUARD_BYTES
+from fusedcomm.runtime.topology import Topology
+from fusedcomm.runtime.vote import agree
+from fusedcomm.runtime.workspace import FINGERPRINT, Workspace, slot_bytes_within
+
+_MIN_SLOT_BYTES = 1 << 20
+
+
+class WorkspaceUnavailable(Exception):
+    """On every rank of the group: one of them could not make its workspace."""
+
+
+@dataclass
+class Member:
+    """This rank's part in a group, on one device."""
+
+    rank: int
+    group_size: int
+    group_name: str
+    device: torch.device
+    store: Store
+    topology: Topology
+    ranks: tuple[int, ...] = ()  # of WORLD
+    num_calls: int = 0  # since the last reset or close
+    resets: int = 0  # closes too
+    workspace: Workspace | None = None
+    unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
+    error: PeerError | None = None  # the ranks did not come together to make one; until the next reset
+    retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
+    loaded: set[Any] = field(default_factory=set)  # calls whose fused kernels have run: a capture cannot load them
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def no_workspace(self) -> str | None:
+        """Why chunked and fused cannot run in this group, or None."""
+        return self.topology.no_workspace or self.unavailable
+
+    @property
+    def slot_bytes(self) -> int:
+        return 0 if self.workspace is None else self.workspace.usable_bytes
+
+    @property
+    def guard_bytes(self) -> int:
+        return GUARD_BYTES if self.topology.check else 0
+
+    @cached_property
+    def max_slot_bytes(self) -> int:
+        return slot_bytes_within(self.topology.workspace_bytes, self.group_size, self.guard_bytes)
+
+    def count(self, record: calls.Record, algorithm: str | None = None) -> None:
+        self.num_calls += 1
+        record.number, record.resets, record.ranks, record.algorithm = (
+            self.num_calls,
+            self.resets,
+            self.ranks,
+            algorithm,
+        )
+
+    def workspace_for(self, num_bytes: int, op: str, fingerprint: int) -> Workspace:
+        """The workspace, made or grown if a slot of ``num_bytes`` does not fit; that is a collective."""
+        self.enter(op, fingerprint)
+        if self.workspace is None:
+            _refuse_capture(self.device, op)
+            return self._make(num_bytes, op, fingerprint)
+        if num_bytes > self.workspace.usable_bytes:
+            _refuse_capture(self.device, op)
+            self._come_together(self.workspace, op, ~fingerprint & FINGERPRINT)
+            self._free()
+            return self._make(num_bytes, op, fingerprint)
+        return self.workspace
+
+    def enter(self, op: str, fingerprint: int) -> None:
+        """Before a call: raise what has failed in an earlier one."""
+        for each in self.retired:
+            each.check(op)
+        if self.error is not None:
+            raise self.error.again()
+        if self.workspace is not None:
+            self.workspace.enter(op, fingerprint)
+
+    def check(self, op: str) -> None:
+        for each in (*self.retired, *([self.workspace] if self.workspace else [])):
+            each.check(op)
+
+    def reset(self, num_bytes: int) -> None:
+        """``num_bytes``: of a slot, the same on all ranks."""
+        with self.lock, on_device(self.device):
+            self._free()
+            self.unavailable = self.error = None
+            if self.topology.no_workspace is None:
+                with suppress(WorkspaceUnavailable):  # the next plan says so
+                    self._make(num_bytes, "fusedcomm.reset", 0)
+
+    def close(self) -> None:
+        with self.lock, on_device(self.device):
+            self._free()
+            self.error = None
+            self.retired.clear()
+
+    def _come_together(self, workspace: Workspace, op: str, fingerprint: int) -> None:
+        """Before growth: a rank that is in another call is found out before anybody waits for it."""
+        if self.device.type == "cpu":
+            workspace.handshake(op, fingerprint)
+            return
+        from fusedcomm.algorithms import launch
+        from fusedcomm.runtime.launch_order import ordered
+
+        with ordered(workspace), workspace.guarded(op):
+            launch.signal(workspace, None, fingerprint)
+            launch.wait(workspace, fingerprint)
+        torch.cuda.synchronize(self.device)
+        workspace.check(op)
+
+    def _make(self, num_bytes: int, op: str, fingerprint: int) -> Workspace:
+        slot_bytes = max(num_bytes, min(_MIN_SLOT_BYTES, self.max_slot_bytes))
+        slot_bytes = min(1 << (slot_bytes - 1).bit_length(), self.max_slot_bytes)  # few sizes, few growths
+        size = Workspace.num_bytes(self.group_size, slot_bytes, self.guard_bytes)
+        try:
+            segment, error = self._allocate(size)
+            reason = self._agree(op, fingerprint, error, "allocated")
+            if reason is None:
+                assert segment is not None
+                handle, error = self._rendezvous(segment, op)
+                reason = self._agree(op, fingerprint, error, "mapped")
+        except PeerError as failed:
+            self.error = _until_reset(failed)
+            raise self.error.again() from failed  # another one: what is raised holds on to all its callers' tensors
+        if reason is not None:
+            self.unavailable = reason
+            raise WorkspaceUnavailable(reason)
+        segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
+        owner = (segment, handle)
+        self.workspace = Workspace(self.rank, segments, self.group_name, owner, self.guard_bytes)
+        self.workspace.arm()
+        return self.workspace
+
+    def _allocate(self, size: int) -> tuple[torch.Tensor | None, str]:
+        """This rank's segment, or why there is none: the others must hear of it before they wait in a rendezvous."""
+        allocate = symm_mem._SymmetricMemory.empty_strided_p2p
+        try:
+            segment = allocate((size,), (1,), torch.uint8, self.device, self.group_name)
+            Workspace.initialise(segment, self.group_size, self.guard_bytes)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            return None, f"cannot allocate a workspace of {size} bytes: {error}"
+        return segment, ""
+
+    def _rendezvous(self, segment: torch.Tensor, op: str) -> tuple[Any, str]:
+        """The handle through which peers' segments are reached, or why they cannot be."""
+        try:
+            return symm_mem._SymmetricMemory.rendezvous(segment, self.group_name), ""
+        except torch.distributed.DistStoreError as late:
+            message = f"{op} on group {self.group_name!r}, rank {self.rank}: {late}"
+            raise PeerTimeoutError(message, peers=_who_did_not_come(str(late)), op=op, epoch=0) from late
+        except RuntimeError as error:
+            return None, f"cannot map its peers' memory: {error}"
+
+    def _agree(self, op: str, fingerprint: int, error: str, stage: str) -> str | None:
+        """All ranks are in this same call, as far as this. What the first rank that failed in it says, or None."""
+        facts = {"op": op, "fingerprint": fingerprint, "stage": stage, "error": error}
+        calls = agree(self.store, self.rank, self.group_size, facts, what=op)
+        _check_same_call(calls, self.rank, op, self.group_name)
+        return next((f"rank {rank} {call['error']}" for rank, call in enumerate(calls) if call["error"]), None)
+
+    def _free(self) -> None:
+        if self.workspace is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.workspace.captured:
+            self.workspace.forget_error()  # raised already; a replay that fails anew is told anew
+            self.retired.append(self.workspace)
+        self.workspace = None
+
+
+class _Group:
+    """The Members of one process group, by device."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.members: dict[torch.device, Member] = {}
+        self.errors: dict[torch.device, PeerError] = {}  # of votes that failed, until the next reset
+
+
+_groups: weakref.WeakKeyDictionary[ProcessGroup, _Group] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def member(group_name: str, device: torch.device) -> Member:
+    """This rank's Member; the first call per group and device is a collective (the topology vote)."""
+    pg = groups.find(group_name)
+    device = _indexed(device)
+    group = _group(pg)
+    groups.refuse_forked("fusedcomm", pg.rank())
+    with group.lock:
+        if device not in group.members:
+            _refuse_capture(device, "the first op on a group")
+            if device in group.errors:
+                raise group.errors[device].again()
+            try:
+                voted = topology.probe(pg, device)
+            except PeerError as failed:
+                group.errors[device] = _until_reset(failed)
+                raise group.errors[device].again() from failed
+            store = groups.store(pg, f"workspace/{device.type}")
+            ranks = tuple(dist.get_process_group_ranks(pg))
+            group.members[device] = Member(pg.rank(), pg.size(), group_name, device, store, voted, ranks)
+        return group.members[device]
+
+
+def _group(pg: ProcessGroup) -> _Group:
+    with _lock:
+        return _groups.setdefault(pg, _Group())
+
+
+def members(pg: ProcessGroup) -> list[Member]:
+    return list(_groups[pg].members.values()) if pg in _groups else []
+
+
+def known_member(group_name: str, device: torch.device) -> Member | None:
+    """The Member, if the group has come together; no collective."""
+    try:
+        pg = groups.find(group_name)
+    except ValueError:  # destroyed since
+        return None
+    return next((each for each in members(pg) if each.device == _indexed(device)), None)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels, streams and allocations inside are those of ``device``, whatever the caller's current one is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def reset(group: groups.Group = None) -> None:
+    """Build a new workspace for a group after a PeerError. A collective: every rank calls it.
+
+    Raises PeerTimeoutError if a rank does not come within FUSEDCOMM_TIMEOUT_S; it can be called again.
+    """
+    with _all_members("fusedcomm.reset", group) as found:
+        for each, num_bytes in found:
+            each.reset(num_bytes)
+
+
+def close(group: groups.Group = None) -> None:
+    """Free the workspace of a group; the next op makes a new one. A collective. Do not replay its CUDA graphs."""
+    with _all_members("fusedcomm.close", group) as found:
+        for each, _ in found:
+            each.close()
+
+
+def synchronize(group: groups.Group = None) -> None:
+    """Wait for the ops on this rank's device and raise what their waits found (PeerTimeoutError, PeerMismatchError)."""
+    for each in members(groups.find(groups.resolve(group)[1])):
+        if each.device.type == "cuda":
+            torch.cuda.synchronize(each.device)
+        try:
+            each.check("fusedcomm.synchronize")
+        except PeerError as error:
+            dumps.write(f"{type(error).__name__}: {error}")
+            raise
+
+
+@contextmanager
+def _all_members(op: str, group: groups.Group) -> Iterator[list[tuple[Member, int]]]:
+    """The Members that all ranks of the group have, each with the largest slot of any rank; calls are counted anew.
+
+    A bounded collective, also of ranks that have none. One that another rank lacks is dropped, to be voted on again:
+    the vote did not end there, so it has no workspace either.
+    """
+    pg = groups.find(groups.resolve(group)[1])
+    if pg.size() == 1 or dist.get_backend(pg) == "fake":
+        yield []
+        return
+    known = _group(pg)
+    with known.lock, ExitStack() as records:
+        for each in known.members.values():
+            record = records.enter_context(calls.Record(op, each.group_name, each.device))
+            record.resets, record.ranks, record.state = each.resets + 1, each.ranks, calls.RUNNING
+        slots = {device.type: each.slot_bytes for device, each in known.members.items()}
+        own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots}
+        facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op)
+        _check_same_call(facts, pg.rank(), op, pg.group_name)
+        shared = set.intersection(*(set(fact["slots"]) for fact in facts))
+        known.members = {device: each for device, each in known.members.items() if device.type in shared}
+        known.errors.clear()
+        devices = sorted(known.members, key=str)
+        yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]
+        for each in known.members.values():
+            each.num_calls, each.resets = 0, each.resets + 1
+
+
+def _until_reset(error: PeerError) -> PeerError:
+    """Ranks that tried again by themselves would meet in different calls of theirs."""
+    return type(error)(f"{error}. {RESET_FIRST}", peers=error.peers, op=error.op, epoch=error.epoch)
+
+
+def _who_did_not_come(text: str) -> list[int]:
+    """Of what kernels/cpu/rendezvous.h says."""
+    found = re.search(r"\branks? ([\d, ]+) did not ", text)
+    return [int(rank) for rank in found[1].split(", ")] if found else []
+
+
+def _check_same_call(facts: list[dict[str, object]], rank: int, op: str, group_name: str) -> None:
+    def call(fact: dict[str, object]) -> tuple[object, ...]:
+        return fact["op"], fact["fingerprint"], fact["stage"]
+
+    others = [r for r, fact in enumerate(facts) if call(fact) != call(facts[rank])]
+    if others:
+        calls = ", ".join(f"{r}: {fact['op']}" for r, fact in enumerate(facts))
+        raise PeerMismatchError(
+            f"{op} on group {group_name!r}, rank {rank}: ranks {others} called another op, or this one with other "
+            f"shapes, dtype or dims (ops by rank: {calls})",
+            peers=others,
+            op=op,
+            epoch=0,
+        )
+
+
+def _refuse_capture(device: torch.device, op: str) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{op}: memory for this call cannot be made while a CUDA graph is captured; "
+            "call the op once with these shapes on every rank before the capture"
+        )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

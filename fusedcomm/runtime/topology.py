@@ -1,0 +1,158 @@
+"""What a group can do on a device type: every rank's facts, voted on once, so that all ranks plan alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from fusedcomm import env
+from fusedcomm.cost import tuned
+from fusedcomm.cost.model import Constants
+from fusedcomm.runtime import group
+from fusedcomm.runtime.vote import agree
+
+log = logging.getLogger("fusedcomm")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The group's verdict; equal on all ranks. A reason that is None means yes."""
+
+    no_workspace: str | None  # why chunked and fused cannot run
+    no_fused: str | None  # why fused cannot run, beyond that; on CPUs
+    workspace_bytes: int  # the smallest cap of all ranks
+    algorithm: str | None  # FUSEDCOMM_ALGORITHM
+    constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
+    check: bool = False  # FUSEDCOMM_CHECK of any rank
+
+
+def probe(pg: ProcessGroup, device: torch.device) -> Topology:
+    """A bounded collective. GPUs take two votes: facts first, then what NVML says of every pair."""
+    rank, group_size = pg.rank(), pg.size()
+    if dist.get_backend(pg) == "fake":
+        reason = "a fake process group has no peers"
+        return Topology(reason, None, env.workspace_bytes(), env.algorithm())
+    store = group.store(pg, f"topology/{device.type}")
+    constants = tuned.read(device, group_size)
+    own = _facts(device) | {"constants": constants.digest if constants else None}
+    facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
+    no_workspace = _no_workspace(facts)
+    if no_workspace is None and device.type == "cuda":
+        verdict = {"reason": _no_peer_access(rank, [fact["uuid"] for fact in facts])}
+        verdicts = agree(store, rank, group_size, verdict, what="fusedcomm peer access vote")
+        no_workspace = next((v["reason"] for v in verdicts if v["reason"]), None)
+    return Topology(
+        no_workspace,
+        no_fused=next((fact["no_fused"] for fact in facts if fact["no_fused"]), None),
+        workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
+        algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
+        constants=constants if _all_have_the_same(facts, rank) else None,
+        check=any(fact["check"] for fact in facts),
+    )
+
+
+def tf32_allowed() -> bool:
+    """Whether float32 matmuls may round their inputs to TF32: torch's own switch."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def no_native() -> str | None:
+    """Why CPU symmetric memory is not there, or None. The import registers it with torch."""
+    try:
+        from fusedcomm.kernels.cpu import native  # noqa: F401
+    except ImportError as error:
+        how = "pip install --no-build-isolation with torch and a C++ compiler builds it"
+        return f"the native part of fusedcomm cannot be loaded ({error}); {how}"
+    return None
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "host": env.host_id(),
+        "workspace_bytes": env.workspace_bytes(),
+        "algorithm": env.algorithm(),
+        "check": env.check(),
+        "no_fused": _no_fused(device),
+        # On a GPU chunked needs Triton too: its signals, waits and copy-outs are kernels.
+        "no_workspace": no_native() if device.type == "cpu" else _no_triton(),
+        "uuid": "",
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["uuid"] = str(properties.uuid)
+        if properties.major < 8:
+            facts["no_workspace"] = (
+                f"compute capability must be at least 8.0, got {properties.major}.{properties.minor}"
+            )
+        if os.environ.get("NCCL_P2P_DISABLE") == "1":
+            facts["no_workspace"] = "NCCL_P2P_DISABLE=1 forbids peer memory"
+    return facts
+
+
+def _no_fused(device: torch.device) -> str | None:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on CPU the fused kernel runs only in Triton's interpreter (TRITON_INTERPRET=1), for tests"
+    return _no_triton() if device.type == "cpu" else None
+
+
+def _no_triton() -> str | None:
+    return "Triton is not installed" if importlib.util.find_spec("triton") is None else None
+
+
+def _no_workspace(facts: list[dict[str, Any]]) -> str | None:
+    """In rank order, so that every rank gives the same reason."""
+    for rank, fact in enumerate(facts):
+        if fact["no_workspace"]:
+            return f"rank {rank}: {fact['no_workspace']}"
+        if fact["host"] != facts[0]["host"]:
+            return f"rank {rank} is on another host than rank 0"
+    return None
+
+
+def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
+    """Why this rank's GPU cannot read and write every peer's over NVLink (NVML), or None."""
+    if len(set(uuids)) < len(uuids):
+        if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":
+            return None
+        return "several ranks share one GPU and TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is not 1"
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}") for uuid in uuids]
+        for index in (pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_CAPS_INDEX_WRITE):
+            for peer, handle in enumerate(handles):
+                if peer == rank:
+                    continue
+                status = pynvml.nvmlDeviceGetP2PStatus(handles[rank], handle, index)
+                if status != pynvml.NVML_P2P_STATUS_OK:
+                    return f"no NVLink peer access between the GPUs of ranks {rank} and {peer} (NVML status {status})"
+    except Exception as error:  # NVML missing, MIG, containers: any failure means that access is unproven
+        return f"rank {rank}: NVML cannot tell whether its GPU reaches the peers' ({error})"
+    return None
+
+
+def _all_have_the_same(facts: list[dict[str, Any]], rank: int) -> bool:
+    """Tuned constants, which decide on all ranks or on none."""
+    digests = [fact["constants"] for fact in facts]
+    if len(set(digests)) == 1:
+        return True
+    if rank == 0:
+        without = [r for r, digest in enumerate(digests) if digest is None]
+        text = f"ranks {without} have none" if without else "they differ between ranks"
+        log.warning("tuned numbers are not used, for %s: run `fusedcomm tune` where all ranks share a cache", text)
+    return False
+
+
+def _same(facts: list[dict[str, Any]], key: str, name: str) -> str | None:
+    values = [fact[key] for fact in facts]
+    if len(set(values)) > 1:
+        raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
+    return values[0]

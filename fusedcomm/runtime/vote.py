@@ -1,0 +1,158 @@
+"""One collective on a store: everybody learns everybody's facts, or a bounded time passes and the missing are named.
+
+It needs no working communication between the ranks, only the store, so it can vote on what works and rebuild what
+broke. Posts of an attempt that failed, or of a group that had the same name, never count: an agreement is reached when
+every rank has posted that it sees exactly the same attempts of all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any, TypeVar
+
+from torch.distributed import DistError, Store
+
+from fusedcomm import env
+from fusedcomm.errors import PeerError, PeerTimeoutError
+from fusedcomm.runtime import group
+
+STORE_GRACE_S = 2.0  # for the store to answer, once the time is over
+STORE_THREAD = "fusedcomm-store"
+
+T = TypeVar("T")
+
+
+def agree(
+    store: Store,
+    rank: int,
+    group_size: int,
+    facts: dict[str, Any],
+    *,
+    what: str,
+    names: Sequence[int] | None = None,
+) -> list[dict[str, Any]]:
+    """Every rank's ``facts`` (JSON), by rank. The keys of ``facts`` are the same on all ranks.
+
+    ``names``: what errors call the ranks, if not 0, 1, ...
+    Raises PeerTimeoutError after FUSEDCOMM_TIMEOUT_S, and PeerError where the store has failed or has no votes of ours.
+    """
+    vote = _Vote(store, rank, names or range(group_size), what)
+    group.refuse_forked(what, vote.name)
+    attempt = uuid.uuid4().hex
+    seen: list[str | None] = []
+    pause = 0.0005
+    while True:
+        latest = vote.read()
+        latest[rank] = {"attempt": attempt, "seen": seen, "facts": facts}
+        attempts = [post["attempt"] if post else None for post in latest]
+        if attempts != seen:
+            seen = attempts
+            latest[rank] = mine = {"attempt": attempt, "seen": seen, "facts": facts}
+            vote.post(mine)
+        elif None not in attempts and all(post and post["seen"] == seen for post in latest):
+            break
+        if vote.is_over():
+            absent = [r for r, post in enumerate(latest) if not post]
+            stale = [r for r, post in enumerate(latest) if post and attempt not in post["seen"]]
+            behind = [r for r, post in enumerate(latest) if post and post["seen"] != seen]
+            if missing := absent or stale or behind:  # else all have seen the same, just now
+                raise vote.timed_out(missing)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    vote.leave_together(hashlib.sha256("".join(map(str, seen)).encode()).hexdigest()[:16])
+    agreed = [post["facts"] for post in latest if post]
+    for peer, found in enumerate(agreed):
+        if found.keys() != facts.keys():
+            raise vote.not_ours(peer, json.dumps(found))
+    return agreed
+
+
+class _Vote:
+    """One rank's part in a vote: the latest post of every rank, and what goes wrong, within a bounded time."""
+
+    def __init__(self, store: Store, rank: int, names: Sequence[int], what: str) -> None:
+        self.store = store
+        self.rank = rank
+        self.names = names
+        self.name = names[rank]
+        self.keys = [f"post/{r}" for r in range(len(names))]
+        self.what = what
+        self.timeout = env.timeout_s()
+        self.deadline = time.monotonic() + self.timeout
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def post(self, post: dict[str, Any]) -> None:
+        self._bounded(lambda: self.store.set(self.keys[self.rank], json.dumps(post)))
+
+    def read(self) -> list[dict[str, Any] | None]:
+        """Never waits for a post; one that is there is never removed."""
+        found = self._bounded(lambda: [self.store.get(key) if self.store.check([key]) else None for key in self.keys])
+        return [None if post is None else self._parsed(rank, post) for rank, post in enumerate(found)]
+
+    def leave_together(self, token: str) -> None:
+        """A rank that has agreed may post again at once; nobody may still be looking for its old post then."""
+        done = [f"done/{r}" for r in range(len(self.keys))]  # overwritten in the next vote, when all have left this one
+        left = json.dumps(token)
+        self._bounded(lambda: self.store.set(done[self.rank], left))
+
+        def has_left(r: int) -> bool:
+            return self.store.check([done[r]]) and self.store.get(done[r]).decode() == left
+
+        missing = list(range(len(done)))
+        while missing := self._bounded(lambda: [r for r in missing if not has_left(r)]):
+            if self.is_over():
+                raise self.timed_out(missing)
+            time.sleep(0.0005)
+
+    def timed_out(self, missing: list[int]) -> PeerTimeoutError:
+        peers = [self.names[r] for r in missing]
+        text = f"{self.what}: rank {self.name} waited {self.timeout:g} s for ranks {peers}, which did not come"
+        return PeerTimeoutError(text, peers=peers, op=self.what, epoch=0)
+
+    def not_ours(self, peer: int, found: str | bytes) -> PeerError:
+        text = f"rank {self.names[peer]} posted no vote of this version of fusedcomm, but {found[:80]!r}"
+        return PeerError(f"{self.what}: {text}", peers=[self.names[peer]], op=self.what, epoch=0)
+
+    def _parsed(self, rank: int, found: bytes) -> dict[str, Any]:
+        try:
+            post = json.loads(found)
+            types = {name: type(value) for name, value in post.items()}
+        except (ValueError, AttributeError, RecursionError):
+            raise self.not_ours(rank, found) from None
+        if types != {"attempt": str, "seen": list, "facts": dict}:
+            raise self.not_ours(rank, found)
+        return post
+
+    def _bounded(self, call: Callable[[], T]) -> T:
+        """On a thread of its own: while the store's host cannot be reached, a call blocks for as long as TCP tries.
+
+        The thread is left then. It ends with its call, and does nothing after it.
+        """
+        result: futures.Future[T] = futures.Future()
+
+        def run() -> None:
+            try:
+                result.set_result(call())
+            except BaseException as error:
+                result.set_exception(error)
+
+        try:
+            threading.Thread(target=run, name=STORE_THREAD, daemon=True).start()
+        except RuntimeError:  # none can be started, as in exit handlers since Python 3.12
+            run()
+        try:
+            return result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)
+        except futures.TimeoutError:
+            text = f"{self.what}: the store of the process group does not answer rank {self.name}: is its host cut off?"
+            raise PeerTimeoutError(text, peers=[], op=self.what, epoch=0) from None
+        except DistError as error:
+            text = f"{self.what}: rank {self.name} has lost the store of the process group ({error})"
+            raise PeerError(text, peers=[], op=self.what, epoch=0) from error

@@ -1,0 +1,444 @@
+"""Symmetric memory of a group on a device, and the protocol that makes its two slots enough (DESIGN section 5).
+
+    push    write the data into my part of the peer's slot, then signal: flag = (epoch, fingerprint), release
+    wait    acquire the flag until its epoch is reached, bounded; then compare the fingerprint
+    read    all my reads of epoch e come before my last signal of epoch e + 1
+
+Epoch e uses slot e % 2. I write epoch e + 2 only after I have every peer's signal of e + 1, which each sends after its
+reads of e: so nobody overwrites what is not read yet, without credits, resets or a barrier.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm import env
+from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.geometry.exchange import Exchange, RoundSpans
+from fusedcomm.runtime import canaries
+
+NUM_SLOTS = 2  # one is a race: tests set it to see it caught
+FINGERPRINT_BITS = 24
+FINGERPRINT = (1 << FINGERPRINT_BITS) - 1
+TIMED_OUT, MISMATCHED, BROKEN_BY_PEER, ABANDONED, OVERRUN = 1, 2, 3, 4, 5
+
+
+@dataclass(frozen=True)
+class HeaderLayout:
+    """Byte offsets in a segment: [header | slot 0 | slot 1], the same on every rank. All words are int64.
+
+    With guard bytes: [header | guard | slot 0 | guard | slot 1 | guard]; a slot has its guard at its end.
+    """
+
+    group_size: int
+    epoch: int = 0  # rounds completed on this rank
+    arrivals: int = 8  # programs that have finished of the kernel that ends a round; the last one resets it
+    timeout: int = 16  # nanoseconds
+    record: int = 24  # address of the error record
+    guard_bytes: int = 0
+
+    @cached_property
+    def broken(self) -> int:
+        """broken[src_rank]: kind | epoch << 8, not 0 once src_rank has given up on this workspace."""
+        return 128
+
+    @cached_property
+    def tiles_done(self) -> int:
+        """tiles_done[dst_rank]: parts of the running push or pack kernel that are stored."""
+        return _aligned(self.broken + 8 * self.group_size)
+
+    @cached_property
+    def flags(self) -> int:
+        """flags[slot][src_rank]: epoch << 24 | fingerprint."""
+        return _aligned(self.tiles_done + 8 * self.group_size)
+
+    @cached_property
+    def header_bytes(self) -> int:
+        return _aligned(self.flags + 8 * NUM_SLOTS * self.group_size) + self.guard_bytes
+
+    def flag(self, epoch: int, src_rank: int) -> int:
+        return self.flags + 8 * (epoch % NUM_SLOTS * self.group_size + src_rank)
+
+    def slot(self, epoch: int, slot_bytes: int) -> int:
+        return self.header_bytes + epoch % NUM_SLOTS * slot_bytes
+
+    def slot_bytes(self, segment_bytes: int) -> int:
+        """From one slot to the next."""
+        return (segment_bytes - self.header_bytes) // NUM_SLOTS // 128 * 128
+
+    def guards(self, slot_bytes: int) -> list[int]:
+        """Where they begin."""
+        return [self.header_bytes - self.guard_bytes + i * slot_bytes for i in range(NUM_SLOTS + 1)]
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // 128) * 128
+
+
+def slot_bytes_within(workspace_bytes: int, group_size: int, guard_bytes: int = 0) -> int:
+    """The largest slot, without its guard, of a workspace that holds at most ``workspace_bytes``."""
+    header_bytes = HeaderLayout(group_size, guard_bytes=guard_bytes).header_bytes
+    return max(0, (workspace_bytes - header_bytes) // NUM_SLOTS // 128 * 128 - guard_bytes)
+
+
+class ErrorRecord:
+    """What the first failing wait saw: host-visible memory that kernels can write."""
+
+    WORDS = 8
+
+    def __init__(self, group_size: int, device: torch.device) -> None:
+        self.group_size = group_size
+        self.words = torch.zeros(self.WORDS + 2 * group_size, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    @property
+    def filled(self) -> bool:
+        return bool(self.words[0] == 2)
+
+    @property
+    def epoch(self) -> int:
+        return int(self.words[2])
+
+    @property
+    def fingerprint(self) -> int:
+        """Of the call that failed."""
+        return int(self.words[4])
+
+    def fill(self, kind: int, epoch: int, rank: int, fingerprint: int, flags: list[int], bad: list[int]) -> None:
+        self.words[self.WORDS : self.WORDS + self.group_size] = torch.tensor(flags)
+        self.words[self.WORDS + self.group_size + torch.tensor(bad, dtype=torch.int64)] = 1
+        self.words[1:5] = torch.tensor([kind, epoch, rank, fingerprint], dtype=torch.int64)
+        self.words[0] = 2
+
+    def error(self, op: str, group_name: str, timeout_s: float, breakers: dict[int, int]) -> PeerError:
+        """The record as an exception. ``breakers``: what each rank that gave up had found."""
+        words = self.words.tolist()
+        kind, epoch, rank = words[1:4]
+        flags = words[self.WORDS : self.WORDS + self.group_size]
+        peers = [r for r, bad in enumerate(words[self.WORDS + self.group_size :]) if bad]
+        found = [r for r, what in breakers.items() if what == MISMATCHED and r != rank]
+        left = [r for r in peers if breakers.get(r) == ABANDONED]
+        seen = ", ".join(f"{r}: {flag >> FINGERPRINT_BITS}" for r, flag in enumerate(flags) if r != rank)
+        where = f"{op} on group {group_name!r}, rank {rank}, round {epoch}"
+        after = f"(rounds seen by rank: {seen}). {RESET_FIRST}"
+        error: type[PeerError] = PeerTimeoutError
+        if kind == MISMATCHED:
+            error, text = (
+                PeerMismatchError,
+                f"ranks {peers} called another op, or this one with other shapes, dtype or dims",
+            )
+        elif left:
+            text = f"ranks {left} left their call half way, by an exception there"
+        elif found:
+            error, text = (
+                PeerMismatchError,
+                f"ranks {found} met another op, or this one with other shapes, dtype or dims",
+            )
+        elif kind == TIMED_OUT:
+            text = f"ranks {peers} did not signal within {timeout_s:g} s"
+        else:
+            text = f"ranks {peers} gave up on the workspace" if peers else f"the wait was over after {timeout_s:g} s"
+        return error(f"{where}: {text} {after}", peers=peers, op=op, epoch=epoch)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of an op, as the algorithms run it."""
+
+    op: str
+    fingerprint: int
+    exchange: Exchange
+    workspace: Workspace
+
+
+class Workspace:
+    """One segment per rank, mapped by all ranks, and this rank's place in the protocol.
+
+    ``segments`` are uint8 tensors over every rank's segment: of symmetric memory, or of one process (virtual groups).
+    """
+
+    def __init__(
+        self, rank: int, segments: list[Tensor], group_name: str, owner: Any = None, guard_bytes: int = 0
+    ) -> None:
+        self.rank = rank
+        self.group_size = len(segments)
+        self.group_name = group_name
+        self.buffers = segments
+        self.device = segments[rank].device
+        self.layout = HeaderLayout(self.group_size, guard_bytes=guard_bytes)
+        self.slot_bytes = self.layout.slot_bytes(segments[rank].numel())
+        self.usable_bytes = self.slot_bytes - guard_bytes
+        self.addresses = [segment.data_ptr() for segment in segments]
+        self.segments = torch.tensor(self.addresses, dtype=torch.int64, device=self.device)
+        self.record = ErrorRecord(self.group_size, self.device)
+        self.timeout_s = env.timeout_s()
+        self.num_slots = NUM_SLOTS
+        self.num_sms = _num_sms(self.device)  # virtual groups divide them
+        self.lane = 0  # waiting kernels of one device and lane run in one order
+        self.epoch = 0
+        self.waiting: tuple[int, float] | None = None  # the host: for which rank, since when
+        self.captured = False
+        self.error: PeerError | None = None
+        self.ops: dict[int, str] = {}  # by fingerprint: kernels report a failed call by its fingerprint
+        self.pid = os.getpid()
+        self._side_stream: torch.cuda.Stream | None = None
+        self._owner = owner  # keeps the mapping alive
+
+    @staticmethod
+    def num_bytes(group_size: int, slot_bytes: int, guard_bytes: int = 0) -> int:
+        header_bytes = HeaderLayout(group_size, guard_bytes=guard_bytes).header_bytes
+        return header_bytes + NUM_SLOTS * _aligned(slot_bytes + guard_bytes)
+
+    @staticmethod
+    def initialise(segment: Tensor, group_size: int, guard_bytes: int = 0) -> None:
+        """Before the rendezvous: no peer may signal into a header that is still to be cleared."""
+        layout = HeaderLayout(group_size, guard_bytes=guard_bytes)
+        segment[: layout.header_bytes].zero_()
+        if guard_bytes:
+            canaries.paint(segment, layout)
+
+    def arm(self) -> None:
+        """Tell this rank's kernels their bound and where to report."""
+        words = self.buffers[self.rank][: self.layout.broken].view(torch.int64)
+        words[self.layout.timeout // 8] = int(self.timeout_s * 1e9)
+        words[self.layout.record // 8] = self.record.words.data_ptr()
+
+    def num_programs(self, kind: str) -> int:
+        """Programs of a persistent kernel. All are co-resident; those that wait leave SMs to those that send."""
+        pack = max(1, self.num_sms // 8)
+        if kind == "gather":  # a pack runs beside it
+            return max(1, self.num_sms - pack)
+        return {"push": self.num_sms, "pack": pack}.get(kind, max(1, self.num_sms // 2))
+
+    def check_rank(self, rank: int) -> None:
+        """Before a peer's memory is addressed by it: -1 would be another rank's, others outside all segments."""
+        assert 0 <= rank < self.group_size, f"rank must be in [0, {self.group_size}), got {rank}"
+
+    def max_chunk_numel(self, itemsize: int) -> int:
+        return self.usable_bytes // self.group_size // itemsize
+
+    def check(self, op: str) -> None:
+        """Raise what a wait of this rank has found, on the host or in a kernel."""
+        if self.error is None and self.record.filled:
+            failed = self.ops.get(self.record.fingerprint, op)
+            self.error = self.record.error(failed, self.group_name, self.timeout_s, self.breakers(self.record.epoch))
+        if self.error is None and self.layout.guard_bytes and (damage := canaries.damage(self)):
+            self._give_up(OVERRUN, self.epoch)
+            text = f"{op} on group {self.group_name!r}: {damage}. {RESET_FIRST}"
+            self.error = PeerError(text, peers=[], op=op, epoch=self.epoch)
+        if self.error is not None:
+            raise self.error.again()
+
+    def forget_error(self) -> None:
+        self.error = None
+        self.record.words.zero_()
+
+    def enter(self, op: str, fingerprint: int) -> None:
+        """Before a call: a workspace that a peer has given up on is dead for all."""
+        if os.getpid() != self.pid:
+            raise RuntimeError(f"{op}: this process was forked from rank {self.rank} and is no rank of the group")
+        self.ops[fingerprint] = op
+        self._check_peers(op, fingerprint, self.epoch + 1)
+
+    def _check_peers(self, op: str, fingerprint: int, epoch: int) -> None:
+        """A peer that failed in a later round has completed this one: its data are good."""
+        self.check(op)
+        if self.device.type == "cpu" and self.breakers(epoch):
+            self.fail(op, epoch, fingerprint, waited=False)
+
+    def breakers(self, epoch: int) -> dict[int, int]:
+        """Who has given up on this workspace by round ``epoch``, and what they had found. Costs a copy on CUDA."""
+        start = self.layout.broken
+        words = self.buffers[self.rank][start : start + 8 * self.group_size].view(torch.int64).tolist()
+        return {src: word & 0xFF for src, word in enumerate(words) if word and word >> 8 <= epoch}
+
+    @contextmanager
+    def guarded(self, op: str) -> Iterator[None]:
+        """Around signals and waits. A round that is left half way, by Ctrl-C or for lack of memory, cannot be repeated:
+        the peers have seen its signals. So the workspace is broken for all, as after a time-out.
+        """
+        try:
+            yield
+        except PeerError:
+            raise
+        except BaseException as error:
+            epoch = self.epoch + 1
+            self._give_up(ABANDONED, epoch)
+            text = f"{op} on group {self.group_name!r}, rank {self.rank}, round {epoch}: left by {type(error).__name__}"
+            self.error = PeerError(f"{text}. {RESET_FIRST}", peers=[self.rank], op=op, epoch=epoch)
+            raise
+
+    def _give_up(self, kind: int, epoch: int) -> None:
+        """Without the native part, which workspaces on GPUs do not need."""
+        address = self.layout.broken + 8 * self.rank
+        for buffer in self.buffers:
+            buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
+
+    def rounds(self, call: Call, dtype: torch.dtype) -> Iterator[Round]:
+        """The rounds of a call that the host drives. Each takes one epoch when it is complete."""
+        self.begin(call)
+        for spans in call.exchange.rounds(self.max_chunk_numel(dtype.itemsize)):
+            with self.round(call, spans, dtype) as round:
+                yield round
+
+    def begin(self, call: Call) -> None:
+        """Before the first round of a call that the host drives."""
+        assert not _capturing(self.device), "the slots of a captured round would stay where they are"
+        self.enter(call.op, call.fingerprint)
+        if self.captured:  # graph replays have moved the epoch without the host
+            self.epoch = int(self._epoch_word().item())
+
+    @contextmanager
+    def round(self, call: Call, spans: RoundSpans, dtype: torch.dtype) -> Iterator[Round]:
+        """One round; it takes its epoch when the block is left without an exception."""
+        yield Round(self, self.epoch + 1, spans, dtype, call.op, call.fingerprint)
+        self.epoch += 1
+        if self.device.type == "cpu":
+            self._epoch_word().fill_(self.epoch)
+            self._check_peers(call.op, call.fingerprint, self.epoch)
+
+    def launched(self, captured: bool) -> None:
+        """A round's kernels are launched, or captured into a graph; they count the epoch themselves, when they run."""
+        self.captured |= captured
+        self.epoch += not captured
+
+    def side_stream(self) -> torch.cuda.Stream:
+        if self._side_stream is None:
+            # first, as its signals are small and peers wait for them
+            self._side_stream = torch.cuda.Stream(self.device, priority=-1)
+        return self._side_stream
+
+    def _epoch_word(self) -> Tensor:
+        return self.buffers[self.rank][: self.layout.epoch + 8].view(torch.int64)[self.layout.epoch // 8]
+
+    def handshake(self, op: str, fingerprint: int) -> None:
+        """A round without data: returns when every rank has come to the same point with the same fingerprint."""
+        self.enter(op, fingerprint)
+        with self.guarded(op):
+            for dst_rank in peers_of(self.rank, self.group_size):
+                self.signal(dst_rank, self.epoch + 1, fingerprint)
+            for src_rank in sources_of(self.rank, self.group_size):
+                self.wait(src_rank, self.epoch + 1, op, fingerprint)
+            self.epoch += 1
+            self._epoch_word().fill_(self.epoch)
+
+    def signal(self, dst_rank: int, epoch: int, fingerprint: int) -> None:
+        """Release: what this rank wrote before is visible to who acquires the flag."""
+        self.check_rank(dst_rank)
+        address = self.addresses[dst_rank] + self.layout.flag(epoch, self.rank)
+        _native().signal(address, epoch << FINGERPRINT_BITS | fingerprint)
+
+    def wait(self, src_rank: int, epoch: int, op: str, fingerprint: int) -> None:
+        """Acquire the flag that src_rank sets by ``signal`` in the same round."""
+        self.check_rank(src_rank)
+        base = self.addresses[self.rank]
+        broken = base + self.layout.broken
+        self.waiting = src_rank, time.monotonic()
+        flag = _native().wait(base + self.layout.flag(epoch, src_rank), epoch, broken, self.group_size, self.timeout_s)
+        self.waiting = None
+        if flag != epoch << FINGERPRINT_BITS | fingerprint:
+            self.fail(op, epoch, fingerprint)
+
+    def fail(self, op: str, epoch: int, fingerprint: int, waited: bool = True) -> None:
+        """Judge what is there, break every rank's workspace, keep the error and raise it.
+
+        ``waited``: else nobody is missing yet.
+
+        A mismatch is judged first: the peer that found it too has broken this workspace already. A peer that has left
+        a round will not signal again: that it has left is the cause, that it is missing is not.
+        """
+        base = self.addresses[self.rank]
+        flags = [_native().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
+        others = [src for src in range(self.group_size) if src != self.rank]
+        mismatched = [
+            s for s in others if flags[s] >> FINGERPRINT_BITS == epoch and flags[s] & FINGERPRINT != fingerprint
+        ]
+        missing = [s for s in others if waited and flags[s] >> FINGERPRINT_BITS < epoch]
+        breakers = self.breakers(epoch)
+        left = [s for s in others if breakers.get(s) == ABANDONED]
+        if mismatched:
+            kind, bad = MISMATCHED, mismatched
+        elif left:
+            kind, bad = BROKEN_BY_PEER, left
+        elif missing:
+            kind, bad = TIMED_OUT, missing
+        else:
+            kind, bad = BROKEN_BY_PEER, [s for s in others if s in breakers]
+        self.record.fill(kind, epoch, self.rank, fingerprint, flags, bad)
+        for address in self.addresses:
+            _native().signal(address + self.layout.broken + 8 * self.rank, kind | epoch << 8)
+        self.check(op)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One epoch of a host-driven call: views of the slots, signals and waits."""
+
+    workspace: Workspace
+    epoch: int
+    spans: RoundSpans
+    dtype: torch.dtype
+    op: str
+    fingerprint: int
+
+    def peers(self) -> list[int]:
+        return peers_of(self.workspace.rank, self.workspace.group_size)
+
+    def sources(self) -> list[int]:
+        return sources_of(self.workspace.rank, self.workspace.group_size)
+
+    def part(self, dst_rank: int) -> Tensor:
+        """Where my chunk goes in the slot of dst_rank, flat."""
+        return self._chunk(dst_rank, self.workspace.rank)
+
+    def received(self, src_rank: int) -> Tensor:
+        """The chunk that src_rank has pushed into my slot, flat."""
+        return self._chunk(self.workspace.rank, src_rank)
+
+    def signal(self, dst_rank: int) -> None:
+        self.workspace.signal(dst_rank, self.epoch, self.fingerprint)
+
+    def wait(self, src_rank: int) -> None:
+        self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)
+
+    def _chunk(self, owner: int, src_rank: int) -> Tensor:
+        workspace = self.workspace
+        workspace.check_rank(owner)
+        workspace.check_rank(src_rank)
+        num_bytes = self.spans.chunk_numel * self.dtype.itemsize
+        start = workspace.layout.slot(self.epoch, workspace.slot_bytes) + src_rank * num_bytes
+        return workspace.buffers[owner][start : start + num_bytes].view(self.dtype)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4  # the interpreter runs programs one after another: enough that tiles are shared out
+
+
+def peers_of(rank: int, group_size: int) -> list[int]:
+    """The order in which rank sends: no two ranks start on the same peer, and the own chunk comes last."""
+    return [(rank + 1 + i) % group_size for i in range(group_size)]
+
+
+def sources_of(rank: int, group_size: int) -> list[int]:
+    """Own data first, then in the order in which the peers send."""
+    return [(rank - i) % group_size for i in range(group_size)]
+
+
+def _native() -> Any:
+    from fusedcomm.kernels.cpu import native
+
+    return native

@@ -1,0 +1,93 @@
+"""Calls whose right results are known, and memory around them that nobody may write to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedcomm
+from fusedcomm.bench.problem import Size
+from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.timing import difference
+from fusedcomm.runtime.workspace import NUM_SLOTS, Workspace
+
+SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults: growth is cheap, and guards are checked byte by byte
+SMALL = Size(rows=13, k=5, n=7)
+OTHER = Size(rows=19, k=11, n=8)
+LARGE = Size(rows=61, k=58, n=59)  # needs more than SLOT_BYTES, whichever part is sent
+PATTERN = 0x5A
+BAND = 64  # elements
+
+
+@dataclass(frozen=True)
+class KnownCall:
+    """Integers so small that every sum is exact in every dtype and order. Equal on all ranks."""
+
+    op: str
+    group_size: int
+    size: Size = SMALL
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def again(self, seed: int) -> KnownCall:
+        return replace(self, seed=seed)
+
+    def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
+        bench = PROGRAMS[self.op]
+        size = bench.divisible(self.size, self.group_size)
+        x = self._integers(bench.x_shape(size, self.group_size), 2 * rank)
+        return x, self._integers((size.k, size.n), 2 * rank + 1)
+
+    def run(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+        return getattr(fusedcomm, self.op)(x, w, *PROGRAMS[self.op].dims(x), group)
+
+    def wrong(self, result: Tensor, rank: int) -> str | None:
+        """Where the result of ``rank`` differs from that of one process that has all ranks' inputs; None if nowhere."""
+        xs, ws = zip(*(self.inputs(r) for r in range(self.group_size)), strict=True)
+        outs = PROGRAMS[self.op].program([x.double() for x in xs], [w.double() for w in ws])
+        return difference(result, outs[rank].to(self.dtype))
+
+    def _integers(self, shape: tuple[int, ...], which: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.seed + which)
+        return torch.randint(-2, 3, shape, generator=generator).to(self.dtype)
+
+
+class Guarded:
+    """Tensors of this rank, each in the middle of a larger one; neither they nor what is around them may change."""
+
+    def __init__(self) -> None:
+        self._whole: list[tuple[Tensor, Tensor]] = []
+
+    def copy_of(self, t: Tensor) -> Tensor:
+        whole = torch.full((t.numel() + 2 * BAND,), float(PATTERN), dtype=t.dtype)
+        inside = whole[BAND:-BAND].view(t.shape)
+        inside.copy_(t)
+        self._whole.append((whole, whole.clone()))
+        return inside
+
+    def changed(self) -> bool:
+        return not all(torch.equal(now, before) for now, before in self._whole)
+
+
+class GuardedSegment:
+    """This rank's segment of a workspace, filled with a pattern where no call writes: beyond what its slots hold.
+
+    ``idle``: no call is made at all, and the header and all of the slots must stay.
+    """
+
+    def __init__(self, workspace: Workspace, idle: bool = False) -> None:
+        segment = workspace.buffers[workspace.rank]
+        first = workspace.layout.header_bytes
+        self.regions = [segment] if idle else []
+        for slot in range(NUM_SLOTS):
+            start = first + slot * workspace.slot_bytes
+            tail = segment[start if idle else start + workspace.slot_bytes // 2 : start + workspace.slot_bytes]
+            tail.fill_(PATTERN)
+            self.regions.append(tail)
+        self.before = [region.clone() for region in self.regions]
+
+    def changed(self) -> bool:
+        return not all(torch.equal(now, before) for now, before in zip(self.regions, self.before, strict=True))

@@ -1,1 +1,0 @@
-"""Random programs of fused calls, as long as wanted, each result compared: ``python -m fusedcomm.testing.soak``."""

@@ -1,0 +1,323 @@
+"""What the planner decides, and the peer-access vote, GPUs included: no GPU is needed to decide for one."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from benchmarks import op_sweep, planner_choices
+from fusedcomm.algorithms import planner
+from fusedcomm.bench import tune
+from fusedcomm.bench.problem import Size
+from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.cost import model as cost
+from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.ops import dispatch
+from fusedcomm.runtime import topology
+from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.topology import Topology
+
+OP = "matmul_all_to_all"
+ABLE = Topology(no_workspace=None, no_fused=None, workspace_bytes=1 << 30, algorithm=None)
+SMALL = geometry.matmul_all_to_all((1024, 512), (512, 1024), None, 0, 1, 2)  # 1 MiB per peer in bf16
+DECODE = geometry.matmul_all_to_all((16, 512), (512, 1024), None, 0, 1, 2)  # 16 KiB
+FEW_ROWS = geometry.matmul_reduce_scatter((64, 512), (512, 1 << 16), "sum", 0, 2)
+BATCHES = geometry.matmul_reduce_scatter((64, 4, 512), (64, 512, 1 << 12), "sum", 0, 2)  # 1 MiB; each its own w
+GATHERED_K = geometry.all_to_all_matmul((4096, 8192), (16384, 64), 1, 0, 2)  # 32 MiB
+GATHERED_ROWS = geometry.all_gather_matmul((4096, 4096), ((4096, 64),), 0, 2)  # 32 MiB
+DECODED = geometry.matmul_all_reduce((16, 512), (512, 1 << 20), "sum", 2)  # 16 MiB, cut along N: one pass over w
+LARGE = geometry.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
+HUGE_ROW = geometry.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
+
+
+def member(device: str = "cuda:0", verdict: Topology = ABLE) -> Member:
+    return Member(0, 2, "group", torch.device(device), None, verdict)
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Append True: a CUDA graph is being captured."""
+    state = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[-1])
+    return state
+
+
+@pytest.fixture
+def tf32(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    state = [False]
+    monkeypatch.setattr(planner, "tf32_allowed", lambda: state[-1])
+    return state
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NO_PEERS = replace(ABLE, no_workspace="rank 1 is on another host than rank 0")
+NO_TRITON = replace(ABLE, no_workspace="rank 0: Triton is not installed")
+
+
+TUNED = replace(ABLE, constants=replace(cost.DEFAULTS["cuda"], source=cost.TUNED))  # the same numbers, but measured
+ESTIMATED = "estimated "
+
+
+@pytest.mark.parametrize(
+    "op, exchange, dtype, us, graph, allowed, algorithm, reason",
+    [
+        (OP, SMALL, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
+        (OP, SMALL, BF16, member(), False, False, "fused", ESTIMATED),
+        (OP, LARGE, BF16, member(), False, False, "chunked", ESTIMATED),
+        (OP, SMALL, FP32, member(), False, False, "chunked", ESTIMATED),
+        (OP, SMALL, FP32, member(), False, True, "fused", ESTIMATED),
+        (OP, LARGE, BF16, member(), True, False, "fused", ESTIMATED),
+        (OP, SMALL, BF16, member(verdict=NO_TRITON), False, False, "unfused", "rank 0: Triton is not installed"),
+        (OP, SMALL, BF16, member(verdict=NO_PEERS), False, False, "unfused", "rank 1 is on another host"),
+        (OP, HUGE_ROW, BF16, member(), False, False, "unfused", "one row for every peer takes"),
+        (OP, SMALL, BF16, None, False, False, "unfused", "one rank"),
+        (OP, DECODE, BF16, member(), False, False, "unfused", "16 KiB per peer, less than 64"),
+        (OP, DECODE, BF16, member(), True, False, "unfused", "16 KiB per peer, less than 64"),
+        (OP, DECODE, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
+        (OP, DECODE, BF16, member(verdict=TUNED), False, False, "fused", ESTIMATED),
+        ("matmul_reduce_scatter", FEW_ROWS, BF16, member(), False, False, "unfused", "32 rows per rank, fewer than"),
+        ("matmul_reduce_scatter", FEW_ROWS, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
+        ("matmul_reduce_scatter", BATCHES, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
+        ("matmul_all_reduce", DECODED, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
+        ("all_to_all_matmul", GATHERED_K, BF16, member(), False, False, "fused", ESTIMATED),
+        ("all_gather_matmul", GATHERED_ROWS, BF16, member(), False, False, "chunked", ESTIMATED),
+    ],
+)
+def test_each_rule(
+    capturing: list[bool],
+    tf32: list[bool],
+    op: str,
+    exchange: Exchange,
+    dtype: torch.dtype,
+    us: Member | None,
+    graph: bool,
+    allowed: bool,
+    algorithm: str,
+    reason: str,
+) -> None:
+    capturing.append(graph)
+    tf32.append(allowed)
+    plan = planner.plan(op, exchange, dtype, us)
+    assert plan.algorithm == algorithm, plan
+    assert plan.reason.startswith(reason)
+
+
+def decided(op: str, exchange: Exchange) -> str:
+    return planner.plan(op, exchange, BF16, member()).algorithm
+
+
+@pytest.mark.parametrize("group_size", [2, 4, 8])
+def test_default_numbers_decide_as_the_rules_before_the_model(capturing: list[bool], group_size: int) -> None:
+    """GPUs, bf16: few rows or less than 64 KiB per peer unfused, from 16 MiB chunked, fused between. In its ranges."""
+    small, medium, large = "unfused", "fused", "chunked"
+    for rows, k, n, algorithm in (
+        (8, 4096, 4096, small),
+        (16 * group_size, 2048, 1024, small),
+        (1024, 1024, 1024 * group_size, medium),  # 2 MiB
+        (4096, 512, 512 * group_size, medium),  # 4 MiB
+        (8192, 4096, 1024 * group_size, large),  # 16 MiB
+        (16192, 4096, 8192 * group_size, large),  # the start program's, and more
+    ):
+        push = geometry.matmul_all_to_all((rows, k), (k, n), None, 0, 1, group_size)
+        assert decided("matmul_all_to_all", push) == algorithm, (rows, k, n)
+    for rows, k, n, algorithm in (
+        (64, 4096, 4096, small),
+        (1024, 512, 1024, medium),  # 1 MiB
+        (2048, 1024, 1024, medium),  # 4 MiB
+        (8192, 4096, 4096, large),  # 64 MiB
+    ):
+        gathered = geometry.all_gather_matmul((rows, k), ((k, n),), 0, group_size)
+        assert decided("all_gather_matmul", gathered) == algorithm, (rows, k, n)
+        reduced = geometry.matmul_reduce_scatter((rows * group_size, n), (n, k), "sum", 0, group_size)
+        assert decided("matmul_reduce_scatter", reduced) == algorithm, (rows, k, n)
+
+
+@pytest.mark.parametrize("op", PROGRAMS)
+@pytest.mark.parametrize("group_size, within", [(2, 1.0), (4, 1.1), (8, 1.1)])
+def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
+    op: str, group_size: int, within: float
+) -> None:
+    """As the rule before the model, whose choices the README's figures are of, 2 ranks; else it is near the best."""
+    program = PROGRAMS[op]
+    forward = itertools.product(op_sweep.ROWS, program.k, program.n)
+    each = group_size if program.cut == "rows" else 1
+    decode = [(rows * each, *k_n) for k_n in op_sweep.DECODE_K_N for rows in op_sweep.DECODE_ROWS]
+    for shape, dtype in itertools.product([*forward, *decode], ("float32", "bfloat16")):
+        exchange = tune.exchange_of(op, program.divisible(Size(*shape), group_size), group_size)
+        seconds = cost.estimate(op, exchange, dtype, cost.DEFAULTS["cpu"])
+        assert seconds["chunked"] <= within * seconds["unfused"], (shape, dtype, seconds)
+
+
+def test_few_columns_are_unfused_on_a_cpu() -> None:
+    """Each chunk's matmul reads x again. Measured: 70 and 32 ms in float32, 16 and 9 in bfloat16."""
+    narrow = geometry.matmul_all_to_all((8192, 4096), (4096, 16), None, 0, 1, 2)
+    for dtype in (FP32, BF16):
+        assert planner.plan(OP, narrow, dtype, member("cpu")).algorithm == "unfused"
+
+
+def test_a_reason_says_the_estimates_and_whose_numbers_they_are(capturing: list[bool]) -> None:
+    seconds = cost.estimate(OP, SMALL, "bfloat16", cost.DEFAULTS["cuda"])
+    times = f"estimated {seconds['fused'] * 1e6:.3g} us, unfused {seconds['unfused'] * 1e6:.3g} us"
+    assert planner.plan(OP, SMALL, BF16, member()).reason == f"{times}, default numbers"
+    assert planner.plan(OP, SMALL, BF16, member(verdict=TUNED)).reason == f"{times}, tuned numbers"
+    on_cpu = planner.plan(OP, LARGE, BF16, member("cpu")).reason
+    assert re.fullmatch(r"estimated 1\d\d ms, unfused 1\d\d ms, default numbers", on_cpu), on_cpu
+    capturing.append(True)
+    assert planner.plan(OP, LARGE, BF16, member()).reason.endswith(", default numbers; CUDA graph: not chunked")
+
+
+def test_a_capture_never_plans_what_an_eager_call_has_not_loaded(capturing: list[bool]) -> None:
+    """A call that is unfused outside of a capture loads no kernels for one."""
+    for verdict, exchange in itertools.product((ABLE, TUNED), (DECODE, SMALL, LARGE)):
+        capturing.append(False)
+        eager = planner.plan(OP, exchange, BF16, member(verdict=verdict)).algorithm
+        capturing.append(True)
+        captured = planner.plan(OP, exchange, BF16, member(verdict=verdict)).algorithm
+        assert captured in ("fused", "unfused")
+        assert eager != "unfused" or captured == "unfused"
+
+
+def test_a_call_is_estimated_once(capturing: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is made in every call."""
+    count = [0]
+
+    class Counted(cost._Call):
+        def unfused(self) -> float:
+            count[0] += 1
+            return super().unfused()
+
+    monkeypatch.setattr(cost, "_Call", Counted)
+    exchange = geometry.matmul_all_to_all((1024, 512), (512, 2048), None, 0, 1, 2)
+    plans = {str(planner.plan(OP, exchange, BF16, member())) for _ in range(5)}
+    assert (len(plans), count) == (1, [1])
+
+
+def test_forced_algorithms(capturing: list[bool]) -> None:
+    for name in ("unfused", "chunked", "fused"):
+        with fusedcomm.force_algorithm(name):
+            assert planner.plan(OP, LARGE, BF16, member()) == planner.plan(OP, LARGE, BF16, member())
+            assert planner.plan(OP, LARGE, BF16, member()).algorithm == name
+    with fusedcomm.force_algorithm("fused"):
+        assert planner.plan(OP, SMALL, BF16, member(verdict=NO_TRITON)).algorithm == "unfused"
+    capturing.append(True)
+    with fusedcomm.force_algorithm("chunked"):
+        assert planner.plan(OP, SMALL, BF16, member()).algorithm == "unfused"
+    with fusedcomm.force_algorithm("chunked", strict=True), pytest.raises(RuntimeError, match="a CUDA graph would fix"):
+        planner.plan(OP, SMALL, BF16, member())
+    assert planner.plan(OP, SMALL, BF16, member()).algorithm == "fused"
+
+
+def test_a_capture_needs_one_eager_call(capturing: list[bool]) -> None:
+    """That call runs fused even if chunked is planned; the next one follows the plan."""
+    ours, call = member(), (LARGE, BF16)
+    capturing.append(True)
+    with pytest.raises(RuntimeError, match="call it once with these shapes on every rank before a CUDA graph"):
+        dispatch._loading("fused", OP, call, ours)
+    capturing.append(False)
+    assert dispatch._loading("chunked", OP, call, ours) == "fused"
+    ours.loaded.add(call)  # as the op does when that call has run
+    assert dispatch._loading("chunked", OP, call, ours) == "chunked"
+    capturing.append(True)
+    assert dispatch._loading("fused", OP, call, ours) == "fused"
+
+
+def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture, capturing: list[bool]) -> None:
+    verdict = replace(ABLE, no_workspace="a reason of this test")
+    for _ in range(3):
+        planner.plan(OP, SMALL, BF16, member(verdict=verdict))
+    assert [record.getMessage() for record in caplog.records] == [f"{OP} runs unfused: a reason of this test"]
+
+
+class FakeNVML:
+    """GPUs named by their UUID; ``cut`` are the pairs without NVLink."""
+
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_CAPS_INDEX_WRITE, NVML_P2P_STATUS_OK = 2, 1, 0
+
+    def __init__(self, *cut: tuple[str, str]) -> None:
+        self.cut = {frozenset(pair) for pair in cut}
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        assert uuid.startswith("GPU-")
+        return uuid[-1]
+
+    def nvmlDeviceGetP2PStatus(self, mine: str, peer: str, index: int) -> int:
+        cut = frozenset((mine, peer)) in self.cut
+        return 5 if cut and index == self.NVML_P2P_CAPS_INDEX_NVLINK else 0
+
+
+def test_nvml_decides_on_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNVML(("a", "c")))
+    assert topology._no_peer_access(1, ["a", "b", "c"]) is None
+    for rank, peer in ((0, 2), (2, 0)):
+        reason = topology._no_peer_access(rank, ["a", "b", "c"])
+        assert reason == f"no NVLink peer access between the GPUs of ranks {rank} and {peer} (NVML status 5)"
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace())  # whatever NVML fails with
+    assert "rank 0: NVML cannot tell" in str(topology._no_peer_access(0, ["a", "b"]))
+    assert "several ranks share one GPU" in str(topology._no_peer_access(0, ["a", "a"]))
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    assert topology._no_peer_access(0, ["a", "a"]) is None
+
+
+def explain_meta(rank: int) -> Any:
+    x, w = torch.empty(4, 8, device="meta"), torch.empty(8, 6, device="meta")
+    with pytest.raises(ValueError, match=r"op must be one of matmul_all_to_all, .*, got 'matmul'"):
+        fusedcomm.explain("matmul", x, w, 0, 1)
+    return fusedcomm.explain(OP, x, w, 0, 1, dist.group.WORLD, verbose=False)
+
+
+def test_explain_takes_meta_tensors(ranks: Any) -> None:
+    first, second = ranks(2).run(explain_meta)
+    assert first == second
+    assert str(first).startswith(f"{OP}: chunked (estimated ")
+    assert first.reason.endswith(", default numbers")
+
+
+def bench_planner_rows(rank: int, file: str) -> int:
+    args = ["--op", OP, "--dtype", "float32", "--shape", "16", "32", "64", "--rounds", "2", "--json", file]
+    return planner_choices.main(args)
+
+
+def test_the_planners_bench(ranks: Any, tmp_path: Path) -> None:
+    file = tmp_path / "planner.json"
+    assert ranks(2).run(bench_planner_rows, str(file)) == [0, 0]
+    report = json.loads(file.read_text())
+    assert [row["decode"] for row in report["rows"]] == [False, True]
+    for row in report["rows"]:
+        assert row["choice"] == row["default_choice"] == "chunked"
+        assert set(row["measured"]) == set(row["estimated"]) == {"chunked", "unfused"}
+    assert 0 <= report["summaries"][0]["strict"] <= report["summaries"][0]["right"] <= 1
+
+
+def test_how_the_planners_bench_judges() -> None:
+    assert planner_choices.Summary.of("tuned", [1.0] * 8 + [1.02, 1.1]) == planner_choices.Summary(
+        "tuned", 0.9, 0.8, 1.1
+    )
+    assert planner_choices.Summary("tuned", 0.9, 0.8, 1.15).met
+    assert not planner_choices.Summary("tuned", 0.89, 0.89, 1.1).met
+    assert not planner_choices.Summary("tuned", 1.0, 0.5, 1.16).met
+
+
+@pytest.mark.parametrize(("device", "key"), [("cpu", "no_fused"), ("cuda", "no_workspace")])
+def test_without_triton(monkeypatch: pytest.MonkeyPatch, device: str, key: str) -> None:
+    """On a GPU not even chunked runs: its signals are kernels."""
+    gpu = SimpleNamespace(uuid="0", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    for installed in (True, False):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=installed: object() if found else None)
+        assert topology._facts(torch.device(device))[key] == (None if installed else "Triton is not installed")

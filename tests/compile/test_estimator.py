@@ -1,0 +1,490 @@
+"""What nodes cost: formulas worked out by hand, links of groups in a world of 64, the pointwise rule, agreement."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fusedcomm
+from fusedcomm.compile.graph.layout import ASSUMED_SIZE
+from fusedcomm.compile.overlap.estimator import Estimator
+from fusedcomm.compile.overlap.simulator import Cost
+from fusedcomm.cost import links
+from fusedcomm.cost import model as cost
+from fusedcomm.cost.model import DEFAULTS
+from fusedcomm.launch.ranks import RankPool
+from fusedcomm.runtime import members
+
+GPU, CPU = DEFAULTS["cuda"], DEFAULTS["cpu"]
+TUNED = replace(GPU, source=cost.TUNED)
+MB = 1 << 20
+BF16 = torch.bfloat16
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+
+
+@pytest.fixture(autouse=True)
+def bandwidths() -> Iterator[None]:
+    from torch._inductor import config
+
+    with config.patch(intra_node_bw=200, inter_node_bw=50):
+        yield
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """8 nodes (dp) of 8 ranks (tp), of which this is rank 9; no peers, no devices."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=9, world_size=64, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp", "tp"))
+    finally:
+        dist.destroy_process_group()
+
+
+def name_of(mesh: Any, dim: str) -> str:
+    return mesh.get_group(dim).group_name
+
+
+def traced(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = BF16) -> GraphModule:
+    with FakeTensorMode():
+        return make_fx(fn)(*(torch.empty(shape, dtype=dtype) for shape in shapes))
+
+
+def costs(gm: GraphModule, estimator: Estimator) -> dict[str, Cost]:
+    return {node.name: estimator.cost(node) for node in gm.graph.nodes}
+
+
+def moved_ms(num_bytes: float, launches: int = 1) -> float:
+    """On a default GPU: 1.6 TB/s read and 1.6 TB/s written, 3 us per kernel."""
+    return num_bytes / 3.2e9 + launches * 3e-3
+
+
+# collectives
+
+
+def test_links_of_a_mesh(mesh: Any) -> None:
+    assert links.reach(name_of(mesh, "tp"), 8) == links.Reach("intra", 8, 7)
+    assert links.reach(name_of(mesh, "dp"), 8) == links.Reach("inter", 8, 7)
+    assert links.reach(name_of(mesh, "tp"), 4) == links.Reach("inter", 8, 4, 4)
+    assert links.reach(name_of(mesh, "tp"), 64) == links.Reach("intra", 8, 7)
+    assert links.reach(dist.group.WORLD.group_name, 8) == links.Reach("inter", 64, 56, 8)
+    assert links.reach("nobody's", 8) is None
+    estimator = Estimator("cuda")
+    assert estimator.can_fuse(name_of(mesh, "tp")) and not estimator.can_fuse(name_of(mesh, "dp"))
+    assert not estimator.can_fuse("nobody's")
+
+
+@pytest.mark.parametrize("num_ranks, stride", [(2, 1), (3, 1), (4, 2), (6, 1), (8, 4), (16, 1), (5, 8)])
+def test_groups_of_one_mesh_dim_are_told_alike(num_ranks: int, stride: int) -> None:
+    world_size, block = 240, num_ranks * stride
+    first = [block * i + j for i in range(world_size // block) for j in range(stride)]
+    groups = [tuple(range(rank, rank + block, stride)) for rank in first]
+    assert len({links.reach_of(ranks, 8, world_size) for ranks in groups}) == 1
+
+
+def test_a_group_by_hand_is_told_by_its_own_ranks() -> None:
+    assert links.reach_of((0, 2, 3), 8, 64) == links.Reach("intra", 3, 2)
+    assert links.reach_of((5, 7, 8), 8, 64) == links.Reach("inter", 3, 2, 1)
+    assert links.reach_of((0, 1, 2), 8, 6) == links.Reach("intra", 3, 2)  # all of them are one node
+
+
+def test_collectives_by_hand(mesh: Any) -> None:
+    """ms: 10 us to launch, 2 us or 5 us a hop, 200 GB/s of NVLink or 50 GB/s of a network card."""
+    estimator, tp, dp = Estimator("cuda"), name_of(mesh, "tp"), name_of(mesh, "dp")
+    expected = {
+        ("all_gather", tp): (0.010 + 7 * 0.002, 7 * MB / 200e6),
+        ("all_gather", dp): (0.010 + 7 * 0.005, 7 * MB / 50e6),
+        ("reduce_scatter", tp): (0.010 + 7 * 0.002, 7 / 8 * MB / 200e6),
+        ("all_to_all", dp): (0.010 + 7 * 0.005, 7 / 8 * MB / 50e6),
+        ("all_gather_into_tensor_coalesced", tp): (0.010 + 7 * 0.002, 7 * MB / 200e6),
+        ("broadcast", tp): (0.010 + 7 * 0.002, MB / 200e6),
+    }
+    for (kind, group), (latency, wire) in expected.items():
+        transfer = estimator.transfer(kind, MB, group)
+        assert (transfer.group, transfer.link) == (group, "intra" if group == tp else "inter")
+        assert transfer.latency_ms == pytest.approx(latency), kind
+        assert transfer.wire_ms == pytest.approx(wire), kind
+
+
+def test_all_reduce_is_a_tree_where_small_and_a_ring_where_large(mesh: Any) -> None:
+    estimator, tp = Estimator("cuda"), name_of(mesh, "tp")
+    small, large = (estimator.transfer("all_reduce", num_bytes, tp) for num_bytes in (1 << 10, 64 * MB))
+    assert small.latency_ms == pytest.approx(0.010 + 2 * 3 * 0.002)
+    assert small.wire_ms == pytest.approx(2 * 1024 / 200e6)
+    assert large.latency_ms == pytest.approx(0.010 + 14 * 0.002)
+    assert large.wire_ms == pytest.approx(2 * 7 / 8 * 64 * MB / 200e6)
+
+
+def test_a_ring_over_nodes_uses_the_cards_of_all_ranks_and_an_exchange_its_own(mesh: Any) -> None:
+    from torch._inductor import config
+
+    estimator, world = Estimator("cuda"), dist.group.WORLD.group_name
+    assert estimator.transfer("all_gather", MB, world).wire_ms == pytest.approx(63 * MB / 200e6)  # 8 x 50 is more
+    with config.patch(inter_node_bw=20):
+        assert Estimator("cuda").transfer("all_gather", MB, world).wire_ms == pytest.approx(63 * MB / (8 * 20e6))
+    assert estimator.transfer("all_to_all", MB, world).wire_ms == pytest.approx(56 / 64 * MB / 50e6)
+
+
+def test_all_to_all_is_a_pairwise_exchange(mesh: Any) -> None:
+    """torch's analytic model takes it for an all_reduce of its input and its output: four times as long."""
+    estimator, tp = Estimator("cuda"), name_of(mesh, "tp")
+    ring = estimator.transfer("all_reduce", 2 * 256 * MB, tp)
+    assert ring.ms / estimator.transfer("all_to_all", 256 * MB, tp).ms == pytest.approx(4, rel=0.02)
+
+
+def test_tuned_numbers_hold_inside_a_node(mesh: Any) -> None:
+    tuned = replace(TUNED, backend_bandwidth=GPU.backend_bandwidth | {"all_reduce": 100e9})
+    estimator = Estimator("cuda", constants=tuned)
+    inside = estimator.transfer("all_reduce", 8 * MB, name_of(mesh, "tp"))
+    assert inside.latency_ms == pytest.approx(0.025)
+    assert inside.wire_ms == pytest.approx(2 * 7 * MB / 100e6)
+    between = estimator.transfer("all_reduce", 8 * MB, name_of(mesh, "dp"))
+    assert between.wire_ms == pytest.approx(2 * 7 * MB / 50e6)
+
+
+def test_inductors_bandwidths_are_read_once(mesh: Any) -> None:
+    from torch._inductor import config
+
+    before, tp = Estimator("cuda"), name_of(mesh, "tp")
+    ms = before.transfer("all_gather", MB, tp).wire_ms
+    with config.patch(intra_node_bw=100):
+        assert before.transfer("all_gather", MB, tp).wire_ms == ms
+        after = Estimator("cuda")
+    assert after.transfer("all_gather", MB, tp).wire_ms == pytest.approx(2 * ms)
+    assert after.constants.link_bandwidth == 100e9
+    assert before != after and before.digest() != after.digest()
+    assert Estimator("cuda", constants=TUNED).constants is TUNED
+
+
+def test_on_cpus_a_collective_is_gloos(mesh: Any) -> None:
+    transfer = Estimator("cpu").transfer("reduce_scatter", 8 * MB, name_of(mesh, "dp"))
+    assert transfer.link == "intra"
+    assert transfer.latency_ms == pytest.approx(0.5)
+    assert transfer.wire_ms == pytest.approx(7 * MB / 0.5e6)
+
+
+def test_starts_say_what_they_send(mesh: Any) -> None:
+    tp, estimator = name_of(mesh, "tp"), Estimator("cuda")
+
+    def program(x: Tensor, w: Tensor) -> Any:
+        both = functional.all_gather_into_tensor_coalesced([x, w], 8, tp)
+        out = torch.empty(8 * 64, 16, dtype=BF16)
+        functional.all_gather_into_tensor_out(x, 8, tp, out=out)
+        sharded = torch.ops._dtensor.shard_dim_alltoall(w, 0, 1, tp)
+        return *map(functional.wait_tensor, both), functional.wait_tensor(out), sharded
+
+    found = [each.transfer for each in costs(traced(program, (64, 16), (64, 16)), estimator).values() if each.transfer]
+    kinds = [("all_gather", 2 * 2048), ("all_gather", 2048), ("all_to_all", 2048)]
+    assert found == [estimator.transfer(kind, sent_bytes, tp) for kind, sent_bytes in kinds]
+
+
+# compute
+
+
+def test_matmuls_and_what_torch_knows_the_flop_of() -> None:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return x @ w, torch.bmm(x.expand(2, -1, -1), w.expand(2, -1, -1))
+
+    found = costs(traced(program, (4096, 8192), (8192, 4096)), Estimator("cuda"))
+    tiles = 8 * 132  # 32 x 32 tiles of 128 x 128, in waves of 132
+    assert found["mm"].compute_ms == pytest.approx(2 * 8192 * tiles * 128**2 / 790e9 + 0.003)
+    assert found["bmm"].compute_ms == pytest.approx(2 * 8192 * 16 * 132 * 128**2 / 790e9 + 0.003)
+    narrow = costs(traced(program, (16, 8192), (8192, 4096)), Estimator("cuda"))["mm"]  # reads w for longer
+    assert narrow.compute_ms == pytest.approx(2 * (16 * 8192 + 8192 * 4096 + 16 * 4096) / 3.35e9 + 0.003)
+
+
+def test_attention_and_convolution() -> None:
+    def program(q: Tensor, image: Tensor, kernel: Tensor) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q), torch.conv2d(image, kernel)
+
+    found = costs(traced(program, (2, 8, 4096, 64), (4, 64, 34, 34), (128, 64, 3, 3)), Estimator("cuda"))
+    attention = next(each for name, each in found.items() if "dot_product" in name)
+    assert attention.compute_ms == pytest.approx(2 * 2 * 8 * 2 * 4096**2 * 64 / 790e9 + 0.003)
+    num_bytes = 2 * (4 * 64 * 34**2 + 128 * 64 * 9 + 4 * 128 * 32**2)
+    flops_ms = 2 * 4 * 128 * 32**2 * 64 * 9 / 790e9
+    assert found["convolution"].compute_ms == pytest.approx(max(flops_ms, num_bytes / 3.35e9) + 0.003)
+
+
+def test_views_waits_and_sizes_cost_nothing(mesh: Any) -> None:
+    def program(x: Tensor) -> Any:
+        parts = x.view(8, 8, 16).transpose(0, 1).unsqueeze(0).split(4, 1)
+        return functional.wait_tensor(parts[0]), torch.empty(2 * x.shape[0])
+
+    assert set(costs(traced(program, (64, 16)), Estimator("cuda")).values()) == {Cost()}
+
+
+def test_pointwise_nodes_make_one_kernel() -> None:
+    """Only what comes from outside is read, and what goes outside written; views between do not matter."""
+
+    def program(x: Tensor, y: Tensor) -> Any:
+        scaled = x * 2
+        mixed = scaled.view(-1).relu().view(1024, 1024) + y
+        return mixed.sum(0), mixed * torch.full_like(y, 2)
+
+    found = costs(traced(program, (1024, 1024), (1024, 1024)), Estimator("cuda"))
+    tensor = 2 * MB
+    expected = {
+        "mul": moved_ms(tensor, 0),  # reads x
+        "relu": 0.0,
+        "add": moved_ms(2 * tensor),  # reads y, writes what sum reads
+        "sum_1": moved_ms(tensor + 2 * 1024),
+        "full_like": 0.0,
+        "mul_1": moved_ms(tensor),  # writes the result
+    }
+    assert {name: found[name].compute_ms for name in expected} == pytest.approx(expected)
+
+
+def test_other_kernels_read_and_write() -> None:
+    def program(x: Tensor, table: Tensor) -> Any:
+        rows = torch.nn.functional.embedding(torch.zeros(64, dtype=torch.int64), table)
+        return torch.cat([x, x]), x.t().clone(), x.softmax(-1), rows, x.to(torch.float32)
+
+    found = costs(traced(program, (1024, 1024), (4096, 512)), Estimator("cuda"))
+    tensor = 2 * MB
+    assert found["cat"].compute_ms == pytest.approx(moved_ms(3 * tensor))  # x once
+    assert found["clone"].compute_ms == pytest.approx(moved_ms(2 * tensor))
+    assert found["clone"].compute_ms == pytest.approx(Estimator("cuda").copy_ms(tensor))
+    assert found["_softmax"].compute_ms == pytest.approx(moved_ms(2 * tensor))
+    assert found["embedding"].compute_ms == pytest.approx(moved_ms(2 * 64 * 512 * 2))  # not all of the table
+    assert found["_to_copy"].compute_ms == pytest.approx(moved_ms(3 * tensor))
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int8, torch.float8_e4m3fn])
+def test_any_dtype_has_a_cost(device_type: str, dtype: torch.dtype) -> None:
+    graph = Graph()
+    with FakeTensorMode():
+        x = torch.empty(64, 64, dtype=dtype)
+    a = graph.placeholder("a")
+    nodes = [a, graph.call_function(aten.mm.default, (a, a)), graph.call_function(aten.neg.default, (a,))]
+    for node in nodes:
+        node.meta["val"] = x
+    assert all(Estimator(device_type).cost(node).compute_ms > 0 for node in nodes[1:])
+    del nodes[1].meta["val"]
+    assert Estimator(device_type).cost(nodes[1]) == Cost()  # nothing known
+
+
+def test_symbolic_sizes_are_assumed() -> None:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return (x @ w).relu(), torch.nn.functional.scaled_dot_product_attention(
+            x[None, None], x[None, None], w.t()[None, None]
+        )
+
+    args = [torch.empty(256, 64, dtype=BF16), torch.empty(64, 256, dtype=BF16)]
+    symbolic = make_fx(program, tracing_mode="symbolic")(*args)
+    plain = traced(program, (ASSUMED_SIZE, ASSUMED_SIZE), (ASSUMED_SIZE, ASSUMED_SIZE))
+
+    def total(gm: GraphModule) -> float:
+        return sum(each.compute_ms for each in costs(gm, Estimator("cuda")).values())
+
+    assert total(symbolic) == pytest.approx(total(plain))
+
+
+def test_real_tensors_will_do() -> None:
+    gm = make_fx(lambda x: (x @ x).relu())(torch.ones(8, 8))
+    assert Estimator.of(gm.graph) == Estimator("cpu")
+    assert costs(gm, Estimator.of(gm.graph))["relu"].compute_ms > 0
+
+
+# ops of ours
+
+
+def test_an_op_of_ours_has_its_matmul_beside_what_it_sends(mesh: Any) -> None:
+    tp, estimator = name_of(mesh, "tp"), Estimator("cuda")
+
+    def program(x: Tensor, w: Tensor) -> Any:
+        return fusedcomm.matmul_reduce_scatter(x, w, 0, tp), x @ w
+
+    found = costs(traced(program, (8192, 4096), (4096, 4096)), estimator)
+    fused = found["matmul_reduce_scatter"]
+    assert fused.transfer is not None and fused.fused_ms is not None
+    assert fused.compute_ms == found["mm"].compute_ms
+    assert (fused.transfer.group, fused.transfer.link) == (tp, "intra")
+    assert fused.compute_ms < fused.fused_ms < fused.compute_ms + estimator.transfer("reduce_scatter", 64 * MB, tp).ms
+    sent = 7 / 8 * 64 * MB  # by stores or by copies, to which Inductor's number sets the limit
+    assert fused.transfer.wire_ms == pytest.approx(sent / 200e6)
+    assert fused.transfer.ms <= fused.fused_ms
+
+
+@pytest.mark.parametrize("dim", ["dp", "tp"])
+def test_an_op_of_ours_that_runs_unfused_costs_so(mesh: Any, dim: str) -> None:
+    """Between nodes; or where the planner has too few rows."""
+    group_name, estimator = name_of(mesh, dim), Estimator("cuda")
+    with FakeTensorMode():
+        x, w = torch.empty(64, 4096, dtype=BF16), torch.empty(4096, 4096, dtype=BF16)
+    found = estimator.fused("all_gather_matmul", (x, [w], [None], 0, False, 8, group_name))
+    transfer = estimator.transfer("all_gather", x.numel() * 2, group_name)
+    assert found.transfer == transfer and found.fused_ms is not None
+    calls = {"dp": transfer.ms, "tp": 7 * x.numel() * 2 / 200e6 + 0.025}
+    assert found.fused_ms == pytest.approx(found.compute_ms + calls[dim])
+
+
+def test_what_the_planner_leaves_unfused_as_nobody_measured_it(mesh: Any) -> None:
+    with FakeTensorMode():
+        x, w = torch.empty(1024, 256, dtype=BF16), torch.empty(256, 128, dtype=BF16)  # 32 KiB per peer
+    args = (x, w, None, "sum", 0, 8, name_of(mesh, "tp"))
+    default, tuned = (Estimator("cuda", constants=each).fused("matmul_reduce_scatter", args) for each in (GPU, TUNED))
+    assert default.fused_ms is not None and tuned.fused_ms is not None
+    assert default.fused_ms == pytest.approx(default.compute_ms + 7 * 32 * 1024 / 200e6 + 0.025)
+    assert tuned.fused_ms < default.fused_ms
+
+
+def test_an_op_of_ours_with_unknown_sizes_has_a_cost(mesh: Any) -> None:
+    tp = name_of(mesh, "tp")
+    with FakeTensorMode():
+        x, w = torch.empty(63, 128, dtype=BF16), torch.empty(128, 256, dtype=BF16)
+    found = Estimator("cuda").fused("matmul_reduce_scatter", (x, w, None, "sum", 0, 8, tp))  # 8 does not divide 63
+    assert found.transfer == Estimator("cuda").transfer("reduce_scatter", 63 * 256 * 2, tp)
+    assert found.compute_ms > 0 and found.fused_ms == found.compute_ms + found.transfer.ms
+
+
+# the user's numbers, and tuned ones
+
+
+def test_the_users_numbers_win(mesh: Any) -> None:
+    tp = name_of(mesh, "tp")
+
+    def program(x: Tensor, w: Tensor) -> Any:
+        y = functional.wait_tensor(functional.all_gather_into_tensor(x, 8, tp))
+        return y @ w, fusedcomm.matmul_reduce_scatter(y, w, 0, tp)
+
+    times = {"mm": 7.0, "all_gather_into_tensor": 3.0, "matmul_reduce_scatter": 5.0, "nobody": 1.0}
+    gm = traced(program, (1024, 4096), (4096, 4096))
+    plain, told = costs(gm, Estimator("cuda")), costs(gm, Estimator("cuda", times=times))
+    assert told["mm"] == Cost(7.0)
+    gather = told["all_gather_into_tensor"].transfer
+    assert gather is not None and gather.ms == pytest.approx(3.0) and gather.latency_ms == pytest.approx(0.024)
+    assert told["matmul_reduce_scatter"].fused_ms == 5.0
+    assert told["wait_tensor"] == plain["wait_tensor"]
+    short = costs(gm, Estimator("cuda", times={"all_gather_into_tensor": 0.01}))["all_gather_into_tensor"].transfer
+    assert short is not None and (short.latency_ms, short.wire_ms) == (0.01, 0.0)
+
+
+def test_tuned_numbers_of_a_known_group_are_used(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tp, dp = name_of(mesh, "tp"), name_of(mesh, "dp")
+
+    def program(x: Tensor) -> Any:
+        return [functional.wait_tensor(functional.all_reduce(x, "sum", name)) for name in (tp, dp)]
+
+    gm = traced(program, (8, 8))
+    tuned = replace(CPU, source=cost.TUNED, copy_bandwidth=3e9)
+
+    class Known:
+        topology = members.topology.Topology(None, None, 1 << 30, None, tuned)
+
+    monkeypatch.setattr(members, "known_member", lambda name, device: Known() if name == dp else None)
+    assert Estimator.of(gm.graph) == Estimator("cpu", constants=tuned)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"device_type": "xpu"}, "device_type must be one of cuda, cpu, got 'xpu'"),
+        ({"constants": CPU}, "constants must be of device_type 'cuda', got 'cpu'"),
+        ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
+        ({"times": {"mm": float("nan")}}, r"times\['mm'\] must be a finite number of ms, at least 0, got nan"),
+    ],
+)
+def test_bad_numbers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Estimator(**options)
+
+
+def test_a_world_without_peers_agrees_with_itself(mesh: Any) -> None:
+    estimator = Estimator("cuda")
+    assert estimator.agreed() is estimator
+
+
+# agreement, on gloo
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"times": {"mm": 1.0, "add": 2.0}},
+    {"times": {"mm": 4.0}, "constants": replace(CPU, copy_bandwidth=1e9, num_sms=3)},
+)
+
+
+def _agree(rank: int, options: tuple[dict[str, Any], ...]) -> tuple[str, str, dict[str, Any]]:
+    own = Estimator("cpu", **options[rank])
+    agreed = own.agreed()
+    assert agreed.agreed() is agreed and agreed.agreed(dist.group.WORLD) is agreed
+    return own.digest(), agreed.digest(), {"times": agreed.times, "constants": agreed.constants.to_json()}
+
+
+def test_ranks_with_other_numbers_take_the_medians(ranks: Callable[[int], RankPool]) -> None:
+    (own0, agreed0, said), (own1, agreed1, _) = ranks(2).run(_agree, OPTIONS)
+    assert own0 != own1  # without agreement they would not say the same
+    assert agreed0 == agreed1
+    assert said["times"] == {"mm": statistics.median([1.0, 4.0]), "add": 2.0}
+    medians = {"copy_bandwidth": (1e9 + 2.5e9) / 2, "num_sms": 1}
+    assert said["constants"] == CPU.to_json() | medians
+
+
+def _disagree(rank: int) -> str:
+    with pytest.raises(ValueError) as raised:
+        Estimator("cpu", ranks_per_node=[8, 4][rank]).agreed()
+    return str(raised.value)
+
+
+def test_ranks_that_count_nodes_differently_hear_of_it(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(_disagree) == ["ranks_per_node must be the same on all ranks, got [8, 4] by rank"] * 2
+
+
+def _wait_alone(rank: int) -> tuple[list[int], float] | None:
+    """Rank 1 does not come to the first agreement, and does to the second."""
+    missed = None
+    if rank == 0:
+        saved = os.environ["FUSEDCOMM_TIMEOUT_S"]
+        os.environ["FUSEDCOMM_TIMEOUT_S"] = "0.5"
+        start = time.monotonic()
+        try:
+            Estimator("cpu").agreed()
+        except fusedcomm.PeerTimeoutError as error:
+            missed = error.peers, time.monotonic() - start
+        finally:
+            os.environ["FUSEDCOMM_TIMEOUT_S"] = saved
+    dist.barrier()
+    assert Estimator("cpu", **OPTIONS[rank]).agreed().times["mm"] == 2.5
+    return missed
+
+
+def test_a_rank_that_does_not_come_is_named_in_bounded_time(ranks: Callable[[int], RankPool]) -> None:
+    missed, _ = ranks(2).run(_wait_alone)
+    assert missed is not None
+    peers, seconds = missed
+    assert peers == [1] and 0.5 <= seconds < 5
+
+
+def test_a_cost_is_cheap(mesh: Any) -> None:
+    """Negligible beside a pass of 1 ms per node."""
+    tp = name_of(mesh, "tp")
+
+    def program(x: Tensor, w: Tensor) -> Any:
+        for _ in range(20):
+            x = functional.wait_tensor(functional.all_reduce((x @ w).relu().view(64, 64) + x, "sum", tp))
+        return x
+
+    nodes: list[Node] = list(traced(program, (64, 64), (64, 64)).graph.nodes)
+    estimator = Estimator("cuda")
+    best = min(_seconds(estimator, nodes) for _ in range(5))
+    assert best / len(nodes) < 200e-6  # a tenth of that on an idle machine
+
+
+def _seconds(estimator: Estimator, nodes: list[Node]) -> float:
+    start = time.perf_counter()
+    for node in nodes:
+        estimator.cost(node)
+    return time.perf_counter() - start

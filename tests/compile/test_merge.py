@@ -1,0 +1,457 @@
+"""The pass that merges collectives over dims of one mesh: graphs, and simulated ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Graph
+
+import fusedcomm.compile
+from fusedcomm.compile.fuse.fuser import OPS
+from fusedcomm.compile.graph.collectives import functional
+from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
+from fusedcomm.compile.merge.merger import Merger
+from fusedcomm.compile.merge.mesh_moves import traffic
+from fusedcomm.compile.overlap.estimator import Estimator
+from fusedcomm.compile.passes import FusedcommPass, Settings
+from fusedcomm.compile.reports import Report
+from tests.helpers.graphs import collectives_of, targets
+from tests.helpers.merge_world import (
+    A2A,
+    AG,
+    AR,
+    MESHES,
+    RS,
+    WITHOUT_ORDER,
+    Calls,
+    World,
+    fake_world,
+    inputs,
+    kinds,
+    random_steps,
+    run_steps,
+    sent,
+    simulate,
+    traced,
+)
+
+
+def merged(world: World, program: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Graph, Merger, Graph]:
+    """The graph merged, and as it was. Values are equal on all ranks, and no rank sends more."""
+    plain, module = (traced(program, shape, dtype=torch.float64) for _ in range(2))
+    merger = Merger(module.graph)
+    merger.merge(world.flat)
+    module.graph.lint()
+    given = inputs(world, shape)
+    want = simulate(plain.graph, world, given)
+    torch.testing.assert_close(simulate(module.graph, world, given), want, rtol=0, atol=0)
+    before, after = sent(plain.graph, world), sent(module.graph, world)
+    assert len(after) <= len(before)
+    assert sum(each[2] for each in after) <= sum(each[2] for each in before) + 1e-6
+    return module.graph, merger, plain.graph
+
+
+PATTERNS: dict[str, tuple[Callable[[Calls, Tensor], Any], list[tuple[Any, ...]]]] = {
+    "all_reduce": (lambda c, x: c.ar(c.ar(x, 0), 1), [(AR, 0, 1)]),
+    "all_reduce, descending": (lambda c, x: c.ar(c.ar(x, 2), 0), [(AR, 0, 2)]),
+    "all_reduce, views between": (lambda c, x: c.ar(c.ar(x, 0).view(-1, 6).t(), 1).t().reshape(x.shape), [(AR, 0, 1)]),
+    "all_reduce, sum and avg": (lambda c, x: c.ar(c.ar(x, 0, op="avg"), 1), [(AR, 0, 1)]),
+    "all_reduce, avg": (lambda c, x: c.ar(c.ar(x, 0, op="avg"), 1, op="avg"), [(AR, 0, 1)]),
+    "all_reduce, max": (lambda c, x: c.ar(c.ar(x, 0, op="max"), 1, op="max"), [(AR, 0, 1)]),
+    "three all_reduces": (lambda c, x: c.ar(c.ar(c.ar(x, 0), 2), 1), [(AR, 0, 1, 2)]),
+    "of dims merged before": (lambda c, x: c.ar(c.ar(x, 0, 2), 1), [(AR, 0, 1, 2)]),
+    "all_gather": (lambda c, x: c.ag(c.ag(x, 1), 0), [(AG, 0, 1)]),
+    "all_gather, descending": (lambda c, x: c.ag(c.ag(x, 0), 1), [(AG, 0, 1)]),
+    "all_gather, two dims": (lambda c, x: c.ag(c.ag(x, 0, dim=1), 1, dim=2), [(AG, 0, 1)]),
+    "three all_gathers": (lambda c, x: c.ag(c.ag(c.ag(x, 2, dim=1), 0), 1, dim=2), [(AG, 0, 1, 2)]),
+    "reduce_scatter": (lambda c, x: c.rs(c.rs(x, 0), 1), [(RS, 0, 1)]),
+    "reduce_scatter, descending": (lambda c, x: c.rs(c.rs(x, 1), 0), [(RS, 0, 1)]),
+    "reduce_scatter, two dims": (lambda c, x: c.rs(c.rs(x, 0, dim=2), 2, dim=1, op="avg"), [(RS, 0, 2)]),
+    "all_to_all": (
+        lambda c, x: c.a2a(c.a2a(x, 1, scatter_dim=1), 0, scatter_dim=1),
+        [(A2A, 0, 1)],
+    ),
+    "all_to_all, different dims": (
+        lambda c, x: c.a2a(c.a2a(x, 1, gather_dim=1, scatter_dim=2), 0, gather_dim=1, scatter_dim=0),
+        [(A2A, 0, 1)],
+    ),
+    "reduce_scatter + all_gather": (lambda c, x: c.ag(c.rs(x, 1, dim=1), 1, dim=1), [(AR, 1)]),
+    "and blocks joined elsewhere": (lambda c, x: c.ag(c.rs(x, 1, dim=1), 1, dim=2), [(AR, 1)]),
+    "as a hierarchical all_reduce": (lambda c, x: c.ag(c.ar(c.rs(x, 0), 1), 0), [(AR, 0, 1)]),
+    "not adjacent, all_reduce": (lambda c, x: c.ar(c.rs(c.ar(x, 0), 1), 2), [(RS, 1), (AR, 0, 2)]),
+    "not adjacent, all_gather": (lambda c, x: c.ag(c.rs(c.ag(x, 0), 1, dim=1), 2), [(RS, 1), (AG, 0, 2)]),
+    "the reduction first": (lambda c, x: c.rs(c.ag(x, 0), 1, dim=1), [(RS, 1), (AG, 0)]),
+    "the longest that can": (lambda c, x: c.ar(c.ag(c.ag(x, 0), 1).relu(), 2), [(AG, 0, 1), (AR, 2)]),
+    "two chains": (lambda c, x: (c.ar(c.ar(x, 0), 1), c.ag(c.ag(x, 0), 2)), [(AR, 0, 1), (AG, 0, 2)]),
+    "nothing reads it": (lambda c, x: (c.ar(c.ar(x, 0), 1), x)[1], [(AR, 0, 1)]),
+    "not contiguous": (lambda c, x: c.ar(c.ar(x.permute(2, 0, 1), 0), 1), [(AR, 0, 1)]),
+    "one operation in the middle": (lambda c, x: c.ar(c.ar(c.ar(x, 0), 1) + 6**5, 2), [(AR, 0, 1), (AR, 2)]),
+}
+
+
+@pytest.fixture
+def cube() -> Any:
+    with fake_world(MESHES["2x2x2"]) as world:
+        yield world
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_chain_becomes(cube: World, name: str) -> None:
+    program, want = PATTERNS[name]
+    shape = (8, 4, 6)
+    graph, merger, plain = merged(cube, lambda x: program(Calls(cube), x), shape)
+    assert kinds(graph, cube) == want, merger.reasons
+    assert set(merger.into.values()) <= {node.name for node in graph.nodes}
+    (out,), (out_plain,) = graph.output_node().all_input_nodes[:1], plain.output_node().all_input_nodes[:1]
+    assert out.meta["val"].stride() == out_plain.meta["val"].stride()
+
+
+@pytest.mark.parametrize("name", [*MESHES, *WITHOUT_ORDER])
+def test_random_chains(name: str) -> None:
+    """Of any kinds over any dims, rearranged between: equal on every rank, and never more sent or more collectives."""
+    check_random_chains(name, seeds=range(1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [*MESHES, *WITHOUT_ORDER])
+def test_many_random_chains(name: str) -> None:
+    check_random_chains(name, seeds=range(1, 30))
+
+
+def check_random_chains(name: str, seeds: range) -> None:
+    before, after = 0, 0
+    with fake_world((MESHES | WITHOUT_ORDER)[name]) as world:
+        for seed in seeds:
+            rng = random.Random(f"{name} {seed}")
+            for _ in range(20):
+                steps, shape = random_steps(rng, world)
+                graph, _, plain = merged(world, partial(run_steps, Calls(world), steps), shape)
+                before, after = before + len(sent(plain, world)), after + len(sent(graph, world))
+    assert after < 0.95 * before or name in WITHOUT_ORDER  # else little is tested
+
+
+@pytest.mark.parametrize("name", WITHOUT_ORDER)
+def test_meshes_without_an_order(name: str) -> None:
+    with fake_world(WITHOUT_ORDER[name]) as world:
+        calls = Calls(world)
+        graph, _, _ = merged(world, lambda x: calls.ar(calls.ar(x, 0), 1), (6, 6, 2))
+        assert kinds(graph, world) == [(AR, 0, 1)]
+        for program in (
+            lambda x: calls.ag(calls.ag(x, 0), 1),
+            lambda x: calls.ar(calls.rs(calls.ar(x, 0), 1), 0),
+            lambda x: calls.ag(calls.ar(calls.rs(x, 0), 1), 0),
+            lambda x: calls.rs(calls.ag(x, 0, dim=2), 1),
+        ):
+            graph, merger, plain = merged(world, program, (6, 6, 2))
+            assert str(graph) == str(plain)
+            assert "are in no order of the dims" in str(merger.reasons)
+
+
+# near misses
+
+NEAR_MISSES: dict[str, tuple[Callable[[Calls, Tensor], Any], str]] = {
+    "the first is also returned": (
+        lambda c, x: (y := c.ar(x, 0), c.ar(y, 1)),
+        "what arrives goes to all_reduce, the caller",
+    ),
+    "and also read": (lambda c, x: (lambda y: c.ar(y, 1) + y)(c.ar(x, 0)), "what arrives goes to all_reduce, add"),
+    "computed": (lambda c, x: c.ar(c.ar(x, 0).relu(), 1), "what arrives goes to relu"),
+    "cast": (lambda c, x: c.ar(c.ar(x, 0).double(), 1), "what arrives goes to _to_copy"),
+    "written to": (lambda c, x: c.ar(c.ar(x.clone().add_(1), 0), 1), "the graph writes in place"),
+    "padded": (
+        lambda c, x: c.rs(torch.nn.functional.pad(c.rs(x, 0), (0, 0, 0, 0, 0, 1))[:4], 1),
+        "what arrives goes to constant_pad_nd",
+    ),
+    "cut": (lambda c, x: c.ag(c.ag(x, 0)[:15], 1), "what arrives goes to slice"),
+    "uneven splits": (
+        lambda c, x: uneven(c, c.ar(x, 0), 1),
+        "not with all_to_all_single: its splits are not known to be even",
+    ),
+    "blocks of the first sources": (
+        lambda c, x: c.a2a(c.a2a(x, 0), 1),
+        "not with all_to_all_single_1: its blocks are what came from one rank each",
+    ),
+    "gathered, then scattered": (
+        lambda c, x: c.rs(c.ag(x, 0), 1),
+        "not with reduce_scatter_tensor: its blocks are what came from one rank each",
+    ),
+    "maximum of sums": (lambda c, x: c.ar(c.ar(x, 0), 1, op="max"), "not with all_reduce_1: max of sum is no one"),
+    "the same ranks": (lambda c, x: c.ar(c.ar(x, 0), 0), "it is over ranks that the chain has been over with all_red"),
+    "some of the same ranks": (lambda c, x: c.ar(c.ar(x, 0, 1), 1), "it is over ranks that the chain has been over"),
+    "another group": (
+        lambda c, x: other_group(c.ar(x, 0)),
+        "not with all_reduce_1: its group is of no dims of the mesh",
+    ),
+    "averages of integers": (
+        lambda c, x: c.ar(c.ar(x.long(), 0), 1, op="avg"),
+        "not with all_reduce_1: it rounds averages of integers",
+    ),
+    "more would be sent": (
+        lambda c, x: c.ag(c.a2a(c.rs(x, 0), 1, scatter_dim=1), 0),
+        "reduce_scatter, all_to_all, all_gather are no fewer merged",
+    ),
+    "nothing to merge": (lambda c, x: c.ar(c.rs(x, 0), 1), "reduce_scatter, all_reduce are no fewer merged"),
+    "unknown reduction": (lambda c, x: c.ar(c.ar(x.long(), 0), 1, op="bor"), "its reduce_op must be one of sum, avg"),
+    "part of whichever dim": (
+        lambda c, x: c.ar(x, 0).chunk(2)[0],
+        "of which mesh dim part 0 of 2 is taken is not known",
+    ),
+}
+
+
+def uneven(calls: Calls, x: Tensor, dim: int) -> Tensor:
+    return functional.wait_tensor(functional.all_to_all_single(x, [3, 5], [3, 5], calls.world.name(dim)))
+
+
+def other_group(x: Tensor) -> Tensor:
+    return functional.wait_tensor(functional.all_reduce(x, "sum", dist.new_group([0, 3]).group_name))
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_a_chain_stays(cube: World, name: str) -> None:
+    program, reason = NEAR_MISSES[name]
+    module = traced(lambda x: program(Calls(cube), x), (8, 4, 6))
+    before = str(module.graph)
+    merger = Merger(module.graph)
+    merger.merge(cube.flat)
+    assert str(module.graph) == before and not merger.into
+    assert any(reason in each for reasons in merger.reasons.values() for each in reasons), merger.reasons
+
+
+def test_with_messages_all_stay(cube: World) -> None:
+    if not hasattr(functional, "isend"):
+        pytest.skip("not in this torch")
+    calls = Calls(cube)
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        message = functional.wait_tensor(functional.isend(x, 1, 0, cube.name(0)))
+        return calls.ar(calls.ar(x, 0), 1), message
+
+    module = traced(program, (4, 6))
+    before, merger = str(module.graph), Merger(module.graph)
+    merger.merge(cube.flat)
+    assert str(module.graph) == before
+    assert merger.reasons["all_reduce"] == ["merge: the graph sends messages from point to point"]
+
+
+def test_the_place_among_other_collectives(cube: World) -> None:
+    """Started where the first one was, and waited for where the last one was: what is between stays between."""
+    calls = Calls(cube)
+
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        first = calls.ag(x, 0)
+        other = calls.ar(y, 2)
+        product = y @ y
+        return calls.ag(first, 1, dim=1), other, product
+
+    module = traced(program, (4, 6), (6, 6))
+    Merger(module.graph).merge(cube.flat)
+    names = [node.target._opname for node in module.graph.nodes if node.op == "call_function" and node.target._opname]
+    order = [names.index(name) for name in ("all_gather_into_tensor", "all_reduce", "mm")]
+    assert order == sorted(order) and kinds(module.graph, cube) == [(AG, 0, 1), (AR, 2)]
+    assert names.index("mm") < len(names) - 1 - names[::-1].index("wait_tensor")
+
+
+def test_a_symbolic_size_that_may_not_divide(cube: World) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def program(x: Tensor) -> Tensor:
+        return calls.rs(calls.ag(x, 0, dim=1).transpose(0, 2), 1).transpose(0, 2)
+
+    calls = Calls(cube)
+    x = torch.empty(8, 4, 6)
+    assert kinds(merged(cube, program, (8, 4, 6))[0], cube) == [(RS, 1), (AG, 0)]
+    module = make_fx(program, tracing_mode="symbolic")(x)
+    merger = Merger(module.graph)
+    merger.merge(cube.flat)
+    assert not merger.into and "ends inside a block of" in str(merger.reasons)
+
+
+def test_symbolic_sizes(cube: World) -> None:
+    """That need not divide. Values are of other sizes than those that the graph was traced with."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def program(x: Tensor) -> tuple[Tensor, int]:
+        y = calls.ag(calls.ag(x, 0), 1)
+        return y, x.shape[0] * x.shape[1] * x.shape[2]
+
+    calls = Calls(cube)
+    plain, module = (make_fx(program, tracing_mode="symbolic")(torch.empty(8, 4, 6).double()) for _ in range(2))
+    merger = Merger(module.graph)
+    merger.merge(cube.flat)
+    module.graph.lint()
+    assert set(merger.into) == {"all_gather_into_tensor", "all_gather_into_tensor_1"}
+    given = inputs(cube, (3, 5, 2))
+    torch.testing.assert_close(simulate(module.graph, cube, given), simulate(plain.graph, cube, given), rtol=0, atol=0)
+
+
+def own_part(calls: Calls, index: int, x: Tensor) -> Tensor:
+    return calls.ar(x, 0).chunk(2, 1)[index]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "index", "reason"),
+    [
+        ([[0, 1, 2], [3, 4, 5]], 0, None),
+        ([[0, 1, 2], [3, 4, 5]], 1, "part 1 of 2 is not this rank's own"),
+        ([[3, 4, 5], [0, 1, 2]], 0, "of which mesh dim part 0 of 2 is taken is not known"),  # rank 0 has part 1
+        ([[0, 1], [2, 3]], 0, "of which mesh dim part 0 of 2 is taken is not known"),
+        (torch.arange(12).view(3, 2, 2), 0, "of which mesh dim part 0 of 2 is taken is not known"),
+    ],
+)
+def test_parts_of_a_reduction(ranks: Any, index: int, reason: str | None) -> None:
+    """On a mesh of 2 x 3 ranks a half is that of dim 0: an all_reduce of which each rank keeps its own."""
+    with fake_world(ranks) as world:
+        module = traced(partial(own_part, Calls(world), index), (4, 6))
+        merger = Merger(module.graph)
+        merger.merge(world.flat)
+        assert kinds(module.graph, world) == ([(RS, 0)] if reason is None else [(AR, 0)])
+        assert reason is None or reason in str(merger.reasons["all_reduce"])
+
+
+def test_a_part_that_the_program_itself_takes() -> None:
+    """It can be part 0 on all ranks."""
+    with fake_world([[0, 1, 2], [3, 4, 5]]) as world:
+        module = traced(partial(own_part, Calls(world), 0), (4, 6))
+        for node in module.graph.nodes:
+            node.meta["source_fn_stack"] = [(node.name, node.target)]
+        Merger(module.graph).merge(world.flat)
+        assert kinds(module.graph, world) == [(AR, 0)]
+
+
+def test_blocks_that_a_view_hides() -> None:
+    """Of [2, 3, 4] as [6, 4], 3 blocks of rows are parts of no dim; but of the view they are."""
+    with fake_world(MESHES["2x3"]) as world:
+        calls = Calls(world)
+        graph, merger, _ = merged(world, lambda x: calls.rs(calls.rs(x.view(6, 4), 1), 0), (2, 3, 4))
+        assert kinds(graph, world) == [(RS, 0, 1)], merger.reasons
+
+
+# with the other passes
+
+
+def passed(module: Any, **settings: Any) -> Report:
+    report = Report()
+    FusedcommPass(Settings(**settings), report)(module.graph)
+    module.graph.lint()
+    return report
+
+
+def test_the_report(cube: World) -> None:
+    calls = Calls(cube)
+    program: Callable[[Tensor], Any] = lambda x: (calls.ar(calls.ar(x, 0), 1), calls.ar(x, 2))  # noqa: E731
+    report = passed(traced(program, (4, 6)), merge=(cube.flat,))
+    assert [(line.node, line.status, line.reason) for line in report.collectives] == [
+        ("all_reduce", "merged", "into all_reduce_default"),
+        ("all_reduce_1", "merged", "into all_reduce_default"),
+        ("all_reduce_default", "exposed", report.collectives[2].reason),
+        ("all_reduce_2", "exposed", report.collectives[3].reason),
+    ]
+    assert "merge: what arrives goes to the caller" in report.collectives[3].reason
+    assert "merged" in str(report) and "into all_reduce_default" in str(report)
+
+
+def test_nothing_changes_without_it(cube: World) -> None:
+    calls = Calls(cube)
+    module = traced(lambda x: calls.ar(calls.ar(x, 0), 1), (4, 6))
+    before = str(module.graph)
+    report = passed(module)
+    assert str(module.graph) == before
+    assert [line.status for line in report.collectives] == ["exposed"] * 2 and "merge" not in str(report)
+
+
+def product_scattered(calls: Calls, first: int, x: Tensor, w: Tensor) -> Tensor:
+    return calls.rs(calls.rs(x @ w, first), 1 - first)
+
+
+def test_a_merged_collective_is_fused(cube: World) -> None:
+    module = traced(partial(product_scattered, Calls(cube), 0), (8, 6), (6, 4))
+    report = passed(module, merge=(cube.flat,))
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.fusedcomm.matmul_reduce_scatter.default)
+    assert node.args[-2:] == (4, cube.name(0, 1)) and collectives_of(module.graph) == []
+    assert [line.status for line in report.collectives] == ["merged", "merged", "fused"]
+
+
+def test_a_fusion_is_not_given_up(cube: World) -> None:
+    """The matmul's rows are in the order of mesh dims 1, 0: for one collective they had to be copied first."""
+    program = partial(product_scattered, Calls(cube), 1)
+    module, alone = traced(program, (8, 6), (6, 4)), traced(program, (8, 6), (6, 4))
+    merger = Merger(module.graph, OPS)
+    merger.merge(cube.flat)
+    module.graph.lint()
+    assert str(module.graph) == str(alone.graph)
+    assert "merged, fewer of its chain could be fused with matmuls" in str(merger.reasons["reduce_scatter_tensor"])
+    report = passed(module, merge=(cube.flat,))
+    assert targets(module.graph, "fusedcomm") == ["matmul_reduce_scatter"]
+    assert [line.status for line in report.collectives] == ["fused", "exposed"]
+    passed(alone, merge=(cube.flat,), fuse=())  # nothing to give up
+    assert kinds(alone.graph, cube) == [(RS, 0, 1)]
+
+
+def test_both_sides_of_a_chain_are_fused(cube: World) -> None:
+    """Not an all_reduce, but as many collectives as matmuls that can hide them."""
+    calls = Calls(cube)
+
+    def program(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return calls.ag(calls.ag(calls.rs(calls.rs(x @ w, 0), 1), 1), 0) @ v
+
+    module = traced(program, (8, 6), (6, 4), (4, 10))
+    report = passed(module, merge=(cube.flat,))
+    assert targets(module.graph, "fusedcomm") == ["matmul_reduce_scatter", "all_gather_matmul"], report
+    assert collectives_of(module.graph) == []
+    assert [line.status for line in report.collectives] == ["merged"] * 4 + ["fused"] * 2
+    module = traced(program, (8, 6), (6, 4), (4, 10))
+    passed(module, merge=(cube.flat,), fuse=())
+    assert kinds(module.graph, cube) == [(AR, 0, 1)]
+
+
+def test_scheduled_as_well(cube: World) -> None:
+    """overlap=True: the merged collective is estimated by its group, and starts before the matmul that hides it."""
+    calls = Calls(cube)
+
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(w @ w)
+        return calls.ar(calls.ar(x, 0), 1), y @ y
+
+    module = traced(program, (512, 512), (512, 512))
+    report = passed(module, merge=(cube.flat,), overlap=(Estimator("cpu"),), fuse=())
+    assert [line.status for line in report.collectives] == ["merged", "merged", "overlapped"], report
+    assert kinds(module.graph, cube) == [(AR, 0, 1)]
+
+
+def test_the_key_of_caches(cube: World) -> None:
+    with_it, without = Settings(merge=(cube.flat,)), Settings()
+    other = FlattenedMesh(cube.flat.sizes, cube.flat.groups[:3])
+    assert len({with_it.uuid(), without.uuid(), Settings(merge=(other,)).uuid()}) == 3
+    assert with_it.uuid() == Settings(merge=(cube.flat,)).uuid()
+
+
+@pytest.mark.parametrize("bad", ["mesh", 3, [None]])
+def test_what_is_no_mesh(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"merge must be a DeviceMesh or a sequence of them, got"):
+        fusedcomm.compile.enable(merge=bad)
+
+
+def test_a_mesh_without_this_rank() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    with fake_world([[0, 1], [2, 3]]), pytest.raises(ValueError, match="must name meshes that contain this rank, 0"):
+        fusedcomm.compile.enable(merge=DeviceMesh("cpu", torch.tensor([[1, 2]])))
+
+
+def test_a_mesh_of_one_dim() -> None:
+    with fake_world([0, 1, 2]) as world:
+        assert [group.dims for group in world.flat.groups] == [(0,)]
+
+
+def test_bytes_of_a_chain() -> None:
+    assert traffic([(AG, 2), (AG, 3)]) == traffic([(AG, 6)]) == 5
+    assert traffic([(RS, 2), (RS, 3)]) == traffic([(RS, 6)])
+    assert traffic([(AR, 2), (AR, 3)]) > traffic([(AR, 6)]) == traffic([(RS, 6), (AG, 6)])

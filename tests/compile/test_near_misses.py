@@ -1,0 +1,204 @@
+"""Programs that look as if they could be fused: their graphs stay as they were, and the report says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+import fusedcomm.compile
+from tests.helpers.graphs import recorded_graphs, targets
+from tests.helpers.program_parts import (
+    DIM,
+    HEADS,
+    B,
+    K,
+    N,
+    T,
+    all_gather,
+    heads_first,
+    reduce_scatter,
+    tokens_first,
+    world,
+)
+
+Program = Callable[..., Any]
+NEAR_MISSES: dict[str, tuple[Callable[[int], tuple[Program, list[tuple[int, ...]]]], str]] = {}
+
+
+def near_miss(reason: str) -> Callable[[Any], Any]:
+    def add(make: Any) -> Any:
+        NEAR_MISSES[make.__name__.replace("_", "-")] = (make, reason)
+        return make
+
+    return add
+
+
+@near_miss("matmul_all_to_all: the matmul's result is also returned by the function, or kept for its backward")
+def result_is_returned(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        y = x @ w
+        return y, heads_first(y.view(B, T, HEADS, DIM), r)
+
+    return program, [(B, T, K), (K, N)]
+
+
+@near_miss("matmul_all_to_all: the matmul's result is also used by sum")
+def result_is_used(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        y = x @ w
+        return heads_first(y.view(B, T, HEADS, DIM), r), y.sum()
+
+    return program, [(B, T, K), (K, N)]
+
+
+@near_miss("matmul_all_to_all: what is exchanged is not the result of a matmul but of relu")
+def something_is_computed_between(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return heads_first((x @ w).relu().view(B, T, HEADS, DIM), r)
+
+    return program, [(B, T, K), (K, N)]
+
+
+@near_miss("all_to_all_matmul: what arrives goes to relu, not to a matmul")
+def something_is_computed_after(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return tokens_first(x, r).relu().flatten(2) @ w
+
+    return program, [(B, T * r, HEADS // r, DIM), (N, K)]
+
+
+@near_miss("matmul_all_to_all: its splits are not known to be even")
+def uneven_splits(r: int) -> Any:
+    splits = [T + 1] + [T] * (r - 2) + [T - 1]
+
+    def program(x: Tensor, w: Tensor) -> Any:
+        rank = torch.distributed.get_rank()
+        return funcol.wait_tensor(funcol.all_to_all_single(x @ w, [splits[rank]] * r, splits, world()))
+
+    return program, [(T * r, K), (K, N)]
+
+
+@near_miss("matmul_all_to_all: the matmul's result is rounded to a smaller dtype before it is sent")
+def rounded_before_it_is_sent(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return heads_first((x @ w).bfloat16().view(B, T, HEADS, DIM), r)
+
+    return program, [(B, T, K), (K, N)]
+
+
+@near_miss("all_to_all_matmul: what arrives is cast to a larger dtype before the matmul")
+def cast_up_before_the_matmul(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return tokens_first(x.bfloat16(), r).flatten(2).float() @ w
+
+    return program, [(B, T * r, HEADS // r, DIM), (N, K)]
+
+
+@near_miss("all_to_all_matmul: what arrives is the right operand of the matmul")
+def right_operand(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return w @ tokens_first(x, r).flatten(0, 1).flatten(1)
+
+    return program, [(B, T * r, HEADS // r, DIM), (K, B * T)]
+
+
+@near_miss("all_gather_matmul: what arrives is the right operand of the matmul")
+def gathered_weight(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return x @ all_gather(w, 0, world())  # FSDP
+
+    return program, [(T, K), (K // r, N)]
+
+
+@near_miss("all_gather_matmul: the weight is computed from what arrives")
+def weight_from_what_arrives(r: int) -> Any:
+    def program(x: Tensor) -> Any:
+        gathered = all_gather(x, 0, world())
+        return gathered @ gathered.mT.relu()
+
+    return program, [(T, K)]
+
+
+@near_miss("matmul_reduce_scatter: every rank adds its bias before the reduction")
+def bias_before_the_sum(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, bias: Tensor) -> Any:
+        return reduce_scatter(torch.addmm(bias, x, w), "sum", 0, world())
+
+    return program, [(T * r, K), (K, N), (N,)]
+
+
+@near_miss("matmul_all_reduce: reduce_op must be sum or avg, got max")
+def maximum(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return funcol.all_reduce(x @ w, "max", world())
+
+    return program, [(T, K), (K, N)]
+
+
+@near_miss("matmul_all_reduce: the matmul's result is cast before it is reduced")
+def cast_before_the_sum(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return funcol.all_reduce((x.bfloat16() @ w.bfloat16()).float(), "sum", world())
+
+    return program, [(T, K), (K, N)]
+
+
+@near_miss("matmul_all_reduce: addmm scales its operands")
+def scaled(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, bias: Tensor) -> Any:
+        return funcol.all_reduce(torch.addmm(bias, x, w, alpha=2), "sum", world())
+
+    return program, [(T, K), (K, N), (N,)]
+
+
+@near_miss("matmul_all_reduce: the matmul's dtype is torch.float64, and must be float32, float16 or bfloat16")
+def double_precision(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return funcol.all_reduce(x.double() @ w.double(), "sum", world())
+
+    return program, [(T, K), (K, N)]
+
+
+@near_miss("no op of ours fuses all_reduce_coalesced")
+def coalesced(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return funcol.all_reduce_coalesced([x @ w, x @ w.relu()], "sum", world())
+
+    return program, [(T, K), (K, N)]
+
+
+@near_miss("matmul_all_to_all: the rows of a batched matmul are exchanged in parts")
+def rows_of_a_batch_in_parts(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        y = torch.bmm(x, w).view(B, T // r, r, N)
+        return funcol.wait_tensor(funcol.all_to_all_single(y.movedim(2, 0).contiguous(), None, None, world()))
+
+    return program, [(B, T, K), (B, K, N)]
+
+
+def check(rank: int, name: str) -> None:
+    make, reason = NEAR_MISSES[name]
+    program, shapes = make(torch.distributed.get_world_size())
+    generator = torch.Generator().manual_seed(rank)
+    args = [torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes]
+    with recorded_graphs() as plain:
+        want = torch.compile(program, fullgraph=True)(*args)
+    with recorded_graphs() as graphs, fusedcomm.compile.enabled() as report:
+        got = torch.compile(program, fullgraph=True)(*args)
+    assert [str(graph) for graph in graphs] == [str(graph) for graph in plain]
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert not any(targets(graph, "fusedcomm") for graph in graphs)
+    (line,) = report.collectives
+    assert (line.status, line.op, line.saving_us) == ("exposed", None, 0.0)
+    assert reason in line.reason.split("; "), line.reason
+    assert line.source.rpartition(":")[0].endswith(".py")
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_the_graph_stays_and_the_reason_is_said(ranks: Any, name: str) -> None:
+    ranks(2).run(check, name)

@@ -1,0 +1,167 @@
+"""enable(overlap=True): Inductor's code runs matmuls between starts and waits, with the same values."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm.compile
+from fusedcomm.compile.overlap.estimator import Estimator
+from tests.compile.test_inductor_order import PAIRS, calls, matmul_then_reshard, matmuls_between
+from tests.compile.test_lowering import codes_of
+
+_c10d = torch.ops._c10d_functional
+
+
+def integers(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes]
+
+
+def start_program() -> tuple[Any, list[Tensor]]:
+    """So large that one exchange for all of them would not pay."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return partial(matmul_then_reshard, mesh), integers(*[(2, 256, 64)] * PAIRS, *[(2, 64, 1024)] * PAIRS)
+
+
+def check_start_program(rank: int, overlap: bool) -> tuple[list[str], list[str]]:
+    program, args = start_program()
+    want = program(*args)
+    with fusedcomm.compile.enabled(fuse=(), overlap=overlap) as report:
+        got, (code,) = codes_of(lambda compiled: compiled(*args), program)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    return calls(code), [line.status for line in report.collectives]
+
+
+def test_matmuls_stand_between_starts_and_waits_of_the_start_program(ranks: Any) -> None:
+    """But for the last exchange: no matmul is left that it does not need. The control: as traced, none does."""
+    (names, statuses), other = ranks(2).run(check_start_program, True)
+    assert other == (names, statuses)
+    assert len(matmuls_between(names)) == PAIRS and all(matmuls_between(names)[:-1])
+    assert set(statuses) <= {"overlapped", "exposed"} and len(statuses) == PAIRS
+    (names, statuses), _ = ranks(2).run(check_start_program, False)
+    assert matmuls_between(names) == [0] * PAIRS and set(statuses) == {"exposed"}
+
+
+def check_backward(rank: int) -> list[list[int]]:
+    program, args = start_program()
+    inputs = [arg.requires_grad_() for arg in args]
+
+    def backward(run: Any) -> list[Tensor]:
+        return list(torch.autograd.grad(sum(y.sum() for y in run(*inputs)), inputs))
+
+    want = backward(program)
+    with fusedcomm.compile.enabled(fuse=(), overlap=True):
+        got, codes = codes_of(backward, program)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    return [matmuls_between(calls(code)) for code in codes]
+
+
+def test_the_backward_of_the_start_program(ranks: Any) -> None:
+    """What comes back first has no matmul before it; the others have those of the ones before."""
+    first, second = ranks(2).run(check_backward)
+    assert first == second and len(first) == 2
+    assert sum(between > 0 for between in first[1]) >= PAIRS - 1
+
+
+def beside(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    """A product that does not need the exchange, and is added to what it brings: one addmm to Inductor."""
+    group_name = dist.group.WORLD.group_name
+    arrived = _c10d.wait_tensor(_c10d.all_to_all_single(u, [1, 1], [1, 1], group_name))
+    return arrived + x @ w
+
+
+def check_addition(rank: int, overlap: bool) -> list[str]:
+    args = integers((2, 8), (8, 16), (2, 16))
+    want = beside(*args)
+    with fusedcomm.compile.enabled(fuse=(), overlap=overlap):
+        got, (code,) = codes_of(lambda compiled: compiled(*args), beside)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    return calls(code)
+
+
+def test_a_product_added_to_what_arrives_runs_meanwhile(ranks: Any) -> None:
+    for overlap, number in ((True, 1), (False, 0)):
+        names, other = ranks(2).run(check_addition, overlap)
+        assert names == other and matmuls_between(names) == [number]
+
+
+def check_fusing(rank: int) -> list[str]:
+    """The exchanges take longer than the matmuls beside them."""
+    program, args = start_program()
+    want = program(*args)
+    with fusedcomm.compile.enabled(overlap=True) as report:
+        got = torch.compile(program, fullgraph=True)(*args)
+    torch.testing.assert_close(got, want)
+    assert all(line.reason for line in report.collectives if line.status != "fused")
+    return [line.status for line in report.collectives]
+
+
+def test_what_stays_exposed_is_fused(ranks: Any) -> None:
+    first, second = ranks(2).run(check_fusing)
+    assert first == second and "fused" in first
+
+
+def check_different_estimates(rank: int) -> list[str]:
+    """Each rank has its own idea of what takes long."""
+    program, args = start_program()
+    times = {f"bmm{'' if i == 0 else f'_{i}'}": 1.0 + (rank + i) % 3 for i in range(PAIRS)}
+    with fusedcomm.compile.enabled(fuse=(), overlap=True, estimator=Estimator("cpu", times=times)):
+        _, (code,) = codes_of(lambda compiled: compiled(*args), program)
+    return calls(code)
+
+
+def test_different_estimates_end_in_the_same_code(ranks: Any) -> None:
+    first, second = ranks(2).run(check_different_estimates)
+    assert first == second
+
+
+def test_an_estimator_alone_does_nothing() -> None:
+    with pytest.raises(ValueError, match="estimator must come with overlap=True"):
+        fusedcomm.compile.enable(estimator=Estimator("cpu"))
+
+
+def test_overlap_needs_ranks_to_agree_with() -> None:
+    with pytest.raises(ValueError, match="must come after init_process_group"):
+        fusedcomm.compile.enable(overlap=True)
+
+
+def layers(x: Tensor, *shards: Tensor) -> Tensor:
+    for shard in shards:
+        w = _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, dist.get_world_size(), dist.group.WORLD.group_name))
+        x = (x @ w).relu()
+    return x
+
+
+def check_one_hit_and_one_miss(rank: int, tag: str) -> bool:
+    """Whether this rank found its second graph in Inductor's cache."""
+    import torch._functorch.config as functorch_config
+    from torch._dynamo.utils import counters
+
+    shards = integers(*[(32, 64)] * 3)
+    compiler: Any = torch.compiler.config
+    for rows, key in ((8, tag), (20000, tag if rank == 0 else f"{tag}, not on rank 1")):
+        torch._dynamo.reset()
+        counters.clear()
+        x = torch.ones(rows, 64)
+        torch._dynamo.mark_dynamic(x, 0)
+        with (
+            compiler.patch(cache_key_tag=key),
+            functorch_config.patch(enable_autograd_cache=False),
+            fusedcomm.compile.enabled(fuse=(), overlap=True),
+        ):
+            got = torch.compile(layers, fullgraph=True)(x, *shards)
+        torch.testing.assert_close(got, layers(x, *shards))
+    return bool(counters["inductor"]["fxgraph_cache_hit"])
+
+
+def test_a_rank_that_finds_its_graph_in_the_cache_and_one_that_does_not(ranks: Any, tmp_path: Any) -> None:
+    """Both have the same collectives, though one plans with 20000 rows what the other has planned with 8."""
+    assert ranks(2).run(check_one_hit_and_one_miss, str(tmp_path)) == [True, False]

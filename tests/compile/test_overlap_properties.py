@@ -1,0 +1,264 @@
+"""Whatever the graph, the estimates and the budget: scheduling never costs time, memory or values."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+from fusedcomm.compile.overlap import dependencies
+from fusedcomm.compile.overlap.estimator import Estimator
+from fusedcomm.compile.overlap.scheduler import schedule
+from fusedcomm.compile.overlap.simulator import simulate
+from tests.helpers.order_checks import Accesses, executed, group_of, is_start, peak_bytes, sent
+from tests.helpers.random_graphs import Peers, aten, build, functional, inputs
+
+BUDGETS = [100, 105, 120, 10**9]  # % of the peak as it comes
+Schedule = Callable[..., Any]
+
+
+@contextmanager
+def fake_world(rank: int) -> Iterator[list[Peers]]:
+    """4 nodes of 4 ranks: a group inside the node, one across nodes, and all."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=16, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4, 4), mesh_dim_names=("dp", "tp"))
+        groups = [mesh.get_group("dp"), mesh.get_group("tp"), dist.group.WORLD]
+        yield [Peers(each.group_name, each.size(), each.rank()) for each in groups]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Peers]]:
+    with fake_world(rank=1) as found:
+        yield found
+
+
+def told(rng: random.Random, gm: GraphModule) -> Estimator:
+    """On both links; most nodes take random times, or none do."""
+    share, scale = rng.choice([0, 0.5, 1]), rng.choice([0.01, 1, 100])
+    names = [node.name for node in gm.graph.nodes if node.op == "call_function" and rng.random() < share]
+    times = {name: scale * rng.choice([0, 0.1, 1, 10]) * rng.random() for name in names}
+    return Estimator("cuda", ranks_per_node=4, times=times)
+
+
+def collectives(gm: GraphModule) -> Counter[tuple[str, str]]:
+    return Counter((str(node.target), group_of(node)) for node in gm.graph.nodes if is_start(node))
+
+
+def check(
+    groups: list[Peers], seed: int, steps: int, percent: int, bucket: bool, fuse: bool, schedule: Schedule = schedule
+) -> Any:
+    """The graph of this seed before and after."""
+    rng = random.Random(seed)
+    while True:
+        gm = build(rng, groups, steps, unwaited=True)
+        args = inputs(gm, seed)
+        want, late = (executed(gm, args, groups, late=late) for late in (False, True))
+        if all(map(torch.equal, want, late)):  # else the graph itself writes to what a collective still reads
+            break
+    estimator = told(rng, gm)
+    before, peak, bytes_sent, starts = simulate(gm, estimator), peak_bytes(gm), sent(gm), collectives(gm)
+    accesses = Accesses(gm.graph.nodes)
+    budget = before.peak_bytes * percent // 100
+    twin = copy.deepcopy(gm)
+    options = {"memory_budget_bytes": budget, "bucket": bucket, "fuse": fuse}
+    report = schedule(gm, estimator=estimator, **options)
+    schedule(twin, estimator=estimator, **options)
+
+    gm.graph.lint()
+    assert [node.name for node in twin.graph.nodes] == [node.name for node in gm.graph.nodes], "not deterministic"
+    assert not (found := accesses.violations(list(gm.graph.nodes))), found
+    if not bucket and not fuse:
+        assert collectives(gm) == starts and len(gm.graph.nodes) == len(accesses.nodes), "other nodes"
+        assert peak == before.peak_bytes and peak_bytes(gm) <= max(budget, peak), "memory"
+    if not fuse:
+        assert sent(gm) == bytes_sent, "bytes sent"
+    for at_end in (False, True):
+        for got, expected in zip(executed(gm, args, groups, late=at_end), want, strict=True):
+            assert torch.equal(got, expected), "values"
+    after = simulate(gm, estimator)
+    assert report.before == before and report.after == after, "report"
+    assert after.peak_bytes <= max(budget, before.peak_bytes), "memory"
+    assert after.total_ms <= before.total_ms * (1 + 1e-9), "time"
+    return report
+
+
+def random_schedules(groups: list[Peers], num_examples: int, most_steps: int) -> list[Any]:
+    reports = []
+
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        database=None,
+        derandomize=num_examples < 1000,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        seed=st.integers(0, 1 << 32),
+        steps=st.integers(0, most_steps),
+        percent=st.sampled_from(BUDGETS),
+        bucket=st.booleans(),
+        fuse=st.booleans(),
+    )
+    def example(**drawn: Any) -> None:
+        reports.append(check(groups, **drawn))
+
+    example()
+    return reports
+
+
+def test_random_graphs(groups: list[Peers]) -> None:
+    reports = random_schedules(groups, 120, 25)
+    faster = [each for each in reports if each.after.total_ms < each.before.total_ms]
+    assert len(faster) > len(reports) // 3  # not in vain
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_many_random_graphs(groups: list[Peers]) -> None:
+    random_schedules(groups, 5000, 60)
+
+
+def test_ranks_order_alike() -> None:
+    """Ranks 0 and 1 of one world know groups by other names, and have other splits."""
+    orders: list[list[Any]] = []
+    for rank in (0, 1):
+        with fake_world(rank) as groups:
+            at = {group.name: i for i, group in enumerate(groups)}
+            orders.append([])
+            for seed in range(8):
+                rng = random.Random(seed)
+                gm = build(rng, groups, 30)
+                schedule(gm, estimator=told(rng, gm))
+                names = [[node.name, at.get(group_of(node))] for node in gm.graph.nodes if is_start(node)]
+                orders[rank].append(names)
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_gather_stays_where_an_exchange_takes_longer(groups: list[Peers], fuse: bool) -> None:
+    """All but the own part of what is gathered is dropped; the passes that fuse send that part alone."""
+    graph, tp = Graph(), groups[1]
+    with FakeTensorMode():
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(8, 8)
+        w = call(graph, functional.all_gather_into_tensor.default, x, tp.size, tp.name)
+        parts = call(graph, aten.split.Tensor, call(graph, functional.wait_tensor.default, w), 2, 1)
+        own = call(graph, operator.getitem, parts, tp.rank)
+        graph.output((call(graph, aten.clone.default, own),))
+    times = {node.name: 1e-3 for node in graph.nodes if is_start(node)}
+    report = schedule(GraphModule({}, graph), estimator=Estimator("cuda", ranks_per_node=4, times=times), fuse=fuse)
+    assert report.after.total_ms <= report.before.total_ms * (1 + 1e-9)
+
+
+def fails(groups: list[Peers], schedule: Schedule, text: str, num_seeds: int = 12) -> int:
+    """How many graphs are scheduled wrong for a reason that has text in it, by the check above, which else passes."""
+    count = 0
+    for seed in range(num_seeds):
+        try:
+            check(groups, seed, 30, 100, False, False, schedule)
+        except AssertionError as error:
+            count += text in str(error)
+    return count
+
+
+def test_ignored_writes_are_caught(groups: list[Peers], monkeypatch: pytest.MonkeyPatch) -> None:
+    def data_only(nodes: list[Node], waits_for: Any, memory: Any) -> list[list[int]]:
+        index = {node: i for i, node in enumerate(nodes)}
+        inputs = [i for i, node in enumerate(nodes) if node.op == "placeholder"]
+        before = [{index[each] for each in node.all_input_nodes} for node in nodes[:-1]]
+        return [sorted(each | {p for p in inputs if p < i}) for i, each in enumerate(before)] + [
+            list(range(len(nodes) - 1))
+        ]
+
+    monkeypatch.setattr(dependencies, "predecessors", data_only)
+    assert fails(groups, schedule, "one writes", 24) > 2
+
+
+def test_an_ignored_budget_is_caught(groups: list[Peers]) -> None:
+    def boundless(gm: GraphModule, **options: Any) -> Any:
+        return schedule(gm, **{**options, "memory_budget_bytes": 1 << 60})
+
+    assert fails(groups, boundless, "memory") > 2
+
+
+def call(graph: Graph, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, Node) else arg for arg in args))
+    return node
+
+
+def layers(groups: list[Peers], num_nodes: int) -> GraphModule:
+    """A weight gathered per layer between nodes, a sum per layer inside one; 14 nodes each."""
+    graph, dp, tp = Graph(), groups[0], groups[1]
+
+    def placeholder(name: str, *shape: int) -> Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = torch.empty(shape, device="meta")
+        return node
+
+    x = placeholder("x", 4096, 1024)
+    weights = [placeholder(f"w{i}", 1024 // dp.size, 1024) for i in range(num_nodes // 14)]
+    for shard in weights:
+        w = call(graph, functional.all_gather_into_tensor.default, shard, dp.size, dp.name)
+        w = call(graph, functional.wait_tensor.default, w)
+        view, transposed = call(graph, aten.view.default, x, [-1, 1024]), call(graph, aten.t.default, w)
+        y = call(graph, aten.mm.default, view, transposed)
+        y = call(graph, aten.gelu.default, call(graph, aten.mul.Tensor, y, y))
+        y = call(graph, aten.relu.default, call(graph, aten.mm.default, y, w))
+        y = call(graph, functional.all_reduce.default, y, "sum", tp.name)
+        y = call(graph, functional.wait_tensor.default, y)
+        x = call(graph, aten.add.Tensor, x, y)
+    graph.output((x,))
+    return GraphModule({}, graph)
+
+
+def seconds_per_node(groups: list[Peers], num_nodes: int, comm_ms: float | None, repeats: int) -> float:
+    """``comm_ms``: what each collective takes, or as estimated."""
+    seconds = []
+    for _ in range(repeats):
+        gm = layers(groups, num_nodes)
+        times = {node.name: comm_ms for node in gm.graph.nodes if is_start(node)} if comm_ms is not None else {}
+        estimator, begin = Estimator("cuda", ranks_per_node=4, times=times), time.process_time()
+        schedule(gm, estimator=estimator)
+        seconds.append((time.process_time() - begin) / num_nodes)
+    return statistics.median(seconds)
+
+
+def test_time_is_linear(groups: list[Peers]) -> None:
+    """Where compute cannot hide the collectives; also where it can in the soak test."""
+    assert seconds_per_node(groups, 8000, 100.0, 1) < 2 * seconds_per_node(groups, 2000, 100.0, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("comm_ms", [None, 100.0])
+def test_time_is_linear_to_20000_nodes(groups: list[Peers], comm_ms: float | None) -> None:
+    found = {num_nodes: seconds_per_node(groups, num_nodes, comm_ms, 3) for num_nodes in (2500, 5000, 10000, 20000)}
+    assert max(found.values()) < 2 * found[2500], found
+
+
+def test_the_report_prints_what_was_done(groups: list[Peers]) -> None:
+    report = schedule(layers(groups, 140), estimator=Estimator("cuda", ranks_per_node=4))
+    before, after = (line.split() for line in str(report).splitlines()[1:3])
+    assert before[:2] == ["before", str(len(report.before.collectives))]
+    assert float(after[3]) == pytest.approx(report.after.exposed_ms, abs=1e-3)

@@ -1,0 +1,300 @@
+"""The simulator against hand-computed cases and another in exact arithmetic; its traces and pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import Graph, GraphModule, Node
+
+import fusedcomm  # noqa: F401
+from fusedcomm.compile.overlap import timeline_plot
+from fusedcomm.compile.overlap.simulator import Clock, Cost, Line, Timeline, Transfer, simulate
+from tests.compile.test_program import Builder, Costs
+
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+LINKS = {"a": "intra", "b": "intra", "c": "inter"}  # by group
+
+
+@dataclass(frozen=True)
+class Step:
+    what: str  # "compute", "start", "wait" for the start of this name, "fused"
+    name: str
+    cost: Cost = Cost()  # noqa: RUF009
+
+
+def compute(name: str, ms: float) -> Step:
+    return Step("compute", name, Cost(ms))
+
+
+def start(name: str, group: str, latency: float, wire: float) -> Step:
+    return Step("start", name, Cost(transfer=Transfer(LINKS[group], group, latency, wire)))
+
+
+def wait(name: str) -> Step:
+    return Step("wait", name)
+
+
+def fused(name: str, compute_ms: float, fused_ms: float, group: str, latency: float, wire: float) -> Step:
+    return Step("fused", name, Cost(compute_ms, Transfer(LINKS[group], group, latency, wire), fused_ms))
+
+
+def simulated(steps: Sequence[Step]) -> Timeline:
+    graph = Graph()
+    x = graph.placeholder("x")
+    made: dict[str, Node] = {}
+    for step in steps:
+        target, args, name = {
+            "compute": (aten.neg.default, (x,), step.name),
+            "start": (functional.all_reduce.default, (x, "sum", "g"), step.name),
+            "wait": (functional.wait_tensor.default, (made.get(step.name),), f"wait_{step.name}"),
+            "fused": (torch.ops.fusedcomm.matmul_all_reduce.default, (x, x, None, "sum", 2, "g"), step.name),
+        }[step.what]
+        node = graph.create_node("call_function", target, args, name=name)
+        made.setdefault(step.name, node)
+    graph.output(())
+    return simulate(GraphModule(torch.nn.Module(), graph), Costs({step.name: step.cost for step in reversed(steps)}))
+
+
+CASES: dict[str, tuple[list[Step], float, dict[str, tuple[float, float, float]]]] = {  # steps, total, start/end/exposed
+    "hidden": ([start("s", "a", 1, 2), compute("m", 5), wait("s")], 5, {"s": (0, 3, 0)}),
+    "exposed": ([compute("m", 5), start("s", "a", 1, 2), wait("s")], 8, {"s": (5, 8, 3)}),
+    "half hidden": ([start("s", "a", 1, 4), compute("m", 3), wait("s")], 5, {"s": (0, 5, 2)}),
+    "one group: one after the other": (
+        [start("s", "a", 1, 2), start("t", "a", 1, 3), compute("m", 7), wait("s"), wait("t")],
+        7,
+        {"s": (0, 3, 0), "t": (3, 7, 0)},
+    ),
+    "wait for the second one first": (
+        [start("s", "a", 1, 2), start("t", "a", 1, 3), wait("t"), wait("s")],
+        7,
+        {"s": (0, 3, 0), "t": (3, 7, 7)},
+    ),
+    "two groups share a link": (
+        [start("s", "a", 0, 2), start("t", "b", 0, 4), wait("s"), wait("t")],
+        6,
+        {"s": (0, 4, 4), "t": (0, 6, 2)},
+    ),
+    "two links share nothing": (
+        [start("s", "a", 0, 4), start("t", "c", 0, 4), wait("s"), wait("t")],
+        4,
+        {"s": (0, 4, 4), "t": (0, 4, 0)},
+    ),
+    "latency is not shared": (
+        [start("s", "a", 3, 2), start("t", "b", 0, 4), wait("t"), wait("s")],
+        6,
+        {"s": (0, 6, 1), "t": (0, 5, 5)},
+    ),
+    "fused, longer than its matmul": ([fused("f", 4, 6, "a", 1, 2)], 6, {"f": (0, 3, 2)}),
+    "fused, on a busy link": (
+        [start("s", "a", 0, 8), fused("f", 4, 4, "b", 0, 4), wait("s")],
+        12,
+        {"s": (0, 12, 4), "f": (0, 8, 4)},
+    ),
+    "nobody waits": ([start("s", "a", 1, 2), compute("m", 1)], 3, {"s": (0, 3, 2)}),
+    "nothing to send": ([start("s", "a", 0, 0), wait("s"), compute("m", 1)], 1, {"s": (0, 0, 0)}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hand_computed(name: str) -> None:
+    steps, total_ms, want = CASES[name]
+    found = simulated(steps)
+    assert found.total_ms == total_ms
+    assert {line.node: (line.start_ms, line.end_ms, line.exposed_ms) for line in found.collectives} == want
+
+
+def test_what_hides_a_collective_is_what_computes_meanwhile() -> None:
+    found = simulated([compute("m", 1), start("s", "a", 0, 2), compute("n", 1), compute("o", 2), wait("s")])
+    (line,) = found.collectives
+    assert line.hidden_by == ("n", "o") and line.hidden
+    assert found.waits == []
+
+
+def test_waiting_for_what_has_not_started_is_found() -> None:
+    with pytest.raises(AssertionError, match="has not started"):
+        Clock().wait("s")
+
+
+class Exact:
+    """The same rules in fractions: all that is under way, and the program, go from event to event together."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.now = Fraction(0)
+        self.queued: list[list[Any]] = []  # name, group, latency, wire; in order of their starts
+        self.spans: dict[str, list[Fraction]] = {}
+        for step in steps:
+            if (transfer := step.cost.transfer) is not None:
+                job = [step.name, transfer.group, Fraction(transfer.latency_ms), Fraction(transfer.wire_ms)]
+                self.queued.append(job)
+            begin = self.now
+            self.pass_time(until=begin + Fraction(step.cost.compute_ms))
+            if step.what in ("fused", "wait"):
+                self.pass_time(name=step.name)
+            if step.what == "fused":
+                self.pass_time(until=max(self.now, begin + Fraction(step.cost.fused_ms)))
+        for name in [job[0] for job in self.queued]:
+            self.pass_time(name=name)
+
+    def pass_time(self, *, until: Fraction | None = None, name: str = "") -> None:
+        """To that time, or until the collective of that name has ended."""
+        while True:
+            active = [job for i, job in enumerate(self.queued) if job[1] not in [each[1] for each in self.queued[:i]]]
+            for job in active:
+                self.spans.setdefault(job[0], [self.now, self.now])
+            over = [job for job in active if job[2] == job[3] == 0]
+            if over:
+                self.spans[over[0][0]][1] = self.now
+                self.queued.remove(over[0])
+                continue
+            if until == self.now or (until is None and name not in [job[0] for job in self.queued]):
+                return
+            on_wire = [LINKS[job[1]] for job in active if job[2] == 0]
+            parts = [
+                (job, 2, Fraction(1)) if job[2] else (job, 3, Fraction(1, on_wire.count(LINKS[job[1]])))
+                for job in active
+            ]
+            lengths = [job[at] / speed for job, at, speed in parts] + ([until - self.now] if until is not None else [])
+            for job, at, speed in parts:
+                job[at] -= min(lengths) * speed
+            self.now += min(lengths)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Step]:
+    steps: list[Step] = []
+    ms, group = st.integers(0, 6), st.sampled_from(sorted(LINKS))
+    for i in range(draw(st.integers(1, 9))):
+        what = draw(st.sampled_from(["compute", "start", "start", "wait", "fused"]))
+        started = [step.name for step in steps if step.what == "start"]
+        if what == "wait" and started:
+            steps.append(wait(draw(st.sampled_from(started))))
+        elif what == "start":
+            steps.append(start(f"s{i}", draw(group), draw(ms), draw(ms)))
+        elif what == "fused":
+            own = draw(ms)
+            steps.append(fused(f"f{i}", own, own + draw(ms), draw(group), draw(ms), draw(ms)))
+        else:
+            steps.append(compute(f"m{i}", draw(ms)))
+    return steps
+
+
+@settings(max_examples=150, deadline=None)
+@given(programs())
+def test_times_are_those_of_exact_arithmetic(steps: list[Step]) -> None:
+    found, exact = simulated(steps), Exact(steps)
+    assert found.total_ms == pytest.approx(float(exact.now), abs=1e-6)
+    for line in found.collectives:
+        assert (line.start_ms, line.end_ms) == pytest.approx(tuple(map(float, exact.spans[line.node])), abs=1e-6)
+    check_identities(found)
+
+
+def check_identities(found: Timeline) -> None:
+    """What holds of every timeline, recomputed from its spans."""
+    assert found.total_ms == pytest.approx(found.compute_ms + found.exposed_ms, abs=1e-6)
+    assert found.compute_ms == pytest.approx(sum(end - begin for _, begin, end in found.compute), abs=1e-6)
+    assert found.total_ms >= found.bound_ms - 1e-6
+    for line in found.collectives:
+        own = [(begin, end) for name, begin, end in found.waits if name == line.node]
+        assert line.exposed_ms == pytest.approx(sum(end - begin for begin, end in own), abs=1e-6)
+        meanwhile = [name for name, begin, end in found.compute if begin < line.end_ms and end > line.start_ms]
+        assert list(line.hidden_by) == meanwhile
+    busy = sorted((begin, end) for _, begin, end in [*found.compute, *found.waits])
+    assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(busy))
+
+
+# traces and pictures
+
+
+@pytest.fixture(scope="module")
+def shown() -> Timeline:
+    """Two groups on one link, one on the other; hidden, exposed, fused; with memory."""
+    b = Builder()
+    costs: dict[str, Cost] = {}
+    y = b.input("x", 1024)
+    for i, group in enumerate("aabc" * 2):
+        s = b(functional.all_reduce.default, y, "sum", "g")
+        m = b(aten.exp.default, y)
+        t = b(functional.wait_tensor.default, s)
+        y = b(aten.add.Tensor, m, t)
+        costs |= {s.name: Cost(transfer=Transfer(LINKS[group], group, 0.5, 1.0 + i)), m.name: Cost(3.0)}
+    return simulate(b.done(y), Costs(costs))
+
+
+@pytest.mark.parametrize("to_path", [True, False])
+def test_trace_has_the_numbers_of_the_timeline(shown: Timeline, tmp_path: Path, to_path: bool) -> None:
+    file = tmp_path / "trace.json" if to_path else io.StringIO()
+    shown.to_trace(file)
+    trace = json.loads(file.read_text() if isinstance(file, Path) else file.getvalue())
+    events = trace["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(lanes.values()) == ["compute stream", "inter: group c", "intra: group a", "intra: group b"]
+    slices = [(lanes[e["tid"]], e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3) for e in events if e["ph"] == "X"]
+    want = [("compute stream", *span) for span in shown.compute]
+    want += [("compute stream", f"exposed: {name}", begin, end) for name, begin, end in shown.waits]
+    want += [(f"{e.link}: group {e.group}", e.node, e.start_ms, e.end_ms) for e in shown.collectives]
+    assert shown.waits and any(line.hidden for line in shown.collectives)
+    assert [each[:2] for each in slices] == [each[:2] for each in want]
+    assert [each[2:] for each in slices] == [pytest.approx(each[2:], abs=1e-9) for each in want]
+    counters = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"]
+    assert max(num_bytes for _, num_bytes in counters) == shown.peak_bytes
+    assert len(counters) == len(shown.memory)
+    for lane in lanes.values():  # nothing in a lane overlaps
+        own = sorted(each[2:] for each in slices if each[0] == lane)
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(own))
+
+
+def test_plots_are_not_blank(shown: Timeline, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    shown.plot(tmp_path / "one.svg")
+    text = (tmp_path / "one.svg").read_text()
+    assert all(colour in text for colour in timeline_plot.COLOURS.values())
+    timeline_plot.plot_both(shown, Timeline(0.0, 0.0, 0.0, [], 0), tmp_path / "both.png")
+    assert set(timeline_plot.COLOURS.values()) <= colours(tmp_path / "both.png")
+
+
+def colours(file: Path) -> set[str]:
+    from matplotlib.image import imread
+
+    red, green, blue = torch.from_numpy(255 * imread(file)[:, :, :3]).round().int().unbind(-1)
+    return {f"#{colour:06x}" for colour in (red * 65536 + green * 256 + blue).unique().tolist()}
+
+
+def test_many_nodes_are_drawn_in_seconds(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    spans = [(f"n{i}", 1.0 * i, i + 0.9) for i in range(20_000)]
+    lines = [Line(f"s{i}", "all_reduce", "a", "intra", 2.0 * i, 2 * i + 1.0, 1, 1, 0) for i in range(10_000)]
+    memory = [(begin, 100 + i % 7) for i, (_, begin, _) in enumerate(spans)]
+    before = time.monotonic()
+    Timeline(20_000, 18_000, 2_000, lines, 106, spans, [], memory).plot(tmp_path / "many.png")
+    assert time.monotonic() - before < 10
+    merged = timeline_plot._merged([(begin, end) for _, begin, end in spans], 20_000 / 1500)
+    assert len(merged) < 3000 and merged[0][0] == 0.0 and merged[-1][1] == spans[-1][2]
+
+
+def test_wide_spans_and_gaps_are_kept_when_narrow_ones_are_merged() -> None:
+    spans = [(0.0, 10.0), (10.0, 20.0), (25.0, 25.1), (25.1, 25.2), (25.2, 25.3), (27.0, 40.0)]
+    assert timeline_plot._merged(spans, 1.0) == [(0.0, 10.0), (10.0, 20.0), (25.0, 25.3), (27.0, 40.0)]
+
+
+def test_a_peak_in_a_pixel_is_shown_and_does_not_last() -> None:
+    memory = [(0.0, 100), (0.0, 10), (5.0, 20), (5.5, 5)]
+    assert timeline_plot._most_per_pixel(memory, 1.0) == [(0.0, 100), (1.0, 10), (5.0, 20), (5.5, 5)]
+
+
+def test_without_matplotlib_it_says_what_to_install(shown: Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        shown.plot(io.BytesIO())

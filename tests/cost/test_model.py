@@ -1,0 +1,298 @@
+"""The cost model against arithmetic by hand, and what it takes from outside."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedcomm.compile.fuse.time_saved import saving_us
+from fusedcomm.cost import model as cost
+from fusedcomm.cost.model import DEFAULTS, Constants
+from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime import members
+
+KINDS = tuple(cost.KINDS.values())
+MIB = 1 << 20
+
+# Nothing but what a test is about takes time: rates without end, no overheads.
+ENDLESS = 1e30
+GPU = Constants(
+    source=cost.DEFAULT,
+    device_type="cuda",
+    num_sms=4,
+    matmul_flops=dict.fromkeys(cost.ITEMSIZE, ENDLESS),
+    fused_flops=dict.fromkeys(cost.ITEMSIZE, ENDLESS),
+    memory_bandwidth=ENDLESS,
+    matmul_overhead=0.0,
+    copy_bandwidth=ENDLESS,
+    copy_overhead=0.0,
+    unpack_bandwidth=ENDLESS,
+    link_bandwidth=ENDLESS,
+    link_latency=0.0,
+    store_bandwidth=ENDLESS,
+    backend_bandwidth=dict.fromkeys(KINDS, ENDLESS),
+    backend_latency=dict.fromkeys(KINDS, 0.0),
+    call_overhead={"unfused": 0.0, "chunked": 0.0, "fused": 0.0},
+    chunk_overhead=0.0,
+)
+CPU = replace(GPU, device_type="cpu", num_sms=1, fused_flops={})
+RATE = dict.fromkeys(cost.ITEMSIZE, 1e9)
+
+# 4 ranks, float32. The tensor next to the collective: 1024 x 2048, 8 MiB; a chunk: 2 MiB.
+CALLS: dict[str, Exchange] = {
+    "matmul_all_to_all": geometry.matmul_all_to_all((1024, 512), (512, 2048), None, 0, 1, 4),
+    "all_to_all_matmul": geometry.all_to_all_matmul((4096, 512), (2048, 512), 1, 0, 4),
+    "all_gather_matmul": geometry.all_gather_matmul((256, 2048), ((2048, 512),), 0, 4),
+    "matmul_reduce_scatter": geometry.matmul_reduce_scatter((1024, 512), (512, 2048), "sum", 0, 4),
+    "matmul_all_reduce": geometry.matmul_all_reduce((1024, 512), (512, 2048), "sum", 4),
+}
+FLOPS = 2 * 1024 * 512 * 2048
+CHUNK = 2 * MIB
+
+
+def seconds(op: str, constants: Constants, dtype: str = "float32") -> dict[str, float]:
+    return dict(cost.estimate(op, CALLS[op], dtype, constants))
+
+
+def close(expected: float) -> Any:
+    return pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_without_overheads_and_with_endless_rates_nothing_takes_time(op: str) -> None:
+    assert seconds(op, GPU) == {name: close(0) for name in ("unfused", "chunked", "fused")}
+    assert seconds(op, CPU) == {name: close(0) for name in ("unfused", "chunked")}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_every_algorithm_does_the_flops_once(op: str) -> None:
+    """Sizes that tiles divide, on as many SMs; a gather by the fused kernel has 7 of 8 SMs."""
+    gathers = CALLS[op].gathers
+    expected = {"unfused": FLOPS / 1e9, "chunked": FLOPS / 1e9, "fused": FLOPS / 1e9 * (8 / 7 if gathers else 1)}
+    gpu = replace(GPU, matmul_flops=RATE, fused_flops=RATE)
+    assert seconds(op, gpu) == {name: close(each) for name, each in expected.items()}
+    assert seconds(op, replace(CPU, matmul_flops=RATE)) == {
+        "unfused": close(FLOPS / 1e9),
+        "chunked": close(FLOPS / 1e9),
+    }
+
+
+SENT = {"matmul_all_reduce": 6}  # chunks that a rank sends; 3 of the others
+COPIES = {  # of all 4 chunks by unfused: before and after the collective
+    "matmul_all_to_all": 1,  # rows are gathered: nothing to unpack
+    "all_to_all_matmul": 1,  # rows are scattered: nothing to pack
+    "all_gather_matmul": 0,
+    "matmul_reduce_scatter": 0,
+    "matmul_all_reduce": 1,
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_unfused_pays_for_the_collective_and_its_copies(op: str) -> None:
+    kind, sent = cost.KINDS[op], SENT.get(op, 3) * CHUNK
+    slow = {
+        "backend_bandwidth": {**GPU.backend_bandwidth, kind: 1e9},
+        "backend_latency": {**GPU.backend_latency, kind: 1},
+    }
+    assert seconds(op, replace(GPU, **slow)) == {
+        "unfused": close(1 + sent / 1e9),
+        "chunked": close(0),
+        "fused": close(0),
+    }
+    copies = seconds(op, replace(GPU, copy_bandwidth=1e9, copy_overhead=1.0))
+    assert copies["unfused"] == close(COPIES[op] * (1 + 4 * CHUNK / 1e9))
+
+
+def test_a_batch_in_front_makes_layout_copies() -> None:
+    """[8, rows, columns]: neither of the exchanged dims is the first one; with one batch it is as good as the first."""
+    slow = replace(GPU, copy_bandwidth=1e9)
+    for batches, copies in ((8, 2), (1, 1)):
+        exchange = geometry.matmul_all_to_all((batches, 1024 // batches, 512), (512, 2048), None, 1, 2, 4)
+        assert cost.estimate("matmul_all_to_all", exchange, "float32", slow)["unfused"] == close(
+            copies * 4 * CHUNK / 1e9
+        )
+
+
+def test_chunked_hides_transfers_behind_matmuls_and_the_other_way_round() -> None:
+    """c = FLOPS / 4 / rate, l = latency + chunk / link: as long as the longer of both, and one of the shorter."""
+    op, chunk_flops = "matmul_all_to_all", FLOPS / 4
+    link = {"link_bandwidth": CHUNK / 0.5, "link_latency": 0.5}  # l = 1 s
+    for c in (0.25, 4.0):
+        rate = dict.fromkeys(cost.ITEMSIZE, chunk_flops / c)
+        assert seconds(op, replace(GPU, matmul_flops=rate, **link))["chunked"] == close(max(4 * c, c + 3, 3 * c + 1))
+        gather = seconds("all_gather_matmul", replace(GPU, matmul_flops=rate, **link))["chunked"]
+        assert gather == close(max(4 * c, 3 + c))
+        assert seconds(op, replace(CPU, matmul_flops=rate, **link))["chunked"] == close(4 * c)  # matmuls write to peers
+        on_cpu = seconds("all_gather_matmul", replace(CPU, matmul_flops=rate, **link))["chunked"]
+        assert on_cpu == close(4 * c + 3)
+
+
+def test_gathered_k_in_16_bit_is_one_matmul_after_all_have_arrived() -> None:
+    slow = replace(GPU, matmul_flops=dict.fromkeys(cost.ITEMSIZE, FLOPS / 8), link_latency=1.0)
+    assert seconds("all_to_all_matmul", slow, "float32")["chunked"] == close(8)
+    assert seconds("all_to_all_matmul", slow, "bfloat16")["chunked"] == close(3 + 8)
+
+
+def test_few_rows_read_w_once() -> None:
+    """16 rows, cut into 4: one matmul, bound by memory, then the transfers. The fused kernel reads w for each chunk."""
+    exchange = geometry.matmul_reduce_scatter((16, 1024), (1024, 8192), "sum", 0, 4)
+    w_bytes, x_bytes, y_bytes = 4 * 1024 * 8192, 4 * 16 * 1024, 4 * 16 * 8192
+    slow = replace(GPU, memory_bandwidth=1e9, link_latency=1.0)
+    found = cost.estimate("matmul_reduce_scatter", exchange, "float32", slow)
+    once = (w_bytes + x_bytes + y_bytes) / 1e9
+    assert found["unfused"] == close(once)
+    assert found["chunked"] == close(once + 3)
+    assert found["fused"] == close((4 * w_bytes + x_bytes + y_bytes) / 1e9 + 1)
+
+
+def test_few_columns_read_x_again_for_every_chunk() -> None:
+    """A CPU reads, then computes. With 2 columns per chunk it reads x 4 times, and is slower chunked than unfused."""
+    exchange = geometry.matmul_all_to_all((1024, 4096), (4096, 8), None, 0, 1, 4)
+    x_bytes, w_bytes, y_bytes = 4 * 1024 * 4096, 4 * 4096 * 8, 4 * 1024 * 8
+    found = cost.estimate(
+        "matmul_all_to_all", exchange, "float32", replace(CPU, memory_bandwidth=1e9, matmul_flops=RATE)
+    )
+    compute = 2 * 1024 * 4096 * 8 / 1e9
+    assert found["unfused"] == close((x_bytes + w_bytes + y_bytes) / 1e9 + compute)
+    assert found["chunked"] == close((4 * x_bytes + w_bytes + y_bytes) / 1e9 + compute)
+
+
+def test_what_arrives_is_copied_out_or_added() -> None:
+    slow = replace(GPU, unpack_bandwidth=CHUNK)  # 1 s per chunk
+    assert seconds("matmul_all_to_all", slow)["chunked"] == seconds("matmul_all_to_all", slow)["fused"] == close(4)
+    assert seconds("matmul_all_to_all", replace(CPU, unpack_bandwidth=CHUNK))["chunked"] == close(3)  # own: in place
+    assert seconds("matmul_reduce_scatter", slow)["chunked"] == close(2.5)  # 4 read, 1 written
+    assert seconds("matmul_all_reduce", slow)["chunked"] == close(2.5 + 4)
+    linked = replace(GPU, link_latency=1.0)
+    assert seconds("matmul_all_reduce", linked)["chunked"] == close(3 + 3)
+
+
+def test_overheads_are_per_call_and_per_chunk() -> None:
+    slow = replace(GPU, call_overhead={"unfused": 1.0, "chunked": 2.0, "fused": 4.0}, chunk_overhead=0.5)
+    assert seconds("all_gather_matmul", slow) == {"unfused": close(1), "chunked": close(4), "fused": close(4)}
+    assert seconds("matmul_all_reduce", slow)["chunked"] == close(2 + 8 * 0.5)
+
+
+def test_waves_of_tiles() -> None:
+    gpu = replace(GPU, num_sms=100, matmul_flops=RATE)
+
+    def rows(m: int, n: int = 1280, k: int = 256) -> float:
+        return gpu.matmul("bfloat16", 1, m, k, n) * 1e9 / (2 * k * n)
+
+    assert rows(1280) == close(1280)  # 100 tiles of 128 x 128: one wave
+    assert rows(1281) == close(2560)  # one row more: another wave
+    assert rows(1153) == close(1280)
+    assert rows(64) == close(100 * 64 * 64 / 1280)  # 20 tiles of 64 x 64, one wave, most SMs idle
+    assert rows(64, k=1024) == close(100 * 64 * 64 / 1280 / 2)  # but for what K gives to divide
+    assert gpu.matmul("bfloat16", 1, 0, 256, 1280) == close(0)
+    cpu = replace(CPU, matmul_flops=RATE)
+    assert cpu.matmul("bfloat16", 1, 17, 256, 1280) == close(32 * 2 * 256 * 1280 / 1e9)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_empty_and_tiny_calls_have_a_time(rows: int) -> None:
+    exchange = geometry.matmul_all_to_all((rows, 8), (8, 8), None, 0, 1, 2)
+    for constants in DEFAULTS.values():
+        assert all(0 < t < 1 for t in cost.estimate("matmul_all_to_all", exchange, "float32", constants).values())
+
+
+# what `fusedcomm.compile` makes of it
+
+
+def collective(kind: str, num_bytes: int, device: str) -> Any:
+    """Of 4 ranks; of a group that has not come together."""
+    with FakeTensorMode():
+        sent = torch.fx.Graph().placeholder("sent")
+        sent.meta["val"] = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device)
+    return SimpleNamespace(kind=kind, sent=sent, group_size=4, group_name="no such group")
+
+
+def product(m: int, k: int, n: int, device: str) -> Any:
+    graph, nodes = torch.fx.Graph(), []
+    for name, shape in (("x", (m, k)), ("w", (k, n))):
+        node = graph.placeholder(name)
+        with FakeTensorMode():
+            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        nodes.append((node,))
+    return SimpleNamespace(xs=nodes[0], ws=nodes[1])
+
+
+def test_a_fused_collective_saves_what_the_matmul_hides_and_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"backend_bandwidth": dict.fromkeys(KINDS, 3e6), "backend_latency": dict.fromkeys(KINDS, 1.0)}
+    slow = replace(GPU, copy_bandwidth=2e6, matmul_flops=dict.fromkeys(cost.ITEMSIZE, 2.0 * 1024**3), **rates)
+    monkeypatch.setattr(members, "known_member", lambda *_: SimpleNamespace(topology=SimpleNamespace(constants=slow)))
+    short, long = product(1024, 1024, 1024, "cuda:0"), product(1024, 16384, 1024, "cuda:0")
+    call = collective("all_to_all", 4_000_000, "cuda:0")  # 3 MB sent: 2 s; copies: 4 s
+    assert saving_us(call, [short]) == close((3 / 4 + 4) * 1e6)  # 1 s of matmul, of which 3 chunks run beside
+    assert saving_us(call, [long]) == close((2 + 4) * 1e6)
+    gathered = collective("all_gather", 1_000_000, "cuda:0")  # as much arrives, and is copied once
+    assert saving_us(gathered, [long]) == close((2 + 2) * 1e6)
+
+
+def test_a_saving_is_by_default_numbers_before_the_group_has_come_together() -> None:
+    default = DEFAULTS["cpu"]
+    expected = default.collective("all_gather", 1 << 20, 4) * 1e6
+    assert saving_us(collective("all_gather", 1 << 20, "cpu"), []) == close(expected)
+
+
+# what comes from outside
+
+
+@pytest.mark.parametrize("device_type", DEFAULTS)
+def test_json_and_back(device_type: str) -> None:
+    default = DEFAULTS[device_type]
+    read = Constants.from_json(json.loads(json.dumps(default.to_json())))
+    assert (read, read.digest, hash(read)) == (default, default.digest, hash(default))
+    other = replace(default, chunk_overhead=default.chunk_overhead * 2)
+    assert other != default
+    assert other.digest != default.digest
+
+
+def changed(*path: str, value: Any) -> dict[str, Any]:
+    data = json.loads(json.dumps(DEFAULTS["cuda"].to_json()))
+    inner = data
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    "data, text",
+    [
+        ([], "constants must have exactly the fields"),
+        ({}, "constants must have exactly the fields"),
+        (changed("extra", value=1), "constants must have exactly the fields"),
+        (changed("source", value="guessed"), "source and device_type must be known, got 'guessed'"),
+        (changed("device_type", value="tpu"), "source and device_type must be known"),
+        (changed("device_type", value=["cuda"]), "source and device_type must be known"),
+        (changed("copy_bandwidth", value=math.nan), r"copy_bandwidth must be a number in \[.*\], got nan"),
+        (changed("copy_bandwidth", value=math.inf), "copy_bandwidth must be a number"),
+        (changed("copy_bandwidth", value=0), "copy_bandwidth must be a number"),
+        (changed("copy_bandwidth", value=-1e12), "copy_bandwidth must be a number"),
+        (changed("copy_bandwidth", value=1e30), "copy_bandwidth must be a number"),
+        (changed("copy_bandwidth", value=10**400), "copy_bandwidth must be a number"),
+        (changed("copy_bandwidth", value="1e12"), "copy_bandwidth must be a number"),
+        (changed("copy_bandwidth", value=True), "copy_bandwidth must be a number"),
+        (changed("copy_bandwidth", value={"a": 1}), "copy_bandwidth must be a number"),
+        (changed("link_latency", value=-1e-6), r"link_latency must be a number in \[0, 1\]"),
+        (changed("link_latency", value=3600.0), r"link_latency must be a number in \[0, 1\]"),
+        (changed("num_sms", value=1.5), "num_sms must be a number"),
+        (changed("num_sms", value=0), "num_sms must be a number"),
+        (changed("matmul_flops", value=1e12), "matmul_flops must have exactly the keys float32"),
+        (changed("matmul_flops", "int8", value=1e12), "matmul_flops must have exactly the keys float32"),
+        (changed("matmul_flops", "tf32", value=None), r"matmul_flops\[tf32\] must be a number"),
+        (changed("call_overhead", "unfused", value=-1), r"call_overhead\[unfused\] must be a number in \[0, 1\]"),
+    ],
+)
+def test_impossible_constants_are_refused(data: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Constants.from_json(data)

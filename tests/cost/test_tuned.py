@@ -1,0 +1,474 @@
+"""The file of tuned numbers: who may have written it, what it may say, and that it decides on all ranks or on none.
+
+And ``fusedcomm tune``, which writes it: what it fits, prints and reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jsonschema
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm import env
+from fusedcomm.bench import tune
+from fusedcomm.bench.problem import RankData, Size
+from fusedcomm.bench.timing import ValuesDiffer
+from fusedcomm.cli import main
+from fusedcomm.cost import model as cost
+from fusedcomm.cost import tuned
+from fusedcomm.cost.model import DEFAULTS, Constants
+from fusedcomm.runtime import members, topology
+from fusedcomm.runtime.group import resolve
+
+CPU = torch.device("cpu")
+FAST = replace(DEFAULTS["cpu"], source=cost.TUNED, copy_bandwidth=3e9)
+SLOW = replace(FAST, copy_bandwidth=2e9)
+SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "tune.json").read_text())
+ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuned, "_logged", set())
+    return tmp_path / "cache"
+
+
+def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", "/a/b")
+    assert env.cache_dir() == Path("/a/b")
+    monkeypatch.delenv("FUSEDCOMM_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert env.cache_dir() == Path("/c/fusedcomm")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert env.cache_dir() == Path.home() / ".cache" / "fusedcomm"
+
+
+def test_what_is_written_is_read_and_private(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert tuned.read(CPU, 2) is None
+    file = tuned.write(FAST, CPU, 2)
+    assert tuned.read(CPU, 2) == FAST
+    assert (file.stat().st_mode & 0o777, cache.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert list(cache.iterdir()) == [file]
+    assert tuned.read(CPU, 4) is None  # of other groups it says nothing
+    assert tuned.remove(CPU, 2)
+    assert not tuned.remove(CPU, 2)
+    assert not caplog.records
+
+
+def test_a_key_is_of_one_machine_and_versions() -> None:
+    key = tuned.key(CPU, 2)
+    for name, value in (("device", "another CPU"), ("threads", 99), ("torch", "0"), ("triton", "0"), ("world_size", 3)):
+        assert tuned.path_of(key | {name: value}) != tuned.path_of(key)
+
+
+class Payload:
+    """What runs if a pickle of it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def content(**changes: Any) -> str:
+    data = {"version": tuned.VERSION, "key": tuned.key(CPU, 2), "constants": FAST.to_json()}
+    return json.dumps(data | changes)
+
+
+def constants(**changes: Any) -> str:
+    return content(constants=FAST.to_json() | changes)
+
+
+BAD_CONTENT: dict[str, tuple[Callable[[], str], str]] = {
+    "empty": (lambda: "", "Expecting value"),
+    "cut": (lambda: content()[:-30], ""),
+    "no JSON": (lambda: "{'version': 1}", "Expecting property name"),
+    "deep": (lambda: "[" * 60000, "recursion"),
+    "not a dict": (lambda: "[]", "it must have the fields version, key and constants"),
+    "one field more": (lambda: content(more=1), "it must have the fields version, key and constants"),
+    "version": (lambda: content(version=tuned.VERSION + 1), "its version must be 1, got 2"),
+    "another key": (lambda: content(key=tuned.key(CPU, 2) | {"torch": "1.0"}), "it must be of this device"),
+    "too large": (lambda: content() + " " * tuned.MAX_BYTES, f"it must have at most {tuned.MAX_BYTES} bytes"),
+    "no constants": (lambda: content(constants=None), "constants must have exactly the fields"),
+    "NaN": (lambda: constants(link_bandwidth=float("nan")), "link_bandwidth must be a number"),
+    "infinite": (lambda: constants(link_bandwidth=float("inf")), "link_bandwidth must be a number"),
+    "negative": (lambda: constants(link_latency=-1e-6), "link_latency must be a number"),
+    "absurd": (lambda: constants(link_bandwidth=1e40), "link_bandwidth must be a number"),
+    "many digits": (lambda: constants(link_bandwidth=0).replace(": 0,", ": " + "9" * 5000 + ","), ""),
+    "default": (lambda: constants(source=cost.DEFAULT), "it must be tuned on cpu, got default"),
+    "a GPU's": (lambda: content(constants=replace(DEFAULTS["cuda"], source=cost.TUNED).to_json()), "it must be tuned"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONTENT)
+def test_a_file_that_says_nonsense_is_ignored(name: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make, reason = BAD_CONTENT[name]
+    file = tuned.write(FAST, CPU, 2)
+    file.write_text(make())
+    for _ in range(2):
+        assert tuned.read(CPU, 2) is None
+    [record] = caplog.records  # once
+    assert record.getMessage().startswith(f"tuned numbers in {file} are ignored: ")
+    assert reason in record.getMessage()
+    file.write_text(content())
+    assert tuned.read(CPU, 2) == FAST
+
+
+def test_a_pickle_is_not_loaded(cache: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    marker = tmp_path / "loaded"
+    pickled = pickle.dumps(Payload(marker))
+    tuned.write(FAST, CPU, 2).write_bytes(pickled)
+    assert tuned.read(CPU, 2) is None
+    assert len(caplog.records) == 1
+    assert not marker.exists()
+    pickle.loads(pickled)
+    assert marker.exists()
+
+
+def symlink(file: Path) -> None:
+    real = file.rename(file.with_suffix(".real"))
+    file.symlink_to(real)
+
+
+def directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "symlink": (symlink, "symbolic link"),
+    "group can write": (lambda file: file.chmod(0o660), "only its owner may be able to write it, got mode 660"),
+    "others can write": (lambda file: file.chmod(0o602), "only its owner may be able to write it, got mode 602"),
+    "of another user": (lambda file: os.chown(file, 12345, -1), "it must be owned by user 0, got 12345"),
+    "directory": (directory, "irectory"),
+    "pipe": (pipe, "it must be a regular file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_others_may_have_written_is_ignored(
+    name: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if name == "of another user" and not ROOT:
+        pytest.skip("only root can give files away")
+    change, reason = BAD_FILES[name]
+    file = tuned.write(FAST, CPU, 2)
+    assert tuned.read(CPU, 2) == FAST
+    change(file)
+    assert tuned.read(CPU, 2) is None
+    [record] = caplog.records
+    assert f"tuned numbers in {file} are ignored: " in record.getMessage()
+    assert reason in record.getMessage()
+
+
+def test_a_reader_finds_the_old_file_or_the_new_one(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tuned.write(FAST, CPU, 2)
+    found: list[Constants | None] = []
+    done = threading.Event()
+
+    def reader() -> None:
+        while not done.is_set():
+            found.append(tuned.read(CPU, 2))
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    for i in range(100):
+        tuned.write((SLOW, FAST)[i % 2], CPU, 2)
+    done.set()
+    thread.join()
+    assert set(found) <= {FAST, SLOW}
+    assert found
+    assert not caplog.records
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tuned.write(FAST, CPU, 2)
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        tuned.write(SLOW, CPU, 2)
+    assert list(cache.iterdir()) == [file]
+    assert tuned.read(CPU, 2) == FAST
+
+
+# on several ranks
+
+
+@contextlib.contextmanager
+def own_cache(directory: str) -> Iterator[list[str]]:
+    """In a rank: its cache, and what is logged."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before = os.environ.get("FUSEDCOMM_CACHE_DIR")
+    os.environ["FUSEDCOMM_CACHE_DIR"] = directory
+    logging.getLogger("fusedcomm").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("fusedcomm").removeHandler(handler)
+        del os.environ["FUSEDCOMM_CACHE_DIR"]
+        if before is not None:
+            os.environ["FUSEDCOMM_CACHE_DIR"] = before
+
+
+def plan_with(rank: int, directory: str, numbers: list[Constants | str | None]) -> tuple[str, list[str]]:
+    """A rank whose file has ``numbers[rank]``: the plan's reason in a new group, and what was logged."""
+    mine = numbers[rank]
+    with own_cache(f"{directory}/{rank}") as messages:
+        if mine is not None:
+            file = tuned.write(FAST if isinstance(mine, str) else mine, CPU, dist.get_world_size())
+            if isinstance(mine, str):
+                file.write_text(mine)
+        group = dist.new_group()
+        x, w = torch.empty(4, 8), torch.empty(8, 6)
+        plan = fusedcomm.explain("matmul_all_to_all", x, w, 0, 1, group, verbose=False)
+        dist.destroy_process_group(group)
+    return plan.reason, messages
+
+
+@pytest.mark.parametrize(
+    "numbers, source, warnings",
+    [
+        ([FAST, FAST], "tuned", [[], []]),
+        ([None, None], "default", [[], []]),
+        ([FAST, None], "default", [["tuned numbers are not used, for ranks [1] have none"], []]),
+        ([None, FAST], "default", [["tuned numbers are not used, for ranks [0] have none"], []]),
+        ([FAST, SLOW], "default", [["tuned numbers are not used, for they differ between ranks"], []]),
+        (["{", FAST], "default", [["tuned numbers in ", "tuned numbers are not used, for ranks [0] have none"], []]),
+    ],
+)
+def test_tuned_numbers_decide_on_all_ranks_or_on_none(
+    ranks: Any, tmp_path: Path, numbers: list[Any], source: str, warnings: list[list[str]]
+) -> None:
+    results = ranks(2).run(plan_with, str(tmp_path), numbers)
+    assert results[0][0] == results[1][0]
+    assert results[0][0].endswith(f", {source} numbers")
+    for (_, messages), expected in zip(results, warnings, strict=True):
+        assert len(messages) == len(expected), messages
+        assert all(message.startswith(text) for message, text in zip(messages, expected, strict=True)), messages
+
+
+def share(rank: int, directories: list[str]) -> str:
+    with own_cache(directories[rank]):
+        assert dist.group.WORLD is not None
+        try:
+            file = tuned.write_for_all(FAST, CPU, dist.group.WORLD)
+        except OSError as error:
+            return str(error)
+        return "" if tuned.read(CPU, 2) == FAST and file.exists() else "not there"
+
+
+def test_rank_0_writes_and_all_ranks_verify(ranks: Any, tmp_path: Path) -> None:
+    shared, other, no_directory = (str(tmp_path / name) for name in ("shared", "other", "file"))
+    Path(no_directory).write_text("")
+    assert ranks(2).run(share, [shared, shared]) == ["", ""]
+    first, second = ranks(2).run(share, [shared, other])
+    assert first.startswith(second[:50])
+    assert "ranks [1] do not read what rank 0 wrote" in second
+    results = ranks(2).run(share, [no_directory, shared])
+    assert len(set(results)) == 1
+    assert results[0].startswith("cannot write ")
+
+
+def test_a_user_without_a_home_has_no_tuned_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container whose user is in no passwd: no op may fail for it."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FUSEDCOMM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert tuned.read(CPU, 2) is None
+    with pytest.raises(OSError, match="this user has no home: set FUSEDCOMM_CACHE_DIR"):
+        tuned.write(FAST, CPU, 2)
+    for option in ("--show", "--reset"):
+        assert main(["tune", option, "--device", "cpu"]) == 1
+        assert capsys.readouterr().err == "fusedcomm tune: ~: this user has no home: set FUSEDCOMM_CACHE_DIR\n"
+
+
+# what it fits
+
+
+def test_lines_are_fitted_and_never_go_below_zero() -> None:
+    sizes = (1000, 10_000, 1_000_000)
+    bandwidth, latency = tune.line({size: 5e-6 + size / 2e9 for size in sizes})
+    assert [bandwidth, latency] == pytest.approx([2e9, 5e-6])
+    bandwidth, latency = tune.line({size: size / 2e9 - 1e-7 for size in sizes})  # less than nothing for no bytes
+    assert latency == 0
+    assert 2e9 < bandwidth < 3e9
+    assert tune.line({1000: 2e-3, 1_000_000: 1e-3}) == (1e9, 0.0)  # more bytes in less time: a busy machine
+
+
+def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of a machine that the model describes give back its overheads."""
+    truth = replace(FAST, call_overhead={"unfused": 3e-4, "chunked": 2e-4}, chunk_overhead=1e-5)
+    now: list[Any] = []
+
+    def data(bench: Any, op: str, size: tuple[int, int, int], dtype: str, names: Any) -> Any:
+        now[:] = [op, Size(*size), dtype]
+        return SimpleNamespace(size=Size(*size), forced=lambda name: name)
+
+    def seconds(variants: dict[str, Any], repeat: int) -> dict[str, float]:
+        op, size, dtype = now
+        estimates = cost.estimate(op, tune.exchange_of(op, size, 2), dtype, truth)
+        return {name: estimates[name] for name in variants}
+
+    monkeypatch.setattr(tune, "_data", data)
+    ours: Any = SimpleNamespace(device=CPU, group_size=2, topology=topology.Topology(None, "no", 0, None))
+    bench = tune._Bench(ours, tune.Sizes.of("cpu", quick=False), rounds=1)
+    monkeypatch.setattr(bench, "seconds", seconds)
+    found = tune._overheads(bench, replace(truth, call_overhead=FAST.call_overhead, chunk_overhead=0.5))
+    assert found.call_overhead == {"unfused": pytest.approx(3e-4), "chunked": pytest.approx(2e-4)}
+    assert found.chunk_overhead == pytest.approx(1e-5)
+    assert len(bench.samples) == 5 * 4 * 2
+
+
+def test_where_the_fastest_algorithm_changes() -> None:
+    slow_start = replace(FAST, call_overhead={"unfused": 0.0, "chunked": 0.01})
+    found = [each for each in tune.crossovers(slow_start, 2) if each.op == "matmul_all_to_all"]
+    for dtype in ("float32", "bfloat16"):
+        first, second = [each for each in found if each.dtype == dtype]
+        assert (first.rows, first.algorithm, second.algorithm) == (1, "unfused", "chunked")
+        for rows, fastest in ((second.rows // 2, "unfused"), (second.rows, "chunked")):
+            exchange = tune.exchange_of("matmul_all_to_all", Size(rows, *tune.CROSSOVER_K_N), 2)
+            estimates = cost.estimate("matmul_all_to_all", exchange, dtype, slow_start)
+            assert min(estimates, key=estimates.__getitem__) == fastest
+
+
+def tune_small(rank: int, workspace_bytes: int, op: str) -> str:
+    """Of `_data`: what it refuses to measure."""
+    member = members.member(resolve(None)[1], CPU)
+    bench = tune._Bench(member, tune.Sizes.of("cpu", quick=True), rounds=1)
+    before = member.topology
+    member.topology = replace(before, workspace_bytes=workspace_bytes)
+    member.__dict__.pop("max_slot_bytes", None)
+    try:
+        tune._data(bench, op, (16, 64, 64), "float32", ["chunked", "unfused"])
+    except (members.WorkspaceUnavailable, ValuesDiffer) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        member.topology = before
+        member.__dict__.pop("max_slot_bytes", None)
+    return "measured"
+
+
+def tune_wrong_values(rank: int) -> str:
+    with mock.patch.object(RankData, "check", lambda data, name, result: "wrong" * (name == "chunked" and rank == 1)):
+        return tune_small(rank, 1 << 30, "matmul_all_to_all")
+
+
+def test_only_what_runs_and_is_right_is_measured(ranks: Any) -> None:
+    assert ranks(2).run(tune_small, 1 << 30, "matmul_all_to_all") == ["measured"] * 2
+    for result in ranks(2).run(tune_small, 64, "matmul_all_to_all"):
+        assert result.startswith("WorkspaceUnavailable: matmul_all_to_all: unfused (one row for every peer takes")
+    assert ranks(2).run(tune_wrong_values) == ["ValuesDiffer: 'chunked' gave wrong values: rank 1: wrong"] * 2
+
+
+# the command
+
+TINY = tune.Sizes(
+    probe=(16, 32, 32),
+    matmuls=((64, 64, 64), (32, 64, 64)),
+    narrow=((4, 64, 64),),
+    num_bytes=(4 << 10, 64 << 10),
+    calls=((16, 64, 64),),
+    much_arithmetic=(0, 0, 0),
+    much_sent=(0, 0, 0),
+)
+
+
+def tune_tiny(rank: int, directory: str, *args: str) -> tuple[int, str, str]:
+    """As under torchrun: this rank has RANK and a group."""
+    out, err, sizes_of = io.StringIO(), io.StringIO(), tune.Sizes.of
+    with own_cache(directory), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        tune.Sizes.of = staticmethod(lambda device_type, quick: TINY)  # type: ignore[method-assign]
+        try:
+            code = main(["tune", "--quick", "--device", "cpu", *args])
+        finally:
+            tune.Sizes.of = sizes_of  # type: ignore[method-assign]
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_the_command_measures_writes_shows_and_resets(
+    ranks: Any, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_file = tmp_path / "tune.json"
+    first, second = ranks(2).run(tune_tiny, str(cache), "--json", str(json_file))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert not second[1] + second[2]
+    report = json.loads(json_file.read_text())
+    jsonschema.validate(report, SCHEMA)
+    assert (report["world_size"], report["quick"], len(report["samples"])) == (2, True, 5 * 2)
+    [file] = cache.iterdir()
+    assert (file.name, file.stat().st_mode & 0o777) == (report["file"], 0o600)
+    for text in ("matmul_flops bfloat16", "backend_latency all_reduce", f"written to {file}"):
+        assert text in first[1]
+
+    assert main(["tune", "--show", "--device", "cpu", "--json", str(json_file)]) == 0
+    shown = json.loads(json_file.read_text())
+    jsonschema.validate(shown, SCHEMA)
+    assert shown["constants"] == report["constants"]
+    assert f"2 ranks, cpu: tuned numbers of {file}" in capsys.readouterr().out
+    assert main(["tune", "--reset", "--device", "cpu"]) == 0
+    assert main(["tune", "--reset", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == f"removed {file}\nthere was no {file}\n"
+    assert main(["tune", "--show", "--device", "cpu"]) == 0
+    assert f"default numbers: nothing usable in {file}" in capsys.readouterr().out
+
+
+def test_wrong_arguments_are_refused(cache: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for args, text in (
+        (["--world-size", "1"], "--world-size must be at least 2, for one rank exchanges nothing, got 1"),
+        (["--json", str(tmp_path)], f"--json {tmp_path}: Is a directory"),
+    ):
+        assert main(["tune", "--device", "cpu", *args]) == 2
+        assert capsys.readouterr().err == f"fusedcomm tune: {text}\n"
+    with pytest.raises(SystemExit):
+        main(["tune", "--show", "--reset"])
+
+
+def tune_without_workspace(rank: int, directory: str) -> tuple[int, str, str]:
+    ours = members.member(resolve(None)[1], CPU)
+    ours.unavailable = "rank 1 has no memory to give"
+    try:
+        return tune_tiny(rank, directory)
+    finally:
+        ours.unavailable = None
+
+
+def test_where_nothing_can_be_chosen_nothing_is_written(ranks: Any, cache: Path) -> None:
+    first, second = ranks(2).run(tune_without_workspace, str(cache))
+    text = "every call runs unfused here, there is nothing to choose: rank 1 has no memory to give"
+    assert first == (1, "", f"fusedcomm tune: {text}\n")
+    assert second[1:] == ("", "")
+    assert not cache.exists()

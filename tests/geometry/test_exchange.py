@@ -1,0 +1,133 @@
+"""Geometry alone, in one process: every rank's chunks are computed, laid into slots and unpacked; no communication."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fusedcomm.algorithms.chunk_matmul import PushedMatmul
+from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry.spans import Range, Span, block_shape, span
+from tests.helpers.op_problems import FAMILY
+from tests.helpers.problems import PROBLEMS, Problem, expected, integers
+
+
+def run_virtual(problem: Problem, group_size: int, max_chunk_numel: int) -> tuple[list[torch.Tensor], int]:
+    """What a group computes when every rank keeps its promises, and the number of rounds it takes."""
+    inputs = [integers(problem, rank, group_size) for rank in range(group_size)]
+    exchanges = [problem.exchange(x, w, group_size) for x, w, _ in inputs]
+    outs = [torch.full(e.out_shape, float("nan")) for e in exchanges]
+    num_rounds = 0
+    for spans in exchanges[0].rounds(max_chunk_numel):
+        num_rounds += 1
+        assert spans.chunk_numel <= max_chunk_numel
+        slots = torch.full((group_size, group_size, spans.chunk_numel), float("nan"))  # [dst_rank, src_rank, chunk]
+        for src_rank, dst_rank in itertools.product(range(group_size), repeat=2):
+            x, w, bias = inputs[src_rank]
+            PushedMatmul(x, w, bias, exchanges[src_rank])(spans, dst_rank, slots[dst_rank, src_rank])
+        for dst_rank, src_rank in itertools.product(range(group_size), repeat=2):
+            target = spans.unpack.view(outs[dst_rank].view(-1), 0, src_rank)
+            target.copy_(slots[dst_rank, src_rank].view(target.shape))
+    return outs, num_rounds
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_chunks_land_where_the_reference_puts_them(problem: Problem, group_size: int) -> None:
+    want = expected(problem, group_size)
+    chunk_numel = math.prod(problem.exchange(*integers(problem, 0, group_size)[:2], group_size).block)
+    for max_chunk_numel in {chunk_numel, max(1, chunk_numel // 3), max(1, chunk_numel // 7)}:
+        row = problem.exchange(*integers(problem, 0, group_size)[:2], group_size).row_numel
+        outs, num_rounds = run_virtual(problem, group_size, max(row, max_chunk_numel))
+        for got, wanted in zip(outs, want, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        assert num_rounds == 1 or chunk_numel > max_chunk_numel
+
+
+def test_span_of_every_small_tensor() -> None:
+    """All shapes up to 3 dims of 1 to 4, every split: the formula against indexing."""
+    for ndim in (1, 2, 3):
+        for sizes in itertools.product((1, 2, 4), repeat=ndim):
+            for dim in [d for d in range(ndim) if sizes[d] % 2 == 0]:
+                index = torch.arange(math.prod(sizes)).view(sizes)
+                box = [Range(0, size) for size in block_shape(sizes, dim, 2)]
+                s = span(sizes, dim, 2, box)
+                for peer in range(2):
+                    want = index.chunk(2, dim)[peer].flatten()
+                    got = [
+                        s.start + peer * s.peer_stride + i // s.inner * s.outer_stride + i % s.inner
+                        for i in range(s.size)
+                    ]
+                    assert got == want.tolist()
+                    assert s.view(index.view(-1), 0, peer).flatten().tolist() == want.tolist()
+
+
+def test_long_interleaved_runs_are_multiplied_in_place() -> None:
+    """Runs of at least 128 rows or columns take the branch without gathering; both branches give the same."""
+    for shape, out_shape, gather_dim, scatter_dim in [
+        ((2, 512, 8), (4,), 0, 1),
+        ((3, 8), (3, 512), 0, 2),
+    ]:
+        x, w = (
+            torch.randint(-4, 5, shape).float(),
+            torch.randint(-4, 5, (8, math.prod(out_shape))).float(),
+        )
+        exchange = geometry.matmul_all_to_all(x.shape, w.shape, out_shape, gather_dim, scatter_dim, 2)
+        y = (x @ w).view(*shape[:-1], *out_shape)
+        for spans in exchange.rounds(exchange.chunk_numel):
+            for dst_rank in range(2):
+                chunk = torch.full((exchange.chunk_numel,), float("nan"))
+                PushedMatmul(x, w, None, exchange)(spans, dst_rank, chunk)
+                torch.testing.assert_close(chunk.view(exchange.block), y.chunk(2, scatter_dim)[dst_rank])
+
+
+def indices(span: Span, peer: int) -> list[int]:
+    return [span.first(peer) + i // span.inner * span.outer_stride + i % span.inner for i in range(span.size)]
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("problem", FAMILY, ids=str)
+def test_chunks_cover_every_element_exactly_once(problem: Problem, group_size: int) -> None:
+    """Of all rounds and peers together: of the matmul's tensor, of what is sent and of what arrives."""
+    exchange = problem.exchange(*integers(problem, 0, group_size)[:2], group_size)
+    for divisor in (1, 3, 7):
+        max_chunk_numel = max(exchange.row_numel, exchange.chunk_numel // divisor, 1)
+        matmul: list[tuple[int, ...]] = []
+        packed: list[int] = []
+        unpacked: list[int] = []
+        for spans in exchange.rounds(max_chunk_numel):
+            assert spans.chunk_numel <= max_chunk_numel
+            assert spans.batches.size * spans.rows.size * spans.columns.size == spans.chunk_numel == spans.pack.size
+            for peer in range(group_size):
+                parts = [indices(part, peer) for part in (spans.batches, spans.rows, spans.columns)]
+                matmul += itertools.product(*parts)
+                if peer == 0 or exchange.packed[1] is not None:  # else every peer is sent the same
+                    packed += indices(spans.pack, peer)
+                if peer == 0 or exchange.unpacked[1] is not None:  # else what arrives is added up, in one place
+                    unpacked += indices(spans.unpack, peer)
+        sizes = [exchange.num_batches, exchange.num_rows, math.prod(exchange.shape[exchange.num_lead :])]
+        assert sorted(matmul) == list(itertools.product(*map(range, sizes)))
+        assert sorted(packed) == list(range(math.prod(exchange.packed[0])))
+        assert sorted(unpacked) == list(range(math.prod(exchange.unpacked[0])))
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("problem", [p for p in FAMILY if p.op == "all_to_all_matmul"], ids=str)
+def test_what_is_packed_for_a_rank_is_where_it_unpacks_it(problem: Problem, group_size: int) -> None:
+    """The sender's and the receiver's side of every round, against cut and cat."""
+    x, w, _ = integers(problem, 0, group_size)
+    exchange = problem.exchange(x, w, group_size)
+    xs = [torch.arange(x.numel()).view(x.shape) + 10000 * rank for rank in range(group_size)]
+    blocks = [x.tensor_split(group_size, problem.scatter_dim) for x in xs]
+    for divisor in (1, 3):
+        outs = [torch.full(exchange.shape, -1) for _ in range(group_size)]
+        for spans in exchange.rounds(max(exchange.row_numel, exchange.chunk_numel // divisor, 1)):
+            for src_rank, dst_rank in itertools.product(range(group_size), repeat=2):
+                chunk = spans.pack.view(xs[src_rank].view(-1), 0, dst_rank)
+                target = spans.unpack.view(outs[dst_rank].view(-1), 0, src_rank)
+                target.copy_(chunk.reshape(target.shape))
+        for dst_rank, out in enumerate(outs):
+            assert torch.equal(out, torch.cat([b[dst_rank] for b in blocks], problem.gather_dim))

@@ -1,0 +1,124 @@
+"""Protections switched off inside ranks: the fault matrix must then find what each of them is there for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from fusedcomm.ops import dispatch
+from fusedcomm.runtime import members, workspace
+from fusedcomm.runtime.workspace import Round, Workspace
+from fusedcomm.testing.faults import Cell
+
+
+def ignore_broken_words() -> Any:
+    """A rank enters a call that its peers have given up on."""
+    return mock.patch.object(Workspace, "breakers", lambda self, epoch: {})
+
+
+def keep_failures_to_itself() -> Any:
+    """A rank that gives up tells no peer."""
+    fail = Workspace.fail
+
+    def quietly(self: Workspace, *args: Any) -> None:
+        everywhere, self.addresses = self.addresses, [self.addresses[self.rank]] * self.group_size
+        try:
+            fail(self, *args)
+        finally:
+            self.addresses = everywhere
+
+    return mock.patch.object(Workspace, "fail", quietly)
+
+
+def compare_no_fingerprints() -> Any:
+    return mock.patch.object(dispatch, "fingerprint_of", lambda *facts: 1)
+
+
+def leave_calls_unguarded() -> Any:
+    """A round that is left half way is taken for the next one."""
+    return mock.patch.object(Workspace, "guarded", lambda self, op: nullcontext())
+
+
+def wait_for_nobody() -> Any:
+    return mock.patch.object(Round, "wait", lambda self, src_rank: None)
+
+
+def count_no_rounds() -> Any:
+    """One slot, whose flags say of every later round that it is this one."""
+    return mock.patch.object(workspace, "NUM_SLOTS", 1)
+
+
+def have_no_deadline() -> Any:
+    wait = Workspace.wait
+
+    def forever(self: Workspace, *args: Any) -> None:
+        self.timeout_s = 1e9
+        wait(self, *args)
+
+    return mock.patch.object(Workspace, "wait", forever)
+
+
+def write_beyond_the_slot() -> Any:
+    """Chunks go behind what a slot holds for the call."""
+
+    def shifted(self: Round, dst_rank: int) -> Tensor:
+        ours = self.workspace
+        end = ours.layout.slot(self.epoch, ours.slot_bytes) + ours.slot_bytes
+        num_bytes = self.spans.chunk_numel * self.dtype.itemsize
+        return ours.buffers[dst_rank][end - num_bytes : end].view(self.dtype)
+
+    return mock.patch.object(Round, "part", shifted)
+
+
+def reset_nothing() -> Any:
+    return mock.patch.object(members.Member, "reset", lambda self: None)
+
+
+def take_children_for_ranks() -> Any:
+    pid = os.getpid()
+    return mock.patch.object(os, "getpid", lambda: pid)
+
+
+@dataclass(frozen=True)
+class Control:
+    """With ``off`` the cell must fail, and say ``found``."""
+
+    off: Any
+    cell: Cell
+    found: str
+
+
+def _control(off: Any, name: str, found: str) -> Control:
+    return Control(off, Cell(*name.split("/")), found)
+
+
+NO_DEADLINE = _control(have_no_deadline, "chunked/all_gather_matmul/one-fewer/later-call", "")  # takes long
+CONTROLS = {
+    str(control.cell): control
+    for control in (
+        _control(ignore_broken_words, "chunked/all_to_all_matmul/stop/enter", "must not complete a call"),
+        _control(keep_failures_to_itself, "chunked/all_gather_matmul/stop/push", "must not complete a call"),
+        _control(compare_no_fingerprints, "chunked/matmul_reduce_scatter/another-dtype/later-call", "is wrong"),
+        _control(leave_calls_unguarded, "chunked/matmul_all_to_all/raise/read", "is wrong"),
+        _control(wait_for_nobody, "chunked/matmul_all_to_all/delay/push", "must be right, got wrong"),
+        _control(count_no_rounds, "chunked/all_gather_matmul/delay/read", "must be right, got"),
+        _control(write_beyond_the_slot, "chunked/matmul_reduce_scatter/gc/push", "a segment has changed"),
+        _control(reset_nothing, "chunked/matmul_all_reduce/raise/signal", "PeerError"),
+        _control(take_children_for_ranks, "chunked/matmul_all_reduce/fork/enter", "a forked child must be refused"),
+    )
+}
+
+
+@contextmanager
+def off_in_its_cell(cell: Cell) -> Iterator[None]:
+    """Around a cell in a rank."""
+    control = NO_DEADLINE if cell == NO_DEADLINE.cell else CONTROLS.get(str(cell))
+    context: AbstractContextManager[Any] = nullcontext() if control is None else control.off()
+    with context:
+        yield

@@ -1,0 +1,111 @@
+"""A group of its own for a test, calls in it, and the checks of values that all ops share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.runtime import members
+from tests.helpers.problems import OPS, Problem, expected, integers
+from tests.helpers.spies import Dispatched, pushed
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ALGORITHMS = ["unfused", "chunked", "fused"]
+
+# Of the kernels one op for each kind: push and unpack, pack and gather, reduce. Those of the others are soak tests.
+_SHARE_KERNELS = ("all_to_all_matmul", "matmul_all_reduce")
+WITH_FEW_FUSED = [
+    pytest.param(op, algorithm, marks=pytest.mark.soak if algorithm == "fused" and op in _SHARE_KERNELS else ())
+    for op in OPS
+    for algorithm in ("chunked", "fused")
+]
+
+
+@contextmanager
+def fresh_group(**env: str) -> Iterator[Any]:
+    """A group of all ranks that has voted under these settings, and is gone afterwards."""
+    saved = dict(os.environ)
+    os.environ.update({f"FUSEDCOMM_{name}": value for name, value in env.items()})
+    group = dist.new_group()
+    try:
+        yield group
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def empty_is_nan() -> Iterator[None]:
+    """torch fills what ``empty`` returns with NaN: an element that an op leaves out shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def call(group: Any, problem: Problem, seed: int = 0) -> Any:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return problem.call(integers(problem, rank, size, seed=seed), group)
+
+
+def check(group: Any, problem: Problem, out: Any, seed: int = 0) -> None:
+    want = expected(problem, dist.get_world_size(group), seed=seed)[dist.get_rank(group)]
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+def check_values(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str | None, calls: int) -> None:
+    """``calls`` back to back with fresh data: both slots are used again, and again."""
+    size = dist.get_world_size()
+    wants = [expected(problem, size, dtype, seed)[rank] for seed in range(calls)]
+    with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
+        outs = [problem.call(integers(problem, rank, size, dtype, seed)) for seed in range(calls)]
+    for out, want in zip(outs, wants, strict=True):
+        assert all(t.is_contiguous() for t in (out if isinstance(out, list) else [out]))
+        torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+def non_contiguous(t: torch.Tensor) -> torch.Tensor:
+    """Same values, every stride doubled."""
+    wide = torch.full([2 * size for size in t.shape], float("nan"), dtype=t.dtype)
+    view = wide[tuple(slice(None, None, 2) for _ in t.shape)]
+    view.copy_(t)
+    return view
+
+
+def member_of(group: Any) -> members.Member:
+    (member,) = members.members(group)
+    return member
+
+
+def check_bad_input(rank: int, op: str, arguments: dict[str, Any], message: str) -> None:
+    """A ValueError with the same text on CPU and meta tensors, and nothing sent. x, w and bias: shapes, or lists."""
+
+    def tensors(shapes: Any, device: str) -> Any:
+        if isinstance(shapes, list):
+            return [tensors(shape, device) for shape in shapes]
+        return None if shapes is None else torch.ones(shapes, device=device)
+
+    texts = set()
+    for device in ("cpu", "meta"):
+        given = {
+            name: tensors(value, device) if name in ("x", "w", "bias") else value for name, value in arguments.items()
+        }
+        with pushed() as sent, Dispatched() as plain, pytest.raises(ValueError, match=message) as caught:
+            getattr(fusedcomm, op)(**given)
+        assert not sent.chunks and not plain.names("_c10d_functional")
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+def bad_ids(table: list[tuple[dict[str, Any], str]]) -> list[str]:
+    return [f"{i}-{message.split(',')[0]}" for i, (_, message) in enumerate(table)]

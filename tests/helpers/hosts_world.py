@@ -1,0 +1,280 @@
+"""What the ranks of two hosts do: ``torchrun ... -m tests.helpers.hosts_world CHECK FOLDER``. Run by test_hosts.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import fusedcomm
+from fusedcomm.runtime import topology
+from fusedcomm.runtime.vote import STORE_THREAD
+from fusedcomm.testing.selftest import settings
+from tests.helpers.groups import check, empty_is_nan, member_of
+from tests.helpers.hosts import RANKS_PER_HOST, set_link
+from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
+from tests.helpers.problems import Problem, expected, flat, integers, unflat
+from tests.helpers.redistribution_cases import Case
+
+PROBLEMS = [
+    NAMED["packed-qkv"],
+    NAMED["all_to_all_matmul-heads-gathered"],
+    NAMED["all_gather_matmul-list-qkv"],
+    NAMED["matmul_reduce_scatter-batch-rows-scattered"],
+    NAMED["matmul_all_reduce-both-divide"],
+]
+MEMBERS = {"whole": [0, 1, 2, 3], "host 0": [0, 1], "host 1": [2, 3], "across": [0, 2]}
+WAIT_S = 60.0  # for ranks that wait for each other beside the link
+
+
+@contextmanager
+def new_groups(names: list[str], timeout_s: float = WAIT_S) -> Iterator[dict[str, Any]]:
+    """Those of MEMBERS that this rank is in."""
+    made = {name: dist.new_group(MEMBERS[name], timeout=timedelta(seconds=timeout_s)) for name in names}
+    mine = {name: group for name, group in made.items() if dist.get_rank() in MEMBERS[name]}
+    yield mine
+    dist.barrier()  # gloo of a peer may still send
+    for group in mine.values():
+        dist.destroy_process_group(group)
+
+
+def call(group: Any, problem: Problem) -> Any:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    tensors = flat(integers(problem, rank, size))
+    return problem.call(unflat(problem, tensors), group)
+
+
+def check_gradients(group: Any, problem: Problem) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    tensors = [t if t is None else t.requires_grad_() for t in flat(integers(problem, rank, size))]
+    with empty_is_nan():
+        outs = as_list(problem.call(unflat(problem, tensors), group))
+        torch.autograd.backward(outs, list(loss_weights(problem, outs, rank, size)))
+    torch.testing.assert_close(outs, as_list(expected(problem, size)[rank]), rtol=0, atol=0)
+    for t, want in zip(tensors, expected_gradients(problem, rank, size), strict=True):
+        assert t is None or torch.equal(t.grad, want)
+
+
+def plans(group: Any) -> list[list[str]]:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    made = [problem.plan(integers(problem, rank, size), group) for problem in PROBLEMS]
+    return [[plan.op, plan.algorithm, plan.reason] for plan in made]
+
+
+# Values
+
+
+def values(rank: int, folder: Path) -> dict[str, Any]:
+    """All ops in all groups, forward and backward; what was planned, by group."""
+    found = {}
+    with new_groups(list(MEMBERS)) as groups:
+        for name, group in groups.items():
+            with fusedcomm.force_algorithm("chunked", strict=name.startswith("host")):
+                for problem in PROBLEMS:
+                    check_gradients(group, problem)
+            found[name] = plans(group)
+    return found
+
+
+REDISTRIBUTED = [
+    ((Shard(0), Shard(1)), (Replicate(), Replicate())),
+    ((Shard(0), Shard(0)), (Shard(1), Shard(1))),
+    ((Shard(1), Partial("sum")), (Shard(1), Shard(0))),
+    ((Partial("sum"), Partial("sum")), (Shard(0), Shard(0))),
+    ((Replicate(), Shard(0)), (Shard(0), Replicate())),
+]
+
+
+def redistributed(rank: int, folder: Path) -> int:
+    """On a mesh of (hosts, ranks of a host); how many."""
+    mesh = init_device_mesh("cpu", (2, RANKS_PER_HOST))
+    coordinate = mesh.get_coordinate()
+    for seed, (before, after) in enumerate(REDISTRIBUTED):
+        case = Case(seed, (2, RANKS_PER_HOST), (8, 12), before, after)
+        x = DTensor.from_local(case.held(coordinate), mesh, before, run_check=False)
+        got = fusedcomm.redistribute(x, placements=after)
+        assert got.placements == after and torch.equal(got.to_local(), case.wanted(coordinate)), (before, after)
+    return len(REDISTRIBUTED)
+
+
+# Ranks that disagree on what they can
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What some ranks have and others do not, when a group comes together."""
+
+    ranks: tuple[int, ...]
+    env: dict[str, str]
+    native: bool = True
+    threads: int = 1
+
+
+DIFFERENCES = {
+    "nothing": Difference((), {}),
+    "no native part on host 1": Difference((2, 3), {}, native=False),
+    "no native part on rank 3": Difference((3,), {}, native=False),
+    "less memory on rank 3": Difference((3,), {"WORKSPACE_BYTES": str(1 << 16)}),
+    "more threads on rank 1": Difference((1,), {}, threads=2),
+    "chunked on host 1": Difference((2, 3), {"ALGORITHM": "chunked"}),
+    "chunked on rank 3": Difference((3,), {"ALGORITHM": "chunked"}),
+}
+
+
+@contextmanager
+def differing(rank: int, difference: Difference) -> Iterator[None]:
+    if rank not in difference.ranks:
+        yield
+        return
+    reason = None if difference.native else "the native part is not there"
+    with settings(**difference.env), mock.patch.object(topology, "no_native", lambda: reason):
+        torch.set_num_threads(difference.threads)
+        yield
+        torch.set_num_threads(1)
+
+
+def disagreeing(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """By difference and group: what was voted and planned, or the error."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in DIFFERENCES}
+    for name, difference in DIFFERENCES.items():
+        with new_groups(["whole", "host 0", "host 1"]) as groups:
+            for group_name, group in groups.items():
+                try:
+                    with differing(rank, difference):
+                        for problem in PROBLEMS:
+                            check(group, problem, call(group, problem))
+                    voted = asdict(member_of(group).topology)
+                    found[name][group_name] = {"plans": plans(group), "voted": voted}
+                except ValueError as error:
+                    found[name][group_name] = {"error": str(error)}
+    return found
+
+
+def all_of_it(rank: int, folder: Path) -> dict[str, Any]:
+    checks = (values, redistributed, disagreeing)
+    return {each.__name__: each(rank, folder) for each in checks}
+
+
+# A link that is cut
+
+GLOO_S = 3.0
+VOTE_S = 1.0  # on host 1, where no vote can succeed
+BACK_S = 60.0
+LARGER = Problem("larger", (1024, 2), 512, 0, 1)  # 2 MiB per peer: more than a slot of the first workspace
+STEPS = ("growth", "reset", "close", "first call")  # that need the store
+
+
+def meet(rank: int, folder: Path, point: str) -> None:
+    """All ranks, by files: the link is cut."""
+    (folder / f"{point}.{rank}").touch()
+    deadline = time.monotonic() + WAIT_S
+    while len(list(folder.glob(f"{point}.*"))) < dist.get_world_size():
+        assert time.monotonic() < deadline, f"rank {rank} waits at {point}"
+        time.sleep(0.02)
+
+
+def error_of(call: Callable[[], Any]) -> dict[str, Any]:
+    start = time.monotonic()
+    error: BaseException | None = None
+    try:
+        call()
+    except RuntimeError as raised:
+        error = raised
+    text = None if error is None else str(error)
+    return {"type": type(error).__name__, "text": text, "seconds": time.monotonic() - start}
+
+
+def num_blocked() -> int:
+    """Calls of the store that were given up, and have not returned."""
+    return sum(thread.name == STORE_THREAD for thread in threading.enumerate())
+
+
+def until_error(group: Any, problem: Problem) -> dict[str, Any]:
+    """Of the call that failed; the others gave right values."""
+    deadline = time.monotonic() + WAIT_S
+    while (found := error_of(lambda: check(group, problem, call(group, problem))))["text"] is None:
+        assert time.monotonic() < deadline, "no call has failed"
+    return found
+
+
+def until_success(call: Callable[[], Any]) -> float:
+    start = time.monotonic()
+    while True:
+        with suppress(fusedcomm.PeerError):
+            call()
+            return time.monotonic() - start
+        assert time.monotonic() - start < BACK_S
+
+
+def cut(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 2 cuts the link while calls run. What fails, how and when; what goes on; and the way back."""
+    found: dict[str, Any] = {}
+    problem, (here, there) = PROBLEMS[0], ("host 0", "host 1")
+    cross = dist.new_group(timeout=timedelta(seconds=GLOO_S))
+    with new_groups([here, there]) as old, new_groups([here, there]) as unused:
+        (inside,), (later,) = old.values(), unused.values()
+        for group in (inside, cross):
+            check(group, problem, call(group, problem))
+        dist.barrier()
+        if rank in MEMBERS["host 1"]:
+            os.environ["FUSEDCOMM_TIMEOUT_S"] = str(VOTE_S)
+        if rank == 2:
+            set_link(os.environ["GLOO_SOCKET_IFNAME"], up=False)
+        found["across"] = until_error(cross, problem)
+        meet(rank, folder, "failed")
+        for each in PROBLEMS * 3:
+            check_gradients(inside, each)  # of memory that is there: needs no store
+        meet(rank, folder, "inside")
+        steps = (
+            lambda: check(inside, LARGER, call(inside, LARGER)),
+            lambda: fusedcomm.reset(inside),
+            lambda: fusedcomm.close(inside),
+            lambda: check(later, problem, call(later, problem)),
+        )
+        for name, step in zip(STEPS, steps, strict=True):
+            found[name] = error_of(step) | {"blocked": num_blocked()}
+            meet(rank, folder, name)
+        if rank == 2:
+            set_link(os.environ["GLOO_SOCKET_IFNAME"], up=True)
+        found["old group"] = error_of(lambda: check(cross, problem, call(cross, problem)))
+        found["back after"] = []
+        for group in (inside, later):
+            found["back after"].append(until_success(lambda group=group: fusedcomm.reset(group)))
+            check(group, problem, call(group, problem))
+        os.environ["FUSEDCOMM_TIMEOUT_S"] = str(WAIT_S)
+        with new_groups(["whole"]) as groups:
+            check_gradients(groups["whole"], problem)
+    found["blocked"] = num_blocked()
+    return found
+
+
+CHECKS = {"all": all_of_it, "cut": cut}
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_S))
+    rank = dist.get_rank()
+    result = CHECKS[name](rank, folder)
+    (folder / f"result.{rank}").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

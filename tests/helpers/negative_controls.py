@@ -1,0 +1,351 @@
+"""Every protection, how to switch it off, and a test that fails then.
+
+    python -m tests.helpers.negative_controls [PROTECTION ...]
+
+works on copies of the sources, one protection off in each. tests/package/test_negative_controls.py keeps the list true.
+
+The fault matrix, the random programs and the model of the protocol must find what is off in them too:
+tests/helpers/fault_controls.py, tests/helpers/soak_faults.py, PLANTED in tests/protocol/test_model.py (a reset without
+a new segment is there alone). What nothing here switches off: the order of memory on GPUs
+(tests/kernels/test_compile_only.py refuses PTX without one), and the order of waiting kernels on a GPU
+(fusedcomm/runtime/launch_order.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("fusedcomm", "kernels", "tests")
+LIMIT_S = 240  # a protection against hangs that is off makes a hang
+
+
+@dataclass(frozen=True)
+class Control:
+    file: str
+    on: str  # stands once in the file
+    off: str
+    test: str
+
+    def run(self) -> str | None:
+        """Why this control is none, or None: the test has failed, and not for another reason than a failed test."""
+        with tempfile.TemporaryDirectory(prefix="fusedcomm-control-") as folder:
+            copy_sources(Path(folder))
+            source = Path(folder, self.file)
+            source.write_text(source.read_text().replace(self.on, self.off))
+            if source.suffix == ".h":
+                build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--build-temp", "temp"]
+                subprocess.run(build, cwd=folder, check=True, capture_output=True)
+            code, printed = run_tests(Path(folder), self.test)
+        if code == 1 and "ImportError" not in printed:
+            return None
+        return f"{self.test} must fail without {self.on!r}, got exit code {code}:\n{printed[-2000:]}"
+
+
+def copy_sources(folder: Path) -> None:
+    for each in ROOT.iterdir():
+        if each.name in COPIED:
+            shutil.copytree(each, folder / each.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif each.name not in (".git", "build"):
+            (folder / each.name).symlink_to(each)
+    (folder / "fusedcomm" / "kernels").symlink_to(folder / "kernels")  # as package_dir maps it
+
+
+def run_tests(folder: Path, *tests: str) -> tuple[int | None, str]:
+    """pytest's exit code and what it printed; no code if it took too long."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S * len(tests)
+        )
+    except subprocess.TimeoutExpired as error:
+        return None, str(error)
+    return done.returncode, done.stdout
+
+
+WORKSPACE = "fusedcomm/runtime/workspace.py"
+REGISTRY = "fusedcomm/runtime/members.py"
+ROUNDS = "kernels/triton/rounds.py"
+
+CONTROLS: dict[str, Control] = {
+    # values
+    "a second slot": Control(
+        WORKSPACE,
+        "return self.header_bytes + epoch % NUM_SLOTS * slot_bytes",
+        "return self.header_bytes",
+        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked-2-200]",
+    ),
+    "data before the flag": Control(
+        "fusedcomm/algorithms/transport.py",
+        "round.part(dst_rank).view(chunk.shape).copy_(chunk)\n                round.signal(dst_rank)\n\n    def wait",
+        "round.signal(dst_rank)\n                __import__('time').sleep(0.01)\n"
+        "                round.part(dst_rank).view(chunk.shape).copy_(chunk)\n\n    def wait",
+        "tests/ops/test_all_gather_matmul.py::test_a_list_of_weights_shares_one_gather",
+    ),
+    "a wait before each read": Control(
+        WORKSPACE,
+        "        self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)",
+        "        pass",
+        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked-2-200]",
+    ),
+    "the last program of a chunk signals": Control(
+        ROUNDS,
+        "if before + num_stored == num_parts:",
+        "if before >= 0:",
+        "tests/kernels/test_push_matmul.py::test_a_chunk_is_signalled_when_all_programs_have_stored_it",
+    ),
+    "the last program of a round counts it": Control(
+        ROUNDS,
+        "if arrivals + 1 == tl.num_programs(0):",
+        "if arrivals >= 0:",
+        "tests/kernels/test_reduce.py::test_every_shape",
+    ),
+    # hangs
+    "a bound of waits": Control(
+        WORKSPACE,
+        "        self.timeout_s = env.timeout_s()",
+        "        self.timeout_s = 3600.0",
+        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-later-call]",
+    ),
+    "a bound of waits in kernels": Control(
+        WORKSPACE,
+        "int(self.timeout_s * 1e9)",
+        "int(3600e9)",
+        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[fused-later-call]",
+    ),
+    "a bound of votes": Control(
+        "fusedcomm/runtime/vote.py",
+        "        self.timeout = env.timeout_s()",
+        "        self.timeout = 3600.0",
+        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
+    ),
+    "a bound of a store that is cut off": Control(
+        "fusedcomm/runtime/vote.py",
+        "result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)",
+        "result.result()",
+        "tests/runtime/test_vote.py::test_a_store_that_is_cut_off_ends_the_vote_in_time",
+    ),
+    "peers are told of a failure": Control(
+        WORKSPACE,
+        "        for address in self.addresses:\n",
+        "        for address in self.addresses[self.rank : self.rank + 1]:\n",
+        "tests/runtime/test_faults.py::test_a_late_rank_gets_an_error_too",
+    ),
+    "growth meets before it waits": Control(
+        REGISTRY,
+        "            self._come_together(self.workspace, op, ~fingerprint & FINGERPRINT)\n",
+        "",
+        "tests/runtime/test_faults.py::test_a_peer_in_another_call[needs-growth-chunked-later-call]",
+    ),
+    # wrong numbers after a failure
+    "calls that differ are told apart": Control(
+        WORKSPACE,
+        "        if flag != epoch << FINGERPRINT_BITS | fingerprint:",
+        "        if flag >> FINGERPRINT_BITS != epoch:",
+        "tests/ops/test_peer_faults.py::test_a_peer_with_other_shapes_or_dims",
+    ),
+    "a round left half way is broken": Control(
+        WORKSPACE,
+        "            self._give_up(ABANDONED, epoch)",
+        "            pass",
+        "tests/runtime/test_faults.py::test_a_round_left_half_way_is_never_taken_for_the_next[chunked-at-once]",
+    ),
+    "a look at the broken words where all signals are there": Control(
+        WORKSPACE,
+        '        if self.device.type == "cpu" and self.breakers(epoch):',
+        "        if False:",
+        "tests/runtime/test_faults.py::test_a_late_rank_gets_an_error_too",
+    ),
+    "a look at the broken words after the reads of a kernel": Control(
+        ROUNDS,
+        "    failed = failed | is_broken(segment, rank, epoch, GROUP_SIZE)\n",
+        "",
+        "tests/kernels/test_reduce.py::test_a_slot_that_was_given_up_poisons",
+    ),
+    "a failed rank tells who still reads before it pushes": Control(
+        ROUNDS,
+        "    give_up_earlier(segments_ptr, segment, rank, tl.load(last_epoch), GROUP_SIZE)\n",
+        "",
+        "tests/protocol/test_late_failure.py::test_who_still_reads_is_told",
+    ),
+    "a forked child is no rank": Control(
+        WORKSPACE,
+        "        if os.getpid() != self.pid:",
+        "        if False:",
+        "tests/runtime/test_faults.py::test_a_forked_child_is_no_rank",
+    ),
+    "a failed vote is not tried again": Control(
+        REGISTRY,
+        "            if device in group.errors:",
+        "            if False:",
+        "tests/runtime/test_faults.py::test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second",
+    ),
+    "a workspace that could not be made is not tried again": Control(
+        REGISTRY,
+        "        if self.error is not None:",
+        "        if False:",
+        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
+    ),
+    "an error that is kept holds on to nothing": Control(
+        REGISTRY,
+        "                raise group.errors[device].again() from failed",
+        "                raise group.errors[device] from failed",
+        "tests/runtime/test_reset.py::test_a_failed_call_keeps_neither_its_group_nor_its_tensors",
+    ),
+    "a reset makes slots of one size": Control(
+        REGISTRY,
+        '        yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]',
+        "        yield [(known.members[d], known.members[d].slot_bytes) for d in devices]",
+        "tests/runtime/test_reset.py::test_a_reset_makes_slots_of_one_size",
+    ),
+    "segments of captured graphs are kept": Control(
+        REGISTRY,
+        "            self.retired.append(self.workspace)",
+        "            pass",
+        "tests/runtime/test_workspace.py::test_retired_segments_are_kept_and_watched",
+    ),
+    # decisions that all ranks must make alike
+    "hosts are voted on": Control(
+        "fusedcomm/runtime/topology.py",
+        '        if fact["host"] != facts[0]["host"]:',
+        "        if False:",
+        "tests/runtime/test_workspace.py::test_ranks_on_several_hosts_fall_back_together",
+    ),
+    "the smallest cap holds for all": Control(
+        "fusedcomm/runtime/topology.py",
+        'min(fact["workspace_bytes"] for fact in facts)',
+        "env.workspace_bytes()",
+        "tests/runtime/test_workspace.py::test_settings_that_differ_by_rank",
+    ),
+    "algorithms that are asked for are voted on": Control(
+        "fusedcomm/runtime/topology.py",
+        "    if len(set(values)) > 1:",
+        "    if False:",
+        "tests/runtime/test_workspace.py::test_settings_that_differ_by_rank",
+    ),
+    "tuned numbers are voted on": Control(
+        "fusedcomm/runtime/topology.py",
+        "constants if _all_have_the_same(facts, rank) else None",
+        "constants",
+        "tests/cost/test_tuned.py::test_tuned_numbers_decide_on_all_ranks_or_on_none",
+    ),
+    "a rank without memory is heard of": Control(
+        REGISTRY,
+        '"error": error}',
+        '"error": ""}',
+        "tests/runtime/test_faults.py::test_a_rank_without_memory_makes_all_run_unfused",
+    ),
+    "votes compare what they are about": Control(
+        REGISTRY,
+        "    if others:\n        calls = ",
+        "    if False:\n        calls = ",
+        "tests/runtime/test_faults.py::test_reset_against_close_is_a_mismatch",
+    ),
+    "old posts do not count in a vote": Control(
+        "fusedcomm/runtime/vote.py",
+        '        elif None not in attempts and all(post and post["seen"] == seen for post in latest):',
+        "        elif None not in attempts:",
+        "tests/runtime/test_vote.py::test_old_posts_do_not_count",
+    ),
+    # FUSEDCOMM_CHECK=1
+    "calls are compared before they begin": Control(
+        "fusedcomm/ops/dispatch.py",
+        "        if ours.topology.check:",
+        "        if False:",
+        "tests/ops/test_call_check.py::test_a_difference_is_the_same_error_on_all_ranks",
+    ),
+    "all ranks check, or none": Control(
+        "fusedcomm/runtime/topology.py",
+        'any(fact["check"] for fact in facts)',
+        "env.check()",
+        "tests/ops/test_call_check.py::test_it_is_on_for_all_ranks_if_one_asks",
+    ),
+    "a look at the guard bytes": Control(
+        WORKSPACE,
+        "(damage := guards.damage(self))",
+        "(damage := '')",
+        "tests/runtime/test_canaries.py::test_an_overrun_of_a_peer_is_told_to_all_ranks",
+    ),
+    # at the end of the interpreter
+    "the main thread is never held back": Control(
+        "kernels/cpu/gil.h",
+        " && syscall(SYS_gettid) != getpid()",
+        "",
+        "tests/runtime/test_process_ends.py::test_ranks_end_without_a_crash[waits_at_the_end]",
+    ),
+    "a daemon thread is held back": Control(
+        "kernels/cpu/gil.h",
+        "  while (interpreter_ends() && ",
+        "  while (false && ",
+        "tests/runtime/test_process_ends.py::test_ranks_end_without_a_crash[thread_waits]",
+    ),
+    # security
+    "a forked child has no vote": Control(
+        "fusedcomm/runtime/group.py",
+        "    _forked = dist.is_initialized()",
+        "    _forked = False",
+        "tests/runtime/test_process_ends.py::test_ranks_end_without_a_crash[forks]",
+    ),
+    "votes of others are refused": Control(
+        "fusedcomm/runtime/vote.py",
+        '        if types != {"attempt": str, "seen": list, "facts": dict}:',
+        "        if False:",
+        "tests/runtime/test_vote.py::test_a_hostile_post_is_an_error_in_bounded_time",
+    ),
+    "a segment is sealed": Control(
+        "kernels/cpu/segment.h",
+        '  if (fcntl(fd_, F_ADD_SEALS, kSeals) != 0) throw system_error("cannot seal a segment");\n',
+        "",
+        "tests/runtime/test_rendezvous.py::test_sizes_that_differ",
+    ),
+    "a segment that is not sealed is refused": Control(
+        "kernels/cpu/segment.h",
+        "seals >= 0 && (seals & kSeals) == kSeals && ",
+        "",
+        "tests/runtime/test_rendezvous.py::test_memory_that_could_be_cut_off_is_refused",
+    ),
+    "peer indices are checked": Control(
+        WORKSPACE,
+        '        assert 0 <= rank < self.group_size, f"rank must be in [0, {self.group_size}), got {rank}"\n',
+        "",
+        "tests/package/test_security.py::test_a_round_refuses_ranks_outside_the_group",
+    ),
+    "dumps are their owner's": Control(
+        "fusedcomm/files.py",
+        "        os.replace(temporary, file)",
+        "        os.chmod(temporary, 0o644)\n        os.replace(temporary, file)",
+        "tests/runtime/test_dumps.py::test_an_error_leaves_a_dump_for_its_owner_alone",
+    ),
+    "ranks listen on loopback only": Control(
+        "fusedcomm/launch/ranks.py",
+        'socket.create_server(("127.0.0.1", 0))',
+        'socket.create_server(("", 0))',
+        "tests/package/test_security.py::test_ranks_and_who_starts_them_listen_on_loopback",
+    ),
+    "cache files of others are refused": Control(
+        "fusedcomm/cost/tuned.py",
+        "        if facts.st_uid != os.geteuid():",
+        "        if False:",
+        "tests/cost/test_tuned.py::test_a_file_that_others_may_have_written_is_ignored",
+    ),
+}
+
+
+def main(names: list[str]) -> int:
+    failed = 0
+    for name in names or CONTROLS:
+        reason = CONTROLS[name].run()
+        failed += reason is not None
+        print(f"{name}: {reason or 'its test fails without it'}", flush=True)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

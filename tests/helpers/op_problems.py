@@ -1,0 +1,177 @@
+"""The table of problems of all five ops, what is combined with what, and the gradients they should have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.groups import ALGORITHMS, DTYPES
+from tests.helpers.problems import OPS, PROBLEMS, Problem, exact, flat, integers, whole_group
+
+_to_all = partial(Problem, op="all_to_all_matmul")
+_gather = partial(Problem, op="all_gather_matmul")
+_scatter = partial(Problem, op="matmul_reduce_scatter")
+_reduce = partial(Problem, op="matmul_all_reduce")
+
+ALL_TO_ALL_MATMUL = [
+    _to_all("rows-gathered", (6, 5), 7, 0, 1),
+    _to_all("k-gathered", (6, 5), 7, 1, 0, bias=True),
+    _to_all("batch-k-gathered", (2, 6, 5), 7, 2, 1),
+    _to_all("batch-k-scattered", (2, 3, 5), 7, 1, 2, bias=True),
+    _to_all("batch-gathered", (2, 3, 5), 7, 0, 1),
+    _to_all("batch-scattered", (2, 3, 5), 7, 1, 0, bias=True),
+    _to_all("heads-gathered", (2, 3, 2, 4), 7, -2, 1, k_dims=2, bias=True),
+    _to_all("head-dim-gathered", (2, 3, 2, 4), 7, -1, 1, k_dims=2),
+    _to_all("heads-scattered", (2, 3, 2, 4), 7, 1, 2, k_dims=2, bias=True),
+    _to_all("heads-to-head-dim", (2, 3, 2, 4), 7, 3, 2, k_dims=2),
+    _to_all("transposed-w", (2, 3, 2, 4), 7, 2, 1, k_dims=2, bias=True, transposed=True),
+    _to_all("batched-w", (3, 4, 5), 6, 1, 2, batched=True, bias=True),
+    _to_all("batched-w-heads-gathered", (3, 4, 2, 3), 6, 2, 1, k_dims=2, batched=True, bias=True),
+    _to_all("batched-w-batch-gathered", (2, 4, 5), 6, 0, 1, batched=True),
+    _to_all("batched-w-batch-scattered", (2, 4, 5), 6, 1, 0, batched=True),
+    _to_all("two-batch-dims", (2, 3, 4, 5), 6, 1, 2, batched=True),
+    _to_all("three-lead-dims", (2, 3, 4, 5), 6, 1, 2),
+    _to_all("one-row", (1, 29), 37, 0, 1),
+    _to_all("ragged", (37, 29), 50, 1, 0),
+    _to_all("zero-rows", (0, 5), 4, 1, 0),
+    _to_all("zero-k", (4, 0), 6, 1, 0, bias=True),
+]
+ALL_GATHER_MATMUL = [
+    _gather("rows-gathered", (3, 5), 7, 0),
+    _gather("k-gathered", (3, 5), 7, 1, bias=True),
+    _gather("batch-rows-gathered", (2, 3, 5), 7, 1, bias=True),
+    _gather("batch-gathered", (2, 3, 5), 7, 0),
+    _gather("batch-k-gathered", (2, 3, 5), 7, -1),
+    _gather("three-lead-dims", (2, 3, 2, 5), 6, 1, bias=True),
+    _gather("batched-w", (2, 3, 5), 6, 1, batched=True, bias=True),
+    _gather("batched-w-batch-gathered", (2, 3, 5), 6, 0, batched=True),
+    _gather("batched-w-k-gathered", (2, 3, 5), 6, 2, batched=True, bias=True),
+    _gather("two-batch-dims", (2, 3, 2, 5), 6, 1, batched=True),
+    _gather("list-qkv", (2, 3, 5), (8, 3, 5), 1, bias=(True, False, True)),
+    _gather("list-k-gathered", (3, 5), (4, 6), -1, bias=(False, True)),
+    _gather("list-batched-w", (2, 3, 5), (4, 6), 0, batched=True, bias=(True, False)),
+    _gather("list-of-one", (3, 5), (6,), 0),
+    _gather("transposed-w", (2, 3, 5), (7, 4), 1, bias=(True, True), transposed=True),
+    _gather("one-row", (1, 29), 37, 0),
+    _gather("ragged", (37, 29), 50, 0),
+    _gather("zero-rows", (0, 5), 4, 0),
+    _gather("zero-k", (4, 0), 6, 0, bias=True),
+]
+MATMUL_REDUCE_SCATTER = [
+    _scatter("rows-scattered", (3, 5), 7, scatter_dim=0),
+    _scatter("columns-scattered", (3, 5), 4, scatter_dim=1, bias=True),
+    _scatter("batch-rows-scattered", (2, 3, 5), 7, scatter_dim=1, bias=True, reduce_op="avg"),
+    _scatter("batch-scattered", (2, 3, 5), 7, scatter_dim=0, bias=True),
+    _scatter("batch-columns-scattered", (2, 3, 5), 4, scatter_dim=-1, bias=True, reduce_op="avg"),
+    _scatter("three-lead-dims", (2, 3, 2, 5), 6, scatter_dim=1),
+    _scatter("third-lead-dim", (2, 2, 3, 5), 6, scatter_dim=-2, bias=True, reduce_op="avg"),
+    _scatter("batched-w", (2, 3, 5), 6, scatter_dim=1, batched=True, bias=True),
+    _scatter("batched-w-batch-scattered", (2, 3, 5), 6, scatter_dim=0, batched=True, reduce_op="avg"),
+    _scatter("batched-w-columns-scattered", (2, 3, 5), 4, scatter_dim=2, batched=True, bias=True),
+    _scatter("two-batch-dims", (2, 3, 2, 5), 6, scatter_dim=1, batched=True),
+    _scatter("transposed-w", (2, 3, 5), 7, scatter_dim=1, bias=True, transposed=True),
+    _scatter("one-row", (1, 29), 37, scatter_dim=0, reduce_op="avg"),
+    _scatter("ragged", (37, 29), 50, scatter_dim=0),
+    _scatter("ragged-columns", (37, 29), 25, scatter_dim=1, bias=True),
+    _scatter("zero-rows", (0, 5), 4, scatter_dim=1),
+    _scatter("zero-k", (4, 0), 6, scatter_dim=0, bias=True),
+]
+MATMUL_ALL_REDUCE = [
+    _reduce("rows-divide", (12, 5), 7),
+    _reduce("columns-divide", (5, 7), 24, bias=True),
+    _reduce("both-divide", (12, 5), 24, bias=True, reduce_op="avg"),
+    _reduce("batch-divides", (12, 5, 3), 7, bias=True),
+    _reduce("nothing-divides", (5, 3), 7, bias=True),
+    _reduce("nothing-divides-wide", (2, 5, 3), 31, bias=True, reduce_op="avg"),
+    _reduce("nothing-divides-three-lead-dims", (5, 7, 5, 3), 7),
+    _reduce("three-lead-dims", (5, 12, 2, 3), 7, reduce_op="avg"),
+    _reduce("batched-w", (12, 5, 3), 7, batched=True, bias=True),
+    _reduce("batched-w-columns", (5, 7, 3), 12, batched=True),
+    _reduce("batched-w-nothing-divides", (5, 7, 3), 11, batched=True, bias=True, reduce_op="avg"),
+    _reduce("two-batch-dims", (2, 3, 5, 4), 7, batched=True),
+    _reduce("transposed-w", (2, 6, 5), 7, bias=True, transposed=True),
+    _reduce("one-row", (1, 29), 37, reduce_op="avg"),
+    _reduce("ragged", (37, 29), 50),
+    _reduce("zero-rows", (0, 5), 4),
+    _reduce("zero-k", (5, 0), 7, bias=True),
+]
+TABLES = {
+    "matmul_all_to_all": PROBLEMS,
+    "all_to_all_matmul": ALL_TO_ALL_MATMUL,
+    "all_gather_matmul": ALL_GATHER_MATMUL,
+    "matmul_reduce_scatter": MATMUL_REDUCE_SCATTER,
+    "matmul_all_reduce": MATMUL_ALL_REDUCE,
+}
+FAMILY = [problem for op in OPS for problem in TABLES[op]]
+NAMED = {str(problem): problem for problem in FAMILY}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A problem as it runs once: all of them are opchecked, and their values and gradients compared."""
+
+    problem: Problem
+    dtype: torch.dtype
+    group_size: int
+    algorithm: str
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.problem.op}:{self.problem.name}:{dtype}:{self.group_size}-ranks:{self.algorithm}"
+
+
+def _combinations() -> list[Combination]:
+    """Each problem with each algorithm; dtypes and sizes take turns. The interpreter is slow: small groups for it."""
+    made = []
+    for i, problem in enumerate(FAMILY):
+        for j, algorithm in enumerate(ALGORITHMS):
+            sizes = [2, 2, 3, 2, 2, 2, 4, 2] if algorithm == "fused" else [2, 3, 4]
+            made.append(Combination(problem, DTYPES[(i + j) % 3], sizes[(i + j + i // 3) % len(sizes)], algorithm))
+    return made
+
+
+COMBINATIONS = _combinations()
+
+
+def loss_weights(problem: Problem, outs: list[Tensor], rank: int, group_size: int) -> list[Tensor]:
+    """What each rank multiplies its results with, by output; of a replicated result it is the same on all ranks."""
+    shift = 0 if problem.op == "matmul_all_reduce" else rank
+    scale = group_size if problem.reduce_op == "avg" else 1
+    return [scale * ((torch.arange(out.numel()).view(out.shape) + shift + 3 * i) % 5 - 2) for i, out in enumerate(outs)]
+
+
+def expected_gradients(
+    problem: Problem,
+    rank: int,
+    group_size: int,
+    dtype: torch.dtype = torch.float32,
+    used: Sequence[int] | None = None,
+) -> list[Tensor | None]:
+    """Of this rank's x, weights and biases, through the program of the whole group, in float64.
+
+    ``used``: of a list, the results that the loss takes.
+
+    matmul_all_reduce takes its gradient to be replicated: the loss is that of one model, not the sum of every rank's.
+    """
+    leaves = [
+        [None if t is None else t.double().requires_grad_() for t in flat(integers(problem, r, group_size))]
+        for r in range(group_size)
+    ]
+    results = whole_group(problem, leaves, group_size)[0]
+    losses = []
+    for r, outs in enumerate(results):
+        terms = zip(outs, loss_weights(problem, outs, r, group_size), strict=True)
+        losses.append(sum((out * w).sum() for i, (out, w) in enumerate(terms) if used is None or i in used))
+    loss = losses[rank] if problem.op == "matmul_all_reduce" else sum(losses)
+    mine = [t for t in leaves[rank] if t is not None]
+    grads = iter(torch.autograd.grad(loss, mine, materialize_grads=True))
+    return [None if t is None else exact(next(grads), dtype) for t in leaves[rank]]
+
+
+def as_list(out: Any) -> list[Tensor]:
+    return list(out) if isinstance(out, list | tuple) else [out]

@@ -1,0 +1,302 @@
+"""What a rank does, and how it ends: ``-m tests.helpers.process_programs NAME RANK PORT``, by test_process_ends.py."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+NUM_RANKS = 2
+PEER_S = 2.0
+LATE_S = 5.0
+CHILD_S = 30.0
+kept: list[Any] = []  # until the interpreter has ended
+
+
+def start(rank: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS, store=store, timeout=timedelta(seconds=60))
+
+
+def use(calls: int = 3) -> None:
+    """Forward and backward, with values checked."""
+    import fusedcomm
+
+    with fusedcomm.force_algorithm("chunked", strict=True):
+        for i in range(calls):
+            x = torch.full((4, 3), float(dist.get_rank() + i), requires_grad=True)
+            w = torch.ones(3, 6, requires_grad=True)
+            y = fusedcomm.matmul_all_to_all(x, w, 0, 1)
+            assert y.tolist() == [[3.0 * i] * 3] * 4 + [[3.0 * (1 + i)] * 3] * 4
+            y.sum().backward()
+            assert x.grad is not None and x.grad.tolist() == [[6.0] * 3] * 4
+
+
+def keep_symmetric_memory() -> None:
+    """A tensor, its handle and a peer's memory, in a cycle."""
+    t = symm_mem.empty(8, device=torch.device("cpu"))
+    handle = symm_mem.rendezvous(t, dist.group.WORLD)
+    kept.append([t, handle, handle.get_buffer(1 - dist.get_rank(), (8,), t.dtype), kept])
+
+
+def in_child(end: Callable[[], object]) -> int:
+    """The exit code of a forked child that does that and ends as interpreters end; -9: it hangs, and was killed."""
+    child = os.fork()
+    if child == 0:
+        end()
+        sys.exit()
+    deadline = time.monotonic() + CHILD_S
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# How ranks end
+
+
+def left_open(rank: int, port: int) -> None:
+    """With a group, a workspace and memory of its own; fusedcomm was imported after init_process_group."""
+    assert "fusedcomm" not in sys.modules
+    start(rank, port)
+    use()
+    keep_symmetric_memory()
+
+
+def destroyed(rank: int, port: int) -> None:
+    """The group is destroyed before anything is closed; the memory stays."""
+    import fusedcomm
+
+    start(rank, port)
+    use()
+    keep_symmetric_memory()
+    dist.barrier()
+    dist.destroy_process_group()
+    with contextlib.suppress(ValueError):
+        fusedcomm.close()
+        raise AssertionError("no group to close")
+    gc.collect()
+    assert all(t.add_(1).shape == (8,) for t in kept[0] if isinstance(t, Tensor))
+
+
+def closed(rank: int, port: int) -> None:
+    """As it should be; then once more."""
+    import fusedcomm
+
+    start(rank, port)
+    for _ in range(2):
+        use()
+        fusedcomm.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def modules_gone(rank: int, port: int) -> None:
+    """Loaded again, and taken away, before what they have made is."""
+    start(rank, port)
+    use()
+    keep_symmetric_memory()
+    importlib.reload(sys.modules["fusedcomm"])
+    use()
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fusedcomm"]:
+            del sys.modules[name]
+        gc.collect()
+
+    atexit.register(forget)
+
+
+class WaitsAtTheEnd:
+    """Its last reference is a builtin's, which goes when the interpreter ends."""
+
+    def __init__(self) -> None:
+        from fusedcomm.kernels.cpu import native
+
+        self.words, self.native_wait, self.write = torch.zeros(2, dtype=torch.int64), native.wait, os.write
+
+    def __del__(self) -> None:
+        flag = self.words.data_ptr()
+        self.native_wait(flag, 1, flag + 8, 1, 0.1)  # longer than a wait keeps the GIL
+        self.write(1, b"waited\n")
+
+
+def waits_at_the_end(rank: int, port: int) -> None:
+    """The main thread, in a destructor."""
+    builtins.kept_to_the_end = WaitsAtTheEnd()  # type: ignore[attr-defined]
+
+
+def thread_works(rank: int, port: int) -> None:
+    """The main thread has ended when another one makes calls."""
+    start(rank, port)
+    use()
+
+    def work() -> None:
+        threading.main_thread().join()
+        use()
+
+    threading.Thread(target=work).start()
+
+
+def leaves(rank: int, port: int, how: Callable[[], object], late_s: float = 0.0) -> None:
+    """Rank 0 leaves, ``how``; rank 1 calls, ``late_s`` later, and is told in time."""
+    import fusedcomm
+    from fusedcomm.runtime import members
+
+    start(rank, port)
+    use()
+    (member,) = members.members(dist.group.WORLD)
+    member.workspace.timeout_s = PEER_S
+    if rank == 0:
+        how()
+        return
+    time.sleep(late_s)
+    begun = time.monotonic()
+    try:
+        use(1 << 30)
+    except fusedcomm.PeerTimeoutError as error:
+        assert error.peers == [0]
+        assert time.monotonic() - begun < PEER_S + LATE_S
+
+
+def raises(rank: int, port: int) -> None:
+    def fail() -> None:
+        raise LookupError("on purpose")
+
+    leaves(rank, port, fail)
+
+
+def thread_waits(rank: int, port: int) -> None:
+    """A daemon thread of rank 0 waits for a peer that comes when the interpreter has ended, which takes a while."""
+
+    def leave_a_thread() -> None:
+        threading.Thread(target=use, args=(1,), daemon=True).start()
+        time.sleep(0.3)
+        builtins.kept_to_the_end = WaitsAtTheEnd()  # type: ignore[attr-defined]
+
+    leaves(rank, port, leave_a_thread, late_s=PEER_S)
+
+
+def returns(rank: int, port: int) -> None:
+    leaves(rank, port, lambda: None)
+
+
+def exits(rank: int, port: int) -> None:
+    leaves(rank, port, sys.exit)
+
+
+def exits_at_once(rank: int, port: int) -> None:
+    leaves(rank, port, lambda: os._exit(0))
+
+
+# Other processes
+
+
+class Numbers(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((2,), index)
+
+
+def let_go() -> None:
+    kept.clear()
+    gc.collect()
+
+
+def all_refused() -> None:
+    import fusedcomm
+
+    for call in (use, fusedcomm.reset, fusedcomm.close):
+        refused(call)
+
+
+def forks(rank: int, port: int) -> None:
+    """Children that end as they like disturb nobody, but can take no part in the group."""
+    import fusedcomm
+
+    assert in_child(lambda: None) == 0
+    start(rank, port)
+    use()
+    keep_symmetric_memory()
+    assert in_child(let_go) == 0
+    assert in_child(lambda: os._exit(5)) == 5
+    assert in_child(all_refused) == 0
+    use()
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
+    for batch in loader:
+        use(1)
+        assert batch.shape == (1, 2)
+    fusedcomm.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def refused(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        assert "was forked from rank" in str(error)
+    else:
+        raise AssertionError("a child took part")
+
+
+def spawned() -> None:
+    x, w = torch.ones(4, 3), torch.ones(3, 6)
+    import fusedcomm
+
+    try:
+        fusedcomm.matmul_all_to_all(x, w, 0, 1)
+    except ValueError as error:
+        assert "init_process_group" in str(error)
+
+
+def spawns(rank: int, port: int) -> None:
+    start(rank, port)
+    use()
+    child = multiprocessing.get_context("spawn").Process(target=spawned)
+    child.start()
+    use()
+    child.join(60)
+    assert child.exitcode == 0
+    use()
+
+
+PROGRAMS = {
+    each.__name__: each
+    for each in (
+        *(left_open, destroyed, closed, modules_gone, waits_at_the_end, thread_works),
+        *(raises, thread_waits, returns, exits, exits_at_once),
+        *(forks, spawns),
+    )
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    PROGRAMS[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

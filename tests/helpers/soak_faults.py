@@ -1,0 +1,136 @@
+"""Protections that a rank is without while a random program runs: the programs must notice each."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fusedcomm.algorithms.transport import CpuTransport
+from fusedcomm.runtime import workspace
+from tests.soak import invoke, worker
+from tests.soak.data import Data
+from tests.soak.jitter import jitter
+from tests.soak.outcome import Outcome
+
+LATE_S = 0.003
+SHARE = 0.3  # of signals and waits that are late
+
+
+@contextmanager
+def one_slot() -> Iterator[None]:
+    with mock.patch.object(workspace, "NUM_SLOTS", 1):
+        yield
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    with mock.patch.object(workspace.Workspace, "wait", lambda *args: None):
+        yield
+
+
+@contextmanager
+def signal_before_data() -> Iterator[None]:
+    part = workspace.Round.part
+
+    def early(self: workspace.Round, dst_rank: int) -> torch.Tensor:
+        if dst_rank != self.workspace.rank:
+            self.signal(dst_rank)
+            time.sleep(LATE_S)
+        return part(self, dst_rank)
+
+    with mock.patch.object(workspace.Round, "part", early):
+        yield
+
+
+@contextmanager
+def late_reads() -> Iterator[None]:
+    """What has arrived is copied out by a thread; before the results are compared, but nobody else waits for it."""
+    with _late_reads(joined=False):
+        yield
+
+
+@contextmanager
+def late_reads_joined() -> Iterator[None]:
+    """They come before this rank's next signal, as the protocol has it."""
+    with _late_reads(joined=True):
+        yield
+
+
+class _Arrived(CpuTransport):
+    """After the waits."""
+
+    def wait(self, round: workspace.Round, src_rank: int) -> None:
+        pass
+
+
+@contextmanager
+def _late_reads(joined: bool) -> Iterator[None]:
+    unpack, compare, signal = CpuTransport.unpack, worker._Worker._compare, workspace.Round.signal
+    copies: dict[int, list[Future[None]]] = defaultdict(list)  # by the thread that has waited
+
+    @torch.no_grad()  # as inside the op
+    def copy_late(round: workspace.Round, *args: Any) -> None:
+        time.sleep(LATE_S)
+        unpack(_Arrived(), round, *args)
+
+    def unpack_late(self: CpuTransport, round: workspace.Round, out: torch.Tensor, own: Any = None) -> None:
+        if round.op != "matmul_all_to_all":  # others look at the result within the call
+            unpack(self, round, out, own)
+            return
+        for src_rank in round.sources()[1:]:
+            self.wait(round, src_rank)
+        copies[get_ident()].append(thread.submit(copy_late, round, out, own))
+
+    def join(caller: int) -> None:
+        while copies[caller]:
+            copies[caller].pop().result()
+
+    def compare_joined(self: worker._Worker) -> None:
+        for caller in list(copies):
+            join(caller)
+        compare(self)
+
+    def signal_joined(self: workspace.Round, dst_rank: int) -> None:
+        if joined:
+            join(get_ident())
+        signal(self, dst_rank)
+
+    with ExitStack() as patches, ThreadPoolExecutor(1) as thread:
+        patches.enter_context(mock.patch.object(CpuTransport, "unpack", unpack_late))
+        patches.enter_context(mock.patch.object(worker._Worker, "_compare", compare_joined))
+        patches.enter_context(mock.patch.object(workspace.Round, "signal", signal_joined))
+        yield
+
+
+@contextmanager
+def wrong_element() -> Iterator[None]:
+    """One of a float16 matmul_reduce_scatter, on rank 1 of a group."""
+    results = invoke.results
+
+    def spoiled(data: Data, rank: int, *args: Any) -> list[torch.Tensor]:
+        outs = results(data, rank, *args)
+        if rank == 1 and (data.case.op, data.case.dtype) == ("matmul_reduce_scatter", torch.float16):
+            outs[0].view(-1)[-1:] += 1
+        return outs
+
+    with mock.patch.object(invoke, "results", spoiled):
+        yield
+
+
+def run_without(
+    rank: int, fault: Callable[[], Any], seed: int, index: int, steps: Sequence[int] | None = None, wait_s: int = 90
+) -> Outcome:
+    """A program under ``fault``, with many delays."""
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.dict(worker.WAIT_S, cpu=wait_s))
+        patches.enter_context(fault())
+        patches.enter_context(jitter(f"{seed} {index} {rank}", SHARE))
+        return worker.run_program(rank, seed, index, steps=steps)

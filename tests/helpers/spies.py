@@ -1,0 +1,110 @@
+"""What a program dispatches, sends and keeps, seen from outside the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedcomm.runtime import workspace
+
+MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+class Dispatched(TorchDispatchMode):
+    """Every op that is called inside, by name; what the ops of fusedcomm call themselves is below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func.name().partition(".")[0], args))
+        return func(*args, **(kwargs or {}))
+
+    def names(self, namespace: str) -> list[str]:
+        """Without the waits."""
+        names = [name.split("::") for name, _ in self.calls]
+        return [name for space, name in names if space == namespace and name != "wait_tensor"]
+
+    def arguments(self, name: str) -> tuple[Any, ...]:
+        (args,) = [args for called, args in self.calls if called == name]
+        return args
+
+    def matmuls(self) -> int:
+        return sum(name in MATMULS for name in self.names("aten"))
+
+    def collective_bytes(self, group_size: int) -> float:
+        """Bytes that this rank sends to others in plain collectives, each done in the least that it takes."""
+        sent = 0.0
+        for name, args in self.calls:
+            if not name.startswith("_c10d_functional::") or name.endswith("wait_tensor"):
+                continue
+            share = {
+                "all_to_all_single": (group_size - 1) / group_size,
+                "all_gather_into_tensor": group_size - 1,
+                "reduce_scatter_tensor": (group_size - 1) / group_size,
+                "all_reduce": 2 * (group_size - 1) / group_size,
+            }[name.split("::")[1]]
+            sent += args[0].nbytes * share
+        return sent
+
+
+@dataclass
+class Pushed:
+    """Chunks that `chunked` has written to peers: (dst_rank, bytes)."""
+
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.chunks)
+
+
+SENTINEL = 0xA7  # in every byte: what no test sends
+
+
+@contextmanager
+def pushed() -> Iterator[Pushed]:
+    """Fills each part of a peer's slot with a sentinel when it is asked for; what differs at the signal was sent."""
+    seen, filled = Pushed(), []
+    part, signal = workspace.Round.part, workspace.Round.signal
+
+    def filling_part(self: workspace.Round, dst_rank: int) -> Tensor:
+        chunk = part(self, dst_rank)
+        if dst_rank != self.workspace.rank and dst_rank not in filled:
+            filled.append(dst_rank)
+            chunk.view(torch.uint8).fill_(SENTINEL)
+        return chunk
+
+    def counting_signal(self: workspace.Round, dst_rank: int) -> None:
+        if dst_rank in filled:
+            filled.remove(dst_rank)
+            chunk = part(self, dst_rank)
+            unsent = (chunk.view(torch.uint8).view(-1, chunk.itemsize) == SENTINEL).all(1)
+            seen.chunks.append((dst_rank, int((~unsent).sum()) * chunk.itemsize))
+        signal(self, dst_rank)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace.Round, "part", filling_part)
+        patch.setattr(workspace.Round, "signal", counting_signal)
+        yield seen
+
+
+@contextmanager
+def saved_for_backward() -> Iterator[list[Tensor]]:
+    """What autograd keeps of what is called inside."""
+    saved: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        yield saved

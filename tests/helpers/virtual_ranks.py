@@ -1,0 +1,102 @@
+"""R ranks of the kernels' protocol in one process, for tests in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedcomm.runtime.workspace import HeaderLayout
+
+GUARD = 0xA5
+NOT_A_NUMBER = 0xFF  # in every byte of a float of any type
+FINGERPRINT = 0x5A17C3
+NUM_PROGRAMS = {"push": 3, "pack": 2, "gather": 3, "unpack": 2, "reduce": 2}
+
+
+class VirtualRank:
+    """One rank's view of segments that lie in this process."""
+
+    def __init__(self, rank: int, segments: list[Tensor], slot_bytes: int, num_slots: int) -> None:
+        self.rank, self.group_size = rank, len(segments)
+        self.layout = HeaderLayout(self.group_size)
+        self.segments = torch.tensor([segment.data_ptr() for segment in segments])
+        self.peers, self.segment = segments, segments[rank]
+        self.slot_bytes, self.num_slots = slot_bytes, num_slots
+        self.record = torch.zeros(8 + 2 * self.group_size, dtype=torch.int64)
+        self.word(self.layout.timeout)[0] = int(60e9)
+        self.word(self.layout.record)[0] = self.record.data_ptr()
+
+    def num_programs(self, kind: str) -> int:
+        return NUM_PROGRAMS[kind]
+
+    def word(self, offset: int, count: int = 1) -> Tensor:
+        return self.segment[offset : offset + 8 * count].view(torch.int64)
+
+    @property
+    def epoch(self) -> int:
+        return int(self.word(self.layout.epoch))
+
+    @property
+    def broken(self) -> list[int]:
+        return self.word(self.layout.broken, self.group_size).tolist()
+
+    def assert_idle(self, epoch: int, failed: bool = False) -> None:
+        """Between calls: ``epoch`` rounds are over, nothing is half counted."""
+        assert self.epoch == epoch and bool(self.record.any()) == failed
+        assert int(self.word(self.layout.arrivals)) == 0
+        assert not self.word(self.layout.tiles_done, self.group_size).any()
+        assert (self.segment[-64:] == GUARD).all()
+
+
+def virtual_ranks(group_size: int, slot_bytes: int, num_slots: int = 2) -> list[VirtualRank]:
+    slot_bytes = -(-slot_bytes // 128) * 128
+    header = HeaderLayout(group_size).header_bytes
+    segments = []
+    for _ in range(group_size):
+        segment = torch.zeros(header + 2 * slot_bytes + 64, dtype=torch.uint8)
+        segment[header:] = NOT_A_NUMBER
+        segment[-64:] = GUARD
+        segments.append(segment)
+    return [VirtualRank(rank, segments, slot_bytes, num_slots) for rank in range(group_size)]
+
+
+def sizes_and_names(names: Iterable[str], on_all: Iterable[str]) -> list[Any]:
+    """Every case on 1 and 3 ranks, and some on 2 and 4 too: the interpreter is slow, and a third peer is as the second.
+
+    The others are soak tests.
+    """
+    names, quick = list(names), set(on_all)
+    assert quick <= set(names)
+    soak = pytest.mark.soak
+    return [
+        pytest.param(group_size, name, marks=() if group_size % 2 or name in quick else soak)
+        for group_size in (1, 2, 3, 4)
+        for name in names
+    ]
+
+
+def guarded(shape: list[int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """A NaN tensor between NaNs that nobody may write."""
+    numel = math.prod(shape)
+    buffer = torch.full((numel + 64,), float("nan"), dtype=dtype)
+    return buffer[32 : 32 + numel].view(shape), (buffer[:32], buffer[32 + numel :])
+
+
+def assert_results(padded: list[tuple[Tensor, tuple[Tensor, Tensor]]], expected: list[Tensor]) -> None:
+    """Bit-equal, and nothing written beside the results; ``padded``: as ``guarded`` makes them."""
+    for (out, guards), value in zip(padded, expected, strict=True):
+        torch.testing.assert_close(out, value, rtol=0, atol=0)
+        assert all(torch.isnan(guard).all() for guard in guards)
+
+
+def flag(epoch: int, fingerprint: int = FINGERPRINT) -> int:
+    return epoch << 24 | fingerprint
+
+
+def record(kind: int, epoch: int, rank: int, flags: list[int], bad: list[int]) -> list[int]:
+    return [2, kind, epoch, rank, FINGERPRINT, 0, 0, 0, *flags, *bad]

@@ -1,0 +1,269 @@
+"""The layers of fusedcomm.nn: what they equal, their gradients, what they refuse."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fusedcomm
+from fusedcomm.nn import (
+    ColumnParallelLinear,
+    ParallelLinear,
+    RowParallelLinear,
+    UlyssesOut,
+    UlyssesQKV,
+    sum_replicated_gradients,
+)
+from tests.helpers.nn_layers import BY_NAME, HIDDEN, LAYERS, Layer, Nested, X
+
+# float32 has 1.2e-7; sums of some tens of terms of about 1 run in another order
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def part(t: Tensor, dim: int | None, rank: int, size: int) -> Tensor:
+    return t if dim is None else t.chunk(size, dim)[rank]
+
+
+def tensors_of(out: Any) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+def run_plain(layer: Layer, bias: bool) -> tuple[Tensor, list[Tensor], nn.Linear, list[Tensor]]:
+    """x with its gradient, the results, the layer with its gradients, the weights of the loss."""
+    linear = layer.plain(bias)
+    x = torch.randn(layer.x_shape, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    outs = layer.program(linear, x)
+    weights = [torch.randn(o.shape, generator=torch.Generator().manual_seed(i)) for i, o in enumerate(outs)]
+    sum((o * w).sum() for o, w in zip(outs, weights, strict=True)).backward()
+    return x, outs, linear, weights
+
+
+def check_layer(rank: int, layer: Layer, bias: bool) -> None:
+    size = dist.get_world_size()
+    x, wants, linear, weights = run_plain(layer, bias)
+    module = layer.kind.from_linear(linear, **layer.options())
+    mine = part(x.detach(), layer.x_dim, rank, size).clone().requires_grad_()
+    with fusedcomm.force_algorithm("chunked", strict=True):
+        outs = tensors_of(module(mine))
+        loss = sum((o * part(w, layer.y_dim, rank, size)).sum() for o, w in zip(outs, weights, strict=True))
+        loss.backward()
+    for out, want in zip(outs, wants, strict=True):
+        torch.testing.assert_close(out, part(want, layer.y_dim, rank, size), **CLOSE)
+    torch.testing.assert_close(mine.grad, part(x.grad, layer.x_dim, rank, size), **CLOSE)
+
+    assert module.partial_gradients == tuple(n for n in layer.partial if bias or n != "bias")
+    sum_replicated_gradients(module)
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"][: 1 + bias]
+    for name, parameter in module.named_parameters():
+        want = part(linear.get_parameter(name).grad, layer.shard_dims.get(name), rank, size)
+        torch.testing.assert_close(parameter.grad, want, **CLOSE)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_values_and_gradients(ranks: Any, layer: Layer, bias: bool) -> None:
+    ranks(2).run(check_layer, layer, bias)
+
+
+@pytest.mark.parametrize("layer", [BY_NAME[name] for name in ("qkv", "out", "column-sequence", "column")], ids=str)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_other_world_sizes(ranks: Any, layer: Layer, world_size: int) -> None:
+    ranks(world_size).run(check_layer, layer, True)
+
+
+def check_one_head(rank: int) -> None:
+    linear, x = nn.Linear(5, 7), torch.randn(2, 3, 1, 5)
+    module = UlyssesOut.from_linear(linear, num_heads=1)
+    torch.testing.assert_close(module(x), linear(x.flatten(-2)), **CLOSE)
+
+
+def test_one_head_on_one_rank(ranks: Any) -> None:
+    ranks(1).run(check_one_head)
+
+
+def check_groups(rank: int) -> None:
+    """Tensor parallel in pairs of four ranks, by each way to name a group; the pairs do not mix."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    layer = BY_NAME["row-sequence"]
+    linear = layer.plain()
+    for group in ((mesh, "model"), mesh["model"], mesh.get_group("model"), mesh.get_group("model").group_name):
+        module = layer.kind.from_linear(linear, sequence_dim=1, group=group)
+        x = torch.randn(X, generator=torch.Generator().manual_seed(rank // 2))
+        out = module(x.chunk(2, -1)[rank % 2])
+        torch.testing.assert_close(out, linear(x).chunk(2, 1)[rank % 2], **CLOSE)
+        scale = nn.Parameter(torch.ones(()))
+        (out * scale * (rank + 1)).sum().backward()
+        module.weight.grad = None
+        before = module.bias.grad.clone()
+        scale.grad.fill_(rank)
+        sum_replicated_gradients(nn.ModuleList([module, module]), also=[scale, scale, module.bias], group=mesh["data"])
+        ours = sum(r + 1 for r in (0, 1)) if rank < 2 else sum(r + 1 for r in (2, 3))
+        torch.testing.assert_close(module.bias.grad, before * ours / (rank + 1), **CLOSE)
+        assert scale.grad == (rank + (rank + 2) % 4)
+        assert module.weight.grad is None
+
+
+def test_groups(ranks: Any) -> None:
+    ranks(4).run(check_groups)
+
+
+def check_sum(rank: int) -> None:
+    model = Nested().parallel()
+    with pytest.raises(ValueError, match=r"also must name parameters with partial gradients, got mlp.0.weight"):
+        sum_replicated_gradients(model, also=model.mlp.parameters())
+    assert model.mlp[2].partial_gradients == ()
+    grad = torch.arange(model.qkv.weight.numel()).view_as(model.qkv.weight).float()
+    model.qkv.weight.grad = grad.clone() if rank == 0 else grad.mT.contiguous().mT  # the same values in another order
+    model.qkv.bias.grad = None
+    sum_replicated_gradients(model)
+    assert torch.equal(model.qkv.weight.grad, 2 * grad)
+    assert model.qkv.bias.grad is None
+    sum_replicated_gradients(nn.Linear(2, 2))
+
+
+def test_sum_replicated_gradients(ranks: Any) -> None:
+    ranks(2).run(check_sum)
+
+
+def check_memory_saving(rank: int) -> None:
+    """save_gathered and save_exchanged: the same gradients from less memory."""
+    for name, switch in (("column-sequence", "save_gathered"), ("out", "save_exchanged")):
+        layer = BY_NAME[name]
+        saved: list[list[int]] = []
+        grads = []
+        for keep in (True, False):
+            module = layer.kind.from_linear(layer.plain(), **layer.options())
+            setattr(module, switch, keep)
+            x = torch.randn(layer.x_shape, generator=torch.Generator().manual_seed(5))
+            x = x.chunk(2, layer.x_dim)[rank].clone().requires_grad_()
+            saved.append([])
+            pack = saved[-1].append
+            hooks = torch.autograd.graph.saved_tensors_hooks
+            with hooks(lambda t, pack=pack: (pack(t.untyped_storage().data_ptr()), t)[1], lambda t: t):
+                out = module(x)
+            out.square().sum().backward()
+            assert (x.untyped_storage().data_ptr() in saved[-1]) == (not keep)
+            grads.append(module.weight.grad)
+        torch.testing.assert_close(*grads, **CLOSE)
+
+
+def test_memory_saving(ranks: Any) -> None:
+    ranks(2).run(check_memory_saving)
+
+
+def check_replicated_input(rank: int) -> None:
+    """ColumnParallelLinear without sequence_dim: a frozen x costs no communication; no silent second derivative."""
+    module = ColumnParallelLinear(HIDDEN, 8)
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(6))
+    if rank == 0:  # alone: nothing may wait for the other rank
+        module(x).sum().backward()
+    dist.barrier()
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert x.grad.dtype == module.weight.grad.dtype == torch.float32
+
+
+def test_column_parallel_of_a_replicated_input(ranks: Any) -> None:
+    ranks(2).run(check_replicated_input)
+
+
+def check_compiled(rank: int, layer: Layer, autocast: bool) -> None:
+    size = dist.get_world_size()
+    module = layer.kind.from_linear(layer.plain(), **layer.options())
+    x = torch.randn(layer.x_shape, generator=torch.Generator().manual_seed(7))
+    x = part(x, layer.x_dim, rank, size).clone().requires_grad_()
+    torch._dynamo.reset()
+    answers = []
+    for run in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            outs = tensors_of(run(x))
+        grads = torch.autograd.grad(sum(o.square().sum() for o in outs), (x, module.weight, module.bias))
+        answers.append([*(o.detach() for o in outs), *grads])
+    torch.testing.assert_close(*answers)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_compiled(ranks: Any, layer: Layer) -> None:
+    ranks(2).run(check_compiled, layer, False)
+
+
+@pytest.mark.parametrize("name", ["qkv-gqa", "column", "row-sequence"])
+def test_compiled_under_autocast(ranks: Any, name: str) -> None:
+    ranks(2).run(check_compiled, BY_NAME[name], True)
+
+
+LINEAR = nn.Linear(12, 12)
+BAD = [
+    (lambda: UlyssesQKV(12, 3, 4), "num_heads must be divisible by group_size=2, got 3"),
+    (lambda: UlyssesQKV(12, 4, 4, 1), "num_kv_heads must be divisible by group_size=2, got 1"),
+    (lambda: UlyssesQKV(12, 6, 4, 4), "num_heads must be a multiple of num_kv_heads=4, got 6"),
+    (lambda: UlyssesQKV(12, 4, 4, 0), "num_kv_heads must be at least 1, got 0"),
+    (lambda: UlyssesOut(0, 4, 5), "num_heads must be at least 1, got 0"),
+    (lambda: UlyssesOut(3, 4, 5), "num_heads must be divisible by group_size=2, got 3"),
+    (lambda: ColumnParallelLinear(4, 5), "out_features must be divisible by group_size=2, got 5"),
+    (lambda: RowParallelLinear(5, 4), "in_features must be divisible by group_size=2, got 5"),
+    (lambda: RowParallelLinear(4, 4, group="nobody"), "group must be an initialised process group"),
+    (
+        lambda: UlyssesQKV.from_linear(LINEAR, 6),
+        r"out_features must be a multiple of num_heads \+ 2 \* num_kv_heads = 18, got 12",
+    ),
+    (lambda: UlyssesOut.from_linear(LINEAR, 8), "in_features must be a multiple of num_heads = 8, got 12"),
+    (lambda: UlyssesOut.from_linear(nn.Identity(), 4), "linear must be an nn.Linear, got Identity"),
+    (lambda: RowParallelLinear.from_linear(nn.Bilinear(2, 2, 2)), "linear must be an nn.Linear, got Bilinear"),
+    (lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 11)), "x and w must agree on K, got 11 and 12"),
+    (
+        lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 4, 3, 2)),
+        r"x must end in \[tokens, heads / R, head_dim\] = \[tok.* 2, 3",
+    ),
+    (lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3)), "scatter_dim size must be divisible by group_size=2, got 3"),
+    (lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 3)), r"x must be \[..., 4\] with at least 2 dims, got shape \(2"),
+    (lambda: ColumnParallelLinear(4, 6)(torch.ones(4)), r"x must be \[..., 4\] with at least 2 dims, got shape \(4,\)"),
+    (lambda: RowParallelLinear(4, 6)(torch.ones(2, 4)), r"x must be \[..., 2\] with at least 2 dims, got shape \(2, 4"),
+    (
+        lambda: RowParallelLinear(4, 6, bias=False, sequence_dim=2)(torch.ones(1, 2, 2)),
+        "sequence_dim must be a dim of x, and not its last, got 2 and 3 dims",
+    ),
+    (
+        lambda: ColumnParallelLinear(4, 6, sequence_dim=-1)(torch.ones(2, 4)),
+        "sequence_dim must be a dim of x, and not its last, got -1 and 2 dims",
+    ),
+]
+
+
+def check_errors(rank: int) -> None:
+    for call, message in BAD:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_errors(ranks: Any) -> None:
+    ranks(2).run(check_errors)
+
+
+def check_repr(rank: int) -> None:
+    head = "in_features=12, out_features"
+    assert repr(UlyssesQKV(12, 4, 3, 2)) == (
+        f"UlyssesQKV({head}=24, bias=True, group_size=2, num_heads=4, num_kv_heads=2, head_dim=3)"
+    )
+    assert repr(UlyssesOut(4, 3, 5)) == f"UlyssesOut({head}=5, bias=True, group_size=2, num_heads=4, head_dim=3)"
+    assert repr(ColumnParallelLinear(12, 8, bias=False, sequence_dim=1)) == (
+        f"ColumnParallelLinear({head}=8, bias=False, group_size=2, sequence_dim=1)"
+    )
+
+
+def test_repr(ranks: Any) -> None:
+    ranks(2).run(check_repr)
+    assert all(issubclass(c, ParallelLinear) for c in (UlyssesQKV, UlyssesOut, ColumnParallelLinear, RowParallelLinear))

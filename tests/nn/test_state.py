@@ -1,0 +1,170 @@
+"""The parameters of fusedcomm.nn's layers on their way in and out: plain layers, state dicts, copies and pickles."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fusedcomm.nn import ColumnParallelLinear, RowParallelLinear, UlyssesOut, UlyssesQKV, full_state_dict
+from tests.helpers.nn_layers import HIDDEN, LAYERS, Layer, Nested
+
+
+def check_kept(rank: int, layer: Layer) -> None:
+    """What from_linear takes over, what to_linear gives back, and that both are copies."""
+    linear = layer.plain(dtype=torch.bfloat16).eval()
+    linear.bias.requires_grad_(False)
+    module = layer.kind.from_linear(linear, **layer.options())
+    assert not module.training
+    assert [(p.dtype, p.requires_grad) for p in (module.weight, module.bias)] == [
+        (torch.bfloat16, True),
+        (torch.bfloat16, False),
+    ]
+    back = module.to_linear()
+    assert type(back) is nn.Linear
+    assert repr(back) == repr(linear)
+    assert not back.training
+    for name, parameter in linear.named_parameters():
+        assert torch.equal(back.get_parameter(name), parameter)
+        assert back.get_parameter(name).requires_grad == parameter.requires_grad
+        assert module.get_parameter(name).untyped_storage().nbytes() == module.get_parameter(name).nbytes
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert all(p.any() for each in (linear, back) for p in each.parameters())
+    meta = layer.kind.from_linear(layer.plain().to("meta"), **layer.options())
+    assert all(p.is_meta for p in meta.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_from_and_to_linear(ranks: Any, layer: Layer, world_size: int) -> None:
+    ranks(world_size).run(check_kept, layer)
+
+
+def check_initial_values(rank: int) -> None:
+    for module_of, plain_of in [
+        (lambda: UlyssesQKV(12, 4, 3, dtype=torch.bfloat16), lambda: nn.Linear(12, 36, dtype=torch.bfloat16)),
+        (lambda: UlyssesQKV(12, 4, 3, 2, bias=False), lambda: nn.Linear(12, 24, bias=False)),
+        (lambda: UlyssesOut(4, 3, 5), lambda: nn.Linear(12, 5)),
+        (lambda: ColumnParallelLinear(5, 8), lambda: nn.Linear(5, 8)),
+        (lambda: RowParallelLinear(12, 5, sequence_dim=1), lambda: nn.Linear(12, 5)),
+    ]:
+        torch.manual_seed(3)
+        plain = plain_of()
+        torch.manual_seed(3)
+        module = module_of()
+        whole = full_state_dict(module)
+        assert whole.keys() == plain.state_dict().keys()
+        assert all(torch.equal(whole[name], value) for name, value in plain.state_dict().items())
+        on_meta = type(module).__new__(type(module))  # as torch does it for deferred initialisation
+        on_meta.__dict__ = copy.deepcopy(module).to("meta").to_empty(device="cpu").__dict__
+        torch.manual_seed(3)
+        on_meta.reset_parameters()
+        assert all(torch.equal(a, b) for a, b in zip(on_meta.parameters(), module.parameters(), strict=True))
+
+
+def test_initial_values_are_those_of_linear(ranks: Any) -> None:
+    ranks(2).run(check_initial_values)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def check_state_dicts(rank: int) -> None:
+    torch.manual_seed(4)
+    plain, other = Nested(), Nested()
+    model = plain.parallel()
+    want = plain.state_dict()
+    own = model.state_dict()
+    assert list(own) == list(want)
+    assert own["mlp.0.weight"].shape == (4, HIDDEN)
+    assert own["mlp.2.weight"].shape == (HIDDEN, 4)
+    assert own["mlp.2.weight"].data_ptr() == model.mlp[2].weight.data_ptr()
+
+    assert same(full_state_dict(model), want)
+    assert same(full_state_dict(nn.ModuleDict({"wrapped": model})), {f"wrapped.{k}": v for k, v in want.items()})
+    assert same(full_state_dict(plain), want)
+    assert same(model.state_dict(), own)  # whole only inside full_state_dict
+
+    loaded = other.parallel()
+    given = dict(want)
+    loaded.load_state_dict(given)
+    assert same(loaded.state_dict(), own)
+    assert same(given, want)
+    loaded = other.parallel()
+    loaded.load_state_dict(own)
+    assert same(full_state_dict(loaded), want)
+    loaded = other.parallel()
+    loaded.load_state_dict(want, assign=True)
+    assert same(loaded.state_dict(), own)
+    assert isinstance(loaded.mlp[0].weight, nn.Parameter)
+    assert loaded.mlp[0].weight.untyped_storage().nbytes() == 4 * HIDDEN * 4  # not all of the plain weight's
+    other.load_state_dict(full_state_dict(model))
+    assert same(other.state_dict(), want)
+
+
+def check_refused_state_dicts(rank: int) -> None:
+    layer = ColumnParallelLinear(4, 6)
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight.*\[5, 4\].*\[3, 4\]"):
+        layer.load_state_dict({"weight": torch.ones(5, 4), "bias": torch.ones(6)})
+    with pytest.raises(RuntimeError, match=r'Missing key.*"bias"'):
+        layer.load_state_dict({"weight": torch.ones(6, 4)})
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"scale"'):
+        layer.load_state_dict({"weight": torch.ones(6, 4), "bias": torch.ones(6), "scale": torch.ones(1)})
+
+
+def test_state_dicts(ranks: Any) -> None:
+    ranks(2).run(check_state_dicts)
+    ranks(2).run(check_refused_state_dicts)
+
+
+def state_dict_of_one_rank(rank: int) -> bool:
+    """If it communicated, the rank that calls it alone would wait until its time-out."""
+    model = Nested().parallel()
+    dist.barrier()
+    if rank == 0:
+        model.load_state_dict(model.state_dict())
+        model.load_state_dict(Nested().state_dict())
+        copy.deepcopy(model)
+        repr(model)
+    return True
+
+
+def test_state_dict_does_not_communicate(ranks: Any) -> None:
+    assert ranks(2).run(state_dict_of_one_rank) == [True, True]
+
+
+def check_copies(rank: int) -> None:
+    module = ColumnParallelLinear(HIDDEN, 8, sequence_dim=0)
+    x = torch.randn(3, HIDDEN)
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(again(x), module(x))
+    pair = dist.new_group([0, 1])
+    if rank >= 2:
+        with pytest.raises(ValueError, match="group must contain this rank"):
+            ColumnParallelLinear(HIDDEN, 8, group=pair)
+        return
+    module = ColumnParallelLinear(HIDDEN, 8, sequence_dim=0, group=pair)
+    assert module.weight.shape == (4, HIDDEN)
+    saved = pickle.dumps(module)
+    dist.destroy_process_group(pair)
+    orphan = pickle.loads(saved)
+    with pytest.raises(ValueError, match="group must be an initialised process group"):
+        orphan(x)
+    with pytest.raises(ValueError, match="group must be an initialised process group"):
+        full_state_dict(orphan)
+    orphan.group_name = dist.group.WORLD.group_name
+    for collective in (lambda: orphan(x), orphan.to_linear):
+        with pytest.raises(ValueError, match=r"must have the size it had when this module was made, 2, got 4"):
+            collective()
+
+
+def test_copies_and_pickles(ranks: Any) -> None:
+    ranks(4).run(check_copies)

@@ -1,0 +1,328 @@
+"""FUSEDCOMM_CHECK=1: all ranks hear of a difference before anything is sent, whatever the algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+import time
+from contextlib import nullcontext
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+import fusedcomm
+from fusedcomm import Plan, env
+from fusedcomm.geometry import shapes as geometry
+from fusedcomm.ops.call_check import compare, facts_of
+from fusedcomm.runtime import flight_recorder
+from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.op_problems import NAMED
+from tests.helpers.problems import OPS, Inputs, Problem, flat, integers
+
+HEADS = NAMED["heads"]
+ONE_EACH = {op: next(problem for problem in NAMED.values() if problem.op == op and problem.bias) for op in OPS}
+CHECKED = {"CHECK": "1", "TIMEOUT_S": "20"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What rank 1 does in place of ``problem``, and what all ranks must be told about ranks 0, 1 and 2."""
+
+    text: str
+    problem: Problem = HEADS
+    other: Problem | None = None
+    dtype: torch.dtype = torch.float32
+    by_product: bool = False
+    algorithms: tuple[str, ...] = ("unfused", "chunked")  # of all ranks, one after the other
+    other_algorithm: str | None = None
+
+    def call(self, group: Any, rank: int) -> Any:
+        if rank != 1:
+            return call(group, self.problem)
+        problem = self.other or self.problem
+        inputs: Inputs = integers(problem, rank, dist.get_world_size(group), self.dtype)
+        if self.by_product:
+            for each in flat(inputs)[1:]:
+                each.requires_grad_()
+        with fusedcomm.force_algorithm(self.other_algorithm) if self.other_algorithm else nullcontext():
+            return problem.call(inputs, group)
+
+
+def both(a: object, b: object) -> str:
+    return f"{a} on ranks 0, 2 and {b} on rank 1"
+
+
+DIFFERENCES = {
+    "x": Difference(
+        f"got x shape {both([2, 18, 5], [2, 21, 5])} (all_to_all_matmul, call 3 on group ",
+        Problem("a", (2, 6, 5), 7, 0, 1, op="all_to_all_matmul"),
+        Problem("b", (2, 7, 5), 7, 0, 1, op="all_to_all_matmul"),
+    ),
+    "w": Difference(
+        f"got w shapes {both([[5, 7]], [[5, 8]])} (all_gather_matmul, call 3",
+        Problem("a", (3, 5), (7,), 0, op="all_gather_matmul"),
+        Problem("b", (3, 5), (8,), 0, op="all_gather_matmul"),
+    ),
+    "number-of-weights": Difference(
+        f"got w shapes {both([[5, 7]], [[5, 7], [5, 7]])} (all_gather_matmul",
+        Problem("a", (3, 5), (7,), 0, op="all_gather_matmul"),
+        Problem("b", (3, 5), (7, 7), 0, op="all_gather_matmul"),
+    ),
+    "out_shape": Difference(
+        f"got out_shape {both([12, 3], [12, 3, 1])} (matmul_all_to_all",
+        HEADS,
+        dataclasses.replace(HEADS, out_shape=(4, 3, 1), scatter_dim=2),
+    ),
+    "dims": Difference(
+        f"got gather_dim {both(0, 1)} (matmul_all_to_all",
+        Problem("a", (6, 6, 5), 6, 0, 2),
+        Problem("b", (6, 6, 5), 6, 1, 2),
+    ),
+    "reduce_op": Difference(
+        f"got reduce_op {both('sum', 'avg')} (matmul_all_reduce",
+        ONE_EACH["matmul_all_reduce"],
+        dataclasses.replace(ONE_EACH["matmul_all_reduce"], reduce_op="avg"),
+    ),
+    "dtype": Difference(f"got dtype {both('float32', 'bfloat16')} (matmul_all_to_all", dtype=torch.bfloat16),
+    "bias": Difference(
+        f"got bias shape {both('[7]', None)} (matmul_reduce_scatter",
+        Problem("a", (3, 5), 7, scatter_dim=0, bias=True, op="matmul_reduce_scatter"),
+        Problem("b", (3, 5), 7, scatter_dim=0, op="matmul_reduce_scatter"),
+    ),
+    "by-product": Difference(
+        f"got by-product {both(False, True)} (all_gather_matmul", ONE_EACH["all_gather_matmul"], by_product=True
+    ),
+    "op": Difference(
+        f"got op {both('matmul_all_to_all', 'matmul_all_reduce')} (call 3 on group ",
+        HEADS,
+        ONE_EACH["matmul_all_reduce"],
+    ),
+    "unfused": Difference(
+        f"got algorithm {both('chunked', 'unfused')} (matmul_all_to_all",
+        algorithms=("chunked",),
+        other_algorithm="unfused",
+    ),
+    "chunked": Difference(
+        f"got algorithm {both('fused', 'chunked')} (matmul_all_to_all",
+        algorithms=("fused",),
+        other_algorithm="chunked",
+    ),
+}
+
+
+def check_difference(rank: int, name: str, algorithm: str) -> tuple[str, list[int], str, int]:
+    """The error of a third call; the group goes on without a reset."""
+    difference = DIFFERENCES[name]
+    with fresh_group(**CHECKED) as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        for seed in range(2):
+            check(group, HEADS, call(group, HEADS, seed), seed)
+        with pytest.raises(fusedcomm.PeerMismatchError) as caught:
+            difference.call(group, rank)
+        for seed in range(2, 5):
+            check(group, HEADS, call(group, HEADS, seed), seed)
+        return str(caught.value), caught.value.peers, caught.value.op, caught.value.epoch
+
+
+@pytest.mark.parametrize(
+    "name, algorithm", [(name, algorithm) for name, each in DIFFERENCES.items() for algorithm in each.algorithms]
+)
+def test_a_difference_is_the_same_error_on_all_ranks(ranks: Any, name: str, algorithm: str) -> None:
+    difference = DIFFERENCES[name]
+    errors = ranks(3).run(check_difference, name, algorithm)
+    (text,) = {error[0] for error in errors}
+    assert text.startswith(f"calls must be equal on all ranks, {difference.text}"), text
+    assert [error[1] for error in errors] == [[1], [0, 2], [1]]
+    mine, other = difference.problem.op, (difference.other or difference.problem).op
+    assert [error[2] for error in errors] == [mine, other, mine]
+    assert [error[3] for error in errors] == [0, 0, 0]
+
+
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {  # what `geometry` takes, and what is compared of it
+    "matmul_all_to_all": (
+        ((4, 5), (5, 12), (6, 2), 0, 1, 3),
+        {"x shape": [4, 5], "w shape": [5, 12], "out_shape": [6, 2], "gather_dim": 0, "scatter_dim": 1},
+    ),
+    "all_to_all_matmul": (
+        ((6, 5), (15, 7), 1, 0, 3),
+        {"x shape": [6, 5], "w shape": [15, 7], "gather_dim": 1, "scatter_dim": 0},
+    ),
+    "all_gather_matmul": (
+        ((2, 5), ((5, 7), (5, 8)), 0, 3),
+        {"x shape": [2, 5], "w shapes": [[5, 7], [5, 8]], "gather_dim": 0},
+    ),
+    "matmul_reduce_scatter": (
+        ((6, 5), (5, 7), "avg", 0, 3),
+        {"x shape": [6, 5], "w shape": [5, 7], "reduce_op": "avg", "scatter_dim": 0},
+    ),
+    "matmul_all_reduce": (
+        ((6, 5), (5, 7), "sum", 3),
+        {"x shape": [6, 5], "w shape": [5, 7], "reduce_op": "sum"},
+    ),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_fact_of_a_call_is_compared(op: str) -> None:
+    given, arguments = CALLS[op]
+    record = flight_recorder.Record(
+        op, "g", torch.device("cpu"), geometry.of(getattr(geometry, op), *given), torch.float32
+    )
+    record.number = 7
+    facts = facts_of(record, Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2), [None, torch.ones(9), False])
+    assert facts == {
+        "op": op,
+        **arguments,
+        "dtype": "float32",
+        "bias shape": [9],
+        "by-product": False,
+        "algorithm": "chunked",
+        "rounds": 2,
+        "slot bytes": 4096,
+        "number of the call": 7,
+        "version": f"{version('fusedcomm')} with torch {torch.__version__}",
+    }
+    compare([facts] * 3, 0, record)
+    for name, value in facts.items():
+        of_ranks = [facts, facts | {name: "another"}, facts]
+        for rank in range(3):
+            with pytest.raises(fusedcomm.PeerMismatchError) as caught:
+                compare(of_ranks, rank, record)
+            text = f"calls must be equal on all ranks, got {name} {both(value, 'another')} ("
+            assert str(caught.value).startswith(text)
+            assert caught.value.peers == ([0, 2] if rank == 1 else [1])
+
+
+def check_unfused_without(rank: int) -> None:
+    """Negative control: two ranks that reduce differently get numbers, of which one must be wrong."""
+    problem = ONE_EACH["matmul_all_reduce"]
+    other = dataclasses.replace(problem, reduce_op="avg")
+    with fresh_group() as group, fusedcomm.force_algorithm("unfused", strict=True):
+        out = (other if rank == 1 else problem).call(integers(problem, rank, 2), group)
+        assert out.isfinite().all()
+
+
+def test_without_it_a_difference_goes_unnoticed(ranks: Any) -> None:
+    ranks(2).run(check_unfused_without)
+
+
+def check_absent(rank: int, algorithm: str) -> None:
+    with fresh_group(CHECK="1", TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        check(group, HEADS, call(group, HEADS))
+        dist.barrier(group)
+        if rank != 2:
+            start = time.monotonic()
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=r"for ranks \[2\], which did not come") as caught:
+                call(group, HEADS)
+            assert time.monotonic() - start < 10
+            assert caught.value.peers == [2]
+            assert caught.value.op == "matmul_all_to_all"
+        dist.barrier(group)
+        for seed in range(3):
+            check(group, HEADS, call(group, HEADS, seed), seed)
+
+
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Any, algorithm: str) -> None:
+    ranks(3).run(check_absent, algorithm)
+
+
+def check_vote(rank: int) -> None:
+    """Rank 1 alone asks for it."""
+    with fresh_group(**({"CHECK": "1"} if rank == 1 else {})) as group:
+        check(group, HEADS, call(group, HEADS))
+        assert member_of(group).topology.check
+        with pytest.raises(fusedcomm.PeerMismatchError, match="calls must be equal on all ranks"):
+            DIFFERENCES["bias"].call(group, rank)
+    with fresh_group() as group:
+        check(group, HEADS, call(group, HEADS))
+        assert not member_of(group).topology.check
+
+
+def test_it_is_on_for_all_ranks_if_one_asks(ranks: Any) -> None:
+    ranks(3).run(check_vote)
+
+
+def num_keys(group: Any) -> int:
+    store = c10d._get_process_group_store(group)
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.num_keys()
+
+
+def check_store(rank: int) -> None:
+    with fresh_group(**CHECKED) as group:
+        counts = []
+        for seed in range(12):
+            check(group, HEADS, call(group, HEADS, seed), seed)
+            dist.barrier(group)
+            counts.append(num_keys(group))
+            dist.barrier(group)
+        assert counts[1:] == counts[1:2] * 11, counts
+
+
+def test_the_store_does_not_grow_with_calls(ranks: Any) -> None:
+    ranks(2).run(check_store)
+
+
+def check_training(rank: int) -> None:
+    """A compiled step, its backward on another thread."""
+    problem = NAMED["all_gather_matmul-batch-rows-gathered"]
+    size = dist.get_world_size()
+
+    def step(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return fusedcomm.all_gather_matmul(x, w, problem.gather_dim, group, bias=bias)
+
+    with fresh_group(**CHECKED) as group:
+        leaves = [t.requires_grad_() for t in flat(integers(problem, rank, size))]
+        out = torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves)
+        backward = threading.Thread(target=out.sum().backward)
+        backward.start()
+        backward.join(60)
+        check(group, problem, out.detach())
+        assert all(t.grad is not None for t in leaves)
+        assert member_of(group).num_calls == 2
+        with pytest.raises(fusedcomm.PeerMismatchError, match="calls must be equal"):
+            DIFFERENCES["bias"].call(group, rank)
+
+
+def test_compiled_steps_and_their_backward_are_checked(ranks: Any) -> None:
+    ranks(3).run(check_training)
+
+
+def check_broken(rank: int) -> None:
+    """What is broken is said first, by all ranks, at once."""
+    with fresh_group(**CHECKED) as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        dist.barrier(group)
+        if rank == 1:
+            with pytest.raises(ZeroDivisionError), member_of(group).workspace.guarded("op"):
+                raise ZeroDivisionError
+        dist.barrier(group)
+        start = time.monotonic()
+        with pytest.raises(fusedcomm.PeerError, match=re.escape("fusedcomm.reset")):
+            call(group, HEADS)
+        assert time.monotonic() - start < 5
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, HEADS, call(group, HEADS, 1), 1)
+
+
+def test_a_broken_workspace_is_told_before_the_check(ranks: Any) -> None:
+    ranks(3).run(check_broken)
+
+
+@pytest.mark.parametrize("text, value", [("", False), ("0", False), ("1", True)])
+def test_the_setting(monkeypatch: pytest.MonkeyPatch, text: str, value: bool) -> None:
+    monkeypatch.setenv("FUSEDCOMM_CHECK", text)
+    assert env.check() is value
+
+
+def test_another_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMM_CHECK", "yes")
+    with pytest.raises(ValueError, match="FUSEDCOMM_CHECK must be 0 or 1, got 'yes'"):
+        env.check()

@@ -1,0 +1,69 @@
+"""matmul_all_reduce: what is cut where nothing divides, and bad input. The rest: test_family_*.py, test_traffic.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import fusedcomm
+from fusedcomm.geometry import shapes as geometry
+from tests.helpers.groups import bad_ids, check_bad_input, check_values
+from tests.helpers.op_problems import NAMED
+from tests.helpers.spies import pushed
+
+OP = "matmul_all_reduce"
+
+
+@pytest.mark.parametrize(
+    "x, w, shape, split_dim",
+    [
+        ((12, 5), (5, 8), [12, 8], 0),
+        ((4, 5), (5, 8), [4, 8], 1),  # wide: each rank reads all of x, and a part of w
+        ((7, 5), (5, 8), [7, 8], 1),
+        ((7, 5), (5, 9), [8, 9], 0),  # nothing divides: a row more
+        ((2, 7, 5), (5, 9), [2, 8, 9], 1),
+        ((4, 7, 5), (5, 9), [4, 7, 9], 0),
+        ((4, 7, 5), (4, 5, 9), [4, 7, 9], 0),
+        ((3, 7, 5), (3, 5, 9), [3, 8, 9], 1),
+        ((0, 5), (5, 9), [0, 9], 0),
+    ],
+)
+def test_the_dim_that_is_cut(x: tuple[int, ...], w: tuple[int, ...], shape: list[int], split_dim: int) -> None:
+    exchange = geometry.matmul_all_reduce(x, w, "sum", 4)
+    assert (exchange.shape, exchange.split_dim) == (shape, split_dim)
+    assert math.prod(exchange.block) * 4 == math.prod(shape)
+
+
+def check_padding(rank: int) -> None:
+    """At most R - 1 rows more per matrix are computed and sent, and none is seen."""
+    x, w = torch.randn(2, 7, 5), torch.randn(5, 9)
+    with fusedcomm.force_algorithm("chunked", strict=True), pushed() as sent:
+        out = fusedcomm.matmul_all_reduce(x, w)
+    assert out.shape == (2, 7, 9) and out.is_contiguous()
+    assert sent.num_bytes == 2 * 3 / 4 * (2 * 8 * 9 * 4)
+
+
+def test_padding_is_sent_and_not_seen(ranks: Any) -> None:
+    ranks(4).run(check_padding)
+
+
+GOOD: dict[str, Any] = {"x": (4, 8), "w": (8, 6), "bias": None, "reduce_op": "sum"}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"x": (8,)}, "x must have at least 2 dims"),
+    ({"w": (8,)}, "w must be 2-D .* x's batch dims, got 1 dims beside 2"),
+    ({"w": (2, 8, 6)}, "w must be 2-D .* x's batch dims, got 3 dims beside 2"),
+    ({"w": (9, 6)}, "x and w must agree on K, got 8 and 9"),
+    ({"x": (3, 4, 8), "w": (2, 8, 6)}, r"batch dims of w must equal those of x, got \(2,\) and \(3,\)"),
+    ({"reduce_op": "mean"}, "reduce_op must be one of sum, avg, got 'mean'"),
+    ({"bias": (3,)}, r"bias must have shape \[N\] = \[6\], got \[3\]"),
+    ({"bias": (1, 6)}, r"bias must have shape \[N\] = \[6\], got \[1, 6\]"),
+]
+
+
+@pytest.mark.parametrize("change, message", BAD, ids=bad_ids(BAD))
+def test_bad_input_is_a_value_error_on_every_device(ranks: Any, change: dict[str, Any], message: str) -> None:
+    ranks(2).run(check_bad_input, OP, GOOD | change, message)
+    ranks(2).run(check_values, NAMED[f"{OP}-ragged"], torch.float32, "chunked", 1)  # nothing is lost

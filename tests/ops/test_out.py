@@ -1,0 +1,93 @@
+"""The `.out` overloads: the same values, written straight into the caller's tensor; what such a tensor must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from tests.helpers.groups import ALGORITHMS
+from tests.helpers.op_problems import TABLES
+from tests.helpers.problems import Problem, expected, integers
+from tests.helpers.spies import Dispatched, pushed
+
+OPS = ["matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce"]
+
+
+def arguments(problem: Problem, rank: int, seed: int = 0) -> tuple[Any, ...]:
+    """What the public function hands to the dispatcher."""
+    with Dispatched() as dispatched:
+        problem.call(integers(problem, rank, dist.get_world_size(), seed=seed))
+    return dispatched.arguments(f"fusedcomm::{problem.op}")
+
+
+def check_values(rank: int, op: str, algorithm: str) -> None:
+    for problem in TABLES[op] if algorithm == "chunked" else TABLES[op][:5]:
+        with fusedcomm.force_algorithm(algorithm, strict=True):
+            for seed in range(2):
+                args = arguments(problem, rank, seed)
+                want = expected(problem, dist.get_world_size(), seed=seed)[rank]
+                out = torch.full_like(want, float("nan"))
+                version = out._version
+                assert getattr(torch.ops.fusedcomm, op).out(*args, out=out) is out
+                torch.testing.assert_close(out, want, rtol=0, atol=0)
+                assert out._version > version  # autograd sees that a tensor that it has saved was overwritten
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("op", OPS)
+def test_values(ranks: Any, op: str, algorithm: str) -> None:
+    ranks(2).run(check_values, op, algorithm)
+
+
+def check_bad_out(rank: int, op: str) -> None:
+    args = arguments(TABLES[op][0], rank)
+    call = getattr(torch.ops.fusedcomm, op)
+    good = call.default(*args)
+    rows, columns = good.shape[0], good.shape[-1]
+    for bad, message in [
+        (good.new_empty(rows + 1, *good.shape[1:]), r"out must have shape \[.*\], got \["),
+        (good.double(), "out must have x's dtype torch.float32, got torch.float64"),
+        (good.to("meta"), "out must be on x's device cpu, got meta"),
+        (good.new_empty(*good.shape[:-1], 2 * columns)[..., ::2], "out must be contiguous, got strides"),
+    ]:
+        texts = []
+        for fake in (False, True):
+            with pushed() as sent, pytest.raises(ValueError, match=message) as caught:
+                if fake:
+                    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+                        call.out(*args, out=bad)
+                else:
+                    call.out(*args, out=bad)
+            assert not sent.chunks
+            texts.append(str(caught.value))
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_bad_out_is_a_value_error_before_anything_is_sent(ranks: Any, op: str) -> None:
+    ranks(2).run(check_bad_out, op)
+
+
+def check_autograd(rank: int, op: str) -> None:
+    args = arguments(TABLES[op][0], rank)
+    call = getattr(torch.ops.fusedcomm, op)
+    out = torch.empty_like(call.default(*args))
+    leaf = (args[0].detach().requires_grad_(), *args[1:])
+    with pytest.raises(RuntimeError, match=rf"fusedcomm::{op}.out has no gradients"):
+        call.out(*leaf, out=out)
+    with torch.no_grad():
+        assert not call.out(*leaf, out=out).requires_grad
+    torch.testing.assert_close(out, call.default(*args))
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if hasattr(torch.Tag, "out"):  # else, as in torch 2.11, no custom op that returns its argument can be traced
+        checks.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(call.out, args, {"out": out}, test_utils=checks)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_it_has_no_gradients(ranks: Any, op: str) -> None:
+    ranks(2).run(check_autograd, op)

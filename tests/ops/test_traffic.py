@@ -1,0 +1,230 @@
+"""Bytes that each op sends, forward and backward, measured, against DESIGN section 3.
+
+What `chunked` writes to peers is counted where it arrives: each part of a peer's slot holds a sentinel before, and is
+compared at the signal. Plain collectives are seen by a dispatch mode; those inside an op's kernel are below it, so the
+two columns never count the same byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from tests.helpers.op_problems import as_list
+from tests.helpers.problems import OPS, Problem, flat, integers, unflat
+from tests.helpers.spies import Dispatched, pushed, saved_for_backward
+
+PROBLEMS = {
+    "matmul_all_to_all": Problem("traffic", (2, 3, 5), 8, 1, 2, bias=True),
+    "all_to_all_matmul": Problem("traffic", (2, 3, 5), 8, 2, 1, bias=True, op="all_to_all_matmul"),
+    "all_gather_matmul": Problem("traffic", (2, 3, 5), (8, 7), 1, bias=(True, True), op="all_gather_matmul"),
+    "matmul_reduce_scatter": Problem("traffic", (2, 3, 5), 8, scatter_dim=1, bias=True, op="matmul_reduce_scatter"),
+    "matmul_all_reduce": Problem("traffic", (2, 12, 5), 8, bias=True, op="matmul_all_reduce"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """In parts of (R - 1) / R of the largest tensor next to the collective: y, the exchanged or gathered x."""
+
+    op: str
+    forward: float
+    backward_fused: float
+    backward_plain: float
+    frozen: str = ""
+    save: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.op}-frozen-{self.frozen or 'nothing'}{'' if self.save else '-not-saved'}"
+
+
+TABLE = [
+    Row("matmul_all_to_all", 1, 1, 0),
+    Row("matmul_all_to_all", 1, 1, 0, "w"),
+    Row("matmul_all_to_all", 1, 1, 0, "wb"),
+    Row("matmul_all_to_all", 1, 0, 1, "x"),
+    Row("matmul_all_to_all", 1, 0, 1, "xw"),
+    Row("all_to_all_matmul", 1, 1, 0),
+    Row("all_to_all_matmul", 1, 1, 0, "w"),
+    Row("all_to_all_matmul", 1, 0, 0, "x"),
+    Row("all_to_all_matmul", 1, 0, 0, "xw"),
+    Row("all_to_all_matmul", 1, 1, 1, save=False),
+    Row("all_to_all_matmul", 1, 0, 1, "x", save=False),
+    Row("all_to_all_matmul", 1, 1, 0, "w", save=False),
+    Row("all_gather_matmul", 1, 1, 0),
+    Row("all_gather_matmul", 1, 1, 0, "w"),
+    Row("all_gather_matmul", 1, 0, 0, "x"),
+    Row("all_gather_matmul", 1, 0, 0, "xw"),
+    Row("all_gather_matmul", 1, 1, 1, save=False),
+    Row("all_gather_matmul", 1, 0, 1, "x", save=False),
+    Row("all_gather_matmul", 1, 1, 0, "w", save=False),
+    Row("matmul_reduce_scatter", 1, 1, 0),
+    Row("matmul_reduce_scatter", 1, 1, 0, "w"),
+    Row("matmul_reduce_scatter", 1, 0, 1, "x"),
+    Row("matmul_reduce_scatter", 1, 0, 0, "xw"),
+    Row("matmul_all_reduce", 2, 0, 0),
+    Row("matmul_all_reduce", 2, 0, 0, "x"),
+]
+
+
+def largest(problem: Problem, group_size: int) -> int:
+    """Bytes of the tensor next to the collective, where it is whole."""
+    x, (w, *_), _ = problem.sizes(group_size)
+    if problem.op in ("all_to_all_matmul", "all_gather_matmul"):
+        return 4 * torch.Size(problem.gathered_shape(x, group_size)).numel()
+    return 4 * torch.Size([*x[:-1], w[-1]]).numel()
+
+
+def leaves(problem: Problem, rank: int, frozen: str) -> list[torch.Tensor | None]:
+    kinds = "x" + "w" * len(problem.ns) + "b" * len(problem.ns)
+    tensors = flat(integers(problem, rank, dist.get_world_size()))
+    return [t.requires_grad_(kind not in frozen) for t, kind in zip(tensors, kinds, strict=True)]
+
+
+def options(row: Row) -> dict[str, bool]:
+    name = {"all_to_all_matmul": "save_exchanged", "all_gather_matmul": "save_gathered"}.get(row.op)
+    return {name: row.save} if name else {}
+
+
+def check_traffic(rank: int, row: Row) -> None:
+    problem, size = PROBLEMS[row.op], dist.get_world_size()
+    whole = largest(problem, size) * (size - 1) / size
+    tensors = leaves(problem, rank, row.frozen)
+    with fusedcomm.force_algorithm("chunked", strict=True):
+        with pushed() as fused, Dispatched() as plain:
+            outs = as_list(problem.call(unflat(problem, tensors), **options(row)))
+        assert (fused.num_bytes, plain.collective_bytes(size)) == (row.forward * whole, 0)
+        assert {dst for dst, _ in fused.chunks} == set(range(size)) - {rank}
+        with pushed() as fused, Dispatched() as plain:
+            torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+        counted = fused.num_bytes, plain.collective_bytes(size)
+        assert counted == (row.backward_fused * whole, row.backward_plain * whole)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_bytes_sent(ranks: Any, row: Row, world_size: int) -> None:
+    ranks(world_size).run(check_traffic, row)
+
+
+def check_inference(rank: int, op: str) -> None:
+    problem, size = PROBLEMS[op], dist.get_world_size()
+    with fusedcomm.force_algorithm("chunked", strict=True), torch.no_grad(), pushed() as fused, Dispatched() as plain:
+        problem.call(integers(problem, rank, size))
+    assert plain.names("fusedcomm") == [op]
+    assert plain.collective_bytes(size) == 0
+    assert fused.num_bytes == (2 if op == "matmul_all_reduce" else 1) * largest(problem, size) * (size - 1) / size
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bytes_sent_without_gradients(ranks: Any, op: str) -> None:
+    ranks(2).run(check_inference, op)
+
+
+def check_the_count(rank: int) -> None:
+    """Negative control: a chunk that is not written counts as nothing, and is wrong."""
+    from fusedcomm.algorithms import chunk_matmul
+
+    problem, size = PROBLEMS["matmul_all_to_all"], dist.get_world_size()
+    multiply = chunk_matmul.PushedMatmul.__call__
+
+    def half(self: Any, spans: Any, dst_rank: int, chunk: torch.Tensor) -> None:
+        before = chunk.clone()
+        multiply(self, spans, dst_rank, chunk)
+        chunk[chunk.numel() // 2 :] = before[chunk.numel() // 2 :]
+
+    with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True), pushed() as fused:
+        patch.setattr(chunk_matmul.PushedMatmul, "__call__", half)
+        problem.call(integers(problem, rank, size))
+    assert fused.num_bytes == largest(problem, size) * (size - 1) / size / 2
+
+
+def test_what_is_not_written_is_not_counted(ranks: Any) -> None:
+    ranks(2).run(check_the_count)
+
+
+# what is computed, and kept, for the backward
+
+
+BACKWARD = {  # op, frozen: fused ops, collectives, matmuls of the backward
+    ("matmul_all_to_all", ""): (["all_to_all_matmul"], [], 1),
+    ("matmul_all_to_all", "x"): ([], ["all_to_all_single"], 1),
+    ("matmul_all_to_all", "w"): (["all_to_all_matmul"], [], 0),
+    ("matmul_all_to_all", "b"): (["all_to_all_matmul"], [], 1),
+    ("matmul_all_to_all", "wb"): (["all_to_all_matmul"], [], 0),
+    ("matmul_all_to_all", "xw"): ([], ["all_to_all_single"], 0),
+    ("all_to_all_matmul", ""): (["matmul_all_to_all"], [], 1),
+    ("all_to_all_matmul", "x"): ([], [], 1),
+    ("all_to_all_matmul", "w"): (["matmul_all_to_all"], [], 0),
+    ("all_to_all_matmul", "b"): (["matmul_all_to_all"], [], 1),
+    ("all_to_all_matmul", "xw"): ([], [], 0),
+    ("all_gather_matmul", ""): (["matmul_reduce_scatter"], [], 2),
+    ("all_gather_matmul", "x"): ([], [], 2),
+    ("all_gather_matmul", "w"): (["matmul_reduce_scatter"], [], 0),
+    ("all_gather_matmul", "b"): (["matmul_reduce_scatter"], [], 2),
+    ("all_gather_matmul", "xw"): ([], [], 0),
+    ("matmul_reduce_scatter", ""): (["all_gather_matmul"], [], 1),
+    ("matmul_reduce_scatter", "x"): ([], ["all_gather_into_tensor"], 1),
+    ("matmul_reduce_scatter", "w"): (["all_gather_matmul"], [], 0),
+    ("matmul_reduce_scatter", "b"): (["all_gather_matmul"], [], 1),
+    ("matmul_reduce_scatter", "xw"): ([], [], 0),
+    ("matmul_all_reduce", ""): ([], [], 2),
+    ("matmul_all_reduce", "x"): ([], [], 1),
+    ("matmul_all_reduce", "w"): ([], [], 1),
+    ("matmul_all_reduce", "b"): ([], [], 2),
+    ("matmul_all_reduce", "xw"): ([], [], 0),
+}
+
+
+def check_backward_ops(rank: int, op: str, frozen: str) -> None:
+    problem = PROBLEMS[op]
+    tensors = leaves(problem, rank, frozen)
+    outs = as_list(problem.call(unflat(problem, tensors)))
+    with Dispatched() as dispatched:
+        torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+    fused, collectives, matmuls = BACKWARD[op, frozen]
+    assert dispatched.names("fusedcomm") == fused
+    assert dispatched.names("_c10d_functional") == collectives
+    assert dispatched.matmuls() == matmuls
+    if fused in (
+        ["all_to_all_matmul"],
+        ["all_gather_matmul"],
+    ):  # the exchanged gradient is made for grad w or grad bias
+        wanted = "w" not in frozen or (op == "matmul_all_to_all" and "b" not in frozen)
+        assert dispatched.arguments(f"fusedcomm::{fused[0]}")[-3] == wanted
+    assert [t.grad is not None for t in tensors] == [t.requires_grad for t in tensors]
+
+
+@pytest.mark.parametrize("op, frozen", BACKWARD, ids=[f"{op}-frozen-{f or 'nothing'}" for op, f in BACKWARD])
+def test_nothing_is_computed_for_a_frozen_input(ranks: Any, op: str, frozen: str) -> None:
+    ranks(2).run(check_backward_ops, op, frozen)
+
+
+def kept_bytes(row: Row, rank: int) -> int:
+    """Of memory that is not the caller's own."""
+    problem = PROBLEMS[row.op]
+    tensors = leaves(problem, rank, row.frozen)
+    with saved_for_backward() as saved:
+        outs = as_list(problem.call(unflat(problem, tensors), **options(row)))
+    assert any(out.requires_grad for out in outs)
+    own = {t.untyped_storage().data_ptr() for t in tensors}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(num_bytes for address, num_bytes in storages.items() if address not in own)
+
+
+def check_kept(rank: int) -> None:
+    size = dist.get_world_size()
+    for op in OPS:
+        gathers = op in ("all_to_all_matmul", "all_gather_matmul")
+        assert kept_bytes(Row(op, 0, 0, 0), rank) == (largest(PROBLEMS[op], size) if gathers else 0)
+        assert kept_bytes(Row(op, 0, 0, 0, "w"), rank) == 0
+        assert kept_bytes(Row(op, 0, 0, 0, save=False), rank) == 0
+
+
+def test_only_an_exchanged_or_gathered_x_is_kept_and_only_where_it_should_be(ranks: Any) -> None:
+    ranks(2).run(check_kept)

@@ -1,0 +1,402 @@
+"""docs/: examples run, tables follow from their formulas, quoted texts and names are those of the sources."""
+
+import ast
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from fusedcomm import cli
+from fusedcomm.bench import table
+from fusedcomm.bench.all_to_all.cases import CASES
+from fusedcomm.bench.all_to_all.command import HEADINGS
+from fusedcomm.bench.measure import Row
+from fusedcomm.bench.plain import CollectiveRow
+from fusedcomm.bench.table import AnyRow
+from fusedcomm.bench.timing import Timing
+from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.launch.ranks import RankError, RankPool
+from tests.helpers.problems import OPS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+SECTIONS = ("Problem", "The op", "Lower bound", "Algorithm", "Backward", "Numbers", "Limits and fallbacks")
+HOLE = "\0"  # in a text: what varies
+DOTS = r"\.\.\.(?!\.)"  # the same in the docs
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+BENCH_BYTES = 2  # bfloat16
+MATMUL_FLOPS, LINK_BANDWIDTH, MEMORY_BANDWIDTH = 790e12, 450e9, 3.35e12  # of an H100; bytes per second
+EXAMPLE_MS = {"roof": 10.0, "collective": 4.0, "baseline": 14.5, "ours": 11.0}
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text()
+
+
+def prose(path: Path) -> str:
+    return FENCED.sub("", path.read_text())
+
+
+def code_blocks(op: str) -> tuple[str, str]:
+    """The example and the formulas of an op's page."""
+    example, formulas = (code for language, code in FENCED.findall(page(op)) if language == "python")
+    return example, formulas
+
+
+def table_rows(text: str, first_heading: str) -> Iterator[list[str]]:
+    """Cells of the rows of every table whose first heading is that."""
+    inside = False
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
+        if not cells:
+            inside = False
+        elif cells[0] == first_heading:
+            inside = True
+        elif inside and set(cells[0]) != {"-"}:
+            yield cells
+
+
+def run_example(rank: int, code: str) -> None:
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(compile(code, "example", "exec"), {})
+
+
+def test_examples_run_and_their_shapes_and_values_hold(ranks: Callable[[int], RankPool]) -> None:
+    for op in OPS:
+        example, _ = code_blocks(op)
+        assert len(example.splitlines()) <= 15
+        assert example.count("assert") >= 2
+        ranks(2).run(run_example, example)
+
+
+@pytest.mark.parametrize("name", ["overlap", "redistribution"])
+def test_examples_in_a_fake_group_of_their_own_run(name: str) -> None:
+    (example,) = (code for language, code in FENCED.findall(page(name)) if language == "python")
+    assert example.count("assert") >= 3
+    exec(compile(example, "example", "exec"), {})
+
+
+def test_an_example_with_a_wrong_value_fails(ranks: Callable[[int], RankPool]) -> None:
+    example, _ = code_blocks("matmul_all_to_all")
+    wrong = example.replace("== 16", "== 17")
+    assert wrong != example
+    with pytest.raises(RankError) as raised:
+        ranks(2).run(run_example, wrong)
+    assert raised.value.exception_type == "AssertionError"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_op_pages_have_the_same_order(op: str) -> None:
+    assert tuple(re.findall(r"^## (.*)$", page(op), re.M)) == SECTIONS
+
+
+def expected_row(group_size: int, values: dict[str, Any]) -> list[str]:
+    us = [f"{values[name] * 1e6:.0f}" for name in ("matmul", "wire", "bound", "copies", "sequence")]
+    sizes = [f"{values['flops'] / 1e9:.0f}", f"{values['sent'] / 1e6:.1f}"]
+    ratio = f"{values['sequence'] / values['bound']:.2f}"
+    return [str(group_size), str(values["x"]), str(values["w"]), *sizes, *us, ratio]
+
+
+def exchange_of(op: str, x: list[int], w: list[int], group_size: int) -> Exchange:
+    """Of the call that a page's table is about."""
+    calls: dict[str, Callable[[], Exchange]] = {
+        "matmul_all_to_all": lambda: geometry.matmul_all_to_all(x, w, [3, 32, 128], 1, -2, group_size),
+        "all_to_all_matmul": lambda: geometry.all_to_all_matmul(x, w, -2, 1, group_size),
+        "all_gather_matmul": lambda: geometry.all_gather_matmul(x, [w], 0, group_size),
+        "matmul_reduce_scatter": lambda: geometry.matmul_reduce_scatter(x, w, "sum", 0, group_size),
+        "matmul_all_reduce": lambda: geometry.matmul_all_reduce(x, w, "sum", group_size),
+    }
+    return calls[op]()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_lower_bounds_follow_from_the_formulas(op: str) -> None:
+    _, formulas = code_blocks(op)
+    rows = list(table_rows(page(op), "R"))
+    assert [row[0] for row in rows] == ["2", "4", "8"]
+    for row in rows:
+        values: dict[str, Any] = {"R": int(row[0])}
+        exec(formulas, values)
+        assert row == expected_row(values["R"], values)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("group_size", [2, 4, 8])
+def test_formulas_say_what_the_op_sends_and_computes(op: str, group_size: int) -> None:
+    values: dict[str, Any] = {"R": group_size}
+    exec(code_blocks(op)[1], values)
+    exchange = exchange_of(op, values["x"], values["w"], group_size)
+    times = 2 if op == "matmul_all_reduce" else 1  # a reduce_scatter and a gather
+    assert values["sent"] == times * (group_size - 1) * exchange.chunk_numel * BENCH_BYTES
+    columns = values["w"][-1]
+    assert values["flops"] == 2 * exchange.num_batches * exchange.num_rows * exchange.k * columns
+    assert (values["M"], values["K"], values["N"]) == (exchange.num_rows, exchange.k, columns)
+
+    whole = group_size * exchange.chunk_numel * BENCH_BYTES
+    num_copies = 2 if "all_to_all" in op else 0  # dims inside are cut and joined; dim 0 needs no copy
+    matmul, wire = values["flops"] / MATMUL_FLOPS, values["sent"] / LINK_BANDWIDTH
+    copies = num_copies * 2 * whole / MEMORY_BANDWIDTH
+    assert values["matmul"] == pytest.approx(matmul) and values["wire"] == pytest.approx(wire)
+    assert values["copies"] == pytest.approx(copies)
+    assert values["bound"] == pytest.approx(max(matmul, wire))
+    assert values["sequence"] == pytest.approx(matmul + wire + copies)
+
+
+EXAMPLE_ROW = Row(
+    op="matmul_all_to_all",
+    rows=2048,
+    k=2048,
+    n=4096,
+    batch=0,
+    dtype="float32",
+    direction="forward",
+    algorithm="auto",
+    planned="chunked",
+    plan="",
+    group_size=2,
+    num_bytes=2048 * 4096 * 4,
+    flops=2 * 2048 * 2048 * 4096,
+    **{name: Timing(ms / 1e3, 0, 0, 0, 0.03) for name, ms in EXAMPLE_MS.items()},
+)
+EXAMPLE_COLLECTIVE = CollectiveRow(
+    op="all_reduce",
+    dtype="float32",
+    group_size=2,
+    num_bytes=64 << 20,
+    copy=Timing(0.008, 0, 0, 0, 0),
+    time=Timing(0.040, 0.038, 0.045, 0.060, 0.09),
+)
+
+
+@pytest.mark.parametrize("row", [EXAMPLE_ROW, EXAMPLE_COLLECTIVE], ids=lambda row: row.op)
+def test_every_column_of_the_benchmark_is_explained_with_its_value(row: AnyRow) -> None:
+    columns = table.OP_COLUMNS if isinstance(row, Row) else table.COLLECTIVE_COLUMNS
+    expected = [(heading.replace("\n", " "), text(row)) for heading, text in columns]
+    explained = [(cells[0], cells[2]) for cells in table_rows(page("benchmark"), "column") if len(cells) == 3]
+    start = 0 if isinstance(row, Row) else len(table.OP_COLUMNS)
+    assert explained[start : start + len(expected)] == expected
+
+
+def test_every_case_and_column_of_the_suite_is_explained() -> None:
+    headings = [heading.replace("-\n", "").replace("\n", " ") for heading in HEADINGS]
+    assert [cells[0] for cells in table_rows(page("benchmark"), "case")] == list(CASES)
+    assert [cells[0] for cells in table_rows(page("benchmark"), "suite column")] == headings
+
+
+def in_template(quoted: str, template: str) -> bool:
+    """Whether a text of the docs, with ... for what varies, is a text of the sources or a part of one."""
+    text = re.sub(DOTS, HOLE, quoted).strip(HOLE)
+    assert len(text.replace(HOLE, "").strip()) >= 8, f"{quoted!r} says too little to be looked for"
+    return text in re.sub(DOTS, HOLE, template)
+
+
+def as_template(node: ast.AST | None) -> str | None:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return None
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def python_templates(tree: ast.AST) -> Iterator[str]:
+    """Every string but docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = None if id(node) in docstrings else as_template(node)
+        if text is not None:
+            yield text.replace("%s", HOLE)
+
+
+def cpp_templates(source: str) -> Iterator[str]:
+    """String literals, statement by statement; what stands between two is a hole."""
+    statement = ""
+    for token in re.finditer(r'"((?:[^"\\\n]|\\.)*)"|//.*|;|[^\s";]+?', source):
+        if token[0] == ";":
+            yield statement
+            statement = ""
+        elif token[1] is not None:
+            statement += token[1]
+        elif not token[0].startswith("//") and not statement.endswith(HOLE):
+            statement += HOLE
+
+
+def sources() -> list[Path]:
+    return [path for folder in ("fusedcomm", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def native_sources() -> list[Path]:
+    return [path for path in sorted((ROOT / "kernels/cpu").iterdir()) if path.suffix in (".h", ".cpp")]
+
+
+@cache
+def templates() -> list[str]:
+    found = [text for path in sources() for text in python_templates(parsed(path))]
+    return found + [text for path in native_sources() for text in cpp_templates(path.read_text())]
+
+
+def quoted_texts() -> list[str]:
+    cells = [row[0] for row in table_rows(page("troubleshooting"), "text")]
+    return [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_quoted_texts_are_texts_of_the_sources() -> None:
+    quoted = quoted_texts()
+    assert len(quoted) > 50
+    missing = [text for text in quoted if not any(in_template(text, template) for template in templates())]
+    assert not missing
+
+
+def test_a_text_that_nobody_prints_is_found_missing() -> None:
+    made_up = [
+        "x must be a multiple of 7, got ...",
+        "ranks ... did not signal after ... s",
+        "... runs unfused because ...",
+    ]
+    for text in made_up:
+        assert not any(in_template(text, template) for template in templates())
+
+
+def raised_texts(tree: ast.AST) -> Iterator[str]:
+    """What a file raises or warns of, where the text stands there."""
+    for node in ast.walk(tree):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        warns = isinstance(call.func, ast.Attribute) and call.func.attr in ("warn", "warning")
+        text = as_template(call.args[0])
+        if text is not None and (warns or isinstance(node, ast.Raise)):
+            yield text.replace("%s", HOLE)
+
+
+def test_every_text_that_is_raised_is_explained() -> None:
+    """Of what users import; commands say what is wrong with their arguments themselves."""
+    quoted = quoted_texts()
+    own = ("bench", "cli", "doctor", "testing")
+    files = [path for path in sources() if path.relative_to(ROOT).parts[1] not in own]
+    raised = {text for path in files for text in raised_texts(parsed(path))}
+    assert len(raised) > 50
+    unexplained = [text for text in raised if not any(in_template(each, text) for each in quoted)]
+    assert not unexplained
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
+        file = DOCS / target if target else path
+        assert file.exists(), target
+        headings = re.findall(r"^#+ (.*)$", prose(file), re.M) if anchor else []
+        slugs = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in slugs, anchor
+
+
+def defined_in(path: Path) -> set[str]:
+    """Functions, classes and their members, and constants, dotted."""
+
+    def names(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield prefix + node.name
+                yield from names(node.body, f"{prefix}{node.name}.") if isinstance(node, ast.ClassDef) else ()
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            yield from (prefix + each.id for each in targets if isinstance(each, ast.Name))
+
+    return set(names(parsed(path).body, ""))
+
+
+def is_public_name(dotted: str) -> bool:
+    """``fusedcomm.x.y``, as users reach it."""
+    parts = dotted.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:split]))
+        except ImportError:
+            continue
+        for name in parts[split:]:
+            if not hasattr(found, name):
+                return False
+            found = getattr(found, name)
+        return True
+    return False
+
+
+@cache
+def words() -> set[str]:
+    return {word for path in (*sources(), *native_sources()) for word in re.findall(r"\w+", path.read_text())}
+
+
+def wrong_name(span: str) -> str | None:
+    """Why what stands in backticks is not there, or None; what is not a name is not looked for."""
+    file = re.fullmatch(r"((?:fusedcomm|kernels|bench|tests|examples)/[\w./]*)(?::([\w.]+))?", span)
+    if file is not None:
+        path = ROOT / file[1]
+        if not path.exists():
+            return "no such file"
+        if file[2] is not None and file[2] not in defined_in(path):
+            return f"{file[1]} defines no {file[2]}"
+    elif re.fullmatch(r"fusedcomm(\.\w+)+", span):
+        return None if is_public_name(span) else "no such name"
+    elif command := re.match(r"fusedcomm ([a-z]+)\b", span):
+        if command[1] not in cli.COMMANDS:
+            return "no such command"
+        text = (ROOT / "fusedcomm/cli" / f"{command[1]}.py").read_text()
+        unknown = [option for option in re.findall(r"(?<=\s)--?[a-z][\w-]*", span) if f'"{option}"' not in text]
+        return f"no option {unknown}" if unknown else None
+    elif re.fullmatch(r"[A-Za-z_]\w{3,}", span) and span not in words():
+        return "no such word in the sources"
+    return None
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_names_of_files_functions_and_commands_exist(path: Path) -> None:
+    spans = re.findall(r"`([^`\n]+)`", prose(path))
+    wrong = {span: why for span in spans if (why := wrong_name(span))}
+    assert not wrong
+
+
+def command_lines() -> list[str]:
+    """Of indented blocks; two spaces end a command."""
+    pattern = r"^    (?:torchrun .* -m )?fusedcomm (.+?)(?:  .*)?$"
+    return [line for path in PAGES for line in re.findall(pattern, path.read_text(), re.M)]
+
+
+def test_commands_can_be_called_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in cli.COMMANDS:
+        monkeypatch.setattr(importlib.import_module(f"fusedcomm.cli.{name}"), "run", lambda args: 0)
+    lines = command_lines()
+    assert len(lines) >= 5
+    for line in lines:
+        assert cli.main(line.split()) == 0
+    with pytest.raises(SystemExit):
+        cli.main([*lines[0].split(), "--nonsense"])
+
+
+def test_names_that_do_not_exist_are_found() -> None:
+    spans = (
+        "fusedcomm/nowhere.py",
+        "fusedcomm/runtime/workspace.py:Workspace.nothing",
+        "fusedcomm.no_such_op",
+        "fusedcomm nonsense",
+        "fusedcomm demo --nonsense",
+        "no_such_word_anywhere",
+    )
+    for span in spans:
+        assert wrong_name(span), span
+    assert wrong_name("fusedcomm/runtime/workspace.py:Workspace.fail") is None
+
+
+def test_the_index_names_every_page() -> None:
+    linked = set(re.findall(r"\]\((\w+\.md)\)", page("README")))
+    assert linked == {path.name for path in PAGES} - {"README.md"}

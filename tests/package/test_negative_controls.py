@@ -1,0 +1,45 @@
+"""The list of protections is true: each is there, and its test fails without it."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.negative_controls import CONTROLS, ROOT, copy_sources, run_tests
+
+QUICK = ("calls that differ are told apart", "peer indices are checked")
+
+
+def names() -> list[object]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in CONTROLS]
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_each_protection_and_its_test_are_there(name: str) -> None:
+    control = CONTROLS[name]
+    assert (ROOT / control.file).read_text().count(control.on) == 1 and control.off != control.on
+    path, _, test = control.test.partition("::")
+    functions = {each.name for each in ast.parse((ROOT / path).read_text()).body if isinstance(each, ast.FunctionDef)}
+    assert not test or test.partition("[")[0] in functions
+
+
+@pytest.mark.parametrize("name", names())
+def test_without_it_a_test_fails(name: str) -> None:
+    assert CONTROLS[name].run() is None
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_with_all_of_them_on_the_same_tests_pass(tmp_path: Path) -> None:
+    copy_sources(tmp_path)
+    code, printed = run_tests(tmp_path, *sorted({control.test for control in CONTROLS.values()}))
+    assert code == 0, printed[-4000:]
+
+
+def test_a_protection_that_is_not_off_is_told() -> None:
+    control = CONTROLS["peer indices are checked"]
+    reason = replace(control, off=control.on).run()
+    assert reason is not None and "got exit code 0" in reason

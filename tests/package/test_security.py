@@ -1,0 +1,458 @@
+"""What docs/security.md says: what may run code, who reaches a segment, what listens, what is read from outside."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fcntl
+import ipaddress
+import itertools
+import json
+import os
+import pickle
+import re
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import HashStore
+
+import fusedcomm
+from fusedcomm.algorithms import launch
+from fusedcomm.cost import tuned
+from fusedcomm.cost.model import DEFAULTS, TUNED
+from fusedcomm.runtime import group as groups
+from fusedcomm.runtime.workspace import HeaderLayout, Round, Workspace, peers_of, sources_of
+from fusedcomm.testing.virtual import VirtualGroup
+from tests.helpers.groups import call, check, fresh_group
+from tests.helpers.problems import PROBLEMS
+from tests.helpers.symmetric_memory import Ranks, error_of, make, timeout
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "security.md").read_text()
+CPU = torch.device("cpu")
+PROBLEM = next(problem for problem in PROBLEMS if problem.name == "heads")
+NUMBERS = replace(DEFAULTS["cpu"], source=TUNED)
+OTHER_NUMBERS = replace(NUMBERS, copy_bandwidth=2e9)
+
+# What may run code that data bring along, and what listens
+
+DANGEROUS = (
+    *("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
+    *("torch.load", "torch.serialization", "torch.package", "torch.hub", "numpy.load"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load"),
+    *("eval", "exec", "__import__"),
+    *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
+    *("socket.socket", "socket.create_server", "socket.create_connection", "socketserver", "http.server", "xmlrpc"),
+    *("multiprocessing.connection.Listener", "multiprocessing.managers"),
+    *("torch.distributed.TCPStore", "torch.distributed.rpc"),
+)
+UNPICKLES = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?")
+RANKS = "fusedcomm/launch/ranks.py"
+ALLOWED = {
+    (RANKS, "pickle"): "tasks and answers between a process and the ranks that it started, over socket pairs",
+    (RANKS, "torch.distributed.TCPStore"): "where these ranks meet",
+    (RANKS, "socket.create_server"): "its socket, on loopback",
+}
+
+
+def dangerous(tree: ast.AST) -> set[str]:
+    """What a file imports or uses of DANGEROUS and UNPICKLES, by its own name; and ``shell=True``."""
+    names = {name: name for name in ("eval", "exec", "__import__")}
+    imported = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported += [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+
+    def dotted(node: ast.AST) -> str:
+        if isinstance(node, ast.Attribute):
+            return f"{dotted(node.value)}.{node.attr}"
+        return names.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    used = [*imported, *(dotted(node) for node in ast.walk(tree))]
+    found = {each for name in used for each in DANGEROUS if f"{name}.".startswith(f"{each}.")}
+    found |= {last for name in used if UNPICKLES.fullmatch(last := name.rpartition(".")[2])}
+    shells = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "shell"]
+    found |= {"shell=True" for value in shells if ast.unparse(value) != "False"}
+    return found
+
+
+def test_nothing_runs_what_data_bring_along_and_nothing_else_listens() -> None:
+    files = [path for folder in ("fusedcomm", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 100
+    found = {(str(path.relative_to(ROOT)), what) for path in files for what in dangerous(ast.parse(path.read_text()))}
+    assert found == set(ALLOWED)  # what is no longer there is no longer allowed
+    assert all(f"`{file}`" in PAGE for file, _ in ALLOWED)
+
+
+SCANNED = {
+    "import pickle": "pickle",
+    "import marshal, json": "marshal",
+    "import torch as t\nt.load(file)": "torch.load",
+    "eval(text)": "eval",
+    "import os\nos.system(text)": "os.system",
+    "import subprocess\nsubprocess.run(text, shell=True)": "shell=True",
+    "import subprocess\nsubprocess.run(text, shell=flag)": "shell=True",
+    "import socket\nsocket.socket()": "socket.socket",
+    "import torch.distributed as dist\ndist.TCPStore('', 0)": "torch.distributed.TCPStore",
+    "import torch.distributed as dist\ndist.all_gather_object(a, b)": "all_gather_object",
+    "from torch.distributed import broadcast_object_list": "broadcast_object_list",
+}
+
+
+@pytest.mark.parametrize("source", SCANNED)
+def test_the_scan_finds(source: str) -> None:
+    assert dangerous(ast.parse(source)) == {SCANNED[source]}
+
+
+def test_the_scan_lets_the_rest_pass() -> None:
+    source = "import socket, yaml\nx.eval()\nsocket.gethostname()\nyaml.safe_load(t)\nx.load(t)\nrun(shell=False)"
+    assert not dangerous(ast.parse(source))
+
+
+NATIVE = re.compile(r"\b(system|popen|exec[lv]p?e?|dlopen|shm_open|socket|listen)\s*\(")
+
+
+def test_the_native_part_starts_nothing_and_opens_no_socket_and_no_named_memory() -> None:
+    sources = [path.read_text() for path in (ROOT / "kernels/cpu").iterdir() if path.suffix in (".h", ".cpp")]
+    assert len(sources) > 5
+    assert not [found for source in sources for found in NATIVE.findall(re.sub("//.*", "", source))]
+    assert NATIVE.findall('system ("ls"); shm_open(name); ecosystem(1);') == ["system", "shm_open"]
+
+
+# Who reaches a segment
+
+held: Any = None
+SEGMENT = "/memfd:fusedcomm-"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def attach(rank: int) -> int:
+    global held
+    held = make(8)
+    held[0].fill_(int.from_bytes(b"secret\n" + bytes([rank]), "little"))
+    held[1].barrier()
+    return os.getpid()
+
+
+def detach(rank: int) -> list[int]:
+    global held
+    values, held = held[0].tolist(), None
+    return values
+
+
+def opened(pid: int, kind: str) -> dict[str, str]:
+    """What a process has open of that kind, by the path under which others can open it."""
+    found: dict[str, str] = {}
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed since
+            target = os.readlink(path := f"/proc/{pid}/fd/{fd}")
+            found |= {path: target} if target.startswith(kind) else {}
+    return found
+
+
+def head(path: str, user: int) -> tuple[bytes, bytes]:
+    """The first 8 bytes of a file, and what went wrong, by a process of that user."""
+    other: dict[str, Any] = {} if user == os.geteuid() else {"user": user, "group": user, "extra_groups": []}
+    done = subprocess.run(["head", "-c", "8", path], capture_output=True, check=False, **other)
+    return done.stdout, done.stderr
+
+
+def resized(path: str, num_bytes: int) -> bool:
+    """Whether this process, which can write the file, can also change its size."""
+    try:
+        os.truncate(path, num_bytes)
+    except PermissionError:
+        return False
+    return True
+
+
+def test_a_segment_has_no_name_and_is_its_users_and_keeps_its_size(ranks: Ranks) -> None:
+    pids = ranks(2).run(attach)
+    try:
+        for rank, pid in enumerate(pids):
+            content = b"secret\n" + bytes([rank])
+            (path,) = [path for path in opened(pid, SEGMENT) if head(path, os.geteuid())[0] == content]
+            facts = os.stat(path)
+            assert stat.S_ISREG(facts.st_mode) and stat.S_IMODE(facts.st_mode) == 0o600
+            assert (facts.st_uid, facts.st_nlink) == (os.geteuid(), 0)
+            with open(path, "r+b", buffering=0) as file:
+                assert fcntl.fcntl(file, fcntl.F_GET_SEALS) == SEALS
+                os.pwrite(file.fileno(), (7).to_bytes(8, "little"), 8)  # who can read it can write it
+            assert not resized(path, 0) and not resized(path, 2 * facts.st_size)
+            assert os.stat(path).st_size == facts.st_size
+        assert not [name for name in os.listdir("/dev/shm") if "fusedcomm" in name]
+    finally:
+        values = ranks(2).run(detach)
+    assert [value[1] for value in values] == [7, 7]
+
+
+def test_memory_that_is_not_sealed_changes_its_size() -> None:
+    """Negative control."""
+    with open(os.memfd_create("test", os.MFD_ALLOW_SEALING), "r+b") as file:
+        path = f"/proc/self/fd/{file.fileno()}"
+        assert resized(path, 4096) and resized(path, 0)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+        assert not resized(path, 4096)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_cannot_open_a_segment(ranks: Ranks) -> None:
+    pids = ranks(2).run(attach)
+    try:
+        paths = [path for pid in pids for path in opened(pid, SEGMENT)]
+        assert len(paths) >= 2
+        for path in paths:
+            content, error = head(path, 65534)  # nobody
+            assert not content and b"Permission denied" in error
+            assert len(head(path, os.geteuid())[0]) == 8  # negative control: this user reads it
+    finally:
+        ranks(2).run(detach)
+    assert head("/proc/version", 65534)[0]  # negative control: the other one can read at all
+
+
+# What listens
+
+
+def listening(pids: list[int]) -> set[Any]:
+    """Addresses of the TCP and UDP sockets on which these processes take what comes."""
+    inodes = {target[len("socket:[") : -1] for pid in pids for target in opened(pid, "socket:[").values()}
+    found = set()
+    for protocol in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if rest[5] in inodes and state in ("0A", "07"):  # LISTEN; a bound UDP socket
+                words = bytes.fromhex(local.partition(":")[0])
+                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))  # on a little-endian host
+                found.add(ipaddress.ip_address(packed))
+    return found
+
+
+def reachable(addresses: set[Any]) -> set[Any]:
+    """Those that other hosts can reach."""
+    return {each for each in addresses if not (getattr(each, "ipv4_mapped", None) or each).is_loopback}
+
+
+@pytest.mark.parametrize("who", ["ranks", "who starts them"])
+def test_ranks_and_who_starts_them_listen_on_loopback(who: str, ranks: Ranks) -> None:
+    ranks(2).run(posted)
+    addresses = listening([ranks(2).pid(rank) for rank in range(2)] if who == "ranks" else [os.getpid()])
+    assert addresses  # gloo's; the store's
+    assert not reachable(addresses)
+
+
+ADDRESSES = {"0.0.0.0": True, "::": True, "127.0.0.1": False, "::1": False, "::ffff:127.0.0.1": False}
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_socket_that_listens_is_found(address: str, kind: int) -> None:
+    expected = ipaddress.ip_address(address)
+    try:
+        made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
+        made.bind((address, 0))
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    with made:
+        if kind == socket.SOCK_STREAM:
+            made.listen()
+        assert expected in listening([os.getpid()])
+    assert (expected in reachable({expected})) == ADDRESSES[address]
+
+
+# What the ranks of a group tell each other. Posts of others: tests/runtime/test_vote.py
+
+
+def posted(rank: int) -> tuple[list[bytes], dict[str, Any]]:
+    """Of a call in a new group: all that fusedcomm has left in the store, and rank 0's facts by purpose."""
+    whole: Any = dist.distributed_c10d._get_default_store()
+    keys = getattr(whole.underlying_store, "list_keys", list)  # not of every torch release
+    before = set(keys())
+    dist.barrier()
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, PROBLEM, call(group, PROBLEM))
+        dist.barrier(group)
+        posts = {purpose: groups.store(group, f"{purpose}/cpu").get("post/0") for purpose in ("topology", "workspace")}
+        new = [key for key in keys() if key not in before and "fusedcomm/" in key]
+        values = [*posts.values(), *(whole.underlying_store.get(key) for key in new)]
+    dist.barrier()
+    return values, {purpose: json.loads(post)["facts"] for purpose, post in posts.items()}
+
+
+def test_the_store_has_json_and_no_more_than_the_page_says(ranks: Ranks) -> None:
+    values, facts = ranks(2).run(posted)[0]
+    for value in values:
+        json.loads(value)
+    with pytest.raises(ValueError):  # negative control
+        json.loads(pickle.dumps(facts))
+    topology = {"host", "workspace_bytes", "algorithm", "check", "no_fused", "no_workspace", "uuid", "constants"}
+    assert set(facts["topology"]) == topology
+    assert set(facts["workspace"]) == {"op", "fingerprint", "stage", "error"}
+    assert all(f"`{name}`" in PAGE for post in facts.values() for name in post)
+    assert all(isinstance(value, str | int | None) for post in facts.values() for value in post.values())
+
+
+MIB = 1 << 20
+VOTE_S = 0.2
+
+
+@pytest.mark.parametrize("offer", [b"", b"0", b"x" * 87, b"x" * 88, b"9" * MIB], ids=len)
+def test_a_hostile_offer_of_memory_is_an_error_in_bounded_time(offer: bytes) -> None:
+    name, store = f"test/hostile/{len(offer)}", HashStore()
+    _SymmetricMemory.set_group_info(name, 0, 2, store)
+    store.set(f"fusedcomm/symm_mem/{name}/offer/1", offer)
+    t, start = torch.distributed._symmetric_memory.empty(4, device=CPU), time.monotonic()
+    with timeout(VOTE_S):
+        error = error_of(lambda: _SymmetricMemory.rendezvous(t, name))
+    assert time.monotonic() - start < VOTE_S + 10
+    assert re.fullmatch(r"DistStoreError: .* (rank 1|some rank) did not come within 0.2 s", error)
+
+
+# The file of tuned numbers. Who may have written it and what it may say: tests/cost/test_tuned.py
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_crash_before_the_file_is_replaced_leaves_the_old_one(cache: Path) -> None:
+    file = tuned.write(NUMBERS, CPU, 2)
+    old = file.read_bytes()
+    child = os.fork()
+    if child == 0:
+        os.replace = lambda *args: os._exit(9)  # type: ignore[assignment]
+        try:
+            tuned.write(OTHER_NUMBERS, CPU, 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    (left,) = set(cache.iterdir()) - {file}
+    assert stat.S_IMODE(left.stat().st_mode) == 0o600
+    assert json.loads(left.read_text())["constants"] == OTHER_NUMBERS.to_json()  # complete, but not in its place
+    assert file.read_bytes() == old
+    assert tuned.read(CPU, 2) == NUMBERS
+
+
+def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) -> None:
+    """A link of somebody else, in a directory that all can write, must not lead a write elsewhere."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    before = os.umask(0)
+    try:
+        file = tuned.write(NUMBERS, CPU, 2)
+    finally:
+        os.umask(before)
+    assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(cache.stat().st_mode)) == (0o600, 0o700)
+    file.unlink()
+    file.symlink_to(victim)
+    tuned.write(OTHER_NUMBERS, CPU, 2)
+    assert (victim.read_text(), file.is_symlink()) == ("mine", False)
+    assert tuned.read(CPU, 2) == OTHER_NUMBERS
+
+
+# Bounds of every peer index
+
+OUTSIDE = (-1, 2, 2**31 - 1, -(2**31))  # of a group of two
+
+
+def call_with_ranks_outside(rank: int) -> tuple[dict[str, list[str]], list[int], int]:
+    """Errors of every function of a handle that takes a rank; then this rank's memory and its signals."""
+    t, handle = make(4)
+    t.fill_(rank)
+    handle.barrier()
+    calls: dict[str, Callable[[int], Any]] = {
+        "put_signal": lambda peer: handle.put_signal(peer, timeout_ms=50),
+        "wait_signal": lambda peer: handle.wait_signal(peer, timeout_ms=50),
+        "get_buffer": lambda peer: handle.get_buffer(peer, (1,), torch.int64).fill_(9),
+        "get_remote_tensor": lambda peer: handle.get_remote_tensor(peer, (1,), torch.int64).fill_(9),
+    }
+    errors = {name: [error_of(partial(call, peer)) for peer in OUTSIDE] for name, call in calls.items()}
+    handle.get_buffer(1 - rank, (1,), torch.int64).fill_(5)  # negative control
+    handle.barrier()
+    return errors, t.tolist(), int(handle.get_signal_pad(rank).to(torch.int64).sum())
+
+
+def test_a_handle_refuses_ranks_outside_the_group(ranks: Ranks) -> None:
+    for rank, (errors, memory, signals) in enumerate(ranks(2).run(call_with_ranks_outside)):
+        for name, argument in (("put_signal", "dst_rank"), ("wait_signal", "src_rank")):
+            assert errors[name] == [f"ValueError: {argument} must be in [0, 2), got {peer}" for peer in OUTSIDE]
+        for name in ("get_buffer", "get_remote_tensor"):  # torch's
+            assert all(error.startswith("RuntimeError: ") for error in errors[name]), errors[name]
+        assert memory == [5, rank, rank, rank]
+        assert signals == 0
+
+
+def virtual_round() -> tuple[list[Tensor], dict[str, Callable[[int], Any]]]:
+    """The segments of two virtual ranks, and what takes a rank on the first one's host."""
+    workspace, spans = VirtualGroup(2, 1 << 12, CPU).workspaces[0], SimpleNamespace(chunk_numel=8)
+    workspace.timeout_s = 0.05
+    round = Round(workspace, 1, spans, torch.float32, "op", 7)
+    return workspace.buffers, {
+        "signal": round.signal,
+        "wait": round.wait,
+        "part": round.part,
+        "received": round.received,
+        "launch.signal": lambda peer: launch.signal(workspace, peer, 7),
+        "launch.wait_source": lambda peer: launch.wait_source(peer, workspace, 7),
+    }
+
+
+@pytest.mark.parametrize("peer", [-1, 2])
+@pytest.mark.parametrize("name", ["signal", "wait", "part", "received", "launch.signal", "launch.wait_source"])
+def test_a_round_refuses_ranks_outside_the_group(name: str, peer: int) -> None:
+    segments, functions = virtual_round()
+    before = [segment.clone() for segment in segments]
+    with pytest.raises(AssertionError, match=r"must be in \[0, 2\), got"):
+        functions[name](peer)
+    assert all(map(torch.equal, segments, before))
+
+
+def test_a_round_takes_the_ranks_of_the_group() -> None:
+    """Negative control."""
+    segments, functions = virtual_round()
+    for peer in range(2):
+        assert functions["part"](peer).shape == functions["received"](peer).shape == (8,)
+        before = segments[peer].clone()
+        functions["signal"](peer)
+        assert not torch.equal(segments[peer], before)
+    functions["wait"](0)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 8, 72])
+def test_peer_indices_are_made_from_the_size_of_the_group(group_size: int) -> None:
+    """And what they lead to lies in the segment, each rank's apart from the others'."""
+    layout, every = HeaderLayout(group_size), list(range(group_size))
+    for rank in every:
+        assert sorted(peers_of(rank, group_size)) == sorted(sources_of(rank, group_size)) == every
+    words = [layout.epoch, layout.arrivals, layout.timeout, layout.record]
+    words += [layout.flag(epoch, src_rank) for epoch in (1, 2) for src_rank in every]
+    words += [start + 8 * rank for start in (layout.broken, layout.tiles_done) for rank in every]
+    assert len(set(words)) == len(words)
+    assert all(word % 8 == 0 and 0 <= word < layout.header_bytes for word in words)
+    for slot_bytes, itemsize in itertools.product((0, 128, 1000, 1 << 20), (2, 4)):
+        num_bytes = Workspace.num_bytes(group_size, slot_bytes)
+        each = (num_bytes - layout.header_bytes) // 2
+        workspace = SimpleNamespace(group_size=group_size, slot_bytes=each, usable_bytes=each)
+        last = group_size * Workspace.max_chunk_numel(workspace, itemsize) * itemsize
+        ends = [layout.slot(epoch, workspace.slot_bytes) + last for epoch in (2, 1)]
+        assert ends[0] <= layout.slot(1, workspace.slot_bytes) and ends[1] <= num_bytes

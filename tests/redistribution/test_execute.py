@@ -1,0 +1,366 @@
+"""Steps carried out in a simulated world, against an oracle that holds the whole tensor; then on real ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedcomm.launch.ranks import RankPool
+from fusedcomm.redistribution import even as regular
+from fusedcomm.redistribution import execute, reductions, steps
+from fusedcomm.redistribution import uneven as pieces
+from fusedcomm.redistribution.steps import Step
+from tests.helpers import redistribution_world as world
+
+Ranks = Callable[[int], RankPool]
+Placed = tuple[int | str | None, ...]
+
+
+def check_seeds(seeds: range) -> Counter[tuple[str, bool]]:
+    """How often each kind was carried out, regular and not."""
+    seen: Counter[tuple[str, bool]] = Counter()
+    for seed in seeds:
+        plan, rng = world.random_plan(seed)
+        try:
+            world.check(plan, rng, shuffle=rng.random() < 0.5)
+        except Exception as error:
+            raise AssertionError(f"{seed=}: {plan}") from error
+        seen.update((step.kind, step.is_regular) for step in plan.steps)
+    return seen
+
+
+KINDS = [
+    *((kind, True) for kind in (steps.SLICE, steps.ALL_GATHER, steps.ALL_TO_ALL, steps.ALL_REDUCE)),
+    *((steps.REDUCE_SCATTER, regular) for regular in (True, False)),
+    *((kind, False) for kind in (steps.SLICE, steps.ALL_GATHER, steps.ALL_TO_ALL)),
+]
+
+
+def test_random_plans() -> None:
+    seen = check_seeds(range(600))
+    assert all(seen[kind] >= 20 for kind in KINDS), seen
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_random_plans_for_long() -> None:
+    seen = check_seeds(range(1000, 41_000))
+    assert all(seen[kind] >= 1000 for kind in KINDS), seen
+
+
+def plan_of(
+    shape: tuple[int, ...], mesh: tuple[int, ...], *placed: Placed, dtype: torch.dtype = torch.float32
+) -> world.Plan:
+    return world.Plan(tuple(world.sharding_of(shape, mesh, each) for each in placed), dtype)
+
+
+def check_plan(plan: world.Plan) -> None:
+    for seed in range(4):
+        world.check(plan, random.Random(seed), shuffle=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_numbers_without_dims(op: str, dtype: torch.dtype) -> None:
+    check_plan(plan_of((), (2, 3), (op, op), (None, None), dtype=dtype))
+    check_plan(plan_of((), (2, 3), (op, None), (None, None), dtype=dtype))
+    check_plan(plan_of((), (2, 3), (None, None), (None, None), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.complex128, torch.int16, torch.uint8])
+def test_dtypes_that_only_move(dtype: torch.dtype) -> None:
+    for shape in [(8, 4), (5, 3), (1, 1), (0, 2)]:
+        check_plan(plan_of(shape, (2, 2), (None, None), (0, 1), (1, 1), (0, 0), (None, None), dtype=dtype))
+
+
+def test_what_cuts_nothing_afterwards_gets_the_same_block() -> None:
+    for shape in [(4, 2), (1, 2), (3, 1), (4, 0), (5, 7)]:
+        check_plan(plan_of(shape, (2, 2), (0, 0), (1, None)))
+        check_plan(plan_of(shape, (2, 2), (0, 0), (None, 1)))
+        check_plan(plan_of(shape, (2, 2, 2), (0, None, 0), (None, 1, 1)))
+
+
+@pytest.mark.parametrize("first", [0, "sum"])
+@pytest.mark.parametrize("size", [8, 7])
+def test_what_communicates_nothing_may_cut_too(first: int | str, size: int) -> None:
+    for after in [(1, 1, 1), (1, 1, None), (1, 2, 1), (2, None, 1)]:
+        check_plan(plan_of((size, size, 4), (2, 2, 2), (first, None, None), after))
+        check_plan(plan_of((size, size, 4), (2, 2, 2), (None, first, None), (after[1] or 2, after[0], after[2])))
+
+
+def one(plan: world.Plan) -> Step:
+    (step,) = plan.steps
+    return step
+
+
+def test_whole_numbers_are_averaged_towards_zero() -> None:
+    assert torch.equal(reductions.averaged(torch.tensor([7, -7]), 2), torch.tensor([3, -3]))
+    assert torch.equal(reductions.averaged(torch.tensor([7.0]), 2), torch.tensor([3.5]))
+
+
+def uneven_sum(parts: list[float], dtype: torch.dtype, op: str = "sum") -> Tensor:
+    """Each rank's part of a [1] tensor, reduced by a rank for itself."""
+    ranks = len(parts)
+    step = one(plan_of((1,), (ranks,), (op,), (0,)))
+    assert step.sends_as == steps.ALL_TO_ALL
+    held = {(rank,): torch.tensor([parts[rank]], dtype=dtype) for rank in range(ranks)}
+    return world.carry_out(step, held, random.Random(0), shuffle=False)[(0,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    big, ulp = (256.0, 2.0) if dtype == torch.bfloat16 else (2048.0, 2.0)
+    parts = [big, ulp / 2, ulp / 2]
+    assert uneven_sum(parts, dtype).item() == big + ulp
+    one_by_one = torch.tensor(parts, dtype=dtype)
+    assert (one_by_one[0] + one_by_one[1] + one_by_one[2]).item() == big  # so it would be seen
+    parts = [big, ulp, ulp / 2, ulp / 2]
+    assert uneven_sum(parts, dtype, "avg").item() == torch.tensor(sum(parts) / 4, dtype=dtype).item()
+
+
+def test_parts_are_added_in_the_order_of_the_mesh() -> None:
+    """However the ranks of the process group are ordered."""
+    step = one(plan_of((3,), (2, 2), ("sum", "sum"), (0, 0)))
+    parts = [1e8, 1.0, -1e8, 0.5]
+    held = {rank: torch.full((3,), part) for rank, part in zip(world.coordinates((2, 2)), parts, strict=True)}
+    want = ((torch.tensor(1e8) + 1.0) + -1e8) + 0.5
+    other = ((torch.tensor(0.5) + -1e8) + 1.0) + 1e8
+    assert want != other
+    for seed in range(10):
+        got = world.carry_out(step, held, random.Random(seed), shuffle=True)
+        assert all(torch.equal(tensor, want.expand(tensor.shape)) for tensor in got.values())
+
+
+def test_padding_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of((5, 3), (3,), (1,), (None,))
+    uneven = plan_of((4, 5), (3,), (1,), (None,))
+    check_plan(uneven)
+    monkeypatch.setattr(pieces, "_window", lambda flat, start, shape: flat.view(-1, shape[-1]))
+    check_plan(plan)  # needs none
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_plan(uneven)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("unpack", (0,), (None,)),
+        ("pack", (0,), (1,)),
+        ("unpack", (0,), (1,)),
+        ("pack", ("sum",), (1,)),
+    ],
+)
+@pytest.mark.parametrize("shape", [(8, 4), (7, 9)])
+def test_ranks_in_another_order_are_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str, before: Placed, after: Placed, shape: tuple[int, ...]
+) -> None:
+    plan = plan_of(shape, (4,), before, after)
+    check_plan(plan)
+    original = getattr(execute, name)
+
+    def in_order(step: Step, coordinate: Any, order: Any, tensor: Tensor) -> Any:
+        return original(step, coordinate, tuple(range(len(order))), tensor)
+
+    monkeypatch.setattr(execute, name, in_order)
+    world.check(plan, random.Random(0), shuffle=False)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_plan(plan)
+
+
+def test_misplaced_blocks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of((4, 4), (2, 2), (0, 1), (None, None))
+    check_plan(plan)
+    monkeypatch.setattr(regular, "_keeps_order", lambda permuted, sizes: True)
+    regular.arriving.cache_clear()
+    with pytest.raises(AssertionError):
+        check_plan(plan)
+    regular.arriving.cache_clear()
+
+
+def test_traffic_is_compared() -> None:
+    step = one(plan_of((5, 3), (3,), (0,), (1,)))
+    object.__setattr__(step, "traffic", (1.0, 1.0))
+    held = {rank: torch.zeros(step.before.local_shape(rank)) for rank in world.coordinates((3,))}
+    try:
+        with pytest.raises(AssertionError, match="sent"):
+            world.carry_out(step, held, random.Random(0), shuffle=False)
+    finally:
+        del step.__dict__["traffic"]  # steps are cached
+
+
+# On real ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    before: Placed
+    after: Placed
+    kind: str
+
+
+LINE = [
+    Case((None,), (0,), steps.SLICE),
+    Case((0,), (None,), steps.ALL_GATHER),
+    Case((1,), (None,), steps.ALL_GATHER),
+    Case((0,), (1,), steps.ALL_TO_ALL),
+    Case((1,), (0,), steps.ALL_TO_ALL),
+    Case(("sum",), (None,), steps.ALL_REDUCE),
+    Case(("sum",), (0,), steps.REDUCE_SCATTER),
+    Case(("avg",), (1,), steps.REDUCE_SCATTER),
+]
+OPS = [
+    *(Case((op,), (None,), steps.ALL_REDUCE) for op in ("avg", "max", "min", "product")),
+    *(Case((op,), (1,), steps.REDUCE_SCATTER) for op in ("sum", "max", "min", "product")),
+]
+SQUARE = [
+    Case((0, 0), (None, None), steps.ALL_GATHER),
+    Case((0, 1), (None, None), steps.ALL_GATHER),
+    Case((0, 0), (1, 1), steps.ALL_TO_ALL),
+    Case((0, 1), (1, None), steps.ALL_TO_ALL),
+    Case(("sum", "avg"), (None, None), steps.ALL_REDUCE),
+    Case(("sum", "sum"), (1, 0), steps.REDUCE_SCATTER),
+    Case(("sum", 0), (1, 1), steps.REDUCE_SCATTER),
+]
+SHAPES = [(8, 8), (7, 5), (1, 6), (0, 3)]
+TRACED_SHAPES = [(8, 8), (7, 5)]
+COLLECTIVES = {
+    steps.ALL_GATHER: "all_gather_into_tensor",
+    steps.ALL_TO_ALL: "all_to_all_single",
+    steps.ALL_REDUCE: "all_reduce",
+    steps.REDUCE_SCATTER: "reduce_scatter_tensor",
+}
+
+
+class Spy(TorchDispatchMode):
+    """Names of the functional collectives that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional":
+            self.called.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def traced(run: Callable[..., Tensor], local: Tensor) -> Tensor:
+    return make_fx(lambda x: run(x, wait=False), tracing_mode="fake")(local)(local)
+
+
+def run_case(rank: int, mesh: tuple[int, ...], case: Case, shape: tuple[int, ...], order: tuple[int, ...]) -> None:
+    """Eager and in flight; in the order of the mesh traced too, and with other dtypes."""
+    in_order = order == tuple(range(len(order)))
+    dtypes = [torch.float32, torch.bfloat16, torch.int64]
+    if case.kind in (steps.SLICE, steps.ALL_GATHER, steps.ALL_TO_ALL):
+        dtypes += [torch.bool, torch.complex64, torch.int16]
+    coordinate = world.coordinates(mesh)[order[rank]]
+    for dtype in dtypes if in_order else dtypes[:1]:
+        plan = plan_of(shape, mesh, case.before, case.after, dtype=dtype)
+        step = one(plan)
+        assert step.kind == case.kind
+        oracle = world.Oracle(step.before, world.parts_of(step.before, random.Random(0)))
+        local = world.strided(world.with_dtype(oracle.local(coordinate), dtype), random.Random(rank))
+        oracle.move(step.after)
+        want = world.with_dtype(oracle.local(coordinate), dtype)
+        run = partial(execute.run, step, coordinate, order, dist.group.WORLD.group_name)
+        with Spy() as spy:
+            got = run(local)
+        assert spy.called == ([] if case.kind == steps.SLICE else [COLLECTIVES[step.sends_as], "wait_tensor"])
+        in_flight = run(local, wait=False)
+        results = [got, in_flight.clone()]
+        if in_order and dtype == torch.float32 and shape in TRACED_SHAPES:
+            results.append(traced(run, local))
+        for result in results:
+            assert result.dtype == dtype and result.shape == want.shape and result.is_contiguous()
+            assert torch.equal(result, want), f"{step}: {result}, not {want}"
+
+
+def run_cases(rank: int, mesh: tuple[int, ...], all_cases: list[Case]) -> int:
+    in_order = tuple(range(dist.get_world_size()))
+    runs = list(itertools.product(all_cases, SHAPES, [in_order, (*in_order[1:], 0)]))
+    for case, shape, order in runs:
+        run_case(rank, mesh, case, shape, order)
+    return len(runs)
+
+
+@pytest.mark.parametrize(("mesh", "all_cases"), [((2,), [*LINE, *OPS]), ((4,), LINE), ((2, 2), SQUARE)])
+def test_real_ranks(ranks: Ranks, mesh: tuple[int, ...], all_cases: list[Case]) -> None:
+    num_runs = len(all_cases) * len(SHAPES) * 2
+    assert ranks(math.prod(mesh)).run(run_cases, mesh, all_cases) == [num_runs] * math.prod(mesh)
+
+
+def in_pairs(rank: int) -> Tensor:
+    """A mesh of 2 x 2, summed over dim 1 and cut by it unevenly, in groups of two."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    try:
+        step = one(plan_of((3,), (2, 2), (None, "sum"), (None, 0)))
+        local = torch.arange(3.0) + rank
+        return execute.run(step, (rank // 2, rank % 2), (0, 1), group.group_name, local)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def test_part_of_the_ranks(ranks: Ranks) -> None:
+    results = [tensor.tolist() for tensor in ranks(4).run(in_pairs)]
+    assert results == [[1, 3], [5], [5, 7], [9]]
+
+
+def reduced_in_flight(rank: int) -> list[bool]:
+    """Whether the result of each is waited for when it is used."""
+    found = []
+    for shape, before, after in [
+        ((4, 4), (0,), (None,)),
+        ((3, 4), (0,), (None,)),
+        ((4, 4), (1,), (None,)),
+        ((4, 4), (0,), (1,)),
+        ((4, 4), (1,), (0,)),
+        ((4, 3), ("sum",), (None,)),
+        ((4, 3), ("avg",), (None,)),
+        ((4, 3), ("sum",), (0,)),
+        ((3, 3), ("sum",), (0,)),
+    ]:
+        step = one(plan_of(shape, (2,), before, after))
+        local = torch.zeros(step.before.local_shape((rank,)))
+        result = execute.run(step, (rank,), (0, 1), dist.group.WORLD.group_name, local, wait=False)
+        found.append(isinstance(result, AsyncCollectiveTensor))
+        result.sum().item()
+    return found
+
+
+def test_what_only_needs_views_is_in_flight(ranks: Ranks) -> None:
+    want = [True, True, False, True, False, True, True, True, False]
+    assert ranks(2).run(reduced_in_flight) == [want, want]
+
+
+def bits(rank: int) -> list[Tensor]:
+    """Random values reduced: all ranks' all_reduce, and the rows of an uneven reduce_scatter."""
+    generator = torch.Generator().manual_seed(rank)
+    local = torch.randn(1001, generator=generator)
+    name, order = dist.group.WORLD.group_name, tuple(range(4))
+    everywhere = one(plan_of((1001,), (2, 2), ("sum", "sum"), (None, None)))
+    uneven = one(plan_of((1001,), (2, 2), ("sum", "sum"), (0, 0)))
+    coordinate = (rank // 2, rank % 2)
+    return [local, *(execute.run(step, coordinate, order, name, local) for step in (everywhere, uneven))]
+
+
+def test_sums_bit_by_bit(ranks: Ranks) -> None:
+    parts, everywhere, scattered = zip(*ranks(4).run(bits), strict=True)
+    assert all(torch.equal(tensor, everywhere[0]) for tensor in everywhere)
+    assert torch.equal(torch.cat(scattered), ((parts[0] + parts[1]) + parts[2]) + parts[3])
+    assert not torch.equal(torch.cat(scattered), ((parts[3] + parts[2]) + parts[1]) + parts[0])  # order is seen

@@ -1,0 +1,496 @@
+"""fusedcomm.redistribute on real ranks: values, gradients, dtypes, async, compiled, fallbacks and bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fusedcomm
+import fusedcomm.compile
+from fusedcomm.launch.ranks import RankPool
+from tests.helpers.redistribution_cases import Case, random_case
+
+Ranks = Callable[[int], RankPool]
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+P = Partial()
+
+
+def mesh_of(shape: tuple[int, ...], *, named: bool = False) -> DeviceMesh:
+    """One per shape and process: groups are not made again by every test."""
+    key = (shape, named)
+    if key not in _meshes:
+        names = tuple(f"dim{i}" for i in range(len(shape))) if named else None
+        ranks = torch.arange(math.prod(shape)).reshape(shape)
+        _meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    return _meshes[key]
+
+
+_meshes: dict[tuple[tuple[int, ...], bool], DeviceMesh] = {}
+
+
+def held(case: Case, mesh: DeviceMesh) -> DTensor:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    local = case.held(coordinate)
+    stride = torch.empty(case.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, case.before, run_check=False, shape=torch.Size(case.shape), stride=stride)
+
+
+def check(x: DTensor, case: Case) -> None:
+    coordinate = x.device_mesh.get_coordinate()
+    assert coordinate is not None
+    want, got = case.wanted(coordinate), x.to_local()
+    assert x.placements == case.after and x.shape == torch.Size(case.shape), case
+    assert got.shape == want.shape and got.dtype == want.dtype and torch.equal(got, want), (case, got, want)
+    assert x.stride() == torch.empty(case.shape, device="meta").stride()
+
+
+def random_values(rank: int, seeds: range, mesh_shapes: list[tuple[int, ...]]) -> int:
+    """How many of them communicated."""
+    sent = 0
+    for seed in seeds:
+        case = random_case(seed, mesh_shapes)
+        x = held(case, mesh_of(case.mesh_shape))
+        before = x.to_local().clone()
+        found = fusedcomm.redistribute(x, placements=case.after)
+        check(found, case)
+        assert torch.equal(x.to_local(), before), case
+        sent += fusedcomm.redistribute_plan(x, placements=case.after).num_collectives > 0
+    return sent
+
+
+def test_random_cases_are_exact_on_real_ranks(ranks: Ranks) -> None:
+    sent = ranks(4).run(random_values, range(360), [(4,), (2, 2), (2, 1, 2), (1, 2, 2)])
+    assert len(set(sent)) == 1 and sent[0] > 200, sent
+
+
+@pytest.mark.soak
+def test_random_cases_are_exact_on_eight_ranks(ranks: Ranks) -> None:
+    sent = ranks(8).run(
+        random_values, range(10_000, 12_000), [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 1, 4), (1, 2, 2, 2)]
+    )
+    assert len(set(sent)) == 1 and sent[0] > 1000, sent
+
+
+def torch_bug(rank: int) -> tuple[bool, bool]:
+    mesh = mesh_of((2, 2), named=True)
+    mesh["dim0", "dim1"]._flatten("flat")
+    case = Case(0, (2, 2), (5, 3), (S0, S0), (R, R))
+    x = held(case, mesh)
+    check(fusedcomm.redistribute(x, placements=[R, R]), case)
+    want = case.wanted(mesh.get_coordinate() or ())
+    theirs = x.redistribute(placements=[R, R]).to_local()
+    return torch.equal(theirs, want), sorted(theirs.flatten().tolist()) == sorted(want.flatten().tolist())
+
+
+def test_uneven_gather_over_a_flattened_mesh_which_torch_gets_wrong(ranks: Ranks) -> None:
+    """pytorch#194457: rows of the padding instead of the last ones, without an error."""
+    found = ranks(4).run(torch_bug)
+    if torch.__version__ < "2.16":  # known of 2.11 to 2.15
+        assert found == [(False, False)] * 4
+
+
+def torch_scatters(rank: int) -> bool:
+    mesh = mesh_of((2, 2, 2), named=True)
+    mesh["dim1", "dim2"]._flatten("inner")
+    case = Case(0, (2, 2, 2), (4, 1), (R, P, P), (S0, S0, S0))
+    x = held(case, mesh)
+    check(fusedcomm.redistribute(x, placements=case.after), case)
+    return torch.equal(x.redistribute(placements=case.after).to_local(), case.wanted(mesh.get_coordinate() or ()))
+
+
+def test_nested_scatter_over_a_flattened_mesh_which_torch_gets_wrong(ranks: Ranks) -> None:
+    """The whole tensor divides evenly, what an outer mesh dim leaves of it does not: rows come to other ranks."""
+    found = ranks(8).run(torch_scatters)
+    if torch.__version__.startswith("2.13"):
+        assert found == [True, False, False, True, True, False, False, True]
+
+
+def gradients(rank: int, seeds: range) -> None:
+    for seed in seeds:
+        case = random_case(seed, [(2, 2), (4,), (1, 4)])
+        if not case.dtype.is_floating_point:
+            continue
+        mesh, found = mesh_of(case.mesh_shape), []
+        for function in (fusedcomm.redistribute, DTensor.redistribute):
+            x = held(case, mesh).detach().requires_grad_()
+            y = function(x, mesh, case.after)
+            weight = torch.arange(math.prod(case.shape), dtype=torch.float32).reshape(case.shape) % 5
+            places = [R if placement.is_partial() else placement for placement in case.after]
+            upstream = distribute_tensor(weight.to(case.dtype), mesh, places, src_data_rank=None)
+            try:
+                y.backward(upstream)
+            except (RuntimeError, AssertionError):
+                if function is fusedcomm.redistribute:
+                    raise
+                continue  # what torch cannot
+            assert x.grad is not None
+            found.append((x.grad.placements, x.grad.to_local()))  # type: ignore[attr-defined]
+        if len(found) == 2:
+            assert found[0][0] == found[1][0], (case, found)
+            assert torch.equal(found[0][1], found[1][1]), (case, found)
+
+
+def test_gradients_are_those_of_torch(ranks: Ranks) -> None:
+    ranks(4).run(gradients, range(100))
+
+
+def second_gradients(rank: int) -> None:
+    mesh, found = mesh_of((2, 2)), []
+    for function in (fusedcomm.redistribute, DTensor.redistribute):
+        x = distribute_tensor(torch.arange(20.0).reshape(5, 4), mesh, [S0, S1]).requires_grad_()
+        y = function(x, mesh, [S1, R])
+        (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((first * first).sum(), x)
+        found.append(second.full_tensor())  # type: ignore[attr-defined]
+    assert torch.equal(*found)
+    assert torch.equal(found[0], 36 * torch.arange(20.0).reshape(5, 4) ** 3)
+
+
+def test_it_is_twice_differentiable(ranks: Ranks) -> None:
+    ranks(4).run(second_gradients)
+
+
+def dtypes(rank: int) -> None:
+    mesh = mesh_of((2, 2))
+    for forward, backward in ((torch.bfloat16, None), (None, torch.bfloat16), (torch.float64, torch.bfloat16)):
+        found = []
+        for function in (fusedcomm.redistribute, DTensor.redistribute):
+            x = distribute_tensor(torch.linspace(0, 1, 24).reshape(4, 6), mesh, [S0, S1]).requires_grad_()
+            y = function(x, mesh, [R, S0], forward_dtype=forward, backward_dtype=backward)
+            (y * y).sum().backward()
+            assert x.grad is not None and x.grad.dtype == torch.float32 and y.dtype == (forward or torch.float32)
+            found.append((y.full_tensor(), x.grad.full_tensor()))  # type: ignore[attr-defined]
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def test_dtypes_of_what_is_sent(ranks: Ranks) -> None:
+    ranks(4).run(dtypes)
+
+
+def asynchronous(rank: int) -> list[str]:
+    mesh = mesh_of((2, 2))
+    kinds = []
+    for before, after in (((P, P), (R, R)), ((S0, S0), (R, R)), ((P, P), (S0, S0)), ((S1, S1), (R, R))):
+        case = Case(7, (2, 2), (8, 4), before, after)
+        y = fusedcomm.redistribute(held(case, mesh), placements=after, async_op=True)
+        kinds.append(type(y._local_tensor).__name__)
+        check(y, case)
+        check(fusedcomm.redistribute(y, placements=after), case)
+    return kinds
+
+
+def test_async_leaves_the_last_wait_to_the_reader(ranks: Ranks) -> None:
+    for kinds in ranks(4).run(asynchronous):
+        assert kinds == ["AsyncCollectiveTensor"] * 3 + ["Tensor"], kinds  # the last is rearranged
+
+
+def program(x: DTensor, w: DTensor) -> DTensor:
+    y = fusedcomm.redistribute(x * 2, placements=[R, R])
+    return fusedcomm.redistribute(y @ w, x.device_mesh, (S1, S1))
+
+
+def large_averages(rank: int) -> None:
+    """Their sum is beyond float16."""
+    mesh = mesh_of((2, 2))
+    for placed, after in (
+        ([Partial("avg")] * 2, [R, R]),
+        ([Partial("avg")] * 2, [S0, S0]),
+        ([Partial("avg"), P], [R, R]),
+    ):
+        for shape in ((4, 2), (3, 2)):
+            x = DTensor.from_local(torch.full(shape, 30000.0).half(), mesh, placed, run_check=False)
+            y = fusedcomm.redistribute(x, placements=after).to_local()
+            assert torch.equal(y, torch.full_like(y, 60000.0 if P in placed else 30000.0)), (placed, after, y)
+
+
+def test_averages_do_not_overflow(ranks: Ranks) -> None:
+    ranks(4).run(large_averages)
+
+
+CACHED = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._dynamo.utils import counters
+import fusedcomm
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+mesh, R = init_device_mesh("cpu", (2, 2, 2)), Replicate()
+x = DTensor.from_local(torch.ones(8, 4), mesh, [R, R, R], run_check=False).requires_grad_()
+y = torch.compile(lambda x: fusedcomm.redistribute(x, placements=[Shard(0), Shard(0), R]) * 2)(x)
+y.to_local().sum().backward()
+assert x.grad.placements == (R, R, R)
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_what_torch_compile_calls_makes_all_groups_that_a_backward_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And tells meshes, sources and versions apart."""
+    from fusedcomm.redistribution import dtensor, mesh_groups
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 1, 4))
+        first = dtensor.version(mesh)
+        monkeypatch.setattr(mesh_groups, "_make", None)  # none is left to be made
+        for mesh_dims in ((0,), (2,), (0, 2)):
+            assert mesh_groups.flattened(mesh, mesh_dims).pg.size() == math.prod(mesh.shape[i] for i in mesh_dims)
+        assert dtensor.version(mesh) == first != dtensor.version(init_device_mesh("cpu", (8,)))
+        monkeypatch.setattr(dtensor, "_sources", lambda: (__file__,))
+        assert dtensor.version(mesh) != first
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.soak
+def test_a_backward_from_the_cache_has_its_groups(tmp_path: Path) -> None:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    runs = [subprocess.run([sys.executable, "-c", CACHED], env=env, capture_output=True, text=True) for _ in range(2)]
+    assert [run.stdout.split() for run in runs] == [["0"], ["1"]], runs[1].stderr[-2000:]
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """A graph of an earlier run has its groups' names."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        yield
+
+
+def trained(run: Callable[..., DTensor], shape: tuple[int, int]) -> list[Tensor]:
+    whole, mesh = torch.arange(float(math.prod(shape))).reshape(shape) % 7, mesh_of((2, 2))
+    x = distribute_tensor(whole, mesh, [S0, S0]).requires_grad_()
+    w = distribute_tensor(torch.ones(shape[1], 8), mesh, [R, R]).requires_grad_()
+    y = run(x, w)
+    (y * y).sum().backward()
+    assert x.grad is not None and w.grad is not None
+    return [t.full_tensor() for t in (y, x.grad, w.grad)]  # type: ignore[attr-defined]
+
+
+def compiled(rank: int, shape: tuple[int, int]) -> tuple[int, list[str]]:
+    """Collectives of the eager program, forward and backward; the graphs of those of the compiled one."""
+    torch._dynamo.reset()
+    with CommDebugMode() as comm:
+        eager = trained(program, shape)
+    with uncached(), fusedcomm.compile.enabled(fuse=()) as report:
+        graph = trained(torch.compile(program, fullgraph=True), shape)
+    assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
+    assert all(Path(line.source.rpartition(":")[0]).name == Path(__file__).name for line in report.collectives[:1])
+    return comm.get_total_counts(), [line.graph for line in report.collectives]
+
+
+@pytest.mark.parametrize("shape", [(8, 4), pytest.param((5, 3), marks=pytest.mark.soak)])
+def test_it_compiles_into_one_graph_with_the_collectives_of_the_plan(ranks: Ranks, shape: tuple[int, int]) -> None:
+    for eager, graphs in ranks(4).run(compiled, shape):
+        assert graphs == ["forward", "backward"] and eager > 0, (eager, graphs)
+
+
+def strided(rank: int) -> None:
+    """What FSDP makes of tensor-parallel weights: cut by the second mesh dim first."""
+    mesh = mesh_of((2, 2))
+    whole = torch.arange(32.0).reshape(8, 4)
+    x = DTensor.from_local(
+        torch.chunk(torch.chunk(whole, 2)[rank % 2], 2)[rank // 2], mesh, [_StridedShard(0, split_factor=2), S0],
+        run_check=False, shape=whole.shape, stride=whole.stride(),
+    )  # fmt: skip
+    for after in ([R, R], [S0, S0], [S1, R], [_StridedShard(1, split_factor=2), S1]):
+        plan = fusedcomm.redistribute_plan(x, placements=after)
+        y = fusedcomm.redistribute(x, placements=after)
+        back = fusedcomm.redistribute(y, placements=x.placements)
+        assert plan.num_collectives == 1 and torch.equal(back.to_local(), x.to_local())
+        if after == [S0, S0]:
+            assert torch.equal(y.to_local(), torch.chunk(whole, 4)[rank])
+        if after == [R, R]:
+            assert torch.equal(y.to_local(), whole)
+
+
+def test_strided_shards_are_an_order_of_the_mesh_dims(ranks: Ranks) -> None:
+    ranks(4).run(strided)
+
+
+def by_torch(rank: int) -> list[str]:
+    """What is left to torch: its values, and the reasons in the log."""
+    mesh, heard = mesh_of((2, 2)), _Heard()
+    logging.getLogger("fusedcomm").addHandler(heard)
+    try:
+        whole = torch.arange(8).reshape(4, 2)
+        bits = DTensor.from_local(whole << rank, mesh, [Partial("bor"), Partial("bor")], run_check=False)
+        for _ in range(2):
+            y = fusedcomm.redistribute(bits, placements=[R, R])
+            assert torch.equal(y.to_local(), whole | whole << 1 | whole << 2 | whole << 3)
+        whole = distribute_tensor(torch.arange(10.0).reshape(5, 2), mesh, [R, R])
+        uneven = whole.redistribute(placements=[_StridedShard(0, split_factor=2), S0])
+        theirs = uneven.redistribute(placements=[R, R]).to_local()
+        assert torch.equal(fusedcomm.redistribute(uneven, placements=[R, R]).to_local(), theirs)
+        permuted = DeviceMesh("cpu", [[0, 1], [3, 2]])
+        down = distribute_tensor(torch.arange(8.0), permuted, [R, S0])
+        assert torch.equal(fusedcomm.redistribute(down, placements=[R, R]).to_local(), torch.arange(8.0))
+    finally:
+        logging.getLogger("fusedcomm").removeHandler(heard)
+    return heard.texts
+
+
+def foreign(rank: int) -> None:
+    """torch's partial norm: as a gradient, as what is given, as what stays, and compiled."""
+    mesh, norm = mesh_of((2, 2)), _NormPartial(2)
+    x = distribute_tensor(torch.ones(()), mesh, [R, R]).requires_grad_()
+    z = distribute_tensor(torch.arange(1.0, 9.0), mesh, [S0, S0])
+    y = fusedcomm.redistribute(x, placements=[R, R]) * 2
+    y.backward(torch.linalg.vector_norm(z))
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.to_local(), 2 * torch.arange(1.0, 9.0).norm())  # type: ignore[attr-defined]
+
+    flat = mesh_of((2, 2, 1), named=True)
+    flat["dim0", "dim1"]._flatten("flat")
+    whole = torch.arange(15.0).reshape(5, 3)
+    local = distribute_tensor(whole, flat, [S0, S0, R]).to_local()
+    rows = DTensor.from_local(local, flat, [S0, S0, norm], run_check=False, shape=whole.shape, stride=whole.stride())
+    assert torch.equal(fusedcomm.redistribute(rows, placements=[R, R, R]).to_local(), whole)
+    assert fusedcomm.redistribute(rows, placements=[R, R, norm]).placements == (R, R, norm)
+
+    parts = DTensor.from_local(torch.ones(2) * rank, mesh, [norm, norm], run_check=False)
+    with uncached():
+        for run in (fusedcomm.redistribute, torch.compile(fusedcomm.redistribute, fullgraph=True)):
+            torch.testing.assert_close(run(parts, placements=[R, R]).to_local(), torch.full((2,), 14**0.5))
+
+
+def test_classes_of_placements_that_only_torch_knows(ranks: Ranks) -> None:
+    ranks(4).run(foreign)
+
+
+def alone(rank: int) -> bool:
+    """Rank 0 by itself, on a mesh that no call has seen."""
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
+    x = distribute_tensor(torch.arange(8.0), mesh, [S0, R])
+    if rank == 0:
+        assert torch.equal(fusedcomm.redistribute(x, placements=[S0, R]).to_local(), x.to_local())
+    fusedcomm.redistribute(x, placements=[R, S0])
+    gone = weakref.ref(mesh)
+    del mesh, x
+    gc.collect()
+    return gone() is None
+
+
+def test_nothing_to_do_is_no_collective_and_keeps_no_mesh_alive(ranks: Ranks) -> None:
+    assert ranks(4).run(alone) == [True] * 4
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def test_what_only_torch_knows_is_left_to_it_and_logged_once(ranks: Ranks) -> None:
+    for texts in ranks(4).run(by_torch):
+        wanted = ("the reduce op is not one of sum", "divides its tensor dim unevenly, got S(0, 2) of", "do not ascend")
+        assert len(texts) == 3, texts
+        for text, part in zip(texts, wanted, strict=True):
+            assert part in text, texts
+
+
+BAD: dict[str, tuple[Callable[[DTensor], Any], str]] = {
+    "no placements": (lambda x: fusedcomm.redistribute(x), "a list, one per dim of the mesh, got None"),
+    "no list": (
+        lambda x: fusedcomm.redistribute(x, placements=S0),
+        r"a list, one per dim of the mesh, got Shard\(dim=0\)",
+    ),
+    "class": (
+        lambda x: fusedcomm.redistribute(x, placements=[R, _NormPartial(2)]),
+        r"Replicate, Shard or Partial, or as they are, got _NormPartial",
+    ),
+    "local": (
+        lambda x: fusedcomm.redistribute(
+            DTensor.from_local(torch.ones(3), x.device_mesh, [S0, R], run_check=False, shape=(8,), stride=(1,)),
+            placements=[R, R],
+        ),
+        r"must have shape \(4,\) for a tensor of shape \(8,\) that is S\(0\), R, got \(3,\)",
+    ),
+    "too few": (lambda x: fusedcomm.redistribute(x, placements=[R]), r"one per dim of the mesh, 2, got \['R'\]"),
+    "dim": (lambda x: fusedcomm.redistribute(x, placements=[R, Shard(2)]), r"dim of S\(2\) must be in \[-2, 2\)"),
+    "partial": (lambda x: fusedcomm.redistribute(x, placements=[P, P]), r"mesh dim 0 must be P\(sum\) before"),
+    "mesh": (lambda x: fusedcomm.redistribute(x, mesh_of((4,)), [R]), "device_mesh must be the dtensor's own"),
+    "integers": (
+        lambda x: fusedcomm.redistribute(
+            DTensor.from_local(torch.ones(2, dtype=torch.int64), x.device_mesh, [Partial("avg"), R]), placements=[R, R]
+        ),
+        "dtype must be of floating point to be averaged, got torch.int64",
+    ),
+    "tensor": (lambda x: fusedcomm.redistribute(x.to_local(), placements=[R]), "takes a DTensor, got Tensor"),
+}  # type: ignore[arg-type]
+
+
+def refused(rank: int, name: str) -> str:
+    x = distribute_tensor(torch.ones(4, 2), mesh_of((2, 2)), [S0, R])
+    with CommDebugMode() as comm, pytest.raises(ValueError) as error:
+        BAD[name][0](x)
+    assert comm.get_total_counts() == 0
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_on_every_rank_before_anything_is_sent(ranks: Ranks, name: str) -> None:
+    texts = ranks(4).run(refused, name)
+    assert name == "local" or len(set(texts)) == 1
+    assert all(re.search(BAD[name][1], text) for text in texts), texts
+
+
+def mixed(rank: int) -> str:
+    x = held(Case(0, (2, 2), (4,), (P, P), (R, R)), mesh_of((2, 2)))
+    x._spec.placements = (Partial("sum"), Partial("max"))  # from_local would refuse it
+    with pytest.raises(ValueError) as error:
+        fusedcomm.redistribute(x, placements=[R, R])
+    return str(error.value)
+
+
+def test_reductions_that_do_not_commute_are_refused_by_name(ranks: Ranks) -> None:
+    for text in ranks(4).run(mixed):
+        assert "sum" in text and "max" in text, text
+
+
+def outside(rank: int) -> Tensor:
+    halves = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]  # made by all ranks
+    own, other = halves if rank < 2 else reversed(halves)
+    x = distribute_tensor(torch.arange(4.0), own, [S0])
+    empty = DTensor.from_local(torch.empty(0), other, [S0], run_check=False, shape=x.shape, stride=x.stride())
+    assert fusedcomm.redistribute(empty, placements=[R]).to_local().numel() == 0
+    return fusedcomm.redistribute(x, placements=[R]).to_local()
+
+
+def test_meshes_of_a_part_of_the_world(ranks: Ranks) -> None:
+    for found in ranks(4).run(outside):
+        assert torch.equal(found, torch.arange(4.0))
+
+
+def test_importing_fusedcomm_does_not_import_dtensor() -> None:
+    code = "import sys, fusedcomm; assert 'torch.distributed.tensor' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

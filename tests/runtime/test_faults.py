@@ -1,0 +1,317 @@
+"""What goes wrong between ranks: absent, late, killed, in another call, left half way; and the way back."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.algorithms import launch, planner
+from fusedcomm.launch.ranks import RankPool
+from fusedcomm.runtime import members, workspace
+from tests.helpers.groups import call, check, fresh_group
+from tests.helpers.problems import PROBLEMS, Problem, integers
+
+BY_NAME = {problem.name: problem for problem in PROBLEMS}
+ALGORITHMS = ["chunked", "fused"]
+
+
+class Left(Exception):
+    """Something that happens in the middle of a round: Ctrl-C, no memory, a compiler error."""
+
+
+def check_left_round(rank: int, algorithm: str, seconds: float) -> None:
+    """A round that one rank leaves after it has signalled must not be taken for the next one.
+
+    ``seconds`` later: by then its peer has had all data of the round, and is right to return them.
+    """
+    problem = BY_NAME["heads"]
+    name = "received" if algorithm == "chunked" else "unpack"
+
+    def leave(*args: Any) -> None:
+        time.sleep(seconds)
+        raise Left
+
+    with fresh_group(TIMEOUT_S="5") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        check(group, problem, call(group, problem, 0))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(workspace.Round if algorithm == "chunked" else launch, name, leave)
+                with pytest.raises(Left):
+                    call(group, problem, 1)
+            else:
+                with suppress(fusedcomm.PeerError):  # or this rank has had its data already
+                    check(group, problem, call(group, problem, 1), 1)
+        dist.barrier(group)
+        with pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset") as caught:
+            call(group, problem, 2)
+        assert caught.value.peers == [1]
+        cause = "left by Left" if rank == 1 else "[1] left their call"
+        assert cause in str(caught.value)
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, problem, call(group, problem, 3), 3)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["at-once", "late"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_round_left_half_way_is_never_taken_for_the_next(ranks: Any, algorithm: str, seconds: float) -> None:
+    ranks(3).run(check_left_round, algorithm, seconds)
+
+
+def check_reset_against_close(rank: int) -> None:
+    problem = BY_NAME["heads"]
+    with fresh_group() as group:
+        check(group, problem, call(group, problem))
+        with pytest.raises(fusedcomm.PeerMismatchError, match=r"0: fusedcomm\.reset, 1: fusedcomm\.close"):
+            (fusedcomm.close if rank else fusedcomm.reset)(group)
+        check(group, problem, call(group, problem, 1), 1)
+
+
+def test_reset_against_close_is_a_mismatch(ranks: Any) -> None:
+    ranks(2).run(check_reset_against_close)
+
+
+def check_allocation(rank: int) -> None:
+    """One rank has no memory for the workspace: all run unfused, and say why, until a reset."""
+    problem = BY_NAME["rows-gathered"]
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    def plan() -> planner.Plan:
+        args = (*integers(problem, rank, dist.get_world_size())[:2], 0, 1, group)
+        return fusedcomm.explain("matmul_all_to_all", *args, verbose=False)
+
+    with fresh_group() as group:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(workspace.Workspace, "initialise", staticmethod(refuse))
+            check(group, problem, call(group, problem))
+        assert plan().algorithm == "unfused"
+        assert plan().reason.startswith("rank 1 cannot allocate a workspace of")
+        check(group, problem, call(group, problem, 1), 1)
+        fusedcomm.reset(group)
+        assert plan().algorithm == "chunked"
+        check(group, problem, call(group, problem, 2), 2)
+
+
+def test_a_rank_without_memory_makes_all_run_unfused(ranks: Any) -> None:
+    ranks(2).run(check_allocation)
+
+
+def check_forked(rank: int) -> None:
+    """A forked child shares the parent's mapping; it must not take part in the protocol."""
+    problem = BY_NAME["heads"]
+    with fresh_group() as group:
+        check(group, problem, call(group, problem))
+        child = os.fork()
+        if child == 0:
+            try:
+                call(group, problem)
+            except RuntimeError as error:
+                os._exit(7 if "was forked from rank" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        dist.barrier(group)
+        check(group, problem, call(group, problem, 1), 1)
+
+
+def test_a_forked_child_is_no_rank(ranks: Any) -> None:
+    ranks(2).run(check_forked)
+
+
+def check_absent(rank: int, algorithm: str, absent: int, warm: bool) -> None:
+    """A rank that never calls: the others say so in time, name it, and are right again after a reset."""
+    problem = BY_NAME["heads"]
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        if warm:
+            check(group, problem, call(group, problem))
+        else:
+            members.member(group.group_name, torch.device("cpu"))  # the vote alone
+        dist.barrier(group)
+        if rank != absent:
+            start = time.monotonic()
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=rf"\[{absent}\].* did not") as caught:
+                call(group, problem)
+            assert time.monotonic() - start < 10
+            assert caught.value.peers == [absent]
+            assert caught.value.op == "matmul_all_to_all"
+            assert caught.value.epoch == (2 if warm else 0)
+        dist.barrier(group)
+        if warm or rank != absent:
+            start = time.monotonic()
+            with pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset"):
+                call(group, problem)
+            assert time.monotonic() - start < 0.5  # what is known already
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        for seed in range(3):
+            check(group, problem, call(group, problem, seed), seed)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_peer_that_never_calls(ranks: Any, algorithm: str, warm: bool) -> None:
+    ranks(3).run(check_absent, algorithm, 1, warm)
+
+
+def check_late_for_the_vote(rank: int) -> None:
+    """The first call of one rank must not meet the second one of another that has given up on the first."""
+    problem = BY_NAME["heads"]
+    with fresh_group(TIMEOUT_S="1") as group:
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+                call(group, problem, 0)
+            assert (caught.value.peers, caught.value.epoch) == ([1], 0)
+        dist.barrier(group)
+        if rank == 0:
+            time.sleep(0.3)  # the other one waits by now
+        start = time.monotonic()
+        with pytest.raises(fusedcomm.PeerTimeoutError, match=r"fusedcomm\.reset"):
+            call(group, problem, 1 - rank)
+        assert rank == 1 or time.monotonic() - start < 0.5
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, problem, call(group, problem, 2), 2)
+
+
+def test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second(ranks: Any) -> None:
+    ranks(2).run(check_late_for_the_vote)
+
+
+def check_mismatch(rank: int, algorithm: str, warm: bool, other: Problem) -> None:
+    problem = BY_NAME["heads"]
+    with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        if warm:
+            check(group, problem, call(group, problem))
+        with pytest.raises(fusedcomm.PeerMismatchError, match="other shapes, dtype or dims") as caught:
+            call(group, other if rank == 1 else problem)
+        assert set(caught.value.peers) <= ({0, 2} if rank == 1 else {1})
+        assert caught.value.peers
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        for seed in range(3):
+            check(group, problem, call(group, problem, seed), seed)
+
+
+OTHERS = [
+    Problem("other-rows", (2, 7, 5), 12, 1, -2, out_shape=(4, 3)),
+    Problem("other-dims", (2, 6, 5), 12, -2, 1, out_shape=(4, 3)),
+    Problem("needs-growth", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4)),
+]
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_a_peer_in_another_call(ranks: Any, algorithm: str, warm: bool, other: Problem) -> None:
+    ranks(3).run(check_mismatch, algorithm, warm, other)
+
+
+def check_late(rank: int) -> None:
+    """Two ranks give up on a third that comes late: it must not return a result either."""
+    problem = BY_NAME["heads"]
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, problem, call(group, problem))
+        dist.barrier(group)
+        if rank == 2:
+            time.sleep(2)
+        with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+            call(group, problem)
+        if rank == 2:
+            assert caught.value.peers == [0, 1]
+            assert "gave up" in str(caught.value)
+        else:
+            assert caught.value.peers == [2]
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, problem, call(group, problem))
+
+
+def test_a_late_rank_gets_an_error_too(ranks: Any) -> None:
+    ranks(3).run(check_late)
+
+
+def check_failure_in_a_later_round(rank: int, algorithm: str) -> None:
+    """Rank 0 has given up in round 3 before rank 1 reads round 2: those data are good, the next call is not."""
+    problem = BY_NAME["heads"]
+    received, unpack = workspace.Round.received, launch.unpack
+
+    def late_received(self: workspace.Round, src_rank: int) -> torch.Tensor:
+        time.sleep(2)
+        return received(self, src_rank)
+
+    def late_unpack(*args: Any) -> None:
+        time.sleep(2)
+        unpack(*args)
+
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        check(group, problem, call(group, problem, 0))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(workspace.Round, "received", late_received)
+                patch.setattr(launch, "unpack", late_unpack)
+            check(group, problem, call(group, problem, 1), 1)
+        with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+            call(group, problem, 2)
+        assert caught.value.peers == [1 - rank]
+        assert caught.value.epoch == 3
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_failure_in_a_later_round_spoils_no_earlier_one(ranks: Any, algorithm: str) -> None:
+    ranks(2).run(check_failure_in_a_later_round, algorithm)
+
+
+def run_until_error(rank: int, ready: str) -> tuple[str, list[int], float]:
+    problem = BY_NAME["heads"]
+    check(dist.group.WORLD, problem, call(dist.group.WORLD, problem))
+    Path(ready, str(rank)).touch()
+    start = time.monotonic()
+    try:
+        while True:
+            start = time.monotonic()
+            call(dist.group.WORLD, problem)
+    except fusedcomm.PeerError as error:
+        return type(error).__name__, error.peers, time.monotonic() - start
+
+
+def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
+    with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "2"}) as pool:
+        pool.start(run_until_error, str(tmp_path))
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.05)
+        pool.kill(1)
+        for rank, answer in enumerate(pool.join()):
+            if rank != 1:
+                name, peers, seconds = answer
+                assert name == "PeerTimeoutError"
+                assert peers == [1]
+                assert seconds < 5
+
+
+def check_failed_reset(rank: int) -> None:
+    """A reset that a rank misses ends in time and can be repeated."""
+    problem = BY_NAME["heads"]
+    with fresh_group(TIMEOUT_S="1") as group:
+        check(group, problem, call(group, problem))
+        dist.barrier(group)
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=r"fusedcomm\.reset") as caught:
+                fusedcomm.reset(group)
+            assert caught.value.peers == [1]
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, problem, call(group, problem))
+
+
+def test_a_reset_that_a_rank_missed_can_be_repeated(ranks: Any) -> None:
+    ranks(2).run(check_failed_reset)

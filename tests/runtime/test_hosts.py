@@ -1,0 +1,103 @@
+"""Two hosts, two ranks on each: what runs inside a host and across, who agrees on what, and a link that is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedcomm.runtime.vote import STORE_GRACE_S
+from tests.helpers.hosts import Host, NoHosts, torchrun, two_hosts
+from tests.helpers.hosts_world import BACK_S, DIFFERENCES, GLOO_S, MEMBERS, PROBLEMS, REDISTRIBUTED, STEPS, VOTE_S
+
+RUN_S = 180.0
+LATE_S = 3.0  # on a machine that does other things
+ELSEWHERE = "rank 2 is on another host than rank 0"
+DEFAULT_BYTES = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    try:
+        with two_hosts() as made:
+            yield made
+    except NoHosts as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def found(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """By rank: what was planned; the values were compared there."""
+    return torchrun(hosts, "tests.helpers.hosts_world", "all", tmp_path_factory.mktemp("hosts"), RUN_S)
+
+
+def same_in(group: str, results: list[Any]) -> Any:
+    """What all ranks of a group have found alike; the others have nothing."""
+    by_rank = [results[rank][group] for rank in MEMBERS[group]]
+    assert by_rank == by_rank[:1] * len(by_rank)
+    assert all(group not in results[rank] for rank in range(4) if rank not in MEMBERS[group])
+    return by_rank[0]
+
+
+def test_groups_inside_a_host_share_memory_and_groups_across_hosts_are_unfused(found: list[Any]) -> None:
+    values = [each["values"] for each in found]
+    for group in ("host 0", "host 1"):
+        assert [(op, how) for op, how, _ in same_in(group, values)] == [(p.op, "chunked") for p in PROBLEMS]
+    assert same_in("whole", values) == [[p.op, "unfused", ELSEWHERE] for p in PROBLEMS]
+    assert same_in("across", values) == [[p.op, "unfused", "rank 1 is on another host than rank 0"] for p in PROBLEMS]
+
+
+def test_redistribution_over_both_hosts(found: list[Any]) -> None:
+    assert [each["redistributed"] for each in found] == [len(REDISTRIBUTED)] * 4
+
+
+NO_NATIVE = "the native part is not there"
+BY_HOST = "FUSEDCOMM_ALGORITHM must be the same on all ranks, got [None, None, 'chunked', 'chunked'] by rank"
+BY_RANK = "FUSEDCOMM_ALGORITHM must be the same on all ranks, got [None, None, None, 'chunked'] by rank"
+IN_HOST_1 = "FUSEDCOMM_ALGORITHM must be the same on all ranks, got [None, 'chunked'] by rank"
+VOTED = {  # no_workspace, workspace_bytes and algorithm of: both hosts, host 1. Host 0 is always as with no difference
+    "nothing": ((ELSEWHERE, DEFAULT_BYTES, None), (None, DEFAULT_BYTES, None)),
+    "no native part on host 1": (
+        (f"rank 2: {NO_NATIVE}", DEFAULT_BYTES, None),
+        (f"rank 0: {NO_NATIVE}", DEFAULT_BYTES, None),
+    ),
+    "no native part on rank 3": ((ELSEWHERE, DEFAULT_BYTES, None), (f"rank 1: {NO_NATIVE}", DEFAULT_BYTES, None)),
+    "less memory on rank 3": ((ELSEWHERE, 1 << 16, None), (None, 1 << 16, None)),
+    "more threads on rank 1": ((ELSEWHERE, DEFAULT_BYTES, None), (None, DEFAULT_BYTES, None)),
+    "chunked on host 1": (BY_HOST, (None, DEFAULT_BYTES, "chunked")),
+    "chunked on rank 3": (BY_RANK, IN_HOST_1),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differ_agree_on_the_algorithm(name: str, found: list[Any]) -> None:
+    results = [each["disagreeing"][name] for each in found]
+    for group, want in zip(("whole", "host 1", "host 0"), (*VOTED[name], VOTED["nothing"][1]), strict=True):
+        got = same_in(group, results)
+        if isinstance(want, str):
+            assert got == {"error": want}
+        else:
+            assert tuple(got["voted"][key] for key in ("no_workspace", "workspace_bytes", "algorithm")) == want
+            assert {how for _, how, _ in got["plans"]} == {"unfused" if want[0] else "chunked"}
+
+
+def test_a_link_that_is_cut_is_an_error_in_time_and_there_is_a_way_back(hosts: list[Host], tmp_path: Path) -> None:
+    results = torchrun(hosts, "tests.helpers.hosts_world", "cut", tmp_path, RUN_S)
+    for rank, each in enumerate(results):
+        across, old = each["across"], each["old group"]
+        assert across["type"] == old["type"] == "RuntimeError"  # gloo's own
+        assert "Timed out waiting" in across["text"] or "closed" in across["text"], across
+        assert across["seconds"] < GLOO_S + LATE_S and old["seconds"] < GLOO_S + LATE_S
+        for step in STEPS:
+            if rank in MEMBERS["host 0"]:  # the store is on that host
+                assert each[step]["text"] is None, each
+            else:
+                assert each[step]["type"] == "PeerTimeoutError"
+                assert f"the store of the process group does not answer rank {rank - 2}" in each[step]["text"]
+                assert VOTE_S <= each[step]["seconds"] < VOTE_S + STORE_GRACE_S + LATE_S
+            # negative control: without a bound of ours the call would still wait
+            assert (each[step]["blocked"] > 0) == (rank in MEMBERS["host 1"])
+        assert max(each["back after"]) < BACK_S
+        assert each["blocked"] == 0

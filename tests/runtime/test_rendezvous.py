@@ -1,0 +1,284 @@
+"""Rendezvous of CPU symmetric memory: reused names, missing and killed ranks, retries, a store that is cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import os
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from fusedcomm.launch.ranks import KILLED, RankPool
+from tests.helpers.cut_store import CutStore
+from tests.helpers.symmetric_memory import CPU, MISSING_S, Ranks, error_of, footprint, make, rendezvous, timeout
+
+# Names used again. gloo's own keys go stale there, so the later groups have the fake backend.
+
+
+def register_fake_backend() -> None:
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+
+
+def same_name_other_members(rank: int) -> tuple[list[str], bool]:
+    """Two groups of one name, one after the other: ranks 0 and 1, then 0 and 2, on one tensor."""
+    register_fake_backend()
+    t = symm_mem.empty(2, dtype=torch.int64, device=CPU)
+    names, good = [], True
+    first_count = dist.distributed_c10d._world.group_count
+    for members in ([0, 1], [0, 2]):
+        dist.barrier()
+        dist.distributed_c10d._world.group_count = first_count
+        group = dist.new_group(members, backend="fake")
+        if rank in members:
+            names.append(group.group_name)
+            handle = rendezvous(t, group)
+            assert rendezvous(t, group).buffer_ptrs == handle.buffer_ptrs
+            t.fill_(rank)
+            handle.barrier()
+            peer = 1 - handle.rank
+            good &= int(handle.get_buffer(peer, (1,), t.dtype)) == members[peer]
+            handle.barrier()
+            dist.destroy_process_group(group)
+        del group
+    dist.distributed_c10d._world.group_count = first_count + 1
+    dist.barrier()
+    return names, good
+
+
+def test_same_name_other_members(ranks: Ranks) -> None:
+    results = ranks(3).run(same_name_other_members)
+    assert all(good for _, good in results)
+    assert len({name for names, _ in results for name in names}) == 1
+
+
+def world_made_anew(rank: int) -> bool:
+    """WORLD destroyed and made again on one store: stale keys, one of a rendezvous that failed."""
+    register_fake_backend()
+    store: Any = dist.distributed_c10d._get_default_store()
+    t, handle = make(4)
+    if rank == 0:
+        with timeout(MISSING_S / 2):
+            assert "rank 1 did not come" in error_of(lambda: make(8))
+    dist.barrier()
+    for i in range(3):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=2, store=store.underlying_store)
+        again = rendezvous(t)
+        assert again.buffer_ptrs[1 - rank] != handle.buffer_ptrs[1 - rank]
+        again.get_buffer(1 - rank, (4,), t.dtype).fill_(10 * i + rank)
+        again.barrier()
+        if t.tolist() != [10 * i + 1 - rank] * 4:
+            return False
+        again.barrier()
+    return True
+
+
+def test_world_made_anew() -> None:
+    with RankPool(2, env={"FUSEDCOMM_TIMEOUT_S": "20"}) as pool:
+        assert all(pool.run(world_made_anew))
+
+
+# Rendezvous that fail
+
+
+def sizes_differ(rank: int) -> tuple[str, bool]:
+    t = symm_mem.empty(8 * (rank + 1), dtype=torch.int64, device=CPU)
+    error = error_of(lambda: rendezvous(t))
+    t, handle = make(8)
+    t.fill_(rank)
+    handle.barrier()
+    peers = range(handle.world_size)
+    good = [int(handle.get_buffer(p, (1,), t.dtype)) for p in peers] == list(peers)
+    handle.barrier()
+    return error.split(": ", 2)[2], good
+
+
+def test_sizes_that_differ(ranks: Ranks) -> None:
+    text = "size in bytes of the allocation must be equal on all ranks, got 64 on rank 0 and 128 on"
+    for error, good_after in ranks(3).run(sizes_differ):
+        assert error.startswith(f"{text} rank 1")
+        assert good_after
+
+
+def missing_rank(rank: int, missing: int) -> tuple[str, bool]:
+    t = symm_mem.empty(8, dtype=torch.int64, device=CPU)
+    error = ""
+    if rank == missing:
+        time.sleep(MISSING_S + 0.3)
+    else:
+        with timeout(MISSING_S):
+            start = time.monotonic()
+            error = error_of(lambda: rendezvous(t))
+            assert time.monotonic() - start < MISSING_S + 1
+    # The same tensor again, at once and without a barrier: stale offers must not matter.
+    handle = rendezvous(t)
+    t.fill_(rank)
+    handle.barrier()
+    peers = range(handle.world_size)
+    good = [int(handle.get_buffer(p, (1,), t.dtype)) for p in peers] == list(peers)
+    handle.barrier()
+    return error, good
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_missing_rank_is_named_and_retry_works(ranks: Ranks, missing: int) -> None:
+    results = ranks(3).run(missing_rank, missing)
+    assert all(good for _, good in results)
+    for rank, (error, _) in enumerate(results):
+        if rank != missing:
+            where = f"in group '0' on rank {rank}: rank {missing} did not come within 0.5 s"
+            assert error.startswith("DistStoreError: ") and error.endswith(where)
+
+
+def memory_that_cannot_be_opened(rank: int) -> str:
+    t = symm_mem.empty(8, device=CPU)
+    if rank == 1:  # as in another pid namespace: what it tells its peers leads elsewhere
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:fusedcomm-"):
+                    with open("/dev/null") as other:
+                        os.dup2(other.fileno(), int(fd))
+    return error_of(lambda: rendezvous(t))
+
+
+def test_memory_that_cannot_be_opened(ranks: Ranks) -> None:
+    for error in ranks(3).run(memory_that_cannot_be_opened):
+        assert re.search(r"rank [02] cannot use the memory of rank 1: .* is /dev/null", error)
+        assert "one pid namespace" in error
+
+
+# Memory that a peer could cut off under the ranks that have mapped it
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+NOBODY = 65534
+
+
+def replace_segment(num_bytes: int, seals: int, user: int) -> None:
+    """Puts other memory in the place of what this process has allocated, under the same name."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # closed since
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if name.startswith("/memfd:fusedcomm-"):
+                made = os.memfd_create(name.removeprefix("/memfd:").removesuffix(" (deleted)"), os.MFD_ALLOW_SEALING)
+                os.ftruncate(made, num_bytes)
+                os.fchown(made, user, -1)
+                fcntl.fcntl(made, fcntl.F_ADD_SEALS, seals)
+                os.dup2(made, fd)
+                os.close(made)
+
+
+def memory_that_is_replaced(rank: int, num_bytes: int, seals: int, user: int) -> str:
+    t = symm_mem.empty(PAGE_BYTES, dtype=torch.uint8, device=CPU)
+    if rank == 1:
+        replace_segment(num_bytes, seals, user)
+    return error_of(lambda: rendezvous(t))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seals", "user", "found"),
+    [
+        (PAGE_BYTES, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, os.geteuid(), "seals 5"),
+        (PAGE_BYTES, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, os.geteuid(), "seals 6"),
+        (PAGE_BYTES - 1, SEALS, os.geteuid(), f"{PAGE_BYTES - 1} bytes, seals 7"),
+        (PAGE_BYTES, SEALS, NOBODY, f"got user {NOBODY}"),
+        (PAGE_BYTES, SEALS, os.geteuid(), None),  # negative control
+    ],
+    ids=["not sealed", "seals not sealed", "too small", "another user's", "as it must be"],
+)
+def test_memory_that_could_be_cut_off_is_refused(
+    ranks: Ranks, num_bytes: int, seals: int, user: int, found: str | None
+) -> None:
+    if user != os.geteuid() and os.geteuid() != 0:
+        pytest.skip("only root can make files of somebody else")
+    must = f"must be sealed memory of user {os.geteuid()} of at least {PAGE_BYTES} bytes, got "
+    for error in ranks(2).run(memory_that_is_replaced, num_bytes, seals, user):
+        if found is None:
+            assert error == "no error"
+        else:
+            assert "rank 0 cannot use the memory of rank 1: /proc/" in error
+            assert must in error and found in error
+
+
+# A store that is cut off
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5])
+def test_a_store_that_is_cut_off_ends_the_rendezvous_in_time(calls: int) -> None:
+    store, name = CutStore(calls), f"test/cut-off/{calls}"
+    _SymmetricMemory.set_group_info(name, 0, 2, store)
+    t, start = symm_mem.empty(4, device=CPU), time.monotonic()
+    with timeout(0.2):
+        error = error_of(lambda: _SymmetricMemory.rendezvous(t, name))
+    assert 0.2 <= time.monotonic() - start < 5
+    store.back.set()  # for the threads that are left in it
+    assert error.startswith("DistStoreError: ")
+    assert error.endswith("the store of the process group does not answer: is its host cut off?")
+
+
+# Ranks that are killed
+
+held: Any = None
+
+
+def attach(rank: int) -> None:
+    """Holds a tensor and a handle after the call has returned."""
+    global held
+    held = make(1 << 16)
+    held[0].fill_(rank)
+    held[1].barrier()
+
+
+def detach(rank: int) -> tuple[int, int]:
+    global held
+    held = None
+    return footprint()
+
+
+def rendezvous_without_rank_2(rank: int) -> str:
+    """Rank 2 comes too late to meet rank 1, which is killed in its rendezvous."""
+    if rank == 2:
+        time.sleep(1.2 * MISSING_S)
+    with timeout(2 * MISSING_S):
+        return error_of(lambda: make(8))
+
+
+def after_the_kill(rank: int) -> tuple[str, str, list[int]]:
+    t, handle = held
+    barrier = error_of(lambda: handle.barrier(timeout_ms=int(MISSING_S * 1e3)))
+    with timeout(MISSING_S):
+        late = error_of(lambda: make(8))
+    # What a killed rank has mapped stays readable, its own memory too.
+    sums = [int(handle.get_buffer(peer, t.shape, t.dtype).sum()) for peer in range(3)]
+    return barrier, late, sums
+
+
+def shared_names() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "fusedcomm" in name}
+
+
+def test_killed_rank_is_named_and_leaves_nothing() -> None:
+    before = shared_names()
+    with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "20"}) as pool:
+        pool.run(attach)
+        pool.start(rendezvous_without_rank_2)
+        time.sleep(MISSING_S / 2)
+        pool.kill(1)
+        in_rendezvous, later = pool.join(), pool.run(after_the_kill)
+        assert in_rendezvous[1] is later[1] is KILLED
+        for rank in (0, 2):
+            assert in_rendezvous[rank].endswith("rank 1 did not come within 1 s")
+            barrier, late, sums = later[rank]
+            assert barrier.endswith("rank 1 has not come")
+            assert late.endswith("rank 1 did not come within 0.5 s")
+            assert sums == [0, 1 << 16, 2 << 16]
+        assert pool.run(detach) == [(0, 0), KILLED, (0, 0)]
+    assert shared_names() == before

@@ -1,0 +1,174 @@
+"""What calls and groups leave behind: file descriptors, mappings, threads and memory, back to where they were."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.launch.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+PROC = Path("/proc/self")
+LEEWAY_BYTES = 4 << 20  # of the allocators of C, torch and gloo
+LEAK_BYTES = 2 * LEEWAY_BYTES
+
+
+@dataclass(frozen=True)
+class Held:
+    descriptors: int
+    segments: int  # mappings of symmetric memory
+    threads: int
+    resident_bytes: int
+
+    @staticmethod
+    def now() -> Held:
+        gc.collect()
+        return Held(
+            len(os.listdir(PROC / "fd")),
+            sum("memfd:" in line for line in (PROC / "maps").read_text().splitlines()),
+            len(os.listdir(PROC / "task")),
+            int((PROC / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        )
+
+    def __sub__(self, other: Held) -> Held:
+        return Held(
+            self.descriptors - other.descriptors,
+            self.segments - other.segments,
+            self.threads - other.threads,
+            self.resident_bytes - other.resident_bytes,
+        )
+
+
+NOTHING = Held(0, 0, 0, 0)
+
+
+def call(x: Tensor, w: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    y = fusedcomm.matmul_all_to_all(x, w, 0, 1, group)
+    fusedcomm.all_gather_matmul(x, w, 0, group)
+    fusedcomm.matmul_all_reduce(x, w, group)
+    assert y.shape == (x.shape[0] * dist.get_world_size(), w.shape[1] // dist.get_world_size())
+
+
+def calls(rank: int, num_calls: int) -> Held:
+    x, w = torch.ones(8, 16), torch.ones(16, 8)
+    for _ in range(20):
+        call(x, w)
+    before = Held.now()
+    for _ in range(num_calls // 3):
+        call(x, w)
+    return Held.now() - before
+
+
+def unused(group: dist.ProcessGroup) -> None:
+    """What torch's own groups leave behind."""
+
+
+def left_open(group: dist.ProcessGroup) -> None:
+    call(torch.ones(8, 16), torch.ones(16, 8), group)
+
+
+def closed(group: dist.ProcessGroup) -> None:
+    left_open(group)
+    fusedcomm.close(group)
+
+
+def groups(rank: int, num_groups: int, use: Callable[[dist.ProcessGroup], None]) -> Held:
+    """Made, used and destroyed."""
+
+    def once() -> None:
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        use(group)
+        dist.barrier()  # gloo on one rank may still be connecting, or sending
+        dist.destroy_process_group(group)
+
+    for _ in range(3):
+        once()
+    before = Held.now()
+    for _ in range(num_groups):
+        once()
+    return Held.now() - before
+
+
+def check_back(growth: Held, torch_alone: Held = NOTHING) -> None:
+    assert growth.descriptors <= max(torch_alone.descriptors, 0), growth
+    assert growth.threads <= max(torch_alone.threads, 0), growth
+    assert growth.segments <= 0, growth
+    assert growth.resident_bytes <= max(torch_alone.resident_bytes, 0) + LEEWAY_BYTES, growth
+
+
+def test_calls_leave_nothing_behind(ranks: Ranks) -> None:
+    for growth in ranks(2).run(calls, 600):
+        check_back(growth)
+
+
+@pytest.mark.soak
+def test_ten_thousand_calls_leave_nothing_behind(ranks: Ranks) -> None:
+    for growth in ranks(2).run(calls, 10_000):
+        check_back(growth)
+
+
+def check_groups(ranks: Ranks, num_groups: int) -> None:
+    alone = ranks(2).run(groups, num_groups, unused)
+    for use in (left_open, closed):
+        for growth, torch_alone in zip(ranks(2).run(groups, num_groups, use), alone, strict=True):
+            check_back(growth, torch_alone)
+
+
+def test_groups_leave_nothing_behind(ranks: Ranks) -> None:
+    check_groups(ranks, 12)
+
+
+@pytest.mark.soak
+def test_two_hundred_groups_leave_nothing_behind(ranks: Ranks) -> None:
+    check_groups(ranks, 200)
+
+
+def leaking(rank: int) -> Held:
+    before, ended = Held.now(), threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    descriptor = os.memfd_create("segment")
+    os.truncate(descriptor, LEAK_BYTES)
+    with mmap.mmap(descriptor, LEAK_BYTES) as segment:
+        segment.write(bytes([1]) * LEAK_BYTES)
+        growth = Held.now() - before
+    os.close(descriptor)
+    ended.set()
+    thread.join()
+    return growth
+
+
+def open_workspace(rank: int) -> tuple[Held, Held]:
+    before, group = Held.now(), dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    call(torch.ones(8, 16), torch.ones(16, 8), group)
+    used = Held.now() - before
+    fusedcomm.close(group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return used, Held.now() - before
+
+
+def test_a_workspace_is_seen_while_it_is_open(ranks: Ranks) -> None:
+    for used, closed in ranks(2).run(open_workspace):
+        assert used.segments >= 2 and closed.segments == 0  # this rank's and the peer's
+
+
+def test_what_is_left_behind_is_seen(ranks: Ranks) -> None:
+    for growth in ranks(2).run(leaking):
+        for name, value in asdict(growth).items():
+            with pytest.raises(AssertionError):
+                check_back(replace(NOTHING, **{name: value}))

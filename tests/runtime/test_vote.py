@@ -1,0 +1,217 @@
+"""The vote on a store, with threads as ranks: agreement, missing ranks, stale and foreign posts, a store that fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import DistError, HashStore, Store, TCPStore
+
+from fusedcomm.errors import PeerError, PeerTimeoutError
+from fusedcomm.runtime.vote import STORE_GRACE_S, agree
+from tests.cost.test_tuned import Payload
+from tests.helpers.cut_store import CutStore
+from tests.helpers.symmetric_memory import timeout
+
+
+def in_threads(fns: list[Callable[[], Any]]) -> list[Any]:
+    answers: list[Any] = [None] * len(fns)
+
+    def run(i: int) -> None:
+        try:
+            answers[i] = fns[i]()
+        except PeerError as error:
+            answers[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(fns))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return answers
+
+
+def voter(store: Store, rank: int, size: int, fact: int, late: float = 0.0) -> Callable[[], Any]:
+    def vote() -> Any:
+        time.sleep(late)
+        return agree(store, rank, size, {"fact": fact}, what="test vote")
+
+    return vote
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "1")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_everybody_learns_every_fact_again_and_again(size: int) -> None:
+    store = HashStore()
+
+    def votes(rank: int) -> list[Any]:
+        return [agree(store, rank, size, {"fact": 10 * i + rank}, what="test vote") for i in range(10)]
+
+    answers = in_threads([lambda r=r: votes(r) for r in range(size)])
+    assert answers == [[[{"fact": 10 * i + r} for r in range(size)] for i in range(10)]] * size
+
+
+def test_a_missing_rank_is_named_and_the_next_attempt_succeeds() -> None:
+    store = HashStore()
+    answers = in_threads([voter(store, rank, 3, 0) for rank in (0, 2)])
+    for rank, answer in zip((0, 2), answers, strict=True):
+        assert isinstance(answer, PeerTimeoutError)
+        assert answer.peers == [1]
+        assert f"rank {rank} waited 1 s for ranks [1]" in str(answer)
+    answers = in_threads([voter(store, rank, 3, rank) for rank in range(3)])
+    assert answers == [[{"fact": 0}, {"fact": 1}, {"fact": 2}]] * 3
+
+
+def test_old_posts_do_not_count() -> None:
+    """A rank that comes back alone must not take the others' posts of the last vote for answers."""
+    store = HashStore()
+    in_threads([voter(store, rank, 2, 1) for rank in range(2)])
+    (answer,) = in_threads([voter(store, 0, 2, 2)])
+    assert isinstance(answer, PeerTimeoutError)
+    assert answer.peers == [1]
+    answers = in_threads([voter(store, 0, 2, 3), voter(store, 1, 2, 4, late=0.3)])
+    assert answers == [[{"fact": 3}, {"fact": 4}]] * 2
+
+
+# Posts of others
+
+MIB = 1 << 20
+VALID = {"attempt": "a", "seen": ["?", "a"], "facts": {}}
+HOSTILE: dict[str, str | bytes] = {
+    "no JSON": "{'attempt': 1}",
+    "bytes": bytes(range(256)),
+    "a huge string": '"' + "a" * (8 * MIB) + '"',
+    "a huge list": "[" + "0," * MIB + "0]",
+    "deep": "[" * MIB,
+    "no attempt": json.dumps({"seen": [], "facts": {}}),
+    "no seen": json.dumps({"attempt": "a"}),
+    "attempt of another type": json.dumps(VALID | {"attempt": {"a": [1]}}),
+    "seen of another type": json.dumps(VALID | {"seen": 7}),
+    "facts of another type": json.dumps(VALID | {"facts": [1]}),
+    "one thing more": json.dumps(VALID | {"more": 1}),
+    "a number": "7",
+    "huge, and never agrees": json.dumps(VALID | {"facts": {"fact": "a" * (8 * MIB)}}),
+}
+NEVER_AGREE = ("huge, and never agrees",)
+VOTE_S = 0.2
+
+
+def vote(store: HashStore) -> Exception:
+    """What rank 0 of two raises, in bounded time."""
+    start = time.monotonic()
+    with timeout(VOTE_S), pytest.raises(Exception) as raised:
+        agree(store, 0, 2, {"fact": 1}, what="test vote")
+    assert time.monotonic() - start < VOTE_S + 10
+    return raised.value
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_post_is_an_error_in_bounded_time(name: str) -> None:
+    store = HashStore()
+    store.set("post/1", HOSTILE[name])
+    error = vote(store)
+    assert isinstance(error, PeerError) and error.peers == [1]
+    assert isinstance(error, PeerTimeoutError) == (name in NEVER_AGREE)
+    assert name in NEVER_AGREE or "test vote: rank 1 posted no vote of this version of fusedcomm, but" in str(error)
+    assert len(str(error)) < 500
+
+
+def test_a_vote_is_not_taken_for_hostile() -> None:
+    """Negative control: what rank 1 would have posted in an earlier vote only is late."""
+    store = HashStore()
+    store.set("post/1", json.dumps(VALID))
+    assert isinstance(vote(store), PeerTimeoutError)
+
+
+def test_a_post_that_never_rests_is_an_error_in_bounded_time() -> None:
+    store, done = HashStore(), threading.Event()
+
+    def rewrite() -> None:
+        for i in itertools.takewhile(lambda i: not done.wait(0.0005), itertools.count()):
+            store.set("post/1", json.dumps(VALID | {"attempt": str(i)}))
+
+    thread = threading.Thread(target=rewrite)
+    thread.start()
+    try:
+        assert isinstance(vote(store), PeerTimeoutError)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_pickle_in_a_post_is_not_loaded(tmp_path: Path) -> None:
+    marker, store = tmp_path / "loaded", HashStore()
+    pickled = pickle.dumps(Payload(marker), protocol=0)  # text, as the store would have it
+    store.set("post/1", pickled)
+    assert type(vote(store)) is PeerError
+    assert not marker.exists()
+    pickle.loads(pickled)  # negative control
+    assert marker.exists()
+
+
+def test_facts_of_another_version_are_an_error_on_every_rank() -> None:
+    store = HashStore()
+    answers = in_threads(
+        [voter(store, 0, 2, 1), lambda: agree(store, 1, 2, {"fact": 1, "of a later version": 2}, what="test vote")]
+    )
+    for rank, error in enumerate(answers):
+        assert type(error) is PeerError
+        assert error.peers == [1 - rank]
+        assert f"rank {1 - rank} posted no vote of this version of fusedcomm, but" in str(error)
+    assert in_threads([voter(store, rank, 2, 7) for rank in range(2)]) == [[{"fact": 7}] * 2] * 2
+
+
+# A store that fails
+
+
+@pytest.mark.parametrize("calls", [0, 1, 4])
+def test_a_store_that_is_cut_off_ends_the_vote_in_time(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "0.2")
+    store = CutStore(calls)
+    start = time.monotonic()
+    (error,) = in_threads([voter(store, 0, 2, 1)])
+    assert 0.2 <= time.monotonic() - start < 0.2 + STORE_GRACE_S + 2
+    assert isinstance(error, PeerTimeoutError)
+    assert "the store of the process group does not answer rank 0" in str(error)
+    assert error.peers == []
+    store.calls_left = 1000
+    store.back.set()
+    monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "10")
+    assert in_threads([voter(store, rank, 2, 3) for rank in range(2)]) == [[{"fact": 3}] * 2] * 2
+
+
+def test_a_store_that_answers_in_time_is_not_taken_for_cut_off() -> None:
+    """Negative control: its calls block as above, but not for long."""
+    store = CutStore(3)
+    threading.Timer(0.5, store.back.set).start()
+    assert in_threads([voter(store, rank, 2, 3) for rank in range(2)]) == [[{"fact": 3}] * 2] * 2
+
+
+def test_a_vote_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    in_threads([voter(HashStore(), 0, 1, 1)])
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_store_that_is_gone_is_an_error_at_once() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    assert agree(client, 0, 1, {"fact": 1}, what="test vote") == [{"fact": 1}]
+    del server
+    start = time.monotonic()
+    (error,) = in_threads([voter(client, 0, 1, 1)])
+    assert time.monotonic() - start < 1
+    assert type(error) is PeerError and isinstance(error.__cause__, DistError)
+    assert "rank 0 has lost the store of the process group" in str(error)

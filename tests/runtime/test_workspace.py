@@ -1,0 +1,295 @@
+"""The protocol over real processes: rounds, growth, races with their negative controls, votes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.algorithms import launch, planner
+from fusedcomm.runtime import workspace
+from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.problems import PROBLEMS, Problem, expected, integers
+
+BY_NAME = {problem.name: problem for problem in PROBLEMS}
+ALGORITHMS = ["chunked", "fused"]
+
+
+# rounds and growth
+
+
+def check_rounds(rank: int, problem: Problem, algorithm: str) -> None:
+    """A call at least four times the cap: exact, in at least eight rounds, within the memory that was allowed."""
+    size = dist.get_world_size()
+    cap = expected(problem, size)[rank].nbytes // 4
+    with fresh_group(WORKSPACE_BYTES=str(cap)) as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        for seed in range(3):
+            check(group, problem, call(group, problem, seed), seed)
+        plan = fusedcomm.explain(
+            "matmul_all_to_all",
+            *integers(problem, rank, size)[:2],
+            problem.gather_dim,
+            problem.scatter_dim,
+            group,
+            out_shape=problem.sizes(size)[2],
+            verbose=False,
+        )
+        assert plan.num_rounds >= 8
+        held = member_of(group).workspace
+        assert held is not None
+        assert held.buffers[rank].numel() <= cap
+        assert held.epoch == 3 * plan.num_rounds
+
+
+ROUNDS = [
+    Problem("rows", (64, 16), 32, 0, 1),
+    Problem("rows-scattered", (33, 16), 32, 1, 0, bias=True),
+    Problem("heads", (3, 40, 16), 64, 1, -2, out_shape=(4, 16)),
+    Problem("packed-qkv", (2, 41, 16), 3 * 4 * 8, 1, 3, out_shape=(3, 4, 8), bias=True),
+    Problem("batched", (5, 37, 16), 32, 1, 2, batched=True),
+    Problem("batch-scattered", (4, 37, 16), 32, 1, 0, batched=True),
+]
+
+
+def rounds() -> list[Any]:
+    """Of the kernels two here and more, of every op, in test_family_faults.py; the rest are soak tests."""
+    return [
+        pytest.param(
+            problem,
+            algorithm,
+            marks=pytest.mark.soak if algorithm == "fused" and problem.name not in ("rows", "heads") else (),
+        )
+        for problem in ROUNDS
+        for algorithm in ALGORITHMS
+    ]
+
+
+@pytest.mark.parametrize(("problem", "algorithm"), rounds(), ids=str)
+def test_a_call_larger_than_the_cap_runs_in_rounds(ranks: Any, problem: Problem, algorithm: str) -> None:
+    ranks(2).run(check_rounds, problem, algorithm)
+
+
+def check_growth(rank: int, algorithm: str) -> None:
+    """Small, large, small: the workspace grows between calls and nothing is lost."""
+    small, large = Problem("small", (6, 8), 4, 0, 1), Problem("large", (600, 8), 512, 0, 1)
+    with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        sizes = []
+        for seed, problem in enumerate([small, small, large, small, large]):
+            check(group, problem, call(group, problem, seed), seed)
+            held = member_of(group).workspace
+            assert held is not None
+            sizes.append(held.slot_bytes)
+        assert sizes[0] == sizes[1] < sizes[2] == sizes[3] == sizes[4]
+
+
+def test_growth(ranks: Any) -> None:
+    ranks(3).run(check_growth, "chunked")
+    ranks(2).run(check_growth, "chunked")
+
+
+def check_huge_row(rank: int) -> None:
+    problem = Problem("huge-row", (3, 2), 4096, 0, 1)
+    with fresh_group(WORKSPACE_BYTES="8192") as group:
+        check(group, problem, call(group, problem))
+        args = (*integers(problem, rank, dist.get_world_size())[:2], 0, 1, group)
+        plan = fusedcomm.explain("matmul_all_to_all", *args, verbose=False)
+        assert plan.algorithm == "unfused"
+        assert "one row for every peer takes 32768 bytes" in plan.reason
+        with (
+            fusedcomm.force_algorithm("chunked", strict=True),
+            pytest.raises(RuntimeError, match="cannot run as chunked"),
+        ):
+            call(group, problem)
+
+
+def test_a_row_that_fits_no_slot_runs_unfused_with_the_reason(ranks: Any) -> None:
+    ranks(2).run(check_huge_row)
+
+
+def check_close(rank: int) -> None:
+    problem = BY_NAME["heads"]
+    with fresh_group() as group:
+        for _ in range(2):
+            check(group, problem, call(group, problem))
+            fusedcomm.synchronize(group)
+            fusedcomm.close(group)
+            assert member_of(group).workspace is None
+        fusedcomm.close(group)
+
+
+def test_close_frees_and_the_next_call_makes_a_new_workspace(ranks: Any) -> None:
+    ranks(2).run(check_close)
+
+
+def check_retired(rank: int) -> None:
+    """A segment that a CUDA graph may replay on outlives growth, and what goes wrong on it is still reported."""
+    small, large = Problem("small", (6, 8), 4, 0, 1), Problem("large", (6000, 8), 512, 0, 1)
+    with fresh_group() as group:
+        check(group, small, call(group, small))
+        member = member_of(group)
+        first = member.workspace
+        assert first is not None
+        first.captured = True
+        check(group, large, call(group, large))
+        assert member.retired == [first]
+        assert member.workspace is not first
+        dist.barrier(group)
+        if rank == 0:  # as a kernel of a replay does
+            first.record.fill(workspace.MISMATCHED, 9, rank, 1, [0, 0], [1])  # a call alone would time out
+            for check_it in (lambda: fusedcomm.synchronize(group), lambda: call(group, small)):
+                with pytest.raises(fusedcomm.PeerMismatchError, match="round 9") as caught:
+                    check_it()
+                assert caught.value.peers == [1]
+        dist.barrier(group)
+        fusedcomm.close(group)
+        assert member.retired == []
+        check(group, small, call(group, small, 1), 1)
+
+
+def test_retired_segments_are_kept_and_watched(ranks: Any) -> None:
+    ranks(2).run(check_retired)
+
+
+# races
+
+
+@contextmanager
+def late_reads(algorithm: str, rank: int) -> Iterator[None]:
+    """The last rank is randomly late with its reads, while the others go on."""
+    delays = random.Random(7)
+
+    def late(workspace: workspace.Workspace) -> None:
+        if rank == workspace.group_size - 1 and delays.random() < 0.2:
+            time.sleep(delays.uniform(0, 0.01))
+
+    wait, unpack = workspace.Round.wait, launch.unpack
+
+    def late_wait(self: workspace.Round, src_rank: int) -> None:
+        wait(self, src_rank)
+        late(self.workspace)
+
+    def late_unpack(out: Any, span: Any, of: Any, fingerprint: int) -> None:
+        late(of)
+        unpack(out, span, of, fingerprint)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if algorithm == "chunked":
+            patch.setattr(workspace.Round, "wait", late_wait)
+        else:
+            patch.setattr(launch, "unpack", late_unpack)
+        yield
+
+
+def run_delayed(rank: int, algorithm: str, num_slots: int, calls: int) -> int:
+    """Calls back to back with fresh data and a late rank. Returns the number of wrong calls."""
+    problem, wrong = BY_NAME["rows-gathered"], 0
+    with pytest.MonkeyPatch.context() as patch, late_reads(algorithm, rank):
+        patch.setattr(workspace, "NUM_SLOTS", num_slots)
+        with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
+            for seed in range(calls):
+                try:
+                    out = call(group, problem, seed)
+                except fusedcomm.PeerError:
+                    assert num_slots == 1  # a flag was overwritten before it was seen
+                    return wrong + 1
+                wrong += not torch.equal(out, expected(problem, dist.get_world_size(), seed=seed)[rank])
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "world_size", "num_calls"),
+    [
+        ("chunked", 2, 200),
+        ("chunked", 3, 200),
+        ("fused", 2, 60),
+        pytest.param("fused", 2, 200, marks=pytest.mark.soak),
+        pytest.param("fused", 3, 200, marks=pytest.mark.soak),  # half a minute
+    ],
+)
+def test_many_calls_with_a_late_rank_are_exact(ranks: Any, algorithm: str, world_size: int, num_calls: int) -> None:
+    assert ranks(world_size).run(run_delayed, algorithm, 2, num_calls) == [0] * world_size
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_slot_instead_of_two_is_caught(ranks: Any, algorithm: str) -> None:
+    """Negative control: the same program must fail without the second slot."""
+    assert sum(ranks(2).run(run_delayed, algorithm, 1, 200)) > 0
+
+
+def run_signal_first(rank: int, calls: int) -> int:
+    """The flag before the data: what a missing release would allow. Returns wrong calls."""
+    problem, wrong = BY_NAME["rows-gathered"], 0
+    signal = workspace.Round.signal
+    part = workspace.Round.part
+
+    def early(self: workspace.Round, dst_rank: int) -> torch.Tensor:
+        if dst_rank != rank:
+            signal(self, dst_rank)
+            time.sleep(0.002)
+        return part(self, dst_rank)
+
+    workspace.Round.part = early  # type: ignore[method-assign]
+    try:
+        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+            for seed in range(calls):
+                out = call(group, problem, seed)
+                wrong += not torch.equal(out, expected(problem, 2, seed=seed)[rank])
+            dist.barrier(group)
+    finally:
+        workspace.Round.part = part  # type: ignore[method-assign]
+    return wrong
+
+
+def test_a_signal_before_its_data_is_caught(ranks: Any) -> None:
+    assert sum(ranks(2).run(run_signal_first, 20)) > 0
+
+
+# votes
+
+
+def check_hosts(rank: int) -> None:
+    problem = BY_NAME["packed-qkv"]
+    with fresh_group(HOST_ID=f"host {rank // 2}") as group:
+        check(group, problem, call(group, problem))
+        args = (*integers(problem, rank, 4)[:2], problem.gather_dim, problem.scatter_dim, group)
+        plan = fusedcomm.explain("matmul_all_to_all", *args, out_shape=problem.sizes(4)[2], verbose=False)
+        assert plan == planner.Plan("matmul_all_to_all", "unfused", "rank 2 is on another host than rank 0")
+        assert member_of(group).workspace is None
+
+
+def test_ranks_on_several_hosts_fall_back_together(ranks: Any) -> None:
+    ranks(4).run(check_hosts)
+
+
+def check_settings(rank: int) -> None:
+    """Settings that differ by rank: the smallest cap holds for all; two algorithms are an error on all."""
+    problem = Problem("rows", (64, 16), 32, 0, 1)
+    with fresh_group(WORKSPACE_BYTES=str(20000 + 10000 * rank)) as group:
+        check(group, problem, call(group, problem))
+        assert member_of(group).topology.workspace_bytes == 20000
+    message = "FUSEDCOMM_ALGORITHM must be the same on all ranks"
+    with fresh_group(ALGORITHM="chunked" if rank else "unfused") as group, pytest.raises(ValueError, match=message):
+        call(group, problem)
+    with fresh_group(ALGORITHM="unfused") as group:
+        check(group, problem, call(group, problem))
+        assert member_of(group).workspace is None
+
+
+def test_settings_that_differ_by_rank(ranks: Any) -> None:
+    ranks(2).run(check_settings)
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "soon"])
+def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    from fusedcomm import env
+
+    monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", value)
+    with pytest.raises(ValueError, match=f"FUSEDCOMM_TIMEOUT_S must be a positive number, got '{value}'"):
+        env.timeout_s()

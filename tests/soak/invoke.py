@@ -1,0 +1,54 @@
+"""A case by fusedcomm's ops: what is compared with ``Data.expected``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.runtime.group import resolve
+from tests.soak.cases import Case
+from tests.soak.data import Data, Inputs
+
+
+def arguments(case: Case, inputs: Inputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Of the op's function."""
+    w, bias = (inputs.ws, inputs.biases) if case.listed else (inputs.ws[0], inputs.biases[0])
+    dims = [dim for dim in (case.gather_dim, case.scatter_dim) if dim is not None]
+    options: dict[str, dict[str, Any]] = {
+        "all_gather_matmul": {"save_gathered": case.save},
+        "all_to_all_matmul": {"save_exchanged": case.save},
+        "matmul_all_reduce": {"reduce_op": case.reduce_op},
+        "matmul_reduce_scatter": {"reduce_op": case.reduce_op},
+        "matmul_all_to_all": {"out_shape": case.out_shape},
+    }
+    return [inputs.x, w, *dims, group], {"bias": bias, **options[case.op]}
+
+
+def results(data: Data, rank: int, inputs: Inputs, group: Any) -> list[Tensor]:
+    """Of ``rank``, and in a backward the gradients of its inputs."""
+    case = data.case
+    if case.use == "out":
+        return [_into_out(case, inputs, group)]
+    args, options = arguments(case, inputs, group)
+    result = getattr(fusedcomm, case.op)(*args, **options)
+    outs = list(result) if case.listed else [result]
+    if case.use != "backward":
+        return outs
+    leaves = inputs.trained(case.frozen)
+    grads = [grad.to(out) for grad, out in zip(data.exact_grads(rank), outs, strict=True)]
+    return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, grads, materialize_grads=True)]
+
+
+def _into_out(case: Case, inputs: Inputs, group: Any) -> Tensor:
+    (shape,) = case.out_shapes
+    out = inputs.x.new_full(shape, float("nan"))
+    own: dict[str, list[Any]] = {
+        "matmul_all_to_all": [case.out_shape, case.gather_dim, case.scatter_dim],
+        "matmul_reduce_scatter": [case.reduce_op, case.scatter_dim],
+        "matmul_all_reduce": [case.reduce_op],
+    }
+    op = getattr(torch.ops.fusedcomm, case.op)
+    return op.out(inputs.x, inputs.ws[0], inputs.biases[0], *own[case.op], *resolve(group), out=out)

@@ -1,0 +1,129 @@
+"""A random program over the ranks of one world: which groups there are, and who calls what on which, step by step.
+
+Drawn from (seed, index) alone, so that all ranks draw the same one and a failing one can be run again. Every rank takes
+its steps in the same order, so nobody waits in a circle; ranks that are not in a step's group run ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from tests.soak.cases import Case, draw
+
+NUM_STEPS = 200
+NUM_GROUPS = 4  # made by new_group, beside WORLD and a mesh
+CAPS = (1 << 11, 1 << 12, 1 << 14)  # of workspaces, so that calls run in rounds
+FUSED_SHARE = {"cpu": 0.01, "cuda": 0.3}  # on a CPU it runs in Triton's interpreter
+JITTERS = (0.0, 0.02, 0.1)  # how often a rank sleeps within a round
+MESH_DIMS = ("outer", "inner")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks of the world. ``form``: how it is handed to an op."""
+
+    number: int
+    ranks: tuple[int, ...]
+    kind: str  # "world", "new_group", or a dim of the mesh
+    form: str = "group"  # "group", "name", "mesh", "none"
+    workspace_bytes: int | None = None
+
+    def __str__(self) -> str:
+        cap = f", {self.workspace_bytes} bytes" if self.workspace_bytes else ""
+        return f"group {self.number} ({self.kind} {list(self.ranks)}{cap})"
+
+
+@dataclass(frozen=True)
+class Call:
+    group: Group
+    case: Case
+    algorithm: str | None  # None: the planner's choice
+    seed: int  # of the inputs: no two calls have the same
+
+    def __str__(self) -> str:
+        return f"{self.case} on {self.group}, {self.algorithm or 'planned'}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """``action``: "call" makes the calls, two at once on two threads; "reset", "close" and "remake" a group."""
+
+    number: int
+    action: str
+    group: Group
+    calls: tuple[Call, ...] = ()
+    compare: bool = False  # all results that have come until now
+
+    def __str__(self) -> str:
+        what = " beside ".join(map(str, self.calls)) if self.calls else f"{self.action} {self.group}"
+        return f"step {self.number}: {what}"
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: int
+    index: int
+    world_size: int
+    groups: tuple[Group, ...]
+    steps: tuple[Step, ...]
+    jitter: float
+
+    def only(self, numbers: Sequence[int]) -> Program:
+        """The steps of these numbers, as they were."""
+        kept = set(numbers)
+        return replace(self, steps=tuple(step for step in self.steps if step.number in kept))
+
+
+def draw_program(seed: int, index: int, world_size: int, device_type: str) -> Program:
+    random = Random(f"{seed} {index} {world_size}")
+    groups = _draw_groups(random, world_size)
+    steps = [_draw_step(random, number, groups, device_type) for number in range(NUM_STEPS)]
+    return Program(seed, index, world_size, tuple(groups), tuple(steps), random.choice(JITTERS))
+
+
+def _draw_groups(random: Random, world_size: int) -> list[Group]:
+    """WORLD, overlapping groups of it, and sometimes those of a mesh."""
+    everyone = tuple(range(world_size))
+    groups = [Group(0, everyone, "world", random.choice(("none", "group", "name", "mesh")))]
+    for _ in range(NUM_GROUPS):
+        size = random.choice((1, *[*range(2, world_size + 1)] * 4))
+        ranks = tuple(sorted(random.sample(everyone, size)))
+        cap = random.choice((None, *CAPS))
+        groups.append(Group(len(groups), ranks, "new_group", random.choice(("group", "name")), cap))
+    if world_size % 2 == 0 and random.random() < 0.3:
+        half = world_size // 2
+        columns = [everyone[column::half] for column in range(half)]
+        rows = [everyone[:half], everyone[half:]]
+        for dim, parts in zip(MESH_DIMS, (columns, rows), strict=True):
+            groups += [Group(len(groups) + i, ranks, dim, "mesh") for i, ranks in enumerate(parts)]
+    return groups
+
+
+def _draw_step(random: Random, number: int, groups: list[Group], device_type: str) -> Step:
+    kind, group = random.random(), random.choice(groups)
+    compare = random.random() < 0.3
+    if kind < 0.01:
+        return Step(number, "reset", group)
+    if kind < 0.02:
+        return Step(number, "close", group)
+    if kind < 0.025 and group.kind == "new_group":
+        return Step(number, "remake", group)
+    if kind < 0.0275:
+        return Step(number, "collect", group)
+    call = _draw_call(random, group, device_type)
+    # On a GPU waiting kernels of two threads could come in another order on each rank.
+    if kind < 0.07 and device_type == "cpu" and call.algorithm != "fused":
+        other = random.choice([each for each in groups if each is not group])
+        beside = replace(_draw_call(random, other, device_type), algorithm=call.algorithm)
+        return Step(number, "call", group, (call, beside), compare)
+    return Step(number, "call", group, (call,), compare)
+
+
+def _draw_call(random: Random, group: Group, device_type: str) -> Call:
+    case = draw(random, len(group.ranks))
+    algorithm = random.choice(("chunked", "chunked", "chunked", "unfused", None))
+    if random.random() < FUSED_SHARE[device_type] and (case.is_small or device_type != "cpu"):
+        algorithm = "fused"
+    return Call(group, case, algorithm, random.getrandbits(48))

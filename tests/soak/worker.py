@@ -1,0 +1,222 @@
+"""A program in one rank: every step, with this rank's own delays; results are compared a few steps later."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from random import Random
+from threading import Lock
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.algorithms.planner import Plan
+from fusedcomm.bench.timing import difference
+from fusedcomm.runtime import members
+from fusedcomm.runtime.group import store
+from fusedcomm.runtime.vote import agree
+from fusedcomm.testing.selftest import settings
+from tests.soak import invoke
+from tests.soak.data import Data
+from tests.soak.groups import Groups
+from tests.soak.jitter import jitter
+from tests.soak.outcome import Failure, Outcome
+from tests.soak.program import Call, Group, Program, Step, draw_program
+
+WAIT_S = {"cpu": 90, "cuda": 120}  # bound of a wait: a peer may be in Triton's interpreter, or compiling kernels
+DELAY_S = 0.005  # at most, before a step
+LEAST_SLOT_BYTES = 1 << 12  # of workspaces without a cap, so that small calls already make them grow
+NUM_STREAMS = 3
+
+
+def run_program(
+    rank: int,
+    seed: int,
+    index: int,
+    device_type: str = "cpu",
+    steps: Sequence[int] | None = None,
+    deadline: float = math.inf,
+) -> Outcome:
+    """A collective of WORLD: what all ranks have found.
+
+    ``steps``: what is left of a program that is cut down. ``deadline``: the outcome tells if it is over.
+    """
+    program = draw_program(seed, index, dist.get_world_size(), device_type)
+    if steps is not None:
+        program = program.only(steps)
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    with settings(TIMEOUT_S=str(WAIT_S[device_type])), _uninitialised_is_nan(), _quiet():
+        outcome = _Worker(rank, program, device).run()
+        outcome.late = time.time() > deadline
+        what = "; ".join(map(str, outcome.failures)) or "a soak program"
+        return Outcome.of(_meet(device_type, outcome.facts(), what))
+
+
+def _meet(device_type: str, facts: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    """All ranks' facts, by WORLD's store alone."""
+    assert dist.group.WORLD is not None
+    with settings(TIMEOUT_S=str(3 * WAIT_S[device_type])):  # who is late may have waited for who was later still
+        return agree(store(dist.group.WORLD, "soak"), dist.get_rank(), dist.get_world_size(), facts, what=what)
+
+
+class _Worker:
+    def __init__(self, rank: int, program: Program, device: torch.device) -> None:
+        self.rank, self.program, self.device = rank, program, device
+        self.seed = f"{program.seed} {program.index} rank {rank}"
+        self.random = Random(self.seed)  # of the main thread
+        self.outcome = Outcome()
+        self.counting = Lock()
+        self.results: list[_Result] = []  # still to be compared
+        self.streams = [torch.cuda.Stream(device) for _ in range(NUM_STREAMS)] if device.type == "cuda" else []
+
+    def run(self) -> Outcome:
+        """A rank that fails leaves its program: its peers find out when they wait for it."""
+        step: Step | None = None
+        try:
+            with (
+                mock.patch.object(members, "_MIN_SLOT_BYTES", LEAST_SLOT_BYTES),
+                jitter(self.seed, self.program.jitter),
+                ThreadPoolExecutor(1) as self.beside,
+            ):
+                timeout = timedelta(seconds=2 * WAIT_S[self.device.type])
+                fusedcomm.close()  # WORLD's next workspace has our bounds
+                self.groups = Groups(self.rank, self.program.groups, self.device, timeout)
+                for step in self.program.steps:
+                    self._take(step)
+                self._compare()
+                _meet(self.device.type, {}, "the end of a soak program")  # gloo: a peer may still be sending
+                self.groups.destroy()
+                fusedcomm.close()
+        except Exception as error:
+            self._fail(step, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}")
+            self.outcome.broken = True
+        return self.outcome
+
+    def _take(self, step: Step) -> None:
+        mine = self.rank in step.group.ranks
+        if self.random.random() < 0.2:
+            time.sleep(self.random.uniform(0, DELAY_S))
+        if step.action == "call":
+            self._call(step)
+        elif step.action == "remake":
+            self.groups.remake(step.group)
+        elif step.action == "collect" and self.random.random() < 0.5:
+            gc.collect()
+        elif step.action in ("reset", "close") and mine:
+            getattr(fusedcomm, step.action)(self.groups.handle(step.group))
+        self._count("action", step.action, step.group)
+        if step.compare:
+            self._compare()
+
+    def _call(self, step: Step) -> None:
+        calls = [call for call in step.calls if self.rank in call.group.ranks]
+        if not calls:
+            return
+        with fusedcomm.force_algorithm(calls[0].algorithm):  # of the whole process: calls on two threads have the same
+            beside = [self.beside.submit(self._run, step, call) for call in calls[1:]]
+            self.results += [self._run(step, calls[0]), *(future.result() for future in beside)]
+
+    def _run(self, step: Step, call: Call) -> _Result:
+        group, rank = call.group, call.group.ranks.index(self.rank)
+        data, handle = Data(call.case, call.seed), self.groups.handle(group)
+        with self._some_stream():
+            inputs = data.inputs(rank, self.device)
+            args, options = invoke.arguments(call.case, inputs, handle)
+            plan = fusedcomm.explain(call.case.op, *args, **options, verbose=False)
+            before = self.groups.workspace(group)
+            epoch = before.epoch if before else 0
+            result = _Result(step, call, data, rank, invoke.results(data, rank, inputs, handle))
+        after = self.groups.workspace(group)
+        grown = before is not None and after is not before
+        self._count_call(call, plan)
+        self._count("workspace", "rounds", group, (after.epoch if after else 0) - (0 if grown else epoch))
+        self._count("workspace", "growths", group, int(grown))
+        return result
+
+    @contextmanager
+    def _some_stream(self) -> Iterator[None]:
+        """The current one, or on a GPU another, which runs after it and before what follows on it."""
+        stream = self.random.choice([None, *self.streams]) if self.streams else None
+        if stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+    def _count_call(self, call: Call, plan: Plan) -> None:
+        case, group = call.case, call.group
+        for kind, value in (
+            ("op", case.op),
+            ("dtype", str(case.dtype).removeprefix("torch.")),
+            ("use", case.use),
+            ("algorithm", plan.algorithm),
+            ("chosen by", "force_algorithm" if call.algorithm else "planner"),
+            ("group", group.kind),
+            ("ranks", str(len(group.ranks))),
+        ):
+            self._count(kind, value, group)
+        self._count("workspace", "calls of several rounds", group, int(plan.num_rounds > 1))
+
+    def _count(self, kind: str, value: str, group: Group, number: int = 1) -> None:
+        """Once for all ranks of the group."""
+        if self.rank == group.ranks[0] and number:
+            with self.counting:
+                self.outcome.tally[kind][value] += number
+
+    def _compare(self) -> None:
+        for result in self.results:
+            wants = result.data.expected(result.rank)
+            for i, (out, want) in enumerate(zip(result.outs, wants, strict=True)):
+                if found := difference(out.cpu(), want):
+                    self._fail(result.step, f"{result.call}: result {i}: {found}")
+        self.results.clear()
+
+    def _fail(self, step: Step | None, what: str) -> None:
+        number = -1 if step is None else step.number
+        self.outcome.failures.append(Failure(self.rank, number, f"step {number}: {what}"))
+
+
+@dataclass(frozen=True)
+class _Result:
+    step: Step
+    call: Call
+    data: Data
+    rank: int  # in the group
+    outs: list[Tensor]
+
+
+@contextmanager
+def _uninitialised_is_nan() -> Iterator[None]:
+    """torch fills what ``empty`` returns with NaN: an element that an op leaves out shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fallbacks are part of the programs."""
+    log = logging.getLogger("fusedcomm")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,75 @@
+"""bench_redistribution writes what it prints, and the README quotes what it wrote."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import redistribution as bench
+from benchmarks import redistribution_torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_writes_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "SHAPES", ((8, 16), (5, 3)))
+    monkeypatch.setattr(bench, "LARGE_SHAPES", ())
+    assert bench.main(["--quick", "--json", str(tmp_path / "out.json")]) == 0
+    report, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert len(report["rows"]) == 4 and len(report["goals"]) == 5
+    for row in report["rows"]:
+        figures = [f"{row['fewer_percent']:.1f}", f"{row['torch_collectives']:.2f}", f"{row['collectives']:.2f}"]
+        figures += [f"{row['bytes_ratio']:.3f}", f"{row['worst_bytes_ratio']:.3f}", f"{row['time_ratio']:.3f}"]
+        assert any(figures == line.split()[-7:-1] for line in printed.splitlines()), (figures, printed)
+
+
+def test_columns_are_counted_pair_by_pair() -> None:
+    """Of 2 x 2 ranks and a matrix that all divide; torch has no flattened mesh."""
+    with redistribution_torch.world(4):
+        mesh = redistribution_torch.mesh((2, 2), flatten=False)
+        row = bench.compare(mesh, (8, 8), bench.PLAIN)
+        found: list[tuple[int, int]] = []
+        for before, after in bench.pairs(2, 2):
+            theirs = redistribution_torch.collectives(mesh, (8, 8), bench.placed(before), bench.placed(after))
+            if theirs:
+                both = [bench.sharding((8, 8), (2, 2), each) for each in (before, after)]
+                steps = bench.search.plan(*both, bench.ITEMSIZE, bench.links((2, 2))).steps
+                found.append((len(theirs), sum(step.kind != "slice" for step in steps)))
+    assert row.pairs == len(found)
+    assert row.fewer_percent == pytest.approx(100 * statistics.mean(ours < theirs for theirs, ours in found))
+    assert row.collectives == pytest.approx(statistics.mean(ours for _, ours in found))
+    assert row.worst_more_collectives == max(ours - theirs for theirs, ours in found) <= 0
+
+
+def quoted(flat: dict[str, Any], plain: dict[str, Any]) -> str:
+    mesh, shape = tuple(flat["mesh_shape"]), " x ".join(map(str, flat["shape"]))
+    ours = [
+        (f"{row['fewer_percent']:.0f} %", _counts(row), _ratio(row, "bytes"), _ratio(row, "time"))
+        for row in (flat, plain)
+    ]
+    return f"| {mesh}, {shape} | {flat['pairs']} | {' | '.join(ours[0])} | {', '.join(ours[1])} |"
+
+
+def _counts(row: dict[str, Any]) -> str:
+    return f"{row['torch_collectives']:.2f} -> {row['collectives']:.2f}"
+
+
+def _ratio(row: dict[str, Any], of: str) -> str:
+    return f"{row[f'{of}_ratio']:.2f}"
+
+
+def test_the_readme_quotes_the_results() -> None:
+    report = json.loads((ROOT / "bench" / "results" / "redistribution.json").read_text())
+    rows = {(row["torch"], *row["mesh_shape"], "of", *row["shape"]): row for row in report["rows"]}
+    readme, num = (ROOT / "README.md").read_text(), 0
+    for key, row in rows.items():
+        if key[0] == bench.FLATTENED:
+            assert quoted(row, rows[(bench.PLAIN, *key[1:])]) in readme
+            num += 1
+    assert num == 6 and all(goal["met"] for goal in report["goals"])

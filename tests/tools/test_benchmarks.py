@@ -1,0 +1,306 @@
+"""The benches through their own main: what they check, compute and write. No figure of such sizes means anything."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+import fusedcomm
+from benchmarks import (
+    bench_all_gather_matmul,
+    bench_all_to_all_matmul,
+    bench_matmul_all_reduce,
+    bench_matmul_all_to_all,
+    bench_matmul_reduce_scatter,
+    block,
+    compile_time,
+    op_sweep,
+    start_program,
+    tensor_parallel_mlp,
+    ulysses_block,
+)
+from fusedcomm.bench import programs
+from fusedcomm.bench.problem import Size
+from fusedcomm.bench.timing import Timing
+from fusedcomm.launch import launch
+from fusedcomm.launch.ranks import RankError
+from fusedcomm.testing import RankPool
+
+OPS = [
+    bench_matmul_all_to_all,
+    bench_all_to_all_matmul,
+    bench_all_gather_matmul,
+    bench_matmul_reduce_scatter,
+    bench_matmul_all_reduce,
+]
+SHAPE = ("--shape", "36", "16", "24")
+FEW = ("--rounds", "2")
+
+
+def ids(module: Any) -> str:
+    return module.__name__.removeprefix("bench.bench_")
+
+
+@pytest.mark.usefixtures("shared_ranks")
+@pytest.mark.parametrize("module", OPS, ids=ids)
+@pytest.mark.parametrize("mode", ["forward", "backward", "decode", "batch"])
+def test_an_op_bench_writes_what_it_prints(
+    module: Any, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.json"
+    options = {"forward": [], "batch": ["--batch", "2"]}.get(mode, [f"--{mode}"])
+    assert module.main([*SHAPE, *FEW, *options, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["op"] == module.BENCH.op and report["rounds"] == 2 and report["versions"]["torch"]
+    assert [row["dtype"] for row in report["rows"]] == ["float32", "bfloat16"]
+    for row in report["rows"]:
+        assert row["speedup"] == row["baseline"]["median"] / row["auto"]["median"]
+        assert ("chunked" in row and "unfused" in row) == (mode == "decode")
+        assert ("over_roof" in row) == (mode != "decode")
+    assert len(report["ragged"]) == (8 if mode in ("forward", "batch") else 0)
+    goals = {goal["name"]: goal for goal in report["goals"]}
+    mean = goals["base/auto, geometric mean"]
+    speedups = [row["speedup"] for row in report["rows"]]
+    assert mean["value"] == pytest.approx((speedups[0] * speedups[1]) ** 0.5)
+    if mode in ("forward", "batch"):
+        assert mean["met"] == (mean["value"] >= op_sweep.GOALS[module.BENCH.op].mean)
+        ragged = goals["ragged/aligned speed of auto, minimum"]
+        assert ragged["value"] == min(each["auto_kept"] for each in report["ragged"])
+    assert str(op_sweep.Goal(**mean)) in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("shared_ranks")
+@pytest.mark.parametrize("module", [ulysses_block, tensor_parallel_mlp], ids=ids)
+def test_a_block_bench_writes_what_it_prints(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    sizes = ("--batch", "2", "--tokens", "6", "--hidden", "64")
+    assert module.main([*sizes, *FEW, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["sizes"]["tokens"] == 6
+    for row, goal in zip(report["rows"], report["goals"], strict=True):
+        assert goal["value"] == row["gain"]
+    assert str(op_sweep.Goal(**goal)) in capsys.readouterr().out
+
+
+def test_the_gain_of_a_block_is_of_differences_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow moment that meets a whole round does not count."""
+    slow = torch.tensor([0.0, 50.0, 0.0, 7.0, 0.0], dtype=torch.float64)
+    seconds = {"baseline": 2.0 + slow, "ours": 1.2 + slow, "removed": 1.0 + slow}
+    monkeypatch.setattr(block, "BlockData", MagicMock())
+    monkeypatch.setattr(block, "check_values", lambda *args: None)
+    monkeypatch.setattr(block, "measure_rounds", lambda *args, **options: seconds)
+    row = block.measure_block(0, ulysses_block.UlyssesBlock(), "float32", "cpu", 5)
+    assert row.gain == pytest.approx(0.8)
+    assert row.drawn_anew == pytest.approx((0.8, 0.8)) and row.single_rounds == pytest.approx((0.8, 0.8))
+
+
+class WrongOnRank1(programs.AllGatherMatmul):
+    def ours(self, x: Tensor, w: Tensor) -> Tensor:
+        y = super().ours(x, w)
+        y[3, 2] += dist.get_rank()
+        return y
+
+
+class WrongBaseline(programs.MatmulReduceScatter):
+    def baseline(self, x: Tensor, w: Tensor) -> Tensor:
+        return super().baseline(x, w) * 2
+
+
+class WrongGrad(programs.MatmulAllReduce):
+    def ours(self, x: Tensor, w: Tensor) -> Tensor:
+        return fusedcomm.matmul_all_reduce(x, w.detach() + (w - w.detach()) * 2)
+
+
+@pytest.mark.usefixtures("shared_ranks")
+@pytest.mark.parametrize(
+    ("bench", "options", "text"),
+    [
+        (WrongOnRank1(), (), "'auto' gave wrong values: rank 1: result: 1 of 864 elements, first at [3, 2]"),
+        (WrongOnRank1(), ("--decode",), "gave wrong values: rank 1: result: 1 of"),
+        (WrongOnRank1(), ("--ragged",), "'auto' gave wrong values: rank 1: result: 1 of"),
+        (WrongBaseline(), (), "'baseline' gave wrong values: rank 0: result"),
+        (WrongGrad(), ("--backward",), "'auto' gave wrong values: rank 0: grad w"),
+    ],
+)
+def test_wrong_values_are_not_timed(
+    bench: Any, options: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.json"
+    assert op_sweep.main(bench, [*SHAPE, *FEW, *options, "--json", str(file)]) == 1
+    assert text in capsys.readouterr().err
+    assert not file.exists()
+
+
+@dataclass(frozen=True)
+class WrongBlock(ulysses_block.UlyssesBlock):
+    def ours(self, x: Tensor, *weights: Tensor) -> Tensor:
+        w_qkv, b_qkv, w_out, b_out = weights
+        return super().ours(x, w_qkv, b_qkv.detach() + (b_qkv - b_qkv.detach()) * 2, w_out, b_out)
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_wrong_gradients_of_a_block_are_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert block.main(WrongBlock, ["--batch", "1", "--tokens", "4", "--hidden", "32", *FEW]) == 1
+    assert "'ours' gave wrong values: rank 0: grad b_qkv: relative error" in capsys.readouterr().err
+
+
+PROGRAM = ("--pairs", "2", "--tokens", "6", "--k", "8", "--n", "32", "--heads", "4")
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_the_bench_of_the_start_program_writes_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.json"
+    assert start_program.main([*PROGRAM, *FEW, "--dtype", "bfloat16", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    (row,) = report["rows"]
+    assert row["fused"] == report["sizes"]["pairs"] == 2
+    assert list(row["times"]) == ["roof", "plain", "exchange", "compiled", "op"]
+    faster, not_slower = report["goals"]
+    assert faster["value"] == row["plain_over_compiled"]["median"] and faster["met"] == (faster["value"] >= 1.3)
+    assert not_slower["value"] == row["op_over_compiled"]["median"]
+    assert str(op_sweep.Goal(**faster)) in capsys.readouterr().out
+
+
+def measure_a_wrong_program(rank: int) -> None:
+    calling = start_program.RankData._calling
+
+    def wrong(data: start_program.RankData, program: Callable[..., list[Tensor]]) -> Callable[[], list[Tensor]]:
+        called = calling(data, program)
+        return lambda: [y + (i * dist.get_rank()) for i, y in enumerate(called())]
+
+    sizes = start_program.Sizes(pairs=2, batch=1, tokens=2, k=4, n=8, heads=2)
+    not_compiled = mock.patch.object(torch, "compile", lambda program, **options: program)
+    with not_compiled, mock.patch.object(start_program.RankData, "_calling", wrong):
+        start_program.measure_program(rank, sizes, "float32", "cpu", 1)
+
+
+def test_a_wrong_result_of_the_start_program_is_not_timed(ranks: Callable[[int], RankPool]) -> None:
+    with pytest.raises(RankError, match="gave wrong values: rank 1: pair 1: 16 of 16 elements") as raised:
+        ranks(2).run(measure_a_wrong_program)
+    assert raised.value.exception_type == "ValuesDiffer"
+
+
+def test_what_is_compiled_is_not_what_was_compiled_before() -> None:
+    """Dynamo keeps compiled code by code object: the variants must not share one."""
+    program = start_program.matmul_and_reshard_heads
+    copies = [start_program._same_program(program) for _ in range(2)]
+    assert len({id(each.__code__) for each in (program, *copies)}) == 3
+    assert all(each.__code__.co_code == program.__code__.co_code for each in copies)
+
+
+def only_passes(gm: GraphModule, inputs: Any, **options: Any) -> None:
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
+        post_grad_passes(gm, False)
+
+
+@pytest.mark.parametrize("tokens_dim", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_the_bench_of_compile_time_writes_what_it_prints(
+    tokens_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compile_time, "generate_code", only_passes)
+    file = tmp_path / "bench.json"
+    sizes = ("--layers", "1", "2", "--whole", "2", "--tokens-dim", str(tokens_dim))
+    assert compile_time.main([*sizes, *FEW, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    one, two = report["pass"]
+    for row in (one, two):
+        assert row["collectives"] == row["fused"] == 8 * row["layers"]
+    whole = report["compile"]
+    assert whole["layers"] == 2 and whole["fused"] == two["fused"] and 0 < whole["in_pass"] < whole["compiled"]
+    growth, share = report["goals"]
+    assert growth["value"] == pytest.approx(two["ms_per_layer"] / one["ms_per_layer"])
+    assert share["value"] == pytest.approx(100 * whole["in_pass"] / (whole["compiled"] - whole["in_pass"]))
+    printed = capsys.readouterr().out
+    assert all(str(op_sweep.Goal(**goal)) in printed for goal in (growth, share))
+    assert not dist.is_initialized()
+
+
+def test_a_pass_that_takes_longer_per_layer_in_a_larger_graph_misses_its_goal() -> None:
+    rows = [compile_time.PassRow(n, 1, 1, 1, Timing(t, t, t, t, 0.0)) for n, t in ((8, 0.8), (128, 17.0))]
+    whole = compile_time.WholeRow(32, 1, plain=50.0, compiled=53.0, in_pass=3.0)
+    growth, share = compile_time.summary(rows, whole)
+    assert growth.value == pytest.approx(17 / 12.8) and growth.met is False
+    assert share.value == pytest.approx(6.0) and share.met is False
+    assert compile_time.summary(rows[:1], None) == []
+
+
+def test_ragged_sizes_are_divisible_where_the_group_divides() -> None:
+    aligned = Size(2048, 1024, 2048)
+    for module in OPS:
+        for size in module.BENCH.ragged(aligned, 4):
+            assert size != aligned and size == module.BENCH.divisible(size, 4)
+            assert module.BENCH.cut is None or getattr(size, module.BENCH.cut) % 4 == 0
+    assert bench_matmul_all_reduce.BENCH.ragged(aligned, 4)[-1] == Size(2049, 1021, 2045)
+    assert bench_all_gather_matmul.BENCH.divisible(Size(2500, 8, 8, batch=2), 8) == Size(2512, 8, 8, batch=2)
+
+
+def test_goals_are_of_the_mode_and_the_worst_case_counts() -> None:
+    bench = bench_matmul_all_to_all.BENCH
+
+    def row(baseline: float, auto: float) -> op_sweep.Row:
+        times = {name: Timing(t, t, t, t, 0.0) for name, t in (("roof", 1.0), ("baseline", baseline), ("auto", auto))}
+        return op_sweep.Row(8, 8, 8, "float32", "chunked", times)
+
+    rows = [row(4.0, 1.0), row(1.0, 1.0)]
+    mean, worst, roof = op_sweep.summary(bench, rows, [], "forward")
+    assert (mean.value, worst.value, roof.value) == (2.0, 1.0, 1.0)
+    assert mean.met and worst.met and roof.met
+    mean, worst = op_sweep.summary(bench, [*rows, row(0.9, 1.0)], [], "decode")
+    assert mean.bound is None and worst.met is False
+    assert all(goal.met is None for goal in op_sweep.summary(bench, rows, [], "backward"))
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_a_bench_says_which_pages_its_ranks_got(
+    huge_pages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
+    file = tmp_path / "bench.json"
+    arguments = [*SHAPE, "--rounds", "1", "--json", str(file), *["--huge-pages"] * huge_pages]
+    assert bench_matmul_all_to_all.main(arguments) == 0
+    assert json.loads(file.read_text())["huge_pages"] is huge_pages
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert heading.startswith("pages: huge for all" if huge_pages else "pages: torch's default")
+
+
+def test_under_torchrun_its_caller_must_ask_for_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank that reads the option has started torch already."""
+    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    bench = bench_matmul_all_to_all.BENCH
+    with pytest.raises(SystemExit):
+        op_sweep.parse(bench, ["--huge-pages"])
+    assert "start torchrun with THP_MEM_ALLOC_ENABLE=1" in capsys.readouterr().err
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    assert op_sweep.parse(bench, ["--huge-pages"]).huge_pages
+
+
+def test_the_gpu_check_passes_in_tritons_interpreter(tmp_path: Path) -> None:
+    file = tmp_path / "check.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--json", str(file)]
+    sections = ("values", "time-out", "speed")
+    result = subprocess.run([*command, "--only", *sections], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(file.read_text())["sections"]
+    assert list(report) == list(sections) and all(section["ok"] for section in report.values())
+    assert set(report["speed"]["ops"]) == set(report["time-out"]) - {"ok", "wall_s"} == {m.BENCH.op for m in OPS}

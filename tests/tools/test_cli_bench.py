@@ -1,0 +1,337 @@
+"""`fusedcomm bench`: what it checks, computes and writes. No figure of such sizes means anything."""
+
+import csv
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jsonschema
+import numpy
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedcomm.bench import plain, problem
+from fusedcomm.bench.measure import BUS, Options, measure_op
+from fusedcomm.bench.plain import CollectiveData, measure_collective
+from fusedcomm.bench.problem import Size
+from fusedcomm.bench.programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
+from fusedcomm.bench.timing import ValuesDiffer
+from fusedcomm.cli import main
+from fusedcomm.launch import launch
+from fusedcomm.testing import RankPool
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench.json").read_text())
+SHAPE = ("--shape", "36", "16", "24")
+FEW = ("--rounds", "2", "--warmup", "1")
+SIZE = Size(36, 16, 24)
+ONE_ROUND = Options("cpu", rounds=1, warmup=1, check=False, graph=False)
+
+
+def bench(tmp_path: Path, *options: str) -> dict[str, Any]:
+    file = tmp_path / "bench.json"
+    assert main(["bench", *options, *FEW, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    jsonschema.validate(report, SCHEMA)
+    return report
+
+
+@pytest.mark.usefixtures("shared_ranks")
+@pytest.mark.parametrize("op", PROGRAMS)
+def test_every_figure_follows_from_the_times(op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directions, algorithms = ["forward", "backward", "both"], ["auto", "unfused"]
+    options = [op, *SHAPE, "--pass", *directions, "--algorithm", *algorithms, "--dtype", "bfloat16", "--check"]
+    rows = bench(tmp_path, *options)["rows"]
+    assert [(row["direction"], row["algorithm"]) for row in rows] == [(d, a) for d in directions for a in algorithms]
+    assert {row["planned"] for row in rows if row["algorithm"] == "unfused"} == {"unfused"}
+    exchanged = 36 * (16 if PROGRAMS[op].gathers else 24) * 2  # bfloat16
+    for row in rows:
+        roof, collective, baseline, ours = (row[name]["median"] for name in ("roof", "collective", "baseline", "ours"))
+        matmuls = {"forward": 1, "backward": 2, "both": 3}[row["direction"]]
+        exchanges = {"forward": 1, "backward": 1, "both": 2}[row["direction"]]
+        if op == "matmul_all_reduce" and row["direction"] != "forward":
+            exchanges -= 1
+        assert row["num_bytes"] == exchanged * exchanges
+        assert row["flops"] == 2 * 36 * 16 * 24 * matmuls
+        assert row["ratio"] == pytest.approx(baseline / ours)
+        assert row["percent_over_roof"] == pytest.approx((ours - roof) / roof * 100)
+        assert row["exposed"] == pytest.approx(ours - roof)
+        if exchanges:
+            assert row["overlap_efficiency"] == pytest.approx((roof + collective - ours) / min(roof, collective))
+        else:  # nothing that could be hidden
+            assert row["overlap_efficiency"] is None and collective == 0
+        assert row["tflops"] == pytest.approx(row["flops"] / ours * 1e-12)
+        assert row["algbw"] == pytest.approx(row["num_bytes"] / ours * 1e-9)
+        assert row["busbw"] == pytest.approx(row["algbw"] * (1.0 if op == "matmul_all_reduce" else 0.5))
+    assert f"{rows[0]['ratio']:.2f}" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_files_of_all_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    csv_file, trace, plots = tmp_path / "rows.csv", tmp_path / "trace.json", tmp_path / "plots"
+    files = ["--csv", str(csv_file), "--trace", str(trace), "--plot", str(plots)]
+    report = bench(tmp_path, "ops", *SHAPE, "--dtype", "float32", *files)
+    assert [row["op"] for row in report["rows"]] == list(PROGRAMS)
+    assert [line["op"] for line in report["summary"]] == list(PROGRAMS)
+    assert report["summary"][0]["speedup_minimum"] == pytest.approx(report["rows"][0]["ratio"])
+    with csv_file.open(newline="") as opened:
+        lines = list(csv.DictReader(opened))
+    assert [float(line["ours_median"]) for line in lines] == [row["ours"]["median"] for row in report["rows"]]
+    assert [float(line["ratio"]) for line in lines] == [row["ratio"] for row in report["rows"]]
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {f"fusedcomm::{op}" for op in PROGRAMS} <= names
+    drawn = {"ratio.png", "roofline.png", *(f"lanes-{op}.png" for op in PROGRAMS)}
+    assert {file.name for file in plots.iterdir()} == drawn
+    assert all(colours_in(file) > 3 for file in plots.iterdir())
+    captured = capsys.readouterr()
+    assert str(plots / "ratio.png") in captured.out and captured.err == ""  # no progress bar: this is no terminal
+
+
+def colours_in(file: Path) -> int:
+    from matplotlib.image import imread
+
+    pixels = (imread(file) * 255).round().astype("uint8").view("uint32")  # RGBA
+    return len(numpy.unique(pixels))
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_sizes_in_bytes_are_of_what_is_exchanged(tmp_path: Path) -> None:
+    sweep = ("-b", "4K", "-e", "20K", "-f", "2")
+    rows = bench(tmp_path, "all_gather_matmul", *sweep, "-K", "64", "-N", "8", "--dtype", "float32")["rows"]
+    assert [(row["num_bytes"], row["rows"]) for row in rows] == [(4096, 16), (8192, 32), (16384, 64)]
+    rows = bench(tmp_path, "matmul_all_to_all", "-b", "4K", "-K", "8", "-N", "64", "--dtype", "float32")["rows"]
+    assert [(row["num_bytes"], row["rows"]) for row in rows] == [(4096, 16)]
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_sizes_that_the_ranks_do_not_divide_grow(tmp_path: Path) -> None:
+    options = ("--shape", "32", "16", "20", "--world-size", "3", "--dtype", "float32")
+    rows = {row["op"]: (row["rows"], row["k"], row["n"]) for row in bench(tmp_path, "ops", *options)["rows"]}
+    assert rows == {
+        "matmul_all_to_all": (32, 16, 21),
+        "all_to_all_matmul": (32, 18, 20),
+        "all_gather_matmul": (33, 16, 20),
+        "matmul_reduce_scatter": (33, 16, 20),
+        "matmul_all_reduce": (32, 16, 20),
+    }
+
+
+@pytest.mark.usefixtures("shared_ranks")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_plain_collectives(world_size: int, tmp_path: Path) -> None:
+    options = ("-b", "96", "-e", "200", "--dtype", "float32", "--check", "--world-size", str(world_size))
+    rows = bench(tmp_path, "collectives", *options)["rows"]
+    assert [(row["op"], row["num_bytes"]) for row in rows] == [(op, b) for op in plain.COLLECTIVES for b in (96, 192)]
+    for row in rows:
+        factor = BUS[plain.COLLECTIVES[row["op"]]](world_size)
+        assert factor == (world_size - 1) / world_size * (2 if row["op"] == "all_reduce" else 1)
+        assert row["busbw"] == pytest.approx(row["num_bytes"] / row["time"]["median"] * 1e-9 * factor)
+
+
+class LastElementWrong(AllGatherMatmul):
+    """On rank 1, from the ``first`` call on."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.calls = first, 0
+
+    def ours(self, x: Tensor, w: Tensor) -> Tensor:
+        y = super().ours(x, w).clone()
+        self.calls += 1
+        if dist.get_rank() == 1 and self.calls >= self.first:
+            y.view(-1)[-1] += 1
+        return y
+
+
+class CollectiveWrong(MatmulReduceScatter):
+    def collective(self, t: Tensor) -> Tensor:
+        return super().collective(t) * 2
+
+
+class Slow(AllGatherMatmul):
+    """The op sleeps twice as long as the baseline."""
+
+    def baseline(self, x: Tensor, w: Tensor) -> Tensor:
+        time.sleep(0.04)
+        return super().baseline(x, w)
+
+    def ours(self, x: Tensor, w: Tensor) -> Tensor:
+        time.sleep(0.08)
+        return super().ours(x, w)
+
+
+def measure_planted(rank: int, planted: Any, options: Options, direction: str = "forward") -> Any:
+    with mock.patch.dict(PROGRAMS, {planted.op: planted}):
+        try:
+            (row,) = measure_op(rank, planted.op, SIZE, "float32", direction, options)
+        except ValuesDiffer as error:
+            return str(error)
+    return row.ratio
+
+
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_a_wrong_value_stops_all_ranks_before_timing(ranks: Callable[[int], RankPool], direction: str) -> None:
+    texts = ranks(2).run(measure_planted, LastElementWrong(first=1), ONE_ROUND, direction)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("'auto' gave wrong values: rank 1: result: 1 of 864 elements, first at [35, 23]")
+    texts = ranks(2).run(measure_planted, CollectiveWrong(), ONE_ROUND, direction)
+    assert "gave wrong values: rank 0: result" in texts[0]
+
+
+def test_a_late_wrong_value_is_found_by_check(ranks: Callable[[int], RankPool]) -> None:
+    planted = LastElementWrong(first=4)  # the first two are checked anyway, one is for warm-up
+    checked = Options("cpu", rounds=2, warmup=1, check=True, graph=False)
+    text = ranks(2).run(measure_planted, planted, checked)[0]
+    assert text.startswith("wrong values: rank 1: 'auto' in round 2: result: 1 of 864 elements")
+    ratio = ranks(2).run(measure_planted, planted, Options("cpu", rounds=2, warmup=1, check=False, graph=False))[0]
+    assert isinstance(ratio, float)  # the control: without --check it is not noticed
+
+
+def test_a_planted_slow_down_is_reported(ranks: Callable[[int], RankPool]) -> None:
+    options = Options("cpu", rounds=5, warmup=1, check=False, graph=False)
+    assert ranks(2).run(measure_planted, Slow(), options)[0] == pytest.approx(0.5, rel=0.1)
+
+
+class WrongOrder(CollectiveData):
+    def collective(self) -> Tensor:
+        return super().collective().flip(0)
+
+
+def measure_wrong_order(rank: int) -> str:
+    with mock.patch.object(plain, "CollectiveData", WrongOrder):
+        try:
+            measure_collective(rank, "all_to_all_single", 96, "float32", ONE_ROUND)
+        except ValuesDiffer as error:
+            return str(error)
+    return "passed"
+
+
+def test_the_order_of_elements_is_checked(ranks: Callable[[int], RankPool]) -> None:
+    assert "'all_to_all_single' gave wrong values: rank 0: " in ranks(2).run(measure_wrong_order)[0]
+
+
+@pytest.mark.usefixtures("shared_ranks")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["ops", "--graph"], "--graph replays CUDA graphs: it needs --device cuda, got cpu"),
+        (["ops", "-b", "2M", "-e", "1M"], "--maxbytes must be at least --minbytes, got 2097152 to 1048576"),
+        (["ops", "-e", "1M"], "--maxbytes must be at least --minbytes, got None to 1048576"),
+        (["ops", *SHAPE, "-b", "1M"], "--shape and --minbytes both say the sizes"),
+        (["ops", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
+        (["all_reduce", "--csv", "/nowhere/x.csv"], "--csv /nowhere/x.csv: No such file or directory"),
+        (["ops", "--device", "cuda", "--world-size", "64"], "--device cuda: each rank needs a GPU of its own"),
+    ],
+)
+def test_wrong_arguments(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"fusedcomm bench: {text}")
+
+
+def test_a_backward_alone_is_not_captured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launch, "missing_gpus", lambda world_size: None)
+    assert main(["bench", "ops", "--graph", "--device", "cuda", "--pass", "forward", "backward"]) == 2
+    assert "--graph captures a forward, alone or with its backward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["ops", "-b", "inf"], ["ops", "-b", "0"], ["ops", "-b", "1T"], ["ops", "-f", "1"], ["matmul"], []]
+)
+def test_arguments_that_argparse_refuses(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", *options])
+    assert exit.value.code == 2 and capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "ops", "--plot", "plots"]) == 2
+    assert "--plot: plots need matplotlib" in capsys.readouterr().err
+
+
+def test_a_failure_keeps_what_was_measured_before(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: Callable[[int], RankPool],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @contextmanager
+    def fails_at_the_third(*args: Any) -> Iterator[Callable[..., Any]]:
+        calls: list[Any] = []
+
+        def call(fn: Callable[..., Any], *args: Any) -> Any:
+            calls.append(fn)
+            if len(calls) == 3:
+                raise ValuesDiffer("all of it")
+            return ranks(2).run(fn, *args)[0]
+
+        yield call
+
+    monkeypatch.setattr(launch, "ranks", fails_at_the_third)
+    file = tmp_path / "rows.csv"
+    assert main(["bench", "collectives", "-b", "64", "--device", "cpu", "--dtype", "float32", "--csv", str(file)]) == 1
+    assert capsys.readouterr().err == "fusedcomm bench: all of it\n"
+    with file.open(newline="") as opened:
+        assert [line["op"] for line in csv.DictReader(opened)] == list(plain.COLLECTIVES)[:2]
+
+
+def test_wrong_values_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def raises(*args: Any) -> Any:
+        raise ValuesDiffer("'auto' gave wrong values: rank 1: all of them")
+
+    monkeypatch.setattr(launch, "ranks", raises)
+    assert main(["bench", "all_reduce", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == "fusedcomm bench: 'auto' gave wrong values: rank 1: all of them\n"
+
+
+COMMAND = ["fusedcomm", "bench", "matmul_all_reduce", *SHAPE, *FEW, "--dtype", "float32", "--device", "cpu", "--json"]
+
+
+def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run([*torchrun, *COMMAND, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    jsonschema.validate(report, SCHEMA)
+    assert report["group_size"] == 2 and len(report["rows"]) == 1
+    assert done.stdout.count("overlap") == 1 and "checking values" not in done.stderr
+
+
+def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    terminal, stderr = pty.openpty()
+    with open(terminal, "rb", buffering=0) as shown:
+        command = [sys.executable, "-m", *COMMAND, str(file)]
+        environment = {**os.environ, "TERM": "xterm"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, timeout=120)
+        os.close(stderr)
+        text = shown.read(4096).decode(errors="replace")
+    assert done.returncode == 0, text
+    assert json.loads(file.read_text())["group_size"] == 2 and done.stdout.count("overlap") == 1
+    assert "checking values" in text
+
+
+def test_what_a_size_holds() -> None:
+    assert problem.MATMULS.keys() == problem.RESULTS.keys()
+    assert [PROGRAMS["matmul_all_reduce"].exchanges(d) for d in problem.MATMULS] == [1, 0, 1]
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_a_narrow_terminal_gets_whole_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["bench", "all_reduce", "-b", "64", "--dtype", "float32", *FEW]) == 0
+    assert main(["bench", "matmul_all_reduce", *SHAPE, "--dtype", "float32", *FEW]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out and "auto: chunked" in out and "overlap" in out

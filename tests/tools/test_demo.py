@@ -1,0 +1,132 @@
+"""``fusedcomm demo`` as a user sees it: table, JSON, exit codes."""
+
+import contextlib
+import importlib.metadata
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import numpy
+import pytest
+import torch
+from matplotlib.image import imread
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.cli import demo, main
+from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
+from fusedcomm.launch import launch
+from fusedcomm.testing import RankPool
+
+
+def run_demo(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fusedcomm", "demo", "--device", "cpu", *args]
+    return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=120)
+
+
+def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None) -> tuple[int, str, str]:
+    """As under torchrun: this rank has RANK and a group."""
+    start_program, ours = demo.start_program, fusedcomm.matmul_all_to_all
+
+    def small(device: torch.device, dtype: torch.dtype, world_size: int) -> demo.Problem:
+        problem = start_program(device, dtype, world_size)
+        return replace(problem, x_shape=(2, 9, 16), w_shape=(2, 16, 64), out_shape=(16, 4))
+
+    def wrong(*args: object, **kwargs: object) -> Tensor:
+        y = ours(*args, **kwargs)  # type: ignore[arg-type]
+        if rank == wrong_rank:
+            y[0, 3, 1, 2] += 1
+        return y
+
+    out, err = io.StringIO(), io.StringIO()
+    demo.start_program, fusedcomm.matmul_all_to_all = small, wrong  # type: ignore[assignment]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(["demo", "--rounds", "2", "--device", "cpu"])
+    finally:
+        demo.start_program, fusedcomm.matmul_all_to_all = start_program, ours
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_demo_prints_a_plain_table_and_writes_json(tmp_path: Path) -> None:
+    file, plot = tmp_path / "demo.json", tmp_path / "lanes.png"
+    result = run_demo("--rounds", "1", "--json", str(file), "--plot", str(plot))
+    assert result.returncode == 0, result.stderr
+    assert not set("\x1b\r") & set(result.stdout + result.stderr)
+    assert "alltoall" not in result.stderr  # torch's words about DTensor on a CPU mesh
+    for text in (DTENSOR, UNFUSED, OURS, ROOF, "values equal on all ranks", "plan of fusedcomm"):
+        assert text in result.stdout
+
+    pixels = (imread(plot) * 255).round().astype("uint8").view("uint32")  # RGBA
+    assert len(numpy.unique(pixels)) > 3
+
+    report = json.loads(file.read_text())
+    jsonschema.validate(report, json.loads((Path(__file__).parents[1] / "schemas" / "demo.json").read_text()))
+    # On the CPU wheel "+cpu" is in the metadata of some installs and missing in others
+    torch_version = importlib.metadata.version("torch")
+    assert report["versions"]["torch"].split("+")[0] == torch_version.split("+")[0]
+    assert report["machine"]["cpus"] == os.cpu_count()
+    assert (report["world_size"], report["rounds"]) == (2, 1)
+    assert {"command", "date", "commit", "problem", "device", "plan"} <= set(report)
+    ours, unfused = report["times"][OURS], report["times"][UNFUSED]
+    assert set(report["times"]) == set(report["ratios"]) == {DTENSOR, UNFUSED, OURS, ROOF}
+    assert report["ratios"][OURS]["faster_than_matmul_and_all_to_all"] == pytest.approx(
+        unfused["median"] / ours["median"]
+    )
+    assert ours["p10"] <= ours["median"] <= ours["p90"]
+
+
+def test_wrong_values_on_one_rank_end_every_rank_with_code_1(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    for code, out, err in ranks(2).run(small_demo_with_one_wrong_element, 1):
+        assert code == 1
+        assert "'fusedcomm' gave wrong values: rank 1: 1 of" in err
+        assert "first at [0, 3, 1, 2]" in err
+        assert not out
+
+
+def test_in_ranks_of_torchrun_only_rank_0_prints(ranks: Callable[[int], RankPool]) -> None:
+    (code_0, out_0, _), (code_1, out_1, _) = ranks(2).run(small_demo_with_one_wrong_element, None)
+    assert (code_0, code_1) == (0, 0)
+    assert OURS in out_0
+    assert not out_1
+
+
+def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
+    result = run_demo("--rounds", "1", FUSEDCOMM_ALGORITHM="quick")
+    assert result.returncode == 1
+    assert "FUSEDCOMM_ALGORITHM must be one of unfused, chunked, fused, got 'quick'" in result.stderr
+    assert not result.stdout
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that starts ranks fails."""
+    monkeypatch.setattr(launch, "ranks", lambda *args: pytest.fail("ranks were started"))
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_more_ranks_than_gpus_are_refused_before_any_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for args, ranks in (((), 1), (("--world-size", "2"), 2)):
+        assert main(["demo", "--device", "cuda", *args]) == 2
+        expected = f"fusedcomm demo: --device cuda: each rank needs a GPU of its own, got {ranks} ranks and 0 GPUs\n"
+        assert capsys.readouterr() == ("", expected)
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_a_json_file_that_cannot_be_written_is_refused_before_any_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, reason in ((tmp_path / "none" / "x.json", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert main(["demo", "--device", "cpu", "--json", str(file)]) == 2
+        assert capsys.readouterr() == ("", f"fusedcomm demo: --json {file}: {reason}\n")

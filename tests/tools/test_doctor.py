@@ -1,0 +1,501 @@
+"""``fusedcomm doctor`` as a user sees it: checks that are bounded, verdicts of the planner, exit codes, redaction."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import io
+import json
+import os
+import signal
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jsonschema
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusedcomm import redact
+from fusedcomm.cli import main
+from fusedcomm.doctor import across_ranks, checks, gpus, report
+from fusedcomm.doctor.across_ranks import Group, Verdict
+from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING
+from fusedcomm.errors import PeerTimeoutError
+from fusedcomm.launch import launch
+from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
+from fusedcomm.ops import dispatch
+from tests.helpers.doctor_machines import UUID, Nvml, canned, shared
+
+Ranks = Callable[[int], RankPool]
+SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "doctor.json").read_text())
+
+
+def levels(found: report.Report, section: str) -> dict[str, str]:
+    return {each.name: each.level for each in found.findings if each.section == section}
+
+
+def diagnosed(quick: bool = False, theirs: Any = None) -> report.Report:
+    found = report.diagnose(quick, theirs, lambda done: None)
+    jsonschema.validate(json.loads(json.dumps(redact.redact(found.as_json()))), SCHEMA)
+    return found
+
+
+# this machine
+
+
+def few_atomics(rank: int) -> str:
+    with mock.patch.object(checks, "SIGNALS", 6):
+        return checks.atomics(rank, "cpu")
+
+
+def test_the_command_on_this_machine(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In ranks with Triton's interpreter, so with our kernels too."""
+    monkeypatch.setattr(report, "Ranks", shared(ranks))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(gpus, "survey", lambda: gpus.Machine(None, None, [], []))
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert not set("\x1b\r") & set(out)
+    assert "not used because torch sees no GPU" in out and "0 errors" in out and "exit code 0" in out
+    found = json.loads(file.read_text())
+    jsonschema.validate(found, SCHEMA)
+    by_name = {(each["section"], each["name"]): each["level"] for each in found["findings"]}
+    names = ("cpu symmetric memory", "cpu unfused", "cpu chunked", "cpu fused")
+    assert {name: by_name["checks", name] for name in names} == dict.fromkeys(names, OK)
+    assert by_name["verdict", "cpu chunked"] == OK
+    assert by_name["verdict", "cuda"] == by_name["gpus", "GPUs"] == ABSENT
+    with shared(ranks)(2) as both:
+        finding = both.check("atomics", "", 30, few_atomics)
+    assert (finding.level, finding.text) == (OK, "6 rounds of signal and wait between 2 ranks")
+
+
+# checks that fail
+
+
+def hang(rank: int) -> str:
+    time.sleep(60)
+    return ""
+
+
+def die(rank: int) -> str:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return ""
+
+
+def work(rank: int) -> str:
+    return "works"
+
+
+def test_a_check_that_hangs_or_dies_is_bounded_and_the_next_one_runs() -> None:
+    with checks.Ranks(1) as ranks:
+        assert ranks.check("x", "", 30, work).text == "works"
+        start = time.monotonic()
+        hung = ranks.check("x", "help", 0.5, hang)
+        assert time.monotonic() - start < 10
+        assert (hung.level, hung.advice) == (ERROR, "help")
+        assert "did not answer: no result within 0.5 s" in hung.text
+        assert ranks.check("x", "", 30, work).text == "works"
+        died = ranks.check("x", "help", 30, die)
+        assert (died.level, died.text) == (ERROR, "rank 0 died: SIGSEGV")
+
+
+def test_ranks_that_cannot_be_started_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(checks, "RankPool", refuse)
+    found = diagnosed()
+    (verdict,) = [each for each in found.findings if each.name == "group"]
+    assert verdict.level == ERROR and "no more processes" in verdict.text
+
+
+def wrong_bytes(rank: int, optimize: int) -> str:
+    """``optimize``: as of ``python -O``, which drops ``assert``."""
+    assert checks.__file__ is not None
+    module = types.ModuleType("checks")
+    source = Path(checks.__file__).read_text()
+    exec(compile(source, checks.__file__, "exec", optimize=optimize, dont_inherit=True), module.__dict__)
+    ours = checks.pattern
+
+    def pattern(seed: int) -> torch.Tensor:
+        made = ours(seed)
+        if rank == 1:
+            made[12345] ^= 1
+        return made
+
+    with mock.patch.object(module, "pattern", pattern):
+        return str(module.rendezvous(rank, "cpu"))
+
+
+@pytest.mark.parametrize("optimize", [0, 1])
+def test_one_wrong_byte_in_a_peers_memory_is_found(ranks: Ranks, optimize: int) -> None:
+    with shared(ranks)(2) as both:
+        finding = both.check("x", "", 30, wrong_bytes, optimize)
+    assert finding.level == ERROR and "wrong bytes from rank" in finding.text
+
+
+# verdicts
+
+
+def planted_topology(rank: int, reason: str) -> Group:
+    """The library's own verdict, of a group whose vote said so."""
+    ours = dispatch.member
+
+    def member(group_name: str, device: torch.device) -> Any:
+        real = ours(group_name, device)
+        return dataclasses.replace(real, topology=dataclasses.replace(real.topology, no_workspace=reason))
+
+    with mock.patch.object(dispatch, "member", member):
+        return across_ranks.ask(rank, ["cpu"])
+
+
+def test_the_verdict_is_the_planners(ranks: Ranks) -> None:
+    good = ranks(2).run(across_ranks.ask, ["cpu"])[0]
+    assert {(each.algorithm, each.can_run) for each in good.verdicts} >= {("chunked", True), ("unfused", True)}
+    (used,) = [each for each in good.verdicts if each.algorithm == "chunked"]
+    assert str(used).startswith("will be used: for ")
+    bad = ranks(2).run(planted_topology, "rank 1: planted")[0]
+    texts = {each.algorithm: str(each) for each in bad.verdicts}
+    assert texts["chunked"] == texts["fused"] == "not used because rank 1: planted"
+    assert texts["unfused"].startswith("will be used: for 30 of 30 calls")
+    as_primary = {each.name: each.level for each in across_ranks.find_verdicts(bad, "cpu")}
+    assert as_primary == {"cpu unfused": OK, "cpu chunked": ERROR, "cpu fused": ABSENT}
+    beside_gpus = {each.name: each.level for each in across_ranks.find_verdicts(bad, "cuda")}
+    assert beside_gpus["cpu chunked"] == WARNING
+
+
+def rank_facts(**changes: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"host": "h", "boot": "b", "visible": None, "gpus": [], "gpu": None}
+    versions = {"python": "3.11", "torch": "2.13", "triton": "3.9"}
+    return {
+        **facts,
+        "versions": versions,
+        "settings": {"FUSEDCOMM_ALGORITHM": None, "FUSEDCOMM_TIMEOUT_S": None},
+    } | changes
+
+
+DIFFERENCES: list[tuple[dict[str, Any], str, str]] = [
+    ({"versions": {"python": "3.11", "torch": "2.14", "triton": "3.9"}}, "torch", ERROR),
+    ({"settings": {"FUSEDCOMM_ALGORITHM": "unfused", "FUSEDCOMM_TIMEOUT_S": None}}, "FUSEDCOMM_ALGORITHM", ERROR),
+    ({"settings": {"FUSEDCOMM_ALGORITHM": None, "FUSEDCOMM_TIMEOUT_S": "5"}}, "FUSEDCOMM_TIMEOUT_S", WARNING),
+    ({"visible": "1"}, "CUDA_VISIBLE_DEVICES", WARNING),
+    ({"host": "other namespace"}, "containers", WARNING),
+    ({"gpu": "uuid 0"}, "GPUs", ERROR),
+    ({"gpus": ["uuid 0"]}, "GPUs by rank", ERROR),
+    ({"host": "other", "boot": "other", "visible": "1"}, "ranks", OK),  # of another host they may differ
+]
+
+
+@pytest.mark.parametrize("changes, name, level", DIFFERENCES, ids=str)
+def test_differences_between_ranks_are_found(changes: dict[str, Any], name: str, level: str) -> None:
+    first = rank_facts(gpu="uuid 0") if "gpu" in changes else rank_facts()
+    found = across_ranks.find_differences(Group([first, rank_facts(**changes)], []))
+    assert [(each.name, each.level) for each in found] == [(name, level)]
+    assert across_ranks.find_differences(Group([rank_facts()] * 2, []))[0].level == OK
+
+
+def test_several_hosts_are_no_error() -> None:
+    verdict = Verdict("cuda", "chunked", False, False, "rank 1 is on another host than rank 0")
+    (finding,) = across_ranks.find_verdicts(Group([rank_facts(), rank_facts(boot="other")], [verdict]), "cuda")
+    assert finding.level == ABSENT and finding.advice
+
+
+# machines with GPUs
+
+
+UUIDS = [f"{UUID.removeprefix('GPU-')}{index}" for index in range(2)]
+
+
+def gpu_group(can_run: bool = True) -> Group:
+    verdicts = [Verdict("cuda", name, can_run, can_run, "of a reason") for name in ("unfused", "chunked", "fused")]
+    return Group([rank_facts(gpus=UUIDS, gpu=UUIDS[rank]) for rank in range(2)], verdicts)
+
+
+CPU_GROUP = Group([rank_facts()] * 2, [Verdict("cpu", "chunked", True, True, "of a reason")])
+DEVICES = [
+    {"index": i, "uuid": UUIDS[i], "name": "H200", "sms": 132, "capability": "9.0", "cooperative_launch": True}
+    for i in range(2)
+]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A machine whose GPUs are fine; what is returned says what its ranks answer, and can be changed."""
+    answers: dict[str, Any] = {
+        "ask ['cpu']": CPU_GROUP,
+        "ask ['cuda']": gpu_group(),
+        "devices": DEVICES,
+        **{name: f"{name} works" for name in ("peer_copies", "rendezvous", "atomics", "op_values")},
+    }
+    survey = gpus.survey
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(gpus, "survey", lambda: survey(Nvml()))
+    monkeypatch.setattr(report, "Ranks", canned(answers))
+    return answers
+
+
+def test_two_good_gpus(two_gpus: dict[str, Any]) -> None:
+    found = diagnosed()
+    assert found.as_json()["exit_code"] == 0, found.findings
+    assert set(levels(found, "checks")) >= {
+        "GPU 0",
+        "GPU 1",
+        "cuda peer copies",
+        "cuda symmetric memory",
+        "cuda atomics",
+        "cuda unfused",
+        "cuda chunked",
+        "cuda fused",
+        "cpu chunked",
+    }
+    assert levels(found, "verdict") == dict.fromkeys(["cpu chunked", "cuda unfused", "cuda chunked", "cuda fused"], OK)
+    quick = diagnosed(quick=True)
+    assert not levels(quick, "checks") and levels(quick, "verdict") == levels(found, "verdict")
+
+
+BROKEN: list[tuple[str, Any, tuple[str, str, str]]] = [
+    ("ask ['cuda']", gpu_group(can_run=False), ("verdict", "cuda chunked", ERROR)),
+    ("ask ['cuda']", RankError([RankFailure(1, "died", None, "SIGABRT", "")]), ("verdict", "group", ERROR)),
+    ("devices", RankError([RankFailure(0, "did not answer", None, "hung", "")]), ("checks", "cuda devices", ERROR)),
+    ("devices", [{**DEVICES[0], "cooperative_launch": False}], ("checks", "GPU 0", WARNING)),
+    ("peer_copies", AssertionError("GPU 0 -> 1: wrong bytes arrived"), ("checks", "cuda peer copies", ERROR)),
+    ("atomics", PeerTimeoutError("late", peers=[1], op="x", epoch=1), ("checks", "cuda atomics", ERROR)),
+    ("rendezvous cuda", RuntimeError("pidfd_getfd"), ("checks", "cuda symmetric memory", ERROR)),
+    ("op_values cuda", AssertionError("wrong"), ("checks", "cuda fused", ERROR)),
+]
+
+
+@pytest.mark.parametrize("answer, value, expected", BROKEN, ids=lambda each: str(each)[:40])
+def test_what_does_not_work_on_gpus_is_an_error(
+    two_gpus: dict[str, Any], answer: str, value: Any, expected: tuple[str, str, str]
+) -> None:
+    two_gpus[answer] = value
+    found = diagnosed()
+    section, name, level = expected
+    assert levels(found, section)[name] == level
+    assert found.as_json()["exit_code"] == int(level == ERROR)
+
+
+def test_one_gpu_is_absent_by_design(two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(gpus, "survey", lambda: gpus.Machine(None, None, [], []))
+    two_gpus |= {"devices": DEVICES[:1], "atomics_on_one_gpu": "works"}
+    found = diagnosed()
+    assert levels(found, "verdict")["cuda"] == ABSENT
+    assert levels(found, "checks")["cuda atomics"] == OK
+    assert found.as_json()["exit_code"] == 0
+
+
+def test_a_machine_without_nvlink_is_no_error(two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = gpus.survey()
+    bare = dataclasses.replace(
+        bare,
+        gpus=[dataclasses.replace(gpu, links=[]) for gpu in bare.gpus],
+        pairs=[dataclasses.replace(pair, nvlink="not supported") for pair in bare.pairs],
+    )
+    monkeypatch.setattr(gpus, "survey", lambda: bare)
+    two_gpus["ask ['cuda']"] = gpu_group(can_run=False)
+    found = diagnosed()
+    assert levels(found, "gpus") == {"NVLink": ABSENT}
+    assert levels(found, "verdict")["cuda fused"] == ABSENT
+    assert found.as_json()["exit_code"] == 0
+
+
+def test_a_bad_gpu_that_torch_does_not_see_is_no_error(
+    two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = gpus.survey()
+    machine.gpus.append(dataclasses.replace(machine.gpus[0], index=2, uuid=f"{UUID}2", mig=True))
+    monkeypatch.setattr(gpus, "survey", lambda: machine)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    found = diagnosed(quick=True)
+    assert levels(found, "gpus") == {"torch": OK, "GPUs": OK}
+    assert len(found.gpus) == 3 and found.as_json()["exit_code"] == 0
+
+
+def one_gpu_each(*uuids: str) -> Group:
+    """As SLURM's --gpus-per-task=1 makes it; all ranks on one host."""
+    facts = [rank_facts(gpus=[uuid], gpu=None if rank else uuid) for rank, uuid in enumerate(uuids)]
+    return Group(facts, CPU_GROUP.verdicts)
+
+
+ONE_GPU = [
+    (one_gpu_each(*UUIDS), 1, ERROR, "each of the 2 ranks on this host sees one GPU"),
+    (one_gpu_each(UUIDS[0], UUIDS[0]), 2, ERROR, "each of the 2 ranks on this host sees one GPU"),
+    (one_gpu_each(UUIDS[0], UUIDS[0]), 1, ABSENT, "one GPU has no peers"),
+    (None, 2, WARNING, "torch sees one of the machine's 2 GPUs"),
+    (None, 1, ABSENT, "one GPU has no peers"),
+]
+
+
+@pytest.mark.parametrize("theirs, num_gpus, level, text", ONE_GPU, ids=lambda each: str(each)[-40:])
+def test_one_visible_gpu_has_no_peers_only_if_there_are_none(
+    two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, theirs: Group, num_gpus: int, level: str, text: str
+) -> None:
+    survey = gpus.survey()
+    pairs = survey.pairs if num_gpus == 2 else []
+    machine = dataclasses.replace(survey, gpus=survey.gpus[:num_gpus], pairs=pairs)
+    monkeypatch.setattr(gpus, "survey", lambda: machine)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    two_gpus["devices"] = DEVICES[:1]
+    found = diagnosed(quick=True, theirs=theirs)
+    (verdict,) = [each for each in found.findings if (each.section, each.name) == ("verdict", "cuda")]
+    assert verdict.level == level and text in verdict.text
+
+
+# in torchrun's ranks
+
+
+def doctor_in_rank(rank: int, visible: str, *args: str) -> tuple[int, str]:
+    """As under torchrun: this rank has RANK and a group. ``visible``: what rank 1 has in CUDA_VISIBLE_DEVICES."""
+    out = io.StringIO()
+    with mock.patch.dict(os.environ), contextlib.redirect_stdout(out):
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible if rank == 1 else ""
+        code = main(["doctor", "--quick", *args])
+    assert dist.is_initialized()
+    return code, out.getvalue()
+
+
+def test_in_ranks_of_torchrun_rank_0_tells_of_all(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    (code_0, out_0), (code_1, out_1) = ranks(2).run(doctor_in_rank, "-1", "--json", str(file))
+    assert (code_0, code_1, out_1) == (0, 0, "")
+    assert "differs between ranks of a host: 0: , 1: -1" in " ".join(out_0.split())
+    found = json.loads(file.read_text())
+    jsonschema.validate(found, SCHEMA)
+    assert not [each for each in found["findings"] if each["section"] == "checks"]
+    assert len(found["groups"][0]["ranks"]) == 2
+
+
+def rank_that_does_not_come(rank: int) -> tuple[int, str] | None:
+    if rank == 1:
+        return None
+    with mock.patch.dict(os.environ, FUSEDCOMM_TIMEOUT_S="0.5"):
+        return doctor_in_rank(rank, "")
+
+
+def test_a_rank_that_does_not_come_is_a_finding(ranks: Ranks) -> None:
+    code, out = ranks(2).run(rank_that_does_not_come)[0]
+    assert code == 1
+    assert "waited 0.5 s for ranks [1], which did not come" in " ".join(out.split())
+
+
+def gpus_in_rank_0_alone(rank: int) -> Group:
+    with mock.patch.object(across_ranks, "_uuids", lambda: UUIDS if rank == 0 else []):
+        return across_ranks.ask(rank, ["cpu", "cuda"])
+
+
+def test_ranks_agree_on_gpus_before_they_ask_about_them(ranks: Ranks) -> None:
+    answers = ranks(2).run(gpus_in_rank_0_alone)
+    assert [{verdict.device for verdict in each.verdicts} for each in answers] == [{"cpu"}] * 2
+    (finding,) = across_ranks.find_differences(answers[0])
+    assert finding.level == ERROR and finding.text.endswith("0: 2, 1: 0")
+
+
+def ask_alone(rank: int) -> tuple[str, bool] | None:
+    if rank == 1:
+        return None
+    with mock.patch.dict(os.environ, FUSEDCOMM_TIMEOUT_S="300"), mock.patch.object(across_ranks, "ASK_S", 0.5):
+        try:
+            across_ranks.ask(rank, ["cpu"])
+        except PeerTimeoutError as error:
+            return str(error), os.environ["FUSEDCOMM_TIMEOUT_S"] == "300"
+    return None
+
+
+def test_the_question_to_the_ranks_has_a_bound_of_its_own(ranks: Ranks) -> None:
+    text, restored = ranks(2).run(ask_alone)[0]
+    assert "waited 0.5 s for ranks [1]" in text and restored
+
+
+def test_the_start_of_the_process_group_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: started.extend([backend, timeout]))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    with launch.ranks("cpu", 0, 7) as call:
+        assert call(max, 3) == 3
+    assert started == ["gloo", datetime.timedelta(seconds=7)]
+
+
+# redaction, exit codes
+
+
+SECRETS = {
+    "HOME": "/home/alice",
+    "LOGNAME": "alice",
+    "HOSTNAME": "node17.corp.example",
+    "MASTER_ADDR": "10.11.12.13",
+    "FUSEDCOMM_TOKEN": "hunter2",
+    "NCCL_SECRET": "hunter3",
+    "FUSEDCOMM_CACHE_DIR": "/home/alice/cache",
+}
+PRIVATE = ("alice", "node17", "corp.example", "10.11.12.13", "fe80::12", "hunter2", "hunter3", UUID[:12], "1654000")
+
+
+@pytest.fixture
+def planted_secrets(two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("socket.gethostname", lambda: "node17.corp.example")
+    text = (
+        f"node17:29500 10.11.12.13 [::ffff:10.11.12.13]:29500 addr:10.11.12.13 [fe80::12] addr:fe80::12 "
+        f"{UUID}0 /home/alice/x of alice, at 12:34:56 on 0000:3b:00.0"
+    )
+    two_gpus["peer_copies"] = RuntimeError(text)
+
+
+@pytest.mark.usefixtures("planted_secrets")
+def test_nothing_private_is_printed_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--json", str(file)]) == 1
+    shown = capsys.readouterr().out + file.read_text()
+    assert not [word for word in PRIVATE if word in shown]
+    assert "12:34:56 on 0000:3b:00.0" in " ".join(shown.split())  # these are no addresses
+    assert "FUSEDCOMM_TOKEN" in shown and "~/cache" in shown
+    jsonschema.validate(json.loads(file.read_text()), SCHEMA)
+
+    assert main(["doctor", "--no-redact", "--json", str(file)]) == 1
+    capsys.readouterr()
+    assert not [word for word in PRIVATE if word not in file.read_text()]
+
+
+def test_a_host_is_hidden_with_its_domain_and_so_is_the_head_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "head3.corp.example")
+    monkeypatch.setenv("HOSTNAME", "node17")
+    for module in ("socket.gethostname", "platform.node"):
+        monkeypatch.setattr(module, lambda: "node17")
+    hidden = redact.redact({"environment": {}, "text": "head3.corp.example, head3 node17.corp.example:1 on node17."})
+    assert hidden["text"] == "<host>, <host> <host>:1 on <host>."
+    monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")  # 10 is no host
+    assert redact.redact({"environment": {}, "text": "10 of 10.1.2.3"})["text"] == "10 of <address>"
+
+
+def test_exit_codes(
+    two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor"]) == 0
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # a warning
+    assert main(["doctor"]) == 0
+    assert "unset it, or set 8 or more" in capsys.readouterr().out
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")  # an error where GPUs are
+    assert main(["doctor", "--quick"]) == 1
+    assert "exit code 1" in capsys.readouterr().out
+    assert main(["doctor", "--json", str(tmp_path / "none" / "x.json")]) == 2
+    with pytest.raises(SystemExit) as stopped:
+        main(["doctor", "--quicker"])
+    assert stopped.value.code == 2

@@ -1,0 +1,366 @@
+"""Faults in ranks (fusedcomm.testing.faults): a slice of the matrix, controls that must fail, and the command."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import pytest
+
+from fusedcomm import cli
+from fusedcomm.cli import faults
+from fusedcomm.launch.ranks import RankError, RankFailure
+from fusedcomm.runtime import members
+from fusedcomm.testing.faults import CELLS, Cell, Verdict, at, matrix, run_cells, select
+from fusedcomm.testing.faults.cells import FIRST_CALL
+from fusedcomm.testing.faults.injections import LATE, fork
+from fusedcomm.testing.faults.judge import SLACK_S, judge
+from fusedcomm.testing.faults.protocol_steps import FIRST
+from fusedcomm.testing.faults.rank_reports import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, Outcome, Report
+from tests.helpers.fault_controls import CONTROLS, NO_DEADLINE, off_in_its_cell
+from tests.helpers.problems import OPS
+
+pytestmark = pytest.mark.timeout(900)  # the fixture runs all cells of the slice
+
+FEW_FUSED = (  # in Triton's interpreter; the others are soak
+    "fused/matmul_all_to_all/kill/wait",
+    "fused/all_gather_matmul/raise/launch-gather_matmul",
+    "fused/matmul_all_reduce/drop/signal",
+)
+SLICE = [
+    *(cell for cell in select(quick=True) if cell.algorithm != "fused" and str(cell) not in CONTROLS),
+    *select(FEW_FUSED),
+]
+WORKERS = 4  # in CI, on two cores: cells mostly wait, starting more ranks costs more than it saves
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, Verdict]:
+    """Of the slice, and of the controls with their protections off; in the same ranks."""
+    cells = [*SLICE, *(control.cell for control in CONTROLS.values())]
+    return {each.cell: each for each in run_cells(cells, workers=WORKERS, around=off_in_its_cell)}
+
+
+@pytest.mark.parametrize("cell", SLICE, ids=str)
+def test_a_fault_gives_errors_in_time_and_no_wrong_number(verdicts: dict[str, Verdict], cell: Cell) -> None:
+    assert verdicts[str(cell)].survived, "\n".join(verdicts[str(cell)].found)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_protection_that_is_off_is_missed(verdicts: dict[str, Verdict], name: str) -> None:
+    verdict = verdicts[name]
+    assert not verdict.survived
+    assert CONTROLS[name].found in "\n".join(verdict.found)
+
+
+def test_the_slice_has_every_fault_and_step_of_chunked_and_every_op() -> None:
+    covered = [*SLICE, *(control.cell for control in CONTROLS.values())]
+    chunked = [cell for cell in CELLS if cell.algorithm == "chunked"]
+    for part in ("fault", "step", "op"):
+        assert {getattr(cell, part) for cell in chunked} <= {getattr(cell, part) for cell in covered}
+    assert {cell.op for cell in SLICE} == set(OPS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_the_whole_matrix() -> None:
+    failed = [verdict for verdict in run_cells(CELLS) if not verdict.survived]
+    assert not failed, "\n".join(f"{verdict.cell}: {text}" for verdict in failed for text in verdict.found)
+
+
+def test_the_matrix_is_large_and_its_names_are_unique() -> None:
+    assert len(CELLS) >= 300
+    assert len({str(cell) for cell in CELLS}) == len(CELLS)
+    assert {cell.op for cell in CELLS} == set(OPS)
+
+
+def test_a_cell_is_found_by_its_name_alone() -> None:
+    assert [cells for cell in CELLS if (cells := select([str(cell)])) != [cell]] == []
+
+
+@pytest.mark.parametrize(
+    "pattern, part, value",
+    [
+        ("*/kill/*", "fault", "kill"),
+        ("kill", "fault", "kill"),
+        ("fused/*/delay/*", "algorithm", "fused"),
+        ("delay/grow", "step", "grow"),
+        ("*_reduce", "op", "matmul_all_reduce"),
+    ],
+)
+def test_cells_are_found_by_whole_parts(pattern: str, part: str, value: str) -> None:
+    assert {getattr(cell, part) for cell in select([pattern])} == {value}
+
+
+@pytest.mark.parametrize("pattern", ["no such cell", "kil", "push/kill"])
+def test_other_patterns_find_nothing(pattern: str) -> None:
+    assert select([pattern]) == []
+
+
+def test_a_step_is_replaced_once_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    member: Any = members.Member
+    monkeypatch.setattr(member, "_come_together", lambda self, name: calls.append(name))
+    original = member._come_together
+    with at("chunked", "grow", lambda go_on: [go_on(), go_on()]) as reached:
+        assert not reached.yes
+        member._come_together(None, "first")
+        member._come_together(None, "second")
+        assert reached.yes
+    assert member._come_together is original
+    assert calls == ["first", "first", "second"]
+
+
+@pytest.mark.parametrize(
+    "algorithm, step, text",
+    [
+        ("unfused", "push", "algorithm must be one that has steps, chunked or fused, got 'unfused'"),
+        ("chunked", "sginal", "step of chunked must be one of .*, signal, .*, got 'sginal'"),
+    ],
+)
+def test_a_step_that_is_none_is_refused(algorithm: str, step: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text), at(algorithm, step, lambda go_on: go_on()):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_hangs_is_ended() -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="must be refused"):
+        fork(lambda: time.sleep(600), timeout_s=0.2)
+    assert time.monotonic() - start < 60
+
+
+class NoRanks:
+    """For a matrix that runs nothing."""
+
+    def __init__(self, num_ranks: int, cache: str) -> None:
+        self.pool = MagicMock(dead=False)
+        self.pool.__enter__.return_value = self.pool
+        self.living = range(num_ranks)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_ends_the_matrix(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    begun: list[Cell] = []
+
+    def run_cell(ranks: NoRanks, cell: Cell, *args: object) -> Verdict:
+        begun.append(cell)
+        if cell == CELLS[1]:
+            raise error
+        time.sleep(0.05)
+        return Verdict(str(cell), survived=True)
+
+    monkeypatch.setattr(matrix, "_Ranks", NoRanks)
+    monkeypatch.setattr(matrix, "_run_cell", run_cell)
+    with pytest.raises(error):
+        run_cells(CELLS, workers=2)
+    assert len(begun) < len(CELLS) / 2
+
+
+TIMED_OUT = Outcome(
+    PEER_ERROR,
+    "matmul_all_to_all on group '1', rank 0, round 2: ranks [2] did not signal within 2 s",
+    error="PeerTimeoutError",
+    op="matmul_all_to_all",
+    epoch=2,
+    peers=(2,),
+    called="matmul_all_to_all",
+    epoch_before=1,
+    seconds=2.0,
+)
+KILLED = Cell("chunked", "matmul_all_to_all", "kill", "push")
+NOT_OURS = Outcome(OTHER_ERROR, "unhashable", error="TypeError", index=1)
+CLOSED = Outcome(PEER_ERROR, peers=(2,))
+REPORT = Report(0, [TIMED_OUT], reached=True, after=CLOSED)
+
+
+def killed(report: Report = REPORT) -> Verdict:
+    return judge(KILLED, {0: report, 1: replace(REPORT, rank=1)})
+
+
+def test_what_is_promised_survives() -> None:
+    assert killed().survived, killed().found
+    assert killed().worst == 2.0 / KILLED.timeout_s
+
+
+BROKEN_PROMISES: list[tuple[str, dict[str, Any]]] = [
+    ("must raise PeerTimeoutError", {"error": "PeerMismatchError"}),
+    ("must raise PeerTimeoutError", {"kind": OTHER_ERROR, "error": "RuntimeError"}),
+    ("must raise nothing but a PeerError", {"kind": OTHER_ERROR, "error": "TypeError"}),
+    ("must name rank 2 alone", {"peers": (1,)}),
+    ("must name rank 2 alone", {"peers": (1, 2), "text": TIMED_OUT.text.replace("[2]", "[1, 2]")}),
+    ("its op must be", {"op": "matmul_all_reduce"}),
+    ("its epoch must be in", {"epoch": 1}),
+    ("its text must say round", {"text": TIMED_OUT.text.replace("round 2", "round 3")}),
+    ("its text must say ranks", {"peers": (7,)}),
+    ("call 0 must end within", {"seconds": KILLED.timeout_s + SLACK_S + 1}),
+    ("not in the next one", {"index": 1}),
+    ("is wrong", {"kind": WRONG}),
+    ("all calls were right", {"kind": RIGHT}),
+]
+
+
+@pytest.mark.parametrize("found, change", BROKEN_PROMISES, ids=lambda value: str(value)[:40])
+def test_a_broken_promise_is_found(found: str, change: dict[str, Any]) -> None:
+    verdict = killed(replace(REPORT, outcomes=[replace(TIMED_OUT, **change)]))
+    assert not verdict.survived
+    assert found in "\n".join(verdict.found)
+    assert verdict.wrong_numbers == (change.get("kind") == WRONG)
+
+
+@pytest.mark.parametrize(
+    "found, report",
+    [
+        ("a segment", replace(REPORT, memory=["a segment has changed"])),
+        ("was not reached", replace(REPORT, reached=False)),
+        ("close must name", replace(REPORT, after=replace(CLOSED, peers=(1,)))),
+        ("close must end within", replace(REPORT, after=replace(CLOSED, seconds=60.0))),
+        ("close must end with an error", replace(REPORT, after=None)),
+        ("close must end with an error", replace(REPORT, after=Outcome(RIGHT))),
+        ("call 1 must raise nothing but", replace(REPORT, outcomes=[TIMED_OUT, NOT_OURS])),
+        ("call 1 must end within", replace(REPORT, outcomes=[TIMED_OUT, replace(TIMED_OUT, index=1, seconds=500.0)])),
+        ("call 1 must raise: call 0 has failed", replace(REPORT, outcomes=[TIMED_OUT, Outcome(RIGHT, index=1)])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_call_leaves_behind_is_judged(found: str, report: Report) -> None:
+    assert found in "\n".join(killed(report).found)
+
+
+def judged(name: str, victim: list[Outcome], peer: list[Outcome], after: Outcome | None) -> Verdict:
+    """All peers give the same, and all ranks the same after it."""
+    (cell,) = select([name])
+    outcomes = dict.fromkeys(range(cell.group_size), peer) | {cell.victim: victim}
+    if cell.fault == "kill":
+        del outcomes[cell.victim]
+    return judge(cell, {rank: Report(rank, each, reached=True, after=after) for rank, each in outcomes.items()})
+
+
+GOOD = Outcome(RIGHT)
+SLOW = replace(GOOD, seconds=500.0)
+OF_GLOO = Outcome(OTHER_ERROR, "Connection closed by peer", error="RuntimeError")
+OF_VICTIM = replace(TIMED_OUT, peers=(0,), text=TIMED_OUT.text.replace("[2]", "[0]"))
+DELAY, KILL, RAISE, STOP, *UNFUSED = (
+    "chunked/matmul_all_to_all/delay/push",
+    "chunked/matmul_all_to_all/kill/vote",
+    "chunked/matmul_all_to_all/raise/push",
+    "chunked/matmul_all_to_all/stop/push",
+    "unfused/matmul_all_to_all/delay/call",
+    "unfused/matmul_all_to_all/kill/call",
+    "unfused/matmul_all_to_all/raise/call",
+)
+KEPT: dict[str, dict[str, Any]] = {
+    DELAY: {"victim": [GOOD] * 4, "peer": [GOOD] * 4, "after": GOOD},
+    KILL: {"victim": [], "peer": [TIMED_OUT], "after": GOOD},  # no vote, nothing to close
+    RAISE: {"victim": [Outcome(INJECTED), replace(OF_VICTIM, index=1)], "peer": [TIMED_OUT], "after": GOOD},
+    STOP: {"victim": [replace(OF_VICTIM, seconds=LATE * 4.0 + 4.0)], "peer": [TIMED_OUT], "after": GOOD},
+    UNFUSED[0]: {"victim": [GOOD] * 4, "peer": [GOOD] * 4, "after": GOOD},
+    UNFUSED[1]: {"victim": [], "peer": [OF_GLOO], "after": GOOD},
+    UNFUSED[2]: {"victim": [Outcome(INJECTED)], "peer": [OF_GLOO], "after": None},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_promise_that_is_kept_survives(name: str) -> None:
+    assert judged(name, **KEPT[name]).found == ()
+
+
+@pytest.mark.parametrize(
+    "name, change, found",
+    [
+        (DELAY, {"peer": [GOOD, GOOD, GOOD, SLOW]}, "call 0 must end within 4 + 5 s, took 500.0 s"),
+        (DELAY, {"after": None}, "the call after the reset must be right, got no call"),
+        (DELAY, {"after": SLOW}, "the call after the reset must end within"),
+        (RAISE, {"after": None}, "the call after the reset must be right, got no call"),
+        (RAISE, {"victim": [Outcome(INJECTED), replace(OF_VICTIM, index=1, seconds=500.0)]}, "call 1 must end within"),
+        (STOP, {"victim": [replace(OF_VICTIM, seconds=500.0)]}, "call 0 must end within 10 + 5 s"),
+        (STOP, {"peer": [replace(TIMED_OUT, seconds=10.0)]}, "call 0 must end within 4 + 5 s"),
+        (UNFUSED[0], {"after": None}, "the call after the reset must be right, got no call"),
+        (UNFUSED[1], {"peer": [replace(OF_GLOO, error="TypeError")]}, "must raise the backend's error"),
+        (UNFUSED[2], {"peer": [replace(OF_GLOO, error="TypeError")]}, "must raise the backend's error"),
+        (UNFUSED[2], {"peer": [replace(OF_GLOO, seconds=500.0)]}, "call 0 must end within"),
+    ],
+)
+def test_a_promise_of_other_cells_that_is_broken_is_found(name: str, change: dict[str, Any], found: str) -> None:
+    assert found in "\n".join(judged(name, **KEPT[name] | change).found)
+
+
+def test_a_rank_that_does_not_report_is_missed() -> None:
+    assert "must report" in judge(KILLED, {0: REPORT}).found[0]
+
+
+def test_first_calls_are_told_apart() -> None:
+    assert all(cell.first_call == (cell.step in (*FIRST, FIRST_CALL)) for cell in CELLS)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+    """The command runs nothing: these verdicts are what came of the first three cells."""
+    names = [str(cell) for cell in CELLS[:3]]
+    made = [Verdict(names[0], True, worst=1.02), Verdict(names[1], True), Verdict(names[2], True, worst=0.4)]
+    monkeypatch.setattr(faults, "select", lambda patterns, quick: list(CELLS[:3]) if patterns != ["none"] else [])
+    monkeypatch.setattr(faults, "run_cells", lambda cells, **options: [options["on_verdict"](v) or v for v in made])
+    return made
+
+
+def test_the_command_prints_a_table_and_writes_json(
+    made_up: list[Verdict], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "faults.json"
+    assert cli.main(["faults", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "3 of 3 cells survived, 0 wrong numbers, 0 hangs, worst time to an error 1.02 time-outs" in printed
+    written = json.loads(file.read_text())
+    assert [each["cell"] for each in written["cells"]] == [verdict.cell for verdict in made_up]
+    assert sum(row["tried"] for row in written["rows"]) == 3
+    assert {row["fault"] for row in written["rows"]} == {cell.fault for cell in CELLS[:3]}
+    assert all(row["fault"] in printed for row in written["rows"])
+    assert {"command", "date", "commit", "versions"} <= set(written)
+
+
+def test_the_command_fails_with_what_was_found(made_up: list[Verdict], capsys: pytest.CaptureFixture[str]) -> None:
+    made_up[1] = Verdict(made_up[1].cell, False, wrong_numbers=1, hung=True, found=("rank 1: call 0 is wrong",))
+    assert cli.main(["faults"]) == 1
+    printed = capsys.readouterr().out
+    assert f"{made_up[1].cell}: rank 1: call 0 is wrong" in printed
+    assert "2 of 3 cells survived, 1 wrong numbers, 1 hangs" in printed
+
+
+def test_a_pattern_that_fits_nothing_is_refused(made_up: list[Verdict], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["faults", "--only", "none"]) == 2
+    assert "must match a cell" in capsys.readouterr().err
+
+
+def test_names_are_listed_without_the_native_part(
+    made_up: list[Verdict], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(faults, "no_native", lambda: "not built")
+    assert cli.main(["faults", "--list"]) == 0
+    assert capsys.readouterr().out.split() == [verdict.cell for verdict in made_up]
+
+
+def test_ranks_that_do_not_start_are_told(
+    made_up: list[Verdict], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = RankFailure(1, "died", None, "SIGKILL", "")
+    monkeypatch.setattr(faults, "run_cells", Mock(side_effect=RankError([failure])))
+    assert cli.main(["faults"]) == 1
+    assert "fusedcomm faults: rank 1 died: SIGKILL" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_a_cell_without_a_deadline_hangs() -> None:
+    (verdict,) = run_cells([NO_DEADLINE.cell], around=off_in_its_cell, cell_s=20)
+    assert verdict.hung
+    assert not verdict.survived
+
+
+@pytest.mark.soak
+def test_a_cell_is_replayed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["faults", "--only", "chunked/matmul_all_to_all/kill/signal"]) == 0
+    assert "1 of 1 cells survived" in capsys.readouterr().out

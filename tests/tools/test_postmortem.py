@@ -1,0 +1,331 @@
+"""Hangs and errors of real ranks, their dumps, and what `fusedcomm postmortem` says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm import cli
+from fusedcomm.doctor import postmortem
+from fusedcomm.doctor.postmortem import Call, Dump, judge
+from fusedcomm.launch.ranks import RankPool
+from fusedcomm.runtime import dumps
+from tests.helpers.groups import call, check, fresh_group
+from tests.helpers.problems import PROBLEMS, Problem
+
+HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
+OTHER = Problem("other", (12, 5), 7, op="matmul_all_reduce")
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Three ranks that listen."""
+    folder = tmp_path_factory.mktemp("dumps")
+    with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "20", "FUSEDCOMM_DUMP_DIR": str(folder)}) as made:
+        yield made
+
+
+def wait_for_all(pool: RankPool, folder: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while len(list(folder.glob("ready*"))) < pool.world_size:
+        assert time.monotonic() < deadline, "not all ranks are ready"
+        time.sleep(0.05)
+
+
+def dumped(pool: RankPool, folder: Path, enough: Callable[[list[Dump]], bool]) -> list[Dump]:
+    """Asks all ranks for dumps until they say what the test waits for."""
+    wait_for_all(pool, folder)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for rank in range(pool.world_size):
+            os.kill(pool.pid(rank), signal.SIGUSR1)
+        time.sleep(0.2)
+        with suppress(FileNotFoundError):
+            found, problems = postmortem.read(folder)
+            assert not problems
+            if len(found) == pool.world_size and enough(found):
+                return found
+    raise AssertionError("no such dumps")
+
+
+def alone(folder: str) -> None:
+    """Nobody reads what RankPool's own handler of SIGUSR1 writes: after some signals it would block."""
+    faulthandler.unregister(signal.SIGUSR1)
+    os.environ["FUSEDCOMM_DUMP_DIR"] = folder
+
+
+def verdicts(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+    assert cli.main(["postmortem", str(folder)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def outside(go: Path) -> None:
+    """Where a data loader would be."""
+    while not go.exists():
+        time.sleep(0.02)
+
+
+WORLD = [0, 1, 2]
+
+
+def a_call(number: int, state: str = "done", **changes: Any) -> Call:
+    fields: dict[str, Any] = {
+        "op": "matmul_all_reduce",
+        "group": "g",
+        "ranks": WORLD,
+        "device": "cpu",
+        "resets": 0,
+        "number": number,
+        "arguments": {"x shape": [4, 8]},
+        "dtype": "float32",
+        "algorithm": "chunked",
+        "state": state,
+        "error": None,
+        "peers": [],
+        "rounds": None,
+        "started": 100.0 + number,
+        "seconds": 5.0 if state == "running" else 0.1,
+        "waiting_for": None,
+        "waiting_s": None,
+    }
+    return Call(**(fields | changes))
+
+
+def a_dump(rank: int, *calls: Call, at: str = "line") -> Dump:
+    return Dump(rank, len(WORLD), "SIGUSR1", 110.0, list(calls), {"MainThread": ["main", at]})
+
+
+OPEN = a_call(2, "running")
+WAITING = a_call(2, "running", waiting_for=1)
+TIMED_OUT = a_call(2, "failed", error="PeerTimeoutError: ...", peers=[2], seconds=3.0)
+RESETTING = a_call(0, "running", op="fusedcomm.reset", resets=1, arguments={}, dtype=None)
+OTHER_SHAPE = a_call(2, arguments={"x shape": [4, 9]})
+IN_B = a_call(1, "running", group="b", ranks=[1, 2])
+CALL = "(matmul_all_reduce)"
+CASES: dict[str, tuple[list[Dump], str]] = {
+    "all-is-well": ([a_dump(rank, a_call(1), a_call(2)) for rank in WORLD], "no rank waits for another"),
+    "behind": (
+        [a_dump(0, a_call(1), OPEN), a_dump(1, a_call(1), OPEN), a_dump(2, a_call(1), at="a loader")],
+        f"group 'g': rank 2 is behind: it has finished call 1 {CALL} and never came to call 2 {CALL}, for which "
+        "ranks 0 and 1 wait since 5.0 s. It is outside of fusedcomm, at a loader",
+    ),
+    "behind-after-a-reset": (
+        [a_dump(0, a_call(7), a_call(1, "running", resets=1)), a_dump(1, a_call(7)), a_dump(2, a_call(1, resets=1))],
+        f"group 'g': rank 1 is behind: it has finished call 7 {CALL} and never came to call 1 {CALL}, for which "
+        "rank 0 waits since 5.0 s. It is outside of fusedcomm, at line",
+    ),
+    "never-called": (
+        [a_dump(0, a_call(0, "voting", seconds=2.0)), a_dump(1), a_dump(2, a_call(0, "voting", seconds=1.0))],
+        f"group 'g': rank 1 is behind: it has called nothing and never came to its first call {CALL}, for which "
+        "ranks 0 and 2 wait since 2.0 s. It is outside of fusedcomm, at line",
+    ),
+    "no-dump": (
+        [a_dump(0, TIMED_OUT), a_dump(1, TIMED_OUT)],
+        "group 'g': rank 2 has left no dump: it has died, is stopped, or never came. "
+        f"In call 2 {CALL} ranks 0 and 1 wait since 3.0 s for it",
+    ),
+    "reset-after-a-late-rank": (  # which had one call less
+        [a_dump(0, TIMED_OUT, RESETTING), a_dump(1, a_call(1), RESETTING)],
+        "group 'g': rank 2 has left no dump: it has died, is stopped, or never came. "
+        "In fusedcomm.reset ranks 0 and 1 wait since 5.0 s for it",
+    ),
+    "late": (
+        [a_dump(0, TIMED_OUT), a_dump(1, a_call(2)), a_dump(2, a_call(2, "failed", peers=[0], started=106.0))],
+        f"group 'g': rank 2 came to call 2 {CALL} 4.0 s after rank 0, which had given up by then",
+    ),
+    "inside": (
+        [a_dump(0, WAITING), a_dump(1, OPEN, at="a matmul"), a_dump(2, WAITING)],
+        f"group 'g': rank 1 is in call 2 {CALL} too, and waits for nobody: it is at a matmul",
+    ),
+    "other-shape": (
+        [*(a_dump(rank, a_call(1), a_call(2)) for rank in (0, 1)), a_dump(2, a_call(1), OTHER_SHAPE)],
+        "group 'g': call 2 differs: x shape is [4, 8] on ranks 0 and 1 and [4, 9] on rank 2",
+    ),
+}
+BETWEEN_GROUPS: dict[str, tuple[list[Dump], str]] = {
+    "row": (
+        [
+            a_dump(0, a_call(2, "running", ranks=[0, 1])),
+            a_dump(1, a_call(1, ranks=[0, 1]), IN_B),
+            a_dump(2, at="a loader"),
+        ],
+        f"in a row: rank 0 waits in group 'g', call 2 {CALL}, for rank 1, which waits in group 'b', call 1 {CALL}, "
+        "for rank 2, which is at a loader",
+    ),
+    "circle": (
+        [
+            a_dump(0, a_call(1, "running", ranks=[0, 1])),
+            a_dump(1, IN_B),
+            a_dump(2, a_call(1, "running", group="c", ranks=[2, 0])),
+        ],
+        f"in a circle: rank 0 waits in group 'g', call 1 {CALL}, for rank 1, which waits in group 'b', call 1 {CALL}, "
+        f"for rank 2, which waits in group 'c', call 1 {CALL}, for rank 0. All ranks must use groups in the same order",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict_of_one_group(name: str) -> None:
+    of_ranks, verdict = CASES[name]
+    assert judge(of_ranks).verdicts == [verdict]
+
+
+@pytest.mark.parametrize("name", BETWEEN_GROUPS)
+def test_the_verdict_of_several_groups_comes_last(name: str) -> None:
+    of_ranks, verdict = BETWEEN_GROUPS[name]
+    found = judge(of_ranks).verdicts
+    assert found[-1] == verdict
+    assert all("is behind" in each for each in found[:-1])
+
+
+def raw(dump: Dump) -> dict[str, Any]:
+    return {"schema": dumps.SCHEMA, **dataclasses.asdict(dump)}
+
+
+BROKEN: dict[str, tuple[str, str]] = {
+    "empty": ("", "Expecting value"),
+    "a-list": ("[]", "it must be a dump of schema 1"),
+    "foreign": ('{"a": 1}', "it must be a dump of schema 1"),
+    "other-schema": (json.dumps({**raw(a_dump(1)), "schema": 2}), "it must be a dump of schema 1"),
+    "no-rank": (json.dumps({**raw(a_dump(1)), "rank": "1"}), "a dump's rank must be int, got '1'"),
+    "half-a-call": (json.dumps({**raw(a_dump(1)), "calls": [{"op": "x"}]}), "a call must have exactly the fields"),
+    "bad-call": (json.dumps(raw(a_dump(1, a_call(1, group=3)))), "a dump's group must be str, got 3"),
+    "bad-state": (json.dumps(raw(a_dump(1, a_call(1, "asleep")))), "a call must be in one of the states"),
+    "twice": (json.dumps(raw(a_dump(0))), "another file is of rank 0 too"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_no_dump_is_named_and_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    text, problem = BROKEN[name]
+    (tmp_path / "rank0.json").write_text(json.dumps(raw(a_dump(0, a_call(1)))))
+    (tmp_path / "rank1.json").write_text(text)
+    (tmp_path / "notes.txt").touch()
+    assert cli.main(["postmortem", str(tmp_path), "--json", str(tmp_path / "out" / "x")]) == 2
+    assert cli.main(["postmortem", str(tmp_path), "--json", str(tmp_path / "report")]) == 0
+    said = capsys.readouterr()
+    assert f"not read: rank1.json: {problem}" in said.err
+    assert "ranks 1 and 2: no dump" in said.out
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["silent"] == [1, 2] and len(report["problems"]) == 1
+    assert report["groups"][0]["last"]["0"]["number"] == 1
+
+
+def test_without_dumps_there_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["postmortem", str(tmp_path)]) == 1
+    assert "no dump is there" in capsys.readouterr().err
+    assert cli.main(["postmortem", str(tmp_path / "nowhere")]) == 1
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def run_late(rank: int, folder: str, algorithm: str) -> None:
+    alone(folder)
+    with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        for seed in range(3):
+            check(group, HEADS, call(group, HEADS, seed), seed)
+        Path(folder, f"ready{rank}").touch()
+        if rank == 2:
+            outside(Path(folder, "go"))
+        check(group, HEADS, call(group, HEADS, 3), 3)
+        dist.barrier(group)
+
+
+@pytest.mark.parametrize("algorithm", ["chunked", "unfused"])
+def test_a_rank_that_is_late(
+    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
+) -> None:
+    """The main threads of the others are in C++ all the time: in a wait of ours, or in gloo."""
+    pool.start(run_late, str(tmp_path), algorithm)
+
+    def both_wait(found: list[Dump]) -> bool:
+        last = [dump.calls[-1] for dump in found if dump.calls]
+        return [each.number for each in last] == [4, 4, 3] and all(each.state == "running" for each in last[:2])
+
+    try:
+        found = dumped(pool, tmp_path, both_wait)
+    finally:
+        Path(tmp_path, "go").touch()
+        pool.join()
+    assert [dump.calls[-1].waiting_for for dump in found[:2]] != [None, None] or algorithm == "unfused"
+    said = verdicts(capsys, tmp_path)
+    assert "rank 2 is behind: it has finished call 3 (matmul_all_to_all) and never came to call 4" in said
+    assert "for which ranks 0 and 1 wait since" in said
+    assert "It is outside of fusedcomm, at" in said and "in outside" in said
+    assert "in a circle" not in said
+
+
+def run_mismatch(rank: int, folder: str) -> None:
+    alone(folder)
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        with pytest.raises(fusedcomm.PeerMismatchError):
+            call(group, OTHER if rank == 1 else HEADS)
+        dist.barrier(group)
+
+
+def test_a_mismatch(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.run(run_mismatch, str(tmp_path))
+    said = verdicts(capsys, tmp_path)
+    assert "ranks 0, 1 and 2: PeerMismatchError" in said
+    text = "call 2 differs: op is matmul_all_to_all on ranks 0 and 2 and matmul_all_reduce on rank 1"
+    assert text in said
+
+
+def run_circle(rank: int, folder: str) -> None:
+    """Ranks 0 and 1 use two groups in different orders."""
+    alone(folder)
+    a, b = dist.new_group(), dist.new_group()
+    with fusedcomm.force_algorithm("chunked", strict=True), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDCOMM_TIMEOUT_S", "2")
+        for group in (a, b):
+            check(group, HEADS, call(group, HEADS))
+        dist.barrier()
+        with pytest.raises(fusedcomm.PeerTimeoutError):
+            call(b if rank == 1 else a, HEADS)
+    dist.barrier()
+    for group in (a, b):
+        dist.destroy_process_group(group)
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups(
+    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.run(run_circle, str(tmp_path))
+    said = verdicts(capsys, tmp_path)
+    assert "in a circle: rank 0 waits in group" in said
+    assert "for rank 1, which waits in group" in said
+    assert "All ranks must use groups in the same order" in said
+
+
+def run_until_killed(rank: int, folder: str) -> None:
+    with fusedcomm.force_algorithm("chunked", strict=True), suppress(fusedcomm.PeerTimeoutError):
+        while True:
+            call(dist.group.WORLD, HEADS)
+            Path(folder, f"ready{rank}").touch()
+
+
+def test_a_killed_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "dumps"
+    with RankPool(2, env={"FUSEDCOMM_TIMEOUT_S": "2", "FUSEDCOMM_DUMP_DIR": str(folder)}) as own:
+        own.start(run_until_killed, str(tmp_path))
+        wait_for_all(own, tmp_path)
+        own.kill(1)
+        own.join()
+    said = verdicts(capsys, folder)
+    assert "rank 0: PeerTimeoutError" in said
+    assert "rank 1 has left no dump: it has died, is stopped, or never came" in said

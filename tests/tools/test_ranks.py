@@ -1,0 +1,169 @@
+"""RankPool: results, error texts, time-outs, deaths; no path leaves a process behind."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusedcomm.testing import KILLED, RankError, RankPool, run_ranks
+
+
+def total(rank: int, offset: int) -> torch.Tensor:
+    t = torch.full((3,), rank + offset)
+    dist.all_reduce(t)
+    return t
+
+
+def environment(rank: int) -> tuple[str, ...]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "FUSEDCOMM_TEST_VALUE")
+    return (*(os.environ[name] for name in names), str(torch.get_num_threads()))
+
+
+def raise_in_rank_1(rank: int) -> int:
+    if rank == 1:
+        raise ValueError("K must be a multiple of 8, got K=29")
+    return rank
+
+
+def return_what_cannot_be_pickled(rank: int) -> object:
+    return lambda: rank
+
+
+def hang_in_rank_0(rank: int) -> None:
+    while rank == 0:
+        time.sleep(0.01)
+
+
+def die_in_rank_0(rank: int, signum: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signum)
+    dist.barrier()
+
+
+def wait_for_store(rank: int) -> int:
+    """Needs no peer, only the store in the parent."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"alive{rank}", "1")
+    time.sleep(0.5)
+    store.set(f"done{rank}", "1")
+    return rank
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_dead(pids: list[int], timeout_s: float = 5) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, env={"FUSEDCOMM_TEST_VALUE": "set"}, timeout_s=60) as pool:
+        yield pool
+    wait_until_dead([rank.process.pid for rank in pool._ranks if rank.process.pid])
+
+
+def test_results_come_in_rank_order_and_ranks_can_communicate(pool: RankPool) -> None:
+    for offset in range(3):
+        for result in pool.run(total, offset=offset):
+            torch.testing.assert_close(result, torch.full((3,), 1 + 2 * offset))
+
+
+def test_ranks_see_their_environment(pool: RankPool) -> None:
+    assert pool.run(environment) == [("0", "0", "2", "set", "1"), ("1", "1", "2", "set", "1")]
+    assert "FUSEDCOMM_TEST_VALUE" not in os.environ
+
+
+def test_an_exception_names_rank_type_and_line_and_the_pool_lives_on(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"rank 1 raised: ValueError: K must be .* K=29") as info:
+        pool.run(raise_in_rank_1)
+    assert (info.value.rank, info.value.exception_type) == (1, "ValueError")
+    assert "in raise_in_rank_1" in str(info.value)
+    assert not pool.dead
+    assert len(pool.run(total, 0)) == 2
+
+
+def test_what_cannot_be_pickled_is_an_error_not_a_hang(pool: RankPool) -> None:
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pool.run(lambda rank: rank)
+    with pytest.raises(RankError, match="pickle"):
+        pool.run(return_what_cannot_be_pickled)
+    assert len(pool.run(total, 0)) == 2
+
+
+def test_a_rank_that_does_not_answer_is_dumped_and_killed() -> None:
+    pool = RankPool(2)
+    pids = [pool.pid(0), pool.pid(1)]
+    pool.start(hang_in_rank_0)
+    with pytest.raises(RankError, match="rank 0 did not answer: no result within 1 s") as info:
+        pool.join(timeout_s=1)
+    assert "in hang_in_rank_0" in str(info.value)
+    assert [failure.rank for failure in info.value.failures] == [0]
+    wait_until_dead(pids, timeout_s=0)
+    with pytest.raises(RuntimeError, match="dead"):
+        pool.run(total, 0)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_dies_is_named_with_its_signal(signum: signal.Signals) -> None:
+    pool = RankPool(2)
+    pids = [pool.pid(0), pool.pid(1)]
+    with pytest.raises(RankError, match=f"rank 0 died: {signum.name}") as info:
+        pool.run(die_in_rank_0, int(signum))
+    assert info.value.rank == 0
+    if signum is signal.SIGSEGV:
+        assert "in die_in_rank_0" in str(info.value)
+    wait_until_dead(pids, timeout_s=0)
+
+
+def test_killing_rank_0_on_purpose_leaves_the_others_and_the_store() -> None:
+    with RankPool(2) as pool:
+        pool.start(wait_for_store)
+        pool.kill(0)
+        assert pool.join() == [KILLED, 1]
+        assert pool.run(wait_for_store) == [KILLED, 1]
+
+
+PARENT = """
+from fusedcomm.testing import RankPool
+import os, signal, sys, time
+if __name__ == "__main__":
+    pool = RankPool(2)
+    print(pool.pid(0), pool.pid(1), flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(60)", "pass", "pool.start(time.sleep)"])
+def test_ranks_end_with_their_parent(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(end=end))
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if end == "time.sleep(60)":
+            parent.kill()
+        assert parent.wait(30) == (-signal.SIGKILL if end == "time.sleep(60)" else 0)
+    wait_until_dead(pids)
+
+
+def test_run_ranks_is_one_call() -> None:
+    results = run_ranks(total, 3, 1, timeout_s=60)
+    assert [int(result[0]) for result in results] == [6, 6, 6]

@@ -1,0 +1,284 @@
+"""``fusedcomm selftest``: passes here, and fails where something is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jsonschema
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.cli import main
+from fusedcomm.cli import selftest as cli_selftest
+from fusedcomm.launch import launch, output
+from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
+from fusedcomm.runtime import topology
+from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.testing import selftest
+from fusedcomm.testing.selftest import Data
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "selftest.json").read_text())
+RUN = """
+import sys
+from fusedcomm.cli import main
+if __name__ == "__main__":
+    code = main(["selftest", "--device", "cpu", "--json", sys.argv[1]])
+    print(*sys.modules, file=sys.stderr)
+    sys.exit(code)
+"""
+
+
+def test_it_passes_here_without_the_repository(tmp_path: Path) -> None:
+    file, script = tmp_path / "selftest.json", tmp_path / "run.py"
+    script.write_text(RUN)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script), str(file)]
+    result = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "nothing failed, 0 skipped; 2 ranks (cpu)" in result.stdout
+    assert not set("\x1b\r") & set(result.stdout + result.stderr)
+    roots = {name.partition(".")[0] for name in result.stderr.split()}
+    assert "fusedcomm" in roots and not roots & {"tests", "bench", "kernels", "matplotlib"}
+
+    report = json.loads(file.read_text())
+    jsonschema.validate(report, SCHEMA)
+    assert report["passed"] and report["world_size"] == 2
+    assert [check["name"] for check in report["checks"]] == list(selftest.CHECKS)
+    assert {check["status"] for check in report["checks"]} == {"passed"}
+    by_name = {check["name"]: check["found"] for check in report["checks"]}
+    assert "fused cannot: on CPU" in by_name["plan"]
+    assert "chunked" in by_name["matmul_all_reduce"]
+
+
+def wrong_reduce_scatter(rank: int) -> Any:
+    """One element of the result, on one rank, is wrong."""
+    ours = fusedcomm.matmul_reduce_scatter
+
+    def wrong(*args: Any, **kwargs: Any) -> Tensor:
+        y = ours(*args, **kwargs).clone()
+        if rank == 1:
+            y.data[..., 3, 1] += 1
+        return y
+
+    return mock.patch.object(fusedcomm, "matmul_reduce_scatter", wrong)
+
+
+def wrong_at_first(rank: int) -> Any:
+    """Rank 1's first result of chunked is wrong, and no other."""
+    ours, calls = Data.call, itertools.count()
+
+    def wrong(data: Data, group: Any) -> list[Tensor]:
+        results = ours(data, group)
+        if rank == 1 and data.plan(group).algorithm == "chunked" and next(calls) == 0:
+            results[0].view(-1)[5] += 1
+        return results
+
+    return mock.patch.object(Data, "call", wrong)
+
+
+@contextlib.contextmanager
+def raises_in_chunked(rank: int) -> Iterator[None]:
+    """On rank 1 alone, before it calls: the other one waits for it."""
+    ours = Data.call
+
+    def raising(data: Data, group: Any) -> list[Tensor]:
+        if rank == 1 and data.plan(group).algorithm == "chunked":
+            raise RuntimeError("planted")
+        return ours(data, group)
+
+    with mock.patch.object(Data, "call", raising), mock.patch.object(selftest, "WAIT_S", 2):
+        yield
+
+
+def waits_for_nobody(rank: int) -> Any:
+    """Where an error is due, and not before."""
+    ours = selftest._error_of
+
+    def without_waits(*args: Any) -> Exception | None:
+        with mock.patch.object(Workspace, "wait", lambda *args: None):
+            return ours(*args)
+
+    return mock.patch.object(selftest, "_error_of", without_waits)
+
+
+def no_native_part(rank: int) -> Any:
+    """Missing on one rank: the group has no peers' memory."""
+    return mock.patch.object(topology, "no_native", lambda: "not built" if rank == 1 else None)
+
+
+def never_unfused(rank: int) -> Any:
+    """The plans of one rank say so."""
+    plan = fusedcomm.explain
+
+    def otherwise(*args: Any, **kwargs: Any) -> fusedcomm.Plan:
+        found = plan(*args, **kwargs)
+        return replace(found, algorithm="chunked") if rank == 1 else found
+
+    return mock.patch.object(fusedcomm, "explain", otherwise)
+
+
+def nothing_wrong(rank: int) -> Any:
+    return contextlib.nullcontext()
+
+
+def selftest_in_rank(rank: int, plant: Callable[[int], Any], *checks: str) -> tuple[int, str]:
+    """As under torchrun: this rank has RANK and a group."""
+    kept = {name: selftest.CHECKS[name] for name in checks}
+    out = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(selftest.CHECKS, kept, clear=True))
+        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(plant(rank))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(mock.patch.object(output, "console", lambda: Console(highlight=False, width=400)))
+        os.environ.pop("TRITON_INTERPRET", None)  # the interpreter takes most of a minute
+        code = main(["selftest", "--device", "cpu"])
+    return code, out.getvalue()
+
+
+def test_in_ranks_of_torchrun_only_rank_0_prints(ranks: Callable[[int], RankPool]) -> None:
+    (code_0, out_0), (code_1, out_1) = ranks(2).run(selftest_in_rank, nothing_wrong, "plan", "fallback, vote")
+    assert (code_0, code_1, out_1) == (0, 0, "")
+    assert "nothing failed" in out_0 and "on another host" in " ".join(out_0.split())
+
+
+def test_a_wrong_value_on_one_rank_fails_the_check_of_that_op(ranks: Callable[[int], RankPool]) -> None:
+    checks = ("matmul_all_reduce", "matmul_reduce_scatter")
+    (code, out), _ = ranks(2).run(selftest_in_rank, wrong_reduce_scatter, *checks)
+    assert code == 1
+    assert "FAILED: matmul_reduce_scatter, 0 skipped;" in out
+    words = " ".join(out.split())
+    assert "rank 1: unfused: matmul_reduce_scatter: x [" in words and "first at" in words
+
+
+def test_a_wrong_value_of_one_algorithm_is_reported_and_holds_nobody_up(ranks: Callable[[int], RankPool]) -> None:
+    start = time.monotonic()
+    (code, out), _ = ranks(2).run(selftest_in_rank, wrong_at_first, "matmul_all_to_all", "plan")
+    words = " ".join(out.split())
+    assert code == 1 and "FAILED: matmul_all_to_all, 0 skipped;" in words and "plan passed" in words
+    assert "rank 1: chunked: matmul_all_to_all: x [37, 29]" in words
+    assert time.monotonic() - start < selftest.WAIT_S / 2
+
+
+def test_a_rank_that_fails_alone_is_reported_though_its_peer_waits_first(ranks: Callable[[int], RankPool]) -> None:
+    (code, out), _ = ranks(2).run(selftest_in_rank, raises_in_chunked, "matmul_all_to_all", "plan")
+    words = " ".join(out.split())
+    assert code == 1 and "FAILED: matmul_all_to_all, 0 skipped;" in words and "plan passed" in words
+    assert "rank 1: RuntimeError: planted" in words
+
+
+def meet_late(rank: int) -> int:
+    with selftest.settings(TIMEOUT_S="0.2"):
+        time.sleep(0.8 * rank)
+        return len(selftest._meet(selftest._world(), {}))
+
+
+def test_ranks_meet_under_a_bound_of_their_own(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(meet_late) == [2, 2]
+
+
+def vote_alone(rank: int) -> str:
+    if rank:
+        return ""
+    with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+        selftest._meet(selftest._world(), {"found": "rank 0: what it found"}, 0.2, "time-out")
+    return str(caught.value)
+
+
+def test_what_a_rank_has_found_is_said_where_no_vote_is_reached(ranks: Callable[[int], RankPool]) -> None:
+    text, _ = ranks(2).run(vote_alone)
+    assert "selftest, time-out: rank 0: what it found: rank 0 waited 0.2 s for ranks [1]" in text
+
+
+def test_a_vote_outlasts_a_wait_and_a_check_is_over_before_its_ranks_are_ended() -> None:
+    assert selftest._vote_s() > 2 * selftest.WAIT_S
+    assert 2 * selftest._vote_s() < cli_selftest.TIMEOUT_S
+
+
+def optimised_in_rank(rank: int, plant: Callable[[int], Any], check: str) -> tuple[str, str]:
+    """As Python -O runs it: without assert statements."""
+    source = Path(selftest.__file__).read_text()
+    optimised = types.ModuleType(selftest.__name__)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))
+        os.environ.pop("TRITON_INTERPRET", None)
+        stack.enter_context(mock.patch.dict(sys.modules, {selftest.__name__: optimised}))
+        exec(compile(source, selftest.__file__, "exec", optimize=1), optimised.__dict__)
+        stack.enter_context(plant(rank))
+        result = optimised.run_check(check, torch.device("cpu"))
+    return result.status, result.found
+
+
+@pytest.mark.parametrize(
+    ("plant", "check"), [(wrong_reduce_scatter, "matmul_reduce_scatter"), (never_unfused, "fallback, memory")]
+)
+def test_it_finds_the_same_without_assert_statements(
+    ranks: Callable[[int], RankPool], plant: Callable[[int], Any], check: str
+) -> None:
+    for status, found in ranks(2).run(optimised_in_rank, plant, check):
+        assert status == "failed" and found.startswith("rank ")
+
+
+def test_what_cannot_run_here_is_skipped_and_says_why(ranks: Callable[[int], RankPool]) -> None:
+    checks = ("plan", "matmul_all_reduce", "time-out", "mismatch", "fallback, memory", "fallback, vote")
+    (code, out), _ = ranks(2).run(selftest_in_rank, no_native_part, *checks)
+    words = " ".join(out.split())
+    assert code == 0 and "nothing failed" in words
+    assert "can run: unfused; chunked cannot: rank 1: not built" in words
+    assert "unfused: 18 tensors each, all exact" in words
+    assert words.count(" skipped ") == 4 and words.count("rank 1: not built") >= 4
+
+
+@pytest.mark.parametrize("check", ["time-out", "mismatch"])
+def test_waits_that_do_not_report_fail_the_check(ranks: Callable[[int], RankPool], check: str) -> None:
+    (code, out), _ = ranks(2).run(selftest_in_rank, waits_for_nobody, check)
+    assert code == 1
+    assert f"FAILED: {check}," in out and "got None" in " ".join(out.split())
+
+
+def test_ranks_that_end_are_a_failure_and_the_rest_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextlib.contextmanager
+    def ranks_that_die(*args: Any) -> Iterator[launch.Call]:
+        def call(fn: Callable[..., Any], name: str, device_type: str) -> selftest.Result:
+            if name == "time-out":
+                raise RankError([RankFailure(1, "died", None, "SIGSEGV", "")])
+            return selftest.Result(name, "", "passed", "")
+
+        yield call
+
+    monkeypatch.setattr(launch, "ranks", ranks_that_die)
+    assert main(["selftest", "--device", "cpu"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "FAILED: time-out, 3 skipped;" in out and "rank 1 died: SIGSEGV" in out
+    assert out.count("its ranks had ended") == 3
+
+
+def test_wrong_arguments_are_refused_before_any_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["selftest", "--json", str(tmp_path / "none" / "x.json")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["selftest", "--device", "cuda", "--world-size", "2"]) == 2
+    assert "each rank needs a GPU of its own, got 2 ranks and 1 GPUs" in capsys.readouterr().err
+    monkeypatch.setattr(os, "environ", os.environ | {"RANK": "0", "WORLD_SIZE": "2"})
+    assert main(["selftest", "--device", "cpu", "--world-size", "4"]) == 2
+    assert "--world-size must be that of torchrun, 2, got 4" in capsys.readouterr().err

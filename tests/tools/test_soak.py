@@ -1,0 +1,303 @@
+"""Random programs of fused calls: thousands in CI, 100,000 in `make soak`; and that they notice what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from threading import Thread, get_ident
+from typing import Any
+
+import pytest
+import torch
+
+from fusedcomm.launch.ranks import RankError, RankPool
+from fusedcomm.runtime import workspace
+from tests.helpers import soak_faults
+from tests.helpers.soak_faults import run_without
+from tests.soak import __main__ as command
+from tests.soak import jitter, world
+from tests.soak.__main__ import main
+from tests.soak.cases import OPS, draw
+from tests.soak.data import Data
+from tests.soak.outcome import Outcome
+from tests.soak.program import draw_program
+from tests.soak.shrink import shrink
+from tests.soak.worker import run_program
+
+Ranks = Callable[[int], RankPool]
+
+SEED = 2026
+CONTROL_STEPS = 40  # of a program without a protection
+CALLS = {2: 1200, 3: 1000, 4: 2800}  # of CI, by world size
+SECONDS = 400.0  # for them; they take less than a minute on two idle cores
+
+
+def soak(pool: RankPool, num_calls: int, end: float, seed: int = SEED) -> Outcome:
+    """Programs until ``num_calls`` have been compared; what fails is told with the command that repeats it."""
+    total, index = Outcome(), 0
+    while total.num_calls < num_calls:
+        assert time.monotonic() < end, f"the time was over after {total.num_calls} of {num_calls} calls"
+        again = world.command("cpu", pool.world_size, seed, index)
+        try:
+            outcome = pool.run(run_program, seed, index)[0]
+        except RankError as error:
+            pytest.fail(f"{again}\n{error}")
+        if outcome.broken:
+            pool.close()
+        assert not outcome.failures, "\n".join([again, *map(str, outcome.failures)])
+        total.add(outcome)
+        index += 1
+    return total
+
+
+@pytest.mark.timeout(500)
+def test_thousands_of_random_calls(ranks: Ranks) -> None:
+    total, end = Outcome(), time.monotonic() + SECONDS
+    for world_size, num_calls in CALLS.items():
+        total.add(soak(ranks(world_size), num_calls, end))
+    counts = total.tally
+    assert counts["op"].total() >= 5000
+    assert set(counts["op"]) == set(OPS)
+    assert set(counts["dtype"]) == {"float32", "float16", "bfloat16"}
+    assert set(counts["algorithm"]) == {"unfused", "chunked", "fused"}
+    assert set(counts["use"]) == {"forward", "backward", "out"}
+    assert set(counts["group"]) == {"world", "new_group", "outer", "inner"}
+    assert set(counts["ranks"]) == {"1", "2", "3", "4"}
+    assert set(counts["action"]) == {"call", "reset", "close", "remake", "collect"}
+    assert min(counts["workspace"][what] for what in ("growths", "calls of several rounds")) >= 50
+    assert counts["workspace"]["rounds"] > counts["algorithm"]["chunked"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_thousands_of_random_calls_in_smaller_worlds(ranks: Ranks, world_size: int) -> None:
+    soak(ranks(world_size), 5000, time.monotonic() + SECONDS, seed=SEED + 1)
+
+
+# Negative controls: the same programs without a protection.
+
+
+@pytest.fixture(scope="module")
+def unprotected() -> Iterator[Callable[..., Outcome]]:
+    """``run_without`` the first steps of a program, in two ranks that nobody else has."""
+    pools: list[RankPool] = []
+
+    def run(fault: Callable[[], Any], index: int, wait_s: int) -> Outcome:
+        if not pools or pools[-1].dead:
+            pools.append(RankPool(2))
+        try:
+            outcome: Outcome = pools[-1].run(run_without, fault, SEED, index, range(CONTROL_STEPS), wait_s)[0]
+        except RankError:  # hangs are no wrong values
+            return Outcome(broken=True)
+        if outcome.broken:
+            pools[-1].close()
+        return outcome
+
+    yield run
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [soak_faults.one_slot, soak_faults.no_waits, soak_faults.signal_before_data, soak_faults.late_reads],
+    ids=lambda fault: fault.__name__,
+)
+def test_a_missing_protection_gives_wrong_values(unprotected: Callable[..., Outcome], fault: Any) -> None:
+    """Within a bounded number of calls."""
+    outcomes = (unprotected(fault, index, wait_s=5) for index in range(10))
+    assert any("elements, first at" in failure.what for outcome in outcomes for failure in outcome.failures)
+
+
+def test_late_reads_that_signals_wait_for_are_right(unprotected: Callable[..., Outcome]) -> None:
+    """Else the control above would show how it is late, not that it is."""
+    outcome = unprotected(soak_faults.late_reads_joined, 0, wait_s=90)
+    assert outcome.num_calls >= CONTROL_STEPS // 2
+    assert outcome.failures == []
+
+
+# The command.
+
+
+def test_the_command_counts_and_reports(shared_ranks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "soak.json"
+    assert main(["--calls", "150", "--ranks", "2", "--seed", "7", "--device", "cpu", "--json", str(file)]) == 0
+    assert "seed 7: 150 calls in 2 ranks" in capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert (report["seed"], report["programs"], report["failures"]) == (7, 1, [])
+    assert report["calls"] == sum(report["counts"]["op"].values()) >= 150
+    assert {"command", "date", "versions"} <= set(report)
+
+
+def run_spoiled(
+    rank: int, seed: int, index: int, device_type: str, steps: Sequence[int] | None, deadline: float
+) -> Outcome:
+    return run_without(rank, soak_faults.wrong_element, seed, index, steps)
+
+
+def test_a_failure_is_told_shrunk_and_can_be_had_again(
+    shared_ranks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(world, "run_program", run_spoiled)
+    start = ["--ranks", "2", "--device", "cpu", "--seed", "5"]
+    assert main([*start, "--calls", "1000"]) == 1
+    told = capsys.readouterr().out
+    assert "rank 1: step" in told and "result 0: 1 of" in told
+    (shrunk,) = [line for line in told.splitlines() if line.startswith("shrunk:")]
+    steps = shrunk.partition("--steps ")[2]
+    assert steps.isdigit()  # one is enough, and it has the inputs that it had among the others
+    program = shrunk.split()[shrunk.split().index("--program") + 1]
+    again = [*start, "--program", program, "--steps", steps]
+    assert main(again) == 1
+    assert f"step {steps}: matmul_reduce_scatter(float16" in capsys.readouterr().out
+
+
+def run_dying(rank: int, *program: Any) -> Outcome:
+    """The first time on this machine."""
+    try:
+        Path(os.environ["FUSEDCOMM_CACHE_DIR"], f"died {rank}").touch(exist_ok=False)
+    except FileExistsError:
+        return run_program(rank, *program)
+    os._exit(3)
+
+
+def test_a_rank_that_dies_is_told_with_the_program(
+    shared_ranks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(world, "run_program", run_dying)
+    assert main(["--ranks", "2", "--device", "cpu", "--seed", "5", "--calls", "150"]) == 1
+    told = capsys.readouterr().out
+    assert "died: exit code 3" in told
+    assert "again: python -m tests.soak --device cpu --ranks 2 --seed 5 --program 0" in told
+    assert "not in every run: not shrunk" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--steps 3", "--steps must not be given without --program"),
+        ("--times 3", "--times must not be given without --program"),
+        ("--seed 1 --program 0 --json soak.json", "--json must not be given with --program"),
+        ("--seed 1 --program 0 --seconds 9", "--seconds must not be given with --program"),
+        ("--seed 1 --program 0 --calls 9", "--calls must not be given with --program"),
+        ("--program 0", "--seed must be given with --program and under torchrun"),
+        ("--ranks 1", "there must be at least 2 ranks, got 1"),
+        ("--ranks 4 --device cuda", "--device cuda: each rank needs a GPU of its own, got 4 ranks and 3 GPUs"),
+        ("--json nowhere/soak.json", "--json nowhere/soak.json: No such file or directory"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert main(arguments.split()) == 2
+    assert capsys.readouterr().err == f"fusedcomm soak: {text}\n"
+
+
+def test_wrong_arguments_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, {"RANK": "0"}.get(name, "8"))
+    assert main(["--seconds", "600"]) == 2
+    assert "--seed must be given" in capsys.readouterr().err
+    assert main(["--seed", "1", "--ranks", "4"]) == 2
+    assert "--ranks must be that of torchrun, 8, got 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["a", "", "1,,2", "-1", "200"])
+def test_numbers_that_are_no_steps(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--seed", "1", "--program", "0", f"--steps={text}"])
+    assert f"argument --steps: must be numbers from 0 to 199 between commas, got {text!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_gpus", "device_type"), [(0, "cpu"), (3, "cpu"), (4, "cuda")])
+def test_gpus_are_used_if_there_is_one_for_every_rank(
+    num_gpus: int, device_type: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = []
+
+    class FakeWorld(world.World):
+        def run(self, *program: Any) -> Outcome:
+            used.append((self.device_type, self.size))
+            return Outcome()
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(command, "World", FakeWorld)
+    assert main(["--ranks", "4", "--seed", "1", "--program", "0", "--times", "2"]) == 0
+    assert used == [(device_type, 4)] * 2
+    assert "nothing failed in 2 runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("needed", "most"), [({17}, 40), ({3, 90}, 60), ({0, 1, 2, 99}, 120), (set(range(0, 100, 20)), 150)]
+)
+def test_shrinking_leaves_what_is_needed(needed: set[int], most: int) -> None:
+    tries = []
+
+    def fails(steps: list[int]) -> bool:
+        tries.append(steps)
+        return needed <= set(steps)
+
+    assert shrink(range(100), fails, most) == sorted(needed)
+    assert len(tries) <= most
+
+
+def test_shrinking_is_bounded() -> None:
+    tries = []
+
+    def never_fails(steps: list[int]) -> bool:
+        tries.append(steps)
+        return False
+
+    assert shrink(range(100), never_fails, most_tries=7) == list(range(100))
+    assert len(tries) == 7
+
+
+# What is drawn.
+
+
+def test_a_thread_has_the_same_delays_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[tuple[int, float]] = []
+    round_: Any = workspace.Round
+    monkeypatch.setattr(jitter.time, "sleep", lambda seconds: delays.append((get_ident(), seconds)))
+    monkeypatch.setattr(round_, "signal", lambda: None)
+
+    def drawn(beside: bool) -> list[float]:
+        delays.clear()
+        with jitter.jitter("seed", share=0.5):
+            for _ in range(50):
+                round_.signal()
+                if beside:
+                    thread = Thread(target=round_.signal)
+                    thread.start()
+                    thread.join()
+        return [seconds for thread, seconds in delays if thread == get_ident()]
+
+    assert drawn(beside=True) == drawn(beside=False)
+    assert len(set(drawn(beside=False))) > 10
+
+
+def test_every_case_is_exact_and_has_the_shapes_that_it_says() -> None:
+    random, dtypes = Random(SEED), set()
+    for seed in range(400):
+        group_size = random.randint(1, 4)
+        case = draw(random, group_size)
+        outs = Data(case, seed).expected(rank=seed % group_size)  # asserts that nothing was rounded
+        shapes = [tuple(out.shape) for out in outs]
+        assert shapes[: len(case.out_shapes)] == case.out_shapes
+        assert len(outs) > len(case.out_shapes) or case.use != "backward"
+        assert {out.dtype for out in outs} == {case.dtype}
+        dtypes.add(case.dtype)
+    assert len(dtypes) == 3
+
+
+def test_programs_are_repeatable_and_their_inputs_are_not() -> None:
+    programs = [draw_program(SEED, index, 4, "cpu") for index in range(3)]
+    assert programs == [draw_program(SEED, index, 4, "cpu") for index in range(3)]
+    seeds = [call.seed for program in programs for step in program.steps for call in step.calls]
+    assert len(set(seeds)) == len(seeds) > 500

@@ -1,0 +1,138 @@
+"""Traces of all ranks in one, and the lanes of the ops in them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusedcomm.bench import trace
+from fusedcomm.bench.measure import Options
+from fusedcomm.bench.problem import Size
+from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.trace import PIDS_PER_RANK, Range
+from fusedcomm.cli.bench import record_op
+from fusedcomm.runtime.profiler import LANES, lane
+from fusedcomm.testing import RankPool
+
+SIZE = Size(300, 64, 96)
+
+
+def record(rank: int, op: str, algorithm: str) -> trace.Trace:
+    options = Options("cpu", rounds=1, warmup=1, check=False, graph=False, algorithms=(algorithm,))
+    return record_op(rank, op, SIZE, "float32", "forward", options)
+
+
+@pytest.mark.parametrize("op", PROGRAMS)
+def test_the_lanes_of_an_op(ranks: Callable[[int], RankPool], op: str) -> None:
+    every = ranks(2).run(record, op, "chunked")
+    assert every[0] == every[1]
+    found = trace.ranges(every[0])
+    ours = [each for each in found if each.variant == "ours"]
+    baseline = [each for each in found if each.variant == "baseline"]
+    for rank in (0, 1):
+        lanes = {each.lane for each in ours if each.rank == rank}
+        assert {"matmul", "push", "wait"} <= lanes <= set(LANES)
+        assert (
+            {"matmul", "collective"}
+            <= {each.lane for each in baseline if each.rank == rank}
+            <= {"matmul", "copy", "collective"}
+        )
+    assert all(0 <= each.start <= each.end for each in found)
+    names = {event["name"] for event in every[0]["traceEvents"] if event.get("cat") == "fusedcomm"}
+    assert {"fusedcomm.wait rank 0", "fusedcomm.wait rank 1"} <= names
+
+
+def test_compute_comes_before_its_push_and_no_copy_before_its_wait(ranks: Callable[[int], RankPool]) -> None:
+    found = ranks(2).run(record, "matmul_all_to_all", "chunked")[0]
+    for rank in (0, 1):
+        mine = [e for e in found["traceEvents"] if e.get("cat") == "fusedcomm" and e["pid"] == rank * PIDS_PER_RANK]
+        peer = 1 - rank
+        order = [e["name"].removeprefix("fusedcomm.") for e in sorted(mine, key=lambda e: e["ts"])]
+        expected = [f"matmul rank {peer}", f"push rank {peer}", f"matmul rank {rank}", f"push rank {rank}"]
+        assert order[:4] == expected
+        assert order.index(f"wait rank {peer}") + 1 == order.index(f"copy rank {peer}")
+
+
+def test_nothing_is_recorded_where_nobody_profiles() -> None:
+    assert lane("matmul") is lane("wait", 3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled, lane("wait", 3):
+        torch.ones(1)
+    assert "fusedcomm.wait rank 3" in {event.name for event in profiled.events()}
+
+
+def rank_trace(base_us: float, offset: float) -> trace.Trace:
+    """A rank whose clock's base is ``base_us``; what it does starts ``offset`` after 1 s of the host's clock."""
+    start = 1e6 + offset - base_us
+
+    def event(name: str, cat: str, ts: float, dur: float, tid: int = 7, **more: Any) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": cat, "pid": 4711, "tid": tid, "ts": start + ts, "dur": dur, **more}
+
+    events = [
+        {"ph": "M", "name": "process_labels", "pid": 4711, "tid": 0, "ts": 0, "args": {"labels": "CPU"}},
+        event("aten::mm", "cpu_op", -50.0, 10.0),  # of the call before
+        event("variant: baseline", "user_annotation", 0.0, 100.0),
+        event("aten::mm", "cpu_op", 10.0, 50.0),
+        event("gloo:all_to_all", "user_annotation", 60.0, 40.0, tid=8),
+        event("variant: ours", "user_annotation", 200.0, 80.0),
+        event("fusedcomm.matmul rank 1", "user_annotation", 201.0, 59.0),
+        event("aten::mm", "cpu_op", 202.0, 50.0),  # part of the range around it
+        event("fusedcomm.wait rank 1", "user_annotation", 260.0, 10.0),
+        {"ph": "s", "name": "ac2g", "cat": "ac2g", "id": 5, "pid": 4711, "tid": 7, "ts": start + 1.0},
+    ]
+    return {"baseTimeNanoseconds": base_us * 1e3, "traceEvents": events}
+
+
+def test_ranks_are_put_on_one_clock() -> None:
+    merged = trace.merged([rank_trace(base_us=500.0, offset=0.0), rank_trace(base_us=900.0, offset=7.0)])
+    events = [event for event in merged["traceEvents"] if event["ph"] != "M"]
+    assert min(event["ts"] for event in events) == 0.0
+    starts = {event["pid"] // PIDS_PER_RANK: event["ts"] for event in events if event["name"] == "variant: baseline"}
+    assert starts[1] - starts[0] == pytest.approx(7.0)
+    assert len({event["id"] for event in events if event["ph"] == "s"}) == 2  # arrows do not cross ranks
+    assert sum(event["name"] == "aten::mm" for event in events) == 4  # not that from before the first variant
+    names = {event["args"]["name"] for event in merged["traceEvents"] if event["name"] == "process_name"}
+    assert names == {f"rank {rank}: {what}" for rank in (0, 1) for what in ("CPU", "fusedcomm")}
+    found = [each for each in trace.ranges(merged) if each.rank == 1]
+    assert [(each.variant, each.lane) for each in found] == [
+        ("baseline", "matmul"),
+        ("baseline", "collective"),
+        ("ours", "matmul"),
+        ("ours", "wait"),
+    ]
+    assert (found[0].start, found[0].end) == pytest.approx((0.017, 0.067))  # since the first rank began
+
+
+def test_on_a_gpu_kernels_and_the_ranges_of_its_streams_count() -> None:
+    def event(name: str, cat: str, ts: float, dur: float, pid: int = 0, tid: int = 7) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid, "ts": ts, "dur": dur}
+
+    events = [
+        event("variant: baseline", "user_annotation", 0.0, 100.0, pid=99),
+        event("aten::mm", "cpu_op", 1.0, 2.0, pid=99),
+        event("sm90_gemm", "kernel", 10.0, 50.0),
+        event("ncclDevKernel_SendRecv", "kernel", 60.0, 30.0),
+        event("variant: ours", "user_annotation", 200.0, 100.0, pid=99),
+        event("fusedcomm.matmul", "user_annotation", 201.0, 2.0, pid=99),
+        event("fusedcomm.matmul", "gpu_user_annotation", 210.0, 50.0),
+        event("push_matmul", "kernel", 211.0, 48.0),
+        event("void at::native::direct_copy_kernel_cuda", "kernel", 261.0, 3.0),
+        event("Memcpy PtoP", "gpu_memcpy", 265.0, 5.0),
+    ]
+    found = trace.ranges(trace.merged([{"traceEvents": events}]))
+    assert found == [
+        Range("baseline", 0, "matmul", 0.010, 0.060),
+        Range("baseline", 0, "collective", 0.060, 0.090),
+        Range("ours", 0, "matmul", pytest.approx(0.010), pytest.approx(0.060)),
+        Range("ours", 0, "copy", pytest.approx(0.061), pytest.approx(0.064)),
+        Range("ours", 0, "copy", pytest.approx(0.065), pytest.approx(0.070)),
+    ]
+
+
+def test_traces_follow_each_other() -> None:
+    one = trace.merged([rank_trace(0.0, 0.0)])
+    both = trace.joined([one, one])["traceEvents"]
+    starts = [event["ts"] for event in both if event["name"] == "variant: baseline"]
+    ends = [event["ts"] + event["dur"] for event in both if event["name"] == "variant: ours"]
+    assert len(starts) == 2 and starts[1] > ends[0]
+    assert sum(event["ph"] == "M" for event in both) == sum(event["ph"] == "M" for event in one["traceEvents"])
