@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_cases import ALGORITHMS, FINGERPRINT, OPS, Case, loaded_group
-from fusedcomm.algorithms import launch
+from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry import shapes as geometry
-from fusedcomm.runtime.workspace import FINGERPRINT_BITS, Workspace
+from fusedcomm.runtime.segment import FINGERPRINT_BITS
+from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
@@ -82,7 +83,7 @@ def push_speed(shape: Shape, device: torch.device) -> dict[str, float]:
     start = workspace.layout.slot(1, workspace.slot_bytes)  # round 1, as the epoch word never moves here
     y = torch.matmul(x, w)
     ours = workspace.buffers[0][start : start + y.numel() * y.itemsize].view(y.dtype).view(y.shape)
-    return against_cublas(shape, x, w, ours, lambda: launch.push(x, w, None, spans, workspace, FINGERPRINT))
+    return against_cublas(shape, x, w, ours, lambda: kernel_launch.push(x, w, None, spans, workspace, FINGERPRINT))
 
 
 def gather_speed(shape: Shape, device: torch.device) -> dict[str, float]:
@@ -92,13 +93,13 @@ def gather_speed(shape: Shape, device: torch.device) -> dict[str, float]:
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace = VirtualGroup(1, exchange.chunk_numel * x.itemsize, device).workspaces[0]
     ours = torch.empty(exchange.out_shape, device=device, dtype=DTYPE)
-    launch.pack(x, spans.pack, workspace, FINGERPRINT)
+    kernel_launch.pack(x, spans.pack, workspace, FINGERPRINT)
     result = against_cublas(
         shape,
         x,
         w,
         ours,
-        lambda: launch.gather_matmul(ours, w, None, spans, workspace, FINGERPRINT, end_round=False),
+        lambda: kernel_launch.gather_matmul(ours, w, None, spans, workspace, FINGERPRINT, end_round=False),
     )
     workspace.check("gather_matmul")
     return result
@@ -144,7 +145,7 @@ def reduce_speed(shape: Shape, group_size: int, device: torch.device) -> dict[st
 
     def reduce() -> None:
         epoch.zero_()  # round 1 again
-        launch.reduce(out, spans.pack, None, 1.0, workspace, FINGERPRINT)
+        kernel_launch.reduce(out, spans.pack, None, 1.0, workspace, FINGERPRINT)
 
     def copied() -> None:
         epoch.zero_()

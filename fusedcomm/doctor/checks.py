@@ -142,12 +142,12 @@ def atomics_on_one_gpu(rank: int) -> str:
 
 def handshake(workspace: Workspace) -> None:
     """A round without data."""
-    from fusedcomm.algorithms import launch
+    from fusedcomm.runtime import signals
     from fusedcomm.runtime.launch_order import ordered
 
     with ordered(workspace), workspace.guarded("fusedcomm doctor"):
-        launch.signal(workspace, None, FINGERPRINT)
-        launch.wait(workspace, FINGERPRINT)
+        signals.signal(workspace, None, FINGERPRINT)
+        signals.wait(workspace, FINGERPRINT)
     workspace.launched(captured=False)
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fusedcomm.cost import links
 from fusedcomm.cost import model as cost
-from fusedcomm.ops.dispatch import lib
+from fusedcomm.ops.library import lib
 from fusedcomm.redistribution import execute, mesh_groups, placements, search
 from fusedcomm.redistribution.mesh_groups import MeshFacts
 from fusedcomm.redistribution.placements import Unsupported

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import launch, tiles
+from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime.workspace import HeaderLayout
+from fusedcomm.runtime import signals
+from fusedcomm.runtime.segment import HeaderLayout
 from fusedcomm.testing import ptx_order
 
 GROUP_SIZE = 4
@@ -144,11 +145,11 @@ class Problem:
 
     def push(self) -> None:
         x, w, bias = self.tensors()
-        launch.push(x, w, bias, self._spans(), MetaWorkspace(), 1)
+        kernel_launch.push(x, w, bias, self._spans(), MetaWorkspace(), 1)
 
     def unpack(self) -> None:
         out = torch.empty(self._exchange().out_shape, dtype=self.dtype, device="meta")
-        launch.unpack(out, self._spans().unpack, MetaWorkspace(), 1)
+        kernel_launch.unpack(out, self._spans().unpack, MetaWorkspace(), 1)
 
     def _exchange(self) -> Exchange:
         x, w, _ = self.tensors()
@@ -176,7 +177,7 @@ class Gather:
 
     def pack(self) -> None:
         x = self._meta(*self.shape)
-        launch.pack(x, self._exchange().rounds(1 << 62)[0].pack, MetaWorkspace(), 1)
+        kernel_launch.pack(x, self._exchange().rounds(1 << 62)[0].pack, MetaWorkspace(), 1)
 
     def gather(self) -> None:
         exchange = self._exchange()
@@ -186,7 +187,7 @@ class Gather:
         bias = self._meta(self.n) if self.bias else None
         (spans,) = exchange.rounds(1 << 62)
         out = self._meta(*exchange.out_shape)
-        launch.gather_matmul(out, w, bias, spans, MetaWorkspace(), 1, end_round=self.end_round)
+        kernel_launch.gather_matmul(out, w, bias, spans, MetaWorkspace(), 1, end_round=self.end_round)
 
     def _meta(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -212,12 +213,12 @@ def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> None:
     (spans,) = exchange.rounds(1 << 62)
     out = torch.empty(exchange.out_shape, dtype=dtype, device="meta")
     vector = torch.empty(4096, dtype=dtype, device="meta") if bias else None
-    launch.reduce(out, spans.pack, vector, scale, MetaWorkspace(), 1)
+    kernel_launch.reduce(out, spans.pack, vector, scale, MetaWorkspace(), 1)
 
 
 def finish() -> None:
     out = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-    launch.finish(out, MetaWorkspace(), 1, end_round=True)
+    signals.finish(out, MetaWorkspace(), 1, end_round=True)
 
 
 START = Problem((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the program of DESIGN section 1
@@ -249,10 +250,10 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "reduce average bias", lambda: reduce(torch.bfloat16, bias=True, scale=1 / GROUP_SIZE)
     yield "reduce fp32 bias", lambda: reduce(torch.float32, bias=True)
     yield "finish", finish
-    yield "wait source", lambda: launch.wait_source(0, MetaWorkspace(), 1)
-    yield "begin push", lambda: launch.begin_push(MetaWorkspace())
-    yield "signal", lambda: launch.signal(MetaWorkspace(), None, 1)
-    yield "wait", lambda: launch.wait(MetaWorkspace(), 1)
+    yield "wait source", lambda: signals.wait_source(0, MetaWorkspace(), 1)
+    yield "begin push", lambda: signals.begin_push(MetaWorkspace())
+    yield "signal", lambda: signals.signal(MetaWorkspace(), None, 1)
+    yield "wait", lambda: signals.wait(MetaWorkspace(), 1)
 
 
 def gathers() -> Iterator[tuple[str, Callable[[], None]]]:

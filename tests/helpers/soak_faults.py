@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from fusedcomm.algorithms.transport import CpuTransport
-from fusedcomm.runtime import workspace
+from fusedcomm.runtime import segment, workspace
 from tests.soak import invoke, worker
 from tests.soak.data import Data
 from tests.soak.jitter import jitter
@@ -26,7 +26,7 @@ SHARE = 0.3  # of signals and waits that are late
 
 @contextmanager
 def one_slot() -> Iterator[None]:
-    with mock.patch.object(workspace, "NUM_SLOTS", 1):
+    with mock.patch.object(segment, "NUM_SLOTS", 1):
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.runtime.workspace import HeaderLayout
+from fusedcomm.runtime.segment import HeaderLayout
 
 GUARD = 0xA5
 NOT_A_NUMBER = 0xFF  # in every byte of a float of any type

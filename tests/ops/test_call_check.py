@@ -173,7 +173,7 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
         op, "g", torch.device("cpu"), geometry.of(getattr(geometry, op), *given), torch.float32
     )
     record.number = 7
-    facts = facts_of(record, Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2), [None, torch.ones(9), False])
+    facts = facts_of(record, Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2), torch.ones(9), by_product=False)
     assert facts == {
         "op": op,
         **arguments,

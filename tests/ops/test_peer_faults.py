@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.runtime.workspace import NUM_SLOTS, HeaderLayout
+from fusedcomm.runtime.segment import NUM_SLOTS, HeaderLayout
 from tests.helpers.groups import WITH_FEW_FUSED, call, check, fresh_group, member_of
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import OPS, Problem, flat, integers, unflat

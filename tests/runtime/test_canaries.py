@@ -11,7 +11,8 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.runtime import canaries
 from fusedcomm.runtime.canaries import GUARD_BYTES
-from fusedcomm.runtime.workspace import NUM_SLOTS, HeaderLayout, Round, Workspace, slot_bytes_within
+from fusedcomm.runtime.segment import NUM_SLOTS, HeaderLayout, slot_bytes_within
+from fusedcomm.runtime.workspace import Round, Workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.problems import PROBLEMS
 
@@ -53,6 +54,10 @@ def test_slots_with_guards_keep_within_the_cap(cap: int) -> None:
     assert cap - 2 * 128 * NUM_SLOTS < size <= cap
 
 
+def damage(workspace: Workspace) -> str | None:
+    return canaries.damage(workspace.buffers[0], workspace.layout, workspace.slot_bytes, 0)
+
+
 def test_slots_that_are_full_harm_no_guard() -> None:
     """Negative control."""
     workspace = guarded()
@@ -60,7 +65,7 @@ def test_slots_that_are_full_harm_no_guard() -> None:
         start, end = slot(workspace, i)
         workspace.buffers[0][start:end] = 255
     workspace.buffers[0][: HeaderLayout(2).header_bytes] = 255
-    assert canaries.damage(workspace) is None
+    assert damage(workspace) is None
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 7, GUARD_BYTES])
@@ -71,7 +76,7 @@ def test_an_overrun_is_found_and_named(side: str, i: int, num_bytes: int) -> Non
     start, end = slot(workspace, i)
     where = slice(start - num_bytes, start) if side == "before" else slice(end, end + num_bytes)
     workspace.buffers[0][where] = 0
-    text = canaries.damage(workspace)
+    text = damage(workspace)
     assert text is not None and text.startswith("guard bytes of rank 0's segment must stay as they are")
     offset = num_bytes if side == "before" else 0
     if num_bytes < GUARD_BYTES:  # else it is as near to the other slot

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.algorithms import launch, planner
+from fusedcomm.algorithms import kernel_launch, planner
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.runtime import members, workspace
 from tests.helpers.groups import call, check, fresh_group
@@ -43,7 +43,7 @@ def check_left_round(rank: int, algorithm: str, seconds: float) -> None:
         check(group, problem, call(group, problem, 0))
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(workspace.Round if algorithm == "chunked" else launch, name, leave)
+                patch.setattr(workspace.Round if algorithm == "chunked" else kernel_launch, name, leave)
                 with pytest.raises(Left):
                     call(group, problem, 1)
             else:
@@ -243,7 +243,7 @@ def test_a_late_rank_gets_an_error_too(ranks: Any) -> None:
 def check_failure_in_a_later_round(rank: int, algorithm: str) -> None:
     """Rank 0 has given up in round 3 before rank 1 reads round 2: those data are good, the next call is not."""
     problem = BY_NAME["heads"]
-    received, unpack = workspace.Round.received, launch.unpack
+    received, unpack = workspace.Round.received, kernel_launch.unpack
 
     def late_received(self: workspace.Round, src_rank: int) -> torch.Tensor:
         time.sleep(2)
@@ -258,7 +258,7 @@ def check_failure_in_a_later_round(rank: int, algorithm: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(workspace.Round, "received", late_received)
-                patch.setattr(launch, "unpack", late_unpack)
+                patch.setattr(kernel_launch, "unpack", late_unpack)
             check(group, problem, call(group, problem, 1), 1)
         with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
             call(group, problem, 2)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.algorithms import launch, planner
-from fusedcomm.runtime import workspace
+from fusedcomm.algorithms import kernel_launch, planner
+from fusedcomm.runtime import segment, workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
 
@@ -142,7 +142,7 @@ def check_retired(rank: int) -> None:
         assert member.workspace is not first
         dist.barrier(group)
         if rank == 0:  # as a kernel of a replay does
-            first.record.fill(workspace.MISMATCHED, 9, rank, 1, [0, 0], [1])  # a call alone would time out
+            first.record.fill(segment.MISMATCHED, 9, rank, 1, [0, 0], [1])  # a call alone would time out
             for check_it in (lambda: fusedcomm.synchronize(group), lambda: call(group, small)):
                 with pytest.raises(fusedcomm.PeerMismatchError, match="round 9") as caught:
                     check_it()
@@ -169,7 +169,7 @@ def late_reads(algorithm: str, rank: int) -> Iterator[None]:
         if rank == workspace.group_size - 1 and delays.random() < 0.2:
             time.sleep(delays.uniform(0, 0.01))
 
-    wait, unpack = workspace.Round.wait, launch.unpack
+    wait, unpack = workspace.Round.wait, kernel_launch.unpack
 
     def late_wait(self: workspace.Round, src_rank: int) -> None:
         wait(self, src_rank)
@@ -183,7 +183,7 @@ def late_reads(algorithm: str, rank: int) -> Iterator[None]:
         if algorithm == "chunked":
             patch.setattr(workspace.Round, "wait", late_wait)
         else:
-            patch.setattr(launch, "unpack", late_unpack)
+            patch.setattr(kernel_launch, "unpack", late_unpack)
         yield
 
 
@@ -191,7 +191,7 @@ def run_delayed(rank: int, algorithm: str, num_slots: int, calls: int) -> int:
     """Calls back to back with fresh data and a late rank. Returns the number of wrong calls."""
     problem, wrong = BY_NAME["rows-gathered"], 0
     with pytest.MonkeyPatch.context() as patch, late_reads(algorithm, rank):
-        patch.setattr(workspace, "NUM_SLOTS", num_slots)
+        patch.setattr(segment, "NUM_SLOTS", num_slots)
         with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
             for seed in range(calls):
                 try:

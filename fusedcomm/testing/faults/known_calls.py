@@ -12,7 +12,8 @@ import fusedcomm
 from fusedcomm.bench.problem import Size
 from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import difference
-from fusedcomm.runtime.workspace import NUM_SLOTS, Workspace
+from fusedcomm.runtime.segment import NUM_SLOTS
+from fusedcomm.runtime.workspace import Workspace
 
 SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults: growth is cheap, and guards are checked byte by byte
 SMALL = Size(rows=13, k=5, n=7)
