@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks import op_sweep
 from benchmarks.op_sweep import DTYPES, Goal
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 
 BASELINE, OURS, REMOVED = "baseline", "ours", "removed"
@@ -161,7 +161,7 @@ HEADING = (
 
 
 def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds: int) -> Row:
-    device = launch.rank_device(device_type)
+    device = world.rank_device(device_type)
     data = BlockData(block, DTYPES[dtype], device)
     variants = data.variants()
     check_values({name: variants[name] for name in (BASELINE, OURS)}, data.check)
@@ -195,10 +195,10 @@ def main(block_type: type[Block], argv: Sequence[str] | None = None) -> int:
 
 
 def _main(block: Block, args: argparse.Namespace) -> int:
-    device_type = launch.default_device_type()
-    env = launch.HUGE_PAGES if args.huge_pages else None
+    device_type = world.default_device_type()
+    env = world.HUGE_PAGES if args.huge_pages else None
     rows: list[Row] = []
-    with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S, env) as call:
+    with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
         huge_pages = call(op_sweep.has_huge_pages)
         for dtype in args.dtype:
             row = call(measure_block, block, dtype, device_type, args.rounds)

@@ -39,7 +39,7 @@ from torch import Tensor
 import fusedcomm
 from benchmarks.gpu_cases import ALGORITHMS, CASES, OPS, SMALL, Case, Inputs, first_of, loaded_group
 from benchmarks.gpu_speed import check_speed
-from fusedcomm.launch.launch import run_facts
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankPool
 
 # Each costs seconds of Triton's compiler: all cases of the first, of the others each op's ragged one.

@@ -37,7 +37,8 @@ import torch.distributed as dist
 
 from fusedcomm.bench.problem import AUTO, BASELINE, ROOF, OpBench, RankData, Size
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 ROWS = (512, 2048, 2500)
@@ -158,12 +159,12 @@ def _shape(row: Row | Ragged) -> str:
 
 def has_huge_pages(rank: int) -> bool:
     """As this rank's environment has it: torch's own allocations ask for huge pages."""
-    return launch.torch_asks_for_huge_pages()
+    return world.torch_asks_for_huge_pages()
 
 
 def pages(huge_pages: bool) -> str:
     setting = "huge for all" if huge_pages else "torch's default, huge for the results of our ops"
-    return f"pages: {setting} (transparent_hugepage: {launch.system_huge_pages()})"
+    return f"pages: {setting} (transparent_hugepage: {world.system_huge_pages()})"
 
 
 # In every rank
@@ -172,7 +173,7 @@ def pages(huge_pages: bool) -> str:
 def measure_row(
     rank: int, bench: OpBench, size: Size, dtype: str, device_type: str, rounds: int, backward: bool = False
 ) -> Row:
-    device = launch.rank_device(device_type)
+    device = world.rank_device(device_type)
     size = bench.divisible(size, dist.get_world_size())
     data = RankData(bench, size, DTYPES[dtype], device, "both" if backward else "forward")
     variants = data.variants()
@@ -183,7 +184,7 @@ def measure_row(
 
 
 def measure_decode(rank: int, bench: OpBench, size: Size, dtype: str, device_type: str, rounds: int) -> Row:
-    device = launch.rank_device(device_type)
+    device = world.rank_device(device_type)
     if bench.cut == "rows":
         size = replace(size, rows=size.rows * dist.get_world_size())
     size = bench.divisible(size, dist.get_world_size())
@@ -201,7 +202,7 @@ def measure_decode(rank: int, bench: OpBench, size: Size, dtype: str, device_typ
 
 def measure_ragged(rank: int, bench: OpBench, aligned: Size, dtype: str, device_type: str, rounds: int) -> list[Ragged]:
     """All sizes in turn in every round, so that a ratio is not of two moments of the machine."""
-    device = launch.rank_device(device_type)
+    device = world.rank_device(device_type)
     num_ranks = dist.get_world_size()
     aligned = bench.divisible(aligned, num_ranks)
     sizes = [aligned, *bench.ragged(aligned, num_ranks)]
@@ -282,14 +283,14 @@ def main(bench: OpBench, argv: Sequence[str] | None = None) -> int:
 
 
 def _main(bench: OpBench, args: argparse.Namespace) -> int:
-    device_type = launch.default_device_type()
+    device_type = world.default_device_type()
     mode = args.mode or "forward"
-    env = launch.HUGE_PAGES if args.huge_pages else None
+    env = world.HUGE_PAGES if args.huge_pages else None
     rows: list[Row] = []
     ragged: list[Ragged] = []
-    with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S, env) as call:
+    with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
         huge_pages = call(has_huge_pages)
-        print_here = launch.is_rank_0()
+        print_here = world.is_rank_0()
         if print_here and device_type == "cpu":
             print(pages(huge_pages))
         for dtype, size in itertools.product(args.dtype, sizes_of(bench, mode, args) if mode != "ragged" else []):
@@ -321,7 +322,7 @@ def _main(bench: OpBench, args: argparse.Namespace) -> int:
 
 def write_json(file: str, report: dict[str, Any]) -> None:
     with open(file, "w") as opened:
-        json.dump(launch.run_facts() | report, opened, indent=2)
+        json.dump(run_facts() | report, opened, indent=2)
 
 
 def parse(bench: OpBench, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -353,7 +354,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 
 def refuse_wrong_pages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.huge_pages and launch.default_device_type() == "cuda":
+    if args.huge_pages and world.default_device_type() == "cuda":
         parser.error("--huge-pages is for CPU ranks, and this bench takes the GPUs")
-    if args.huge_pages and launch.under_torchrun() and not launch.torch_asks_for_huge_pages():
+    if args.huge_pages and world.under_torchrun() and not world.torch_asks_for_huge_pages():
         parser.error("--huge-pages under torchrun: start torchrun with THP_MEM_ALLOC_ENABLE=1")

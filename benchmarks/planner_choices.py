@@ -30,7 +30,8 @@ from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import ValuesDiffer, check_values, measure_rounds
 from fusedcomm.cost import model as cost
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
@@ -98,7 +99,7 @@ class Summary:
 
 
 def measure_row(rank: int, bench: OpBench, size: Size, dtype: str, decode: bool, device_type: str, rounds: int) -> Row:
-    device, num_ranks = launch.rank_device(device_type), dist.get_world_size()
+    device, num_ranks = world.rank_device(device_type), dist.get_world_size()
     if decode and bench.cut == "rows":
         size = replace(size, rows=size.rows * num_ranks)
     size = bench.divisible(size, num_ranks)
@@ -152,27 +153,27 @@ def _default_plan(op: str, exchange: Exchange, dtype: str, ours: members.Member)
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    device_type = launch.default_device_type()
+    device_type = world.default_device_type()
     shapes = list(itertools.product((False, True), args.op, args.dtype))
     rows: list[Row] = []
     try:
-        with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S) as call:
+        with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S) as call:
             for decode, op, dtype in shapes:
                 for size in sizes_of(PROGRAMS[op], "decode" if decode else "forward", args):
                     row = call(measure_row, PROGRAMS[op], size, dtype, decode, device_type, args.rounds)
-                    if launch.is_rank_0():
+                    if world.is_rank_0():
                         print(row if rows else f"{_heading(row)}\n{row}", flush=True)
                         rows.append(row)
     except (ValuesDiffer, RankError) as error:
         print(f"bench_planner: {error}", file=sys.stderr)
         return 1
-    if not launch.is_rank_0():
+    if not world.is_rank_0():
         return 0
     found = summaries(rows)
     print("", *found, sep="\n")
     if args.json:
         facts = {"rounds": args.rounds, "rows": [asdict(row) for row in rows], "summaries": [asdict(s) for s in found]}
-        output.write_json(args.json, launch.run_facts() | facts)
+        console.write_json(args.json, run_facts() | facts)
     return 0
 
 

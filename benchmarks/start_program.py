@@ -38,7 +38,7 @@ from benchmarks.op_sweep import DTYPES, Goal
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, difference, measure_rounds
 from fusedcomm.cli.demo_problem import DTENSOR_LOGGER
 from fusedcomm.compile.reports import Report
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 
 EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "exchange", "compiled", "op"
@@ -228,7 +228,7 @@ HEADING += "".join(f"{name:>22s}" for name in ("plain/compiled", "plain/exchange
 
 
 def measure_program(rank: int, sizes: Sizes, dtype: str, device_type: str, rounds: int) -> Row:
-    device = launch.rank_device(device_type)
+    device = world.rank_device(device_type)
     logging.getLogger(DTENSOR_LOGGER).setLevel(logging.ERROR)  # that it gathers is what the heading says
     data = RankData(sizes, DTYPES[dtype], device)
     variants = data.variants()
@@ -264,11 +264,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    device_type = launch.default_device_type()
+    device_type = world.default_device_type()
     sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
-    env = launch.HUGE_PAGES if args.huge_pages else None
+    env = world.HUGE_PAGES if args.huge_pages else None
     rows: list[Row] = []
-    with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S, env) as call:
+    with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
         huge_pages = call(op_sweep.has_huge_pages)
         for dtype in args.dtype:
             row = call(measure_program, sizes, dtype, device_type, args.rounds)

@@ -13,7 +13,7 @@ import fusedcomm
 from fusedcomm.bench.problem import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, RankData, Size
 from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import Check, Timing, check_values, measure
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
 
@@ -112,7 +112,7 @@ def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, optio
     data = rank_data(op, size, dtype, direction, options.device_type)
     every = variants(data, options.algorithms)
     plans = {algorithm: _plan(data, algorithm) for algorithm in options.algorithms}
-    with output.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
+    with console.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
         check_values(every, data.check)
         if options.graph:
             plans = {algorithm: _planned_in_graph(data, algorithm) for algorithm in plans}
@@ -149,8 +149,8 @@ def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, optio
 
 def rank_facts(rank: int, device_type: str) -> dict[str, Any]:
     """What figures depend on and only ranks know. "topology": what they have voted on; None where no op has run."""
-    facts: dict[str, Any] = {"huge_pages": launch.torch_asks_for_huge_pages(), "topology": None}
-    if member := members.known_member(resolve(None)[1], launch.rank_device(device_type)):
+    facts: dict[str, Any] = {"huge_pages": world.torch_asks_for_huge_pages(), "topology": None}
+    if member := members.known_member(resolve(None)[1], world.rank_device(device_type)):
         topology = asdict(member.topology)
         constants = topology.pop("constants")
         facts["topology"] = topology | {"numbers": constants["source"] if constants else "default"}
@@ -160,7 +160,7 @@ def rank_facts(rank: int, device_type: str) -> dict[str, Any]:
 def rank_data(op: str, size: Size, dtype: str, direction: str, device_type: str) -> RankData:
     bench = PROGRAMS[op]
     size = bench.divisible(size, dist.get_world_size())
-    return RankData(bench, size, DTYPES[dtype], launch.rank_device(device_type), direction)
+    return RankData(bench, size, DTYPES[dtype], world.rank_device(device_type), direction)
 
 
 def variants(data: RankData, algorithms: tuple[str, ...]) -> dict[str, Callable[[], Any]]:

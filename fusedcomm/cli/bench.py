@@ -18,7 +18,8 @@ from fusedcomm.bench.plain import COLLECTIVES, measure_collective
 from fusedcomm.bench.problem import AUTO, BASELINE, MATMULS, Size
 from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 ROUND_S = 60  # of a size, at most
@@ -64,21 +65,21 @@ def _common_arguments() -> argparse.ArgumentParser:
     sizes.add_argument("-e", "--maxbytes", type=_bytes, metavar="BYTES", help="largest (default: the smallest)")
     sizes.add_argument("-f", "--stepfactor", type=_factor, default=2.0, metavar="F", help="from size to size (2)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="bfloat16 on GPUs, float32 and bfloat16 on CPU")
-    parser.add_argument("--rounds", "-n", type=output.positive, default=9, metavar="N", help="measured (9)")
-    parser.add_argument("--warmup", "-w", type=output.positive, default=2, metavar="N", help="rounds before (2)")
+    parser.add_argument("--rounds", "-n", type=console.positive, default=9, metavar="N", help="measured (9)")
+    parser.add_argument("--warmup", "-w", type=console.positive, default=2, metavar="N", help="rounds before (2)")
     parser.add_argument("--check", action="store_true", help="check the result of every measured call too")
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
-    output.add_rank_arguments(parser)
+    console.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write every figure, and what it depends on")
     parser.add_argument("--csv", metavar="FILE", help="write a line per row")
     return parser
 
 
 def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", nargs=3, type=output.positive, metavar=("ROWS", "K", "N"), action="append")
-    parser.add_argument("-K", type=output.positive, help="of sizes given in bytes (1024; 4096 where K is exchanged)")
-    parser.add_argument("-N", type=output.positive, help="of sizes given in bytes (4096; 1024 where K is exchanged)")
-    parser.add_argument("--batch", type=output.positive, default=0, metavar="B", help="x is [B, rows / B, K]")
+    parser.add_argument("--shape", nargs=3, type=console.positive, metavar=("ROWS", "K", "N"), action="append")
+    parser.add_argument("-K", type=console.positive, help="of sizes given in bytes (1024; 4096 where K is exchanged)")
+    parser.add_argument("-N", type=console.positive, help="of sizes given in bytes (4096; 1024 where K is exchanged)")
+    parser.add_argument("--batch", type=console.positive, default=0, metavar="B", help="x is [B, rows / B, K]")
     parser.add_argument("--pass", dest="direction", nargs="+", choices=tuple(MATMULS), default=["forward"])
     parser.add_argument("--algorithm", nargs="+", choices=ALGORITHMS, default=[AUTO], help="default: the planner's")
     parser.add_argument("--plot", metavar="DIR", help="write PNGs: ratio, roofline, and lanes of each op")
@@ -90,10 +91,10 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.what == SUITE:
         return suite.run(args)
-    device_type = args.device or launch.default_device_type()
+    device_type = args.device or world.default_device_type()
     if problem := _wrong_arguments(args, device_type):
-        return output.fail("bench", problem, code=2)
-    world_size = args.world_size or launch.default_world_size(device_type)
+        return console.fail("bench", problem, code=2)
+    world_size = args.world_size or world.default_world_size(device_type)
     options = Options(
         device_type=device_type,
         rounds=args.rounds,
@@ -104,18 +105,18 @@ def run(args: argparse.Namespace) -> int:
     )
     results, code = Results(), 0
     try:
-        with launch.ranks(device_type, world_size, ROUND_S * (args.rounds + args.warmup), trace.QUIET) as call:
+        with world.ranks(device_type, world_size, ROUND_S * (args.rounds + args.warmup), trace.QUIET) as call:
             _measure_all(args, options, call, results)
     except (ValuesDiffer, RankError) as error:
-        code = output.fail("bench", launch.message(error))
-    if launch.is_rank_0() and results.rows:  # of the sizes before a failure too
+        code = console.fail("bench", world.message(error))
+    if world.is_rank_0() and results.rows:  # of the sizes before a failure too
         _write(args, options, results)
     return code
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
-    if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
+    if device_type == "cuda" and (missing := world.missing_gpus(args.world_size)):
         return f"--device cuda: {missing}"
     if args.graph and device_type == "cpu":
         return "--graph replays CUDA graphs: it needs --device cuda, got cpu"
@@ -127,14 +128,14 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
         return "--shape and --minbytes both say the sizes: give one of them"
     if getattr(args, "plot", None) and (problem := plots.missing() or plots.not_writable(Path(args.plot))):
         return f"--plot: {problem}"
-    for name in ("json", "csv", "trace") if launch.is_rank_0() else ():
-        if problem := output.not_writable(getattr(args, name, None)):
+    for name in ("json", "csv", "trace") if world.is_rank_0() else ():
+        if problem := console.not_writable(getattr(args, name, None)):
             return f"--{name} {problem}"
     return None
 
 
-def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call, results: Results) -> None:
-    here, console = launch.is_rank_0(), output.wide_console(WIDTH)
+def _measure_all(args: argparse.Namespace, options: Options, call: world.Call, results: Results) -> None:
+    here, out = world.is_rank_0(), console.wide_stdout(WIDTH)
     dtypes = args.dtype or (["bfloat16"] if options.device_type == "cuda" else ["float32", "bfloat16"])
     for op in MANY.get(args.what, (args.what,)):
         rows: list[table.AnyRow] = []
@@ -147,10 +148,10 @@ def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call, 
             traced = call(record_op, op, size, dtype, direction, options)
             results.traces |= {op: traced} if here else {}
         if here:
-            console.print(table.table(rows, op))
+            out.print(table.table(rows, op))
     results.facts = call(rank_facts, options.device_type) or {}
     if here:
-        _print_end(console, results.rows, options)
+        _print_end(out, results.rows, options)
 
 
 def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Options) -> Iterator[tuple[Any, ...]]:
@@ -201,28 +202,28 @@ def record_op(rank: int, op: str, size: Size, dtype: str, direction: str, option
     return trace.record(chosen, data.device)
 
 
-def _print_end(console: Console, rows: Sequence[table.AnyRow], options: Options) -> None:
+def _print_end(out: Console, rows: Sequence[table.AnyRow], options: Options) -> None:
     if lines := table.summary(rows):
-        console.print(table.summary_table(lines))
+        out.print(table.summary_table(lines))
     where = (
         "CPU ranks of one thread; only ratios within one run mean anything" if options.device_type == "cpu" else "GPUs"
     )
     checked = "of every call" if options.check else "before timing"
-    console.print(
+    out.print(
         f"{rows[0].group_size} {where}. Values checked {checked}; median of {options.rounds} rounds, slowest rank"
     )
     plans = {(row.op, row.algorithm): row.plan for row in rows if isinstance(row, table.Row)}
     for plan in plans.values():
-        console.print(f"plan of the last size: {plan}", markup=False)
+        out.print(f"plan of the last size: {plan}", markup=False)
 
 
 def _write(args: argparse.Namespace, options: Options, results: Results) -> None:
     if args.json:
-        output.write_json(args.json, report(args.what, options, results))
+        console.write_json(args.json, report(args.what, options, results))
     if args.csv:
         table.write_csv(args.csv, results.rows)
     if getattr(args, "trace", None):
-        output.write_json(args.trace, trace.joined(list(results.traces.values())))
+        console.write_json(args.trace, trace.joined(list(results.traces.values())))
     if getattr(args, "plot", None):
         lanes = {op: trace.ranges(each) for op, each in results.traces.items()}
         ops = [row for row in results.rows if isinstance(row, table.Row)]
@@ -233,7 +234,7 @@ def _write(args: argparse.Namespace, options: Options, results: Results) -> None
 def report(what: str, options: Options, results: Results) -> dict[str, Any]:
     """The JSON: every figure and what it depends on. Times in seconds, bandwidths in GB/s."""
     settings = {name: value for name, value in vars(options).items() if name != "algorithms"}
-    return launch.run_facts() | {
+    return run_facts() | {
         "what": what,
         "settings": settings | {"algorithms": list(options.algorithms)},
         **results.facts,

@@ -20,7 +20,6 @@ from fusedcomm import env
 from fusedcomm.bench.problem import Size
 from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
-from fusedcomm.doctor.settings import OURS
 from fusedcomm.machine import version
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
@@ -139,7 +138,7 @@ def find_verdicts(group: Group, primary: str | None) -> list[Finding]:
 
 def _facts(with_gpus: bool) -> dict[str, Any]:
     gpus, index = _uuids() if with_gpus else [], int(os.environ.get("LOCAL_RANK", 0))
-    names = sorted(set(OURS) - {"FUSEDCOMM_HOST_ID", "FUSEDCOMM_CACHE_DIR"})
+    names = sorted(set(env.SETTINGS) - {"FUSEDCOMM_HOST_ID", "FUSEDCOMM_CACHE_DIR"})
     return {
         "host": _hash(env.host_id()),
         "boot": _hash(BOOT_ID.read_text() if BOOT_ID.exists() else platform.node()),

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fusedcomm import machine as facts
-from fusedcomm.doctor import across_ranks, cache, checks, gpus, pci, settings
+from fusedcomm.doctor import across_ranks, cache, checks, facts, gpus, pci, settings
 from fusedcomm.doctor.across_ranks import Group
 from fusedcomm.doctor.checks import Ranks
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, exit_code, in_order
 from fusedcomm.doctor.gpus import Gpu, Machine, Pair
+from fusedcomm.machine import environment
 
 STAGES = 4
 CPU_S, GPU_S = 20.0, 90.0  # of one check; on GPUs CUDA starts and Triton compiles
@@ -52,7 +52,7 @@ def survey(machine: Machine) -> Report:
     report = Report(
         facts.versions(machine.driver, machine.cuda_driver),
         facts.system(),
-        facts.environment(),
+        environment(),
         machine.gpus,
         machine.pairs,
         pci.survey(),

@@ -28,7 +28,7 @@ from fusedcomm.bench.all_to_all.case_call import Call
 from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS, Variant
 from fusedcomm.bench.all_to_all.data import LARGEST, Data, Size, moduli
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing import RankPool
 
@@ -55,7 +55,7 @@ def shared_ranks(
         assert world_size == request.param
         yield lambda fn, *args: ranks(world_size).run(fn, *args)[0]
 
-    monkeypatch.setattr(launch, "ranks", started)
+    monkeypatch.setattr(world, "ranks", started)
     return request.param
 
 
@@ -211,7 +211,7 @@ def test_wrong_arguments_give_code_2_before_any_rank_starts(
     arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(launch, "ranks", None)
+    monkeypatch.setattr(world, "ranks", None)
     assert run_suite(*arguments) == 2
     assert text in capsys.readouterr().err
 
@@ -224,7 +224,7 @@ def test_the_limit_of_a_run_grows_with_its_rounds_and_its_size(monkeypatch: pyte
         limits.append(limit_s)
         yield lambda *args: None
 
-    monkeypatch.setattr(launch, "ranks", started)
+    monkeypatch.setattr(world, "ranks", started)
     for more in ((), ("--rounds", "15"), ("--dim", "1024"), ("--dim", "1024", "--rounds", "200", "--compute", "4")):
         assert run_suite(*more) == 0
     small, rounds, large, long = limits

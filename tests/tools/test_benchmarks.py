@@ -33,7 +33,7 @@ from benchmarks import (
 from fusedcomm.bench import programs
 from fusedcomm.bench.problem import Size
 from fusedcomm.bench.timing import Timing
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing import RankPool
 
@@ -271,7 +271,7 @@ def test_a_bench_says_which_pages_its_ranks_got(
     huge_pages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(world, "default_device_type", lambda: "cpu")
     file = tmp_path / "bench.json"
     arguments = [*SHAPE, "--rounds", "1", "--json", str(file), *["--huge-pages"] * huge_pages]
     assert bench_matmul_all_to_all.main(arguments) == 0
@@ -284,7 +284,7 @@ def test_under_torchrun_its_caller_must_ask_for_huge_pages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rank that reads the option has started torch already."""
-    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(world, "default_device_type", lambda: "cpu")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     bench = bench_matmul_all_to_all.BENCH

@@ -26,7 +26,7 @@ from fusedcomm.bench.problem import Size
 from fusedcomm.bench.programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import main
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.testing import RankPool
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench.json").read_text())
@@ -237,7 +237,7 @@ def test_wrong_arguments(options: list[str], text: str, capsys: pytest.CaptureFi
 
 
 def test_a_backward_alone_is_not_captured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(launch, "missing_gpus", lambda world_size: None)
+    monkeypatch.setattr(world, "missing_gpus", lambda world_size: None)
     assert main(["bench", "ops", "--graph", "--device", "cuda", "--pass", "forward", "backward"]) == 2
     assert "--graph captures a forward, alone or with its backward" in capsys.readouterr().err
 
@@ -276,7 +276,7 @@ def test_a_failure_keeps_what_was_measured_before(
 
         yield call
 
-    monkeypatch.setattr(launch, "ranks", fails_at_the_third)
+    monkeypatch.setattr(world, "ranks", fails_at_the_third)
     file = tmp_path / "rows.csv"
     assert main(["bench", "collectives", "-b", "64", "--device", "cpu", "--dtype", "float32", "--csv", str(file)]) == 1
     assert capsys.readouterr().err == "fusedcomm bench: all of it\n"
@@ -288,7 +288,7 @@ def test_wrong_values_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: p
     def raises(*args: Any) -> Any:
         raise ValuesDiffer("'auto' gave wrong values: rank 1: all of them")
 
-    monkeypatch.setattr(launch, "ranks", raises)
+    monkeypatch.setattr(world, "ranks", raises)
     assert main(["bench", "all_reduce", "--device", "cpu"]) == 1
     assert capsys.readouterr().err == "fusedcomm bench: 'auto' gave wrong values: rank 1: all of them\n"
 

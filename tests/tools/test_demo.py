@@ -21,7 +21,7 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.cli import demo, main
 from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.testing import RankPool
 
 
@@ -109,7 +109,7 @@ def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
 @pytest.fixture
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that starts ranks fails."""
-    monkeypatch.setattr(launch, "ranks", lambda *args: pytest.fail("ranks were started"))
+    monkeypatch.setattr(world, "ranks", lambda *args: pytest.fail("ranks were started"))
 
 
 @pytest.mark.usefixtures("no_ranks")

@@ -27,7 +27,7 @@ from fusedcomm.doctor import across_ranks, checks, gpus, report
 from fusedcomm.doctor.across_ranks import Group, Verdict
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING
 from fusedcomm.errors import PeerTimeoutError
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.ops import dispatch
 from tests.helpers.doctor_machines import UUID, Nvml, canned, shared
@@ -427,7 +427,7 @@ def test_the_start_of_the_process_group_is_bounded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    with launch.ranks("cpu", 0, 7) as call:
+    with world.ranks("cpu", 0, 7) as call:
         assert call(max, 3) == 3
     assert started == ["gloo", datetime.timedelta(seconds=7)]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.cli import main
 from fusedcomm.cli import selftest as cli_selftest
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.runtime import topology
 from fusedcomm.runtime.workspace import Workspace
@@ -146,7 +146,7 @@ def selftest_in_rank(rank: int, plant: Callable[[int], Any], *checks: str) -> tu
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(plant(rank))
         stack.enter_context(contextlib.redirect_stdout(out))
-        stack.enter_context(mock.patch.object(output, "console", lambda: Console(highlight=False, width=400)))
+        stack.enter_context(mock.patch.object(console, "stdout", lambda: Console(highlight=False, width=400)))
         os.environ.pop("TRITON_INTERPRET", None)  # the interpreter takes most of a minute
         code = main(["selftest", "--device", "cpu"])
     return code, out.getvalue()
@@ -256,7 +256,7 @@ def test_ranks_that_end_are_a_failure_and_the_rest_is_not_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextlib.contextmanager
-    def ranks_that_die(*args: Any) -> Iterator[launch.Call]:
+    def ranks_that_die(*args: Any) -> Iterator[world.Call]:
         def call(fn: Callable[..., Any], name: str, device_type: str) -> selftest.Result:
             if name == "time-out":
                 raise RankError([RankFailure(1, "died", None, "SIGSEGV", "")])
@@ -264,7 +264,7 @@ def test_ranks_that_end_are_a_failure_and_the_rest_is_not_run(
 
         yield call
 
-    monkeypatch.setattr(launch, "ranks", ranks_that_die)
+    monkeypatch.setattr(world, "ranks", ranks_that_die)
     assert main(["selftest", "--device", "cpu"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "FAILED: time-out, 3 skipped;" in out and "rank 1 died: SIGSEGV" in out

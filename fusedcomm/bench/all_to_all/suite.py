@@ -19,7 +19,7 @@ from fusedcomm.bench.all_to_all.cases import VARIANTS, Variant, fused
 from fusedcomm.bench.all_to_all.data import Data, Size
 from fusedcomm.bench.all_to_all.parts import Part
 from fusedcomm.bench.timing import Timing, check_values, measure_rounds
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
 from fusedcomm.ops.explain import explain
 
 HOST = torch.device("cpu")  # whose clock it is
@@ -58,11 +58,11 @@ class Report:
 
 def measure_suite(rank: int, cases: Sequence[str], size: Size, device_type: str, rounds: int) -> Report:
     """In every rank. Raises ValuesDiffer on all of them if an element of any call is not in its place."""
-    data = Data(size, launch.rank_device(device_type))
+    data = Data(size, world.rank_device(device_type))
     variants = [variant for variant in VARIANTS if variant.case in cases]
     try:
         calls = {name: _Measured(data, run) for name, run in _runs(variants).items()}
-        with output.progress(rank == 0, WARMUP + rounds, "checking values", "round") as on_round:
+        with console.progress(rank == 0, WARMUP + rounds, "checking values", "round") as on_round:
             _check(data, calls)
             totals = measure_rounds(calls, HOST, rounds=rounds, warmup=WARMUP, on_round=on_round, check=_wrong)
         plan = str(explain("matmul_all_to_all", data.x, data.w, 0, -1, verbose=False))
