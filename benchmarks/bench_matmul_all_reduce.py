@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import op_sweep
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_programs import PROGRAMS
 
 BENCH = PROGRAMS["matmul_all_reduce"]
 

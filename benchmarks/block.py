@@ -138,7 +138,7 @@ class BlockData:
 
 
 @dataclass(frozen=True)
-class Row:
+class BlockRow:
     dtype: str
     baseline: Timing
     ours: Timing
@@ -160,7 +160,7 @@ HEADING = (
 )
 
 
-def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds: int) -> Row:
+def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds: int) -> BlockRow:
     device = world.rank_device(device_type)
     data = BlockData(block, DTYPES[dtype], device)
     variants = data.variants()
@@ -172,7 +172,7 @@ def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds:
     draws = torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
     drawn = _median(gained[draws]) / _median(exposed[draws])
     gain = (_median(gained) / _median(exposed)).item()
-    return Row(dtype, baseline, ours, removed, gain, _spread(drawn), _spread(gained / exposed))
+    return BlockRow(dtype, baseline, ours, removed, gain, _spread(drawn), _spread(gained / exposed))
 
 
 def _median(seconds: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def main(block_type: type[Block], argv: Sequence[str] | None = None) -> int:
 def _main(block: Block, args: argparse.Namespace) -> int:
     device_type = world.default_device_type()
     env = world.HUGE_PAGES if args.huge_pages else None
-    rows: list[Row] = []
+    rows: list[BlockRow] = []
     with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
         huge_pages = call(op_sweep.has_huge_pages)
         for dtype in args.dtype:
@@ -213,7 +213,7 @@ def _main(block: Block, args: argparse.Namespace) -> int:
     print("", *goals, sep="\n")
     if args.json:
         facts = {"block": block.name, "sizes": asdict(block), "rounds": args.rounds, "huge_pages": huge_pages}
-        lists: dict[str, list[Row] | list[Goal]] = {"rows": rows, "goals": goals}
+        lists: dict[str, list[BlockRow] | list[Goal]] = {"rows": rows, "goals": goals}
         op_sweep.write_json(
             args.json, facts | {name: [asdict(each) for each in every] for name, every in lists.items()}
         )

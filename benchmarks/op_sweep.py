@@ -35,14 +35,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedcomm.bench.problem import AUTO, BASELINE, ROOF, OpBench, RankData, Size
+from fusedcomm.bench.op_bench import AUTO, BASELINE, ROOF, MatmulSize, OpBench, OpData
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.launch import world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 ROWS = (512, 2048, 2500)
-ALIGNED = Size(2048, 1024, 2048)  # whose neighbours are ragged
+ALIGNED = MatmulSize(2048, 1024, 2048)  # whose neighbours are ragged
 DECODE_ROWS = (1, 4, 16, 64)  # of each rank where the group divides rows
 DECODE_K_N = ((1024, 1024), (1024, 4096), (2048, 2048), (4096, 1024), (4096, 4096))
 DECODE_CALLS = 20  # per measurement: one takes less time than the start of a measurement differs by
@@ -73,7 +73,7 @@ GOALS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """One size. ``times``: of roof, baseline and auto; with --decode of the forced algorithms in place of roof."""
 
     rows: int
@@ -113,7 +113,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Ragged:
+class RaggedRow:
     """Speed per flop, relative to the aligned size measured beside it."""
 
     rows: int
@@ -153,7 +153,7 @@ def _shape_heading() -> str:
     return f"{'rows':>5s} {'K':>5s} {'N':>5s}  {'dtype':9s}"
 
 
-def _shape(row: Row | Ragged) -> str:
+def _shape(row: SweepRow | RaggedRow) -> str:
     return f"{row.rows:5d} {row.k:5d} {row.n:5d}  {row.dtype:9s}"
 
 
@@ -171,24 +171,24 @@ def pages(huge_pages: bool) -> str:
 
 
 def measure_row(
-    rank: int, bench: OpBench, size: Size, dtype: str, device_type: str, rounds: int, backward: bool = False
-) -> Row:
+    rank: int, bench: OpBench, size: MatmulSize, dtype: str, device_type: str, rounds: int, backward: bool = False
+) -> SweepRow:
     device = world.rank_device(device_type)
     size = bench.divisible(size, dist.get_world_size())
-    data = RankData(bench, size, DTYPES[dtype], device, "both" if backward else "forward")
+    data = OpData(bench, size, DTYPES[dtype], device, "both" if backward else "forward")
     variants = data.variants()
     check_values(variants, data.check)
     data.randomize()
     times = measure(variants, device, rounds=rounds, warmup=2)
-    return Row(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
+    return SweepRow(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
 
 
-def measure_decode(rank: int, bench: OpBench, size: Size, dtype: str, device_type: str, rounds: int) -> Row:
+def measure_decode(rank: int, bench: OpBench, size: MatmulSize, dtype: str, device_type: str, rounds: int) -> SweepRow:
     device = world.rank_device(device_type)
     if bench.cut == "rows":
         size = replace(size, rows=size.rows * dist.get_world_size())
     size = bench.divisible(size, dist.get_world_size())
-    data = RankData(bench, size, DTYPES[dtype], device)
+    data = OpData(bench, size, DTYPES[dtype], device)
     every = dict(data.variants())
     del every[ROOF]
     variants = {BASELINE: every[BASELINE], **{name: data.forced(name) for name in ALGORITHMS[device_type]}}
@@ -197,29 +197,31 @@ def measure_decode(rank: int, bench: OpBench, size: Size, dtype: str, device_typ
     data.randomize()
     many = {name: _repeat(variant, DECODE_CALLS) for name, variant in variants.items()}
     times = {name: t / DECODE_CALLS for name, t in measure(many, device, rounds=rounds, warmup=2).items()}
-    return Row(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
+    return SweepRow(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
 
 
-def measure_ragged(rank: int, bench: OpBench, aligned: Size, dtype: str, device_type: str, rounds: int) -> list[Ragged]:
+def measure_ragged(
+    rank: int, bench: OpBench, aligned: MatmulSize, dtype: str, device_type: str, rounds: int
+) -> list[RaggedRow]:
     """All sizes in turn in every round, so that a ratio is not of two moments of the machine."""
     device = world.rank_device(device_type)
     num_ranks = dist.get_world_size()
     aligned = bench.divisible(aligned, num_ranks)
     sizes = [aligned, *bench.ragged(aligned, num_ranks)]
-    variants: dict[tuple[str, Size], Callable[[], Any]] = {}
+    variants: dict[tuple[str, MatmulSize], Callable[[], Any]] = {}
     for size in sizes:
-        data = RankData(bench, size, DTYPES[dtype], device)
+        data = OpData(bench, size, DTYPES[dtype], device)
         every = data.variants()
         check_values({name: every[name] for name in (ROOF, AUTO)}, data.check)
         data.randomize()
         variants |= {(name, size): every[name] for name in (ROOF, AUTO)}
     times = measure({str(key): variant for key, variant in variants.items()}, device, rounds=rounds, warmup=2)
 
-    def kept(name: str, size: Size) -> float:
+    def kept(name: str, size: MatmulSize) -> float:
         speed, before = (s.flops / times[str((name, s))].median for s in (size, aligned))
         return speed / before
 
-    return [Ragged(s.rows, s.k, s.n, dtype, times[str((AUTO, s))], kept(AUTO, s), kept(ROOF, s)) for s in sizes[1:]]
+    return [RaggedRow(s.rows, s.k, s.n, dtype, times[str((AUTO, s))], kept(AUTO, s), kept(ROOF, s)) for s in sizes[1:]]
 
 
 def _repeat(variant: Callable[[], Any], calls: int) -> Callable[[], None]:
@@ -233,7 +235,7 @@ def _repeat(variant: Callable[[], Any], calls: int) -> Callable[[], None]:
 # In the process that prints
 
 
-def summary(bench: OpBench, rows: Sequence[Row], ragged: Sequence[Ragged], mode: str) -> list[Goal]:
+def summary(bench: OpBench, rows: Sequence[SweepRow], ragged: Sequence[RaggedRow], mode: str) -> list[Goal]:
     goals = GOALS[bench.op]
     mean, minimum, over_roof = goals.mean, goals.minimum, goals.over_roof
     if mode == "backward":
@@ -260,7 +262,7 @@ def at_least(name: str, value: float, bound: float | None) -> Goal:
     return Goal(name, value) if bound is None else Goal(name, value, f">= {bound}", value >= bound)
 
 
-def sizes_of(bench: OpBench, mode: str, args: argparse.Namespace) -> list[Size]:
+def sizes_of(bench: OpBench, mode: str, args: argparse.Namespace) -> list[MatmulSize]:
     if args.shape:
         shapes = [tuple(shape) for shape in args.shape]
     elif mode == "decode":
@@ -270,7 +272,7 @@ def sizes_of(bench: OpBench, mode: str, args: argparse.Namespace) -> list[Size]:
         shapes = bench.corners()
     else:
         shapes = list(itertools.product(ROWS, bench.k, bench.n))
-    return [Size(rows, k, n, args.batch) for rows, k, n in shapes]
+    return [MatmulSize(rows, k, n, args.batch) for rows, k, n in shapes]
 
 
 def main(bench: OpBench, argv: Sequence[str] | None = None) -> int:
@@ -286,8 +288,8 @@ def _main(bench: OpBench, args: argparse.Namespace) -> int:
     device_type = world.default_device_type()
     mode = args.mode or "forward"
     env = world.HUGE_PAGES if args.huge_pages else None
-    rows: list[Row] = []
-    ragged: list[Ragged] = []
+    rows: list[SweepRow] = []
+    ragged: list[RaggedRow] = []
     with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
         huge_pages = call(has_huge_pages)
         print_here = world.is_rank_0()
@@ -314,7 +316,7 @@ def _main(bench: OpBench, args: argparse.Namespace) -> int:
         print("", *goals, sep="\n")
         if args.json:
             facts = {"op": bench.op, "mode": mode, "rounds": args.rounds, "huge_pages": huge_pages}
-            lists: dict[str, Sequence[Row | Ragged]] = {"rows": rows, "ragged": ragged}
+            lists: dict[str, Sequence[SweepRow | RaggedRow]] = {"rows": rows, "ragged": ragged}
             report = {name: [each.report() for each in every] for name, every in lists.items()}
             write_json(args.json, facts | report | {"goals": [asdict(goal) for goal in goals]})
     return 0

@@ -66,7 +66,7 @@ def matmul_and_reshard_heads(
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProgramSizes:
     """x [batch, tokens, K], w [batch, K, N] on every rank."""
 
     pairs: int = 4
@@ -81,13 +81,13 @@ class Sizes:
         return f"{self.pairs} pairs, x ({b}, {t}, {k}), w ({b}, {k}, {n}), {self.heads} heads"
 
 
-class RankData:
+class ProgramData:
     """One rank's inputs and the ways to use them.
 
     They start as integers small enough for products and sums to be exact in every dtype and order.
     """
 
-    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, sizes: ProgramSizes, dtype: torch.dtype, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.sizes, self.dtype, self.device = sizes, dtype, device
@@ -205,7 +205,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Row:
+class ProgramRow:
     dtype: str
     fused: int
     times: dict[str, Timing]
@@ -227,15 +227,15 @@ HEADING = f"{'dtype':9s}{'fused':>6s}" + "".join(f"{name} ms".rjust(13) for name
 HEADING += "".join(f"{name:>22s}" for name in ("plain/compiled", "plain/exchange", "op/compiled", "compiled/roof"))
 
 
-def measure_program(rank: int, sizes: Sizes, dtype: str, device_type: str, rounds: int) -> Row:
+def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str, rounds: int) -> ProgramRow:
     device = world.rank_device(device_type)
     logging.getLogger(DTENSOR_LOGGER).setLevel(logging.ERROR)  # that it gathers is what the heading says
-    data = RankData(sizes, DTYPES[dtype], device)
+    data = ProgramData(sizes, DTYPES[dtype], device)
     variants = data.variants()
     check_values(variants, data.check)
     data.randomize()
     seconds = measure_rounds({name: variants[name] for name in TIMED}, device, rounds=rounds, warmup=2)
-    return Row(
+    return ProgramRow(
         dtype,
         data.num_fused,
         {name: Timing.of(each) for name, each in seconds.items()},
@@ -246,7 +246,7 @@ def measure_program(rank: int, sizes: Sizes, dtype: str, device_type: str, round
     )
 
 
-def summary(rows: Sequence[Row]) -> list[Goal]:
+def summary(rows: Sequence[ProgramRow]) -> list[Goal]:
     found = []
     for row in rows:
         found.append(op_sweep.at_least(f"plain/compiled, {row.dtype}", row.plain_over_compiled.median, FASTER))
@@ -265,9 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     device_type = world.default_device_type()
-    sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
+    sizes = ProgramSizes(**{field.name: getattr(args, field.name) for field in fields(ProgramSizes)})
     env = world.HUGE_PAGES if args.huge_pages else None
-    rows: list[Row] = []
+    rows: list[ProgramRow] = []
     with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
         huge_pages = call(op_sweep.has_huge_pages)
         for dtype in args.dtype:
@@ -283,7 +283,7 @@ def _main(args: argparse.Namespace) -> int:
     print("", *goals, sep="\n")
     if args.json:
         facts = {"program": "compile", "sizes": asdict(sizes), "rounds": args.rounds, "huge_pages": huge_pages}
-        lists: dict[str, list[Row] | list[Goal]] = {"rows": rows, "goals": goals}
+        lists: dict[str, list[ProgramRow] | list[Goal]] = {"rows": rows, "goals": goals}
         op_sweep.write_json(
             args.json, facts | {name: [asdict(each) for each in every] for name, every in lists.items()}
         )
@@ -294,7 +294,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.start_program", description="Values are checked before anything is timed."
     )
-    for field in fields(Sizes):
+    for field in fields(ProgramSizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--quick", action="store_true", help=f"two pairs, {QUICK_ROUNDS} rounds")

@@ -11,12 +11,21 @@ from typing import Any
 
 from rich.console import Console
 
-from fusedcomm.bench import all_to_all as suite
-from fusedcomm.bench import plots, table, trace
-from fusedcomm.bench.measure import ALGORITHMS, DTYPES, Options, measure_op, rank_data, rank_facts, size_of, variants
+from fusedcomm.bench import all_to_all, plots, table, trace
+from fusedcomm.bench.measure import (
+    ALGORITHMS,
+    DTYPES,
+    OpRow,
+    Options,
+    measure_op,
+    rank_data,
+    rank_facts,
+    size_of,
+    variants,
+)
+from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS, MatmulSize
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.plain import COLLECTIVES, measure_collective
-from fusedcomm.bench.problem import AUTO, BASELINE, MATMULS, Size
-from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
@@ -31,7 +40,7 @@ MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
 
 
 @dataclass
-class Results:
+class BenchResults:
     """What rank 0 has of all that ran."""
 
     rows: list[table.AnyRow] = field(default_factory=list)
@@ -54,7 +63,7 @@ def add_parser(commands: Any) -> None:
     for name in (*COLLECTIVES, "collectives"):
         text = "all plain collectives" if name == "collectives" else "of torch.distributed, alone"
         what.add_parser(name, help=text, parents=[common])
-    suite.add_arguments(what.add_parser(SUITE, help="ways to overlap an all_to_all with other work"))
+    all_to_all.add_arguments(what.add_parser(SUITE, help="ways to overlap an all_to_all with other work"))
     parser.set_defaults(run=run)
 
 
@@ -90,7 +99,7 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.what == SUITE:
-        return suite.run(args)
+        return all_to_all.run(args)
     device_type = args.device or world.default_device_type()
     if problem := _wrong_arguments(args, device_type):
         return console.fail("bench", problem, code=2)
@@ -103,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         graph=args.graph,
         algorithms=tuple(getattr(args, "algorithm", ())),
     )
-    results, code = Results(), 0
+    results, code = BenchResults(), 0
     try:
         with world.ranks(device_type, world_size, ROUND_S * (args.rounds + args.warmup), trace.QUIET) as call:
             _measure_all(args, options, call, results)
@@ -134,7 +143,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
     return None
 
 
-def _measure_all(args: argparse.Namespace, options: Options, call: world.Call, results: Results) -> None:
+def _measure_all(args: argparse.Namespace, options: Options, call: world.Call, results: BenchResults) -> None:
     here, out = world.is_rank_0(), console.wide_stdout(WIDTH)
     dtypes = args.dtype or (["bfloat16"] if options.device_type == "cuda" else ["float32", "bfloat16"])
     for op in MANY.get(args.what, (args.what,)):
@@ -165,14 +174,14 @@ def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Op
             yield measure_op, op, size, dtype, direction, options
 
 
-def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> list[Size]:
+def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> list[MatmulSize]:
     bench = PROGRAMS[op]
     if args.shape:
-        return [Size(rows, k, n, args.batch) for rows, k, n in args.shape]
+        return [MatmulSize(rows, k, n, args.batch) for rows, k, n in args.shape]
     if sweep := _sweep(args):
         k, n = (args.K or 4096, args.N or 1024) if bench.gathers else (args.K or 1024, args.N or 4096)
         return [size_of(op, num_bytes, k, n, args.batch, dtype) for num_bytes in sweep]
-    return [Size(*shape, args.batch) for shape in bench.corners(1 if device_type == "cpu" else GPU_SCALE)]
+    return [MatmulSize(*shape, args.batch) for shape in bench.corners(1 if device_type == "cpu" else GPU_SCALE)]
 
 
 GPU_SCALE = 4  # of every side of the default sizes
@@ -192,7 +201,7 @@ def _sweep_default() -> list[int]:
     return [1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
 
-def record_op(rank: int, op: str, size: Size, dtype: str, direction: str, options: Options) -> trace.Trace:
+def record_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, options: Options) -> trace.Trace:
     """In every rank: one call of the baseline and one of ours, under the profiler."""
     data = rank_data(op, size, dtype, direction, options.device_type)
     every = variants(data, options.algorithms[:1])
@@ -212,12 +221,12 @@ def _print_end(out: Console, rows: Sequence[table.AnyRow], options: Options) -> 
     out.print(
         f"{rows[0].group_size} {where}. Values checked {checked}; median of {options.rounds} rounds, slowest rank"
     )
-    plans = {(row.op, row.algorithm): row.plan for row in rows if isinstance(row, table.Row)}
+    plans = {(row.op, row.algorithm): row.plan for row in rows if isinstance(row, OpRow)}
     for plan in plans.values():
         out.print(f"plan of the last size: {plan}", markup=False)
 
 
-def _write(args: argparse.Namespace, options: Options, results: Results) -> None:
+def _write(args: argparse.Namespace, options: Options, results: BenchResults) -> None:
     if args.json:
         console.write_json(args.json, report(args.what, options, results))
     if args.csv:
@@ -226,12 +235,12 @@ def _write(args: argparse.Namespace, options: Options, results: Results) -> None
         console.write_json(args.trace, trace.joined(list(results.traces.values())))
     if getattr(args, "plot", None):
         lanes = {op: trace.ranges(each) for op, each in results.traces.items()}
-        ops = [row for row in results.rows if isinstance(row, table.Row)]
+        ops = [row for row in results.rows if isinstance(row, OpRow)]
         for file in plots.write_all(Path(args.plot), ops, lanes):
             print(file)
 
 
-def report(what: str, options: Options, results: Results) -> dict[str, Any]:
+def report(what: str, options: Options, results: BenchResults) -> dict[str, Any]:
     """The JSON: every figure and what it depends on. Times in seconds, bandwidths in GB/s."""
     settings = {name: value for name, value in vars(options).items() if name != "algorithms"}
     return run_facts() | {

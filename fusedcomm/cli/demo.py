@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fusedcomm.bench import plots, trace
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
-from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED, Problem, RankData
+from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED, DemoData, DemoProblem
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
@@ -29,7 +29,7 @@ CPU = "CPU, one thread a rank"
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """What rank 0 reports."""
 
     problem: str
@@ -90,14 +90,13 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
     return None
 
 
-def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> Problem:
-    """(16, 16192, 4096) @ (16, 4096, 8192) per GPU, as DESIGN section 1 has it, with the batch cut
-    to what memory holds; much smaller on a CPU."""
+def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> DemoProblem:
+    """(16, 16192, 4096) @ (16, 4096, 8192) per GPU, the batch cut to what memory holds; much smaller on a CPU."""
     heads = HEADS if HEADS % world_size == 0 else world_size
     if device.type == "cpu":
-        problem = Problem((2, 1024, 1024), (2, 1024, 256 * heads), (heads, 256), 1, -2, dtype)
+        problem = DemoProblem((2, 1024, 1024), (2, 1024, 256 * heads), (heads, 256), 1, -2, dtype)
     else:
-        problem = Problem((16, 16192, 4096), (16, 4096, 512 * heads), (heads, 512), 1, -2, dtype)
+        problem = DemoProblem((16, 16192, 4096), (16, 4096, 512 * heads), (heads, 512), 1, -2, dtype)
         free = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
         dist.all_reduce(free, dist.ReduceOp.MIN)
         # inputs, product, packed, received, result; and the oracle's copies in float32
@@ -108,7 +107,7 @@ def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> 
     return problem
 
 
-def report(result: Result) -> dict[str, Any]:
+def report(result: DemoResult) -> dict[str, Any]:
     """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
     roof, unfused, dtensor = (result.times[name].median for name in (ROOF, UNFUSED, DTENSOR))
     facts = asdict(result)
@@ -128,11 +127,11 @@ def report(result: Result) -> dict[str, Any]:
     }
 
 
-def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot: bool) -> Result:
+def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot: bool) -> DemoResult:
     device = world.rank_device(device_type)
     world_size = dist.get_world_size()
     problem = start_program(device, dtype, world_size)
-    data = RankData(problem, device)
+    data = DemoData(problem, device)
     plan = data.plan()
     variants = data.variants(*VARIANTS)
     with console.progress(rank == 0, rounds + 1, "checking values", "round") as on_round:
@@ -142,10 +141,10 @@ def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot:
     lanes = trace.ranges(trace.record({name: variants[name] for name in (UNFUSED, OURS)}, device)) if plot else []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
     huge_pages = world.torch_asks_for_huge_pages()
-    return Result(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times, lanes)
+    return DemoResult(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times, lanes)
 
 
-def _print(result: Result) -> None:
+def _print(result: DemoResult) -> None:
     out = console.stdout()
     out.print(f"{result.world_size} ranks ({result.device}), each: {result.problem}")
     out.print(f"values equal on all ranks; slowest rank, median of {result.rounds} rounds")
@@ -158,7 +157,7 @@ def _print(result: Result) -> None:
     out.print(f"plan of {OURS}: {result.plan}", markup=False)
 
 
-def _pages_differ(result: Result) -> bool:
+def _pages_differ(result: DemoResult) -> bool:
     """`chunked` on a CPU asks for huge pages for its result; torch does if the environment says so."""
     asks = result.device == CPU and result.algorithm == "chunked" and not result.huge_pages
     return asks and world.system_huge_pages() == "madvise"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedcomm.doctor import across_ranks
-from fusedcomm.doctor.across_ranks import Group
+from fusedcomm.doctor.across_ranks import GroupAnswer
 from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING
 from fusedcomm.doctor.report import GPU_S, STAGES, diagnose
 from fusedcomm.launch import console, world
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     return report["exit_code"]
 
 
-def _ask_torchrun() -> Group | Exception | None:
+def _ask_torchrun() -> GroupAnswer | Exception | None:
     """Their differences and their verdicts, on GPUs if each has one; None in ranks other than 0.
 
     On gloo: before they have agreed, a rank does not know whether the others have GPUs.

@@ -83,17 +83,18 @@ def _start_ranks(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _enabled() -> Iterator[list[Report]]:
     """Every graph that is compiled inside goes through the passes. Yields what they report."""
-    import torch._functorch.config as functorch_config  # here, as with passes: Inductor takes seconds to import
+    # Here, not above: Inductor takes seconds to import
+    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
-    from fusedcomm import compile as passes
+    import fusedcomm.compile
     from fusedcomm.compile.reports import keep_reports
 
     # The caches of graphs; those of generated code hide nothing, and save compilations that take a minute.
     inductor_config.fx_graph_cache = inductor_config.fx_graph_remote_cache = False
     functorch_config.enable_autograd_cache = functorch_config.enable_remote_autograd_cache = False
     reports = keep_reports()
-    passes.enable()
+    fusedcomm.compile.enable()
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)

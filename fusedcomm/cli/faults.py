@@ -24,7 +24,7 @@ TABLE_WIDTH = 150
 
 
 @dataclass(frozen=True)
-class Row:
+class FaultRow:
     """Of one fault and algorithm. ``ops``: survived / tried, by op.
 
     ``worst``: the longest time to an error, in time-outs.
@@ -102,13 +102,13 @@ def _cannot_run(args: argparse.Namespace) -> str | None:
     return None
 
 
-def summary(cells: Sequence[Cell], verdicts: Sequence[Verdict]) -> list[Row]:
+def summary(cells: Sequence[Cell], verdicts: Sequence[Verdict]) -> list[FaultRow]:
     """A row for each fault and algorithm, in the order of the cells."""
     of: dict[tuple[str, str], list[tuple[Cell, Verdict]]] = {}
     for cell, verdict in zip(cells, verdicts, strict=True):
         of.setdefault((cell.fault, cell.algorithm), []).append((cell, verdict))
     return [
-        Row(
+        FaultRow(
             fault,
             algorithm,
             tried=len(pairs),
@@ -130,7 +130,7 @@ def _share(verdicts: Sequence[Verdict]) -> str:
     return f"{sum(verdict.survived for verdict in verdicts)}/{len(verdicts)}" if verdicts else "-"
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[FaultRow]) -> Table:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("fault", "algorithm"):
         made.add_column(heading, no_wrap=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedcomm.doctor import postmortem
-from fusedcomm.doctor.postmortem import Call, Report
+from fusedcomm.doctor.postmortem import Postmortem, RecordedCall
 from fusedcomm.launch import console
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(report: Report) -> None:
+def _print(report: Postmortem) -> None:
     out = console.stdout()
     newest = max(dump.time for dump in report.dumps)
     reasons: dict[str, list[int]] = {}
@@ -70,14 +70,14 @@ def _print(report: Report) -> None:
         out.print(verdict, markup=False)
 
 
-def _cells(call: Call | None) -> tuple[str, ...]:
+def _cells(call: RecordedCall | None) -> tuple[str, ...]:
     if call is None:
         return "-", "", "", ""
     state = call.state if call.waiting_for is None else f"waiting for rank {call.waiting_for}"
     return str(call), call.algorithm or "", state, f"{call.seconds:.1f} s"
 
 
-def _fields(report: Report) -> dict[str, Any]:
+def _fields(report: Postmortem) -> dict[str, Any]:
     return {
         "ranks": [{"rank": dump.rank, "why": dump.why, "time": dump.time, "at": dump.at} for dump in report.dumps],
         "silent": report.silent,

@@ -17,19 +17,19 @@ from fusedcomm.errors import PeerError
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
-from fusedcomm.testing.selftest import CHECKS, Result, run_check
+from fusedcomm.testing.selftest import CHECKS, CheckResult, run_check
 
 TIMEOUT_S = 300  # of one check: it is over by itself long before, with what it has found
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 @dataclass(frozen=True)
-class Report:
+class SelftestReport:
     world_size: int
     device: str
     passed: bool
     seconds: float
-    checks: list[Result]
+    checks: list[CheckResult]
 
 
 def add_parser(commands: Any) -> None:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if not world.is_rank_0():
         return 0  # what rank 0 returns is torchrun's exit code
     passed = all(result.status != "failed" for result in results)
-    report = Report(world_size, device_type, passed, time.monotonic() - start, results)
+    report = SelftestReport(world_size, device_type, passed, time.monotonic() - start, results)
     _print(report)
     if args.json:
         console.write_json(args.json, {**run_facts(), **asdict(report)})
@@ -80,9 +80,9 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
     return None
 
 
-def _run_checks(device_type: str, world_size: int) -> list[Result]:
+def _run_checks(device_type: str, world_size: int) -> list[CheckResult]:
     """Rank 0's results; [] in other ranks of torchrun. A check that ends its ranks is the last one to run."""
-    results: list[Result] = []
+    results: list[CheckResult] = []
     with (
         world.ranks(device_type, world_size, TIMEOUT_S) as call,
         console.progress(world.is_rank_0(), len(CHECKS), "starting", "check") as on_check,
@@ -91,15 +91,15 @@ def _run_checks(device_type: str, world_size: int) -> list[Result]:
             try:
                 result = call(_in_rank, check.name, device_type)
             except (RankError, PeerError) as error:
-                results.append(Result(check.name, check.proves, "failed", str(error)))
+                results.append(CheckResult(check.name, check.proves, "failed", str(error)))
                 break
             results += [] if result is None else [result]
             on_check(len(results))
     left = list(CHECKS.values())[len(results) :] if world.is_rank_0() else []
-    return results + [Result(each.name, each.proves, "skipped", "its ranks had ended") for each in left]
+    return results + [CheckResult(each.name, each.proves, "skipped", "its ranks had ended") for each in left]
 
 
-def _in_rank(rank: int, name: str, device_type: str) -> Result:
+def _in_rank(rank: int, name: str, device_type: str) -> CheckResult:
     log = logging.getLogger("fusedcomm")
     level = log.level
     log.setLevel(logging.ERROR)  # fallbacks are part of what is checked
@@ -109,7 +109,7 @@ def _in_rank(rank: int, name: str, device_type: str) -> Result:
         log.setLevel(level)
 
 
-def _print(report: Report) -> None:
+def _print(report: SelftestReport) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("check", ""):
         table.add_column(heading, no_wrap=True)

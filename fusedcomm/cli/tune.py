@@ -19,9 +19,8 @@ from rich.table import Table
 
 from fusedcomm.bench import tune
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.cost import model as cost
 from fusedcomm.cost import tuned
-from fusedcomm.cost.model import Constants
+from fusedcomm.cost.model import DEFAULT, DEFAULTS, Constants
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
@@ -33,7 +32,7 @@ UNITS = {"flops": (1e9, "GFLOP/s"), "bandwidth": (1e9, "GB/s"), "overhead": (1e-
 
 
 @dataclass(frozen=True)
-class Result:
+class TuneResult:
     """What rank 0 reports; ``failed``: why there is nothing."""
 
     failed: str = ""
@@ -114,11 +113,13 @@ def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
             return 0
         constants = tuned.read(device, world_size)
     where = f"tuned numbers of {file}" if constants else f"default numbers: nothing usable in {file}"
-    used = constants or cost.DEFAULTS[device_type]
+    used = constants or DEFAULTS[device_type]
     out.print(f"{world_size} ranks, {device_type}: {where}", soft_wrap=True)
-    out.print(_table(used, cost.DEFAULTS[device_type]))
+    out.print(_table(used, DEFAULTS[device_type]))
     if args.json:
-        console.write_json(args.json, report(Result(constants=used, file=file.name), device_type, world_size, False))
+        console.write_json(
+            args.json, report(TuneResult(constants=used, file=file.name), device_type, world_size, False)
+        )
     return 0
 
 
@@ -134,7 +135,7 @@ def _threads_of_a_rank(device_type: str) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _measure(rank: int, device_type: str, quick: bool) -> Result:
+def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
     device = world.rank_device(device_type)
     ours = members.member(resolve(None)[1], device)
     start = time.perf_counter()
@@ -144,18 +145,18 @@ def _measure(rank: int, device_type: str, quick: bool) -> Result:
         with console.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done, members.on_device(device):
             found = tune.tune(ours, quick, on_done)
     except members.WorkspaceUnavailable as reason:
-        return Result(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
+        return TuneResult(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
     assert dist.group.WORLD is not None
     try:
         file = tuned.write_for_all(found.constants, device, dist.group.WORLD)
     except OSError as error:
-        return Result(failed=str(error))
+        return TuneResult(failed=str(error))
     seconds = time.perf_counter() - start
     name = tuned.key(device, ours.group_size)["device"]
-    return Result("", name, str(file), seconds, found.constants, found.points, found.samples)
+    return TuneResult("", name, str(file), seconds, found.constants, found.points, found.samples)
 
 
-def report(result: Result, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
+def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
     """The JSON. Seconds, bytes per second, FLOP per second."""
     assert result.constants is not None
     return {
@@ -182,11 +183,11 @@ def right(sample: tune.Sample) -> bool:
     )
 
 
-def _print(result: Result, world_size: int) -> None:
+def _print(result: TuneResult, world_size: int) -> None:
     assert result.constants is not None
     out = console.stdout()
     out.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
-    out.print(_table(result.constants, cost.DEFAULTS[result.constants.device_type]))
+    out.print(_table(result.constants, DEFAULTS[result.constants.device_type]))
     good = sum(map(right, result.samples))
     out.print(f"of {len(result.samples)} small calls measured, the estimates name the fastest algorithm in {good}")
     k, n = tune.CROSSOVER_K_N
@@ -203,12 +204,12 @@ def _print(result: Result, world_size: int) -> None:
 def _table(constants: Constants, default: Constants) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(no_wrap=True)
-    for heading in (constants.source, "default" if constants.source != cost.DEFAULT else "", "unit"):
+    for heading in (constants.source, "default" if constants.source != DEFAULT else "", "unit"):
         table.add_column(heading, justify="right")
     before = dict(_flat(default))
     for name, value in _flat(constants):
         scale, unit = next((each for suffix, each in UNITS.items() if suffix in name), (1, ""))
-        other = f"{before[name] / scale:.4g}" if constants.source != cost.DEFAULT else ""
+        other = f"{before[name] / scale:.4g}" if constants.source != DEFAULT else ""
         table.add_row(name, f"{value / scale:.4g}", other, unit)
     return table
 

@@ -16,8 +16,8 @@ from random import SystemRandom
 
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
-from tests.soak.outcome import Outcome
-from tests.soak.program import NUM_STEPS, draw_program
+from tests.soak.outcome import SoakOutcome
+from tests.soak.random_program import NUM_STEPS, draw_program
 from tests.soak.shrink import shrink
 from tests.soak.soak_ranks import SoakRanks, command
 
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = int(os.environ["WORLD_SIZE"]) if world.under_torchrun() else args.ranks or RANKS
     device_type = args.device or ("cpu" if world.missing_gpus(size) else "cuda")
     if problem := _without_effect(parser, args) or _wrong_arguments(args, device_type, size):
-        return console.fail("soak", problem, code=2)
+        print(f"tests.soak: {problem}", file=sys.stderr)
+        return 2
     ranks = SoakRanks(device_type, size)
     try:
         return _soak(ranks, args) if args.program is None else _replay(ranks, args)
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _soak(ranks: SoakRanks, args: argparse.Namespace) -> int:
     seed = SystemRandom().randrange(1 << 32) if args.seed is None else args.seed
-    start, total, index = time.time(), Outcome(), 0
+    start, total, index = time.time(), SoakOutcome(), 0
     _say(f"seed {seed}: {args.calls} calls in {ranks.size} ranks ({ranks.device_type})")
     while total.num_calls < args.calls and not total.late and not total.failures:
         before = total.num_calls
@@ -61,7 +62,7 @@ def _soak(ranks: SoakRanks, args: argparse.Namespace) -> int:
     return 0
 
 
-def _failed(ranks: SoakRanks, seed: int, index: int, outcome: Outcome) -> int:
+def _failed(ranks: SoakRanks, seed: int, index: int, outcome: SoakOutcome) -> int:
     """Says what, and by how few steps it can be had again."""
     _tell(outcome)
     _say(f"again: {command(ranks.device_type, ranks.size, seed, index)}")
@@ -91,7 +92,7 @@ def _replay(ranks: SoakRanks, args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(outcome: SoakOutcome) -> None:
     for failure in outcome.failures:
         _say(str(failure))
 

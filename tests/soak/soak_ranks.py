@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
-from tests.soak.outcome import Failure, Outcome
+from tests.soak.outcome import Failure, SoakOutcome
 from tests.soak.worker import run_program
 
 PROGRAM_S = {"cpu": 600, "cuda": 900}  # bound of one program: it is over by itself long before
@@ -27,7 +27,7 @@ class SoakRanks:
         self._stack = ExitStack()
         self._call: world.Call | None = None
 
-    def run(self, seed: int, index: int, steps: Sequence[int] | None = None, deadline: float = math.inf) -> Outcome:
+    def run(self, seed: int, index: int, steps: Sequence[int] | None = None, deadline: float = math.inf) -> SoakOutcome:
         """The same on all ranks."""
         if self._call is None:
             os.environ.update(SETTINGS[self.device_type])
@@ -37,9 +37,9 @@ class SoakRanks:
         if world.under_torchrun():
             return run_program(dist.get_rank(), *arguments)
         try:
-            outcome: Outcome = self._call(run_program, *arguments)
+            outcome: SoakOutcome = self._call(run_program, *arguments)
         except RankError as error:  # died, or hangs
-            outcome = Outcome(failures=[Failure(error.rank, -1, str(error))], broken=True)
+            outcome = SoakOutcome(failures=[Failure(error.rank, -1, str(error))], broken=True)
         if outcome.broken:
             self.close()
         return outcome

@@ -30,8 +30,8 @@ from benchmarks import (
     tensor_parallel_mlp,
     ulysses_block,
 )
-from fusedcomm.bench import programs
-from fusedcomm.bench.problem import Size
+from fusedcomm.bench import op_programs
+from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.timing import Timing
 from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
@@ -105,19 +105,19 @@ def test_the_gain_of_a_block_is_of_differences_within_rounds(monkeypatch: pytest
     assert row.drawn_anew == pytest.approx((0.8, 0.8)) and row.single_rounds == pytest.approx((0.8, 0.8))
 
 
-class WrongOnRank1(programs.AllGatherMatmul):
+class WrongOnRank1(op_programs.AllGatherMatmul):
     def ours(self, x: Tensor, w: Tensor) -> Tensor:
         y = super().ours(x, w)
         y[3, 2] += dist.get_rank()
         return y
 
 
-class WrongBaseline(programs.MatmulReduceScatter):
+class WrongBaseline(op_programs.MatmulReduceScatter):
     def baseline(self, x: Tensor, w: Tensor) -> Tensor:
         return super().baseline(x, w) * 2
 
 
-class WrongGrad(programs.MatmulAllReduce):
+class WrongGrad(op_programs.MatmulAllReduce):
     def ours(self, x: Tensor, w: Tensor) -> Tensor:
         return fusedcomm.matmul_all_reduce(x, w.detach() + (w - w.detach()) * 2)
 
@@ -175,15 +175,15 @@ def test_the_bench_of_the_start_program_writes_what_it_prints(
 
 
 def measure_a_wrong_program(rank: int) -> None:
-    calling = start_program.RankData._calling
+    calling = start_program.ProgramData._calling
 
-    def wrong(data: start_program.RankData, program: Callable[..., list[Tensor]]) -> Callable[[], list[Tensor]]:
+    def wrong(data: start_program.ProgramData, program: Callable[..., list[Tensor]]) -> Callable[[], list[Tensor]]:
         called = calling(data, program)
         return lambda: [y + (i * dist.get_rank()) for i, y in enumerate(called())]
 
-    sizes = start_program.Sizes(pairs=2, batch=1, tokens=2, k=4, n=8, heads=2)
+    sizes = start_program.ProgramSizes(pairs=2, batch=1, tokens=2, k=4, n=8, heads=2)
     not_compiled = mock.patch.object(torch, "compile", lambda program, **options: program)
-    with not_compiled, mock.patch.object(start_program.RankData, "_calling", wrong):
+    with not_compiled, mock.patch.object(start_program.ProgramData, "_calling", wrong):
         start_program.measure_program(rank, sizes, "float32", "cpu", 1)
 
 
@@ -241,21 +241,23 @@ def test_a_pass_that_takes_longer_per_layer_in_a_larger_graph_misses_its_goal() 
 
 
 def test_ragged_sizes_are_divisible_where_the_group_divides() -> None:
-    aligned = Size(2048, 1024, 2048)
+    aligned = MatmulSize(2048, 1024, 2048)
     for module in OPS:
         for size in module.BENCH.ragged(aligned, 4):
             assert size != aligned and size == module.BENCH.divisible(size, 4)
             assert module.BENCH.cut is None or getattr(size, module.BENCH.cut) % 4 == 0
-    assert bench_matmul_all_reduce.BENCH.ragged(aligned, 4)[-1] == Size(2049, 1021, 2045)
-    assert bench_all_gather_matmul.BENCH.divisible(Size(2500, 8, 8, batch=2), 8) == Size(2512, 8, 8, batch=2)
+    assert bench_matmul_all_reduce.BENCH.ragged(aligned, 4)[-1] == MatmulSize(2049, 1021, 2045)
+    assert bench_all_gather_matmul.BENCH.divisible(MatmulSize(2500, 8, 8, batch=2), 8) == MatmulSize(
+        2512, 8, 8, batch=2
+    )
 
 
 def test_goals_are_of_the_mode_and_the_worst_case_counts() -> None:
     bench = bench_matmul_all_to_all.BENCH
 
-    def row(baseline: float, auto: float) -> op_sweep.Row:
+    def row(baseline: float, auto: float) -> op_sweep.SweepRow:
         times = {name: Timing(t, t, t, t, 0.0) for name, t in (("roof", 1.0), ("baseline", baseline), ("auto", auto))}
-        return op_sweep.Row(8, 8, 8, "float32", "chunked", times)
+        return op_sweep.SweepRow(8, 8, 8, "float32", "chunked", times)
 
     rows = [row(4.0, 1.0), row(1.0, 1.0)]
     mean, worst, roof = op_sweep.summary(bench, rows, [], "forward")

@@ -19,11 +19,11 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomm.bench import plain, problem
+from fusedcomm.bench import op_bench, plain
 from fusedcomm.bench.measure import BUS, Options, measure_op
+from fusedcomm.bench.op_bench import MatmulSize
+from fusedcomm.bench.op_programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
 from fusedcomm.bench.plain import CollectiveData, measure_collective
-from fusedcomm.bench.problem import Size
-from fusedcomm.bench.programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import main
 from fusedcomm.launch import world
@@ -32,7 +32,7 @@ from fusedcomm.testing import RankPool
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench.json").read_text())
 SHAPE = ("--shape", "36", "16", "24")
 FEW = ("--rounds", "2", "--warmup", "1")
-SIZE = Size(36, 16, 24)
+SIZE = MatmulSize(36, 16, 24)
 ONE_ROUND = Options("cpu", rounds=1, warmup=1, check=False, graph=False)
 
 
@@ -322,8 +322,8 @@ def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None
 
 
 def test_what_a_size_holds() -> None:
-    assert problem.MATMULS.keys() == problem.RESULTS.keys()
-    assert [PROGRAMS["matmul_all_reduce"].exchanges(d) for d in problem.MATMULS] == [1, 0, 1]
+    assert op_bench.MATMULS.keys() == op_bench.RESULTS.keys()
+    assert [PROGRAMS["matmul_all_reduce"].exchanges(d) for d in op_bench.MATMULS] == [1, 0, 1]
 
 
 @pytest.mark.usefixtures("shared_ranks")

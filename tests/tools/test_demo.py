@@ -34,7 +34,7 @@ def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None) -> tupl
     """As under torchrun: this rank has RANK and a group."""
     start_program, ours = demo.start_program, fusedcomm.matmul_all_to_all
 
-    def small(device: torch.device, dtype: torch.dtype, world_size: int) -> demo.Problem:
+    def small(device: torch.device, dtype: torch.dtype, world_size: int) -> demo.DemoProblem:
         problem = start_program(device, dtype, world_size)
         return replace(problem, x_shape=(2, 9, 16), w_shape=(2, 16, 64), out_shape=(16, 4))
 

@@ -31,7 +31,7 @@ from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.runtime import topology
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing import selftest
-from fusedcomm.testing.selftest import Data
+from fusedcomm.testing.selftest import ExactCall
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "selftest.json").read_text())
 RUN = """
@@ -54,7 +54,7 @@ def test_it_passes_here_without_the_repository(tmp_path: Path) -> None:
     assert "nothing failed, 0 skipped; 2 ranks (cpu)" in result.stdout
     assert not set("\x1b\r") & set(result.stdout + result.stderr)
     roots = {name.partition(".")[0] for name in result.stderr.split()}
-    assert "fusedcomm" in roots and not roots & {"tests", "bench", "kernels", "matplotlib"}
+    assert "fusedcomm" in roots and not roots & {"tests", "benchmarks", "kernels", "matplotlib"}
 
     report = json.loads(file.read_text())
     jsonschema.validate(report, SCHEMA)
@@ -81,28 +81,28 @@ def wrong_reduce_scatter(rank: int) -> Any:
 
 def wrong_at_first(rank: int) -> Any:
     """Rank 1's first result of chunked is wrong, and no other."""
-    ours, calls = Data.call, itertools.count()
+    ours, calls = ExactCall.call, itertools.count()
 
-    def wrong(data: Data, group: Any) -> list[Tensor]:
+    def wrong(data: ExactCall, group: Any) -> list[Tensor]:
         results = ours(data, group)
         if rank == 1 and data.plan(group).algorithm == "chunked" and next(calls) == 0:
             results[0].view(-1)[5] += 1
         return results
 
-    return mock.patch.object(Data, "call", wrong)
+    return mock.patch.object(ExactCall, "call", wrong)
 
 
 @contextlib.contextmanager
 def raises_in_chunked(rank: int) -> Iterator[None]:
     """On rank 1 alone, before it calls: the other one waits for it."""
-    ours = Data.call
+    ours = ExactCall.call
 
-    def raising(data: Data, group: Any) -> list[Tensor]:
+    def raising(data: ExactCall, group: Any) -> list[Tensor]:
         if rank == 1 and data.plan(group).algorithm == "chunked":
             raise RuntimeError("planted")
         return ours(data, group)
 
-    with mock.patch.object(Data, "call", raising), mock.patch.object(selftest, "WAIT_S", 2):
+    with mock.patch.object(ExactCall, "call", raising), mock.patch.object(selftest, "WAIT_S", 2):
         yield
 
 
@@ -257,10 +257,10 @@ def test_ranks_that_end_are_a_failure_and_the_rest_is_not_run(
 ) -> None:
     @contextlib.contextmanager
     def ranks_that_die(*args: Any) -> Iterator[world.Call]:
-        def call(fn: Callable[..., Any], name: str, device_type: str) -> selftest.Result:
+        def call(fn: Callable[..., Any], name: str, device_type: str) -> selftest.CheckResult:
             if name == "time-out":
                 raise RankError([RankFailure(1, "died", None, "SIGSEGV", "")])
-            return selftest.Result(name, "", "passed", "")
+            return selftest.CheckResult(name, "", "passed", "")
 
         yield call
 

@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 
 from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS
-from fusedcomm.bench.all_to_all.data import Size, moduli
-from fusedcomm.bench.all_to_all.suite import WARMUP, Report, Row, measure_suite
+from fusedcomm.bench.all_to_all.data import SuiteSize, moduli
+from fusedcomm.bench.all_to_all.suite import WARMUP, SuiteReport, SuiteRow, measure_suite
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     started = os.environ["WORLD_SIZE"] if world.under_torchrun() else None
     world_size = int(started or args.world_size or world.default_world_size(device_type))
     dim = args.dim or _rounded_up(DIM[device_type], world_size)
-    size = Size(dim, args.compute, args.dtype or DTYPE[device_type])
+    size = SuiteSize(dim, args.compute, args.dtype or DTYPE[device_type])
     if problem := _wrong_arguments(args, device_type, world_size, size):
         return console.fail(NAME, problem, code=2)
     try:
@@ -78,13 +78,13 @@ def _rounded_up(dim: int, world_size: int) -> int:
     return -(-dim // max(world_size, 1)) * world_size
 
 
-def _limit_s(size: Size, device_type: str, world_size: int, rounds: int) -> float:
+def _limit_s(size: SuiteSize, device_type: str, world_size: int, rounds: int) -> float:
     """Seconds after which ranks that have not answered are ended: more than all calls take where nothing hangs."""
     num_calls = 2 * len(VARIANTS) * (rounds + WARMUP + 2 * len(moduli(world_size * size.numel)))
     return START_S + num_calls * (1 + 2 * size.compute) * size.flops / SLOW[device_type]
 
 
-def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int, size: Size) -> str | None:
+def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int, size: SuiteSize) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
     if device_type == "cuda" and (missing := world.missing_gpus(world_size)):
         return f"--device cuda: {missing}"
@@ -99,7 +99,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
     return None
 
 
-def report(result: Report, size: Size, device_type: str, rounds: int) -> dict[str, Any]:
+def report(result: SuiteReport, size: SuiteSize, device_type: str, rounds: int) -> dict[str, Any]:
     """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
     return run_facts() | {
         "device": device_type,
@@ -112,7 +112,7 @@ def report(result: Report, size: Size, device_type: str, rounds: int) -> dict[st
     }
 
 
-def _print(result: Report, size: Size, device_type: str, rounds: int) -> None:
+def _print(result: SuiteReport, size: SuiteSize, device_type: str, rounds: int) -> None:
     out = console.wide_stdout(WIDTH)
     where = "CPU ranks of one thread" if device_type == "cpu" else "GPUs"
     matmul = f"{size.dim} x {2 * size.dim} @ {2 * size.dim} x {size.columns}"
@@ -124,7 +124,7 @@ def _print(result: Report, size: Size, device_type: str, rounds: int) -> None:
     out.print(f"plan of fused: {result.plan}", markup=False, soft_wrap=True)
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[SuiteRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("case", no_wrap=True)
     for heading in HEADINGS:

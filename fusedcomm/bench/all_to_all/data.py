@@ -25,7 +25,7 @@ LARGEST = 255  # of moduli; a case may add 1, and bfloat16 counts to 256
 
 
 @dataclass(frozen=True)
-class Size:
+class SuiteSize:
     """``dim`` as above; ``compute``: how many unrelated matmuls, each like the one that makes y."""
 
     dim: int
@@ -59,10 +59,10 @@ def moduli(count: int) -> list[int]:
     return found
 
 
-class Data:
+class SuiteData:
     """One rank's. `encode` says which values are exchanged; ``close`` ends the two extra groups."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    def __init__(self, size: SuiteSize, device: torch.device) -> None:
         self.size, self.device = size, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.dtype: torch.dtype = getattr(torch, size.dtype)
