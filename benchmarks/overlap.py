@@ -31,18 +31,19 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.fx import GraphModule
 
-from benchmarks import op_sweep, overlap_graphs, overlap_torch
-from benchmarks.compile_time import at_most
-from benchmarks.op_sweep import Goal
+from benchmarks import overlap_graphs, overlap_torch
+from benchmarks.common import Goal, at_least, at_most, listed
 from fusedcomm.compile.overlap import scheduler
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.simulator import Timeline, simulate
 from fusedcomm.compile.overlap.timeline_plot import plot_both
+from fusedcomm.launch import console
+from fusedcomm.launch.provenance import run_facts
 
 MODELS = {
     "llama-8b": lambda: overlap_graphs.llama("8b"),
@@ -216,7 +217,7 @@ def summary(rows: Sequence[OverlapRow], budgets: Sequence[OverlapRow]) -> list[G
             goals.append(at_most(f"exposed, {ours} - {theirs}, ms, largest", round(more, 6), 0.0))
             if ours == MOVED:
                 fewer = min(a.hidden - b.hidden for a, b in both)
-                goals.append(op_sweep.at_least(f"hidden, {ours} - {theirs}, smallest", fewer, 0))
+                goals.append(at_least(f"hidden, {ours} - {theirs}, smallest", fewer, 0))
     for part, percent in EXPOSED.items():
         shares = [
             100 * each[OURS].exposed_ms / each[OURS].comm_ms
@@ -277,8 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     goals = summary(rows, budgets)
     print("", *map(goal_line, goals), *plots, sep="\n")
     if args.json:
-        lists: dict[str, Sequence[OverlapRow | Goal]] = {"rows": rows, "budgets": budgets, "goals": goals}
-        op_sweep.write_json(args.json, {name: [asdict(each) for each in every] for name, every in lists.items()})
+        console.write_json(args.json, run_facts() | listed(rows=rows, budgets=budgets, goals=goals))
     return 0
 
 

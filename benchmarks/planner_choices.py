@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.op_sweep import ALGORITHMS, DECODE_CALLS, DTYPES, TIMEOUT_S, sizes_of
+from benchmarks.common import DTYPES
+from benchmarks.ops import ALGORITHMS, DECODE_CALLS, TIMEOUT_S, sizes_of
 from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
 from fusedcomm.bench.op_bench import MatmulSize, OpBench, OpData
@@ -167,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         print(row if rows else f"{_heading(row)}\n{row}", flush=True)
                         rows.append(row)
     except (ValuesDiffer, RankError) as error:
-        print(f"bench_planner: {error}", file=sys.stderr)
+        print(f"planner_choices: {error}", file=sys.stderr)
         return 1
     if not world.is_rank_0():
         return 0

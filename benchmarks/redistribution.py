@@ -26,13 +26,14 @@ import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import op_sweep, redistribution_torch
-from benchmarks.compile_time import at_most
-from benchmarks.op_sweep import Goal
+from benchmarks import redistribution_torch
+from benchmarks.common import Goal, at_most, listed
 from fusedcomm.cost.model import DEFAULTS
+from fusedcomm.launch import console
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.redistribution import search, steps, traffic
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding
@@ -222,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     goals = summary(rows, times)
     print("", *map(goal_line, goals), sep="\n")
     if args.json:
-        lists: dict[str, Sequence[PairsRow | PlanTime | Goal]] = {"rows": rows, "times": times, "goals": goals}
-        op_sweep.write_json(args.json, {name: [asdict(each) for each in every] for name, every in lists.items()})
+        console.write_json(args.json, run_facts() | listed(rows=rows, times=times, goals=goals))
     return 0
 
 

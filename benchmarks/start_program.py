@@ -11,7 +11,7 @@ compiled  as plain, in fusedcomm.compile.enabled()
 op        fusedcomm.matmul_all_to_all, called by hand and not compiled
 
 Each is compiled anew, caches off. Of the ratios the median, P10 and P90 over the ratios within a round. Pages: as
-benchmarks/op_sweep.py says; a result is allocated by Inductor in compiled, by us in op.
+benchmarks/common.py says; a result is allocated by Inductor in compiled, by us in op.
 """
 
 from __future__ import annotations
@@ -33,12 +33,21 @@ from torch import Tensor
 
 import fusedcomm
 import fusedcomm.compile
-from benchmarks import op_sweep
-from benchmarks.op_sweep import DTYPES, Goal
+from benchmarks.common import (
+    DTYPES,
+    Goal,
+    add_common_arguments,
+    at_least,
+    has_huge_pages,
+    listed,
+    pages,
+    refuse_wrong_pages,
+)
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, difference, measure_rounds
 from fusedcomm.cli.demo_problem import DTENSOR_LOGGER
 from fusedcomm.compile.reports import Report
-from fusedcomm.launch import world
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "exchange", "compiled", "op"
@@ -249,8 +258,8 @@ def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str
 def summary(rows: Sequence[ProgramRow]) -> list[Goal]:
     found = []
     for row in rows:
-        found.append(op_sweep.at_least(f"plain/compiled, {row.dtype}", row.plain_over_compiled.median, FASTER))
-        found.append(op_sweep.at_least(f"op/compiled, {row.dtype}", row.op_over_compiled.median, NOT_SLOWER))
+        found.append(at_least(f"plain/compiled, {row.dtype}", row.plain_over_compiled.median, FASTER))
+        found.append(at_least(f"op/compiled, {row.dtype}", row.op_over_compiled.median, NOT_SLOWER))
     return found
 
 
@@ -259,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(args)
     except (ValuesDiffer, RankError) as error:
-        print(f"bench_compile: {error}", file=sys.stderr)
+        print(f"start_program: {error}", file=sys.stderr)
         return 1
 
 
@@ -269,12 +278,12 @@ def _main(args: argparse.Namespace) -> int:
     env = world.HUGE_PAGES if args.huge_pages else None
     rows: list[ProgramRow] = []
     with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
-        huge_pages = call(op_sweep.has_huge_pages)
+        huge_pages = call(has_huge_pages)
         for dtype in args.dtype:
             row = call(measure_program, sizes, dtype, device_type, args.rounds)
             if row is not None:
                 if not rows:
-                    print(sizes, *([op_sweep.pages(huge_pages)] if device_type == "cpu" else []), HEADING, sep="\n")
+                    print(sizes, *([pages(huge_pages)] if device_type == "cpu" else []), HEADING, sep="\n")
                 print(row, flush=True)
                 rows.append(row)
     if not rows:  # torchrun's other ranks
@@ -283,10 +292,7 @@ def _main(args: argparse.Namespace) -> int:
     print("", *goals, sep="\n")
     if args.json:
         facts = {"program": "compile", "sizes": asdict(sizes), "rounds": args.rounds, "huge_pages": huge_pages}
-        lists: dict[str, list[ProgramRow] | list[Goal]] = {"rows": rows, "goals": goals}
-        op_sweep.write_json(
-            args.json, facts | {name: [asdict(each) for each in every] for name, every in lists.items()}
-        )
+        console.write_json(args.json, run_facts() | facts | listed(rows=rows, goals=goals))
     return 0
 
 
@@ -298,11 +304,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--quick", action="store_true", help=f"two pairs, {QUICK_ROUNDS} rounds")
-    op_sweep.add_common_arguments(parser, rounds=41)
+    add_common_arguments(parser, rounds=41)
     args = parser.parse_args(argv)
     if args.quick:
         args.pairs, args.rounds = 2, QUICK_ROUNDS
-    op_sweep.refuse_wrong_pages(parser, args)
+    refuse_wrong_pages(parser, args)
     return args
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from benchmarks import op_sweep, planner_choices
+from benchmarks import ops, planner_choices
 from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
 from fusedcomm.bench.op_bench import MatmulSize
@@ -152,9 +152,9 @@ def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
 ) -> None:
     """As the rule before the model, whose choices the README's figures are of, 2 ranks; else it is near the best."""
     program = PROGRAMS[op]
-    forward = itertools.product(op_sweep.ROWS, program.k, program.n)
+    forward = itertools.product(ops.ROWS, program.k, program.n)
     each = group_size if program.cut == "rows" else 1
-    decode = [(rows * each, *k_n) for k_n in op_sweep.DECODE_K_N for rows in op_sweep.DECODE_ROWS]
+    decode = [(rows * each, *k_n) for k_n in ops.DECODE_K_N for rows in ops.DECODE_ROWS]
     for shape, dtype in itertools.product([*forward, *decode], ("float32", "bfloat16")):
         exchange = tune.exchange_of(op, program.divisible(MatmulSize(*shape), group_size), group_size)
         seconds = cost.estimate(op, exchange, dtype, cost.DEFAULTS["cpu"])
