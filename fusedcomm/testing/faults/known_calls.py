@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ class KnownCall:
     size: MatmulSize = SMALL
     dtype: torch.dtype = torch.float32
     seed: int = 0
-
-    def again(self, seed: int) -> KnownCall:
-        return replace(self, seed=seed)
 
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
         bench = PROGRAMS[self.op]
