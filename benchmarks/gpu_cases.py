@@ -31,7 +31,7 @@ OPS = list(VERBS)
 
 @dataclass(frozen=True)
 class GpuInputs:
-    """Of one rank."""
+    """What one rank gives."""
 
     x: Tensor
     ws: list[Tensor]

@@ -333,7 +333,7 @@ def build(model: Model, groups: GroupNames, num_layers: int, part: str = "forwar
 
 
 def _primals(model: Model) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Of one layer: x, cos, sin and the weights."""
+    """The inputs of one layer: x, cos, sin and the weights."""
     bf16 = torch.bfloat16
     return [(model.x, bf16), *[(model.rope, torch.float32)] * 2, *((shape, bf16) for shape in model.shards)]
 

@@ -72,7 +72,7 @@ class ChoiceRow:
 
 @dataclass(frozen=True)
 class ChoiceSummary:
-    """Of choices with one set of numbers."""
+    """How good the choices with one set of numbers are."""
 
     numbers: str
     right: float  # share within EQUAL

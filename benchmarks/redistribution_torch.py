@@ -87,7 +87,7 @@ def total(found: Sequence[TorchCollective], itemsize: int, links: Links) -> tupl
 
 
 def _local_shape(mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
-    """Of rank 0."""
+    """The shape on rank 0."""
     local = list(shape)
     for i, each in enumerate(placements):
         if each.is_shard():

@@ -26,7 +26,7 @@ MATMULS = {"forward": 1, "backward": 2, "both": 3}  # of one size
 
 @dataclass(frozen=True)
 class MatmulSize:
-    """Of the local matmul: [rows, K] @ [K, N], or [batch, rows / batch, K] @ [K, N]."""
+    """The local matmul: [rows, K] @ [K, N], or [batch, rows / batch, K] @ [K, N]."""
 
     rows: int
     k: int
@@ -61,7 +61,7 @@ class OpBench(abc.ABC):
         return (256, 512, 1024, 2048) if self.gathers else (2048, 4096)
 
     def x_shape(self, size: MatmulSize, num_ranks: int) -> tuple[int, ...]:
-        """Of every rank; w is [K, N]."""
+        """The shape of each rank's x; w is [K, N]."""
         return (*size.lead, size.k)
 
     @abc.abstractmethod

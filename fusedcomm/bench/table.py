@@ -71,7 +71,7 @@ TEXT = ("dtype", "pass", "algorithm", "collective")
 
 
 def table(rows: Sequence[AnyRow], title: str) -> Table:
-    """Of one op, or of plain collectives."""
+    """The rows of one op, or of plain collectives."""
     columns = OP_COLUMNS if isinstance(rows[0], OpRow) else COLLECTIVE_COLUMNS
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading, _ in columns:
@@ -90,7 +90,7 @@ SUMMARY_COLUMNS = {
 
 
 def summary(rows: Sequence[AnyRow]) -> list[dict[str, Any]]:
-    """Of every op, direction and algorithm, over sizes and dtypes."""
+    """A line for every op, direction and algorithm, over sizes and dtypes."""
     groups: dict[tuple[str, str, str], list[OpRow]] = {}
     for row in rows:
         if isinstance(row, OpRow):

@@ -49,7 +49,7 @@ Points = Sequence[tuple[float, float, float]]  # x, y, and what an error of y is
 
 @dataclass(frozen=True)
 class TuneSizes:
-    """Of what is measured; [m, k, n] of matmuls, bytes of copies and collectives."""
+    """What is measured: [m, k, n] of matmuls, bytes of copies and collectives."""
 
     probe: tuple[int, int, int]  # tells which of ``matmuls`` are not too long
     matmuls: tuple[tuple[int, int, int], ...]
@@ -145,7 +145,7 @@ class _Bench:
         self.points: list[Point] = []
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
-        """Of one call of each."""
+        """How long one call of each takes."""
 
         def repeated(variant: Callable[[], Any]) -> Callable[[], None]:
             def calls() -> None:
@@ -393,7 +393,7 @@ def exchange_of(op: str, size: MatmulSize, num_ranks: int) -> Exchange:
 
 
 def _data(bench: _Bench, op: str, size: tuple[int, int, int], dtype: str, names: Sequence[str]) -> OpData:
-    """Of a call whose values have been checked with every algorithm of ``names``; each of them must be able to run."""
+    """A call whose values have been checked with every algorithm of ``names``; each of them must be able to run."""
     program = PROGRAMS[op]
     data = OpData(program, program.divisible(MatmulSize(*size), bench.num_ranks), torch_dtype(dtype), bench.device)
     for name in names:

@@ -202,7 +202,7 @@ def _sweep_default() -> list[int]:
 
 
 def record_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, options: Options) -> trace.Trace:
-    """In every rank: one call of the baseline and one of ours, under the profiler."""
+    """In every rank: one call of the baseline and one of the op, under the profiler."""
     data = rank_data(op, size, dtype, direction, options.device_type)
     every = variants(data, options.algorithms[:1])
     chosen = {BASELINE: every[BASELINE], OURS: every[options.algorithms[0]]}

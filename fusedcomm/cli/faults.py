@@ -25,7 +25,7 @@ TABLE_WIDTH = 150
 
 @dataclass(frozen=True)
 class FaultRow:
-    """Of one fault and algorithm. ``ops``: survived / tried, by op.
+    """One fault and algorithm. ``ops``: survived / tried, by op.
 
     ``worst``: the longest time to an error, in time-outs.
     """

@@ -125,7 +125,7 @@ def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
 
 @contextlib.contextmanager
 def _threads_of_a_rank(device_type: str) -> Iterator[None]:
-    """A CPU rank of ours or of torchrun has one; the numbers are for as many."""
+    """A CPU rank has one, whoever starts it; the numbers are for as many."""
     before = torch.get_num_threads()
     if device_type == "cpu":
         torch.set_num_threads(1)

@@ -33,7 +33,7 @@ SIZES = (MatmulSize(8, 256, 512), MatmulSize(256, 256, 512), MatmulSize(2048, 51
 
 @dataclass(frozen=True)
 class AlgorithmVerdict:
-    """Of one algorithm on one device type, by the planner."""
+    """What the planner says of one algorithm on one device type."""
 
     device: str
     algorithm: str
@@ -151,7 +151,7 @@ def _facts(with_gpus: bool) -> dict[str, Any]:
 
 
 def _uuids() -> list[str]:
-    """Of the GPUs that this rank sees; none where CUDA does not start."""
+    """The GPUs that this rank sees; none where CUDA does not start."""
     try:
         return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     except Exception:  # the check of this host's devices has the reason
@@ -210,7 +210,7 @@ def _cannot(algorithm: str, device_type: str, num_ranks: int) -> str | None:
 
 
 def _plan(op: str, size: MatmulSize, dtype: torch.dtype, device_type: str) -> fusedcomm.Plan:
-    """Of this rank's call; on a GPU without its memory."""
+    """The plan of this rank's call; on a GPU without its memory."""
     bench, device = PROGRAMS[op], "meta" if device_type == "cuda" else "cpu"
     x = torch.empty(bench.x_shape(size, dist.get_world_size()), dtype=dtype, device=device)
     w = torch.empty(size.k, size.n, dtype=dtype, device=device)

@@ -213,7 +213,7 @@ def _judge_group(key: GroupKey, dumps: dict[int, Dump]) -> GroupReport:
 
 
 def _waits(rank: int, call: RecordedCall, report: GroupReport, newest: Place) -> Iterator[Wait]:
-    """Of a call that is open, or has failed for want of ranks that have not come since."""
+    """The waits of a call that is open, or has failed for want of ranks that have not come since."""
     absent = [r for r in report.ranks if r not in report.last or report.last[r].place < call.place]
     if call.state == FAILED:
         awaited = [peer for peer in call.peers if peer in absent]

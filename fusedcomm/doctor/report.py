@@ -36,7 +36,7 @@ class DoctorReport:
     groups: list[GroupAnswer] = field(default_factory=list)  # that were asked for a verdict
 
     def uuids(self) -> set[str] | None:
-        """Of the GPUs that torch, or a rank, sees; None: unknown."""
+        """The GPUs that torch, or a rank, sees; None: unknown."""
         seen = {uuid for each in self.groups for rank in each.ranks for uuid in rank["gpus"]}
         seen |= {device["uuid"] for device in self.devices}
         hidden = torch.cuda.device_count() == 0 and "CUDA_VISIBLE_DEVICES" in os.environ

@@ -279,7 +279,7 @@ def _runnable(group: ProcessGroup, device: torch.device) -> tuple[list[str], dic
 
 
 def _with_workspace(device: torch.device) -> list[str]:
-    """The algorithms whose waits are ours."""
+    """The algorithms that wait by our own flags."""
     with own_group() as group:
         can, cannot = _runnable(group, device)
     if algorithms := [name for name in can if name != "unfused"]:

@@ -22,7 +22,7 @@ class Failure:
 
 @dataclass
 class SoakOutcome:
-    """Of a rank, of all ranks, or of many programs."""
+    """What one rank, all ranks, or many programs have found."""
 
     tally: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     failures: list[Failure] = field(default_factory=list)

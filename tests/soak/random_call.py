@@ -53,7 +53,7 @@ class SoakCase:
 
     @property
     def factor(self) -> int:
-        """Of x and of the gradient, so that an average is an integer."""
+        """What x and the gradient are multiplied by, so that an average is an integer."""
         return self.group_size if self.reduce_op == "avg" else 1
 
     @property

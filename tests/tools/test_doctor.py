@@ -58,7 +58,7 @@ def test_the_command_on_this_machine(
     ranks: CheckRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In ranks with Triton's interpreter, so with our kernels too."""
-    monkeypatch.setattr(report, "Ranks", shared(ranks))
+    monkeypatch.setattr(report, "CheckRanks", shared(ranks))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr(gpus, "survey", lambda: gpus.Machine(None, None, [], []))
     file = tmp_path / "doctor.json"
@@ -242,7 +242,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(gpus, "survey", lambda: survey(Nvml()))
-    monkeypatch.setattr(report, "Ranks", canned(answers))
+    monkeypatch.setattr(report, "CheckRanks", canned(answers))
     return answers
 
 

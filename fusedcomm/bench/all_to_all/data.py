@@ -34,17 +34,17 @@ class SuiteSize:
 
     @property
     def columns(self) -> int:
-        """Of y. Must be divisible by the number of ranks."""
+        """The columns of y, which the number of ranks must divide."""
         return WIDE * self.dim
 
     @property
     def numel(self) -> int:
-        """Of y."""
+        """The elements of y."""
         return self.dim * self.columns
 
     @property
     def flops(self) -> int:
-        """Of the matmul that makes y."""
+        """The flops of the matmul that makes y."""
         return 2 * self.numel * 2 * self.dim
 
 

@@ -42,7 +42,7 @@ class SuiteRow:
 
     @property
     def overlapped_share(self) -> float:
-        """Of what could be: the smaller of the two."""
+        """The share of what could be overlapped: the smaller of the two."""
         return self.overlapped / min(self.compute.median, self.communication.median)
 
 
@@ -102,7 +102,7 @@ class _Measured:
         return torch.tensor(call.wrong), call
 
     def median(self, seconds: list[float], rounds: int) -> float:
-        """Of the slowest rank; a collective."""
+        """The slowest rank's; a collective."""
         slowest = torch.tensor(seconds[-rounds:], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest.quantile(0.5))

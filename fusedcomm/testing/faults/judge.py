@@ -111,7 +111,7 @@ def _way_back(cell: Cell, rank: int, after: CallOutcome | None) -> Iterator[str]
 
 
 def _ended(cell: Cell, rank: int, what: str, outcome: CallOutcome) -> Iterator[str]:
-    """In time, and neither with a wrong result nor with an error that is not ours."""
+    """In time, and neither with a wrong result nor with an error of others."""
     stopped_s = LATE * cell.timeout_s if cell.fault == "stop" and rank == cell.victim else 0.0
     if outcome.seconds > stopped_s + cell.timeout_s + SLACK_S:
         yield f"{what} must end within {stopped_s + cell.timeout_s:g} + {SLACK_S:g} s, took {outcome.seconds:.1f} s"

@@ -25,7 +25,7 @@ class CallOutcome:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Of one rank. ``after``: the call after a reset; where a rank has died, what ``close`` gave."""
+    """What one rank reports. ``after``: the call after a reset; where a rank has died, what ``close`` gave."""
 
     rank: int
     outcomes: list[CallOutcome]
