@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import kernel_launch, tiles
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import signals
 from fusedcomm.runtime.segment import HeaderLayout
@@ -52,7 +52,7 @@ COUNTED = {
 
 
 @dataclass(frozen=True)
-class Report:
+class KernelReport:
     """What one kernel was made into. ``stack`` > 0: spilled registers; ``spills_in_loops``: accesses in main loops."""
 
     name: str
@@ -68,7 +68,7 @@ class Report:
     order: list[str]
 
 
-class Driver:
+class CompilerDriver:
     """Stands in for a GPU's driver: names a target, has no device to launch on."""
 
     def __init__(self, arch: int) -> None:
@@ -111,7 +111,7 @@ def compiling(arch: int) -> Iterator[list[Any]]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
-    driver.set_active(Driver(arch))
+    driver.set_active(CompilerDriver(arch))
     JITFunction.run, tiles.architecture = compile_only, lambda device: arch
     try:
         yield compiled
@@ -120,7 +120,7 @@ def compiling(arch: int) -> Iterator[list[Any]]:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PushRound:
     """A call of matmul_all_to_all whose round is compiled."""
 
     lead: tuple[int, ...]
@@ -153,16 +153,14 @@ class Problem:
 
     def _exchange(self) -> Exchange:
         x, w, _ = self.tensors()
-        return geometry.matmul_all_to_all(
-            x.shape, w.shape, self.out_shape, self.gather_dim, self.scatter_dim, GROUP_SIZE
-        )
+        return shapes.matmul_all_to_all(x.shape, w.shape, self.out_shape, self.gather_dim, self.scatter_dim, GROUP_SIZE)
 
     def _spans(self) -> Any:
         return self._exchange().rounds(1 << 62)[0]
 
 
 @dataclass(frozen=True)
-class Gather:
+class GatherRound:
     """A call of all_gather_matmul, or with a scatter_dim of all_to_all_matmul, whose round is compiled."""
 
     shape: tuple[int, ...]  # of each rank's x
@@ -203,13 +201,13 @@ class Gather:
 
     def _exchange(self) -> Exchange:
         if self.scatter_dim is None:
-            return geometry.all_gather_matmul(self.shape, [self._w_shape()], self.gather_dim, GROUP_SIZE)
-        return geometry.all_to_all_matmul(self.shape, self._w_shape(), self.gather_dim, self.scatter_dim, GROUP_SIZE)
+            return shapes.all_gather_matmul(self.shape, [self._w_shape()], self.gather_dim, GROUP_SIZE)
+        return shapes.all_to_all_matmul(self.shape, self._w_shape(), self.gather_dim, self.scatter_dim, GROUP_SIZE)
 
 
 def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> None:
     """matmul_reduce_scatter of 4096 rows per rank."""
-    exchange = geometry.matmul_reduce_scatter((4 * 4096, 1024), (1024, 4096), "sum", 0, GROUP_SIZE)
+    exchange = shapes.matmul_reduce_scatter((4 * 4096, 1024), (1024, 4096), "sum", 0, GROUP_SIZE)
     (spans,) = exchange.rounds(1 << 62)
     out = torch.empty(exchange.out_shape, dtype=dtype, device="meta")
     vector = torch.empty(4096, dtype=dtype, device="meta") if bias else None
@@ -221,11 +219,11 @@ def finish() -> None:
     signals.finish(out, MetaWorkspace(), 1, end_round=True)
 
 
-START = Problem((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the program of DESIGN section 1
-LINEAR = Problem((16384,), 4096, 8192, 0, 1, transposed=True, bias=True)
-TOKENS = Gather((4096, 4096), 8192, 0)  # of sequence parallelism
-ULYSSES = Gather((4, 16384, 8, 128), 4096, 2, 1)  # back from heads to tokens
-PACKED_QKV = Problem((4, 4096), 4096, 12288, 1, 3, (3, 32, 128), bias=True)
+START = PushRound((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the start program
+LINEAR = PushRound((16384,), 4096, 8192, 0, 1, transposed=True, bias=True)
+TOKENS = GatherRound((4096, 4096), 8192, 0)  # of sequence parallelism
+ULYSSES = GatherRound((4, 16384, 8, 128), 4096, 2, 1)  # back from heads to tokens
+PACKED_QKV = PushRound((4, 4096), 4096, 12288, 1, 3, (3, 32, 128), bias=True)
 
 
 def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -233,12 +231,12 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "push", START.push
     yield "push transposed bias", LINEAR.push
     yield "push fp16 packed bias", dataclasses.replace(PACKED_QKV, dtype=torch.float16).push
-    yield "push pointers", Problem((16384,), 4100, 8192, 0, 1, bias=True).push
-    yield "push batched ragged", Problem((16, 4096), 4104, 8192, 1, 2, batched=True).push
-    yield "push rows scattered", Problem((1024, 16), 4096, 8192, 2, 1).push
+    yield "push pointers", PushRound((16384,), 4100, 8192, 0, 1, bias=True).push
+    yield "push batched ragged", PushRound((16, 4096), 4104, 8192, 1, 2, batched=True).push
+    yield "push rows scattered", PushRound((1024, 16), 4096, 8192, 2, 1).push
     for m in (4096, 2048, 1024, 256):  # smaller and smaller tiles
-        yield f"push {m} rows", Problem((m,), 4096, 1024, 0, 1, bias=True).push
-    single = Problem((4096,), 1024, 4096, 0, 1, bias=True, dtype=torch.float32)
+        yield f"push {m} rows", PushRound((m,), 4096, 1024, 0, 1, bias=True).push
+    single = PushRound((4096,), 1024, 4096, 0, 1, bias=True, dtype=torch.float32)
     yield "push fp32", single.push
     yield "push tf32", lambda: with_tf32(single.push)
     yield "unpack", START.unpack
@@ -260,15 +258,15 @@ def gathers() -> Iterator[tuple[str, Callable[[], None]]]:
     """Rows, batches or K gathered; every row of the tile tables; every way to load w."""
     yield "gather", TOKENS.gather
     yield "gather rows transposed bias", dataclasses.replace(TOKENS, transposed=True, bias=True).gather
-    yield "gather rows batched fp16", Gather((16, 1024, 4096), 8192, 1, batched=True, dtype=torch.float16).gather
+    yield "gather rows batched fp16", GatherRound((16, 1024, 4096), 8192, 1, batched=True, dtype=torch.float16).gather
     yield "gather first of two", dataclasses.replace(TOKENS, end_round=False).gather
-    yield "gather ragged", Gather((4096, 4100), 8200, 0, bias=True).gather
+    yield "gather ragged", GatherRound((4096, 4100), 8200, 0, bias=True).gather
     yield "gather K", ULYSSES.gather
     yield "gather K transposed bias", dataclasses.replace(ULYSSES, transposed=True, bias=True).gather
-    yield "gather K short runs", Gather((4, 4096, 128, 16), 4096, 3, 1).gather
-    yield "gather K 1024 rows", Gather((1024, 1024), 1024, 1, bias=True).gather
+    yield "gather K short runs", GatherRound((4, 4096, 128, 16), 4096, 3, 1).gather
+    yield "gather K 1024 rows", GatherRound((1024, 1024), 1024, 1, bias=True).gather
     for m in (512, 256, 64):  # smaller and smaller tiles
-        yield f"gather {m} rows", Gather((m, 4096), 1024, 0, bias=True).gather
+        yield f"gather {m} rows", GatherRound((m, 4096), 1024, 0, bias=True).gather
     single = dataclasses.replace(TOKENS, dtype=torch.float32, bias=True)
     yield "gather fp32", single.gather
     yield "gather tf32", lambda: with_tf32(single.gather)
@@ -319,7 +317,7 @@ def _cuobjdump(what: str, cubin: Path) -> str:
     return subprocess.run([str(tool), what, str(cubin)], check=True, capture_output=True, text=True).stdout
 
 
-def report(name: str, arch: int, kernel: Any, folder: Path) -> Report:
+def report(name: str, arch: int, kernel: Any, folder: Path) -> KernelReport:
     import triton
 
     ptx = kernel.asm["ptx"]
@@ -329,7 +327,7 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> Report:
         file.flush()
         registers, stack = resources(Path(file.name))
         in_loops = spills_in_loops(Path(file.name)) if stack else 0
-    return Report(
+    return KernelReport(
         name=name,
         arch=arch,
         triton=triton.__version__,

@@ -37,7 +37,7 @@ def test_import_leaves_triton_dtensor_and_nvml_alone() -> None:
 
 def test_kernels_are_imported_as_part_of_fusedcomm() -> None:
     """From the repository root a plain ``import kernels`` works too, but not once installed."""
-    folders = ("fusedcomm", "kernels", "tests", "bench")
+    folders = ("fusedcomm", "kernels", "tests", "benchmarks")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 20
     for path in paths:
