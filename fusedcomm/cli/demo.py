@@ -90,8 +90,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
 
 
 def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> Problem:
-    """(16, 16192, 4096) @ (16, 4096, 8192) per GPU, as DESIGN section 1 has it, with the batch cut
-    to what memory holds; much smaller on a CPU."""
+    """(16, 16192, 4096) @ (16, 4096, 8192) per GPU, with the batch cut to what memory holds; much smaller on a CPU."""
     heads = HEADS if HEADS % world_size == 0 else world_size
     if device.type == "cpu":
         problem = Problem((2, 1024, 1024), (2, 1024, 256 * heads), (heads, 256), 1, -2, dtype)

@@ -1,4 +1,4 @@
-"""Symmetric memory of a group on a device, and the protocol that makes its two slots enough (DESIGN section 5).
+"""Symmetric memory of a group on a device, and the protocol that makes its two slots enough (docs/protocol.md).
 
     push    write the data into my part of the peer's slot, then signal: flag = (epoch, fingerprint), release
     wait    acquire the flag until its epoch is reached, bounded; then compare the fingerprint

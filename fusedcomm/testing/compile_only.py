@@ -220,7 +220,7 @@ def finish() -> None:
     launch.finish(out, MetaWorkspace(), 1, end_round=True)
 
 
-START = Problem((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the program of DESIGN section 1
+START = Problem((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the start program of fusedcomm demo
 LINEAR = Problem((16384,), 4096, 8192, 0, 1, transposed=True, bias=True)
 TOKENS = Gather((4096, 4096), 8192, 0)  # of sequence parallelism
 ULYSSES = Gather((4, 16384, 8, 128), 4096, 2, 1)  # back from heads to tokens
