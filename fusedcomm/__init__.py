@@ -14,6 +14,8 @@ from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.runtime.device_to_host import DeviceToHost
 from fusedcomm.runtime.members import close, reset, synchronize
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 __all__ = [
     "DeviceToHost",
     "PeerError",
@@ -36,3 +38,8 @@ __all__ = [
 ]
 
 inductor_hook.install()
+
+
+def __dir__() -> list[str]:
+    """The public names, without the submodules that importing them has bound here."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

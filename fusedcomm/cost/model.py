@@ -30,8 +30,8 @@ Left out: rounds beyond the first, which only calls larger than a slot have; the
 ranks for one memory, but as far as `fusedcomm tune` measured all ranks at once.
 
 Default constants. "cuda": an H100 SXM's data sheet (3.35 TB/s, 450 GB/s of NVLink each way, 132 SMs) and the matmul
-rate that DESIGN section 1 reckons with. The rest is chosen, not measured: such that fused wins between 64 KiB and 16
-MiB per peer, and chunked from there, where copy engines reach full speed (DESIGN section 4). "cpu": 2 ranks of
+rate that the bounds in docs/ reckon with. The rest is chosen, not measured: such that fused wins between 64 KiB and 16
+MiB per peer, and chunked from there, where copy engines reach full speed. "cpu": 2 ranks of
 one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21; rates of matmuls as the roofs of the README's
 benches have them, the rest from `fusedcomm tune`, rounded.
 """

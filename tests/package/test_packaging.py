@@ -1,6 +1,7 @@
-"""What an installed fusedcomm is: cheap to import, complete, and usable without its native part."""
+"""What an installed fusedcomm is: cheap to import, complete, of one version, and usable without its native part."""
 
 import ast
+import email
 import os
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import fusedcomm
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +40,7 @@ def test_import_leaves_triton_dtensor_and_nvml_alone() -> None:
 
 def test_kernels_are_imported_as_part_of_fusedcomm() -> None:
     """From the repository root a plain ``import kernels`` works too, but not once installed."""
-    folders = ("fusedcomm", "kernels", "tests", "benchmarks")
+    folders = ("fusedcomm", "kernels", "tests", "benchmarks", "examples")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 20
     for path in paths:
@@ -48,14 +51,91 @@ def test_kernels_are_imported_as_part_of_fusedcomm() -> None:
             assert not [name for name in names if name.partition(".")[0] == "kernels"], path
 
 
-def test_every_package_is_listed() -> None:
-    tomllib = pytest.importorskip("tomllib")
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    files = [*(ROOT / "fusedcomm").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
-    folders = {path.parent.relative_to(ROOT).as_posix() for path in files}
-    packages = {folder.replace("/", ".") for folder in folders}
-    packages = {f"fusedcomm.{p}" if p.startswith("kernels") else p for p in packages}
-    assert sorted(packages) == listed
+def test_dir_shows_the_public_names_only() -> None:
+    assert [name for name in dir(fusedcomm) if not name.startswith("__")] == sorted(fusedcomm.__all__)
+    assert {"__all__", "__doc__", "__file__", "__version__"} <= set(dir(fusedcomm))
+    assert not [name for name in fusedcomm.__all__ if not hasattr(fusedcomm, name)]
+    assert fusedcomm.runtime.members.close is fusedcomm.close  # submodules stay reachable
+
+
+def test_the_command_tells_the_version() -> None:
+    command = [sys.executable, "-m", "fusedcomm", "--version"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout == f"fusedcomm {fusedcomm.__version__}\n"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of the wheel that a machine without a C++ compiler builds."""
+    source, wheels, installed = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "installed"))
+    for folder in ("fusedcomm", "kernels"):
+        ignore = shutil.ignore_patterns("*.so", "__pycache__", "kernels")  # a checkout may have a link to kernels/
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    options = ("--quiet", "--no-build-isolation", "--no-deps", "--no-index")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(wheels), str(source)],
+        env=os.environ | {"CXX": "/nonexistent/c++"},
+        check=True,
+        timeout=120,
+    )
+    (wheel,) = wheels.iterdir()
+    assert "none-any" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    return installed
+
+
+def run_installed(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python there, without the checkout: -S, as a .pth file would add that where it is installed as editable."""
+    path = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
+    result = subprocess.run(
+        [sys.executable, "-S", *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=installed,
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def module_files() -> set[str]:
+    """Every Python file of the checkout that a wheel must have, as it is called there."""
+    paths = [*(ROOT / "fusedcomm").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    files = [path.relative_to(ROOT).as_posix() for path in paths]
+    return {f"fusedcomm/{file}" if file.startswith("kernels/") else file for file in files}
+
+
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    print(importlib.import_module(name).__file__)
+"""
+
+
+def test_every_module_is_in_the_wheel_and_imports_there(installed: Path) -> None:
+    files = {path.relative_to(installed).as_posix() for path in installed.rglob("*")}
+    assert {file for file in files if file.endswith(".py")} == module_files()
+    assert "fusedcomm/py.typed" in files
+    assert not [file for file in files if file.endswith((".so", ".cpp", ".h"))]
+    names = sorted(file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in module_files())
+    imported = run_installed(installed, "-c", IMPORT_ALL, *names).stdout.splitlines()
+    assert {Path(file).relative_to(installed).as_posix() for file in imported} == module_files()
+
+
+def test_the_metadata_of_the_wheel(installed: Path) -> None:
+    (folder,) = installed.glob("*.dist-info")
+    metadata = email.message_from_string((folder / "METADATA").read_text())
+    assert metadata["Version"] == fusedcomm.__version__
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    assert (folder / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    classifiers = metadata.get_all("Classifier", [])
+    assert not [each for each in classifiers if each.startswith("License ::")]  # they contradict an expression
+    versions = {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)}
+    assert versions == {each for each in classifiers if ":: 3." in each}
 
 
 RUN_WHEEL = """
@@ -74,39 +154,9 @@ if __name__ == "__main__":
 """
 
 
-def test_without_a_compiler_the_native_part_is_left_out_and_the_rest_works(tmp_path: Path) -> None:
-    source, wheels, installed = (tmp_path / name for name in ("source", "wheels", "installed"))
-    for folder in ("fusedcomm", "kernels"):
-        ignore = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    options = ("--quiet", "--no-build-isolation", "--no-deps", "--no-index")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(wheels), str(source)],
-        env=os.environ | {"CXX": "/nonexistent/c++"},
-        check=True,
-        timeout=120,
-    )
-    (wheel,) = wheels.iterdir()
-    assert "none-any" in wheel.name
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        archive.extractall(installed)
-    assert not [name for name in names if name.endswith((".so", ".cpp"))]
-    assert {"fusedcomm/py.typed", "fusedcomm/kernels/triton/push_matmul.py"} <= set(names)
-
+def test_without_a_compiler_the_native_part_is_left_out_and_the_rest_works(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(RUN_WHEEL)
-    # -S: a .pth file would add the checkout, if that is installed as editable
-    path = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
-    result = subprocess.run(
-        [sys.executable, "-S", str(script)],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    result = run_installed(installed, str(script))
     assert result.stdout.strip() == "[True, True]"
     assert result.stderr.count("runs unfused") == 2, result.stderr  # once a rank

@@ -1,1 +1,1 @@
-"""A model of the protocol (DESIGN section 5), all of whose interleavings are explored."""
+"""A model of the protocol (docs/protocol.md), all of whose interleavings are explored."""
