@@ -41,8 +41,8 @@ from benchmarks.compile_time import at_most
 from benchmarks.op_sweep import Goal
 from fusedcomm.compile.overlap import scheduler
 from fusedcomm.compile.overlap.estimator import Estimator
-from fusedcomm.compile.overlap.simulator import Timeline, simulate
-from fusedcomm.compile.overlap.timeline_plot import plot_both
+from fusedcomm.compile.overlap.simulator import simulate
+from fusedcomm.compile.overlap.timeline import Timeline, plot_both
 
 MODELS = {
     "llama-8b": lambda: overlap_graphs.llama("8b"),

@@ -14,8 +14,9 @@ from torch.fx import Graph
 from fusedcomm.algorithms import planner
 from fusedcomm.compile.fuse import fuser as fuse
 from fusedcomm.compile.fuse import match_gather, match_reduce
-from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser, attempt
+from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import collectives, effects, layout, matmuls, normalize, rewrite, split_cat, views
+from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.merge import flattened_mesh, mesh_moves
 from fusedcomm.compile.merge import merger as merge
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh

@@ -22,7 +22,7 @@ from torch._inductor.dependencies import WeakDep
 from torch.fx import Graph
 from torch.utils._ordered_set import OrderedSet
 
-from fusedcomm.compile.fuse.fuser import attempt
+from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.overlap.program import starts_of
 
 if TYPE_CHECKING:
