@@ -140,7 +140,7 @@ PEAKS: dict[Callable[[Builder], tuple[Node, ...]], int] = {
 @pytest.mark.parametrize("build", PEAKS)
 def test_peak(build: Callable[[Builder], tuple[Node, ...]], shared: bool) -> None:
     b = Builder()
-    found = simulate(b.done(*build(b), shared=shared), Costs().cost)
+    found = simulate(b.done(*build(b), shared=shared), Costs())
     assert found.peak_bytes == PEAKS[build]
     assert max(num_bytes for _, num_bytes in found.memory) == PEAKS[build]
 
@@ -208,7 +208,7 @@ def test_symbolic_sizes_are_assumed() -> None:
         return (x.exp().view(-1) + 1).neg()
 
     peaks = [
-        simulate(make_fx(fn, tracing_mode=mode)(torch.ones(6, 5)), Costs().cost).peak_bytes
+        simulate(make_fx(fn, tracing_mode=mode)(torch.ones(6, 5)), Costs()).peak_bytes
         for mode in ("symbolic", "fake", "real")
     ]
     assert peaks == [3 * 4 * ASSUMED_SIZE**2, 3 * 120, 3 * 120]
