@@ -198,7 +198,6 @@ def check_failure(rank: int, module: str, function: str) -> None:
     """A bug in a pass, half way through a rewrite: the graph as it was, right values, one warning."""
     import importlib
 
-    from fusedcomm.compile.fuse import fuser as fuse
     from fusedcomm.compile.graph import attempt
     from fusedcomm.compile.graph.rewrite import Rewriter
 
