@@ -40,8 +40,8 @@ from benchmarks import overlap_graphs, overlap_torch
 from benchmarks.common import Goal, at_least, at_most, listed
 from fusedcomm.compile.overlap import scheduler
 from fusedcomm.compile.overlap.estimator import Estimator
-from fusedcomm.compile.overlap.simulator import Timeline, simulate
-from fusedcomm.compile.overlap.timeline_plot import plot_both
+from fusedcomm.compile.overlap.simulator import simulate
+from fusedcomm.compile.overlap.timeline import Timeline, plot_both
 from fusedcomm.launch import console
 from fusedcomm.launch.provenance import run_facts
 

@@ -34,7 +34,7 @@ from benchmarks.common import Goal, at_most, listed
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.launch import console
 from fusedcomm.launch.provenance import run_facts
-from fusedcomm.redistribution import search, steps, traffic
+from fusedcomm.redistribution import search, steps
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding
 from fusedcomm.redistribution.step_time import INTER_BANDWIDTH, Links
@@ -165,7 +165,7 @@ def plan_times(mesh_shape: tuple[int, ...], shape: tuple[int, ...], share: int) 
     try:
         for pair in itertools.islice(pairs(len(shape), len(mesh_shape)), None, None, share):
             both = [sharding(shape, mesh_shape, each) for each in pair]
-            for cached_function in (search.plan, steps.step, traffic._exchanged, traffic._ranges):
+            for cached_function in (search.plan, steps.step, steps._exchanged, steps._ranges):
                 cached_function.cache_clear()
             over = dataclasses.replace(over)  # its own caches are empty
             start = time.thread_time()

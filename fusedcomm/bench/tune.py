@@ -19,23 +19,27 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fusedcomm import reference
+from fusedcomm import env, reference
 from fusedcomm.algorithms.planner import force_algorithm
 from fusedcomm.bench.op_bench import MatmulSize, OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import check_values, measure
-from fusedcomm.cost import model
+from fusedcomm.cost import model, tuned
 from fusedcomm.cost.model import ITEMSIZE, KINDS, Constants
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime import group
 from fusedcomm.runtime.group import resolve
 from fusedcomm.runtime.members import Member, WorkspaceUnavailable
+from fusedcomm.runtime.vote import agree
 
 REPEAT = 20  # calls of one measurement, of what takes less time than the start of a measurement differs by
 MEASUREMENT_S = 0.02  # of calls that are repeated: fewer of longer ones
@@ -415,3 +419,23 @@ def _precision(dtype: str) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup) -> Path:
+    """A collective: rank 0 writes, then every rank reads the same numbers. Raises OSError on all ranks alike."""
+    rank, group_size, error = pg.rank(), pg.size(), ""
+    if rank == 0:
+        try:
+            tuned.write(constants, device, group_size)
+        except OSError as failure:
+            error = f"cannot write {failure.filename}: {failure.strerror}"
+    dist.barrier(pg)
+    found = tuned.read(device, group_size)
+    own = {"error": error, "digest": found.digest if found else None}
+    facts = agree(group.store(pg, f"tune/{device.type}"), rank, group_size, own, what="fusedcomm tune")
+    if facts[0]["error"]:
+        raise OSError(facts[0]["error"])
+    others = [r for r, fact in enumerate(facts) if fact["digest"] != constants.digest]
+    if others:
+        raise OSError(f"ranks {others} do not read what rank 0 wrote: all ranks must share {env.cache_dir()}")
+    return tuned.path_of(tuned.key(device, group_size))

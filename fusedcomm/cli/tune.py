@@ -148,7 +148,7 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
         return TuneResult(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
     assert dist.group.WORLD is not None
     try:
-        file = tuned.write_for_all(found.constants, device, dist.group.WORLD)
+        file = tune.write_for_all(found.constants, device, dist.group.WORLD)
     except OSError as error:
         return TuneResult(failed=str(error))
     seconds = time.perf_counter() - start

@@ -198,10 +198,10 @@ def check_failure(rank: int, module: str, function: str) -> None:
     """A bug in a pass, half way through a rewrite: the graph as it was, right values, one warning."""
     import importlib
 
-    from fusedcomm.compile.fuse import fuser as fuse
+    from fusedcomm.compile.graph import attempt
     from fusedcomm.compile.graph.rewrite import Rewriter
 
-    fuse._warn_once.cache_clear()
+    attempt._warn_once.cache_clear()
     fragment = next(each for each in FRAGMENTS if each.name == "three-pairs")
     program, shapes = fragment.make(dist.get_world_size())
     args = [torch.randn(shape) for shape in shapes]

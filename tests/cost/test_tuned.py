@@ -279,7 +279,7 @@ def share(rank: int, directories: list[str]) -> str:
     with own_cache(directories[rank]):
         assert dist.group.WORLD is not None
         try:
-            file = tuned.write_for_all(FAST, CPU, dist.group.WORLD)
+            file = tune.write_for_all(FAST, CPU, dist.group.WORLD)
         except OSError as error:
             return str(error)
         return "" if tuned.read(CPU, 2) == FAST and file.exists() else "not there"
