@@ -15,6 +15,7 @@ import fusedcomm
 from fusedcomm.algorithms import chunk_matmul
 from fusedcomm.geometry import exchange
 from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan, non_contiguous
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import (
     COMBINATIONS,
     FAMILY,
@@ -158,7 +159,8 @@ def test_gradients_without_a_saved_by_product(ranks: Any, name: str, algorithm: 
         ranks(2).run(check_gradients, NAMED[name], torch.float32, algorithm, frozen, **{save: False})
 
 
-def check_some_weights_frozen(rank: int) -> None:
+@on_ranks(2)
+def test_a_list_with_a_frozen_weight_and_an_unused_result(rank: int) -> None:
     """Of a list: one weight frozen, one result unused."""
     problem = NAMED["all_gather_matmul-list-qkv"]
     size = dist.get_world_size()
@@ -173,12 +175,12 @@ def check_some_weights_frozen(rank: int) -> None:
         torch.testing.assert_close(tensors[i].grad, wants[i], rtol=0, atol=0)
 
 
-def test_a_list_with_a_frozen_weight_and_an_unused_result(ranks: Any) -> None:
-    ranks(2).run(check_some_weights_frozen)
-
-
-def check_by_product_gradients(rank: int, problem: Problem, asked: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("name", ["all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"])
+def test_gradients_through_the_by_product(rank: int, name: str, asked: bool) -> None:
     """A loss of the second result too: its gradient goes back through the plain collective; if not asked for, none."""
+    problem = NAMED[name]
     size = dist.get_world_size()
     tensors = leaves(problem, rank)
     outs, gathered = getattr(torch.ops.fusedcomm, problem.op)(*problem.dispatched(unflat(problem, tensors), asked))
@@ -198,14 +200,16 @@ def check_by_product_gradients(rank: int, problem: Problem, asked: bool) -> None
     assert (alone == copies).all()
 
 
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("name", ["all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"])
-def test_gradients_through_the_by_product(ranks: Any, name: str, asked: bool) -> None:
-    ranks(2).run(check_by_product_gradients, NAMED[name], asked)
+TWICE = ["packed-qkv", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
+TWICE += ["matmul_reduce_scatter-batched-w", "matmul_all_reduce-nothing-divides"]
 
 
-def check_used_twice(rank: int, problem: Problem, algorithm: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", TWICE)
+def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
     """The op twice with the same x and w, x in another term too, and all of them views of one base."""
+    problem = NAMED[name]
     size = dist.get_world_size()
     tensors = flat(integers(problem, rank, size))
     there = [t for t in tensors if t is not None]
@@ -221,25 +225,12 @@ def check_used_twice(rank: int, problem: Problem, algorithm: str) -> None:
     torch.testing.assert_close(base.grad, torch.cat(wants), rtol=0, atol=0)
 
 
-TWICE = ["packed-qkv", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
-TWICE += ["matmul_reduce_scatter-batched-w", "matmul_all_reduce-nothing-divides"]
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", TWICE)
-def test_inputs_used_twice(ranks: Any, name: str, algorithm: str) -> None:
-    ranks(2).run(check_used_twice, NAMED[name], algorithm)
-
-
-def check_as_with_many_rows(rank: int, problem: Problem, min_piece: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "min_piece"), [(2, 1), (2, 128), (3, 1)])
+@pytest.mark.parametrize("problem", FAMILY, ids=str)
+def test_chunks_multiplied_one_by_one(rank: int, problem: Problem, world_size: int, min_piece: int) -> None:
     """The problems are small: the thresholds below which chunks are not multiplied one by one are lowered to them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "FEW_ROWS", 0)
         patch.setattr(chunk_matmul, "_MIN_PIECE", min_piece)
         check_gradients(rank, problem, algorithm="chunked")
-
-
-@pytest.mark.parametrize(("world_size", "min_piece"), [(2, 1), (2, 128), (3, 1)])
-@pytest.mark.parametrize("problem", FAMILY, ids=str)
-def test_chunks_multiplied_one_by_one(ranks: Any, problem: Problem, world_size: int, min_piece: int) -> None:
-    ranks(world_size).run(check_as_with_many_rows, problem, min_piece)

@@ -21,6 +21,7 @@ from tests.helpers.groups import (
     empty_is_nan,
     non_contiguous,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import FAMILY, NAMED, TABLES, as_list
 from tests.helpers.problems import (
     GATHERS,
@@ -65,28 +66,16 @@ def test_back_to_back_calls_of_the_kernels(ranks: Any, op: str) -> None:
     ranks(2).run(check_values, TABLES[op][0], torch.float32, "fused", CALLS)
 
 
-def check_late(rank: int, problem: Problem, algorithm: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
+def test_a_late_rank_is_waited_for(rank: int, op: str, algorithm: str) -> None:
+    problem = TABLES[op][1]
     world = dist.group.WORLD
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
         for seed in range(3):
             if rank == seed:
                 time.sleep(0.1)
             check(world, problem, call(world, problem, seed), seed)
-
-
-@pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
-def test_a_late_rank_is_waited_for(ranks: Any, op: str, algorithm: str) -> None:
-    ranks(3).run(check_late, TABLES[op][1], algorithm)
-
-
-def check_non_contiguous(rank: int, problem: Problem, algorithm: str) -> None:
-    size = dist.get_world_size()
-    tensors = flat(integers(problem, rank, size))
-    for x in (tensors[0], tensors[0].mT.contiguous().mT):
-        strided = [None if t is None else non_contiguous(t) for t in (x, *tensors[1:])]
-        with fusedcomm.force_algorithm(algorithm, strict=True):
-            out = problem.call(unflat(problem, strided))
-        torch.testing.assert_close(out, expected(problem, size)[rank], rtol=0, atol=0)
 
 
 NON_CONTIGUOUS = [
@@ -103,10 +92,18 @@ NON_CONTIGUOUS = [
 ]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", NON_CONTIGUOUS)
-def test_non_contiguous_inputs(ranks: Any, name: str, algorithm: str) -> None:
-    ranks(2).run(check_non_contiguous, NAMED[name], algorithm)
+def test_non_contiguous_inputs(rank: int, name: str, algorithm: str) -> None:
+    problem = NAMED[name]
+    size = dist.get_world_size()
+    tensors = flat(integers(problem, rank, size))
+    for x in (tensors[0], tensors[0].mT.contiguous().mT):
+        strided = [None if t is None else non_contiguous(t) for t in (x, *tensors[1:])]
+        with fusedcomm.force_algorithm(algorithm, strict=True):
+            out = problem.call(unflat(problem, strided))
+        torch.testing.assert_close(out, expected(problem, size)[rank], rtol=0, atol=0)
 
 
 # rounding, and the order of sums
@@ -268,8 +265,15 @@ def test_inference_does_not_ask_for_the_by_product(ranks: Any) -> None:
     ranks(2).run(check_inference, NAMED["all_gather_matmul-list-qkv"], 4)
 
 
-def check_bad_types(rank: int, problem: Problem) -> None:
+TYPES = ["bias", "all_to_all_matmul-batch-scattered", "all_gather_matmul-batch-rows-gathered"]
+TYPES += ["matmul_reduce_scatter-batch-scattered", "matmul_all_reduce-columns-divide"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", TYPES)
+def test_bad_types_and_groups_are_value_errors(rank: int, name: str) -> None:
     """dtypes, devices and the group's size, by the dispatcher op, as compiled graphs call it."""
+    problem = NAMED[name]
     size = dist.get_world_size()
     op = getattr(torch.ops.fusedcomm, problem.op)
     x, w, *rest = flat(integers(problem, rank, size))
@@ -289,12 +293,3 @@ def check_bad_types(rank: int, problem: Problem) -> None:
         op(*arguments, 0, name)
     with pytest.raises(ValueError, match="must be an initialised process group, got name 'nobody'"):
         op(*arguments, size, "nobody")
-
-
-TYPES = ["bias", "all_to_all_matmul-batch-scattered", "all_gather_matmul-batch-rows-gathered"]
-TYPES += ["matmul_reduce_scatter-batch-scattered", "matmul_all_reduce-columns-divide"]
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_bad_types_and_groups_are_value_errors(ranks: Any, name: str) -> None:
-    ranks(2).run(check_bad_types, NAMED[name])

@@ -16,6 +16,7 @@ import fusedcomm
 from fusedcomm.algorithms import launch, planner
 from fusedcomm.runtime import workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
@@ -23,29 +24,6 @@ ALGORITHMS = ["chunked", "fused"]
 
 
 # rounds and growth
-
-
-def check_rounds(rank: int, problem: Problem, algorithm: str) -> None:
-    """A call at least four times the cap: exact, in at least eight rounds, within the memory that was allowed."""
-    size = dist.get_world_size()
-    cap = expected(problem, size)[rank].nbytes // 4
-    with fresh_group(WORKSPACE_BYTES=str(cap)) as group, fusedcomm.force_algorithm(algorithm, strict=True):
-        for seed in range(3):
-            check(group, problem, call(group, problem, seed), seed)
-        plan = fusedcomm.explain(
-            "matmul_all_to_all",
-            *integers(problem, rank, size)[:2],
-            problem.gather_dim,
-            problem.scatter_dim,
-            group,
-            out_shape=problem.sizes(size)[2],
-            verbose=False,
-        )
-        assert plan.num_rounds >= 8
-        held = member_of(group).workspace
-        assert held is not None
-        assert held.buffers[rank].numel() <= cap
-        assert held.epoch == 3 * plan.num_rounds
 
 
 ROUNDS = [
@@ -71,9 +49,29 @@ def rounds() -> list[Any]:
     ]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("problem", "algorithm"), rounds(), ids=str)
-def test_a_call_larger_than_the_cap_runs_in_rounds(ranks: Any, problem: Problem, algorithm: str) -> None:
-    ranks(2).run(check_rounds, problem, algorithm)
+def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, algorithm: str) -> None:
+    """A call at least four times the cap: exact, in at least eight rounds, within the memory that was allowed."""
+    size = dist.get_world_size()
+    cap = expected(problem, size)[rank].nbytes // 4
+    with fresh_group(WORKSPACE_BYTES=str(cap)) as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        for seed in range(3):
+            check(group, problem, call(group, problem, seed), seed)
+        plan = fusedcomm.explain(
+            "matmul_all_to_all",
+            *integers(problem, rank, size)[:2],
+            problem.gather_dim,
+            problem.scatter_dim,
+            group,
+            out_shape=problem.sizes(size)[2],
+            verbose=False,
+        )
+        assert plan.num_rounds >= 8
+        held = member_of(group).workspace
+        assert held is not None
+        assert held.buffers[rank].numel() <= cap
+        assert held.epoch == 3 * plan.num_rounds
 
 
 def check_growth(rank: int, algorithm: str) -> None:
@@ -94,7 +92,8 @@ def test_growth(ranks: Any) -> None:
     ranks(2).run(check_growth, "chunked")
 
 
-def check_huge_row(rank: int) -> None:
+@on_ranks(2)
+def test_a_row_that_fits_no_slot_runs_unfused_with_the_reason(rank: int) -> None:
     problem = Problem("huge-row", (3, 2), 4096, 0, 1)
     with fresh_group(WORKSPACE_BYTES="8192") as group:
         check(group, problem, call(group, problem))
@@ -109,11 +108,8 @@ def check_huge_row(rank: int) -> None:
             call(group, problem)
 
 
-def test_a_row_that_fits_no_slot_runs_unfused_with_the_reason(ranks: Any) -> None:
-    ranks(2).run(check_huge_row)
-
-
-def check_close(rank: int) -> None:
+@on_ranks(2)
+def test_close_frees_and_the_next_call_makes_a_new_workspace(rank: int) -> None:
     problem = BY_NAME["heads"]
     with fresh_group() as group:
         for _ in range(2):
@@ -124,11 +120,8 @@ def check_close(rank: int) -> None:
         fusedcomm.close(group)
 
 
-def test_close_frees_and_the_next_call_makes_a_new_workspace(ranks: Any) -> None:
-    ranks(2).run(check_close)
-
-
-def check_retired(rank: int) -> None:
+@on_ranks(2)
+def test_retired_segments_are_kept_and_watched(rank: int) -> None:
     """A segment that a CUDA graph may replay on outlives growth, and what goes wrong on it is still reported."""
     small, large = Problem("small", (6, 8), 4, 0, 1), Problem("large", (6000, 8), 512, 0, 1)
     with fresh_group() as group:
@@ -151,10 +144,6 @@ def check_retired(rank: int) -> None:
         fusedcomm.close(group)
         assert member.retired == []
         check(group, small, call(group, small, 1), 1)
-
-
-def test_retired_segments_are_kept_and_watched(ranks: Any) -> None:
-    ranks(2).run(check_retired)
 
 
 # races
@@ -254,7 +243,8 @@ def test_a_signal_before_its_data_is_caught(ranks: Any) -> None:
 # votes
 
 
-def check_hosts(rank: int) -> None:
+@on_ranks(4)
+def test_ranks_on_several_hosts_fall_back_together(rank: int) -> None:
     problem = BY_NAME["packed-qkv"]
     with fresh_group(HOST_ID=f"host {rank // 2}") as group:
         check(group, problem, call(group, problem))
@@ -264,11 +254,8 @@ def check_hosts(rank: int) -> None:
         assert member_of(group).workspace is None
 
 
-def test_ranks_on_several_hosts_fall_back_together(ranks: Any) -> None:
-    ranks(4).run(check_hosts)
-
-
-def check_settings(rank: int) -> None:
+@on_ranks(2)
+def test_settings_that_differ_by_rank(rank: int) -> None:
     """Settings that differ by rank: the smallest cap holds for all; two algorithms are an error on all."""
     problem = Problem("rows", (64, 16), 32, 0, 1)
     with fresh_group(WORKSPACE_BYTES=str(20000 + 10000 * rank)) as group:
@@ -280,10 +267,6 @@ def check_settings(rank: int) -> None:
     with fresh_group(ALGORITHM="unfused") as group:
         check(group, problem, call(group, problem))
         assert member_of(group).workspace is None
-
-
-def test_settings_that_differ_by_rank(ranks: Any) -> None:
-    ranks(2).run(check_settings)
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "soon"])
