@@ -248,6 +248,7 @@ def cache_hits(rank: int, tag: str, fuse: list[str] | None) -> tuple[int, int]:
     return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 
+@pytest.mark.thorough
 def test_cached_graphs(ranks: Any, tmp_path: Path) -> None:
     """A second process hits the cache; with another setting it misses, and so does a group of another size."""
     hit, miss = [(1, 0)] * 2, [(0, 1)] * 2

@@ -258,6 +258,7 @@ def test_the_store_does_not_grow_with_calls(rank: int) -> None:
         assert counts[1:] == counts[1:2] * 11, counts
 
 
+@pytest.mark.thorough
 @on_ranks(3)
 def test_compiled_steps_and_their_backward_are_checked(rank: int) -> None:
     """A compiled step, its backward on another thread."""

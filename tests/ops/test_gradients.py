@@ -26,6 +26,7 @@ from tests.helpers.op_problems import (
     loss_weights,
 )
 from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, unflat
+from tests.helpers.thorough import ALL_ALGORITHMS
 
 
 def leaves(problem: Problem, rank: int, frozen: str = "", dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -81,10 +82,25 @@ def quick() -> list[Combination]:
     return kept
 
 
+def first_fused() -> list[Combination]:
+    """The first problem of each op that `fused` runs on two ranks."""
+    first: dict[str, Combination] = {}
+    for c in quick():
+        if c.algorithm == "fused" and c.group_size == 2:
+            first.setdefault(c.problem.op, c)
+    return list(first.values())
+
+
 def marked() -> list[Any]:
-    """Those that are not quick are soak tests."""
-    kept = set(quick())
-    return [pytest.param(c, marks=() if c in kept else pytest.mark.soak, id=str(c)) for c in COMBINATIONS]
+    """Those that are not quick are soak tests; the `fused` ones are thorough, but for the first of each op."""
+    kept, fused = set(quick()), first_fused()
+
+    def marks(c: Combination) -> Any:
+        if c not in kept:
+            return pytest.mark.soak
+        return () if c.algorithm != "fused" or c in fused else pytest.mark.thorough
+
+    return [pytest.param(c, marks=marks(c), id=str(c)) for c in COMBINATIONS]
 
 
 @pytest.mark.parametrize("combination", marked())
@@ -109,7 +125,19 @@ def opchecked() -> list[tuple[int, Combination]]:
     return list(enumerate(fused + [c if i % 16 == 0 else replace(c, group_size=2) for i, c in enumerate(plain)]))
 
 
-@pytest.mark.parametrize("number, combination", opchecked(), ids=str)
+def opchecks() -> list[Any]:
+    """Thorough, but for the first `chunked` problem of each op with each dtype."""
+    seen, params = set(), []
+    for number, c in opchecked():
+        kind = (c.problem.op, c.dtype)
+        quick = c.algorithm == "chunked" and kind not in seen
+        if quick:
+            seen.add(kind)
+        params.append(pytest.param(number, c, marks=() if quick else pytest.mark.thorough))
+    return params
+
+
+@pytest.mark.parametrize("number, combination", opchecks(), ids=str)
 def test_opcheck(ranks: Any, number: int, combination: Combination) -> None:
     c = combination
     ranks(c.group_size).run(check_opcheck, c.problem, c.dtype, c.algorithm, number)
@@ -146,12 +174,13 @@ def test_gradients_with_frozen_inputs(ranks: Any, name: str, frozen: str) -> Non
         ranks(3).run(check_gradients, NAMED[name], torch.float32, algorithm, frozen)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FROZEN[::2])
 def test_gradients_of_the_kernels_with_a_frozen_x(ranks: Any, name: str) -> None:
     ranks(2).run(check_gradients, NAMED[name], torch.bfloat16, "fused", "x")
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("name", [name for name in FROZEN if name.startswith(GATHERS)])
 def test_gradients_without_a_saved_by_product(ranks: Any, name: str, algorithm: str) -> None:
     save = "save_exchanged" if name.startswith("all_to_all_matmul") else "save_gathered"
@@ -205,7 +234,7 @@ TWICE += ["matmul_reduce_scatter-batched-w", "matmul_all_reduce-nothing-divides"
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("name", TWICE)
 def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
     """The op twice with the same x and w, x in another term too, and all of them views of one base."""

@@ -12,6 +12,7 @@ import fusedcomm
 from tests.helpers.groups import bad_ids, check_bad_input, check_values, empty_is_nan
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
+from tests.helpers.thorough import thorough_but
 
 OP = "matmul_all_to_all"
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
@@ -46,7 +47,7 @@ def test_in_a_compiled_graph(ranks: Any, kind: str) -> None:
     ranks(2).run(eager_and_compiled, kind, "aot_eager", False)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", thorough_but([False], [False, True]))
 def test_in_a_graph_of_inductor(ranks: Any, dynamic: bool) -> None:
     ranks(2).run(eager_and_compiled, "group", "inductor", dynamic)
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import fusedcomm
-from tests.helpers.groups import ALGORITHMS, bad_ids, check_bad_input, check_values
+from tests.helpers.groups import bad_ids, check_bad_input, check_values
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
+from tests.helpers.thorough import ALL_ALGORITHMS
 
 OP = "matmul_reduce_scatter"
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 def test_each_rank_adds_its_own_bias_to_the_average(rank: int, algorithm: str) -> None:
     """Each rank adds its own, once, after the average; where N is scattered it is a part as long as the result's."""
     x, w = torch.full((4, 2), 3.0 * (rank + 1)), torch.ones(2, 6)

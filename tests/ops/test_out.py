@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from tests.helpers.groups import ALGORITHMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import TABLES
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
+from tests.helpers.thorough import ALL_ALGORITHMS
 
 OPS = ["matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce"]
 
@@ -26,7 +26,7 @@ def arguments(problem: Problem, rank: int, seed: int = 0) -> tuple[Any, ...]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("op", OPS)
 def test_values(rank: int, op: str, algorithm: str) -> None:
     for problem in TABLES[op] if algorithm == "chunked" else TABLES[op][:5]:

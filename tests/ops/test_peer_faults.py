@@ -15,8 +15,8 @@ from tests.helpers.groups import WITH_FEW_FUSED, call, check, fresh_group, membe
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import OPS, Problem, flat, integers, unflat
+from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
 
-ALGORITHMS = ["chunked", "fused"]
 ONE_EACH = {
     "matmul_all_to_all": NAMED["bias"],
     "all_to_all_matmul": NAMED["all_to_all_matmul-heads-gathered"],
@@ -63,7 +63,7 @@ def check_mismatch(rank: int, problem: Problem, other: Problem, algorithm: str) 
             check(group, problem, call(group, problem, seed), seed)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 @pytest.mark.parametrize("i, op", list(enumerate(OPS)), ids=str)
 def test_a_peer_in_another_op(ranks: Any, i: int, op: str, algorithm: str) -> None:
     ranks(2).run(check_mismatch, ONE_EACH[op], ONE_EACH[OPS[(i + 1) % len(OPS)]], algorithm)
@@ -101,7 +101,7 @@ ROUNDS = [
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 @pytest.mark.parametrize("problem", ROUNDS, ids=str)
 def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, algorithm: str) -> None:
     """Within the memory that was allowed, forward and backward."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
-from tests.helpers.groups import ALGORITHMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
 from tests.helpers.problems import OPS, Problem, flat, integers, unflat, whole_group
+from tests.helpers.thorough import ALL_ALGORITHMS, thorough_but
 
 ONE_EACH = ["heads", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
 ONE_EACH += ["matmul_reduce_scatter-batch-columns-scattered", "matmul_all_reduce-nothing-divides"]
@@ -112,7 +112,7 @@ def test_torch_func_is_refused(rank: int, name: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_autocast(rank: int, name: str, algorithm: str) -> None:
     problem = NAMED[name]
@@ -172,11 +172,12 @@ def eager_and_compiled(rank: int, op: str, backend: str, dynamic: bool) -> None:
         assert [t.stride() for t in answers[0]] == [t.stride() for t in answers[1]]
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", thorough_but([False], [False, True]), ids=["static", "dynamic"])
 @pytest.mark.parametrize("op", OPS)
 def test_in_a_compiled_graph(ranks: Any, op: str, dynamic: bool) -> None:
     ranks(2).run(eager_and_compiled, op, "aot_eager", dynamic)
 
 
+@pytest.mark.thorough
 def test_in_a_graph_of_inductor(ranks: Any) -> None:
     ranks(2).run(eager_and_compiled, "matmul_reduce_scatter", "inductor", False)

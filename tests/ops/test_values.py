@@ -12,7 +12,6 @@ from torch import Tensor
 
 import fusedcomm
 from tests.helpers.groups import (
-    ALGORITHMS,
     DTYPES,
     WITH_FEW_FUSED,
     call,
@@ -35,6 +34,7 @@ from tests.helpers.problems import (
     whole_group,
 )
 from tests.helpers.spies import Dispatched
+from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS, ALL_ALGORITHMS
 
 CALLS = 6  # back to back with fresh data: both slots are used again, and again
 WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"]
@@ -57,10 +57,12 @@ def test_one_rank_has_nothing_to_exchange(ranks: Any) -> None:
     ranks(1).run(check_all_values, [str(problem) for problem in FAMILY], None, 1)
 
 
+@pytest.mark.thorough
 def test_eight_ranks_share_two_cores(ranks: Any) -> None:
     ranks(8).run(check_all_values, WORLD_SIZES, "chunked", 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", OPS)
 def test_back_to_back_calls_of_the_kernels(ranks: Any, op: str) -> None:
     ranks(2).run(check_values, TABLES[op][0], torch.float32, "fused", CALLS)
@@ -93,7 +95,7 @@ NON_CONTIGUOUS = [
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("name", NON_CONTIGUOUS)
 def test_non_contiguous_inputs(rank: int, name: str, algorithm: str) -> None:
     problem = NAMED[name]
@@ -149,12 +151,15 @@ def check_rounding(rank: int, problem: Problem, dtype: torch.dtype, algorithm: s
 
 def rounding() -> list[Any]:
     """The kernels convert both half precisions alike: with float16 they are soak tests."""
-    slow = [(torch.float16, "fused")]
+    marks = {torch.float16: pytest.mark.soak}
     return [
-        pytest.param(problem, dtype, algorithm, marks=pytest.mark.soak if (dtype, algorithm) in slow else ())
+        param
         for problem in ROUNDING
         for dtype in DTYPES
-        for algorithm in ("chunked", "fused")
+        for param in (
+            pytest.param(problem, dtype, "chunked"),
+            pytest.param(problem, dtype, "fused", marks=marks.get(dtype, pytest.mark.thorough)),
+        )
     ]
 
 
@@ -165,7 +170,7 @@ def test_rounding(ranks: Any, problem: Problem, dtype: torch.dtype, algorithm: s
         assert torch.equal(outs[0], outs[1])
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 def test_all_ranks_get_the_same_bits_of_an_all_reduce(ranks: Any, algorithm: str) -> None:
     for shape, n in (((24, 50), 20), ((5, 50), 31)):
         problem = Problem("bits", shape, n, op="matmul_all_reduce")
@@ -181,7 +186,7 @@ def partial_sums(rank: int, op: str, partials: list[float], dtype: torch.dtype, 
         return getattr(fusedcomm, op)(x, w, *dims)
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 @pytest.mark.parametrize("op", OPS[3:])
 def test_partial_sums_are_added_in_rank_order_in_float32(ranks: Any, op: str, algorithm: str) -> None:
     for partials, total in (([1e8, 1, -1e8], 0), ([1, 1e8, -1e8], 0), ([1e8, -1e8, 1], 1), ([-1e8, 1e8, 1], 1)):
@@ -200,7 +205,7 @@ def gathered_k(rank: int, op: str, algorithm: str) -> Tensor:
         return getattr(fusedcomm, op)(x, torch.ones(4, 3, dtype=torch.bfloat16), *dims)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("op", GATHERS)
 def test_sums_over_sources_are_rounded_once(ranks: Any, op: str, algorithm: str) -> None:
     rounded_per_source = torch.tensor(257.0).bfloat16() + torch.tensor(2.0).bfloat16()

@@ -74,6 +74,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_without_a_compiler_the_native_part_is_left_out_and_the_rest_works(tmp_path: Path) -> None:
     source, wheels, installed = (tmp_path / name for name in ("source", "wheels", "installed"))
     for folder in ("fusedcomm", "kernels"):

@@ -474,6 +474,7 @@ def test_meshes_of_a_part_of_the_world(ranks: Ranks) -> None:
         assert torch.equal(found, torch.arange(4.0))
 
 
+@pytest.mark.thorough
 def test_importing_fusedcomm_does_not_import_dtensor() -> None:
     code = "import sys, fusedcomm; assert 'torch.distributed.tensor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

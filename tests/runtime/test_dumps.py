@@ -205,6 +205,7 @@ print(sorted(heard), os.read(woken, 9) if "others" in sys.argv else b"")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "before, said",
     [

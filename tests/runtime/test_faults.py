@@ -19,9 +19,9 @@ from fusedcomm.runtime import members, workspace
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, integers
+from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
-ALGORITHMS = ["chunked", "fused"]
 
 
 class Left(Exception):
@@ -30,7 +30,7 @@ class Left(Exception):
 
 @on_ranks(3)
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["at-once", "late"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 def test_a_round_left_half_way_is_never_taken_for_the_next(rank: int, algorithm: str, seconds: float) -> None:
     """A round that one rank leaves after it has signalled must not be taken for the next one.
 
@@ -119,7 +119,7 @@ def test_a_forked_child_is_no_rank(rank: int) -> None:
 
 @on_ranks(3)
 @pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 def test_a_peer_that_never_calls(rank: int, algorithm: str, warm: bool) -> None:
     """A rank that never calls: the others say so in time, name it, and are right again after a reset."""
     absent, problem = 1, BY_NAME["heads"]
@@ -179,7 +179,7 @@ OTHERS = [
 
 @on_ranks(3)
 @pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_a_peer_in_another_call(rank: int, algorithm: str, warm: bool, other: Problem) -> None:
     problem = BY_NAME["heads"]
@@ -218,7 +218,7 @@ def test_a_late_rank_gets_an_error_too(rank: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, algorithm: str) -> None:
     """Rank 0 has given up in round 3 before rank 1 reads round 2: those data are good, the next call is not."""
     problem = BY_NAME["heads"]

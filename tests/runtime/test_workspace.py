@@ -18,9 +18,9 @@ from fusedcomm.runtime import workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
+from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
-ALGORITHMS = ["chunked", "fused"]
 
 
 # rounds and growth
@@ -37,15 +37,18 @@ ROUNDS = [
 
 
 def rounds() -> list[Any]:
-    """Of the kernels two here and more, of every op, in test_family_faults.py; the rest are soak tests."""
+    """The kernels run two here, and more of every op in tests/ops/test_peer_faults.py; the rest are soak tests."""
     return [
-        pytest.param(
-            problem,
-            algorithm,
-            marks=pytest.mark.soak if algorithm == "fused" and problem.name not in ("rows", "heads") else (),
-        )
+        param
         for problem in ROUNDS
-        for algorithm in ALGORITHMS
+        for param in (
+            pytest.param(problem, "chunked"),
+            pytest.param(
+                problem,
+                "fused",
+                marks=pytest.mark.thorough if problem.name in ("rows", "heads") else pytest.mark.soak,
+            ),
+        )
     ]
 
 
@@ -197,7 +200,7 @@ def run_delayed(rank: int, algorithm: str, num_slots: int, calls: int) -> int:
     [
         ("chunked", 2, 200),
         ("chunked", 3, 200),
-        ("fused", 2, 60),
+        pytest.param("fused", 2, 60, marks=pytest.mark.thorough),
         pytest.param("fused", 2, 200, marks=pytest.mark.soak),
         pytest.param("fused", 3, 200, marks=pytest.mark.soak),  # half a minute
     ],
@@ -206,7 +209,7 @@ def test_many_calls_with_a_late_rank_are_exact(ranks: Any, algorithm: str, world
     assert ranks(world_size).run(run_delayed, algorithm, 2, num_calls) == [0] * world_size
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 def test_one_slot_instead_of_two_is_caught(ranks: Any, algorithm: str) -> None:
     """Negative control: the same program must fail without the second slot."""
     assert sum(ranks(2).run(run_delayed, algorithm, 1, 200)) > 0
