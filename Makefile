@@ -8,12 +8,13 @@ OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatt
 OP ?= $(OPS)
 NATIVE_SOURCES := setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help setup demo test lint bench figures soak clean
+.PHONY: help setup demo test test-all lint bench figures soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   the start program, unfused and fused, on this machine"
-	@echo "make test   the tests"
+	@echo "make test   the tests to run while editing: every capability, at most 8 minutes on 2 cores"
+	@echo "make test-all  the thorough ones, which make test leaves out: more parameters, and what takes long"
 	@echo "make lint   ruff, mypy, codespell"
 	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: OP=matmul_all_to_all for one;"
 	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
@@ -30,8 +31,11 @@ setup: $(VENV)/.built $(VENV)/.dev
 demo: $(VENV)/.built
 	$(BIN)/python -m fusedcomm demo
 
-test: setup $(VENV)/.old_triton
-	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+test: setup
+	$(BIN)/python -m pytest -m "not thorough and not soak" $(PYTEST_ARGS)
+
+test-all: setup $(VENV)/.old_triton
+	$(BIN)/python -m pytest -m "thorough and not soak" $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -419,6 +419,7 @@ def tune_tiny(rank: int, directory: str, *args: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.thorough
 def test_the_command_measures_writes_shows_and_resets(
     ranks: Any, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

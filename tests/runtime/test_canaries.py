@@ -14,6 +14,7 @@ from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.segment import NUM_SLOTS, HeaderLayout, slot_bytes_within
 from fusedcomm.runtime.workspace import Round, Workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
@@ -138,7 +139,8 @@ def test_an_overrun_of_a_peer_is_told_to_all_ranks(ranks: Any, algorithm: str, s
     assert f"{num_bytes} bytes from {num_bytes if side == 'before' else 0} bytes {side} slot" in texts[0]
 
 
-def check_unguarded(rank: int) -> None:
+@on_ranks(2)
+def test_without_the_setting_an_overrun_goes_unnoticed(rank: int) -> None:
     """Negative control: without FUSEDCOMM_CHECK there are no guards, and nobody notices."""
     with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS))
@@ -150,7 +152,3 @@ def check_unguarded(rank: int) -> None:
             workspace.buffers[0][end : end + 1] = 0
         dist.barrier(group)
         check(group, HEADS, call(group, HEADS, 1), 1)
-
-
-def test_without_the_setting_an_overrun_goes_unnoticed(ranks: Any) -> None:
-    ranks(2).run(check_unguarded)

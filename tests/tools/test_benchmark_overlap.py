@@ -72,6 +72,7 @@ PER_LAYER = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", PER_LAYER)
 def test_a_graph_has_the_matmuls_and_collectives_of_its_model(model: str, groups: GroupNames) -> None:
     forward, joint, weights = PER_LAYER[model]

@@ -33,6 +33,7 @@ from fusedcomm.bench.timing import Timing
 from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing import RankPool
+from tests.helpers.thorough import thorough_but
 
 SHAPE = ("--shape", "36", "16", "24")
 FEW = ("--rounds", "2")
@@ -40,7 +41,7 @@ FEW = ("--rounds", "2")
 
 @pytest.mark.usefixtures("shared_ranks")
 @pytest.mark.parametrize("op", PROGRAMS)
-@pytest.mark.parametrize("mode", ["forward", "backward", "decode", "batch"])
+@pytest.mark.parametrize("mode", thorough_but(["forward", "backward"], ["forward", "backward", "decode", "batch"]))
 def test_an_op_bench_writes_what_it_prints(
     op: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +158,7 @@ def test_wrong_gradients_of_a_block_are_not_timed(capsys: pytest.CaptureFixture[
 PROGRAM = ("--pairs", "2", "--tokens", "6", "--k", "8", "--n", "32", "--heads", "4")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("shared_ranks")
 def test_the_bench_of_the_start_program_writes_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -208,6 +210,7 @@ def only_passes(gm: GraphModule, inputs: Any, **options: Any) -> None:
         post_grad_passes(gm, False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokens_dim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_the_bench_of_compile_time_writes_what_it_prints(
     tokens_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -267,6 +270,7 @@ def test_goals_are_of_the_mode_and_the_worst_case_counts() -> None:
     assert all(goal.met is None for goal in ops.summary(bench, rows, [], "backward"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("huge_pages", [False, True])
 def test_a_bench_says_which_pages_its_ranks_got(
     huge_pages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -296,6 +300,7 @@ def test_under_torchrun_its_caller_must_ask_for_huge_pages(
     assert ops.parse(["--huge-pages"]).huge_pages
 
 
+@pytest.mark.thorough
 def test_the_gpu_check_passes_in_tritons_interpreter(tmp_path: Path) -> None:
     file = tmp_path / "check.json"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--json", str(file)]

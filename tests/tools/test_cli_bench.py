@@ -296,6 +296,7 @@ def test_wrong_values_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: p
 COMMAND = ["fusedcomm", "bench", "matmul_all_reduce", *SHAPE, *FEW, "--dtype", "float32", "--device", "cpu", "--json"]
 
 
+@pytest.mark.thorough
 def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
@@ -307,6 +308,7 @@ def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
     assert done.stdout.count("overlap") == 1 and "checking values" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     terminal, stderr = pty.openpty()

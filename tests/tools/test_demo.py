@@ -54,6 +54,7 @@ def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None) -> tupl
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.thorough
 def test_demo_prints_a_plain_table_and_writes_json(tmp_path: Path) -> None:
     file, plot = tmp_path / "demo.json", tmp_path / "lanes.png"
     result = run_demo("--rounds", "1", "--json", str(file), "--plot", str(plot))
@@ -99,6 +100,7 @@ def test_in_ranks_of_torchrun_only_rank_0_prints(ranks: Callable[[int], RankPool
     assert not out_1
 
 
+@pytest.mark.thorough
 def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
     result = run_demo("--rounds", "1", FUSEDCOMM_ALGORITHM="quick")
     assert result.returncode == 1

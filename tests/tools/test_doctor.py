@@ -95,6 +95,7 @@ def work(rank: int) -> str:
     return "works"
 
 
+@pytest.mark.thorough
 def test_a_check_that_hangs_or_dies_is_bounded_and_the_next_one_runs() -> None:
     with checks.CheckRanks(1) as ranks:
         assert ranks.check("x", "", 30, work).text == "works"

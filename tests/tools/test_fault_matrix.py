@@ -53,11 +53,13 @@ def verdicts() -> dict[str, Verdict]:
     return {each.cell: each for each in run_cells(cells, workers=WORKERS, around=off_in_its_cell)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell", SLICE, ids=str)
 def test_a_fault_gives_errors_in_time_and_no_wrong_number(verdicts: dict[str, Verdict], cell: Cell) -> None:
     assert verdicts[str(cell)].survived, "\n".join(verdicts[str(cell)].found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_protection_that_is_off_is_missed(verdicts: dict[str, Verdict], name: str) -> None:
     verdict = verdicts[name]

@@ -319,6 +319,7 @@ def run_until_killed(rank: int, folder: str) -> None:
             Path(folder, f"ready{rank}").touch()
 
 
+@pytest.mark.thorough
 def test_a_killed_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "dumps"
     with RankPool(2, env={"FUSEDCOMM_TIMEOUT_S": "2", "FUSEDCOMM_DUMP_DIR": str(folder)}) as own:

@@ -44,6 +44,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_it_passes_here_without_the_repository(tmp_path: Path) -> None:
     file, script = tmp_path / "selftest.json", tmp_path / "run.py"
     script.write_text(RUN)

@@ -28,6 +28,8 @@ from tests.soak.random_program import draw_program
 from tests.soak.shrink import shrink
 from tests.soak.worker import run_program
 
+pytestmark = pytest.mark.thorough
+
 Ranks = Callable[[int], RankPool]
 
 SEED = 2026
