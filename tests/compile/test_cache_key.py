@@ -63,7 +63,7 @@ def test_all_passes_and_redistributions_go_by_it(monkeypatch: pytest.MonkeyPatch
     from fusedcomm.compile.passes import FusedcommPass, OrderPass, Settings
     from fusedcomm.compile.reports import Report
 
-    passes = [FusedcommPass(Settings(), Report()), OrderPass(Settings()), KeepOrder(None)]
+    passes: list[Any] = [FusedcommPass(Settings(), Report()), OrderPass(Settings()), KeepOrder(None)]
     before = [each.uuid() for each in passes]
     assert before == [each.uuid() for each in passes]
     monkeypatch.setattr(files, "_sources_digest", lambda: "other sources")
