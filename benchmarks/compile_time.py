@@ -44,7 +44,7 @@ import fusedcomm.compile
 from benchmarks import op_sweep
 from benchmarks.op_sweep import Goal
 from fusedcomm.bench.timing import Timing
-from fusedcomm.compile.reports import Report
+from fusedcomm.compile.reports import CompileReport
 
 NUM_RANKS = 8
 BATCH, TOKENS, HIDDEN, HEADS, INTERMEDIATE = 2, 4, 64, 8, 256  # tokens of each rank; the rest of all ranks
@@ -170,13 +170,13 @@ class Graphs:
     def num_nodes(self) -> int:
         return sum(len(graph.nodes) for _, graph in self._found)
 
-    def run_pass(self) -> tuple[float, Report]:
+    def run_pass(self) -> tuple[float, CompileReport]:
         """Seconds of processor time, of copies; and what was done."""
         from torch._inductor.virtualized import V
 
         from fusedcomm.compile.passes import FusedcommPass, Settings
 
-        report, seconds = Report(), 0.0
+        report, seconds = CompileReport(), 0.0
         ours = FusedcommPass(Settings(), report)
         for fake_mode, graph in self._found:
             graph = copy.deepcopy(graph)
@@ -271,7 +271,7 @@ def measure_whole(num_layers: int, tokens_dim: int) -> WholeRow:
     return WholeRow(num_layers, num_fused(report), plain, compiled, in_pass)
 
 
-def num_fused(report: Report) -> int:
+def num_fused(report: CompileReport) -> int:
     return sum(collective.status == "fused" for collective in report.collectives)
 
 

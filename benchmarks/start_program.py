@@ -37,7 +37,7 @@ from benchmarks import op_sweep
 from benchmarks.op_sweep import DTYPES, Goal
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, difference, measure_rounds
 from fusedcomm.cli.demo_problem import DTENSOR_LOGGER
-from fusedcomm.compile.reports import Report
+from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch import launch
 from fusedcomm.launch.ranks import RankError
 
@@ -108,7 +108,7 @@ class RankData:
 
         from fusedcomm.compile.passes import FusedcommPass, Settings
 
-        normalize = FusedcommPass(Settings(fuse=()), Report())
+        normalize = FusedcommPass(Settings(fuse=()), CompileReport())
         with _no_caches():
             plain = self._compiled()
             with config.patch(post_grad_custom_pre_pass=normalize):
