@@ -32,11 +32,12 @@ from typing import Any
 from benchmarks import op_sweep, redistribution_torch
 from benchmarks.compile_time import at_most
 from benchmarks.op_sweep import Goal
+from fusedcomm.cost.links import INTER_BANDWIDTH
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.redistribution import search, steps
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding
-from fusedcomm.redistribution.step_time import INTER_BANDWIDTH, Links
+from fusedcomm.redistribution.step_time import Links
 
 MESHES: tuple[tuple[int, ...], ...] = ((2, 2, 2), (2, 4))
 SHAPES: tuple[tuple[int, ...], ...] = ((4096, 8192), (4097, 8190), (5, 3))  # even; uneven; tiny

@@ -40,14 +40,13 @@ from fusedcomm.compile.overlap import node_work
 from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.node_work import Work
 from fusedcomm.cost import links, tuned
-from fusedcomm.cost.model import DEFAULT, DEFAULTS, ITEMSIZE, KINDS, TUNED, Constants, estimate
+from fusedcomm.cost.model import DEFAULTS, ITEMSIZE, KINDS, TUNED, Constants, decode_reason, estimate
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.explain import exchange_of
 from fusedcomm.runtime import group, members
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.vote import agree
 
-INTER_NODE_GB_PER_S = 50.0  # of one rank, where Inductor does not say: one 400 Gbit/s card per GPU
 WHAT = "fusedcomm agreement on estimates"
 
 
@@ -81,7 +80,7 @@ class Estimator:
         self._set(
             constants=_within(constants, intra),
             ranks_per_node=ranks_per_node,
-            inter_bandwidth=(inter or INTER_NODE_GB_PER_S) * 1e9,
+            inter_bandwidth=1e9 * inter if inter else links.INTER_BANDWIDTH,
             tf32=device_type == "cuda" and tf32_allowed(),
             times={name: float(ms) for name, ms in (times or {}).items()},
         )
@@ -185,12 +184,14 @@ class Estimator:
         if not self.can_fuse(group_name):
             return NodeCost(compute_ms, plainly, compute_ms + plainly.ms)
         times = estimate(op, exchange, dtype, self.constants)
-        algorithm = "unfused" if self._too_small(exchange, chunk_bytes) else min(times, key=lambda name: times[name])
+        algorithm = min(times, key=lambda name: times[name])
+        if decode_reason(exchange, chunk_bytes, self.constants):
+            algorithm = "unfused"
         total_ms = max(compute_ms, 1e3 * times[algorithm])
         if algorithm == "unfused":
             return NodeCost(compute_ms, _at_most(plainly, total_ms), total_ms)
         stores = self.constants.store_bandwidth if algorithm == "fused" else self.constants.link_bandwidth
-        wire = (exchange.group_size - 1) * chunk_bytes * (2 if kind == "all_reduce" else 1) / stores
+        wire = links.sent_bytes(kind, chunk_bytes, exchange.group_size) / stores
         transfer = Transfer(links.INTRA, group_name, 1e3 * self.constants.link_latency, 1e3 * wire)
         return NodeCost(compute_ms, _at_most(transfer, total_ms), total_ms)
 
@@ -216,11 +217,6 @@ class Estimator:
         sent_bytes = out_bytes if op.startswith("matmul") else node_work.num_bytes(x)
         transfer = self.transfer(kind, sent_bytes, args[-1])
         return NodeCost(compute_ms, transfer, compute_ms + transfer.ms)
-
-    def _too_small(self, exchange: Exchange, chunk_bytes: int) -> bool:
-        """What the planner leaves unfused where nothing is measured."""
-        few = exchange.few_rows or chunk_bytes < planner.SMALL_BYTES
-        return few and self.device_type == "cuda" and self.constants.source == DEFAULT
 
     def _compute_ms(self, node: Node, kind: Work) -> float:
         if kind in (Work.NOTHING, Work.VIEW):
