@@ -43,7 +43,7 @@ from torch.nn import functional as F
 import fusedcomm.compile
 from benchmarks.common import Goal, at_most
 from fusedcomm.bench.timing import Timing
-from fusedcomm.compile.reports import Report
+from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch import console
 from fusedcomm.launch.provenance import run_facts
 
@@ -171,13 +171,13 @@ class Graphs:
     def num_nodes(self) -> int:
         return sum(len(graph.nodes) for _, graph in self._found)
 
-    def run_pass(self) -> tuple[float, Report]:
+    def run_pass(self) -> tuple[float, CompileReport]:
         """Seconds of processor time, of copies; and what was done."""
         from torch._inductor.virtualized import V
 
         from fusedcomm.compile.passes import FusedcommPass, Settings
 
-        report, seconds = Report(), 0.0
+        report, seconds = CompileReport(), 0.0
         ours = FusedcommPass(Settings(), report)
         for fake_mode, graph in self._found:
             graph = copy.deepcopy(graph)
@@ -272,7 +272,7 @@ def measure_whole(num_layers: int, tokens_dim: int) -> WholeRow:
     return WholeRow(num_layers, num_fused(report), plain, compiled, in_pass)
 
 
-def num_fused(report: Report) -> int:
+def num_fused(report: CompileReport) -> int:
     return sum(collective.status == "fused" for collective in report.collectives)
 
 

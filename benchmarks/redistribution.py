@@ -31,13 +31,14 @@ from typing import Any
 
 from benchmarks import redistribution_torch
 from benchmarks.common import Goal, at_most, listed
+from fusedcomm.cost.links import INTER_BANDWIDTH
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.launch import console
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.redistribution import search, steps
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding
-from fusedcomm.redistribution.step_time import INTER_BANDWIDTH, Links
+from fusedcomm.redistribution.step_time import Links
 
 MESHES: tuple[tuple[int, ...], ...] = ((2, 2, 2), (2, 4))
 SHAPES: tuple[tuple[int, ...], ...] = ((4096, 8192), (4097, 8190), (5, 3))  # even; uneven; tiny

@@ -45,7 +45,7 @@ from benchmarks.common import (
 )
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, difference, measure_rounds
 from fusedcomm.cli.demo_problem import DTENSOR_LOGGER
-from fusedcomm.compile.reports import Report
+from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
@@ -117,7 +117,7 @@ class ProgramData:
 
         from fusedcomm.compile.passes import FusedcommPass, Settings
 
-        normalize = FusedcommPass(Settings(fuse=()), Report())
+        normalize = FusedcommPass(Settings(fuse=()), CompileReport())
         with _no_caches():
             plain = self._compiled()
             with config.patch(post_grad_custom_pre_pass=normalize):

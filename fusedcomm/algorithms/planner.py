@@ -27,14 +27,13 @@ import torch
 from fusedcomm import env
 from fusedcomm.cost import model
 from fusedcomm.cost.model import Constants
-from fusedcomm.geometry.exchange import FEW_ROWS, Exchange
+from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.members import Member
 from fusedcomm.runtime.topology import tf32_allowed
 
 log = logging.getLogger("fusedcomm")
 
 FORCED = "forced"
-SMALL_BYTES = 64 << 10  # of which a peer's part arrives in a few microseconds, a launch's time; not measured by us yet
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> 
     kind = dtype_name(dtype, member.device.type)
     if member.device.type == "cpu":
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
-    if constants.source == model.DEFAULT and (why := _decode(exchange, dtype)):
+    if why := model.decode_reason(exchange, exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
     if torch.cuda.is_current_stream_capturing():
         name, why = _fastest(op, exchange, kind, constants, ("fused", "unfused"))
@@ -117,16 +116,6 @@ def _fastest(op: str, exchange: Exchange, dtype: str, constants: Constants, usab
     other = "unfused" if first != "unfused" else second
     times = f"estimated {_text(estimates[first])}, {other} {_text(estimates[other])}"
     return first, f"{times}, {constants.source} numbers"
-
-
-def _decode(exchange: Exchange, dtype: torch.dtype) -> str | None:
-    if exchange.few_rows:
-        rows = exchange.num_rows // exchange.group_size
-        return f"{rows} rows per rank, fewer than {FEW_ROWS}: nothing to hide, default numbers"
-    num_bytes = exchange.chunk_numel * dtype.itemsize
-    if num_bytes < SMALL_BYTES:
-        return f"{num_bytes / 1024:.3g} KiB per peer, less than {SMALL_BYTES >> 10}: nothing to hide, default numbers"
-    return None
 
 
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fusedcomm.launch import console, world
 
 if TYPE_CHECKING:
-    from fusedcomm.compile.reports import CollectiveReport, Report
+    from fusedcomm.compile.reports import CollectiveReport, CompileReport
 
 WIDTH = 160  # of lines where no terminal says its own
 
@@ -81,7 +81,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _enabled() -> Iterator[list[Report]]:
+def _enabled() -> Iterator[list[CompileReport]]:
     """Every graph that is compiled inside goes through the passes. Yields what they report."""
     # Here, not above: Inductor takes seconds to import
     import torch._functorch.config as functorch_config
@@ -109,7 +109,7 @@ def _enabled() -> Iterator[list[Report]]:
 
 
 @contextlib.contextmanager
-def _printed(reports: list[Report], json_file: Path | None) -> Iterator[None]:
+def _printed(reports: list[CompileReport], json_file: Path | None) -> Iterator[None]:
     """At the end, whatever it is, the table of all reports."""
     signal.signal(signal.SIGTERM, _exit)  # torchrun ends all ranks when one has failed
     try:
@@ -130,16 +130,16 @@ def _run_script(script: str, args: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _lines(reports: list[Report]) -> list[CollectiveReport]:
+def _lines(reports: list[CompileReport]) -> list[CollectiveReport]:
     return [line for report in reports for line in report.collectives]
 
 
 def _print(lines: list[CollectiveReport]) -> None:
-    from fusedcomm.compile.reports import Report
+    from fusedcomm.compile.reports import CompileReport
 
     sys.stdout.flush()
     out = console.stdout(WIDTH)
-    out.print(Report(lines) if lines else "no graph with a collective was compiled: there is nothing to fuse")
+    out.print(CompileReport(lines) if lines else "no graph with a collective was compiled: there is nothing to fuse")
 
 
 def _fields(line: CollectiveReport) -> dict[str, Any]:

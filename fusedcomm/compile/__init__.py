@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from fusedcomm.compile.overlap.estimator import Estimator
     from fusedcomm.compile.passes import FusedcommPass, OrderPass
-    from fusedcomm.compile.reports import Report
+    from fusedcomm.compile.reports import CompileReport
 
 __all__ = ["disable", "enable", "enabled", "report"]
 
 _pass: FusedcommPass | None = None
 _order_pass: OrderPass | None = None  # of overlap=True
-_report: Report | None = None  # of the last enable()
+_report: CompileReport | None = None  # of the last enable()
 
 
 def enable(
@@ -58,7 +58,7 @@ def enable(
     from fusedcomm.compile.merge.flattened_mesh import flatten
     from fusedcomm.compile.overlap.estimator import agreed_ones
     from fusedcomm.compile.passes import OPS, FusedcommPass, Settings
-    from fusedcomm.compile.reports import Report
+    from fusedcomm.compile.reports import CompileReport
 
     fuse = OPS if fuse is None else tuple(fuse)
     if not set(fuse) <= set(OPS):
@@ -68,7 +68,7 @@ def enable(
     if overlap and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ValueError("overlap=True must come after init_process_group: the ranks agree on estimates")
     meshes = () if merge is None else flatten(merge)
-    _install(FusedcommPass(Settings(fuse, agreed_ones(estimator) if overlap else (), meshes), Report()))
+    _install(FusedcommPass(Settings(fuse, agreed_ones(estimator) if overlap else (), meshes), CompileReport()))
 
 
 def disable() -> None:
@@ -93,7 +93,7 @@ def enabled(
     overlap: bool = False,
     estimator: Estimator | None = None,
     merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
-) -> Iterator[Report]:
+) -> Iterator[CompileReport]:
     """`enable()` for what is compiled inside the with statement, backwards included; then what was before.
 
     Yields the `report()` of the statement.
@@ -114,11 +114,11 @@ def enabled(
             _install(outer)
 
 
-def report() -> Report:
+def report() -> CompileReport:
     """Every collective of the graphs compiled since the last `enable()`, by this process."""
-    from fusedcomm.compile.reports import Report
+    from fusedcomm.compile.reports import CompileReport
 
-    return Report() if _report is None else _report
+    return CompileReport() if _report is None else _report
 
 
 def _install(new: FusedcommPass) -> None:

@@ -12,7 +12,7 @@ from torch.fx import Graph
 _LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 and 2.12 take one pass only
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())  # not in torch 2.11
 PRE, POST = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
-_replaced: dict[int, Any] = {}  # by id of our pass: the setting, what we set, and what was there
+_replaced: dict[int, Any] = {}  # by id of our pass: the setting, what `add` set, and what was there
 
 
 class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
@@ -33,22 +33,22 @@ class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
         return None if None in ids else ids
 
 
-def add(ours: Any, setting: str = PRE) -> None:
-    """After the passes that are set."""
+def add(custom_pass: Any, setting: str = PRE) -> None:
+    """Add a pass behind those that are set."""
     before = getattr(config, setting)
-    now = _joined([*_passes(before), ours])
-    _replaced[id(ours)] = (setting, now, before)
+    now = _joined([*_passes(before), custom_pass])
+    _replaced[id(custom_pass)] = (setting, now, before)
     setattr(config, setting, now)
 
 
-def remove(ours: Any) -> None:
-    """If nobody has set passes since, what was set before `add` comes back as it was; else only ours goes."""
-    setting, now, before = _replaced.pop(id(ours))
+def remove(custom_pass: Any) -> None:
+    """If nobody has set passes since, what was set before `add` comes back as it was; else only the pass goes."""
+    setting, now, before = _replaced.pop(id(custom_pass))
     current = getattr(config, setting)
     if current is now:
         setattr(config, setting, before)
         return
-    left = [each for each in _passes(current) if each is not ours]
+    left = [each for each in _passes(current) if each is not custom_pass]
     if len(left) < len(_passes(current)):
         setattr(config, setting, _joined(left))
 

@@ -19,7 +19,7 @@ from fusedcomm.compile.merge.merger import Merger
 from fusedcomm.compile.overlap import inductor_order
 from fusedcomm.compile.overlap.estimator import Estimator, device_type_of
 from fusedcomm.compile.overlap.scheduler import OverlapReport, order_again, schedule_graph
-from fusedcomm.compile.reports import Call, CollectiveReport, Report, source_of
+from fusedcomm.compile.reports import CollectiveReport, CompileReport, FusedCall, source_of
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Settings:
 class FusedcommPass(CustomGraphPass):
     """Never breaks a program: what cannot be done, for whatever reason, leaves the graph as it was."""
 
-    def __init__(self, settings: Settings, report: Report) -> None:
+    def __init__(self, settings: Settings, report: CompileReport) -> None:
         self.settings = settings
         self.report = report
 
@@ -122,7 +122,7 @@ class _Run:
         return CollectiveReport(self.phase, "merged", kind, source, start, reason=f"into {into}")
 
     def _fused(self, start: str, kind: str, source: str, fused: Fused) -> CollectiveReport:
-        call, saving = Call.of(fused.op, fused.node), fused.savings_us[start]
+        call, saving = FusedCall.of(fused.op, fused.node), fused.savings_us[start]
         return CollectiveReport(self.phase, "fused", kind, source, start, op=fused.op, saving_us=saving, call=call)
 
     def _left(self, start: str, kind: str, source: str, scheduled: OverlapReport | None) -> CollectiveReport:

@@ -19,11 +19,11 @@ from fusedcomm.ops.explain import exchange_of
 from fusedcomm.runtime import members
 
 _BELOW = tuple(os.path.join(os.path.dirname(str(each.__file__)), "") for each in (torch, redistribution))
-_kept: list[Report] | None = None
+_kept: list[CompileReport] | None = None
 
 
 @dataclass
-class Call:
+class FusedCall:
     """A call of an op in a graph: what its plan depends on."""
 
     op: str
@@ -31,8 +31,8 @@ class Call:
     last: str = "at the first call"  # what plan() gave last: where the group is destroyed it is still that
 
     @staticmethod
-    def of(op: str, node: Node) -> Call:
-        return Call(op, map_arg(node.args, lambda n: n.meta["val"]))
+    def of(op: str, node: Node) -> FusedCall:
+        return FusedCall(op, map_arg(node.args, lambda n: n.meta["val"]))
 
     def plan(self) -> str:
         """Of the planner, once the group has come together at its first call."""
@@ -57,7 +57,7 @@ class CollectiveReport:
     op: str | None = None  # the op of ours that stands for it
     reason: str = ""  # why it was left, or into which node it was merged
     saving_us: float = 0.0  # estimated, per run of the graph
-    call: Call | None = field(default=None, repr=False)
+    call: FusedCall | None = field(default=None, repr=False)
 
     @property
     def plan(self) -> str:
@@ -70,7 +70,7 @@ class CollectiveReport:
 
 
 @dataclass
-class Report:
+class CompileReport:
     """``.collectives``, graph by graph in the order in which they were compiled; ``str()`` is a table.
 
     A graph that Inductor takes from its cache is not looked at again: its collectives are not listed.
@@ -82,7 +82,7 @@ class Report:
         if _kept is not None:
             _kept.append(self)
 
-    def __deepcopy__(self, memo: Any) -> Report:
+    def __deepcopy__(self, memo: Any) -> CompileReport:
         """Itself: Inductor copies its config at every torch.compile, our pass in it, and fake tensors cannot be."""
         return self
 
@@ -123,8 +123,8 @@ def _shortened(source: str) -> str:
     return source.removeprefix(here)
 
 
-def keep_reports() -> list[Report]:
-    """Every Report begun from now on, in a list that grows: a program that calls `enable()` itself begins its own."""
+def keep_reports() -> list[CompileReport]:
+    """Every report begun from now on, in a list that grows: a program that calls `enable()` itself begins its own."""
     global _kept
     _kept = []
     return _kept

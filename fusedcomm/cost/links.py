@@ -14,7 +14,7 @@ MPICH", IJHPCA 2005, but for the last tree):
 
 The link is "intra" where the group is inside one node, else "inter": ranks_per_node successive global ranks are a node.
 A group that has some peers inside and some outside counts as "inter", each hop as one between nodes; what stays inside
-is faster and runs beside. Of an all_to_all only the parts that leave the node are then on the wire. A ring or tree is
+is faster and runs beside: of an all_to_all only the slower of both counts. A ring or tree is
 split between the network cards of the group's ranks in a node, one card each, as far as the links inside carry that.
 
 All groups of one dim of a mesh must be told alike, or their ranks order the collectives of another dim differently. So
@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 INTRA, INTER = "intra", "inter"
-KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+_KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+INTER_BANDWIDTH = 50e9  # bytes per second of one rank, where nobody says: one 400 Gbit/s card per GPU
 LAUNCH = 10e-6  # seconds, of any collective; this and HOP are chosen, not measured: 24 us for 8 GPUs of a node
 HOP = {INTRA: 2e-6, INTER: 5e-6}
 
@@ -78,24 +79,35 @@ def _divides(a: int, b: int) -> bool:
 
 
 def base_kind(kind: str) -> str | None:
-    """Of coalesced, in-place and out variants too."""
-    return next((base for base in KINDS if kind.startswith(base)), None)
+    """The plain kind of coalesced, in-place and out variants; None for other collectives."""
+    return next((base for base in _KINDS if kind.startswith(base)), None)
 
 
-def seconds(kind: str, sent_bytes: float, at: Reach, bandwidth: Mapping[str, float]) -> tuple[float, float]:
-    """Latency, and time on the wire. ``bandwidth``: by link, bytes per second of one rank, one way."""
-    size, rings = at.group_size, min(bandwidth[INTRA], at.cards * bandwidth[at.link])
-    ring = (size - 1) / size * sent_bytes / rings
-    hop = HOP[at.link]
-    base = base_kind(kind)
-    if base == "all_gather":
-        return LAUNCH + (size - 1) * hop, size * ring
-    if base == "reduce_scatter":
-        return LAUNCH + (size - 1) * hop, ring
+def sent_bytes(kind: str, chunk_bytes: float, group_size: int) -> float:
+    """What a rank sends; a chunk is what goes to one peer. An all_reduce sends each twice, or it is two trees."""
+    return (group_size - 1) * chunk_bytes * (2 if kind == "all_reduce" else 1)
+
+
+def seconds_per_byte(kind: str, at: Reach, bandwidth: Mapping[str, float]) -> float:
+    """The time on the wire of what a rank sends. ``bandwidth``: by link, bytes per second of one rank, one way."""
+    if at.link == INTRA:
+        return 1 / bandwidth[INTRA]
+    if kind == "all_to_all":
+        leaving = at.far / (at.group_size - 1)
+        return max(leaving / bandwidth[INTER], (1 - leaving) / bandwidth[INTRA])
+    return 1 / min(bandwidth[INTRA], at.cards * bandwidth[INTER])
+
+
+def seconds(kind: str, given_bytes: float, at: Reach, bandwidth: Mapping[str, float]) -> tuple[float, float]:
+    """Latency, and time on the wire, of a collective whose start is given that many bytes."""
+    size, hop, base = at.group_size, HOP[at.link], base_kind(kind)
+    if base is None:
+        return LAUNCH + (size - 1) * hop, (size > 1) * given_bytes / bandwidth[at.link]
+    per_byte = seconds_per_byte(base, at, bandwidth)
+    chunk_bytes = given_bytes if base == "all_gather" else given_bytes / size
+    num_hops, wire = size - 1, sent_bytes(base, chunk_bytes, size) * per_byte
     if base == "all_reduce":
-        tree_hops = 2 * math.ceil(math.log2(size))
-        ways = [(2 * (size - 1) * hop, 2 * ring), (tree_hops * hop, 2 * sent_bytes / rings)]
-        latency, wire = min(ways, key=sum) if size > 1 else (0.0, 0.0)
+        ring, trees = (2 * num_hops * hop, wire), (2 * math.ceil(math.log2(size)) * hop, 2 * given_bytes * per_byte)
+        latency, wire = min(ring, trees, key=sum)
         return LAUNCH + latency, wire
-    parts = at.far / size if base == "all_to_all" else float(size > 1)
-    return LAUNCH + (size - 1) * hop, parts * sent_bytes / bandwidth[at.link]
+    return LAUNCH + num_hops * hop, wire

@@ -47,7 +47,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.cost.links import sent_bytes
+from fusedcomm.geometry.exchange import FEW_ROWS, Exchange
 
 KINDS = {
     "matmul_all_to_all": "all_to_all",
@@ -58,6 +59,7 @@ KINDS = {
 }
 ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT, TUNED = "default", "tuned"
+SMALL_BYTES = 64 << 10  # what arrives from a peer in a few microseconds, a launch's time; chosen, not measured
 _GPU_TILES = (128, 64)
 _CPU_TILE_ROWS = 16
 _MIN_SPLIT_K = 512  # of a matmul whose K cuBLAS divides between SMs
@@ -131,8 +133,7 @@ class Constants:
         return num_bytes / self.link_bandwidth + self.link_latency
 
     def collective(self, kind: str, chunk_bytes: float, group_size: int) -> float:
-        sent = chunk_bytes * (group_size - 1) * (2 if kind == "all_reduce" else 1)
-        return sent / self.backend_bandwidth[kind] + self.backend_latency[kind]
+        return sent_bytes(kind, chunk_bytes, group_size) / self.backend_bandwidth[kind] + self.backend_latency[kind]
 
     def _computed(self, batches: float, m: float, n: float, most_splits: float) -> float:
         """Elements of the result, with those of tiles that stand out and of SMs that idle."""
@@ -211,6 +212,18 @@ def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> M
     if constants.fused_flops:
         found["fused"] = call.fused()
     return found
+
+
+def decode_reason(exchange: Exchange, chunk_bytes: int, constants: Constants) -> str | None:
+    """Why a GPU has nothing to hide a call's exchange behind, as in decoding, where nothing is measured; else None."""
+    if constants.device_type == "cpu" or constants.source != DEFAULT:
+        return None
+    if exchange.few_rows:
+        rows = exchange.num_rows // exchange.group_size
+        return f"{rows} rows per rank, fewer than {FEW_ROWS}: nothing to hide, default numbers"
+    if chunk_bytes < SMALL_BYTES:
+        return f"{chunk_bytes / 1024:.3g} KiB per peer, less than {SMALL_BYTES >> 10}: nothing to hide, default numbers"
+    return None
 
 
 class _Call:

@@ -52,12 +52,12 @@ def redistribute(
     What only torch knows is torch's to do, logged once with the reason: other placements, sizes unknown when a graph is
     compiled, ranks not ascending along a mesh dim that shards.
     """
-    from fusedcomm.redistribution import dtensor as op
+    from fusedcomm.redistribution.dtensor import check_mesh, version
 
-    op.check_mesh(dtensor, device_mesh)
+    check_mesh(dtensor, device_mesh)
     names = encode(placements, dtensor.placements)
-    version = op.version(dtensor.device_mesh) if torch.compiler.is_compiling() else ""
-    found = torch.ops.fusedcomm.redistribute(dtensor, names, async_op, forward_dtype, backward_dtype, version)
+    graphs_version = version(dtensor.device_mesh) if torch.compiler.is_compiling() else ""
+    found = torch.ops.fusedcomm.redistribute(dtensor, names, async_op, forward_dtype, backward_dtype, graphs_version)
     return cast("DTensor", found)
 
 
@@ -74,7 +74,7 @@ def redistribute_plan(
 
     Raises ValueError as `redistribute` does, and for what that leaves to torch.
     """
-    from fusedcomm.redistribution import dtensor as op
+    from fusedcomm.redistribution.dtensor import check_mesh, plan_of
 
-    op.check_mesh(dtensor, device_mesh)
-    return op.plan_of(dtensor, encode(placements, dtensor.placements), forward_dtype)
+    check_mesh(dtensor, device_mesh)
+    return plan_of(dtensor, encode(placements, dtensor.placements), forward_dtype)

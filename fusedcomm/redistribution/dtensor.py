@@ -22,12 +22,13 @@ from torch.distributed.tensor import _redistribute as torch_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fusedcomm import files
+from fusedcomm.cost.links import INTER_BANDWIDTH
 from fusedcomm.ops.library import lib
 from fusedcomm.redistribution import execute, mesh_groups, placements, search
 from fusedcomm.redistribution.mesh_groups import MeshFacts
 from fusedcomm.redistribution.placements import Unsupported
 from fusedcomm.redistribution.sharding import Sharding
-from fusedcomm.redistribution.step_time import INTER_BANDWIDTH, Links, ranks_per_node
+from fusedcomm.redistribution.step_time import Links, ranks_per_node
 from fusedcomm.redistribution.steps import Step
 
 if TYPE_CHECKING:

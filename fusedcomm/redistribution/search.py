@@ -31,25 +31,25 @@ DONE = -1.0
 
 
 @dataclass(frozen=True)
-class Cost:
+class PlanCost:
     seconds: float  # of the busiest rank
     num_collectives: int
     bytes: float  # that a rank sends, on average
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
+    def __add__(self, other: PlanCost) -> PlanCost:
+        return PlanCost(
             self.seconds + other.seconds, self.num_collectives + other.num_collectives, self.bytes + other.bytes
         )
 
     @staticmethod
-    def of(step: Step, itemsize: int, links: Links) -> Cost:
+    def of(step: Step, itemsize: int, links: Links) -> PlanCost:
         if step.kind == SLICE:
             return FREE
         mean, busiest = step.traffic
-        return Cost(links.seconds(step.sends_as, busiest * itemsize, step.mesh_dims), 1, mean * itemsize)
+        return PlanCost(links.seconds(step.sends_as, busiest * itemsize, step.mesh_dims), 1, mean * itemsize)
 
 
-FREE = Cost(0.0, 0, 0.0)
+FREE = PlanCost(0.0, 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RedistributionPlan:
     by_dim: tuple[Step, ...]
 
     @cached_property
-    def cost(self) -> Cost:
+    def cost(self) -> PlanCost:
         return _total(self.steps, self.itemsize, self.links)
 
     @property
@@ -84,7 +84,7 @@ class RedistributionPlan:
     def __str__(self) -> str:
         """A line per step, what they take together, and what one mesh dim at a time takes."""
         lines = [
-            _line(str(i), each.kind, _group(each), Cost.of(each, self.itemsize, self.links), each)
+            _line(str(i), each.kind, _group(each), PlanCost.of(each, self.itemsize, self.links), each)
             for i, each in enumerate(self.steps)
         ]
         together = _line("", "all", "", self.cost)
@@ -94,7 +94,7 @@ class RedistributionPlan:
         )
 
 
-def _line(number: str, kind: str, group: str, cost: Cost, step: Step | None = None) -> str:
+def _line(number: str, kind: str, group: str, cost: PlanCost, step: Step | None = None) -> str:
     what = f"   {step.before} -> {step.after}" if step else f"   collectives: {cost.num_collectives}"
     return f"{number:<5s}{kind:24s}{group:>12s}{cost.bytes:14,.0f}{cost.seconds * 1e6:10.1f}{what}"
 
@@ -103,8 +103,8 @@ def _group(step: Step) -> str:
     return ", ".join(map(str, step.mesh_dims))
 
 
-def _total(steps: Sequence[Step], itemsize: int, links: Links) -> Cost:
-    return sum((Cost.of(each, itemsize, links) for each in steps), FREE)
+def _total(steps: Sequence[Step], itemsize: int, links: Links) -> PlanCost:
+    return sum((PlanCost.of(each, itemsize, links) for each in steps), FREE)
 
 
 @lru_cache(maxsize=4096)
@@ -121,7 +121,7 @@ def plan(before: Sharding, after: Sharding, itemsize: int, links: Links) -> Redi
 def _fastest_way(step: Step, itemsize: int, links: Links) -> Step:
     if len(step.ways) == 1:
         return step
-    costs = {each: Cost.of(each, itemsize, links) for each in step.ways}
+    costs = {each: PlanCost.of(each, itemsize, links) for each in step.ways}
     return min(costs, key=lambda each: (costs[each].seconds, costs[each].bytes))
 
 
@@ -139,10 +139,10 @@ def _check(before: Sharding, after: Sharding) -> None:
 
 @dataclass(frozen=True)
 class _Path:
-    cost: Cost
+    cost: PlanCost
     steps: tuple[Step, ...]
 
-    def to(self, step: Step, cost: Cost) -> _Path:
+    def to(self, step: Step, cost: PlanCost) -> _Path:
         return _Path(self.cost + cost, (*self.steps, step))
 
     @property
@@ -172,7 +172,7 @@ class _Search:
         if not self._can_improve(start, self.before, 1):
             return self.best.steps
         states = _states(self.before, self.after)
-        seen: dict[Sharding, list[Cost]] = {}
+        seen: dict[Sharding, list[PlanCost]] = {}
         count = itertools.count()
         heap = [(0.0, next(count), start, self.before)]
         while heap and self.num_steps < _MOST_STEPS:
@@ -199,7 +199,7 @@ class _Search:
         for ways in itertools.product(*(each.ways for each in chain if each is not None)):
             done = path
             for each in ways:
-                done = done.to(each, Cost.of(each, self.itemsize, self.links))
+                done = done.to(each, PlanCost.of(each, self.itemsize, self.links))
             if self._is_allowed(done.cost) and done.key < self.best.key:
                 self.best = done
 
@@ -212,7 +212,7 @@ class _Search:
         if found is None or found.kind == SLICE:  # steps slice by themselves what they need not send
             return
         for each in found.ways:
-            extended = path.to(each, Cost.of(each, self.itemsize, self.links))
+            extended = path.to(each, PlanCost.of(each, self.itemsize, self.links))
             if self._can_improve(extended, new, 1):
                 yield extended
 
@@ -223,7 +223,7 @@ class _Search:
         seconds = path.cost.seconds + num_more * self.latency + wire
         return seconds < self.best.cost.seconds and self._is_allowed(path.cost, num_more)
 
-    def _is_allowed(self, cost: Cost, num_more: int = 0) -> bool:
+    def _is_allowed(self, cost: PlanCost, num_more: int = 0) -> bool:
         bound = self.bound
         return cost.num_collectives + num_more <= bound.num_collectives and cost.bytes <= bound.bytes * _ROUNDING
 
@@ -236,7 +236,7 @@ class _Search:
         return found
 
 
-def _dominated(cost: Cost, others: list[Cost]) -> bool:
+def _dominated(cost: PlanCost, others: list[PlanCost]) -> bool:
     """``others`` are no slower."""
     return any(other.num_collectives <= cost.num_collectives and other.bytes <= cost.bytes for other in others)
 

@@ -20,10 +20,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
 
-from fusedcomm.cost.links import INTER, INTRA, Reach, reach_of
+from fusedcomm.cost.links import INTER, INTRA, Reach, reach_of, seconds_per_byte
 from fusedcomm.cost.model import Constants
-
-INTER_BANDWIDTH = 50e9  # one 400 Gbit/s card per GPU
 
 
 def ranks_per_node(ranks: Sequence[int], hosts: Sequence[int]) -> int:
@@ -83,17 +81,10 @@ class Links:
         """Latency, and seconds per byte."""
         found = self._lines.get((kind, mesh_dims))
         if found is None:
-            found = self._lines[kind, mesh_dims] = self.latency(kind), self._per_byte(kind, self.reach(mesh_dims))
+            bandwidth = {INTRA: self.constants.backend_bandwidth[kind], INTER: self.inter_bandwidth}
+            per_byte = seconds_per_byte(kind, self.reach(mesh_dims), bandwidth)
+            found = self._lines[kind, mesh_dims] = self.latency(kind), per_byte
         return found
-
-    def _per_byte(self, kind: str, at: Reach) -> float:
-        inside = self.constants.backend_bandwidth[kind]
-        if at.link == INTRA:
-            return 1 / inside
-        if kind == "all_to_all":
-            leaving = at.far / (at.group_size - 1)
-            return max(leaving / self.inter_bandwidth, (1 - leaving) / inside)
-        return 1 / min(inside, at.cards * self.inter_bandwidth)
 
     def reach(self, mesh_dims: tuple[int, ...]) -> Reach:
         """Of the slowest group."""

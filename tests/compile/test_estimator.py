@@ -20,15 +20,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusedcomm
 from fusedcomm.compile.graph.layout import ASSUMED_SIZE
 from fusedcomm.compile.overlap.estimator import Estimator, reach
-from fusedcomm.compile.overlap.node_cost import Cost
-from fusedcomm.cost import links
-from fusedcomm.cost import model as cost
+from fusedcomm.compile.overlap.node_cost import NodeCost
+from fusedcomm.cost import links, model
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.runtime import members
 
 GPU, CPU = DEFAULTS["cuda"], DEFAULTS["cpu"]
-TUNED = replace(GPU, source=cost.TUNED)
+TUNED = replace(GPU, source=model.TUNED)
 MB = 1 << 20
 BF16 = torch.bfloat16
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -64,7 +63,7 @@ def traced(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype 
         return make_fx(fn)(*(torch.empty(shape, dtype=dtype) for shape in shapes))
 
 
-def costs(gm: GraphModule, estimator: Estimator) -> dict[str, Cost]:
+def costs(gm: GraphModule, estimator: Estimator) -> dict[str, NodeCost]:
     return {node.name: estimator.cost(node) for node in gm.graph.nodes}
 
 
@@ -224,7 +223,7 @@ def test_views_waits_and_sizes_cost_nothing(mesh: Any) -> None:
         parts = x.view(8, 8, 16).transpose(0, 1).unsqueeze(0).split(4, 1)
         return functional.wait_tensor(parts[0]), torch.empty(2 * x.shape[0])
 
-    assert set(costs(traced(program, (64, 16)), Estimator("cuda")).values()) == {Cost()}
+    assert set(costs(traced(program, (64, 16)), Estimator("cuda")).values()) == {NodeCost()}
 
 
 def test_pointwise_nodes_make_one_kernel() -> None:
@@ -275,7 +274,7 @@ def test_any_dtype_has_a_cost(device_type: str, dtype: torch.dtype) -> None:
         node.meta["val"] = x
     assert all(Estimator(device_type).cost(node).compute_ms > 0 for node in nodes[1:])
     del nodes[1].meta["val"]
-    assert Estimator(device_type).cost(nodes[1]) == Cost()  # nothing known
+    assert Estimator(device_type).cost(nodes[1]) == NodeCost()  # nothing known
 
 
 def test_symbolic_sizes_are_assumed() -> None:
@@ -365,7 +364,7 @@ def test_the_users_numbers_win(mesh: Any) -> None:
     times = {"mm": 7.0, "all_gather_into_tensor": 3.0, "matmul_reduce_scatter": 5.0, "nobody": 1.0}
     gm = traced(program, (1024, 4096), (4096, 4096))
     plain, told = costs(gm, Estimator("cuda")), costs(gm, Estimator("cuda", times=times))
-    assert told["mm"] == Cost(7.0)
+    assert told["mm"] == NodeCost(7.0)
     gather = told["all_gather_into_tensor"].transfer
     assert gather is not None and gather.ms == pytest.approx(3.0) and gather.latency_ms == pytest.approx(0.024)
     assert told["matmul_reduce_scatter"].fused_ms == 5.0
@@ -381,7 +380,7 @@ def test_tuned_numbers_of_a_known_group_are_used(mesh: Any, monkeypatch: pytest.
         return [functional.wait_tensor(functional.all_reduce(x, "sum", name)) for name in (tp, dp)]
 
     gm = traced(program, (8, 8))
-    tuned = replace(CPU, source=cost.TUNED, copy_bandwidth=3e9)
+    tuned = replace(CPU, source=model.TUNED, copy_bandwidth=3e9)
 
     class Known:
         topology = members.topology.Topology(None, None, 1 << 30, None, tuned)

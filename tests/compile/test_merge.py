@@ -21,7 +21,7 @@ from fusedcomm.compile.merge.merger import Merger
 from fusedcomm.compile.merge.mesh_moves import traffic
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import Report
+from fusedcomm.compile.reports import CompileReport
 from tests.helpers.graphs import collectives_of, targets
 from tests.helpers.merge_world import (
     A2A,
@@ -338,8 +338,8 @@ def test_blocks_that_a_view_hides() -> None:
 # with the other passes
 
 
-def passed(module: Any, **settings: Any) -> Report:
-    report = Report()
+def passed(module: Any, **settings: Any) -> CompileReport:
+    report = CompileReport()
     FusedcommPass(Settings(**settings), report)(module.graph)
     module.graph.lint()
     return report

@@ -20,13 +20,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
-from fusedcomm.compile.overlap import bucket
+from fusedcomm.compile.overlap import buckets
 from fusedcomm.compile.overlap.estimator import Estimator, agreed_ones
 from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.scheduler import OverlapReport, schedule
 from fusedcomm.compile.overlap.simulator import run, simulate
-from fusedcomm.cost import model as cost
-from fusedcomm.cost import tuned
+from fusedcomm.cost import model, tuned
 from fusedcomm.launch.ranks import RankPool
 from tests.compile.test_overlap_properties import fake_world
 from tests.helpers.order_checks import WAIT, executed, is_start
@@ -399,7 +398,7 @@ def seconds_per_collective(tp: Peers, count: int) -> float:
     program = Program(t.returns(*(t.like(x, WAIT, start) for start in found)).graph, estimator().cost)
     order = range(len(program))
     timeline, begin = run(program, order), time.process_time()
-    assert bucket.find(program, order, timeline, estimator())
+    assert buckets.find(program, order, timeline, estimator())
     return (time.process_time() - begin) / count
 
 
@@ -454,9 +453,9 @@ def test_a_graph_without_values_passes(tp: Peers) -> None:
 def test_numbers_of_tune_are_those_of_the_largest_group_that_has_some(
     groups: list[Peers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = {size: replace(cost.DEFAULTS["cpu"], source=cost.TUNED, link_latency=1e-6 * size) for size in (2, 4)}
+    measured = {size: replace(model.DEFAULTS["cpu"], source=model.TUNED, link_latency=1e-6 * size) for size in (2, 4)}
     monkeypatch.setattr(tuned, "read", lambda device, size: measured.get(size) if device.type == "cpu" else None)
     found = {each.device_type: each.constants for each in agreed_ones()}
-    assert found == {"cpu": measured[4], "cuda": cost.DEFAULTS["cuda"]}
+    assert found == {"cpu": measured[4], "cuda": model.DEFAULTS["cuda"]}
     own = Estimator("cpu", times={"mm": 1.0})
     assert [each for each in agreed_ones(own) if each.device_type == "cpu"] == [own]

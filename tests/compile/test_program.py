@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.graph.collectives import kind_of
 from fusedcomm.compile.graph.layout import ASSUMED_SIZE
-from fusedcomm.compile.overlap.node_cost import Cost, Transfer
+from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.simulator import run, simulate
 
@@ -30,11 +30,13 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 class Costs:
     """An estimator: costs by the name of the node; other nodes, and collectives, take no time."""
 
-    def __init__(self, costs: Mapping[str, Cost] | None = None) -> None:
+    def __init__(self, costs: Mapping[str, NodeCost] | None = None) -> None:
         self.costs = costs or {}
 
-    def cost(self, node: Node) -> Cost:
-        return self.costs.get(node.name, Cost(transfer=Transfer("intra", "g", 0, 0)) if kind_of(node) else Cost())
+    def cost(self, node: Node) -> NodeCost:
+        return self.costs.get(
+            node.name, NodeCost(transfer=Transfer("intra", "g", 0, 0)) if kind_of(node) else NodeCost()
+        )
 
 
 class Builder:

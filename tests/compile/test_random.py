@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import Report
+from fusedcomm.compile.reports import CompileReport
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
 from tests.helpers.thorough import thorough_but
 
@@ -97,7 +97,7 @@ def fused(rank: int, kind: str, seeds: list[int]) -> int:
     """How many of the programs got an op of ours. Small integers: sums are exact."""
     from torch._inductor.compile_fx import view_to_reshape
 
-    r, report = dist.get_world_size(), Report()
+    r, report = dist.get_world_size(), CompileReport()
     for seed in seeds:
         program, shapes = random_program(seed, kind, r)
         generator = torch.Generator().manual_seed(100 * seed + rank)

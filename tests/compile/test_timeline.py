@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import fusedcomm  # noqa: F401
 from fusedcomm.compile.overlap import timeline
-from fusedcomm.compile.overlap.node_cost import Cost, Transfer
+from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.simulator import Clock, simulate
 from fusedcomm.compile.overlap.timeline import Line, Timeline
 from tests.compile.test_program import Builder, Costs
@@ -34,15 +34,15 @@ LINKS = {"a": "intra", "b": "intra", "c": "inter"}  # by group
 class Step:
     what: str  # "compute", "start", "wait" for the start of this name, "fused"
     name: str
-    cost: Cost = Cost()  # noqa: RUF009
+    cost: NodeCost = NodeCost()  # noqa: RUF009
 
 
 def compute(name: str, ms: float) -> Step:
-    return Step("compute", name, Cost(ms))
+    return Step("compute", name, NodeCost(ms))
 
 
 def start(name: str, group: str, latency: float, wire: float) -> Step:
-    return Step("start", name, Cost(transfer=Transfer(LINKS[group], group, latency, wire)))
+    return Step("start", name, NodeCost(transfer=Transfer(LINKS[group], group, latency, wire)))
 
 
 def wait(name: str) -> Step:
@@ -50,7 +50,7 @@ def wait(name: str) -> Step:
 
 
 def fused(name: str, compute_ms: float, fused_ms: float, group: str, latency: float, wire: float) -> Step:
-    return Step("fused", name, Cost(compute_ms, Transfer(LINKS[group], group, latency, wire), fused_ms))
+    return Step("fused", name, NodeCost(compute_ms, Transfer(LINKS[group], group, latency, wire), fused_ms))
 
 
 def simulated(steps: Sequence[Step]) -> Timeline:
@@ -224,14 +224,14 @@ def check_identities(found: Timeline) -> None:
 def shown() -> Timeline:
     """Two groups on one link, one on the other; hidden, exposed, fused; with memory."""
     b = Builder()
-    costs: dict[str, Cost] = {}
+    costs: dict[str, NodeCost] = {}
     y = b.input("x", 1024)
     for i, group in enumerate("aabc" * 2):
         s = b(functional.all_reduce.default, y, "sum", "g")
         m = b(aten.exp.default, y)
         t = b(functional.wait_tensor.default, s)
         y = b(aten.add.Tensor, m, t)
-        costs |= {s.name: Cost(transfer=Transfer(LINKS[group], group, 0.5, 1.0 + i)), m.name: Cost(3.0)}
+        costs |= {s.name: NodeCost(transfer=Transfer(LINKS[group], group, 0.5, 1.0 + i)), m.name: NodeCost(3.0)}
     return simulate(b.done(y), Costs(costs))
 
 

@@ -13,23 +13,23 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedcomm.compile.fuse.time_saved import saving_us
-from fusedcomm.cost import model as cost
+from fusedcomm.cost import model
 from fusedcomm.cost.model import DEFAULTS, Constants
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import members
 
-KINDS = tuple(cost.KINDS.values())
+KINDS = tuple(model.KINDS.values())
 MIB = 1 << 20
 
 # Nothing but what a test is about takes time: rates without end, no overheads.
 ENDLESS = 1e30
 GPU = Constants(
-    source=cost.DEFAULT,
+    source=model.DEFAULT,
     device_type="cuda",
     num_sms=4,
-    matmul_flops=dict.fromkeys(cost.ITEMSIZE, ENDLESS),
-    fused_flops=dict.fromkeys(cost.ITEMSIZE, ENDLESS),
+    matmul_flops=dict.fromkeys(model.ITEMSIZE, ENDLESS),
+    fused_flops=dict.fromkeys(model.ITEMSIZE, ENDLESS),
     memory_bandwidth=ENDLESS,
     matmul_overhead=0.0,
     copy_bandwidth=ENDLESS,
@@ -44,22 +44,22 @@ GPU = Constants(
     chunk_overhead=0.0,
 )
 CPU = replace(GPU, device_type="cpu", num_sms=1, fused_flops={})
-RATE = dict.fromkeys(cost.ITEMSIZE, 1e9)
+RATE = dict.fromkeys(model.ITEMSIZE, 1e9)
 
 # 4 ranks, float32. The tensor next to the collective: 1024 x 2048, 8 MiB; a chunk: 2 MiB.
 CALLS: dict[str, Exchange] = {
-    "matmul_all_to_all": geometry.matmul_all_to_all((1024, 512), (512, 2048), None, 0, 1, 4),
-    "all_to_all_matmul": geometry.all_to_all_matmul((4096, 512), (2048, 512), 1, 0, 4),
-    "all_gather_matmul": geometry.all_gather_matmul((256, 2048), ((2048, 512),), 0, 4),
-    "matmul_reduce_scatter": geometry.matmul_reduce_scatter((1024, 512), (512, 2048), "sum", 0, 4),
-    "matmul_all_reduce": geometry.matmul_all_reduce((1024, 512), (512, 2048), "sum", 4),
+    "matmul_all_to_all": shapes.matmul_all_to_all((1024, 512), (512, 2048), None, 0, 1, 4),
+    "all_to_all_matmul": shapes.all_to_all_matmul((4096, 512), (2048, 512), 1, 0, 4),
+    "all_gather_matmul": shapes.all_gather_matmul((256, 2048), ((2048, 512),), 0, 4),
+    "matmul_reduce_scatter": shapes.matmul_reduce_scatter((1024, 512), (512, 2048), "sum", 0, 4),
+    "matmul_all_reduce": shapes.matmul_all_reduce((1024, 512), (512, 2048), "sum", 4),
 }
 FLOPS = 2 * 1024 * 512 * 2048
 CHUNK = 2 * MIB
 
 
 def seconds(op: str, constants: Constants, dtype: str = "float32") -> dict[str, float]:
-    return dict(cost.estimate(op, CALLS[op], dtype, constants))
+    return dict(model.estimate(op, CALLS[op], dtype, constants))
 
 
 def close(expected: float) -> Any:
@@ -97,7 +97,7 @@ COPIES = {  # of all 4 chunks by unfused: before and after the collective
 
 @pytest.mark.parametrize("op", CALLS)
 def test_unfused_pays_for_the_collective_and_its_copies(op: str) -> None:
-    kind, sent = cost.KINDS[op], SENT.get(op, 3) * CHUNK
+    kind, sent = model.KINDS[op], SENT.get(op, 3) * CHUNK
     slow = {
         "backend_bandwidth": {**GPU.backend_bandwidth, kind: 1e9},
         "backend_latency": {**GPU.backend_latency, kind: 1},
@@ -115,8 +115,8 @@ def test_a_batch_in_front_makes_layout_copies() -> None:
     """[8, rows, columns]: neither of the exchanged dims is the first one; with one batch it is as good as the first."""
     slow = replace(GPU, copy_bandwidth=1e9)
     for batches, copies in ((8, 2), (1, 1)):
-        exchange = geometry.matmul_all_to_all((batches, 1024 // batches, 512), (512, 2048), None, 1, 2, 4)
-        assert cost.estimate("matmul_all_to_all", exchange, "float32", slow)["unfused"] == close(
+        exchange = shapes.matmul_all_to_all((batches, 1024 // batches, 512), (512, 2048), None, 1, 2, 4)
+        assert model.estimate("matmul_all_to_all", exchange, "float32", slow)["unfused"] == close(
             copies * 4 * CHUNK / 1e9
         )
 
@@ -126,7 +126,7 @@ def test_chunked_hides_transfers_behind_matmuls_and_the_other_way_round() -> Non
     op, chunk_flops = "matmul_all_to_all", FLOPS / 4
     link = {"link_bandwidth": CHUNK / 0.5, "link_latency": 0.5}  # l = 1 s
     for c in (0.25, 4.0):
-        rate = dict.fromkeys(cost.ITEMSIZE, chunk_flops / c)
+        rate = dict.fromkeys(model.ITEMSIZE, chunk_flops / c)
         assert seconds(op, replace(GPU, matmul_flops=rate, **link))["chunked"] == close(max(4 * c, c + 3, 3 * c + 1))
         gather = seconds("all_gather_matmul", replace(GPU, matmul_flops=rate, **link))["chunked"]
         assert gather == close(max(4 * c, 3 + c))
@@ -136,17 +136,17 @@ def test_chunked_hides_transfers_behind_matmuls_and_the_other_way_round() -> Non
 
 
 def test_gathered_k_in_16_bit_is_one_matmul_after_all_have_arrived() -> None:
-    slow = replace(GPU, matmul_flops=dict.fromkeys(cost.ITEMSIZE, FLOPS / 8), link_latency=1.0)
+    slow = replace(GPU, matmul_flops=dict.fromkeys(model.ITEMSIZE, FLOPS / 8), link_latency=1.0)
     assert seconds("all_to_all_matmul", slow, "float32")["chunked"] == close(8)
     assert seconds("all_to_all_matmul", slow, "bfloat16")["chunked"] == close(3 + 8)
 
 
 def test_few_rows_read_w_once() -> None:
     """16 rows, cut into 4: one matmul, bound by memory, then the transfers. The fused kernel reads w for each chunk."""
-    exchange = geometry.matmul_reduce_scatter((16, 1024), (1024, 8192), "sum", 0, 4)
+    exchange = shapes.matmul_reduce_scatter((16, 1024), (1024, 8192), "sum", 0, 4)
     w_bytes, x_bytes, y_bytes = 4 * 1024 * 8192, 4 * 16 * 1024, 4 * 16 * 8192
     slow = replace(GPU, memory_bandwidth=1e9, link_latency=1.0)
-    found = cost.estimate("matmul_reduce_scatter", exchange, "float32", slow)
+    found = model.estimate("matmul_reduce_scatter", exchange, "float32", slow)
     once = (w_bytes + x_bytes + y_bytes) / 1e9
     assert found["unfused"] == close(once)
     assert found["chunked"] == close(once + 3)
@@ -155,9 +155,9 @@ def test_few_rows_read_w_once() -> None:
 
 def test_few_columns_read_x_again_for_every_chunk() -> None:
     """A CPU reads, then computes. With 2 columns per chunk it reads x 4 times, and is slower chunked than unfused."""
-    exchange = geometry.matmul_all_to_all((1024, 4096), (4096, 8), None, 0, 1, 4)
+    exchange = shapes.matmul_all_to_all((1024, 4096), (4096, 8), None, 0, 1, 4)
     x_bytes, w_bytes, y_bytes = 4 * 1024 * 4096, 4 * 4096 * 8, 4 * 1024 * 8
-    found = cost.estimate(
+    found = model.estimate(
         "matmul_all_to_all", exchange, "float32", replace(CPU, memory_bandwidth=1e9, matmul_flops=RATE)
     )
     compute = 2 * 1024 * 4096 * 8 / 1e9
@@ -199,9 +199,9 @@ def test_waves_of_tiles() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_empty_and_tiny_calls_have_a_time(rows: int) -> None:
-    exchange = geometry.matmul_all_to_all((rows, 8), (8, 8), None, 0, 1, 2)
+    exchange = shapes.matmul_all_to_all((rows, 8), (8, 8), None, 0, 1, 2)
     for constants in DEFAULTS.values():
-        assert all(0 < t < 1 for t in cost.estimate("matmul_all_to_all", exchange, "float32", constants).values())
+        assert all(0 < t < 1 for t in model.estimate("matmul_all_to_all", exchange, "float32", constants).values())
 
 
 # what `fusedcomm.compile` makes of it
@@ -227,7 +227,7 @@ def product(m: int, k: int, n: int, device: str) -> Any:
 
 def test_a_fused_collective_saves_what_the_matmul_hides_and_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"backend_bandwidth": dict.fromkeys(KINDS, 3e6), "backend_latency": dict.fromkeys(KINDS, 1.0)}
-    slow = replace(GPU, copy_bandwidth=2e6, matmul_flops=dict.fromkeys(cost.ITEMSIZE, 2.0 * 1024**3), **rates)
+    slow = replace(GPU, copy_bandwidth=2e6, matmul_flops=dict.fromkeys(model.ITEMSIZE, 2.0 * 1024**3), **rates)
     monkeypatch.setattr(members, "known_member", lambda *_: SimpleNamespace(topology=SimpleNamespace(constants=slow)))
     short, long = product(1024, 1024, 1024, "cuda:0"), product(1024, 16384, 1024, "cuda:0")
     call = collective("all_to_all", 4_000_000, "cuda:0")  # 3 MB sent: 2 s; copies: 4 s

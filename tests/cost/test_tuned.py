@@ -30,14 +30,13 @@ from fusedcomm.bench import tune
 from fusedcomm.bench.op_bench import MatmulSize, OpData
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import main
-from fusedcomm.cost import model as cost
-from fusedcomm.cost import tuned
+from fusedcomm.cost import model, tuned
 from fusedcomm.cost.model import DEFAULTS, Constants
 from fusedcomm.runtime import members, topology
 from fusedcomm.runtime.group import resolve
 
 CPU = torch.device("cpu")
-FAST = replace(DEFAULTS["cpu"], source=cost.TUNED, copy_bandwidth=3e9)
+FAST = replace(DEFAULTS["cpu"], source=model.TUNED, copy_bandwidth=3e9)
 SLOW = replace(FAST, copy_bandwidth=2e9)
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "tune.json").read_text())
 ROOT = os.geteuid() == 0
@@ -113,8 +112,8 @@ BAD_CONTENT: dict[str, tuple[Callable[[], str], str]] = {
     "negative": (lambda: constants(link_latency=-1e-6), "link_latency must be a number"),
     "absurd": (lambda: constants(link_bandwidth=1e40), "link_bandwidth must be a number"),
     "many digits": (lambda: constants(link_bandwidth=0).replace(": 0,", ": " + "9" * 5000 + ","), ""),
-    "default": (lambda: constants(source=cost.DEFAULT), "it must be tuned on cpu, got default"),
-    "a GPU's": (lambda: content(constants=replace(DEFAULTS["cuda"], source=cost.TUNED).to_json()), "it must be tuned"),
+    "default": (lambda: constants(source=model.DEFAULT), "it must be tuned on cpu, got default"),
+    "a GPU's": (lambda: content(constants=replace(DEFAULTS["cuda"], source=model.TUNED).to_json()), "it must be tuned"),
 }
 
 
@@ -340,7 +339,7 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def seconds(variants: dict[str, Any], repeat: int) -> dict[str, float]:
         op, size, dtype = now
-        estimates = cost.estimate(op, tune.exchange_of(op, size, 2), dtype, truth)
+        estimates = model.estimate(op, tune.exchange_of(op, size, 2), dtype, truth)
         return {name: estimates[name] for name in variants}
 
     monkeypatch.setattr(tune, "_data", data)
@@ -361,7 +360,7 @@ def test_where_the_fastest_algorithm_changes() -> None:
         assert (first.rows, first.algorithm, second.algorithm) == (1, "unfused", "chunked")
         for rows, fastest in ((second.rows // 2, "unfused"), (second.rows, "chunked")):
             exchange = tune.exchange_of("matmul_all_to_all", MatmulSize(rows, *tune.CROSSOVER_K_N), 2)
-            estimates = cost.estimate("matmul_all_to_all", exchange, dtype, slow_start)
+            estimates = model.estimate("matmul_all_to_all", exchange, dtype, slow_start)
             assert min(estimates, key=estimates.__getitem__) == fastest
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 import fusedcomm.compile
-from fusedcomm.compile.reports import Report
+from fusedcomm.compile.reports import CompileReport
 from tests.helpers.fragments import FRAGMENTS, Fragment
 
 
@@ -93,7 +93,7 @@ def strides(t: Tensor) -> list[int]:
     return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
 
 
-def check_graphs(fragment: Fragment, graphs: list[Graph], report: Report) -> None:
+def check_graphs(fragment: Fragment, graphs: list[Graph], report: CompileReport) -> None:
     ops = [fragment.forward, fragment.backward] if fragment.grad else [fragment.forward]
     text = "\n".join(map(str, report.collectives))
     assert [targets(graph, "fusedcomm") for graph in graphs] == ops, text

@@ -20,9 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.launch.ranks import RankPool
-from fusedcomm.redistribution import even as regular
-from fusedcomm.redistribution import execute, reductions, steps
-from fusedcomm.redistribution import uneven as pieces
+from fusedcomm.redistribution import even, execute, reductions, steps, uneven
 from fusedcomm.redistribution.steps import Step
 from tests.helpers import redistribution_world as world
 
@@ -147,12 +145,12 @@ def test_parts_are_added_in_the_order_of_the_mesh() -> None:
 
 def test_padding_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of((5, 3), (3,), (1,), (None,))
-    uneven = plan_of((4, 5), (3,), (1,), (None,))
-    check_plan(uneven)
-    monkeypatch.setattr(pieces, "_window", lambda flat, start, shape: flat.view(-1, shape[-1]))
+    uneven_plan = plan_of((4, 5), (3,), (1,), (None,))
+    check_plan(uneven_plan)
+    monkeypatch.setattr(uneven, "_window", lambda flat, start, shape: flat.view(-1, shape[-1]))
     check_plan(plan)  # needs none
     with pytest.raises((AssertionError, RuntimeError)):
-        check_plan(uneven)
+        check_plan(uneven_plan)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +182,11 @@ def test_ranks_in_another_order_are_seen(
 def test_misplaced_blocks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of((4, 4), (2, 2), (0, 1), (None, None))
     check_plan(plan)
-    monkeypatch.setattr(regular, "_keeps_order", lambda permuted, sizes: True)
-    regular.arriving.cache_clear()
+    monkeypatch.setattr(even, "_keeps_order", lambda permuted, sizes: True)
+    even.arriving.cache_clear()
     with pytest.raises(AssertionError):
         check_plan(plan)
-    regular.arriving.cache_clear()
+    even.arriving.cache_clear()
 
 
 def test_traffic_is_compared() -> None:

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from fusedcomm.cost.model import DEFAULTS
-from fusedcomm.redistribution import search as planner
-from fusedcomm.redistribution import steps
+from fusedcomm.redistribution import search, steps
 from fusedcomm.redistribution.by_dim import steps_by_dim
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding
@@ -45,7 +44,7 @@ def plan(
     shape: Sequence[int], mesh_shape: tuple[int, ...], before: str, after: str, over: Links | None = None
 ) -> RedistributionPlan:
     both = (sharding(shape, mesh_shape, each.split()) for each in (before, after))
-    return planner.plan(*both, 4, over or links(mesh_shape))
+    return search.plan(*both, 4, over or links(mesh_shape))
 
 
 def kinds(of: RedistributionPlan) -> list[tuple[str, tuple[int, ...]]]:
@@ -78,7 +77,7 @@ def test_a_large_tensor_is_reduced_before_it_is_gathered() -> None:
     assert found.num_collectives == 2
     assert found.steps[0].kind == "reduce_scatter"
     assert found.bytes == 4096 * 4096 * 4 * 1.25
-    assert found.bytes < planner._total(found.by_dim, 4, found.links).bytes
+    assert found.bytes < search._total(found.by_dim, 4, found.links).bytes
 
 
 def test_shards_move_between_tensor_dims_in_one_exchange() -> None:
@@ -122,7 +121,7 @@ def test_what_is_partial_is_reduced_before_shards_are_gathered() -> None:
     """By mesh dim the data grows first: 32 elements gathered, then 32 reduced."""
     found = plan((8, 8), (2, 2), "P S0", "S0 R")
     assert [each.kind for each in found.steps] == ["reduce_scatter", "all_to_all"]
-    assert planner._total(found.by_dim, 4, found.links).bytes == (32 + 32) * 4
+    assert search._total(found.by_dim, 4, found.links).bytes == (32 + 32) * 4
     # 16 reduced; then (r, c) has rows 4 c + 2 r, + 1, which 2 ranks need: where r == c it is one of them
     assert found.bytes == (16 + (1 + 2 + 2 + 1) / 4 * 16) * 4
 
@@ -138,13 +137,13 @@ def test_sums_and_averages_are_reduced_at_once() -> None:
 )
 def test_nothing_is_done_over_mesh_dims_of_one_rank(before: str, after: str, mesh_shape: tuple[int, ...]) -> None:
     found = plan((8, 8), mesh_shape, before, after)
-    assert (found.steps, found.cost) == ((), planner.FREE)
+    assert (found.steps, found.cost) == ((), search.FREE)
 
 
 def test_slices_are_free() -> None:
     found = plan((7, 5), (2, 4), "R R", "S0 S1")
     assert kinds(found) == [("slice", ())]
-    assert found.cost == planner.FREE
+    assert found.cost == search.FREE
 
 
 def test_what_stays_partial_stays() -> None:
@@ -210,12 +209,12 @@ def test_steps_lead_from_before_to_after(seed: int) -> None:
     for _ in range(150):
         before, after = shuffled(rng)
         over = links(before.mesh_shape, rng.choice([2, 4, 8]), rng.choice(["cuda", "cpu"]))
-        found = planner.plan(before, after, 4, over)
+        found = search.plan(before, after, 4, over)
         for chain in (found.steps, found.by_dim):
             states = [before, *(each.after for each in chain)]
             assert [each.before for each in chain] == states[:-1]
             assert states[-1] == after
-        bound = planner._total(found.by_dim, 4, over)
+        bound = search._total(found.by_dim, 4, over)
         assert found.num_collectives <= bound.num_collectives
         assert found.bytes <= bound.bytes * ROUNDING
         assert found.seconds <= bound.seconds
@@ -226,13 +225,13 @@ def test_two_collectives_do_everything(shape: tuple[int, ...]) -> None:
     """A reduce_scatter of all that is partial, and one exchange; so a plan that latency rules has no more."""
     for before, after in itertools.islice(pairs(2, 3), None, None, 3):
         both = [sharding(shape, (2, 2, 2), each) for each in (before, after)]
-        assert planner.plan(*both, 1, links((2, 2, 2))).num_collectives <= 2, f"{before} -> {after}"
+        assert search.plan(*both, 1, links((2, 2, 2))).num_collectives <= 2, f"{before} -> {after}"
 
 
 def test_a_plan_knows_nothing_of_the_rank_or_the_process() -> None:
     """The same from nothing but equal facts."""
     a = plan((4097, 63, 9), (2, 2, 2), "P S0 P", "R S2 S1")
-    planner.plan.cache_clear()
+    search.plan.cache_clear()
     steps.step.cache_clear()
     b = plan((4097, 63, 9), (2, 2, 2), "P S0 P", "R S2 S1", replace(links((2, 2, 2))))
     assert a is not b
@@ -275,7 +274,7 @@ def test_no_plan_sends_less_than_the_least() -> None:
         before, after = shuffled(rng)
         if not all(each.is_even for each in (before, after)):
             continue
-        found = planner.plan(before, after, 1, links(before.mesh_shape))
+        found = search.plan(before, after, 1, links(before.mesh_shape))
         least, busiest = least_traffic(before, after), sum(each.traffic[1] for each in found.steps)
         assert least <= busiest * ROUNDING, f"{found}"
         tight += least == busiest > 0
@@ -317,7 +316,7 @@ def exact(rng: random.Random, num: int) -> set[tuple[str, str, bool]]:
     while num:
         before, after = shuffled(rng)
         over = links(before.mesh_shape, rng.choice([2, 8]), rng.choice(["cuda", "cpu"]))
-        found = planner.plan(before, after, rng.choice([4, 1 << 20]), over)  # small and large: other plans
+        found = search.plan(before, after, rng.choice([4, 1 << 20]), over)  # small and large: other plans
         if found.steps:
             check(
                 Planned((before, *(each.after for each in found.steps)), torch.int64, found.steps),
@@ -364,23 +363,23 @@ def test_planning_is_quick(mesh_shape: tuple[int, ...]) -> None:
     both = [sharding((4097, 4099, 63), mesh_shape, each) for each in (["P", "P", "S0"], ["R", "S1", "S1"])]
 
     def cold() -> None:
-        planner.plan.cache_clear()
+        search.plan.cache_clear()
         steps.step.cache_clear()
         start = time.thread_time()
-        planner.plan(*both, 4, over)
+        search.plan(*both, 4, over)
         taken.append(time.thread_time() - start)
 
     taken: list[float] = []
     timeit.repeat(cold, number=1, repeat=3)
     assert min(taken) < 0.1
-    assert min(timeit.repeat(lambda: planner.plan(*both, 4, over), number=200, repeat=3)) / 200 < 100e-6
+    assert min(timeit.repeat(lambda: search.plan(*both, 4, over), number=200, repeat=3)) / 200 < 100e-6
 
 
 def test_a_search_ends() -> None:
     """However many states there are: 4 mesh dims, 4 tensor dims."""
     before, after = (sharding((4097, 99, 63, 5), (2, 2, 2, 2), each.split()) for each in ("P P P S3", "S0 S1 R S2"))
     over = links((2, 2, 2, 2), 4)
-    search = planner._Search(before, after, 4, over, steps_by_dim(before, after))
-    found = search.fastest()
-    assert search.num_steps < planner._MOST_STEPS + 2 * len(planner._states(before, after)) + 10
+    one = search._Search(before, after, 4, over, steps_by_dim(before, after))
+    found = one.fastest()
+    assert one.num_steps < search._MOST_STEPS + 2 * len(search._states(before, after)) + 10
     assert all(a.after == b.before for a, b in pairwise(found))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse import match_gather as gathered
+from fusedcomm.compile.fuse import match_gather
 from fusedcomm.compile.fuse.match_gather import Gathered, Reader
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
@@ -21,7 +21,7 @@ KIND = "all_gather"
 
 
 @dataclass(frozen=True)
-class Match:
+class AllGatherMatmulMatch:
     gathered: Gathered
     reader: Reader  # what the first matmul multiplies
     products: list[Product]  # all multiply the same rows
@@ -31,22 +31,22 @@ class Match:
         return [self.gathered.collective]
 
 
-def match(start: Node) -> Match:
+def match(start: Node) -> AllGatherMatmulMatch:
     """Raises CannotFuse."""
-    found = gathered.read(start)
+    found = match_gather.read(start)
     (reader, first), *more = sorted(found.consumers(), key=lambda each: found.copies(each[0].layout))
     products = [first]
     for other, product in more:
         shares = [f for dim in other.layout.dims for f in dim] == reader.layout.order
         shares &= other.layout.shape == reader.layout.shape and product.batched == first.batched
         nodes = {each.node for each in products}
-        independent = not any(gathered.depends_on(operand, nodes) for operand in product.operands)
+        independent = not any(match_gather.depends_on(operand, nodes) for operand in product.operands)
         if shares and independent and value(other.node).dtype == value(reader.node).dtype:
             products.append(product)
-    return Match(found, reader, products)
+    return AllGatherMatmulMatch(found, reader, products)
 
 
-def rewrite(rewriter: Rewriter, match: Match) -> Node:
+def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:
     found, products, reader = match.gathered, match.products, match.reader
     nodes, start = [product.node for product in products], found.collective.start
     sent = found.sent_dims(reader.layout, products[0].batched)
@@ -69,5 +69,5 @@ def rewrite(rewriter: Rewriter, match: Match) -> Node:
             for i, product in enumerate(products)
         ]
         rearranged = found.rearranged(rewriter, call, reader.layout.order, others)
-    gathered.replace(found, results, rearranged)
+    match_gather.replace(found, results, rearranged)
     return call

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse import match_gather as gathered
+from fusedcomm.compile.fuse import match_gather
 from fusedcomm.compile.fuse.match_gather import Gathered, Reader
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
@@ -21,7 +21,7 @@ KIND = "all_to_all"
 
 
 @dataclass(frozen=True)
-class Match:
+class AllToAllMatmulMatch:
     gathered: Gathered
     reader: Reader  # what the matmul multiplies
     product: Product
@@ -35,15 +35,15 @@ class Match:
         return [self.product]
 
 
-def match(start: Node) -> Match:
+def match(start: Node) -> AllToAllMatmulMatch:
     """Raises CannotFuse."""
-    found = gathered.read(start)
-    matches = [Match(found, reader, product) for reader, product in found.consumers()]
+    found = match_gather.read(start)
+    matches = [AllToAllMatmulMatch(found, reader, product) for reader, product in found.consumers()]
     uncopied = [each for each in matches if not found.copies(each.reader.layout)]
     return (uncopied or matches)[0]
 
 
-def rewrite(rewriter: Rewriter, match: Match) -> Node:
+def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
     found, product, reader = match.gathered, match.product, match.reader
     sent = found.sent_dims(reader.layout, product.batched)
     others = found.others([product.node])
@@ -63,5 +63,5 @@ def rewrite(rewriter: Rewriter, match: Match) -> Node:
         )
         y = rewriter.reshape(rewriter.call(operator.getitem, call, 0), product.y.shape)
         rearranged = found.rearranged(rewriter, call, reader.layout.order, others)
-    gathered.replace(found, [(product.node, y)], rearranged)
+    match_gather.replace(found, [(product.node, y)], rearranged)
     return call

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse import match_reduce as reduced
+from fusedcomm.compile.fuse import match_reduce
 from fusedcomm.compile.fuse.match_reduce import Reduced
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import Layout
 from fusedcomm.compile.graph.matmuls import Product
-from fusedcomm.compile.graph.rewrite import Rewriter, replace
+from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 
 OP = "matmul_all_reduce"
 KIND = "all_reduce"
 
 
 @dataclass(frozen=True)
-class Match:
+class MatmulAllReduceMatch:
     reduced: Reduced
     layout: Layout  # of the collective's result
 
@@ -32,13 +32,13 @@ class Match:
         return [self.reduced.product]
 
 
-def match(start: Node) -> Match:
+def match(start: Node) -> MatmulAllReduceMatch:
     """Raises CannotFuse."""
-    found, received, _ = reduced.read(start)
-    return Match(found, received[0][1])
+    found, received, _ = match_reduce.read(start)
+    return MatmulAllReduceMatch(found, received[0][1])
 
 
-def rewrite(rewriter: Rewriter, match: Match) -> Node:
+def rewrite(rewriter: Rewriter, match: MatmulAllReduceMatch) -> Node:
     product, collective = match.reduced.product, match.reduced.collective
     with rewriter.before(collective.start, like=product.node):
         x = product.xs[0] if len(product.xs) == 1 else rewriter.call(torch.ops.aten.cat.default, list(product.xs), -1)
@@ -53,5 +53,5 @@ def rewrite(rewriter: Rewriter, match: Match) -> Node:
             collective.group_name,
         )
         out = rewriter.result(rewriter.arrange(y, product.y.order, match.layout), collective.wait)
-    replace(collective.wait, out)
+    replace_node(collective.wait, out)
     return y

@@ -17,7 +17,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, quotient, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, Product, check_single_use, producer
-from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace, sizes
+from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
 from fusedcomm.compile.graph.views import along, follow, path_back, value
 
 OP = "matmul_all_to_all"
@@ -71,7 +71,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Match:
+class MatmulAllToAllMatch:
     parts: list[Part]
 
     @property
@@ -83,7 +83,7 @@ class Match:
         return [part.product for part in self.parts]
 
 
-def match(start: Node) -> Match:
+def match(start: Node) -> MatmulAllToAllMatch:
     """Raises CannotFuse."""
     first = _part(start)
     parts = [first]
@@ -99,10 +99,10 @@ def match(start: Node) -> Match:
             nodes = {each.product.node for each in parts}
             if first.like(part) and not any(depends_on(operand, nodes) for operand in part.product.operands):
                 parts.append(part)
-    return Match(parts)
+    return MatmulAllToAllMatch(parts)
 
 
-def rewrite(rewriter: Rewriter, match: Match) -> Node:
+def rewrite(rewriter: Rewriter, match: MatmulAllToAllMatch) -> Node:
     if len(match.parts) > 1:
         return _rewrite_several(rewriter, match.parts)
     (part,) = match.parts
@@ -118,7 +118,7 @@ def rewrite(rewriter: Rewriter, match: Match) -> Node:
         x, w = product.x(rewriter, [*batch, *rows]), product.w(rewriter, batch)
         y = _call(rewriter, part, x, w, product.bias, [*batch, *rows], columns)
         out = rewriter.result(rewriter.arrange(y, part.result, part.layout), part.target)
-    replace(part.target, out)
+    replace_node(part.target, out)
     return y
 
 
@@ -143,7 +143,7 @@ def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
             own = rewriter.call(aten.slice.Tensor, y, len(rows) + 1, begin, end)
             outs.append(rewriter.result(rewriter.arrange(own, part.result, part.layout), part.target))
     for part, out in zip(parts, outs, strict=True):
-        replace(part.target, out)
+        replace_node(part.target, out)
     return y
 
 

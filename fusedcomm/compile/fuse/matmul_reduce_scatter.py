@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse import match_reduce as reduced
+from fusedcomm.compile.fuse import match_reduce
 from fusedcomm.compile.fuse.match_reduce import Reduced
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product
-from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace
+from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node
 
 OP = "matmul_reduce_scatter"
 KIND = "reduce_scatter"
 
 
 @dataclass(frozen=True)
-class Match:
+class MatmulReduceScatterMatch:
     reduced: Reduced
     blocks: Factor
     target: Node  # the last node that only rearranges what arrives
@@ -34,9 +34,9 @@ class Match:
         return [self.reduced.product]
 
 
-def match(start: Node) -> Match:
+def match(start: Node) -> MatmulReduceScatterMatch:
     """Raises CannotFuse."""
-    found, received, blocks = reduced.read(start)
+    found, received, blocks = match_reduce.read(start)
     product = found.product
     columns = product.y.dims[-1]
     if blocks in columns[1:]:
@@ -45,10 +45,10 @@ def match(start: Node) -> Match:
         raise CannotFuse("N is scattered, and the bias is added before")
     rest = [f for f in product.y.order if f is not blocks]
     written = [each for each in received if each[1].order == rest]  # no copy after the op
-    return Match(found, blocks, *(written or received)[-1])
+    return MatmulReduceScatterMatch(found, blocks, *(written or received)[-1])
 
 
-def rewrite(rewriter: Rewriter, match: Match) -> Node:
+def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
     product, collective = match.reduced.product, match.reduced.collective
     *batches, rows, columns = product.y.dims
     lead = [dim for each in batches for dim in group_factors(each, [match.blocks])]
@@ -69,5 +69,5 @@ def rewrite(rewriter: Rewriter, match: Match) -> Node:
         )
         order = [f for f in product.y.order if f is not match.blocks]
         out = rewriter.result(rewriter.arrange(y, order, match.layout), match.target)
-    replace(match.target, out)
+    replace_node(match.target, out)
     return y

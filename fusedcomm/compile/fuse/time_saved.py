@@ -17,8 +17,7 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import hint
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.views import value
-from fusedcomm.cost import model as cost
-from fusedcomm.cost.model import Constants
+from fusedcomm.cost.model import DEFAULTS, Constants
 from fusedcomm.runtime import members
 
 LAYOUT_COPIES = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # at most: before it is sent, after it arrives
@@ -47,9 +46,9 @@ def _matmul(product: Product, constants: Constants) -> float:
 
 
 def _constants(group_name: str, device: torch.device) -> Constants:
-    ours = members.known_member(group_name, device)
-    tuned = ours.topology.constants if ours is not None else None
-    return tuned or cost.DEFAULTS.get(device.type, cost.DEFAULTS["cuda"])
+    member = members.known_member(group_name, device)
+    tuned = member.topology.constants if member is not None else None
+    return tuned or DEFAULTS.get(device.type, DEFAULTS["cuda"])
 
 
 def _shape(node: Node) -> torch.Size:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import functional
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
-from fusedcomm.compile.graph.rewrite import Rewriter, replace
+from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of, split_dim
 from fusedcomm.compile.graph.views import follow, value
 
@@ -65,7 +65,7 @@ def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:
         result = rewriter.arrange(wait, received.order, exchange.after)
         if value(exchange.node).is_contiguous():
             result = rewriter.contiguous(result)
-    replace(exchange.node, result)
+    replace_node(exchange.node, result)
     return start
 
 

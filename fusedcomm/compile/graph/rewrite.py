@@ -194,7 +194,7 @@ def erased() -> Iterator[list[str]]:
         _erased = None
 
 
-def replace(old: Node, new: Node) -> None:
+def replace_node(old: Node, new: Node) -> None:
     """new stands for old everywhere; what only old needed goes."""
     old.replace_all_uses_with(new)
     erase_unused(old)

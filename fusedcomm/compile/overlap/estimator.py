@@ -37,18 +37,16 @@ from torch.utils import _pytree as pytree
 from fusedcomm.algorithms import planner
 from fusedcomm.compile.graph.collectives import WAITS, kind_of, memberships
 from fusedcomm.compile.overlap import node_work
-from fusedcomm.compile.overlap.node_cost import Cost, Transfer
+from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.node_work import Work
 from fusedcomm.cost import links, tuned
-from fusedcomm.cost import model as cost
-from fusedcomm.cost.model import Constants
+from fusedcomm.cost.model import DEFAULTS, ITEMSIZE, KINDS, TUNED, Constants, decode_reason, estimate
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.explain import exchange_of
 from fusedcomm.runtime import group, members
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.vote import agree
 
-INTER_NODE_GB_PER_S = 50.0  # of one rank, where Inductor does not say: one 400 Gbit/s card per GPU
 WHAT = "fusedcomm agreement on estimates"
 
 
@@ -68,9 +66,9 @@ class Estimator:
         ranks_per_node: int = 8,
         times: Mapping[str, float] | None = None,
     ) -> None:
-        if device_type not in cost.DEFAULTS:
-            raise ValueError(f"device_type must be one of {', '.join(cost.DEFAULTS)}, got {device_type!r}")
-        constants = constants or cost.DEFAULTS[device_type]
+        if device_type not in DEFAULTS:
+            raise ValueError(f"device_type must be one of {', '.join(DEFAULTS)}, got {device_type!r}")
+        constants = constants or DEFAULTS[device_type]
         if constants.device_type != device_type:
             raise ValueError(f"constants must be of device_type {device_type!r}, got {constants.device_type!r}")
         if ranks_per_node < 1:
@@ -82,7 +80,7 @@ class Estimator:
         self._set(
             constants=_within(constants, intra),
             ranks_per_node=ranks_per_node,
-            inter_bandwidth=(inter or INTER_NODE_GB_PER_S) * 1e9,
+            inter_bandwidth=1e9 * inter if inter else links.INTER_BANDWIDTH,
             tf32=device_type == "cuda" and tf32_allowed(),
             times={name: float(ms) for name, ms in (times or {}).items()},
         )
@@ -103,9 +101,9 @@ class Estimator:
         device_type = device_type_of(graph)
         device = torch.device(device_type)
         names = dict.fromkeys(name for node in graph.nodes if (name := group_name_of(node)))
-        ours = (members.known_member(name, device) for name in names)
-        tuned = (member.topology.constants for member in ours if member is not None)
-        return Estimator(device_type, constants=next((each for each in tuned if each is not None), None))
+        known = (members.known_member(name, device) for name in names)
+        measured = (member.topology.constants for member in known if member is not None)
+        return Estimator(device_type, constants=next((each for each in measured if each is not None), None))
 
     def digest(self) -> str:
         return self._digest
@@ -134,14 +132,14 @@ class Estimator:
 
     # what a node costs
 
-    def cost(self, node: Node) -> Cost:
+    def cost(self, node: Node) -> NodeCost:
         kind = node_work.work_of(node)
         if kind is Work.START:
             found = self._start(node)
         elif kind is Work.FUSED:
             found = self._fused(node)
         else:
-            found = Cost(self._compute_ms(node, kind))
+            found = NodeCost(self._compute_ms(node, kind))
         return _told(found, self.times[node.name]) if node.name in self.times else found
 
     def transfer(self, kind: str, sent_bytes: float, group_name: str) -> Transfer:
@@ -169,7 +167,7 @@ class Estimator:
         at = self._reach(group_name)
         return at is not None and at.link == links.INTRA and at.group_size > 1
 
-    def fused(self, op: str, args: Sequence[Any]) -> Cost:
+    def fused(self, op: str, args: Sequence[Any]) -> NodeCost:
         """Of ``torch.ops.fusedcomm.<op>(*args)``; tensors can be fake."""
         plain = pytree.tree_map(node_work.stand_in, list(args))
         group_name = plain[-1]
@@ -178,50 +176,47 @@ class Estimator:
             dtype = self._dtype_name(plain[0].dtype)
         except (ValueError, KeyError):  # sizes that are not known, or a dtype that it would not take either
             return self._unknown_fused(op, plain)
-        chunk_bytes = exchange.chunk_numel * cost.ITEMSIZE[dtype]
-        kind = cost.KINDS[op]
+        chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
+        kind = KINDS[op]
         sent_bytes = chunk_bytes * (1 if kind == "all_gather" else exchange.group_size)
         plainly = self.transfer(kind, sent_bytes, group_name)
         compute_ms = 1e3 * _matmul_seconds(self.constants, exchange, dtype)
         if not self.can_fuse(group_name):
-            return Cost(compute_ms, plainly, compute_ms + plainly.ms)
-        times = cost.estimate(op, exchange, dtype, self.constants)
-        algorithm = "unfused" if self._too_small(exchange, chunk_bytes) else min(times, key=lambda name: times[name])
+            return NodeCost(compute_ms, plainly, compute_ms + plainly.ms)
+        times = estimate(op, exchange, dtype, self.constants)
+        algorithm = min(times, key=lambda name: times[name])
+        if decode_reason(exchange, chunk_bytes, self.constants):
+            algorithm = "unfused"
         total_ms = max(compute_ms, 1e3 * times[algorithm])
         if algorithm == "unfused":
-            return Cost(compute_ms, _at_most(plainly, total_ms), total_ms)
+            return NodeCost(compute_ms, _at_most(plainly, total_ms), total_ms)
         stores = self.constants.store_bandwidth if algorithm == "fused" else self.constants.link_bandwidth
-        wire = (exchange.group_size - 1) * chunk_bytes * (2 if kind == "all_reduce" else 1) / stores
+        wire = links.sent_bytes(kind, chunk_bytes, exchange.group_size) / stores
         transfer = Transfer(links.INTRA, group_name, 1e3 * self.constants.link_latency, 1e3 * wire)
-        return Cost(compute_ms, _at_most(transfer, total_ms), total_ms)
+        return NodeCost(compute_ms, _at_most(transfer, total_ms), total_ms)
 
-    def _start(self, node: Node) -> Cost:
+    def _start(self, node: Node) -> NodeCost:
         sent = next((arg for arg in node.args if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(arg))), None)
         sent_bytes = sum(node_work.bytes_of(leaf) for leaf in pytree.tree_leaves(sent) if isinstance(leaf, Node))
         transfer = self.transfer(kind_of(node) or "", sent_bytes, group_name_of(node) or "")
-        return Cost(transfer=transfer, fused_ms=None if _is_awaited(node) else transfer.ms)
+        return NodeCost(transfer=transfer, fused_ms=None if _is_awaited(node) else transfer.ms)
 
-    def _fused(self, node: Node) -> Cost:
+    def _fused(self, node: Node) -> NodeCost:
         schema = node.target._schema  # type: ignore[union-attr]
         named = dict(zip((arg.name for arg in schema.arguments), node.args, strict=False)) | node.kwargs
         args = [named.get(arg.name, arg.default_value) for arg in schema.arguments if not arg.is_out]
         return self.fused(schema.name.split("::")[1], args)
 
-    def _unknown_fused(self, op: str, args: list[Any]) -> Cost:
+    def _unknown_fused(self, op: str, args: list[Any]) -> NodeCost:
         """From the numbers of elements alone."""
-        kind, (x, ws) = cost.KINDS[op], args[:2]
+        kind, (x, ws) = KINDS[op], args[:2]
         num_columns = sum(w.shape[-1] for w in pytree.tree_leaves(ws) if isinstance(w, Tensor))
         numel = x.numel() * (args[-2] if kind == "all_gather" else 1)  # of the matmul's input
         compute_ms = 1e3 * self._roofline(2.0 * numel * num_columns, 0, x.dtype)
         out_bytes = numel // max(1, x.shape[-1]) * num_columns * x.dtype.itemsize
         sent_bytes = out_bytes if op.startswith("matmul") else node_work.num_bytes(x)
         transfer = self.transfer(kind, sent_bytes, args[-1])
-        return Cost(compute_ms, transfer, compute_ms + transfer.ms)
-
-    def _too_small(self, exchange: Exchange, chunk_bytes: int) -> bool:
-        """What the planner leaves unfused where nothing is measured."""
-        few = exchange.few_rows or chunk_bytes < planner.SMALL_BYTES
-        return few and self.device_type == "cuda" and self.constants.source == cost.DEFAULT
+        return NodeCost(compute_ms, transfer, compute_ms + transfer.ms)
 
     def _compute_ms(self, node: Node, kind: Work) -> float:
         if kind in (Work.NOTHING, Work.VIEW):
@@ -268,7 +263,7 @@ class Estimator:
 
     @property
     def _measured(self) -> bool:
-        return self.device_type == "cpu" or self.constants.source == cost.TUNED
+        return self.device_type == "cpu" or self.constants.source == TUNED
 
     def _reach(self, group_name: str) -> links.Reach | None:
         at = reach(group_name, self.ranks_per_node)
@@ -340,7 +335,7 @@ def _inductor_bandwidths() -> tuple[float | None, float | None]:
 
 def _within(constants: Constants, intra_node_bw: float | None) -> Constants:
     """With that bandwidth, in GB/s, for collectives inside a node, and as the most that stores to peers get."""
-    if constants.device_type == "cpu" or constants.source == cost.TUNED or not intra_node_bw:
+    if constants.device_type == "cpu" or constants.source == TUNED or not intra_node_bw:
         return constants
     bandwidth = 1e9 * intra_node_bw
     return replace(
@@ -361,15 +356,15 @@ def _matmul_seconds(constants: Constants, exchange: Exchange, dtype: str) -> flo
     return sum(constants.matmul(dtype, *sizes, n) for n in ns)
 
 
-def _told(found: Cost, ms: float) -> Cost:
+def _told(found: NodeCost, ms: float) -> NodeCost:
     """With the user's number for what the node takes."""
     if found.transfer is None:
-        return Cost(ms)
+        return NodeCost(ms)
     transfer = _at_most(found.transfer, ms)
     if found.compute_ms > 0:  # an op of ours
-        return Cost(min(found.compute_ms, ms), transfer, ms)
+        return NodeCost(min(found.compute_ms, ms), transfer, ms)
     transfer = replace(transfer, wire_ms=ms - transfer.latency_ms)
-    return Cost(transfer=transfer, fused_ms=None if found.fused_ms is None else ms)
+    return NodeCost(transfer=transfer, fused_ms=None if found.fused_ms is None else ms)
 
 
 def _at_most(transfer: Transfer, ms: float) -> Transfer:
@@ -423,7 +418,7 @@ def device_type_of(graph: Graph) -> str:
 def agreed_ones(own: Estimator | None = None) -> tuple[Estimator, ...]:
     """One per type of device: ``own``, or with what `fusedcomm tune` has measured for the largest tuned group."""
     found = []
-    for device_type in cost.DEFAULTS:  # each rank agrees as often as the others, whatever it has itself
+    for device_type in DEFAULTS:  # each rank agrees as often as the others, whatever it has itself
         if own is not None and own.device_type == device_type:
             found.append(own.agreed())
         else:

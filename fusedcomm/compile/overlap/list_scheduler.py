@@ -33,10 +33,10 @@ _MARGIN = 1.0  # of its own time, by which a collective starts earlier than it m
 
 def reorder(program: Program, base: Sequence[int], budget: int) -> list[int]:
     """Indices in their new order; ``base`` is a valid one. ``budget``: bytes that the peak should not exceed."""
-    return _Planner(program, base, budget).order()
+    return _ListScheduler(program, base, budget).order()
 
 
-class _Planner:
+class _ListScheduler:
     """Everything here goes by the position in the old order."""
 
     def __init__(self, program: Program, base: Sequence[int], budget: int) -> None:

@@ -20,7 +20,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Cost:
+class NodeCost:
     """Of one node."""
 
     compute_ms: float = 0.0  # on the compute stream

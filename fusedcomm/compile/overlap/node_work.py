@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.graph.collectives import kind_of
 from fusedcomm.compile.graph.layout import assumed
-from fusedcomm.cost import model as cost
+from fusedcomm.cost.model import KINDS
 
 aten = torch.ops.aten
 
@@ -81,7 +81,7 @@ def _work(target: Any) -> Work:
     if namespace in ("_c10d_functional", "_dtensor"):
         return Work.NOTHING
     if namespace == "fusedcomm":
-        return Work.FUSED if name in cost.KINDS else Work.MOVE
+        return Work.FUSED if name in KINDS else Work.MOVE
     if packet in _X:
         return Work.MATMUL
     if flops_formula(target) is not None:

@@ -11,13 +11,13 @@ from torch.utils import _pytree as pytree
 from fusedcomm.compile.graph.collectives import WAITS, kind_of
 from fusedcomm.compile.overlap import dependencies
 from fusedcomm.compile.overlap.memory import Memory
-from fusedcomm.compile.overlap.node_cost import Cost
+from fusedcomm.compile.overlap.node_cost import NodeCost
 
 
 class Program:
     """Nodes by their index in the graph's order."""
 
-    def __init__(self, graph: Graph, cost_of: Callable[[Node], Cost]) -> None:
+    def __init__(self, graph: Graph, cost_of: Callable[[Node], NodeCost]) -> None:
         self.graph = graph
         self.nodes: list[Node] = list(graph.nodes)
         index = {node: i for i, node in enumerate(self.nodes)}

@@ -28,10 +28,9 @@ from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import normalize
 from fusedcomm.compile.graph.collectives import STARTS, functional
 from fusedcomm.compile.graph.effects import has_messages
-from fusedcomm.compile.graph.rewrite import Rewriter
-from fusedcomm.compile.graph.rewrite import replace as replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.views import path_back, value
-from fusedcomm.compile.overlap import bucket as buckets
+from fusedcomm.compile.overlap import buckets
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.list_scheduler import defer, reorder
 from fusedcomm.compile.overlap.program import Program

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from fusedcomm.compile.graph.collectives import Collective, functional, read
 from fusedcomm.compile.graph.effects import has_messages, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
-from fusedcomm.compile.graph.rewrite import Rewriter, replace
+from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.views import value
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.program import Program
@@ -101,7 +101,7 @@ def rewrite(graph: Graph, found: Sequence[Bucket]) -> dict[str, Bucket]:
         with rewriter.before(first_wait, like=members[0].wait):
             results = _results(rewriter, members, rewriter.call(functional.wait_tensor.default, start))
         for member, result in zip(members, results, strict=True):
-            replace(member.wait, result)
+            replace_node(member.wait, result)
         made[start.name] = bucket
     return made
 
