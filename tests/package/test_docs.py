@@ -285,7 +285,7 @@ def raised_texts(tree: ast.AST) -> Iterator[str]:
 def test_every_text_that_is_raised_is_explained() -> None:
     """Of what users import; commands say what is wrong with their arguments themselves."""
     quoted = quoted_texts()
-    own = ("bench", "cli", "doctor", "testing")
+    own = ("bench", "cli", "doctor", "launch", "testing")
     files = [path for path in sources() if path.relative_to(ROOT).parts[1] not in own]
     raised = {text for path in files for text in raised_texts(parsed(path))}
     assert len(raised) > 50
@@ -340,7 +340,7 @@ def words() -> set[str]:
 
 def wrong_name(span: str) -> str | None:
     """Why what stands in backticks is not there, or None; what is not a name is not looked for."""
-    file = re.fullmatch(r"((?:fusedcomm|kernels|bench|tests|examples)/[\w./]*)(?::([\w.]+))?", span)
+    file = re.fullmatch(r"((?:fusedcomm|kernels|benchmarks|tests|examples)/[\w./]*)(?::([\w.]+))?", span)
     if file is not None:
         path = ROOT / file[1]
         if not path.exists():
