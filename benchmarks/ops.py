@@ -26,6 +26,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -255,14 +256,17 @@ def sizes_of(bench: OpBench, mode: str, args: argparse.Namespace) -> list[Matmul
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    for op in args.op:
-        if code := run(PROGRAMS[op], args):
-            return code
-    return 0
+    with _torchruns_group():
+        return next((code for op in args.op if (code := run(PROGRAMS[op], args))), 0)
+
+
+def _torchruns_group() -> AbstractContextManager[object]:
+    """torchrun's ranks come together once; without torchrun each op has ranks of its own."""
+    return world.ranks(world.default_device_type(), 0, TIMEOUT_S) if world.under_torchrun() else nullcontext()
 
 
 def run(bench: OpBench, args: argparse.Namespace) -> int:
-    """One op, in ranks of its own: no op finds the memory that another has left."""
+    """One op, in ranks of its own unless torchrun has started them: it finds no memory that another op has left."""
     try:
         return _run(bench, args)
     except (ValuesDiffer, RankError) as error:
@@ -310,7 +314,7 @@ def _run(bench: OpBench, args: argparse.Namespace) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.ops", description="Values are checked before anything is timed.")
-    parser.add_argument("op", nargs="*", choices=PROGRAMS, metavar="OP", help=f"{', '.join(PROGRAMS)}; default: all")
+    parser.add_argument("op", nargs="*", type=_op, metavar="OP", help=f"{', '.join(PROGRAMS)}; default: all")
     mode = parser.add_mutually_exclusive_group()
     for name, text in (
         ("backward", "forward and backward"),
@@ -329,3 +333,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--json FILE holds the figures of one op: name it, got {', '.join(args.op)}")
     refuse_wrong_pages(parser, args)
     return args
+
+
+def _op(name: str) -> str:
+    """In place of ``choices``, which refuse that no op is named."""
+    if name not in PROGRAMS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(PROGRAMS)}, got {name!r}")
+    return name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

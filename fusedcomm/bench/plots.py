@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusedcomm.bench.measure import OpRow
-from fusedcomm.bench.trace import Range
+from fusedcomm.bench.trace import TraceRange
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ def not_writable(folder: Path) -> str | None:
     return None
 
 
-def write_all(folder: Path, rows: Sequence[OpRow], lanes: Mapping[str, Sequence[Range]]) -> list[Path]:
+def write_all(folder: Path, rows: Sequence[OpRow], lanes: Mapping[str, Sequence[TraceRange]]) -> list[Path]:
     """ratio.png, roofline.png, and lanes-<op>.png of every op in ``lanes``."""
     figures = {"ratio": ratio(rows), "roofline": roofline(rows)} if rows else {}
     figures |= {f"lanes-{op}": lanes_over_time(each, op) for op, each in lanes.items()}
@@ -105,7 +105,7 @@ def _roofline_panel(axes: Axes, rows: Sequence[OpRow], dtype: str) -> None:
     axes.legend(fontsize=8, frameon=False, loc="lower right")
 
 
-def lanes_over_time(ranges: Sequence[Range], title: str) -> Figure:
+def lanes_over_time(ranges: Sequence[TraceRange], title: str) -> Figure:
     """Per rank what computes and what communicates, the first variant above the second."""
     variants = list(dict.fromkeys(each.variant for each in ranges))
     ranks = sorted({each.rank for each in ranges})

@@ -121,7 +121,7 @@ def _lane_of(event: Mapping[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Range:
+class TraceRange:
     """What a rank did for a variant: a lane of runtime/profiler.py, or "collective". Milliseconds since its start."""
 
     variant: str
@@ -131,7 +131,7 @@ class Range:
     end: float
 
 
-def ranges(trace: Trace) -> list[Range]:
+def ranges(trace: Trace) -> list[TraceRange]:
     """The ranges of a merged trace. A matmul or copy inside one of our own ranges is part of it."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     on_gpu = any(event.get("cat") == "kernel" for event in events)
@@ -147,7 +147,8 @@ def ranges(trace: Trace) -> list[Range]:
         kept += [(e, kind) for e, kind in others if kind and not any(_contains(own, e) for own in ours)]
         variant = window["name"].removeprefix(VARIANT)
         found += [
-            Range(variant, rank, kind, (e["ts"] - begin) / 1e3, (e["ts"] + e["dur"] - begin) / 1e3) for e, kind in kept
+            TraceRange(variant, rank, kind, (e["ts"] - begin) / 1e3, (e["ts"] + e["dur"] - begin) / 1e3)
+            for e, kind in kept
         ]
     return found
 

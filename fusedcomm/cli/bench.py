@@ -143,7 +143,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
     return None
 
 
-def _measure_all(args: argparse.Namespace, options: Options, call: world.Call, results: BenchResults) -> None:
+def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRanks, results: BenchResults) -> None:
     here, out = world.is_rank_0(), console.wide_stdout(WIDTH)
     dtypes = args.dtype or (["bfloat16"] if options.device_type == "cuda" else ["float32", "bfloat16"])
     for op in MANY.get(args.what, (args.what,)):

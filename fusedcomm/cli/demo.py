@@ -40,7 +40,7 @@ class DemoResult:
     algorithm: str
     huge_pages: bool  # asked for by torch's own CPU allocations
     times: dict[str, Timing]
-    lanes: Sequence[trace.Range] = ()  # of the program by hand and of fusedcomm's, if asked for
+    lanes: Sequence[trace.TraceRange] = ()  # of the program by hand and of fusedcomm's, if asked for
 
 
 def add_parser(commands: Any) -> None:

@@ -19,7 +19,7 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it at its first CPU al
 SYSTEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 # call(fn, *args): fn(rank, *args) in every rank; rank 0's result, None in torchrun's other ranks.
-Call = Callable[..., Any]
+CallRanks = Callable[..., Any]
 
 
 def under_torchrun() -> bool:
@@ -69,7 +69,9 @@ def rank_device(device_type: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def ranks(device_type: str, world_size: int, timeout_s: float, env: Mapping[str, str] | None = None) -> Iterator[Call]:
+def ranks(
+    device_type: str, world_size: int, timeout_s: float, env: Mapping[str, str] | None = None
+) -> Iterator[CallRanks]:
     """Under torchrun its ranks; else ``world_size`` are started, with ``env`` too. On a CPU each has one thread.
 
     ``timeout_s`` bounds a call, or, under torchrun, the start and each collective of the process group.

@@ -28,6 +28,7 @@ from tests.helpers.problems import OPS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+COMMANDS = [path.stem for path in (ROOT / "fusedcomm/cli").glob("*.py") if "def add_parser(" in path.read_text()]
 SECTIONS = ("Problem", "The op", "Lower bound", "Algorithm", "Backward", "Numbers", "Limits and fallbacks")
 HOLE = "\0"  # in a text: what varies
 DOTS = r"\.\.\.(?!\.)"  # the same in the docs
@@ -284,7 +285,7 @@ def raised_texts(tree: ast.AST) -> Iterator[str]:
 def test_every_text_that_is_raised_is_explained() -> None:
     """Of what users import; commands say what is wrong with their arguments themselves."""
     quoted = quoted_texts()
-    own = ("bench", "cli", "doctor", "testing")
+    own = ("bench", "cli", "doctor", "launch", "testing")
     files = [path for path in sources() if path.relative_to(ROOT).parts[1] not in own]
     raised = {text for path in files for text in raised_texts(parsed(path))}
     assert len(raised) > 50
@@ -339,7 +340,7 @@ def words() -> set[str]:
 
 def wrong_name(span: str) -> str | None:
     """Why what stands in backticks is not there, or None; what is not a name is not looked for."""
-    file = re.fullmatch(r"((?:fusedcomm|kernels|bench|tests|examples)/[\w./]*)(?::([\w.]+))?", span)
+    file = re.fullmatch(r"((?:fusedcomm|kernels|benchmarks|tests|examples)/[\w./]*)(?::([\w.]+))?", span)
     if file is not None:
         path = ROOT / file[1]
         if not path.exists():
@@ -349,7 +350,7 @@ def wrong_name(span: str) -> str | None:
     elif re.fullmatch(r"fusedcomm(\.\w+)+", span):
         return None if is_public_name(span) else "no such name"
     elif command := re.match(r"fusedcomm ([a-z]+)\b", span):
-        if command[1] not in cli.COMMANDS:
+        if command[1] not in COMMANDS:
             return "no such command"
         text = (ROOT / "fusedcomm/cli" / f"{command[1]}.py").read_text()
         unknown = [option for option in re.findall(r"(?<=\s)--?[a-z][\w-]*", span) if f'"{option}"' not in text]
@@ -373,7 +374,7 @@ def command_lines() -> list[str]:
 
 
 def test_commands_can_be_called_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in cli.COMMANDS:
+    for name in COMMANDS:
         monkeypatch.setattr(importlib.import_module(f"fusedcomm.cli.{name}"), "run", lambda args: 0)
     lines = command_lines()
     assert len(lines) >= 5

@@ -25,7 +25,7 @@ class SoakRanks:
     def __init__(self, device_type: str, size: int) -> None:
         self.device_type, self.size = device_type, size
         self._stack = ExitStack()
-        self._call: world.Call | None = None
+        self._call: world.CallRanks | None = None
 
     def run(self, seed: int, index: int, steps: Sequence[int] | None = None, deadline: float = math.inf) -> SoakOutcome:
         """The same on all ranks."""

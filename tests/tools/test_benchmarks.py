@@ -80,6 +80,12 @@ def test_a_file_holds_the_figures_of_one_op(tmp_path: Path, capsys: pytest.Captu
     assert f"holds the figures of one op: name it, got {', '.join(PROGRAMS)}" in capsys.readouterr().err
 
 
+def test_what_is_no_op_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ops.parse(["matmul"])
+    assert f"must be one of {', '.join(PROGRAMS)}, got 'matmul'" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("shared_ranks")
 @pytest.mark.parametrize("module", [ulysses_block, tensor_parallel_mlp], ids=lambda module: module.__name__)
 def test_a_block_bench_writes_what_it_prints(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,7 +257,7 @@ def test_ranks_that_end_are_a_failure_and_the_rest_is_not_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextlib.contextmanager
-    def ranks_that_die(*args: Any) -> Iterator[world.Call]:
+    def ranks_that_die(*args: Any) -> Iterator[world.CallRanks]:
         def call(fn: Callable[..., Any], name: str, device_type: str) -> selftest.CheckResult:
             if name == "time-out":
                 raise RankError([RankFailure(1, "died", None, "SIGSEGV", "")])

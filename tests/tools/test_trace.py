@@ -10,7 +10,7 @@ from fusedcomm.bench import trace
 from fusedcomm.bench.measure import Options
 from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.bench.trace import PIDS_PER_RANK, Range
+from fusedcomm.bench.trace import PIDS_PER_RANK, TraceRange
 from fusedcomm.cli.bench import record_op
 from fusedcomm.runtime.profiler import LANES, lane
 from fusedcomm.testing import RankPool
@@ -121,11 +121,11 @@ def test_on_a_gpu_kernels_and_the_ranges_of_its_streams_count() -> None:
     ]
     found = trace.ranges(trace.merged([{"traceEvents": events}]))
     assert found == [
-        Range("baseline", 0, "matmul", 0.010, 0.060),
-        Range("baseline", 0, "collective", 0.060, 0.090),
-        Range("ours", 0, "matmul", pytest.approx(0.010), pytest.approx(0.060)),
-        Range("ours", 0, "copy", pytest.approx(0.061), pytest.approx(0.064)),
-        Range("ours", 0, "copy", pytest.approx(0.065), pytest.approx(0.070)),
+        TraceRange("baseline", 0, "matmul", 0.010, 0.060),
+        TraceRange("baseline", 0, "collective", 0.060, 0.090),
+        TraceRange("ours", 0, "matmul", pytest.approx(0.010), pytest.approx(0.060)),
+        TraceRange("ours", 0, "copy", pytest.approx(0.061), pytest.approx(0.064)),
+        TraceRange("ours", 0, "copy", pytest.approx(0.065), pytest.approx(0.070)),
     ]
 
 

@@ -20,7 +20,7 @@ import fusedcomm
 from fusedcomm.bench.all_to_all import parts
 from fusedcomm.bench.all_to_all.case_call import CaseCall
 from fusedcomm.bench.all_to_all.data import SuiteData
-from fusedcomm.bench.all_to_all.parts import Part
+from fusedcomm.bench.all_to_all.parts import CasePart
 from fusedcomm.runtime.device_to_host import DeviceToHost
 
 
@@ -32,8 +32,8 @@ class Variant:
     kind: str  # of several variants of one case
     about: str
     run: Callable[[SuiteData, CaseCall], None]
-    compute: Part = parts.compute
-    communication: Part = parts.all_to_all
+    compute: CasePart = parts.compute
+    communication: CasePart = parts.all_to_all
 
     @property
     def name(self) -> str:

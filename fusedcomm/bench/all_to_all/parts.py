@@ -11,7 +11,7 @@ from fusedcomm.bench.all_to_all.case_call import CaseCall
 from fusedcomm.bench.all_to_all.data import SuiteData
 from fusedcomm.runtime.device_to_host import DeviceToHost
 
-Part = Callable[[SuiteData, CaseCall], None]
+CasePart = Callable[[SuiteData, CaseCall], None]
 
 
 def compute(data: SuiteData, call: CaseCall) -> None:

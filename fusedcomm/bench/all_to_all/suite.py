@@ -17,7 +17,7 @@ from torch import Tensor
 from fusedcomm.bench.all_to_all.case_call import CaseCall
 from fusedcomm.bench.all_to_all.cases import VARIANTS, Variant, fused
 from fusedcomm.bench.all_to_all.data import SuiteData, SuiteSize
-from fusedcomm.bench.all_to_all.parts import Part
+from fusedcomm.bench.all_to_all.parts import CasePart
 from fusedcomm.bench.timing import Timing, check_values, measure_rounds
 from fusedcomm.launch import console, world
 from fusedcomm.ops.explain import explain
@@ -72,20 +72,20 @@ def measure_suite(rank: int, cases: Sequence[str], size: SuiteSize, device_type:
         data.close()
 
 
-def _runs(variants: Sequence[Variant]) -> dict[str, Part]:
+def _runs(variants: Sequence[Variant]) -> dict[str, CasePart]:
     """The variants, and once each of their parts."""
     parts = [part for variant in variants for part in (variant.compute, variant.communication)]
     return {variant.name: variant.run for variant in variants} | {_part(part): part for part in parts}
 
 
-def _part(part: Part) -> str:
+def _part(part: CasePart) -> str:
     return f"{part.__name__} alone"
 
 
 class _Measured:
     """A variant or part as the timing module calls it; keeps what it does not: blocked and CPU seconds per call."""
 
-    def __init__(self, data: SuiteData, run: Part) -> None:
+    def __init__(self, data: SuiteData, run: CasePart) -> None:
         self.data, self.run = data, run
         self.blocked: list[float] = []
         self.cpu: list[float] = []
