@@ -8,12 +8,13 @@ OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatt
 OP ?= $(OPS)
 NATIVE_SOURCES := setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help setup demo test lint bench figures soak clean
+.PHONY: help setup demo test test-all lint bench figures soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   the start program, unfused and fused, on this machine"
-	@echo "make test   the tests"
+	@echo "make test   the tests to run while editing: every capability, at most 8 minutes on 2 cores"
+	@echo "make test-all  the thorough ones, which make test leaves out: more parameters, and what takes long"
 	@echo "make lint   ruff, mypy, codespell"
 	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: OP=matmul_all_to_all for one;"
 	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
@@ -30,8 +31,11 @@ setup: $(VENV)/.built $(VENV)/.dev
 demo: $(VENV)/.built
 	$(BIN)/python -m fusedcomm demo
 
-test: setup $(VENV)/.old_triton
-	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+test: setup
+	$(BIN)/python -m pytest -m "not thorough and not soak" $(PYTEST_ARGS)
+
+test-all: setup $(VENV)/.old_triton
+	$(BIN)/python -m pytest -m "thorough and not soak" $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -40,7 +44,9 @@ lint: setup
 	$(BIN)/codespell
 
 bench: $(VENV)/.built
-	set -e; for op in $(OP); do echo "$$op"; $(BIN)/python -m benchmarks.bench_$$op $(BENCH_ARGS); done
+	$(if $(filter $(OPS),$(OP)),$(BIN)/python -m benchmarks.ops $(filter $(OPS),$(OP)) $(BENCH_ARGS))
+	set -e; for bench in $(patsubst compile,start_program,$(filter-out $(OPS),$(OP))); do \
+	  echo "$$bench"; $(BIN)/python -m benchmarks.$$bench $(BENCH_ARGS); done
 
 # The speed figures that the README quotes, with nothing else running; about 55 minutes. All but the planner's with
 # default numbers: what this user has tuned is left aside.
@@ -50,7 +56,7 @@ figures: setup
 	rm -rf $(VENV)/figures
 	$(BIN)/fusedcomm bench ops --json $(RESULTS)-ops.json
 	set -e; for op in $(OPS); do for mode in ragged decode; do \
-	  $(BIN)/python -m benchmarks.bench_$$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
+	  $(BIN)/python -m benchmarks.ops $$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
 	$(BIN)/python -m benchmarks.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
 	$(BIN)/python -m benchmarks.start_program --json $(RESULTS)-compile.json
 	$(BIN)/python -m benchmarks.compile_time --rounds 3 --json benchmarks/results/cpu-compile-time.json

@@ -1,1 +1,1 @@
-"""Speed of each op next to its baseline and its roof: ``python -m benchmarks.bench_<op>``."""
+"""Measurements of fusedcomm, a command a module; ``python -m benchmarks.ops`` has each op beside its baseline."""

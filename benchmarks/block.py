@@ -1,7 +1,7 @@
 """The benches of whole blocks, forward and backward: how much of the time for exchanges is gained.
 
-    python -m benchmarks.bench_<block> [--huge-pages] [--rounds N] [--json FILE]      2 CPU ranks of one thread
-    torchrun --nproc-per-node 8 -m bench.bench_<block>                           GPUs, NCCL
+    python -m benchmarks.<block> [--huge-pages] [--rounds N] [--json FILE]      2 CPU ranks of one thread
+    torchrun --nproc-per-node 8 -m benchmarks.<block>                           GPUs, NCCL
 
 baseline  the block as users write it, with plain collectives
 ours      the same with fusedcomm's ops
@@ -9,7 +9,7 @@ removed   the block without its exchanges: the same matmuls on what would have b
 
 gain = (baseline - ours) / (baseline - removed): 1 where nothing of the exchanges is left. Each difference is the median
 over rounds of the differences within a round. Two spreads stand beside it: of the gain of rounds drawn anew, which says
-how well this run knows it, and of the gains of single rounds. Pages: as benchmarks/op_sweep.py says.
+how well this run knows it, and of the gains of single rounds. Pages: as benchmarks/common.py says.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import op_sweep
-from benchmarks.op_sweep import DTYPES, Goal
+from benchmarks.common import (
+    DTYPES,
+    add_common_arguments,
+    at_least,
+    has_huge_pages,
+    listed,
+    pages,
+    refuse_wrong_pages,
+)
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
-from fusedcomm.launch import launch
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 BASELINE, OURS, REMOVED = "baseline", "ours", "removed"
@@ -138,7 +146,7 @@ class BlockData:
 
 
 @dataclass(frozen=True)
-class Row:
+class BlockRow:
     dtype: str
     baseline: Timing
     ours: Timing
@@ -160,8 +168,8 @@ HEADING = (
 )
 
 
-def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds: int) -> Row:
-    device = launch.rank_device(device_type)
+def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds: int) -> BlockRow:
+    device = world.rank_device(device_type)
     data = BlockData(block, DTYPES[dtype], device)
     variants = data.variants()
     check_values({name: variants[name] for name in (BASELINE, OURS)}, data.check)
@@ -172,7 +180,7 @@ def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds:
     draws = torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
     drawn = _median(gained[draws]) / _median(exposed[draws])
     gain = (_median(gained) / _median(exposed)).item()
-    return Row(dtype, baseline, ours, removed, gain, _spread(drawn), _spread(gained / exposed))
+    return BlockRow(dtype, baseline, ours, removed, gain, _spread(drawn), _spread(gained / exposed))
 
 
 def _median(seconds: Tensor) -> Tensor:
@@ -190,33 +198,30 @@ def main(block_type: type[Block], argv: Sequence[str] | None = None) -> int:
     try:
         return _main(block, args)
     except (ValuesDiffer, RankError) as error:
-        print(f"bench_{block.name}: {error}", file=sys.stderr)
+        print(f"{block.name}: {error}", file=sys.stderr)
         return 1
 
 
 def _main(block: Block, args: argparse.Namespace) -> int:
-    device_type = launch.default_device_type()
-    env = launch.HUGE_PAGES if args.huge_pages else None
-    rows: list[Row] = []
-    with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S, env) as call:
-        huge_pages = call(op_sweep.has_huge_pages)
+    device_type = world.default_device_type()
+    env = world.HUGE_PAGES if args.huge_pages else None
+    rows: list[BlockRow] = []
+    with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
+        huge_pages = call(has_huge_pages)
         for dtype in args.dtype:
             row = call(measure_block, block, dtype, device_type, args.rounds)
             if row is not None:
                 if not rows:
-                    print(block, *([op_sweep.pages(huge_pages)] if device_type == "cpu" else []), HEADING, sep="\n")
+                    print(block, *([pages(huge_pages)] if device_type == "cpu" else []), HEADING, sep="\n")
                 print(row, flush=True)
                 rows.append(row)
     if not rows:  # torchrun's other ranks
         return 0
-    goals = [op_sweep.at_least(f"gain, {row.dtype}", row.gain, block.goal) for row in rows]
+    goals = [at_least(f"gain, {row.dtype}", row.gain, block.goal) for row in rows]
     print("", *goals, sep="\n")
     if args.json:
         facts = {"block": block.name, "sizes": asdict(block), "rounds": args.rounds, "huge_pages": huge_pages}
-        lists: dict[str, list[Row] | list[Goal]] = {"rows": rows, "goals": goals}
-        op_sweep.write_json(
-            args.json, facts | {name: [asdict(each) for each in every] for name, every in lists.items()}
-        )
+        console.write_json(args.json, run_facts() | facts | listed(rows=rows, goals=goals))
     return 0
 
 
@@ -225,7 +230,7 @@ def parse(block_type: type[Block], argv: Sequence[str] | None) -> argparse.Names
     for field in dataclasses.fields(block_type):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    op_sweep.add_common_arguments(parser, rounds=41)
+    add_common_arguments(parser, rounds=41)
     args = parser.parse_args(argv)
-    op_sweep.refuse_wrong_pages(parser, args)
+    refuse_wrong_pages(parser, args)
     return args

@@ -41,10 +41,11 @@ from torch.fx import Graph, GraphModule
 from torch.nn import functional as F
 
 import fusedcomm.compile
-from benchmarks import op_sweep
-from benchmarks.op_sweep import Goal
+from benchmarks.common import Goal, at_most
 from fusedcomm.bench.timing import Timing
 from fusedcomm.compile.reports import Report
+from fusedcomm.launch import console
+from fusedcomm.launch.provenance import run_facts
 
 NUM_RANKS = 8
 BATCH, TOKENS, HIDDEN, HEADS, INTERMEDIATE = 2, 4, 64, 8, 256  # tokens of each rank; the rest of all ranks
@@ -285,10 +286,6 @@ def summary(rows: Sequence[PassRow], whole: WholeRow | None) -> list[Goal]:
     return found
 
 
-def at_most(name: str, value: float, bound: float) -> Goal:
-    return Goal(name, value, f"<= {bound:g}", value <= bound)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     with fake_group():
@@ -304,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         passes = [asdict(row) | {"ms_per_layer": row.ms_per_layer} for row in rows]
         compiles = None if whole is None else asdict(whole) | {"share": whole.share}
         goal_facts = [asdict(goal) for goal in goals]
-        op_sweep.write_json(args.json, facts | {"pass": passes, "compile": compiles, "goals": goal_facts})
+        console.write_json(args.json, run_facts() | facts | {"pass": passes, "compile": compiles, "goals": goal_facts})
     return 0
 
 

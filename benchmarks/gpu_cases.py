@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.algorithms import chunked, fused
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.workspace import Call, Workspace
 from fusedcomm.testing.virtual import VirtualGroup
@@ -30,8 +30,8 @@ OPS = list(VERBS)
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Of one rank."""
+class GpuInputs:
+    """What one rank gives."""
 
     x: Tensor
     ws: list[Tensor]
@@ -39,7 +39,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Case:
+class GpuCase:
     """A call. ``x_shape``: of one rank, times R at the gathered dim of the gather ops. ``n``: of every w."""
 
     op: str
@@ -79,16 +79,16 @@ class Case:
     def exchange(self, group_size: int) -> Exchange:
         x, ws = self.local_shape(group_size), [self.w_shape(group_size, n) for n in self.n]
         if self.op == "matmul_all_to_all":
-            return geometry.matmul_all_to_all(x, ws[0], self.out_shape, self.gather_dim, self.scatter_dim, group_size)
+            return shapes.matmul_all_to_all(x, ws[0], self.out_shape, self.gather_dim, self.scatter_dim, group_size)
         if self.op == "all_to_all_matmul":
-            return geometry.all_to_all_matmul(x, ws[0], self.gather_dim, self.scatter_dim, group_size)
+            return shapes.all_to_all_matmul(x, ws[0], self.gather_dim, self.scatter_dim, group_size)
         if self.op == "all_gather_matmul":
-            return geometry.all_gather_matmul(x, ws, self.gather_dim, group_size)
+            return shapes.all_gather_matmul(x, ws, self.gather_dim, group_size)
         if self.op == "matmul_reduce_scatter":
-            return geometry.matmul_reduce_scatter(x, ws[0], self.reduce_op, self.scatter_dim, group_size)
-        return geometry.matmul_all_reduce(x, ws[0], self.reduce_op, group_size)
+            return shapes.matmul_reduce_scatter(x, ws[0], self.reduce_op, self.scatter_dim, group_size)
+        return shapes.matmul_all_reduce(x, ws[0], self.reduce_op, group_size)
 
-    def inputs(self, group_size: int, rank: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    def inputs(self, group_size: int, rank: int, dtype: torch.dtype, device: torch.device, seed: int) -> GpuInputs:
         """Small integers: exact in every order of sums. matmul_all_reduce has the same bias on all ranks."""
         generator = torch.Generator(device).manual_seed(100 * seed + rank)
 
@@ -103,38 +103,38 @@ class Case:
             generator.manual_seed(100 * seed)
         scattered = self.op == "matmul_reduce_scatter" and self.exchange(group_size).splits_columns
         biases = [integers(n // group_size if scattered else n) if self.bias else None for n in self.n]
-        return Inputs(x, ws, biases)
+        return GpuInputs(x, ws, biases)
 
-    def normal(self, group_size: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    def normal(self, group_size: int, dtype: torch.dtype, device: torch.device) -> GpuInputs:
         """For timing."""
         x, *ws = (
             torch.randn(*shape, device=device, dtype=dtype)
             for shape in (self.local_shape(group_size), *(self.w_shape(group_size, n) for n in self.n))
         )
-        return Inputs(x, ws, [None] * len(ws))
+        return GpuInputs(x, ws, [None] * len(ws))
 
     def expected(self, group_size: int, dtype: torch.dtype, device: torch.device, seed: int) -> list[list[Tensor]]:
         """Every rank's results, by torch's own matmul, with our rounding and no communication."""
         every = [self.inputs(group_size, rank, dtype, device, seed) for rank in range(group_size)]
         exact = [
-            Inputs(
+            GpuInputs(
                 each.x.float(), [w.float() for w in each.ws], [None if b is None else b.float() for b in each.biases]
             )
             for each in every
         ]
         return [[t.to(dtype) for t in outs] for outs in self.program(exact, lambda part: part.to(dtype).float())]
 
-    def program(self, every: list[Inputs], rounded: Callable[[Tensor], Tensor] = lambda t: t) -> list[list[Tensor]]:
+    def program(self, every: list[GpuInputs], rounded: Callable[[Tensor], Tensor] = lambda t: t) -> list[list[Tensor]]:
         """Every rank's results. ``rounded``: what becomes of a partial sum."""
         return _PROGRAMS[self.op](self, every, rounded)
 
-    def call(self, inputs: Inputs) -> list[Tensor]:
+    def call(self, inputs: GpuInputs) -> list[Tensor]:
         """As users do."""
         args, options = self.arguments(inputs)
         outs = getattr(fusedcomm, self.op)(*args, **options)
         return outs if isinstance(outs, list) else [outs]
 
-    def arguments(self, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, inputs: GpuInputs) -> tuple[list[Any], dict[str, Any]]:
         x, w, bias = inputs.x, inputs.ws[0], inputs.biases[0]
         if self.op == "matmul_all_to_all":
             return [x, w, self.gather_dim, self.scatter_dim], {"bias": bias, "out_shape": self.out_shape}
@@ -145,7 +145,7 @@ class Case:
         dims = [self.scatter_dim] if self.op == "matmul_reduce_scatter" else []
         return [x, w, *dims], {"reduce_op": self.reduce_op, "bias": bias}
 
-    def run(self, workspace: Workspace, algorithm: str, inputs: Inputs) -> list[Tensor]:
+    def run(self, workspace: Workspace, algorithm: str, inputs: GpuInputs) -> list[Tensor]:
         """As a virtual rank does."""
         exchange = self.exchange(workspace.group_size)
         call = Call(self.op, FINGERPRINT, exchange, workspace)
@@ -172,19 +172,19 @@ def _exchanged(blocks: Sequence[Sequence[Tensor]], gather_dim: int) -> list[Tens
     return [torch.cat([each[rank] for each in blocks], gather_dim) for rank in range(len(blocks))]
 
 
-def _matmul_all_to_all(case: Case, every: list[Inputs], _: Any) -> list[list[Tensor]]:
+def _matmul_all_to_all(case: GpuCase, every: list[GpuInputs], _: Any) -> list[list[Tensor]]:
     ys = [_product(i.x, i.ws[0], i.biases[0]) for i in every]
     ys = ys if case.out_shape is None else [y.unflatten(-1, case.out_shape) for y in ys]
     return [[out] for out in _exchanged([y.chunk(len(every), case.scatter_dim) for y in ys], case.gather_dim)]
 
 
-def _all_to_all_matmul(case: Case, every: list[Inputs], _: Any) -> list[list[Tensor]]:
+def _all_to_all_matmul(case: GpuCase, every: list[GpuInputs], _: Any) -> list[list[Tensor]]:
     xs = _exchanged([i.x.chunk(len(every), case.scatter_dim) for i in every], case.gather_dim)
     outs = [[_product(x.flatten(-case.k_dims), i.ws[0], i.biases[0])] for x, i in zip(xs, every, strict=True)]
     return [[*out, x] for out, x in zip(outs, xs, strict=True)] if case.return_gathered else outs
 
 
-def _all_gather_matmul(case: Case, every: list[Inputs], _: Any) -> list[list[Tensor]]:
+def _all_gather_matmul(case: GpuCase, every: list[GpuInputs], _: Any) -> list[list[Tensor]]:
     results = []
     for i in every:  # each rank gathers
         x = torch.cat([each.x for each in every], case.gather_dim)
@@ -193,27 +193,27 @@ def _all_gather_matmul(case: Case, every: list[Inputs], _: Any) -> list[list[Ten
     return results
 
 
-def _reduced(case: Case, every: list[Inputs], rounded: Any, dim: int) -> list[Tensor]:
+def _reduced(case: GpuCase, every: list[GpuInputs], rounded: Any, dim: int) -> list[Tensor]:
     """Block r of the sum, for every r."""
     parts = [rounded(torch.matmul(i.x, i.ws[0])).chunk(len(every), dim) for i in every]
     totals = [torch.stack([part[rank] for part in parts]).sum(0) for rank in range(len(every))]
     return [total / len(every) for total in totals] if case.reduce_op == "avg" else totals
 
 
-def _matmul_reduce_scatter(case: Case, every: list[Inputs], rounded: Any) -> list[list[Tensor]]:
+def _matmul_reduce_scatter(case: GpuCase, every: list[GpuInputs], rounded: Any) -> list[list[Tensor]]:
     totals = _reduced(case, every, rounded, case.scatter_dim)
     biases = [i.biases[0] for i in every]
     return [[t if b is None else t + b] for t, b in zip(totals, biases, strict=True)]
 
 
-def _matmul_all_reduce(case: Case, every: list[Inputs], rounded: Any) -> list[list[Tensor]]:
+def _matmul_all_reduce(case: GpuCase, every: list[GpuInputs], rounded: Any) -> list[list[Tensor]]:
     dim = case.exchange(len(every)).split_dim
     blocks, bias = _reduced(case, every, rounded, dim), every[0].biases[0]
     wholes = [torch.cat(blocks, dim) for _ in every]
     return [[whole if bias is None else whole + bias] for whole in wholes]
 
 
-_PROGRAMS: dict[str, Callable[[Case, list[Inputs], Any], list[list[Tensor]]]] = {
+_PROGRAMS: dict[str, Callable[[GpuCase, list[GpuInputs], Any], list[list[Tensor]]]] = {
     "matmul_all_to_all": _matmul_all_to_all,
     "all_to_all_matmul": _all_to_all_matmul,
     "all_gather_matmul": _all_gather_matmul,
@@ -222,8 +222,8 @@ _PROGRAMS: dict[str, Callable[[Case, list[Inputs], Any], list[list[Tensor]]]] = 
 }
 
 
-def _cases(op: str, *cases: tuple[Any, ...]) -> list[Case]:
-    return [dataclasses.replace(Case(op, *args[:3]), **args[3]) for args in cases]
+def _cases(op: str, *cases: tuple[Any, ...]) -> list[GpuCase]:
+    return [dataclasses.replace(GpuCase(op, *args[:3]), **args[3]) for args in cases]
 
 
 # The first of an op is plain, the second ragged.
@@ -309,11 +309,13 @@ SMALL = [  # for Triton's interpreter
 ]
 
 
-def first_of(op: str, cuda: bool) -> Case:
+def first_of(op: str, cuda: bool) -> GpuCase:
     return next(case for case in (CASES if cuda else SMALL) if case.op == op)
 
 
-def loaded_group(group_size: int, case: Case, dtype: torch.dtype, algorithm: str, device: torch.device) -> VirtualGroup:
+def loaded_group(
+    group_size: int, case: GpuCase, dtype: torch.dtype, algorithm: str, device: torch.device
+) -> VirtualGroup:
     """Where the case has been run once by each rank."""
     slot_bytes = max(128, case.exchange(group_size).chunk_numel * group_size * dtype.itemsize)
     group = VirtualGroup(group_size, slot_bytes, device)

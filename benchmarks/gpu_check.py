@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 import fusedcomm
-from benchmarks.gpu_cases import ALGORITHMS, CASES, OPS, SMALL, Case, Inputs, first_of, loaded_group
+from benchmarks.gpu_cases import ALGORITHMS, CASES, OPS, SMALL, GpuCase, GpuInputs, first_of, loaded_group
 from benchmarks.gpu_speed import check_speed
-from fusedcomm.launch.launch import run_facts
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankPool
 
 # Each costs seconds of Triton's compiler: all cases of the first, of the others each op's ragged one.
@@ -69,7 +69,7 @@ def check_values(device: torch.device) -> dict[str, Any]:
 
 
 def check_case(
-    group_size: int, dtype: torch.dtype, case: Case, algorithm: str, device: torch.device, calls: int = 3
+    group_size: int, dtype: torch.dtype, case: GpuCase, algorithm: str, device: torch.device, calls: int = 3
 ) -> int:
     group = loaded_group(group_size, case, dtype, algorithm, device)
     for seed in range(calls):
@@ -97,7 +97,7 @@ def check_timeout(device: torch.device) -> dict[str, Any]:
     return {op: check_timeout_of(first_of(op, device.type == "cuda"), device) for op in OPS}
 
 
-def check_timeout_of(case: Case, device: torch.device) -> dict[str, Any]:
+def check_timeout_of(case: GpuCase, device: torch.device) -> dict[str, Any]:
     """Rank 0 of 2 runs alone. Its wait must end in time, with NaN and an error that names rank 1."""
     dtype, cuda = torch.bfloat16, device.type == "cuda"
     group = loaded_group(2, case, dtype, "fused", device)
@@ -131,7 +131,7 @@ def check_graph(device: torch.device) -> dict[str, Any]:
     return {op: check_graph_of(first_of(op, cuda=True), device) for op in OPS}
 
 
-def check_graph_of(case: Case, device: torch.device, num_calls: int = 3, replays: int = 5) -> dict[str, Any]:
+def check_graph_of(case: GpuCase, device: torch.device, num_calls: int = 3, replays: int = 5) -> dict[str, Any]:
     """A graph per rank: branches of one graph need not run at the same time, and ranks wait for each other.
 
     num_calls is odd: a replay that took slots by fixed address would read the wrong call.
@@ -189,7 +189,7 @@ def check_rank(rank: int, device_type: str, absent_op: str, calls: int) -> dict[
     return {"calls": done, "plans": plans, "absent": absent_op}
 
 
-def absent_rank_is_named(rank: int, size: int, case: Case, inputs: Inputs) -> None:
+def absent_rank_is_named(rank: int, size: int, case: GpuCase, inputs: GpuInputs) -> None:
     import torch.distributed as dist
 
     if rank != size - 1:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_cases import ALGORITHMS, FINGERPRINT, OPS, Case, loaded_group
-from fusedcomm.algorithms import launch
-from fusedcomm.geometry import shapes as geometry
-from fusedcomm.runtime.workspace import FINGERPRINT_BITS, Workspace
+from benchmarks.gpu_cases import ALGORITHMS, FINGERPRINT, OPS, GpuCase, loaded_group
+from fusedcomm.algorithms import kernel_launch
+from fusedcomm.geometry import shapes
+from fusedcomm.runtime.segment import FINGERPRINT_BITS
+from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
@@ -25,7 +26,7 @@ Variants = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
-class Shape:
+class MatmulShape:
     name: str
     batches: int  # 0: w is 2-D
     m: int
@@ -37,74 +38,74 @@ class Shape:
         return 2 * max(1, self.batches) * self.m * self.n * self.k
 
 
-GOAL_SHAPE = Shape("8192 x 4096 x 4096", 0, 8192, 4096, 4096)
+GOAL_SHAPE = MatmulShape("8192 x 4096 x 4096", 0, 8192, 4096, 4096)
 SHAPES = [
     GOAL_SHAPE,
-    Shape("start program, batch 4 of 16", 4, 16192, 8192, 4096),
-    Shape("4096 x 4096 x 4096", 0, 4096, 4096, 4096),
-    Shape("16384 x 3072 x 1024", 0, 16384, 3072, 1024),
-    Shape("2048 x 8192 x 8192", 0, 2048, 8192, 8192),
-    Shape("ragged 8000 x 4104 x 4104", 0, 8000, 4104, 4104),
-    Shape("small 1024 x 1024 x 1024", 0, 1024, 1024, 1024),
+    MatmulShape("start program, batch 4 of 16", 4, 16192, 8192, 4096),
+    MatmulShape("4096 x 4096 x 4096", 0, 4096, 4096, 4096),
+    MatmulShape("16384 x 3072 x 1024", 0, 16384, 3072, 1024),
+    MatmulShape("2048 x 8192 x 8192", 0, 2048, 8192, 8192),
+    MatmulShape("ragged 8000 x 4104 x 4104", 0, 8000, 4104, 4104),
+    MatmulShape("small 1024 x 1024 x 1024", 0, 1024, 1024, 1024),
 ]
-TINY = Shape("dry run", 0, 32, 32, 32)
+TINY = MatmulShape("dry run", 0, 32, 32, 32)
 
 
 def check_speed(device: torch.device) -> dict[str, Any]:
     """Goals are reported; a section fails by wrong values alone."""
     cuda = device.type == "cuda"
-    shapes, group_size = (SHAPES, 4) if cuda else ([TINY], 1)
+    sizes, group_size = (SHAPES, 4) if cuda else ([TINY], 1)
     matmuls = {
         shape.name: {"push_matmul": push_speed(shape, device), "gather_matmul": gather_speed(shape, device)}
-        for shape in shapes
+        for shape in sizes
     }
-    reductions = {f"R={size}": reduce_speed(shapes[0], size, device) for size in ((2, 8) if cuda else (1,))}
-    ops = {op: op_speed(op, shapes[0], group_size, device) for op in OPS}
-    ratios = {name: each["launch_free_ratio_to_cublas"] for name, each in matmuls[shapes[0].name].items()}
+    reductions = {f"R={size}": reduce_speed(sizes[0], size, device) for size in ((2, 8) if cuda else (1,))}
+    ops = {op: op_speed(op, sizes[0], group_size, device) for op in OPS}
+    ratios = {name: each["launch_free_ratio_to_cublas"] for name, each in matmuls[sizes[0].name].items()}
     ratios |= {f"reduce {name}": each["ratio_to_copy"] for name, each in reductions.items()}
     goals = {name: {"ratio": ratio, "goal": GOAL, "met": ratio >= GOAL} for name, ratio in ratios.items()}
     return {"goals": goals, "matmuls": matmuls, "reductions": reductions, "ops": ops}
 
 
-def operands(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+def operands(shape: MatmulShape, device: torch.device) -> tuple[Tensor, Tensor]:
     batch = (shape.batches,) if shape.batches else ()
     x = torch.randn(*batch, shape.m, shape.k, device=device, dtype=DTYPE)
     w = torch.randn(*batch, shape.k, shape.n, device=device, dtype=DTYPE)
     return x, w
 
 
-def push_speed(shape: Shape, device: torch.device) -> dict[str, float]:
+def push_speed(shape: MatmulShape, device: torch.device) -> dict[str, float]:
     """Our push kernel in a group of one rank against torch.matmul: the same flops, no peer."""
     x, w = operands(shape, device)
-    exchange = geometry.matmul_all_to_all(x.shape, w.shape, None, x.ndim - 2, x.ndim - 1, 1)
+    exchange = shapes.matmul_all_to_all(x.shape, w.shape, None, x.ndim - 2, x.ndim - 1, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace = VirtualGroup(1, exchange.chunk_numel * x.itemsize, device).workspaces[0]
     start = workspace.layout.slot(1, workspace.slot_bytes)  # round 1, as the epoch word never moves here
     y = torch.matmul(x, w)
     ours = workspace.buffers[0][start : start + y.numel() * y.itemsize].view(y.dtype).view(y.shape)
-    return against_cublas(shape, x, w, ours, lambda: launch.push(x, w, None, spans, workspace, FINGERPRINT))
+    return against_cublas(shape, x, w, ours, lambda: kernel_launch.push(x, w, None, spans, workspace, FINGERPRINT))
 
 
-def gather_speed(shape: Shape, device: torch.device) -> dict[str, float]:
+def gather_speed(shape: MatmulShape, device: torch.device) -> dict[str, float]:
     """Our gather kernel in a group of one rank, which has sent already, against torch.matmul."""
     x, w = operands(shape, device)
-    exchange = geometry.all_gather_matmul(x.shape, [w.shape], x.ndim - 2, 1)
+    exchange = shapes.all_gather_matmul(x.shape, [w.shape], x.ndim - 2, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace = VirtualGroup(1, exchange.chunk_numel * x.itemsize, device).workspaces[0]
     ours = torch.empty(exchange.out_shape, device=device, dtype=DTYPE)
-    launch.pack(x, spans.pack, workspace, FINGERPRINT)
+    kernel_launch.pack(x, spans.pack, workspace, FINGERPRINT)
     result = against_cublas(
         shape,
         x,
         w,
         ours,
-        lambda: launch.gather_matmul(ours, w, None, spans, workspace, FINGERPRINT, end_round=False),
+        lambda: kernel_launch.gather_matmul(ours, w, None, spans, workspace, FINGERPRINT, end_round=False),
     )
     workspace.check("gather_matmul")
     return result
 
 
-def against_cublas(shape: Shape, x: Tensor, w: Tensor, ours: Tensor, run: Callable[[], None]) -> dict[str, float]:
+def against_cublas(shape: MatmulShape, x: Tensor, w: Tensor, ours: Tensor, run: Callable[[], None]) -> dict[str, float]:
     """``run()`` computes x @ w into ``ours``."""
     y = torch.matmul(x, w)
     run()
@@ -127,9 +128,9 @@ def against_cublas(shape: Shape, x: Tensor, w: Tensor, ours: Tensor, run: Callab
     }
 
 
-def reduce_speed(shape: Shape, group_size: int, device: torch.device) -> dict[str, float]:
+def reduce_speed(shape: MatmulShape, group_size: int, device: torch.device) -> dict[str, float]:
     """One rank's reduction of chunks that are there, against a copy that moves as many bytes."""
-    exchange = geometry.matmul_reduce_scatter((shape.m, shape.k), (shape.k, shape.n), "sum", 0, group_size)
+    exchange = shapes.matmul_reduce_scatter((shape.m, shape.k), (shape.k, shape.n), "sum", 0, group_size)
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace = VirtualGroup(group_size, exchange.chunk_numel * group_size * DTYPE.itemsize, device).workspaces[0]
     layout, buffer, numel = workspace.layout, workspace.buffers[0], exchange.chunk_numel
@@ -144,7 +145,7 @@ def reduce_speed(shape: Shape, group_size: int, device: torch.device) -> dict[st
 
     def reduce() -> None:
         epoch.zero_()  # round 1 again
-        launch.reduce(out, spans.pack, None, 1.0, workspace, FINGERPRINT)
+        kernel_launch.reduce(out, spans.pack, None, 1.0, workspace, FINGERPRINT)
 
     def copied() -> None:
         epoch.zero_()
@@ -163,18 +164,18 @@ def reduce_speed(shape: Shape, group_size: int, device: torch.device) -> dict[st
     }
 
 
-def op_case(op: str, shape: Shape) -> Case:
+def op_case(op: str, shape: MatmulShape) -> GpuCase:
     """``shape``: of the tensors of one rank, but of all ranks' where x is gathered."""
     if op in ("all_to_all_matmul", "all_gather_matmul"):
         gather_dim = 1 if op == "all_to_all_matmul" else 0  # all_to_all: K is gathered, rows are scattered
-        return Case(op, shape.name, (shape.m, shape.k), (shape.n,), gather_dim)
-    return Case(op, shape.name, (shape.m, shape.k), (shape.n,), scatter_dim=int(op == "matmul_all_to_all"))
+        return GpuCase(op, shape.name, (shape.m, shape.k), (shape.n,), gather_dim)
+    return GpuCase(op, shape.name, (shape.m, shape.k), (shape.n,), scatter_dim=int(op == "matmul_all_to_all"))
 
 
-def op_speed(op: str, shape: Shape, group_size: int, device: torch.device) -> dict[str, float]:
+def op_speed(op: str, shape: MatmulShape, group_size: int, device: torch.device) -> dict[str, float]:
     """All ranks of a virtual group on one GPU, each with m / R rows: the whole op against what users run today."""
     m = shape.m if op == "all_to_all_matmul" else shape.m // group_size
-    case = op_case(op, Shape(shape.name, 0, m, shape.n, shape.k))
+    case = op_case(op, MatmulShape(shape.name, 0, m, shape.n, shape.k))
     every = [case.normal(group_size, DTYPE, device) for _ in range(group_size)]
     m_local = m // group_size if op == "all_to_all_matmul" else m
     local = [torch.randn(m_local, shape.k, device=device, dtype=DTYPE) for _ in range(group_size)]

@@ -31,18 +31,19 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.fx import GraphModule
 
-from benchmarks import op_sweep, overlap_graphs, overlap_torch
-from benchmarks.compile_time import at_most
-from benchmarks.op_sweep import Goal
+from benchmarks import overlap_graphs, overlap_torch
+from benchmarks.common import Goal, at_least, at_most, listed
 from fusedcomm.compile.overlap import scheduler
 from fusedcomm.compile.overlap.estimator import Estimator
-from fusedcomm.compile.overlap.simulator import Timeline, simulate
-from fusedcomm.compile.overlap.timeline_plot import plot_both
+from fusedcomm.compile.overlap.simulator import simulate
+from fusedcomm.compile.overlap.timeline import Timeline, plot_both
+from fusedcomm.launch import console
+from fusedcomm.launch.provenance import run_facts
 
 MODELS = {
     "llama-8b": lambda: overlap_graphs.llama("8b"),
@@ -60,7 +61,7 @@ GROWTH = 1.5  # at most, of ours' seconds per node, from fewer layers to more
 
 
 @dataclass(frozen=True)
-class Case:
+class GraphCase:
     model: str
     layers: int
     part: str
@@ -70,10 +71,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class OverlapRow:
     """One variant of one graph. ``hideable`` and ``comm_ms`` are those of the graph as traced."""
 
-    case: Case
+    case: GraphCase
     variant: str
     budget_percent: int
     hideable: int
@@ -102,16 +103,16 @@ HEADING = f"{'':18s}{'nodes':>8s}{'collectives':>13s}{'hideable':>10s}{'hidden':
 HEADING += f"{'total ms':>10s}{'% over bound':>14s}{'peak MiB':>11s}{'pass s':>9s}"
 
 
-class Graph:
+class CaseGraph:
     """A case's graph, and what variants of it come to."""
 
-    def __init__(self, case: Case, groups: overlap_graphs.Groups) -> None:
+    def __init__(self, case: GraphCase, groups: overlap_graphs.GroupNames) -> None:
         self.case, self.estimator = case, Estimator("cuda")
         self.gm = overlap_graphs.build(MODELS[case.model](), groups, case.layers, case.part)
         self.traced = simulate(self.gm, self.estimator)
         self.hideable = num_hideable(self.gm, self.estimator, self.traced)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[OverlapRow]:
         yield self.row(TRACED, self.gm)
         for bucket, variant in ((False, TORCH), (True, TORCH_BUCKETED)):
             yield self.torch(variant, bucket)
@@ -119,21 +120,21 @@ class Graph:
             yield self.ours(variant, BUDGET)[0]
         yield self.bound()
 
-    def bound(self) -> Row:
+    def bound(self) -> OverlapRow:
         row, ms = self.row(BOUND, self.gm), self.traced.bound_ms
         return replace(
             row, hidden=self.hideable, exposed_ms=ms - self.traced.compute_ms, total_ms=ms, over_bound_percent=0.0
         )
 
-    def torch(self, variant: str, bucket: bool) -> Row:
+    def torch(self, variant: str, bucket: bool) -> OverlapRow:
         try:
             found = overlap_torch.schedule(self.gm, self.estimator, bucket=bucket, memory_ratio=BUDGET / 100)
         except Exception as error:  # whatever it fails with is its result
             text = f"failed: {type(error).__name__}: {error}".splitlines()[0]
-            return Row(self.case, variant, BUDGET, self.hideable, self.traced.comm_ms, error=text)
+            return OverlapRow(self.case, variant, BUDGET, self.hideable, self.traced.comm_ms, error=text)
         return self.row(variant, found.gm, found.seconds)
 
-    def ours(self, variant: str, budget_percent: int) -> tuple[Row, GraphModule]:
+    def ours(self, variant: str, budget_percent: int) -> tuple[OverlapRow, GraphModule]:
         gm = overlap_torch.copy_of(self.gm)
         budget = self.traced.peak_bytes * (100 + budget_percent) // 100
         bucket, fuse = variant != MOVED, variant == OURS
@@ -141,9 +142,9 @@ class Graph:
             scheduler.schedule(gm, estimator=self.estimator, memory_budget_bytes=budget, bucket=bucket, fuse=fuse)
         return self.row(variant, gm, seconds(), budget_percent), gm
 
-    def row(self, variant: str, gm: GraphModule, pass_s: float = 0.0, budget_percent: int = BUDGET) -> Row:
+    def row(self, variant: str, gm: GraphModule, pass_s: float = 0.0, budget_percent: int = BUDGET) -> OverlapRow:
         timeline = self.traced if gm is self.gm else simulate(gm, self.estimator)
-        return Row(
+        return OverlapRow(
             self.case,
             variant,
             budget_percent,
@@ -202,9 +203,9 @@ def _sum_reaches(chosen: int, values: Sequence[float], enough: float) -> bool:
 # What must be reached
 
 
-def summary(rows: Sequence[Row], budgets: Sequence[Row]) -> list[Goal]:
+def summary(rows: Sequence[OverlapRow], budgets: Sequence[OverlapRow]) -> list[Goal]:
     """Only what all graphs have reached is met; the value is that of the worst."""
-    cases: dict[Case, dict[str, Row]] = {}
+    cases: dict[GraphCase, dict[str, OverlapRow]] = {}
     for row in rows:
         if row.error is None:
             cases.setdefault(row.case, {})[row.variant] = row
@@ -216,7 +217,7 @@ def summary(rows: Sequence[Row], budgets: Sequence[Row]) -> list[Goal]:
             goals.append(at_most(f"exposed, {ours} - {theirs}, ms, largest", round(more, 6), 0.0))
             if ours == MOVED:
                 fewer = min(a.hidden - b.hidden for a, b in both)
-                goals.append(op_sweep.at_least(f"hidden, {ours} - {theirs}, smallest", fewer, 0))
+                goals.append(at_least(f"hidden, {ours} - {theirs}, smallest", fewer, 0))
     for part, percent in EXPOSED.items():
         shares = [
             100 * each[OURS].exposed_ms / each[OURS].comm_ms
@@ -232,11 +233,11 @@ def summary(rows: Sequence[Row], budgets: Sequence[Row]) -> list[Goal]:
     return goals + _pass_times(cases)
 
 
-def _ours(rows: Sequence[Row]) -> list[Row]:
+def _ours(rows: Sequence[OverlapRow]) -> list[OverlapRow]:
     return [row for row in rows if row.variant in (MOVED, UNFUSED, OURS)]
 
 
-def _pass_times(cases: dict[Case, dict[str, Row]]) -> list[Goal]:
+def _pass_times(cases: dict[GraphCase, dict[str, OverlapRow]]) -> list[Goal]:
     ratios = [
         each[OURS].pass_s / each[TORCH_BUCKETED].pass_s
         for each in cases.values()
@@ -252,20 +253,20 @@ def _pass_times(cases: dict[Case, dict[str, Row]]) -> list[Goal]:
     return goals
 
 
-def _seconds_per_node(variants: dict[str, Row]) -> float:
+def _seconds_per_node(variants: dict[str, OverlapRow]) -> float:
     return variants[OURS].pass_s / variants[TRACED].nodes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    rows: list[Row] = []
-    budgets: list[Row] = []
+    rows: list[OverlapRow] = []
+    budgets: list[OverlapRow] = []
     plots: list[Path] = []
     if args.plot:
         Path(args.plot).mkdir(parents=True, exist_ok=True)
     with overlap_graphs.world() as groups:
         for case in cases_of(args):
-            graph = Graph(case, groups)
+            graph = CaseGraph(case, groups)
             print(f"\n{case}", HEADING, sep="\n", flush=True)
             for row in graph.rows():
                 print(row, flush=True)
@@ -277,15 +278,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     goals = summary(rows, budgets)
     print("", *map(goal_line, goals), *plots, sep="\n")
     if args.json:
-        lists: dict[str, Sequence[Row | Goal]] = {"rows": rows, "budgets": budgets, "goals": goals}
-        op_sweep.write_json(args.json, {name: [asdict(each) for each in every] for name, every in lists.items()})
+        console.write_json(args.json, run_facts() | listed(rows=rows, budgets=budgets, goals=goals))
     return 0
 
 
 BUDGET_HEADING = f"{'budgets':34s}{'budget %':>10s}{'peak %':>9s}{'exposed ms':>13s}{'total ms':>10s}"
 
 
-def budget_line(row: Row) -> str:
+def budget_line(row: OverlapRow) -> str:
     percents = f"{row.budget_percent:10d}{row.peak_over_percent:9.1f}"
     return f"{row.case!s:34s}{percents}{row.exposed_ms:13.2f}{row.total_ms:10.2f}"
 
@@ -294,11 +294,11 @@ def goal_line(goal: Goal) -> str:
     return f"{goal.name:60s}{goal.value:8.2f}   goal {goal.bound}: {'met' if goal.met else 'missed'}"
 
 
-def cases_of(args: argparse.Namespace) -> list[Case]:
+def cases_of(args: argparse.Namespace) -> list[GraphCase]:
     """The most layers, if there are more than two sizes, of the first model's first part alone."""
     several = args.layers[:2]
-    cases = [Case(*each) for each in itertools.product(args.models, several, args.parts)]
-    return cases + [Case(args.models[0], layers, args.parts[0]) for layers in args.layers[2:]]
+    cases = [GraphCase(*each) for each in itertools.product(args.models, several, args.parts)]
+    return cases + [GraphCase(args.models[0], layers, args.parts[0]) for layers in args.layers[2:]]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

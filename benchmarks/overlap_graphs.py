@@ -34,7 +34,7 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupNames:
     """Group names. ``tp``: of the 8 ranks inside a node, whatever the model does there; ``dp``: one rank per node."""
 
     dp: str
@@ -42,7 +42,7 @@ class Groups:
 
 
 @contextlib.contextmanager
-def world() -> Iterator[Groups]:
+def world() -> Iterator[GroupNames]:
     """This process as rank 0 of the fake 64."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -50,7 +50,7 @@ def world() -> Iterator[Groups]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_NODES * RANKS_PER_NODE)
     try:
         mesh = init_device_mesh("cpu", (NUM_NODES, RANKS_PER_NODE), mesh_dim_names=("dp", "tp"))
-        yield Groups(mesh.get_group("dp").group_name, mesh.get_group("tp").group_name)
+        yield GroupNames(mesh.get_group("dp").group_name, mesh.get_group("tp").group_name)
     finally:
         dist.destroy_process_group()
 
@@ -62,7 +62,7 @@ class _Gathered(torch.autograd.Function):
     """A weight from its shards, as FSDP: gradients are averaged over dp, and summed over tp where it is replicated."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, groups: Groups, replicated: bool) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, groups: GroupNames, replicated: bool) -> Tensor:
         ctx.groups, ctx.replicated = groups, replicated
         return functional.wait_tensor(functional.all_gather_into_tensor(shard, NUM_NODES, groups.dp))
 
@@ -143,7 +143,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """``tokens`` are a sequence's, ``sequences`` those of a rank, or of the ranks of a node where they share them."""
 
     hidden: int
@@ -159,7 +159,7 @@ class Sizes:
         return self.kv_heads * self.head_dim
 
 
-Layer = Callable[[Tensor, tuple[Tensor, Tensor], Sequence[Tensor], Groups], Tensor]
+Layer = Callable[[Tensor, tuple[Tensor, Tensor], Sequence[Tensor], GroupNames], Tensor]
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Model:
     """``layer(x, (cos, sin), weight shards, groups)`` is like x. ``weights``: shapes on a rank before FSDP."""
 
     name: str
-    sizes: Sizes
+    sizes: ModelSizes
     x: tuple[int, ...]
     weights: tuple[tuple[int, ...], ...]
     layer: Layer
@@ -193,7 +193,7 @@ def llama(size: str = "8b") -> Model:
         (s.hidden, s.ffn // tp),
     )
 
-    def layer(x: Tensor, rope: tuple[Tensor, Tensor], shards: Sequence[Tensor], groups: Groups) -> Tensor:
+    def layer(x: Tensor, rope: tuple[Tensor, Tensor], shards: Sequence[Tensor], groups: GroupNames) -> Tensor:
         def weight(i: int) -> Tensor:
             return _Gathered.apply(shards[i], groups, weights[i] == (s.hidden,))
 
@@ -209,8 +209,8 @@ def llama(size: str = "8b") -> Model:
 
 
 LLAMA = {
-    "8b": Sizes(hidden=4096, heads=32, kv_heads=8, ffn=14336, tokens=8192, sequences=4),
-    "70b": Sizes(hidden=8192, heads=64, kv_heads=8, ffn=28672, tokens=8192, sequences=4),
+    "8b": ModelSizes(hidden=4096, heads=32, kv_heads=8, ffn=14336, tokens=8192, sequences=4),
+    "70b": ModelSizes(hidden=8192, heads=64, kv_heads=8, ffn=28672, tokens=8192, sequences=4),
 }
 
 
@@ -219,7 +219,7 @@ def ulysses() -> Model:
 
     FSDP shards weights over dp; the ranks of a node hold the same and sum their gradients.
     """
-    s = Sizes(hidden=4096, heads=32, kv_heads=8, ffn=14336, tokens=131072, sequences=1)
+    s = ModelSizes(hidden=4096, heads=32, kv_heads=8, ffn=14336, tokens=131072, sequences=1)
     weights = (
         (s.hidden,),
         (s.hidden, s.hidden),
@@ -232,7 +232,7 @@ def ulysses() -> Model:
     )
     ranks = RANKS_PER_NODE
 
-    def layer(x: Tensor, rope: tuple[Tensor, Tensor], shards: Sequence[Tensor], groups: Groups) -> Tensor:
+    def layer(x: Tensor, rope: tuple[Tensor, Tensor], shards: Sequence[Tensor], groups: GroupNames) -> Tensor:
         def weight(i: int) -> Tensor:
             return _Gathered.apply(shards[i], groups, True)
 
@@ -259,7 +259,7 @@ def moe() -> Model:
 
     Routing is taken to be even: as many tokens for every expert.
     """
-    s = Sizes(hidden=4096, heads=32, kv_heads=8, ffn=1024, tokens=8192, sequences=4)
+    s = ModelSizes(hidden=4096, heads=32, kv_heads=8, ffn=1024, tokens=8192, sequences=4)
     local = EXPERTS // RANKS_PER_NODE
     experts = ((local, s.hidden, 2 * s.ffn), (local, s.ffn, s.hidden))
     weights = (
@@ -273,7 +273,7 @@ def moe() -> Model:
         (s.hidden, SHARED_FFN),
     )
 
-    def layer(x: Tensor, rope: tuple[Tensor, Tensor], shards: Sequence[Tensor], groups: Groups) -> Tensor:
+    def layer(x: Tensor, rope: tuple[Tensor, Tensor], shards: Sequence[Tensor], groups: GroupNames) -> Tensor:
         def weight(i: int) -> Tensor:
             return _Gathered.apply(shards[i], groups, weights[i] not in experts)
 
@@ -302,7 +302,7 @@ def moe() -> Model:
 # From a model to a graph
 
 
-def build(model: Model, groups: Groups, num_layers: int, part: str = "forward") -> GraphModule:
+def build(model: Model, groups: GroupNames, num_layers: int, part: str = "forward") -> GraphModule:
     """``part``: the forward or the backward graph as AOTAutograd would hand them to a compiler, or both in one."""
     if part not in PARTS:
         raise ValueError(f"part must be one of {PARTS}, got {part!r}")
@@ -333,12 +333,12 @@ def build(model: Model, groups: Groups, num_layers: int, part: str = "forward") 
 
 
 def _primals(model: Model) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Of one layer: x, cos, sin and the weights."""
+    """The inputs of one layer: x, cos, sin and the weights."""
     bf16 = torch.bfloat16
     return [(model.x, bf16), *[(model.rope, torch.float32)] * 2, *((shape, bf16) for shape in model.shards)]
 
 
-def _trace(model: Model, groups: Groups, mode: FakeTensorMode) -> tuple[GraphModule, GraphModule]:
+def _trace(model: Model, groups: GroupNames, mode: FakeTensorMode) -> tuple[GraphModule, GraphModule]:
     """One layer: forward (x, cos, sin, weights) -> y, saved; backward (saved, dy) -> dx, dweights."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

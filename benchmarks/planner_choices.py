@@ -22,15 +22,17 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.op_sweep import ALGORITHMS, DECODE_CALLS, DTYPES, TIMEOUT_S, sizes_of
+from benchmarks.common import DTYPES
+from benchmarks.ops import ALGORITHMS, DECODE_CALLS, TIMEOUT_S, sizes_of
 from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
-from fusedcomm.bench.problem import OpBench, RankData, Size
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_bench import MatmulSize, OpBench, OpData
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import ValuesDiffer, check_values, measure_rounds
-from fusedcomm.cost import model as cost
+from fusedcomm.cost.model import DEFAULT, DEFAULTS, estimate
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
@@ -41,7 +43,7 @@ AGREED, MORE_ROUNDS = 0.9, 4
 
 
 @dataclass(frozen=True)
-class Row:
+class ChoiceRow:
     """Seconds by algorithm, measured, and estimated with the numbers in use; choices with these and by default."""
 
     op: str
@@ -69,8 +71,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Of choices with one set of numbers."""
+class ChoiceSummary:
+    """How good the choices with one set of numbers are."""
 
     numbers: str
     right: float  # share within EQUAL
@@ -78,9 +80,9 @@ class Summary:
     worst: float
 
     @staticmethod
-    def of(numbers: str, behind: Sequence[float]) -> Summary:
+    def of(numbers: str, behind: Sequence[float]) -> ChoiceSummary:
         right = statistics.fmean(ratio <= EQUAL for ratio in behind)
-        return Summary(numbers, right, statistics.fmean(ratio == 1 for ratio in behind), max(behind))
+        return ChoiceSummary(numbers, right, statistics.fmean(ratio == 1 for ratio in behind), max(behind))
 
     @property
     def met(self) -> bool:
@@ -97,12 +99,14 @@ class Summary:
 # In every rank
 
 
-def measure_row(rank: int, bench: OpBench, size: Size, dtype: str, decode: bool, device_type: str, rounds: int) -> Row:
-    device, num_ranks = launch.rank_device(device_type), dist.get_world_size()
+def measure_row(
+    rank: int, bench: OpBench, size: MatmulSize, dtype: str, decode: bool, device_type: str, rounds: int
+) -> ChoiceRow:
+    device, num_ranks = world.rank_device(device_type), dist.get_world_size()
     if decode and bench.cut == "rows":
         size = replace(size, rows=size.rows * num_ranks)
     size = bench.divisible(size, num_ranks)
-    data = RankData(bench, size, DTYPES[dtype], device)
+    data = OpData(bench, size, DTYPES[dtype], device)
     ours = members.member(resolve(None)[1], device)
     names = [name for name in ALGORITHMS[device_type] if name != "fused" or ours.topology.no_fused is None]
     check_values({name: data.forced(name) for name in names}, data.check)
@@ -110,10 +114,10 @@ def measure_row(rank: int, bench: OpBench, size: Size, dtype: str, decode: bool,
     calls = DECODE_CALLS if decode else 1
     times = _decided({name: _repeated(data, name, calls) for name in names}, device, rounds)
     exchange = tune.exchange_of(bench.op, size, num_ranks)
-    name, default = planner.dtype_name(DTYPES[dtype], device_type), cost.DEFAULTS[device_type]
+    name, default = planner.dtype_name(DTYPES[dtype], device_type), DEFAULTS[device_type]
     used = ours.topology.constants or default
-    estimates = cost.estimate(bench.op, exchange, name, used)
-    return Row(
+    estimates = estimate(bench.op, exchange, name, used)
+    return ChoiceRow(
         *(bench.op, size.rows, size.k, size.n, dtype, decode, used.source),
         measured={name: seconds / calls for name, seconds in times.items()},
         estimated={name: estimates[name] for name in names},
@@ -132,7 +136,7 @@ def _decided(variants: dict[str, Callable[[], None]], device: torch.device, roun
     return {name: float(each.median()) for name, each in seconds.items()}
 
 
-def _repeated(data: RankData, algorithm: str, calls: int) -> Callable[[], None]:
+def _repeated(data: OpData, algorithm: str, calls: int) -> Callable[[], None]:
     variant = data.forced(algorithm)
 
     def repeated() -> None:
@@ -152,39 +156,39 @@ def _default_plan(op: str, exchange: Exchange, dtype: str, ours: members.Member)
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    device_type = launch.default_device_type()
+    device_type = world.default_device_type()
     shapes = list(itertools.product((False, True), args.op, args.dtype))
-    rows: list[Row] = []
+    rows: list[ChoiceRow] = []
     try:
-        with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S) as call:
+        with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S) as call:
             for decode, op, dtype in shapes:
                 for size in sizes_of(PROGRAMS[op], "decode" if decode else "forward", args):
                     row = call(measure_row, PROGRAMS[op], size, dtype, decode, device_type, args.rounds)
-                    if launch.is_rank_0():
+                    if world.is_rank_0():
                         print(row if rows else f"{_heading(row)}\n{row}", flush=True)
                         rows.append(row)
     except (ValuesDiffer, RankError) as error:
-        print(f"bench_planner: {error}", file=sys.stderr)
+        print(f"planner_choices: {error}", file=sys.stderr)
         return 1
-    if not launch.is_rank_0():
+    if not world.is_rank_0():
         return 0
     found = summaries(rows)
     print("", *found, sep="\n")
     if args.json:
         facts = {"rounds": args.rounds, "rows": [asdict(row) for row in rows], "summaries": [asdict(s) for s in found]}
-        output.write_json(args.json, launch.run_facts() | facts)
+        console.write_json(args.json, run_facts() | facts)
     return 0
 
 
-def summaries(rows: Sequence[Row]) -> list[Summary]:
+def summaries(rows: Sequence[ChoiceRow]) -> list[ChoiceSummary]:
     numbers = rows[0].numbers
-    found = [Summary.of(numbers, [row.behind(row.choice) for row in rows])]
-    if numbers != cost.DEFAULT:
-        found.append(Summary.of(cost.DEFAULT, [row.behind(row.default_choice) for row in rows]))
+    found = [ChoiceSummary.of(numbers, [row.behind(row.choice) for row in rows])]
+    if numbers != DEFAULT:
+        found.append(ChoiceSummary.of(DEFAULT, [row.behind(row.default_choice) for row in rows]))
     return found
 
 
-def _heading(row: Row) -> str:
+def _heading(row: ChoiceRow) -> str:
     times = "".join(f"{name:>8s} ms{'estimated':>11s}" for name in row.measured)
     size = f"{'op':22s}{'rows':>5s} {'K':>5s} {'N':>5s}  {'dtype':9s}"
     return f"{row.numbers} numbers\n{size}{times}  {'choice':8s}{'behind':>6s}"

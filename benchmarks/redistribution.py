@@ -26,14 +26,15 @@ import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import op_sweep, redistribution_torch
-from benchmarks.compile_time import at_most
-from benchmarks.op_sweep import Goal
+from benchmarks import redistribution_torch
+from benchmarks.common import Goal, at_most, listed
 from fusedcomm.cost.model import DEFAULTS
-from fusedcomm.redistribution import search, steps, traffic
+from fusedcomm.launch import console
+from fusedcomm.launch.provenance import run_facts
+from fusedcomm.redistribution import search, steps
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding
 from fusedcomm.redistribution.step_time import INTER_BANDWIDTH, Links
@@ -48,7 +49,7 @@ LARGE_MESH, LARGE_SHAPES = (2, 8, 16), ((4096, 8192, 64), (4097, 8190, 63))
 
 
 @dataclass(frozen=True)
-class Row:
+class PairsRow:
     """All pairs of one mesh and shape, next to one torch."""
 
     mesh_shape: tuple[int, ...]
@@ -121,7 +122,7 @@ def placed(placements: Sequence[str]) -> list[Any]:
     return [kinds[each] if each in kinds else Shard(int(each)) for each in placements]
 
 
-def compare(mesh: Any, shape: tuple[int, ...], torch: str) -> Row:
+def compare(mesh: Any, shape: tuple[int, ...], torch: str) -> PairsRow:
     mesh_shape = tuple(mesh.shape)
     over, found = links(mesh_shape), []
     for before, after in pairs(len(shape), len(mesh_shape)):
@@ -135,7 +136,7 @@ def compare(mesh: Any, shape: tuple[int, ...], torch: str) -> Row:
     by_bytes = [_ratio(ours.bytes, num_bytes) for ours, (_, _, num_bytes) in found]
     by_time = [_ratio(ours.seconds, seconds) for ours, (seconds, _, _) in found]
     more = [ours.num_collectives - num for ours, (_, num, _) in found]
-    return Row(
+    return PairsRow(
         mesh_shape,
         shape,
         torch,
@@ -164,7 +165,7 @@ def plan_times(mesh_shape: tuple[int, ...], shape: tuple[int, ...], share: int) 
     try:
         for pair in itertools.islice(pairs(len(shape), len(mesh_shape)), None, None, share):
             both = [sharding(shape, mesh_shape, each) for each in pair]
-            for cached_function in (search.plan, steps.step, traffic._exchanged, traffic._ranges):
+            for cached_function in (search.plan, steps.step, steps._exchanged, steps._ranges):
                 cached_function.cache_clear()
             over = dataclasses.replace(over)  # its own caches are empty
             start = time.thread_time()
@@ -179,7 +180,7 @@ def plan_times(mesh_shape: tuple[int, ...], shape: tuple[int, ...], share: int) 
     return PlanTime(mesh_shape, shape, len(ms), statistics.median(ms), max(ms), 1e6 * cached)
 
 
-def summary(rows: Sequence[Row], times: Sequence[PlanTime]) -> list[Goal]:
+def summary(rows: Sequence[PairsRow], times: Sequence[PlanTime]) -> list[Goal]:
     flattened = [row for row in rows if row.torch == FLATTENED]
     return [
         at_most(
@@ -192,7 +193,7 @@ def summary(rows: Sequence[Row], times: Sequence[PlanTime]) -> list[Goal]:
     ]
 
 
-def _worst(rows: Sequence[Row], name: str) -> float:
+def _worst(rows: Sequence[PairsRow], name: str) -> float:
     """Without what rounding adds."""
     return round(max(getattr(row, name) for row in rows), 9)
 
@@ -202,7 +203,7 @@ FLATTENED, PLAIN = "flattened", "not flattened"
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    rows: list[Row] = []
+    rows: list[PairsRow] = []
     print(HEADING)
     for mesh_shape in MESHES[1:] if args.quick else MESHES:
         for torch in (FLATTENED, PLAIN):
@@ -222,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     goals = summary(rows, times)
     print("", *map(goal_line, goals), sep="\n")
     if args.json:
-        lists: dict[str, Sequence[Row | PlanTime | Goal]] = {"rows": rows, "times": times, "goals": goals}
-        op_sweep.write_json(args.json, {name: [asdict(each) for each in every] for name, every in lists.items()})
+        console.write_json(args.json, run_facts() | listed(rows=rows, times=times, goals=goals))
     return 0
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Collective:
+class TorchCollective:
     kind: str
     mesh_dims: tuple[int, ...]
     given: tuple[int, ...]  # the shape that it starts from, padded
@@ -59,7 +59,7 @@ def mesh(mesh_shape: Sequence[int], flatten: bool) -> DeviceMesh:
 
 def collectives(
     mesh: DeviceMesh, shape: Sequence[int], before: Sequence[Placement], after: Sequence[Placement]
-) -> list[Collective]:
+) -> list[TorchCollective]:
     """In order. torch merges over the flattened meshes that there are."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -80,14 +80,14 @@ def collectives(
     return found
 
 
-def total(found: Sequence[Collective], itemsize: int, links: Links) -> tuple[float, int, float]:
+def total(found: Sequence[TorchCollective], itemsize: int, links: Links) -> tuple[float, int, float]:
     """Seconds, collectives, bytes of one rank."""
     seconds = sum(links.seconds(each.kind, each.sent * itemsize, each.mesh_dims) for each in found)
     return seconds, len(found), sum(each.sent for each in found) * itemsize
 
 
 def _local_shape(mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
-    """Of rank 0."""
+    """The shape on rank 0."""
     local = list(shape)
     for i, each in enumerate(placements):
         if each.is_shard():
@@ -96,13 +96,13 @@ def _local_shape(mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Pl
     return local
 
 
-def _follow(local: list[int], info: Any, mesh_dims: tuple[int, ...], num: int) -> Collective | None:
+def _follow(local: list[int], info: Any, mesh_dims: tuple[int, ...], num: int) -> TorchCollective | None:
     """The collective of one transform, or None; ``local``, the shape on rank 0, becomes that after it."""
     source, target = info.src_dst_placements
     if num == 1:
         return None
     if source.is_partial() and target.is_replicate():
-        return Collective("all_reduce", mesh_dims, tuple(local), 2 * (num - 1) / num * math.prod(local))
+        return TorchCollective("all_reduce", mesh_dims, tuple(local), 2 * (num - 1) / num * math.prod(local))
     if target.is_shard():
         kept, given = list(local), list(local)
         chunk = -(-local[_dim(target)] // num)
@@ -112,17 +112,17 @@ def _follow(local: list[int], info: Any, mesh_dims: tuple[int, ...], num: int) -
             return None
         if source.is_partial():
             local[:] = kept
-            return Collective("reduce_scatter", mesh_dims, tuple(given), (num - 1) / num * math.prod(given))
+            return TorchCollective("reduce_scatter", mesh_dims, tuple(given), (num - 1) / num * math.prod(given))
         size = info.logical_shape[_dim(source)]
         given[_dim(source)], kept[_dim(source)] = -(-size // num), size
         local[:] = kept
-        return Collective("all_to_all", mesh_dims, tuple(given), (num - 1) / num * math.prod(given))
+        return TorchCollective("all_to_all", mesh_dims, tuple(given), (num - 1) / num * math.prod(given))
     assert source.is_shard() and target.is_replicate(), f"{source} -> {target}"
     size = info.logical_shape[_dim(source)]
     given = list(local)
     given[_dim(source)] = -(-size // num)
     local[_dim(source)] = size
-    return Collective("all_gather", mesh_dims, tuple(given), float((num - 1) * math.prod(given)))
+    return TorchCollective("all_gather", mesh_dims, tuple(given), float((num - 1) * math.prod(given)))
 
 
 def _dim(placement: Any) -> int:

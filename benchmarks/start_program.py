@@ -11,7 +11,7 @@ compiled  as plain, in fusedcomm.compile.enabled()
 op        fusedcomm.matmul_all_to_all, called by hand and not compiled
 
 Each is compiled anew, caches off. Of the ratios the median, P10 and P90 over the ratios within a round. Pages: as
-benchmarks/op_sweep.py says; a result is allocated by Inductor in compiled, by us in op.
+benchmarks/common.py says; a result is allocated by Inductor in compiled, by us in op.
 """
 
 from __future__ import annotations
@@ -33,12 +33,21 @@ from torch import Tensor
 
 import fusedcomm
 import fusedcomm.compile
-from benchmarks import op_sweep
-from benchmarks.op_sweep import DTYPES, Goal
+from benchmarks.common import (
+    DTYPES,
+    Goal,
+    add_common_arguments,
+    at_least,
+    has_huge_pages,
+    listed,
+    pages,
+    refuse_wrong_pages,
+)
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, difference, measure_rounds
 from fusedcomm.cli.demo_problem import DTENSOR_LOGGER
 from fusedcomm.compile.reports import Report
-from fusedcomm.launch import launch
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "exchange", "compiled", "op"
@@ -66,7 +75,7 @@ def matmul_and_reshard_heads(
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProgramSizes:
     """x [batch, tokens, K], w [batch, K, N] on every rank."""
 
     pairs: int = 4
@@ -81,13 +90,13 @@ class Sizes:
         return f"{self.pairs} pairs, x ({b}, {t}, {k}), w ({b}, {k}, {n}), {self.heads} heads"
 
 
-class RankData:
+class ProgramData:
     """One rank's inputs and the ways to use them.
 
     They start as integers small enough for products and sums to be exact in every dtype and order.
     """
 
-    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, sizes: ProgramSizes, dtype: torch.dtype, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.sizes, self.dtype, self.device = sizes, dtype, device
@@ -205,7 +214,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Row:
+class ProgramRow:
     dtype: str
     fused: int
     times: dict[str, Timing]
@@ -227,15 +236,15 @@ HEADING = f"{'dtype':9s}{'fused':>6s}" + "".join(f"{name} ms".rjust(13) for name
 HEADING += "".join(f"{name:>22s}" for name in ("plain/compiled", "plain/exchange", "op/compiled", "compiled/roof"))
 
 
-def measure_program(rank: int, sizes: Sizes, dtype: str, device_type: str, rounds: int) -> Row:
-    device = launch.rank_device(device_type)
+def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str, rounds: int) -> ProgramRow:
+    device = world.rank_device(device_type)
     logging.getLogger(DTENSOR_LOGGER).setLevel(logging.ERROR)  # that it gathers is what the heading says
-    data = RankData(sizes, DTYPES[dtype], device)
+    data = ProgramData(sizes, DTYPES[dtype], device)
     variants = data.variants()
     check_values(variants, data.check)
     data.randomize()
     seconds = measure_rounds({name: variants[name] for name in TIMED}, device, rounds=rounds, warmup=2)
-    return Row(
+    return ProgramRow(
         dtype,
         data.num_fused,
         {name: Timing.of(each) for name, each in seconds.items()},
@@ -246,11 +255,11 @@ def measure_program(rank: int, sizes: Sizes, dtype: str, device_type: str, round
     )
 
 
-def summary(rows: Sequence[Row]) -> list[Goal]:
+def summary(rows: Sequence[ProgramRow]) -> list[Goal]:
     found = []
     for row in rows:
-        found.append(op_sweep.at_least(f"plain/compiled, {row.dtype}", row.plain_over_compiled.median, FASTER))
-        found.append(op_sweep.at_least(f"op/compiled, {row.dtype}", row.op_over_compiled.median, NOT_SLOWER))
+        found.append(at_least(f"plain/compiled, {row.dtype}", row.plain_over_compiled.median, FASTER))
+        found.append(at_least(f"op/compiled, {row.dtype}", row.op_over_compiled.median, NOT_SLOWER))
     return found
 
 
@@ -259,22 +268,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(args)
     except (ValuesDiffer, RankError) as error:
-        print(f"bench_compile: {error}", file=sys.stderr)
+        print(f"start_program: {error}", file=sys.stderr)
         return 1
 
 
 def _main(args: argparse.Namespace) -> int:
-    device_type = launch.default_device_type()
-    sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
-    env = launch.HUGE_PAGES if args.huge_pages else None
-    rows: list[Row] = []
-    with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S, env) as call:
-        huge_pages = call(op_sweep.has_huge_pages)
+    device_type = world.default_device_type()
+    sizes = ProgramSizes(**{field.name: getattr(args, field.name) for field in fields(ProgramSizes)})
+    env = world.HUGE_PAGES if args.huge_pages else None
+    rows: list[ProgramRow] = []
+    with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
+        huge_pages = call(has_huge_pages)
         for dtype in args.dtype:
             row = call(measure_program, sizes, dtype, device_type, args.rounds)
             if row is not None:
                 if not rows:
-                    print(sizes, *([op_sweep.pages(huge_pages)] if device_type == "cpu" else []), HEADING, sep="\n")
+                    print(sizes, *([pages(huge_pages)] if device_type == "cpu" else []), HEADING, sep="\n")
                 print(row, flush=True)
                 rows.append(row)
     if not rows:  # torchrun's other ranks
@@ -283,10 +292,7 @@ def _main(args: argparse.Namespace) -> int:
     print("", *goals, sep="\n")
     if args.json:
         facts = {"program": "compile", "sizes": asdict(sizes), "rounds": args.rounds, "huge_pages": huge_pages}
-        lists: dict[str, list[Row] | list[Goal]] = {"rows": rows, "goals": goals}
-        op_sweep.write_json(
-            args.json, facts | {name: [asdict(each) for each in every] for name, every in lists.items()}
-        )
+        console.write_json(args.json, run_facts() | facts | listed(rows=rows, goals=goals))
     return 0
 
 
@@ -294,15 +300,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.start_program", description="Values are checked before anything is timed."
     )
-    for field in fields(Sizes):
+    for field in fields(ProgramSizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--quick", action="store_true", help=f"two pairs, {QUICK_ROUNDS} rounds")
-    op_sweep.add_common_arguments(parser, rounds=41)
+    add_common_arguments(parser, rounds=41)
     args = parser.parse_args(argv)
     if args.quick:
         args.pairs, args.rounds = 2, QUICK_ROUNDS
-    op_sweep.refuse_wrong_pages(parser, args)
+    refuse_wrong_pages(parser, args)
     return args
 
 

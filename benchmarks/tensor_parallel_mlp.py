@@ -48,7 +48,7 @@ class TensorParallelMlp(block.Block):
         return fusedcomm.matmul_reduce_scatter(F.silu(gate) * up, w_down.mT, 1)
 
     def removed(self, x: Tensor, *weights: Tensor) -> Tensor:
-        """Of gathered tokens; a partial sum."""
+        """The MLP on gathered tokens; a partial sum."""
         w_gate, w_up, w_down = weights
         return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
 

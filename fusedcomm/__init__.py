@@ -3,6 +3,7 @@
 from fusedcomm import nn
 from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.ops import inductor_hook
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.explain import explain
@@ -35,6 +36,8 @@ __all__ = [
     "reset",
     "synchronize",
 ]
+
+inductor_hook.install()
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 ALGORITHMS = ("unfused", "chunked", "fused")
@@ -82,3 +83,14 @@ def _positive(name: str, default: float) -> float:
     if not value > 0:
         raise ValueError(f"{name} must be a positive number, got {text!r}")
     return value
+
+
+SETTINGS: dict[str, Callable[[], object]] = {  # each raises ValueError where the value is wrong
+    "FUSEDCOMM_ALGORITHM": algorithm,
+    "FUSEDCOMM_CACHE_DIR": cache_dir,
+    "FUSEDCOMM_CHECK": check,
+    "FUSEDCOMM_DUMP_DIR": dump_dir,
+    "FUSEDCOMM_HOST_ID": host_id,
+    "FUSEDCOMM_TIMEOUT_S": timeout_s,
+    "FUSEDCOMM_WORKSPACE_BYTES": workspace_bytes,
+}

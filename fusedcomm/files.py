@@ -1,11 +1,16 @@
-"""Files of this user that other processes may read while they are written."""
+"""Files: replaced whole where other processes may read them; the package's own as a key of what is compiled."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import tempfile
 from pathlib import Path
+
+# Folders of the package that cannot change a compiled graph: the tools, and what the ops only call.
+_BESIDE_GRAPHS = {"bench", "cli", "doctor", "kernels", "launch", "testing"}
 
 
 def replace(file: Path, text: str) -> Path:
@@ -22,3 +27,18 @@ def replace(file: Path, text: str) -> Path:
             os.unlink(temporary)
         raise
     return file
+
+
+def cache_key(*facts: object) -> str:
+    """The key of compiled graphs: another where a fact, by its repr, or a source that can change graphs is another."""
+    return hashlib.sha256(f"{_sources_digest()} {facts!r}".encode()).hexdigest()
+
+
+@functools.cache
+def _sources_digest() -> str:
+    package, digest = Path(__file__).parent, hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        name = file.relative_to(package)
+        if name.parts[0] not in _BESIDE_GRAPHS:
+            digest.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\0".encode())
+    return digest.hexdigest()

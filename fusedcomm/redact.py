@@ -12,11 +12,35 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from fusedcomm.doctor.settings import KNOWN
+from fusedcomm import env
 
 HIDDEN = "<hidden>"
+SHOWN_VARIABLES = {
+    *env.SETTINGS,
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_VISIBLE_DEVICES",
+    "GROUP_RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "RANK",
+    "THP_MEM_ALLOC_ENABLE",
+    "TORCH_SYMMMEM",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "TRITON_INTERPRET",
+    "WORLD_SIZE",
+    "XDG_CACHE_HOME",
+}
 HIDDEN_KEYS = {"host", "uuid", "serial"}
-# Our own words, whatever a user is called
+# fusedcomm's own words, whatever a user is called
 KEPT_KEYS = {"section", "level", "algorithm", "device", "op", "group", "dtype", "state"}
 UUID = re.compile(r"(?:\b(?:GPU|MIG)-)?\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)")
@@ -29,7 +53,7 @@ HOMES = re.compile(r"/home/[^/\s:'\"]+")
 def redact(report: dict[str, Any]) -> dict[str, Any]:
     """A copy of it."""
     hide = _hider()
-    environment = {name: value if name in KNOWN else HIDDEN for name, value in report["environment"].items()}
+    environment = {name: value if name in SHOWN_VARIABLES else HIDDEN for name, value in report["environment"].items()}
     return _walk({**report, "environment": environment}, hide)
 
 

@@ -42,14 +42,14 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 @pytest.fixture
 def shared_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands on a CPU use the ranks that live on, in place of new ones."""
-    from fusedcomm.launch import launch
+    from fusedcomm.launch import world
 
     @contextmanager
     def live(device_type: str, world_size: int, *args: Any) -> Iterator[Callable[..., Any]]:
         yield lambda fn, *args: ranks(world_size).run(fn, *args)[0]
 
-    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
-    monkeypatch.setattr(launch, "ranks", live)
+    monkeypatch.setattr(world, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(world, "ranks", live)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import launch
+from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry.exchange import RoundSpans
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.profiler import lane
@@ -23,14 +23,14 @@ from fusedcomm.runtime.workspace import Call, Workspace
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     workspace, fingerprint = call.workspace, call.fingerprint
-    x, w = x.contiguous(), launch.loadable(w)
+    x, w = x.contiguous(), kernel_launch.loadable(w)
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
             with lane("matmul"):
-                launch.push(x, w, bias, spans, workspace, fingerprint)
+                kernel_launch.push(x, w, bias, spans, workspace, fingerprint)
             with lane("copy"):
-                launch.unpack(out, spans.unpack, workspace, fingerprint)
+                kernel_launch.unpack(out, spans.unpack, workspace, fingerprint)
             _launched(call)
     return out
 
@@ -40,14 +40,14 @@ def push_reduce(
 ) -> Tensor:
     """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
     workspace, fingerprint = call.workspace, call.fingerprint
-    x, w = x.contiguous(), launch.loadable(w)
+    x, w = x.contiguous(), kernel_launch.loadable(w)
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
             with lane("matmul"):
-                launch.push(x, w, None, spans, workspace, fingerprint)
+                kernel_launch.push(x, w, None, spans, workspace, fingerprint)
             with lane("copy"):
-                launch.reduce(out, spans.pack, bias, scale, workspace, fingerprint)
+                kernel_launch.reduce(out, spans.pack, bias, scale, workspace, fingerprint)
             _launched(call)
     return out
 
@@ -57,20 +57,20 @@ def push_reduce_gather(
 ) -> Tensor:
     """``all_reduce(x @ w) * scale + bias``: two rounds for each part, as the second sends what the first has added."""
     workspace, fingerprint = call.workspace, call.fingerprint
-    x, w = x.contiguous(), launch.loadable(w)
+    x, w = x.contiguous(), kernel_launch.loadable(w)
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     reduced = x.new_empty(call.exchange.block)
     with _kernels(call):
         for spans in _rounds(call, x):
             with lane("matmul"):
-                launch.push(x, w, None, spans, workspace, fingerprint)
+                kernel_launch.push(x, w, None, spans, workspace, fingerprint)
             with lane("copy"):
-                launch.reduce(reduced, spans.pack, bias, scale, workspace, fingerprint)
+                kernel_launch.reduce(reduced, spans.pack, bias, scale, workspace, fingerprint)
             _launched(call)
             with lane("push"):
-                launch.pack(reduced, spans.pack, workspace, fingerprint)
+                kernel_launch.pack(reduced, spans.pack, workspace, fingerprint)
             with lane("copy"):
-                launch.unpack(out, spans.unpack, workspace, fingerprint)
+                kernel_launch.unpack(out, spans.unpack, workspace, fingerprint)
             _launched(call)
     return out
 
@@ -80,20 +80,20 @@ def gather_matmul(
 ) -> tuple[list[Tensor], Tensor | None]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x itself if asked for."""
     workspace, fingerprint = call.workspace, call.fingerprint
-    x, ws = x.contiguous(), [launch.loadable(w) for w in ws]
+    x, ws = x.contiguous(), [kernel_launch.loadable(w) for w in ws]
     outs = [x.new_empty(shape) for shape in call.exchange.out_shapes]
     gathered = x.new_empty(call.exchange.shape) if return_gathered else None
     with _kernels(call):
         for spans in _rounds(call, x):
             with _beside(workspace, x), lane("push"):
-                launch.pack(x, spans.pack, workspace, fingerprint)
+                kernel_launch.pack(x, spans.pack, workspace, fingerprint)
             for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
                 last = gathered is None and i == len(outs) - 1
                 with lane("matmul"):
-                    launch.gather_matmul(out, w, bias, spans, workspace, fingerprint, end_round=last)
+                    kernel_launch.gather_matmul(out, w, bias, spans, workspace, fingerprint, end_round=last)
             if gathered is not None:
                 with lane("copy"):
-                    launch.unpack(gathered, spans.unpack, workspace, fingerprint)
+                    kernel_launch.unpack(gathered, spans.unpack, workspace, fingerprint)
             if x.is_cuda:  # the next round counts its copies in the same words
                 torch.cuda.current_stream(x.device).wait_stream(workspace.side_stream())
             _launched(call)

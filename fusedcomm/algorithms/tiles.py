@@ -9,7 +9,6 @@ import torch
 from fusedcomm.geometry.spans import Span
 
 INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
-POISON_BLOCK = 1024
 BLOCK_K = 64  # of all tiles that descriptors load, or a divisor
 _MAX_POINTER_N = 128
 _MAX_ELEMENT_N = 64

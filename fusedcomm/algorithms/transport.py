@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fusedcomm.algorithms import kernel_launch
 from fusedcomm.algorithms.chunk_matmul import fills_runs
+from fusedcomm.runtime import signals
 from fusedcomm.runtime.profiler import lane
 from fusedcomm.runtime.workspace import Round, Workspace
 
@@ -116,23 +118,19 @@ class CudaTransport:
         return own if dst_rank == round.workspace.rank else torch.empty_like(own)
 
     def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
-        from fusedcomm.algorithms import launch
-
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
             if dst_rank == round.peers()[0]:
-                launch.begin_push(round.workspace)
+                signals.begin_push(round.workspace)
             if dst_rank != round.workspace.rank:
                 round.part(dst_rank).copy_(chunk)
                 chunk.record_stream(self.side)
             self._signal(round, dst_rank)
 
     def pack(self, round: Round, packed: Tensor, own: bool) -> None:
-        from fusedcomm.algorithms import launch
-
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side), lane("push"):
-            launch.begin_push(round.workspace)
+            signals.begin_push(round.workspace)
             for dst_rank in round.peers():
                 if own or dst_rank != round.workspace.rank:
                     chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
@@ -141,36 +139,26 @@ class CudaTransport:
         packed.record_stream(self.side)
 
     def wait(self, round: Round, src_rank: int) -> None:
-        from fusedcomm.algorithms import launch
-
         with lane("wait", src_rank):
-            launch.wait_source(src_rank, round.workspace, round.fingerprint)
+            signals.wait_source(src_rank, round.workspace, round.fingerprint)
 
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
-        from fusedcomm.algorithms import launch
-
         self.main.wait_stream(self.side)
         with lane("copy"):
-            launch.unpack(out, round.spans.unpack, round.workspace, round.fingerprint)
+            kernel_launch.unpack(out, round.spans.unpack, round.workspace, round.fingerprint)
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
-        from fusedcomm.algorithms import launch
-
         self.main.wait_stream(self.side)
         with lane("copy"):
-            launch.reduce(out, round.spans.pack, bias, scale, round.workspace, round.fingerprint)
+            kernel_launch.reduce(out, round.spans.pack, bias, scale, round.workspace, round.fingerprint)
 
     def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
-        from fusedcomm.algorithms import launch
-
         self.main.wait_stream(self.side)
         for i, out in enumerate(outs):
-            launch.finish(out, round.workspace, round.fingerprint, end_round=i == len(outs) - 1)
+            signals.finish(out, round.workspace, round.fingerprint, end_round=i == len(outs) - 1)
 
     def _signal(self, round: Round, dst_rank: int) -> None:
-        from fusedcomm.algorithms import launch
-
-        launch.signal(round.workspace, dst_rank, round.fingerprint)
+        signals.signal(round.workspace, dst_rank, round.fingerprint)
 
 
 def transport_of(workspace: Workspace) -> Transport:

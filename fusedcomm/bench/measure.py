@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.bench.problem import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, RankData, Size
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, MatmulSize, OpData
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import Check, Timing, check_values, measure
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
 
@@ -42,7 +42,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Row:
+class OpRow:
     """An op at one size with one algorithm. Times in seconds, of the slowest rank; bytes as nccl-tests counts them."""
 
     op: str
@@ -100,19 +100,19 @@ class Row:
         return self.algbw * BUS[PROGRAMS[self.op].kind](self.group_size)
 
 
-def size_of(op: str, num_bytes: int, k: int, n: int, batch: int, dtype: str) -> Size:
+def size_of(op: str, num_bytes: int, k: int, n: int, batch: int, dtype: str) -> MatmulSize:
     """The size whose exchange is ``num_bytes``, at least one row of each batch."""
     columns = k if PROGRAMS[op].gathers else n
     rows = max(num_bytes // (columns * DTYPES[dtype].itemsize), 1)
-    return Size(rows + -rows % max(batch, 1), k, n, batch)
+    return MatmulSize(rows + -rows % max(batch, 1), k, n, batch)
 
 
-def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, options: Options) -> list[Row]:
+def measure_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, options: Options) -> list[OpRow]:
     """A row per algorithm, all of them measured in one run."""
     data = rank_data(op, size, dtype, direction, options.device_type)
     every = variants(data, options.algorithms)
     plans = {algorithm: _plan(data, algorithm) for algorithm in options.algorithms}
-    with output.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
+    with console.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
         check_values(every, data.check)
         if options.graph:
             plans = {algorithm: _planned_in_graph(data, algorithm) for algorithm in plans}
@@ -124,7 +124,7 @@ def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, optio
         times = timed(every, data.device, options, on_round, data.check)
     bench, size = data.bench, data.size
     return [
-        Row(
+        OpRow(
             op=op,
             rows=size.rows,
             k=size.k,
@@ -149,21 +149,21 @@ def measure_op(rank: int, op: str, size: Size, dtype: str, direction: str, optio
 
 def rank_facts(rank: int, device_type: str) -> dict[str, Any]:
     """What figures depend on and only ranks know. "topology": what they have voted on; None where no op has run."""
-    facts: dict[str, Any] = {"huge_pages": launch.torch_asks_for_huge_pages(), "topology": None}
-    if member := members.known_member(resolve(None)[1], launch.rank_device(device_type)):
+    facts: dict[str, Any] = {"huge_pages": world.torch_asks_for_huge_pages(), "topology": None}
+    if member := members.known_member(resolve(None)[1], world.rank_device(device_type)):
         topology = asdict(member.topology)
         constants = topology.pop("constants")
         facts["topology"] = topology | {"numbers": constants["source"] if constants else "default"}
     return facts
 
 
-def rank_data(op: str, size: Size, dtype: str, direction: str, device_type: str) -> RankData:
+def rank_data(op: str, size: MatmulSize, dtype: str, direction: str, device_type: str) -> OpData:
     bench = PROGRAMS[op]
     size = bench.divisible(size, dist.get_world_size())
-    return RankData(bench, size, DTYPES[dtype], launch.rank_device(device_type), direction)
+    return OpData(bench, size, DTYPES[dtype], world.rank_device(device_type), direction)
 
 
-def variants(data: RankData, algorithms: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
+def variants(data: OpData, algorithms: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
     every = dict(data.variants())
     ours = every.pop(AUTO)
     if data.bench.exchanges(data.direction):
@@ -202,13 +202,13 @@ def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def _planned_in_graph(data: RankData, algorithm: str) -> fusedcomm.Plan:
+def _planned_in_graph(data: OpData, algorithm: str) -> fusedcomm.Plan:
     """A capture has algorithms of its own."""
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         return _plan(data, algorithm)
 
 
-def _plan(data: RankData, algorithm: str) -> fusedcomm.Plan:
+def _plan(data: OpData, algorithm: str) -> fusedcomm.Plan:
     if algorithm == AUTO:
         return data.plan()
     with fusedcomm.force_algorithm(algorithm):

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedcomm.bench import baselines
 from fusedcomm.bench.measure import BUS, DTYPES, Options, captured, timed
 from fusedcomm.bench.timing import Timing, check_values, difference
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
 
 COPY = "copy"
 COLLECTIVES = {  # by their names in torch.distributed
@@ -51,10 +51,10 @@ class CollectiveRow:
 
 
 def measure_collective(rank: int, op: str, num_bytes: int, dtype: str, options: Options) -> list[CollectiveRow]:
-    device = launch.rank_device(options.device_type)
+    device = world.rank_device(options.device_type)
     data = CollectiveData(COLLECTIVES[op], num_bytes, DTYPES[dtype], device)
     variants = {COPY: data.copy, op: data.collective}
-    with output.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
+    with console.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
         check_values(variants, data.check)
         if options.graph:
             variants = {name: captured(variant) for name, variant in variants.items()}

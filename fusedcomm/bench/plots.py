@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusedcomm.bench.measure import Row
+from fusedcomm.bench.measure import OpRow
 from fusedcomm.bench.trace import Range
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def not_writable(folder: Path) -> str | None:
     return None
 
 
-def write_all(folder: Path, rows: Sequence[Row], lanes: Mapping[str, Sequence[Range]]) -> list[Path]:
+def write_all(folder: Path, rows: Sequence[OpRow], lanes: Mapping[str, Sequence[Range]]) -> list[Path]:
     """ratio.png, roofline.png, and lanes-<op>.png of every op in ``lanes``."""
     figures = {"ratio": ratio(rows), "roofline": roofline(rows)} if rows else {}
     figures |= {f"lanes-{op}": lanes_over_time(each, op) for op, each in lanes.items()}
@@ -52,13 +52,13 @@ def write(file: Path, figure: Figure) -> None:
     figure.savefig(file, dpi=DPI, format="png")
 
 
-def ratio(rows: Sequence[Row]) -> Figure:
+def ratio(rows: Sequence[OpRow]) -> Figure:
     """baseline / ours over the bytes exchanged, a panel per op."""
     ops = list(dict.fromkeys(row.op for row in rows))
     figure = _figure(3.4 * len(ops) + 1.2, 3.8)
     panels: Any = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
     for axes, op in zip(panels, ops, strict=True):
-        lines: dict[str, list[Row]] = {}
+        lines: dict[str, list[OpRow]] = {}
         for row in rows:
             if row.op == op:
                 lines.setdefault(f"{row.dtype} {row.direction} {row.algorithm}", []).append(row)
@@ -74,7 +74,7 @@ def ratio(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def roofline(rows: Sequence[Row]) -> Figure:
+def roofline(rows: Sequence[OpRow]) -> Figure:
     """Matmul rate over flops per byte exchanged, as shares of the best matmul alone; a panel per dtype.
 
     The roof is min(1, intensity * bandwidth / rate): the best matmul rate, and the best rate of the collective alone.
@@ -87,7 +87,7 @@ def roofline(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _roofline_panel(axes: Axes, rows: Sequence[Row], dtype: str) -> None:
+def _roofline_panel(axes: Axes, rows: Sequence[OpRow], dtype: str) -> None:
     axes.set(title=dtype, xlabel="flops per byte exchanged", ylabel="rate / best rate of the matmul alone")
     if not rows:
         return

@@ -12,11 +12,11 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fusedcomm.bench.measure import Row
+from fusedcomm.bench.measure import OpRow
 from fusedcomm.bench.plain import CollectiveRow
 from fusedcomm.bench.timing import Timing
 
-AnyRow = Row | CollectiveRow
+AnyRow = OpRow | CollectiveRow
 Column = tuple[str, Callable[[Any], str]]
 
 
@@ -71,8 +71,8 @@ TEXT = ("dtype", "pass", "algorithm", "collective")
 
 
 def table(rows: Sequence[AnyRow], title: str) -> Table:
-    """Of one op, or of plain collectives."""
-    columns = OP_COLUMNS if isinstance(rows[0], Row) else COLLECTIVE_COLUMNS
+    """The rows of one op, or of plain collectives."""
+    columns = OP_COLUMNS if isinstance(rows[0], OpRow) else COLLECTIVE_COLUMNS
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading, _ in columns:
         made.add_column(heading, justify="left" if heading in TEXT else "right", no_wrap=True)
@@ -90,10 +90,10 @@ SUMMARY_COLUMNS = {
 
 
 def summary(rows: Sequence[AnyRow]) -> list[dict[str, Any]]:
-    """Of every op, direction and algorithm, over sizes and dtypes."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    """A line for every op, direction and algorithm, over sizes and dtypes."""
+    groups: dict[tuple[str, str, str], list[OpRow]] = {}
     for row in rows:
-        if isinstance(row, Row):
+        if isinstance(row, OpRow):
             groups.setdefault((row.op, row.direction, row.algorithm), []).append(row)
     return [
         {

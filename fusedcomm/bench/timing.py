@@ -62,7 +62,7 @@ class Timing:
         return Timing(median, p10, p90, p99, variation)
 
     def __truediv__(self, calls: int) -> Timing:
-        """Of one, where ``calls`` were measured as one."""
+        """The time of one call, where ``calls`` were measured as one."""
         each = (self.p10, self.median, self.p90, self.p99)
         p10, median, p90, p99 = (seconds / calls for seconds in each)
         return Timing(median, p10, p90, p99, self.variation)

@@ -132,7 +132,7 @@ class Range:
 
 
 def ranges(trace: Trace) -> list[Range]:
-    """Of a merged trace. A matmul or copy inside one of our own ranges is part of it."""
+    """The ranges of a merged trace. A matmul or copy inside one of our own ranges is part of it."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     found = []
@@ -166,7 +166,7 @@ def _contains(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
 
 
 def _kind(event: Mapping[str, Any], on_gpu: bool) -> str | None:
-    """Of what is no range of ours."""
+    """The kind of an event that is none of our own ranges."""
     name, cat = event["name"], event.get("cat")
     if on_gpu:
         if cat == "kernel" and name.startswith("nccl"):

@@ -19,23 +19,27 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fusedcomm import reference
+from fusedcomm import env, reference
 from fusedcomm.algorithms.planner import force_algorithm
-from fusedcomm.bench.problem import RankData, Size
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_bench import MatmulSize, OpData
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import check_values, measure
-from fusedcomm.cost import model as cost
+from fusedcomm.cost import model, tuned
 from fusedcomm.cost.model import ITEMSIZE, KINDS, Constants
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime import group
 from fusedcomm.runtime.group import resolve
 from fusedcomm.runtime.members import Member, WorkspaceUnavailable
+from fusedcomm.runtime.vote import agree
 
 REPEAT = 20  # calls of one measurement, of what takes less time than the start of a measurement differs by
 MEASUREMENT_S = 0.02  # of calls that are repeated: fewer of longer ones
@@ -48,8 +52,8 @@ Points = Sequence[tuple[float, float, float]]  # x, y, and what an error of y is
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of what is measured; [m, k, n] of matmuls, bytes of copies and collectives."""
+class TuneSizes:
+    """What is measured: [m, k, n] of matmuls, bytes of copies and collectives."""
 
     probe: tuple[int, int, int]  # tells which of ``matmuls`` are not too long
     matmuls: tuple[tuple[int, int, int], ...]
@@ -60,9 +64,9 @@ class Sizes:
     much_sent: tuple[int, int, int]
 
     @staticmethod
-    def of(device_type: str, quick: bool) -> Sizes:
+    def of(device_type: str, quick: bool) -> TuneSizes:
         if device_type == "cpu":
-            return Sizes(
+            return TuneSizes(
                 probe=(64, 512, 512),
                 matmuls=((512, 1024, 1024), (256, 1024, 1024), (512, 1024, 512), *[(1024, 1024, 2048)][quick:]),
                 narrow=((4, 1024, 1024), (4, 2048, 2048), (1024, 1024, 8), (2048, 2048, 8)),
@@ -71,7 +75,7 @@ class Sizes:
                 much_arithmetic=(0, 0, 0),
                 much_sent=(0, 0, 0),
             )
-        return Sizes(
+        return TuneSizes(
             probe=(1024, 1024, 1024),
             matmuls=((4096, 4096, 4096), (4096, 4096, 1024), (1024, 4096, 4096), *[(8192, 4096, 8192)][quick:]),
             narrow=((16, 8192, 8192), (16, 4096, 16384), (8192, 8192, 16)),
@@ -128,8 +132,8 @@ def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done
 
     ``on_done`` gets the number of parts measured, of NUM_PARTS.
     """
-    bench = _Bench(ours, Sizes.of(ours.device.type, quick), QUICK_ROUNDS if quick else ROUNDS)
-    constants = replace(cost.DEFAULTS[ours.device.type], source=cost.TUNED)
+    bench = _Bench(ours, TuneSizes.of(ours.device.type, quick), QUICK_ROUNDS if quick else ROUNDS)
+    constants = replace(model.DEFAULTS[ours.device.type], source=model.TUNED)
     for done, part in enumerate(PARTS):
         constants = part(bench, constants)
         on_done(done + 1)
@@ -138,14 +142,14 @@ def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done
 
 
 class _Bench:
-    def __init__(self, ours: Member, sizes: Sizes, rounds: int) -> None:
+    def __init__(self, ours: Member, sizes: TuneSizes, rounds: int) -> None:
         self.ours, self.sizes, self.rounds = ours, sizes, rounds
         self.device, self.num_ranks = ours.device, ours.group_size
         self.samples: list[Sample] = []
         self.points: list[Point] = []
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
-        """Of one call of each."""
+        """How long one call of each takes."""
 
         def repeated(variant: Callable[[], Any]) -> Callable[[], None]:
             def calls() -> None:
@@ -184,13 +188,13 @@ def _matmul(bench: _Bench, constants: Constants) -> Constants:
         rates = []
         for size, t in bench.matmuls(dtype, of).items():
             beside = 0.0 if cuda else _num_bytes(size, dtype) / bandwidth
-            rates.append(Size(*size).flops / max(t - overhead - beside, t / 2))
+            rates.append(MatmulSize(*size).flops / max(t - overhead - beside, t / 2))
         return statistics.median(rates)
 
     flops = {}
     for dtype in constants.matmul_flops:
         probed = rate(dtype, [sizes.probe])
-        short = [size for size in sizes.matmuls if Size(*size).flops / probed < LONGEST_S]
+        short = [size for size in sizes.matmuls if MatmulSize(*size).flops / probed < LONGEST_S]
         flops[dtype] = rate(dtype, short) if short else probed
     return replace(
         constants,
@@ -292,7 +296,7 @@ def _fused(bench: _Bench, constants: Constants) -> Constants:
             data = _data(bench, "matmul_all_to_all", size, dtype, ["fused"])
             return bench.seconds({"": data.forced("fused")})[""]
 
-    much, sent = Size(*bench.sizes.much_arithmetic), Size(*bench.sizes.much_sent)
+    much, sent = MatmulSize(*bench.sizes.much_arithmetic), MatmulSize(*bench.sizes.much_sent)
     flops = {dtype: much.flops / seconds(dtype, bench.sizes.much_arithmetic) for dtype in constants.fused_flops}
     t, all_bytes = seconds("bfloat16", bench.sizes.much_sent), sent.rows * sent.n * ITEMSIZE["bfloat16"]
     remote_bytes = all_bytes * (bench.num_ranks - 1) / bench.num_ranks
@@ -329,8 +333,8 @@ def crossovers(constants: Constants, num_ranks: int) -> list[Crossover]:
     for op, dtype in itertools.product(KINDS, ("float32", "bfloat16")):
         before = ""
         for rows in CROSSOVER_ROWS:
-            size = PROGRAMS[op].divisible(Size(rows, *CROSSOVER_K_N), num_ranks)
-            estimates = cost.estimate(op, exchange_of(op, size, num_ranks), dtype, constants)
+            size = PROGRAMS[op].divisible(MatmulSize(rows, *CROSSOVER_K_N), num_ranks)
+            estimates = model.estimate(op, exchange_of(op, size, num_ranks), dtype, constants)
             fastest = min(estimates, key=estimates.__getitem__)
             if fastest != before:
                 found.append(Crossover(op, dtype, size.rows, fastest))
@@ -374,12 +378,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def estimate(sample: Sample, constants: Constants, num_ranks: int) -> dict[str, float]:
-    exchange = exchange_of(sample.op, Size(sample.rows, sample.k, sample.n), num_ranks)
-    estimates = cost.estimate(sample.op, exchange, sample.dtype, constants)
+    exchange = exchange_of(sample.op, MatmulSize(sample.rows, sample.k, sample.n), num_ranks)
+    estimates = model.estimate(sample.op, exchange, sample.dtype, constants)
     return {name: estimates[name] for name in sample.measured}
 
 
-def exchange_of(op: str, size: Size, num_ranks: int) -> Exchange:
+def exchange_of(op: str, size: MatmulSize, num_ranks: int) -> Exchange:
     """The geometry of a bench's call."""
     program = PROGRAMS[op]
     x, w = program.x_shape(size, num_ranks), (size.k, size.n)
@@ -389,13 +393,13 @@ def exchange_of(op: str, size: Size, num_ranks: int) -> Exchange:
         "matmul_all_reduce": ["sum"],
     }
     dims = program.dims(torch.empty(x, device="meta"))
-    return getattr(geometry, op)(x, (w,) if op == "all_gather_matmul" else w, *between.get(op, []), *dims, num_ranks)
+    return getattr(shapes, op)(x, (w,) if op == "all_gather_matmul" else w, *between.get(op, []), *dims, num_ranks)
 
 
-def _data(bench: _Bench, op: str, size: tuple[int, int, int], dtype: str, names: Sequence[str]) -> RankData:
-    """Of a call whose values have been checked with every algorithm of ``names``; each of them must be able to run."""
+def _data(bench: _Bench, op: str, size: tuple[int, int, int], dtype: str, names: Sequence[str]) -> OpData:
+    """A call whose values have been checked with every algorithm of ``names``; each of them must be able to run."""
     program = PROGRAMS[op]
-    data = RankData(program, program.divisible(Size(*size), bench.num_ranks), torch_dtype(dtype), bench.device)
+    data = OpData(program, program.divisible(MatmulSize(*size), bench.num_ranks), torch_dtype(dtype), bench.device)
     for name in names:
         with force_algorithm(name):
             plan = data.plan()
@@ -415,3 +419,23 @@ def _precision(dtype: str) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup) -> Path:
+    """A collective: rank 0 writes, then every rank reads the same numbers. Raises OSError on all ranks alike."""
+    rank, group_size, error = pg.rank(), pg.size(), ""
+    if rank == 0:
+        try:
+            tuned.write(constants, device, group_size)
+        except OSError as failure:
+            error = f"cannot write {failure.filename}: {failure.strerror}"
+    dist.barrier(pg)
+    found = tuned.read(device, group_size)
+    own = {"error": error, "digest": found.digest if found else None}
+    facts = agree(group.store(pg, f"tune/{device.type}"), rank, group_size, own, what="fusedcomm tune")
+    if facts[0]["error"]:
+        raise OSError(facts[0]["error"])
+    others = [r for r, fact in enumerate(facts) if fact["digest"] != constants.digest]
+    if others:
+        raise OSError(f"ranks {others} do not read what rank 0 wrote: all ranks must share {env.cache_dir()}")
+    return tuned.path_of(tuned.key(device, group_size))

@@ -11,14 +11,24 @@ from typing import Any
 
 from rich.console import Console
 
-from fusedcomm.bench import all_to_all as suite
-from fusedcomm.bench import plots, table, trace
-from fusedcomm.bench.measure import ALGORITHMS, DTYPES, Options, measure_op, rank_data, rank_facts, size_of, variants
+from fusedcomm.bench import all_to_all, plots, table, trace
+from fusedcomm.bench.measure import (
+    ALGORITHMS,
+    DTYPES,
+    OpRow,
+    Options,
+    measure_op,
+    rank_data,
+    rank_facts,
+    size_of,
+    variants,
+)
+from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS, MatmulSize
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.plain import COLLECTIVES, measure_collective
-from fusedcomm.bench.problem import AUTO, BASELINE, MATMULS, Size
-from fusedcomm.bench.programs import PROGRAMS
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 ROUND_S = 60  # of a size, at most
@@ -30,7 +40,7 @@ MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
 
 
 @dataclass
-class Results:
+class BenchResults:
     """What rank 0 has of all that ran."""
 
     rows: list[table.AnyRow] = field(default_factory=list)
@@ -53,7 +63,7 @@ def add_parser(commands: Any) -> None:
     for name in (*COLLECTIVES, "collectives"):
         text = "all plain collectives" if name == "collectives" else "of torch.distributed, alone"
         what.add_parser(name, help=text, parents=[common])
-    suite.add_arguments(what.add_parser(SUITE, help="ways to overlap an all_to_all with other work"))
+    all_to_all.add_arguments(what.add_parser(SUITE, help="ways to overlap an all_to_all with other work"))
     parser.set_defaults(run=run)
 
 
@@ -64,21 +74,21 @@ def _common_arguments() -> argparse.ArgumentParser:
     sizes.add_argument("-e", "--maxbytes", type=_bytes, metavar="BYTES", help="largest (default: the smallest)")
     sizes.add_argument("-f", "--stepfactor", type=_factor, default=2.0, metavar="F", help="from size to size (2)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="bfloat16 on GPUs, float32 and bfloat16 on CPU")
-    parser.add_argument("--rounds", "-n", type=output.positive, default=9, metavar="N", help="measured (9)")
-    parser.add_argument("--warmup", "-w", type=output.positive, default=2, metavar="N", help="rounds before (2)")
+    parser.add_argument("--rounds", "-n", type=console.positive, default=9, metavar="N", help="measured (9)")
+    parser.add_argument("--warmup", "-w", type=console.positive, default=2, metavar="N", help="rounds before (2)")
     parser.add_argument("--check", action="store_true", help="check the result of every measured call too")
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
-    output.add_rank_arguments(parser)
+    console.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write every figure, and what it depends on")
     parser.add_argument("--csv", metavar="FILE", help="write a line per row")
     return parser
 
 
 def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", nargs=3, type=output.positive, metavar=("ROWS", "K", "N"), action="append")
-    parser.add_argument("-K", type=output.positive, help="of sizes given in bytes (1024; 4096 where K is exchanged)")
-    parser.add_argument("-N", type=output.positive, help="of sizes given in bytes (4096; 1024 where K is exchanged)")
-    parser.add_argument("--batch", type=output.positive, default=0, metavar="B", help="x is [B, rows / B, K]")
+    parser.add_argument("--shape", nargs=3, type=console.positive, metavar=("ROWS", "K", "N"), action="append")
+    parser.add_argument("-K", type=console.positive, help="of sizes given in bytes (1024; 4096 where K is exchanged)")
+    parser.add_argument("-N", type=console.positive, help="of sizes given in bytes (4096; 1024 where K is exchanged)")
+    parser.add_argument("--batch", type=console.positive, default=0, metavar="B", help="x is [B, rows / B, K]")
     parser.add_argument("--pass", dest="direction", nargs="+", choices=tuple(MATMULS), default=["forward"])
     parser.add_argument("--algorithm", nargs="+", choices=ALGORITHMS, default=[AUTO], help="default: the planner's")
     parser.add_argument("--plot", metavar="DIR", help="write PNGs: ratio, roofline, and lanes of each op")
@@ -89,11 +99,11 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.what == SUITE:
-        return suite.run(args)
-    device_type = args.device or launch.default_device_type()
+        return all_to_all.run(args)
+    device_type = args.device or world.default_device_type()
     if problem := _wrong_arguments(args, device_type):
-        return output.fail("bench", problem, code=2)
-    world_size = args.world_size or launch.default_world_size(device_type)
+        return console.fail("bench", problem, code=2)
+    world_size = args.world_size or world.default_world_size(device_type)
     options = Options(
         device_type=device_type,
         rounds=args.rounds,
@@ -102,20 +112,20 @@ def run(args: argparse.Namespace) -> int:
         graph=args.graph,
         algorithms=tuple(getattr(args, "algorithm", ())),
     )
-    results, code = Results(), 0
+    results, code = BenchResults(), 0
     try:
-        with launch.ranks(device_type, world_size, ROUND_S * (args.rounds + args.warmup), trace.QUIET) as call:
+        with world.ranks(device_type, world_size, ROUND_S * (args.rounds + args.warmup), trace.QUIET) as call:
             _measure_all(args, options, call, results)
     except (ValuesDiffer, RankError) as error:
-        code = output.fail("bench", launch.message(error))
-    if launch.is_rank_0() and results.rows:  # of the sizes before a failure too
+        code = console.fail("bench", world.message(error))
+    if world.is_rank_0() and results.rows:  # of the sizes before a failure too
         _write(args, options, results)
     return code
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
-    if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
+    if device_type == "cuda" and (missing := world.missing_gpus(args.world_size)):
         return f"--device cuda: {missing}"
     if args.graph and device_type == "cpu":
         return "--graph replays CUDA graphs: it needs --device cuda, got cpu"
@@ -127,14 +137,14 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
         return "--shape and --minbytes both say the sizes: give one of them"
     if getattr(args, "plot", None) and (problem := plots.missing() or plots.not_writable(Path(args.plot))):
         return f"--plot: {problem}"
-    for name in ("json", "csv", "trace") if launch.is_rank_0() else ():
-        if problem := output.not_writable(getattr(args, name, None)):
+    for name in ("json", "csv", "trace") if world.is_rank_0() else ():
+        if problem := console.not_writable(getattr(args, name, None)):
             return f"--{name} {problem}"
     return None
 
 
-def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call, results: Results) -> None:
-    here, console = launch.is_rank_0(), output.wide_console(WIDTH)
+def _measure_all(args: argparse.Namespace, options: Options, call: world.Call, results: BenchResults) -> None:
+    here, out = world.is_rank_0(), console.wide_stdout(WIDTH)
     dtypes = args.dtype or (["bfloat16"] if options.device_type == "cuda" else ["float32", "bfloat16"])
     for op in MANY.get(args.what, (args.what,)):
         rows: list[table.AnyRow] = []
@@ -147,10 +157,10 @@ def _measure_all(args: argparse.Namespace, options: Options, call: launch.Call, 
             traced = call(record_op, op, size, dtype, direction, options)
             results.traces |= {op: traced} if here else {}
         if here:
-            console.print(table.table(rows, op))
+            out.print(table.table(rows, op))
     results.facts = call(rank_facts, options.device_type) or {}
     if here:
-        _print_end(console, results.rows, options)
+        _print_end(out, results.rows, options)
 
 
 def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Options) -> Iterator[tuple[Any, ...]]:
@@ -164,14 +174,14 @@ def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Op
             yield measure_op, op, size, dtype, direction, options
 
 
-def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> list[Size]:
+def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> list[MatmulSize]:
     bench = PROGRAMS[op]
     if args.shape:
-        return [Size(rows, k, n, args.batch) for rows, k, n in args.shape]
+        return [MatmulSize(rows, k, n, args.batch) for rows, k, n in args.shape]
     if sweep := _sweep(args):
         k, n = (args.K or 4096, args.N or 1024) if bench.gathers else (args.K or 1024, args.N or 4096)
         return [size_of(op, num_bytes, k, n, args.batch, dtype) for num_bytes in sweep]
-    return [Size(*shape, args.batch) for shape in bench.corners(1 if device_type == "cpu" else GPU_SCALE)]
+    return [MatmulSize(*shape, args.batch) for shape in bench.corners(1 if device_type == "cpu" else GPU_SCALE)]
 
 
 GPU_SCALE = 4  # of every side of the default sizes
@@ -191,8 +201,8 @@ def _sweep_default() -> list[int]:
     return [1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
 
-def record_op(rank: int, op: str, size: Size, dtype: str, direction: str, options: Options) -> trace.Trace:
-    """In every rank: one call of the baseline and one of ours, under the profiler."""
+def record_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, options: Options) -> trace.Trace:
+    """In every rank: one call of the baseline and one of the op, under the profiler."""
     data = rank_data(op, size, dtype, direction, options.device_type)
     every = variants(data, options.algorithms[:1])
     chosen = {BASELINE: every[BASELINE], OURS: every[options.algorithms[0]]}
@@ -201,39 +211,39 @@ def record_op(rank: int, op: str, size: Size, dtype: str, direction: str, option
     return trace.record(chosen, data.device)
 
 
-def _print_end(console: Console, rows: Sequence[table.AnyRow], options: Options) -> None:
+def _print_end(out: Console, rows: Sequence[table.AnyRow], options: Options) -> None:
     if lines := table.summary(rows):
-        console.print(table.summary_table(lines))
+        out.print(table.summary_table(lines))
     where = (
         "CPU ranks of one thread; only ratios within one run mean anything" if options.device_type == "cpu" else "GPUs"
     )
     checked = "of every call" if options.check else "before timing"
-    console.print(
+    out.print(
         f"{rows[0].group_size} {where}. Values checked {checked}; median of {options.rounds} rounds, slowest rank"
     )
-    plans = {(row.op, row.algorithm): row.plan for row in rows if isinstance(row, table.Row)}
+    plans = {(row.op, row.algorithm): row.plan for row in rows if isinstance(row, OpRow)}
     for plan in plans.values():
-        console.print(f"plan of the last size: {plan}", markup=False)
+        out.print(f"plan of the last size: {plan}", markup=False)
 
 
-def _write(args: argparse.Namespace, options: Options, results: Results) -> None:
+def _write(args: argparse.Namespace, options: Options, results: BenchResults) -> None:
     if args.json:
-        output.write_json(args.json, report(args.what, options, results))
+        console.write_json(args.json, report(args.what, options, results))
     if args.csv:
         table.write_csv(args.csv, results.rows)
     if getattr(args, "trace", None):
-        output.write_json(args.trace, trace.joined(list(results.traces.values())))
+        console.write_json(args.trace, trace.joined(list(results.traces.values())))
     if getattr(args, "plot", None):
         lanes = {op: trace.ranges(each) for op, each in results.traces.items()}
-        ops = [row for row in results.rows if isinstance(row, table.Row)]
+        ops = [row for row in results.rows if isinstance(row, OpRow)]
         for file in plots.write_all(Path(args.plot), ops, lanes):
             print(file)
 
 
-def report(what: str, options: Options, results: Results) -> dict[str, Any]:
+def report(what: str, options: Options, results: BenchResults) -> dict[str, Any]:
     """The JSON: every figure and what it depends on. Times in seconds, bandwidths in GB/s."""
     settings = {name: value for name, value in vars(options).items() if name != "algorithms"}
-    return launch.run_facts() | {
+    return run_facts() | {
         "what": what,
         "settings": settings | {"algorithms": list(options.algorithms)},
         **results.facts,

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from fusedcomm.bench import plots, trace
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
-from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED, Problem, RankData
-from fusedcomm.launch import launch, output
+from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED, DemoData, DemoProblem
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 VARIANTS = (DTENSOR, UNFUSED, OURS, ROOF)
@@ -28,7 +29,7 @@ CPU = "CPU, one thread a rank"
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """What rank 0 reports."""
 
     problem: str
@@ -39,7 +40,7 @@ class Result:
     algorithm: str
     huge_pages: bool  # asked for by torch's own CPU allocations
     times: dict[str, Timing]
-    lanes: Sequence[trace.Range] = ()  # of the program by hand and of ours, if asked for
+    lanes: Sequence[trace.Range] = ()  # of the program by hand and of fusedcomm's, if asked for
 
 
 def add_parser(commands: Any) -> None:
@@ -51,27 +52,27 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.add_argument("--plot", metavar="FILE", help="also draw what every rank does over time, as PNG")
-    output.add_rank_arguments(parser)
-    parser.add_argument("--rounds", type=output.positive, default=7, metavar="N", help="default: 7")
+    console.add_rank_arguments(parser)
+    parser.add_argument("--rounds", type=console.positive, default=7, metavar="N", help="default: 7")
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on GPUs, float32 on CPU")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    device_type = args.device or launch.default_device_type()
-    world_size = args.world_size or launch.default_world_size(device_type)
+    device_type = args.device or world.default_device_type()
+    world_size = args.world_size or world.default_world_size(device_type)
     if problem := _wrong_arguments(args, device_type):
-        return output.fail("demo", problem, code=2)
+        return console.fail("demo", problem, code=2)
     dtype = DTYPES[args.dtype or ("bfloat16" if device_type == "cuda" else "float32")]
     try:
-        with launch.ranks(device_type, world_size, TIMEOUT_S, trace.QUIET if args.plot else None) as call:
+        with world.ranks(device_type, world_size, TIMEOUT_S, trace.QUIET if args.plot else None) as call:
             result = call(_measure, device_type, dtype, args.rounds, bool(args.plot))
     except (ValuesDiffer, RankError) as error:
-        return output.fail("demo", launch.message(error))
+        return console.fail("demo", world.message(error))
     if result is not None:
         _print(result)
         if args.json:
-            output.write_json(args.json, report(result))
+            console.write_json(args.json, report(result))
         if args.plot:
             plots.write(Path(args.plot), plots.lanes_over_time(result.lanes, "demo"))
     return 0
@@ -79,23 +80,23 @@ def run(args: argparse.Namespace) -> int:
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
-    if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
+    if device_type == "cuda" and (missing := world.missing_gpus(args.world_size)):
         return f"--device cuda: {missing}"
     if args.plot and (missing := plots.missing()):
         return f"--plot: {missing}"
-    for name, file in (("json", args.json), ("plot", args.plot)) if launch.is_rank_0() else ():
-        if problem := output.not_writable(file):
+    for name, file in (("json", args.json), ("plot", args.plot)) if world.is_rank_0() else ():
+        if problem := console.not_writable(file):
             return f"--{name} {problem}"
     return None
 
 
-def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> Problem:
-    """(16, 16192, 4096) @ (16, 4096, 8192) per GPU, with the batch cut to what memory holds; much smaller on a CPU."""
+def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> DemoProblem:
+    """(16, 16192, 4096) @ (16, 4096, 8192) per GPU, the batch cut to what memory holds; much smaller on a CPU."""
     heads = HEADS if HEADS % world_size == 0 else world_size
     if device.type == "cpu":
-        problem = Problem((2, 1024, 1024), (2, 1024, 256 * heads), (heads, 256), 1, -2, dtype)
+        problem = DemoProblem((2, 1024, 1024), (2, 1024, 256 * heads), (heads, 256), 1, -2, dtype)
     else:
-        problem = Problem((16, 16192, 4096), (16, 4096, 512 * heads), (heads, 512), 1, -2, dtype)
+        problem = DemoProblem((16, 16192, 4096), (16, 4096, 512 * heads), (heads, 512), 1, -2, dtype)
         free = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
         dist.all_reduce(free, dist.ReduceOp.MIN)
         # inputs, product, packed, received, result; and the oracle's copies in float32
@@ -106,13 +107,13 @@ def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> 
     return problem
 
 
-def report(result: Result) -> dict[str, Any]:
+def report(result: DemoResult) -> dict[str, Any]:
     """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
     roof, unfused, dtensor = (result.times[name].median for name in (ROOF, UNFUSED, DTENSOR))
     facts = asdict(result)
     del facts["lanes"]
     return {
-        **launch.run_facts(),
+        **run_facts(),
         **facts,
         "ratios": {
             name: {
@@ -126,40 +127,40 @@ def report(result: Result) -> dict[str, Any]:
     }
 
 
-def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot: bool) -> Result:
-    device = launch.rank_device(device_type)
+def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot: bool) -> DemoResult:
+    device = world.rank_device(device_type)
     world_size = dist.get_world_size()
     problem = start_program(device, dtype, world_size)
-    data = RankData(problem, device)
+    data = DemoData(problem, device)
     plan = data.plan()
     variants = data.variants(*VARIANTS)
-    with output.progress(rank == 0, rounds + 1, "checking values", "round") as on_round:
+    with console.progress(rank == 0, rounds + 1, "checking values", "round") as on_round:
         check_values(variants, data.check)
         data.randomize()
         times = measure(variants, device, rounds=rounds, on_round=on_round)
     lanes = trace.ranges(trace.record({name: variants[name] for name in (UNFUSED, OURS)}, device)) if plot else []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
-    huge_pages = launch.torch_asks_for_huge_pages()
-    return Result(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times, lanes)
+    huge_pages = world.torch_asks_for_huge_pages()
+    return DemoResult(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times, lanes)
 
 
-def _print(result: Result) -> None:
-    console = output.console()
-    console.print(f"{result.world_size} ranks ({result.device}), each: {result.problem}")
-    console.print(f"values equal on all ranks; slowest rank, median of {result.rounds} rounds")
-    console.print(_table(result.times))
+def _print(result: DemoResult) -> None:
+    out = console.stdout()
+    out.print(f"{result.world_size} ranks ({result.device}), each: {result.problem}")
+    out.print(f"values equal on all ranks; slowest rank, median of {result.rounds} rounds")
+    out.print(_table(result.times))
     if result.device == CPU:
-        console.print(f"{DTENSOR} on a CPU mesh: all_gather + split, which is what torch does there")
-    console.print(f"{FASTER} = times faster than; exposed = communication not hidden: time - roof")
+        out.print(f"{DTENSOR} on a CPU mesh: all_gather + split, which is what torch does there")
+    out.print(f"{FASTER} = times faster than; exposed = communication not hidden: time - roof")
     if _pages_differ(result):
-        console.print(f"exposed can be below 0: the result of {OURS} is in huge pages, torch's in small ones")
-    console.print(f"plan of {OURS}: {result.plan}", markup=False)
+        out.print(f"exposed can be below 0: the result of {OURS} is in huge pages, torch's in small ones")
+    out.print(f"plan of {OURS}: {result.plan}", markup=False)
 
 
-def _pages_differ(result: Result) -> bool:
+def _pages_differ(result: DemoResult) -> bool:
     """`chunked` on a CPU asks for huge pages for its result; torch does if the environment says so."""
     asks = result.device == CPU and result.algorithm == "chunked" and not result.huge_pages
-    return asks and launch.system_huge_pages() == "madvise"
+    return asks and world.system_huge_pages() == "madvise"
 
 
 def _table(times: dict[str, Timing]) -> Table:

@@ -25,7 +25,7 @@ DTENSOR_GATHERS = "CPU process group does not support alltoall yet"
 
 
 @dataclass(frozen=True)
-class Problem:
+class DemoProblem:
     """``exchange((x @ w).view(out_shape), gather_dim, scatter_dim)`` over WORLD; shapes of one."""
 
     x_shape: tuple[int, ...]
@@ -46,13 +46,13 @@ def _is_not_dtensor_gathers(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(DTENSOR_GATHERS)
 
 
-class RankData:
+class DemoData:
     """One rank's inputs and the ways to use them.
 
     They start as integers small enough for products and sums to be exact in every dtype and order.
     """
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
+    def __init__(self, problem: DemoProblem, device: torch.device) -> None:
         self.problem = problem
         self.device = device
         self.rank, self.group_size = dist.get_rank(), dist.get_world_size()

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedcomm.doctor import across_ranks
-from fusedcomm.doctor.across_ranks import Group
+from fusedcomm.doctor.across_ranks import GroupAnswer
 from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING
 from fusedcomm.doctor.report import GPU_S, STAGES, diagnose
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
 from fusedcomm.redact import redact
 
 STYLES = {OK: "green", ABSENT: "dim", WARNING: "yellow", ERROR: "bold red"}
@@ -37,35 +37,35 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
-        return output.fail("doctor", f"--json {problem}", code=2)
-    theirs = _ask_torchrun() if launch.under_torchrun() else None
-    if not launch.is_rank_0():
+    if world.is_rank_0() and (problem := console.not_writable(args.json)):
+        return console.fail("doctor", f"--json {problem}", code=2)
+    theirs = _ask_torchrun() if world.under_torchrun() else None
+    if not world.is_rank_0():
         return 0  # what rank 0 returns is torchrun's exit code
-    with output.progress(True, STAGES, "looking", "trying") as on_stage:
+    with console.progress(True, STAGES, "looking", "trying") as on_stage:
         found = diagnose(args.quick, theirs, on_stage)
     report = found.as_json() if args.no_redact else redact(found.as_json())
     _print(report, args.quick)
     if args.json:
-        output.write_json(args.json, report)
+        console.write_json(args.json, report)
     return report["exit_code"]
 
 
-def _ask_torchrun() -> Group | Exception | None:
+def _ask_torchrun() -> GroupAnswer | Exception | None:
     """Their differences and their verdicts, on GPUs if each has one; None in ranks other than 0.
 
     On gloo: before they have agreed, a rank does not know whether the others have GPUs.
     """
     try:
-        with launch.ranks("cpu", 0, GPU_S) as call:
+        with world.ranks("cpu", 0, GPU_S) as call:
             return call(across_ranks.ask, ["cpu", "cuda"])
     except Exception as error:  # a rank that did not come, a wrong setting: the doctor says so
         return error
 
 
 def _print(report: dict[str, Any], quick: bool) -> None:
-    console = output.console()
-    _print_facts(console, report)
+    out = console.stdout()
+    _print_facts(out, report)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("", no_wrap=True)
@@ -79,33 +79,33 @@ def _print(report: dict[str, Any], quick: bool) -> None:
         heading = finding["section"] if finding["section"] != section else ""
         section = finding["section"]
         table.add_row(heading, Text(finding["level"], style=STYLES[finding["level"]]), finding["name"], text)
-    console.print(table)
+    out.print(table)
     counts = {level: sum(finding["level"] == level for finding in report["findings"]) for level in LEVELS}
     for level in (WARNING, ERROR):
         if counts[level]:
-            console.print(f"{level}: {LEVELS[level]}")
+            out.print(f"{level}: {LEVELS[level]}")
     if quick:
-        console.print("nothing was tried (--quick)")
+        out.print("nothing was tried (--quick)")
     errors = f"{counts[ERROR]} errors, {counts[WARNING]} warnings"
-    console.print(f"{errors}: exit code {report['exit_code']}")
+    out.print(f"{errors}: exit code {report['exit_code']}")
 
 
-def _print_facts(console: Console, report: dict[str, Any]) -> None:
+def _print_facts(out: Console, report: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     system = report["system"]
-    console.print(versions, markup=False)
+    out.print(versions, markup=False)
     where = f" in {system['container']}" if system["container"] else ""
     cpus = f"{system['cpus allowed']} of {system['cpus']} CPUs"
-    console.print(f"Linux {system['kernel']}{where}, {cpus}", markup=False)
+    out.print(f"Linux {system['kernel']}{where}, {cpus}", markup=False)
     for gpu in report["gpus"]:
         modes = [
             f"{mode} {'on' if gpu[mode] else 'off'}" for mode in ("mig", "ecc", "persistence") if gpu[mode] is not None
         ]
         clocks = f"{gpu['sm_clock'] or '?'} of {gpu['max_sm_clock'] or '?'} MHz"
         links = f"{sum(gpu['links'])} of {len(gpu['links'])} NVLinks up"
-        console.print(f"GPU {gpu['index']}: {gpu['name']}, {clocks}, {links}, {', '.join(modes)}", markup=False)
+        out.print(f"GPU {gpu['index']}: {gpu['name']}, {clocks}, {links}, {', '.join(modes)}", markup=False)
     if report["pairs"]:
-        console.print(_matrix(report))
+        out.print(_matrix(report))
 
 
 def _matrix(report: dict[str, Any]) -> Table:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
 
 if TYPE_CHECKING:
     from fusedcomm.compile.reports import CollectiveReport, Report
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         "what became of every collective in its graphs; in ranks that it starts itself, or in those of torchrun. "
         "The exit code is the script's.",
     )
-    parser.add_argument("--nproc", type=output.positive, default=2, metavar="N", help="ranks to start (default: 2)")
+    parser.add_argument("--nproc", type=console.positive, default=2, metavar="N", help="ranks to start (default: 2)")
     parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE")
     parser.add_argument("script", metavar="script.py")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -41,12 +41,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if launch.is_rank_0() and (problem := _wrong_arguments(args)):
-        return output.fail("explain", problem, code=2)
-    if not launch.under_torchrun():
+    if world.is_rank_0() and (problem := _wrong_arguments(args)):
+        return console.fail("explain", problem, code=2)
+    if not world.under_torchrun():
         return _start_ranks(args)
     json_file = Path(args.json).absolute() if args.json else None  # the script may change the directory
-    with _enabled() as reports, _printed(reports, json_file) if launch.is_rank_0() else contextlib.nullcontext():
+    with _enabled() as reports, _printed(reports, json_file) if world.is_rank_0() else contextlib.nullcontext():
         _run_script(args.script, args.script_args)
     return 0
 
@@ -83,17 +83,18 @@ def _start_ranks(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _enabled() -> Iterator[list[Report]]:
     """Every graph that is compiled inside goes through the passes. Yields what they report."""
-    import torch._functorch.config as functorch_config  # here, as with passes: Inductor takes seconds to import
+    # Here, not above: Inductor takes seconds to import
+    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
-    from fusedcomm import compile as passes
+    import fusedcomm.compile
     from fusedcomm.compile.reports import keep_reports
 
     # The caches of graphs; those of generated code hide nothing, and save compilations that take a minute.
     inductor_config.fx_graph_cache = inductor_config.fx_graph_remote_cache = False
     functorch_config.enable_autograd_cache = functorch_config.enable_remote_autograd_cache = False
     reports = keep_reports()
-    passes.enable()
+    fusedcomm.compile.enable()
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)
@@ -118,7 +119,7 @@ def _printed(reports: list[Report], json_file: Path | None) -> Iterator[None]:
         lines = _lines(reports)
         _print(lines)
         if json_file is not None:
-            output.write_json(str(json_file), [_fields(line) for line in lines])
+            console.write_json(str(json_file), [_fields(line) for line in lines])
 
 
 def _run_script(script: str, args: list[str]) -> None:
@@ -137,8 +138,8 @@ def _print(lines: list[CollectiveReport]) -> None:
     from fusedcomm.compile.reports import Report
 
     sys.stdout.flush()
-    console = output.console(WIDTH)
-    console.print(Report(lines) if lines else "no graph with a collective was compiled: there is nothing to fuse")
+    out = console.stdout(WIDTH)
+    out.print(Report(lines) if lines else "no graph with a collective was compiled: there is nothing to fuse")
 
 
 def _fields(line: CollectiveReport) -> dict[str, Any]:

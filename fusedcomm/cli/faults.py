@@ -12,7 +12,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime.topology import no_native
 from fusedcomm.testing.faults import Cell, Verdict, run_cells, select
@@ -23,8 +24,8 @@ TABLE_WIDTH = 150
 
 
 @dataclass(frozen=True)
-class Row:
-    """Of one fault and algorithm. ``ops``: survived / tried, by op.
+class FaultRow:
+    """One fault and algorithm. ``ops``: survived / tried, by op.
 
     ``worst``: the longest time to an error, in time-outs.
     """
@@ -55,7 +56,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a slice: every fault, step and op at least once")
     parser.add_argument(
-        "--workers", type=output.positive, metavar="N", default=WORKERS, help=f"cells that run at a time ({WORKERS})"
+        "--workers", type=console.positive, metavar="N", default=WORKERS, help=f"cells that run at a time ({WORKERS})"
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cells, and run none")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
@@ -66,48 +67,48 @@ def run(args: argparse.Namespace) -> int:
     cells = select(args.only, args.quick)
     if not cells:
         patterns = ", ".join(args.only)
-        return output.fail("faults", f"--only must match a cell (--list prints their names), got {patterns}", code=2)
+        return console.fail("faults", f"--only must match a cell (--list prints their names), got {patterns}", code=2)
     if args.list:
         print(*cells, sep="\n")
         return 0
     if problem := _cannot_run(args):
-        return output.fail("faults", problem, code=2)
+        return console.fail("faults", problem, code=2)
     start, done = time.monotonic(), itertools.count(1)
     try:
-        with output.progress(True, len(cells), "starting", "cell") as on_done:
+        with console.progress(True, len(cells), "starting", "cell") as on_done:
             verdicts = run_cells(cells, workers=args.workers, on_verdict=lambda verdict: on_done(next(done)))
     except RankError as error:  # before a cell: ranks did not start
-        return output.fail("faults", str(error))
+        return console.fail("faults", str(error))
     seconds = time.monotonic() - start
     rows = summary(cells, verdicts)
-    console = output.wide_console(TABLE_WIDTH)
-    console.print(table(rows))
+    out = console.wide_stdout(TABLE_WIDTH)
+    out.print(table(rows))
     for verdict in verdicts:
         for text in verdict.found:
-            console.print(f"{verdict.cell}: {text}", markup=False)
-    console.print(f"{total(verdicts)}; {seconds:.0f} s")
+            out.print(f"{verdict.cell}: {text}", markup=False)
+    out.print(f"{total(verdicts)}; {seconds:.0f} s")
     if args.json:
-        facts = launch.run_facts() | {"total": total(verdicts)}
+        facts = run_facts() | {"total": total(verdicts)}
         found = {"rows": [asdict(row) for row in rows], "cells": [asdict(verdict) for verdict in verdicts]}
-        output.write_json(args.json, facts | found)
+        console.write_json(args.json, facts | found)
     return 0 if all(verdict.survived for verdict in verdicts) else 1
 
 
 def _cannot_run(args: argparse.Namespace) -> str | None:
     if missing := no_native():
         return missing
-    if problem := output.not_writable(args.json):
+    if problem := console.not_writable(args.json):
         return f"--json {problem}"
     return None
 
 
-def summary(cells: Sequence[Cell], verdicts: Sequence[Verdict]) -> list[Row]:
+def summary(cells: Sequence[Cell], verdicts: Sequence[Verdict]) -> list[FaultRow]:
     """A row for each fault and algorithm, in the order of the cells."""
     of: dict[tuple[str, str], list[tuple[Cell, Verdict]]] = {}
     for cell, verdict in zip(cells, verdicts, strict=True):
         of.setdefault((cell.fault, cell.algorithm), []).append((cell, verdict))
     return [
-        Row(
+        FaultRow(
             fault,
             algorithm,
             tried=len(pairs),
@@ -129,7 +130,7 @@ def _share(verdicts: Sequence[Verdict]) -> str:
     return f"{sum(verdict.survived for verdict in verdicts)}/{len(verdicts)}" if verdicts else "-"
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[FaultRow]) -> Table:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("fault", "algorithm"):
         made.add_column(heading, no_wrap=True)

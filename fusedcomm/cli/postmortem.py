@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedcomm.doctor import postmortem
-from fusedcomm.doctor.postmortem import Call, Report
-from fusedcomm.launch import output
+from fusedcomm.doctor.postmortem import Postmortem, RecordedCall
+from fusedcomm.launch import console
 
 
 def add_parser(commands: Any) -> None:
@@ -29,55 +29,55 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if problem := output.not_writable(args.json):
-        return output.fail("postmortem", f"--json {problem}", code=2)
+    if problem := console.not_writable(args.json):
+        return console.fail("postmortem", f"--json {problem}", code=2)
     try:
         dumps, problems = postmortem.read(Path(args.dir))
     except OSError as error:
-        return output.fail("postmortem", f"{args.dir}: {error.strerror}")
+        return console.fail("postmortem", f"{args.dir}: {error.strerror}")
     for problem in problems:
-        output.fail("postmortem", f"not read: {problem}")
+        console.fail("postmortem", f"not read: {problem}")
     if not dumps:
-        return output.fail(
+        return console.fail(
             "postmortem", f"{args.dir}: no dump is there. Ranks need FUSEDCOMM_DUMP_DIR, before they start"
         )
     report = postmortem.judge(dumps)
     _print(report)
     if args.json:
-        output.write_json(args.json, {**_fields(report), "problems": problems})
+        console.write_json(args.json, {**_fields(report), "problems": problems})
     return 0
 
 
-def _print(report: Report) -> None:
-    console = output.console()
+def _print(report: Postmortem) -> None:
+    out = console.stdout()
     newest = max(dump.time for dump in report.dumps)
     reasons: dict[str, list[int]] = {}
     for dump in report.dumps:
         earlier = f", {newest - dump.time:.0f} s before the last" if newest - dump.time >= 1 else ""
         reasons.setdefault(f"{dump.why.partition(':')[0]}{earlier}", []).append(dump.rank)
     for why, ranks in reasons.items():
-        console.print(f"{postmortem.ranks_text(ranks)}: {why}", markup=False)
+        out.print(f"{postmortem.ranks_text(ranks)}: {why}", markup=False)
     if report.silent:
-        console.print(f"{postmortem.ranks_text(report.silent)}: no dump", markup=False)
+        out.print(f"{postmortem.ranks_text(report.silent)}: no dump", markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("group", "rank", "last call", "runs", "is", "for"):
         table.add_column(heading, justify="right" if heading in ("rank", "for") else "left")
     for group in report.groups:
         for i, rank in enumerate(group.ranks):
             table.add_row(Text(group.name) if i == 0 else "", str(rank), *map(Text, _cells(group.last.get(rank))))
-    console.print(table)
+    out.print(table)
     for verdict in report.verdicts:
-        console.print(verdict, markup=False)
+        out.print(verdict, markup=False)
 
 
-def _cells(call: Call | None) -> tuple[str, ...]:
+def _cells(call: RecordedCall | None) -> tuple[str, ...]:
     if call is None:
         return "-", "", "", ""
     state = call.state if call.waiting_for is None else f"waiting for rank {call.waiting_for}"
     return str(call), call.algorithm or "", state, f"{call.seconds:.1f} s"
 
 
-def _fields(report: Report) -> dict[str, Any]:
+def _fields(report: Postmortem) -> dict[str, Any]:
     return {
         "ranks": [{"rank": dump.rank, "why": dump.why, "time": dump.time, "at": dump.at} for dump in report.dumps],
         "silent": report.silent,

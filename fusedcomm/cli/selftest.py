@@ -14,21 +14,22 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedcomm.errors import PeerError
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
-from fusedcomm.testing.selftest import CHECKS, Result, run_check
+from fusedcomm.testing.selftest import CHECKS, CheckResult, run_check
 
 TIMEOUT_S = 300  # of one check: it is over by itself long before, with what it has found
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 @dataclass(frozen=True)
-class Report:
+class SelftestReport:
     world_size: int
     device: str
     passed: bool
     seconds: float
-    checks: list[Result]
+    checks: list[CheckResult]
 
 
 def add_parser(commands: Any) -> None:
@@ -39,76 +40,76 @@ def add_parser(commands: Any) -> None:
         "or in the ranks of torchrun. No rank is killed. Exit code 0 if nothing failed, else 1.",
     )
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    output.add_rank_arguments(parser)
+    console.add_rank_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    device_type = args.device or launch.default_device_type()
+    device_type = args.device or world.default_device_type()
     world_size = _world_size(args, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):
-        return output.fail("selftest", problem, code=2)
+        return console.fail("selftest", problem, code=2)
     start = time.monotonic()
     try:
         results = _run_checks(device_type, world_size)
     except (RankError, PeerError) as error:  # before the first check: ranks did not start
-        return output.fail("selftest", str(error))
-    if not launch.is_rank_0():
+        return console.fail("selftest", str(error))
+    if not world.is_rank_0():
         return 0  # what rank 0 returns is torchrun's exit code
     passed = all(result.status != "failed" for result in results)
-    report = Report(world_size, device_type, passed, time.monotonic() - start, results)
+    report = SelftestReport(world_size, device_type, passed, time.monotonic() - start, results)
     _print(report)
     if args.json:
-        output.write_json(args.json, {**launch.run_facts(), **asdict(report)})
+        console.write_json(args.json, {**run_facts(), **asdict(report)})
     return 0 if passed else 1
 
 
 def _world_size(args: argparse.Namespace, device_type: str) -> int:
-    if launch.under_torchrun():
+    if world.under_torchrun():
         return int(os.environ["WORLD_SIZE"])
-    return args.world_size or launch.default_world_size(device_type)
+    return args.world_size or world.default_world_size(device_type)
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    if device_type == "cuda" and (missing := launch.missing_gpus(args.world_size)):
+    if device_type == "cuda" and (missing := world.missing_gpus(args.world_size)):
         return f"--device cuda: {missing}"
     if args.world_size not in (None, world_size):
         return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
-    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
+    if world.is_rank_0() and (problem := console.not_writable(args.json)):
         return f"--json {problem}"
     return None
 
 
-def _run_checks(device_type: str, world_size: int) -> list[Result]:
+def _run_checks(device_type: str, world_size: int) -> list[CheckResult]:
     """Rank 0's results; [] in other ranks of torchrun. A check that ends its ranks is the last one to run."""
-    results: list[Result] = []
+    results: list[CheckResult] = []
     with (
-        launch.ranks(device_type, world_size, TIMEOUT_S) as call,
-        output.progress(launch.is_rank_0(), len(CHECKS), "starting", "check") as on_check,
+        world.ranks(device_type, world_size, TIMEOUT_S) as call,
+        console.progress(world.is_rank_0(), len(CHECKS), "starting", "check") as on_check,
     ):
         for check in CHECKS.values():
             try:
                 result = call(_in_rank, check.name, device_type)
             except (RankError, PeerError) as error:
-                results.append(Result(check.name, check.proves, "failed", str(error)))
+                results.append(CheckResult(check.name, check.proves, "failed", str(error)))
                 break
             results += [] if result is None else [result]
             on_check(len(results))
-    left = list(CHECKS.values())[len(results) :] if launch.is_rank_0() else []
-    return results + [Result(each.name, each.proves, "skipped", "its ranks had ended") for each in left]
+    left = list(CHECKS.values())[len(results) :] if world.is_rank_0() else []
+    return results + [CheckResult(each.name, each.proves, "skipped", "its ranks had ended") for each in left]
 
 
-def _in_rank(rank: int, name: str, device_type: str) -> Result:
+def _in_rank(rank: int, name: str, device_type: str) -> CheckResult:
     log = logging.getLogger("fusedcomm")
     level = log.level
     log.setLevel(logging.ERROR)  # fallbacks are part of what is checked
     try:
-        return run_check(name, launch.rank_device(device_type))
+        return run_check(name, world.rank_device(device_type))
     finally:
         log.setLevel(level)
 
 
-def _print(report: Report) -> None:
+def _print(report: SelftestReport) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("check", ""):
         table.add_column(heading, no_wrap=True)
@@ -117,9 +118,9 @@ def _print(report: Report) -> None:
     for result in report.checks:
         status = Text(result.status, style=STYLES[result.status])
         table.add_row(result.name, status, result.proves, Text(result.found))
-    console = output.console()
-    console.print(table)
+    out = console.stdout()
+    out.print(table)
     failed = [result.name for result in report.checks if result.status == "failed"]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "nothing failed"
     skipped = sum(result.status == "skipped" for result in report.checks)
-    console.print(f"{verdict}, {skipped} skipped; {report.world_size} ranks ({report.device}), {report.seconds:.0f} s")
+    out.print(f"{verdict}, {skipped} skipped; {report.world_size} ranks ({report.device}), {report.seconds:.0f} s")

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from fusedcomm.bench import tune
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.cost import model as cost
 from fusedcomm.cost import tuned
-from fusedcomm.cost.model import Constants
-from fusedcomm.launch import launch, output
+from fusedcomm.cost.model import DEFAULT, DEFAULTS, Constants
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
@@ -32,7 +32,7 @@ UNITS = {"flops": (1e9, "GFLOP/s"), "bandwidth": (1e9, "GB/s"), "overhead": (1e-
 
 
 @dataclass(frozen=True)
-class Result:
+class TuneResult:
     """What rank 0 reports; ``failed``: why there is nothing."""
 
     failed: str = ""
@@ -56,44 +56,44 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--show", action="store_true", help="print the numbers in use and where they come from")
     what.add_argument("--reset", action="store_true", help="remove the measured numbers: back to the default ones")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    output.add_rank_arguments(parser)
+    console.add_rank_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    device_type = args.device or launch.default_device_type()
+    device_type = args.device or world.default_device_type()
     world_size = _world_size(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):
-        return output.fail("tune", problem, code=2)
+        return console.fail("tune", problem, code=2)
     if args.show or args.reset:
-        return _stored(args, device_type, world_size) if launch.is_rank_0() else 0
+        return _stored(args, device_type, world_size) if world.is_rank_0() else 0
     try:
-        with launch.ranks(device_type, world_size, TIMEOUT_S) as call:
+        with world.ranks(device_type, world_size, TIMEOUT_S) as call:
             result = call(_measure, device_type, args.quick)
     except (ValuesDiffer, RankError) as error:
-        return output.fail("tune", launch.message(error))
+        return console.fail("tune", world.message(error))
     if result is None:
         return 0
     if result.failed:
-        return output.fail("tune", result.failed)
+        return console.fail("tune", result.failed)
     _print(result, world_size)
     if args.json:
-        output.write_json(args.json, report(result, device_type, world_size, args.quick))
+        console.write_json(args.json, report(result, device_type, world_size, args.quick))
     return 0
 
 
 def _world_size(asked: int | None, device_type: str) -> int:
-    if launch.under_torchrun():
+    if world.under_torchrun():
         return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    return asked or launch.default_world_size(device_type)
+    return asked or world.default_world_size(device_type)
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    if device_type == "cuda" and (missing := launch.missing_gpus(world_size)):
+    if device_type == "cuda" and (missing := world.missing_gpus(world_size)):
         return f"--device cuda: {missing}"
     if world_size < 2:
         return f"--world-size must be at least 2, for one rank exchanges nothing, got {world_size}"
-    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
+    if world.is_rank_0() and (problem := console.not_writable(args.json)):
         return f"--json {problem}"
     return None
 
@@ -101,29 +101,31 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
 def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
     """--show and --reset, without ranks."""
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
-    console = output.console()
+    out = console.stdout()
     with _threads_of_a_rank(device_type):
         try:
             file = tuned.path_of(tuned.key(device, world_size))
             removed = args.reset and tuned.remove(device, world_size)
         except OSError as error:
-            return output.fail("tune", f"{error.filename}: {error.strerror}")
+            return console.fail("tune", f"{error.filename}: {error.strerror}")
         if args.reset:
-            console.print(f"{'removed' if removed else 'there was no'} {file}", soft_wrap=True)
+            out.print(f"{'removed' if removed else 'there was no'} {file}", soft_wrap=True)
             return 0
         constants = tuned.read(device, world_size)
     where = f"tuned numbers of {file}" if constants else f"default numbers: nothing usable in {file}"
-    used = constants or cost.DEFAULTS[device_type]
-    console.print(f"{world_size} ranks, {device_type}: {where}", soft_wrap=True)
-    console.print(_table(used, cost.DEFAULTS[device_type]))
+    used = constants or DEFAULTS[device_type]
+    out.print(f"{world_size} ranks, {device_type}: {where}", soft_wrap=True)
+    out.print(_table(used, DEFAULTS[device_type]))
     if args.json:
-        output.write_json(args.json, report(Result(constants=used, file=file.name), device_type, world_size, False))
+        console.write_json(
+            args.json, report(TuneResult(constants=used, file=file.name), device_type, world_size, False)
+        )
     return 0
 
 
 @contextlib.contextmanager
 def _threads_of_a_rank(device_type: str) -> Iterator[None]:
-    """A CPU rank of ours or of torchrun has one; the numbers are for as many."""
+    """A CPU rank has one, whoever starts it; the numbers are for as many."""
     before = torch.get_num_threads()
     if device_type == "cpu":
         torch.set_num_threads(1)
@@ -133,32 +135,32 @@ def _threads_of_a_rank(device_type: str) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _measure(rank: int, device_type: str, quick: bool) -> Result:
-    device = launch.rank_device(device_type)
+def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
+    device = world.rank_device(device_type)
     ours = members.member(resolve(None)[1], device)
     start = time.perf_counter()
     try:
         if ours.no_workspace is not None:
             raise members.WorkspaceUnavailable(ours.no_workspace)
-        with output.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done, members.on_device(device):
+        with console.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done, members.on_device(device):
             found = tune.tune(ours, quick, on_done)
     except members.WorkspaceUnavailable as reason:
-        return Result(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
+        return TuneResult(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
     assert dist.group.WORLD is not None
     try:
-        file = tuned.write_for_all(found.constants, device, dist.group.WORLD)
+        file = tune.write_for_all(found.constants, device, dist.group.WORLD)
     except OSError as error:
-        return Result(failed=str(error))
+        return TuneResult(failed=str(error))
     seconds = time.perf_counter() - start
     name = tuned.key(device, ours.group_size)["device"]
-    return Result("", name, str(file), seconds, found.constants, found.points, found.samples)
+    return TuneResult("", name, str(file), seconds, found.constants, found.points, found.samples)
 
 
-def report(result: Result, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
+def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
     """The JSON. Seconds, bytes per second, FLOP per second."""
     assert result.constants is not None
     return {
-        **launch.run_facts(),
+        **run_facts(),
         "device": result.device,
         "device_type": device_type,
         "world_size": world_size,
@@ -181,35 +183,33 @@ def right(sample: tune.Sample) -> bool:
     )
 
 
-def _print(result: Result, world_size: int) -> None:
+def _print(result: TuneResult, world_size: int) -> None:
     assert result.constants is not None
-    console = output.console()
-    console.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
-    console.print(_table(result.constants, cost.DEFAULTS[result.constants.device_type]))
+    out = console.stdout()
+    out.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
+    out.print(_table(result.constants, DEFAULTS[result.constants.device_type]))
     good = sum(map(right, result.samples))
-    console.print(f"of {len(result.samples)} small calls measured, the estimates name the fastest algorithm in {good}")
+    out.print(f"of {len(result.samples)} small calls measured, the estimates name the fastest algorithm in {good}")
     k, n = tune.CROSSOVER_K_N
-    console.print(f"fastest by the estimates at K={k}, N={n}:")
+    out.print(f"fastest by the estimates at K={k}, N={n}:")
     for op, lines in itertools.groupby(
         tune.crossovers(result.constants, world_size), lambda each: (each.op, each.dtype)
     ):
-        console.print(f"  {' '.join(op)}: " + ", ".join(f"{each.algorithm} from {each.rows} rows" for each in lines))
-    console.print(f"written to {result.file}", soft_wrap=True)
+        out.print(f"  {' '.join(op)}: " + ", ".join(f"{each.algorithm} from {each.rows} rows" for each in lines))
+    out.print(f"written to {result.file}", soft_wrap=True)
     threads = " of one thread" if result.constants.device_type == "cpu" else ""
-    console.print(
-        f"programs started from now on with as many ranks{threads} use them; fusedcomm tune --reset removes them"
-    )
+    out.print(f"programs started from now on with as many ranks{threads} use them; fusedcomm tune --reset removes them")
 
 
 def _table(constants: Constants, default: Constants) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(no_wrap=True)
-    for heading in (constants.source, "default" if constants.source != cost.DEFAULT else "", "unit"):
+    for heading in (constants.source, "default" if constants.source != DEFAULT else "", "unit"):
         table.add_column(heading, justify="right")
     before = dict(_flat(default))
     for name, value in _flat(constants):
         scale, unit = next((each for suffix, each in UNITS.items() if suffix in name), (1, ""))
-        other = f"{before[name] / scale:.4g}" if constants.source != cost.DEFAULT else ""
+        other = f"{before[name] / scale:.4g}" if constants.source != DEFAULT else ""
         table.add_row(name, f"{value / scale:.4g}", other, unit)
     return table
 

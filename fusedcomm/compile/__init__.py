@@ -59,7 +59,6 @@ def enable(
     from fusedcomm.compile.overlap.estimator import agreed_ones
     from fusedcomm.compile.passes import OPS, FusedcommPass, Settings
     from fusedcomm.compile.reports import Report
-    from fusedcomm.ops import lowering
 
     fuse = OPS if fuse is None else tuple(fuse)
     if not set(fuse) <= set(OPS):
@@ -68,7 +67,6 @@ def enable(
         raise ValueError("estimator must come with overlap=True")
     if overlap and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ValueError("overlap=True must come after init_process_group: the ranks agree on estimates")
-    lowering.register()
     meshes = () if merge is None else flatten(merge)
     _install(FusedcommPass(Settings(fuse, agreed_ones(estimator) if overlap else (), meshes), Report()))
 

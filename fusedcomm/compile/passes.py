@@ -4,74 +4,24 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from fusedcomm.algorithms import planner
-from fusedcomm.compile.fuse import fuser as fuse
-from fusedcomm.compile.fuse import match_gather, match_reduce
-from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser, attempt
-from fusedcomm.compile.graph import collectives, effects, layout, matmuls, normalize, rewrite, split_cat, views
-from fusedcomm.compile.merge import flattened_mesh, mesh_moves
-from fusedcomm.compile.merge import merger as merge
+from fusedcomm import files
+from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
-from fusedcomm.compile.overlap import (
-    bucket,
-    dependencies,
-    inductor_order,
-    list_scheduler,
-    memory,
-    node_work,
-    program,
-    simulator,
-)
-from fusedcomm.compile.overlap import estimator as estimate
-from fusedcomm.compile.overlap import scheduler as overlap
-from fusedcomm.compile.overlap.estimator import Estimator
-from fusedcomm.compile.overlap.scheduler import OverlapReport
+from fusedcomm.compile.overlap import inductor_order
+from fusedcomm.compile.overlap.estimator import Estimator, device_type_of
+from fusedcomm.compile.overlap.scheduler import OverlapReport, order_again, schedule_graph
 from fusedcomm.compile.reports import Call, CollectiveReport, Report, source_of
-from fusedcomm.cost import links
-from fusedcomm.cost import model as cost
-from fusedcomm.geometry import exchange
-from fusedcomm.ops import lowering
-from fusedcomm.redistribution import sharding, steps
 
 log = logging.getLogger(__name__)
-
-_SOURCES = (
-    *(bucket, views, collectives, cost, dependencies, effects, estimate, exchange, fuse, *fuse.MODULES, match_gather),
-    *(
-        flattened_mesh,
-        import_module("fusedcomm.ops.explain"),
-        layout,
-        links,
-        lowering,
-        memory,
-        merge,
-        mesh_moves,
-        normalize,
-        inductor_order,
-    ),
-    *(
-        overlap,
-        split_cat,
-        planner,
-        matmuls,
-        program,
-        match_reduce,
-        list_scheduler,
-        rewrite,
-        sharding,
-        steps,
-        simulator,
-        node_work,
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -84,14 +34,12 @@ class Settings:
 
     def estimator(self, graph: Graph) -> Estimator | None:
         """For the device of the graph."""
-        device_type = estimate.device_type_of(graph)
+        device_type = device_type_of(graph)
         return next((each for each in self.overlap if each.device_type == device_type), None)
 
-    def uuid(self) -> Any:
-        files = (__file__, *(str(module.__file__) for module in _SOURCES))
+    def uuid(self) -> str:
         digests = [estimator.digest() for estimator in self.overlap]
-        facts = (self.fuse, digests, self.merge, collectives.memberships(), torch.__version__)
-        return get_hash_for_files(files, repr(facts))
+        return files.cache_key(self.fuse, digests, self.merge, collectives.memberships(), torch.__version__)
 
 
 class FusedcommPass(CustomGraphPass):
@@ -120,7 +68,7 @@ class OrderPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         if inductor_order.is_marked(graph):
-            attempt("overlap", overlap.order_again, graph, self.settings.estimator(graph))
+            attempt("overlap", order_again, graph, self.settings.estimator(graph))
             inductor_order.mark(graph)
 
     def uuid(self) -> Any:
@@ -161,7 +109,7 @@ class _Run:
         estimator = self.settings.estimator(self.graph)
         if estimator is None:
             return None
-        report = attempt("overlap", overlap.schedule_graph, self.graph, estimator, None, True, self.settings.fuse)
+        report = attempt("overlap", schedule_graph, self.graph, estimator, None, True, self.settings.fuse)
         if report is not None:
             self.fuser.reasons = report.reasons
             inductor_order.mark(self.graph)

@@ -33,10 +33,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch.distributed as dist
-
-from fusedcomm.runtime import group
-
 INTRA, INTER = "intra", "inter"
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 LAUNCH = 10e-6  # seconds, of any collective; this and HOP are chosen, not measured: 24 us for 8 GPUs of a node
@@ -51,15 +47,6 @@ class Reach:
     group_size: int
     far: int  # peers of a rank that are reached over that link
     cards: int = 1  # ranks of a node that the group has at least, where it has several nodes
-
-
-def reach(group_name: str, ranks_per_node: int) -> Reach | None:
-    """None for a group that this process does not know."""
-    try:
-        ranks = dist.get_process_group_ranks(group.find(group_name))
-    except (ValueError, KeyError):  # KeyError: destroyed since
-        return None
-    return reach_of(tuple(sorted(ranks)), ranks_per_node, dist.get_world_size())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,13 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from fusedcomm import env, files
 from fusedcomm.cost.model import TUNED, Constants
-from fusedcomm.runtime import group
-from fusedcomm.runtime.vote import agree
 
 log = logging.getLogger("fusedcomm")
 
@@ -85,26 +81,6 @@ def remove(device: torch.device, group_size: int) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup) -> Path:
-    """A collective: rank 0 writes, then every rank reads the same numbers. Raises OSError on all ranks alike."""
-    rank, group_size, error = pg.rank(), pg.size(), ""
-    if rank == 0:
-        try:
-            write(constants, device, group_size)
-        except OSError as failure:
-            error = f"cannot write {failure.filename}: {failure.strerror}"
-    dist.barrier(pg)
-    found = read(device, group_size)
-    own = {"error": error, "digest": found.digest if found else None}
-    facts = agree(group.store(pg, f"tune/{device.type}"), rank, group_size, own, what="fusedcomm tune")
-    if facts[0]["error"]:
-        raise OSError(facts[0]["error"])
-    others = [r for r, fact in enumerate(facts) if fact["digest"] != constants.digest]
-    if others:
-        raise OSError(f"ranks {others} do not read what rank 0 wrote: all ranks must share {env.cache_dir()}")
-    return path_of(key(device, group_size))
 
 
 def cpu_name() -> str:

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.bench.problem import Size
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_bench import MatmulSize
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
-from fusedcomm.doctor.settings import OURS
 from fusedcomm.machine import version
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
@@ -29,12 +28,12 @@ ASK_S = 90.0  # until all ranks have answered; on GPUs CUDA starts
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 DTYPES = (torch.bfloat16, torch.float32)
 # Rows, K and N, times R: decode, a small and a large layer.
-SIZES = (Size(8, 256, 512), Size(256, 256, 512), Size(2048, 512, 1024))
+SIZES = (MatmulSize(8, 256, 512), MatmulSize(256, 256, 512), MatmulSize(2048, 512, 1024))
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Of one algorithm on one device type, by the planner."""
+class AlgorithmVerdict:
+    """What the planner says of one algorithm on one device type."""
 
     device: str
     algorithm: str
@@ -47,11 +46,11 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupAnswer:
     """Equal on all ranks."""
 
     ranks: list[dict[str, Any]]  # every rank's facts
-    verdicts: list[Verdict]
+    verdicts: list[AlgorithmVerdict]
 
     @property
     def num_hosts(self) -> int:
@@ -66,7 +65,7 @@ class Group:
         return [rank for rank in self.ranks if rank["boot"] == self.ranks[0]["boot"]]
 
 
-def ask(rank: int, device_types: list[str]) -> Group:
+def ask(rank: int, device_types: list[str]) -> GroupAnswer:
     """In every rank of WORLD; of GPUs only if each rank has one of its own.
 
     Raises PeerTimeoutError if a rank does not come, and what a wrong setting raises.
@@ -84,12 +83,12 @@ def ask(rank: int, device_types: list[str]) -> Group:
             for device_type in device_types:
                 if device_type == "cpu" or all(fact["gpu"] for fact in ranks):  # alike on all ranks: a vote follows
                     verdicts += _verdicts(device_type, world.size())
-        return Group(ranks, verdicts)
+        return GroupAnswer(ranks, verdicts)
     finally:
         log.setLevel(level)
 
 
-def find_differences(group: Group) -> list[Finding]:
+def find_differences(group: GroupAnswer) -> list[Finding]:
     """What should be equal on all ranks, or on those of one host, and is not."""
     ranks, findings = group.ranks, []
     for key, values in _by_key(ranks, "versions"):
@@ -117,7 +116,7 @@ def find_differences(group: Group) -> list[Finding]:
     return findings or [Finding("ranks", "ranks", OK, text)]
 
 
-def find_verdicts(group: Group, primary: str | None) -> list[Finding]:
+def find_verdicts(group: GroupAnswer, primary: str | None) -> list[Finding]:
     """``primary``: the device type that matters here; where it cannot use an algorithm that is an error.
 
     None: GPUs that only run unfused, by design.
@@ -139,7 +138,7 @@ def find_verdicts(group: Group, primary: str | None) -> list[Finding]:
 
 def _facts(with_gpus: bool) -> dict[str, Any]:
     gpus, index = _uuids() if with_gpus else [], int(os.environ.get("LOCAL_RANK", 0))
-    names = sorted(set(OURS) - {"FUSEDCOMM_HOST_ID", "FUSEDCOMM_CACHE_DIR"})
+    names = sorted(set(env.SETTINGS) - {"FUSEDCOMM_HOST_ID", "FUSEDCOMM_CACHE_DIR"})
     return {
         "host": _hash(env.host_id()),
         "boot": _hash(BOOT_ID.read_text() if BOOT_ID.exists() else platform.node()),
@@ -152,7 +151,7 @@ def _facts(with_gpus: bool) -> dict[str, Any]:
 
 
 def _uuids() -> list[str]:
-    """Of the GPUs that this rank sees; none where CUDA does not start."""
+    """The GPUs that this rank sees; none where CUDA does not start."""
     try:
         return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     except Exception:  # the check of this host's devices has the reason
@@ -174,14 +173,14 @@ def _bounded() -> Iterator[None]:
             os.environ[name] = theirs
 
 
-def _verdicts(device_type: str, num_ranks: int) -> list[Verdict]:
+def _verdicts(device_type: str, num_ranks: int) -> list[AlgorithmVerdict]:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     chosen: dict[str, list[str]] = {name: [] for name in env.ALGORITHMS}
     for op in PROGRAMS:
         for dtype in DTYPES:
             for size in SIZES:
-                scaled = Size(*(each * num_ranks for each in (size.rows, size.k, size.n)))
+                scaled = MatmulSize(*(each * num_ranks for each in (size.rows, size.k, size.n)))
                 plan = _plan(op, scaled, dtype, device_type)
                 call = (
                     f"{op} {str(dtype).removeprefix('torch.')} [{scaled.rows}, {scaled.k}] @ [{scaled.k}, {scaled.n}]"
@@ -196,7 +195,7 @@ def _verdicts(device_type: str, num_ranks: int) -> list[Verdict]:
             reason = f"for {len(calls)} of {total} calls that were looked at, as {calls[len(calls) // 2]}"
         else:
             reason = cannot or f"the planner takes {most}: {chosen[most][0].partition(' (')[2][:-1]}"
-        verdicts.append(Verdict(device_type, name, bool(calls), cannot is None, reason))
+        verdicts.append(AlgorithmVerdict(device_type, name, bool(calls), cannot is None, reason))
     return verdicts
 
 
@@ -204,14 +203,14 @@ def _cannot(algorithm: str, device_type: str, num_ranks: int) -> str | None:
     """Why the planner refuses it even where it is asked for."""
     with fusedcomm.force_algorithm(algorithm, strict=True):
         try:
-            plan = _plan("matmul_all_to_all", Size(*(256 * num_ranks for _ in range(3))), DTYPES[0], device_type)
+            plan = _plan("matmul_all_to_all", MatmulSize(*(256 * num_ranks for _ in range(3))), DTYPES[0], device_type)
         except RuntimeError as error:
             return str(error).partition(": ")[2] or str(error)
     return None if plan.algorithm == algorithm else plan.reason
 
 
-def _plan(op: str, size: Size, dtype: torch.dtype, device_type: str) -> fusedcomm.Plan:
-    """Of this rank's call; on a GPU without its memory."""
+def _plan(op: str, size: MatmulSize, dtype: torch.dtype, device_type: str) -> fusedcomm.Plan:
+    """The plan of this rank's call; on a GPU without its memory."""
     bench, device = PROGRAMS[op], "meta" if device_type == "cuda" else "cpu"
     x = torch.empty(bench.x_shape(size, dist.get_world_size()), dtype=dtype, device=device)
     w = torch.empty(size.k, size.n, dtype=dtype, device=device)

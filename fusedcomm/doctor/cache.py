@@ -15,7 +15,7 @@ ADVICE = "set FUSEDCOMM_CACHE_DIR to a directory of yours on a local disk; witho
 
 
 def survey() -> dict[str, Any] | None:
-    """Of the directory, or of the nearest one above it that exists: there it would be made. None: there is no place."""
+    """The directory, or the nearest one above it that exists, where it would be made. None: there is no place."""
     try:
         path = env.cache_dir().absolute()
     except FileNotFoundError:

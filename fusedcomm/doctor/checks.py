@@ -28,7 +28,7 @@ FINGERPRINT = 0xD0C
 COOPERATIVE_LAUNCH = 95  # CUdevice_attribute
 
 
-class Ranks:
+class CheckRanks:
     """Rank processes that a check may hang or end: the next one gets new ones."""
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
@@ -49,7 +49,7 @@ class Ranks:
         except Exception as error:  # whatever happens to a check, the doctor goes on
             return Finding("checks", name, ERROR, brief(error), advice)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> CheckRanks:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -142,12 +142,12 @@ def atomics_on_one_gpu(rank: int) -> str:
 
 def handshake(workspace: Workspace) -> None:
     """A round without data."""
-    from fusedcomm.algorithms import launch
+    from fusedcomm.runtime import signals
     from fusedcomm.runtime.launch_order import ordered
 
     with ordered(workspace), workspace.guarded("fusedcomm doctor"):
-        launch.signal(workspace, None, FINGERPRINT)
-        launch.wait(workspace, FINGERPRINT)
+        signals.signal(workspace, None, FINGERPRINT)
+        signals.wait(workspace, FINGERPRINT)
     workspace.launched(captured=False)
 
 

@@ -196,7 +196,7 @@ def _pairs(pairs: Sequence[Pair]) -> list[Finding]:
 
 
 def _gpus(nvml: Any) -> tuple[list[Gpu], dict[int, Any], dict[int, str]]:
-    """What can be asked, handles by index, and the errors of the others. A GPU of another container is none of ours."""
+    """What can be asked, handles by index, and the errors of the others. A GPU of another container is left out."""
     gpus, handles, lost = [], {}, {}
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -276,7 +276,7 @@ def _bare(uuid: str) -> str:
 
 
 def _first(pair: Any) -> Any:
-    """Of (current, pending)."""
+    """The current one of (current, pending)."""
     return None if pair is None else pair[0]
 
 

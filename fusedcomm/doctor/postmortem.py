@@ -17,7 +17,7 @@ Place = tuple[int, int]  # of a call in its group: resets, number
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """As `dumps` writes it."""
 
     op: str
@@ -67,7 +67,7 @@ class Dump:
     world_size: int
     why: str
     time: float
-    calls: list[Call]
+    calls: list[RecordedCall]
     stacks: dict[str, list[str]]
 
     @property
@@ -87,7 +87,7 @@ class Wait:
 
     waiter: int
     awaited: int
-    call: Call
+    call: RecordedCall
 
     def __str__(self) -> str:
         return f"rank {self.waiter} waits in group {self.call.group!r}, {self.call}, for rank {self.awaited}"
@@ -96,7 +96,7 @@ class Wait:
 @dataclass
 class GroupReport:
     key: GroupKey
-    last: dict[int, Call]  # by rank
+    last: dict[int, RecordedCall]  # by rank
     verdicts: list[str] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
 
@@ -110,7 +110,7 @@ class GroupReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class Postmortem:
     dumps: list[Dump]
     silent: list[int]  # ranks without a dump
     groups: list[GroupReport]
@@ -133,7 +133,7 @@ def read(folder: Path) -> tuple[list[Dump], list[str]]:
     return [dumps[rank] for rank in sorted(dumps)], problems
 
 
-def judge(dumps: Sequence[Dump]) -> Report:
+def judge(dumps: Sequence[Dump]) -> Postmortem:
     """``dumps``: of at least one rank."""
     world = max(dump.world_size for dump in dumps)
     by_rank = {dump.rank: dump for dump in dumps}
@@ -142,7 +142,7 @@ def judge(dumps: Sequence[Dump]) -> Report:
     waits = [wait for group in groups for wait in group.waits]
     verdicts = [f"group {group.name!r}: {text}" for group in groups for text in group.verdicts]
     verdicts += _circle(waits) or _chain(waits, by_rank)
-    return Report(list(dumps), silent, groups, verdicts or ["no rank waits for another"])
+    return Postmortem(list(dumps), silent, groups, verdicts or ["no rank waits for another"])
 
 
 def _parsed(raw: Any) -> Dump:
@@ -151,7 +151,7 @@ def _parsed(raw: Any) -> Dump:
         raise ValueError(f"it must be a dump of schema {SCHEMA}")
     calls = _field(raw, "calls", list)
     for call in calls:
-        if not isinstance(call, dict) or call.keys() != {each.name for each in fields(Call)}:
+        if not isinstance(call, dict) or call.keys() != {each.name for each in fields(RecordedCall)}:
             raise ValueError("a call must have exactly the fields of one")
         for name, types in _TYPES.items():
             _field(call, name, *types)
@@ -162,7 +162,7 @@ def _parsed(raw: Any) -> Dump:
         _field(raw, "world_size", int),
         _field(raw, "why", str),
         _field(raw, "time", float, int),
-        [Call(**call) for call in calls],
+        [RecordedCall(**call) for call in calls],
         _field(raw, "stacks", dict),
     )
 
@@ -191,7 +191,7 @@ def _groups(dumps: Sequence[Dump]) -> list[GroupKey]:
     return list(dict.fromkeys(_key(call) for call in calls))
 
 
-def _key(call: Call) -> GroupKey:
+def _key(call: RecordedCall) -> GroupKey:
     return call.group, tuple(call.ranks), call.device
 
 
@@ -212,8 +212,8 @@ def _judge_group(key: GroupKey, dumps: dict[int, Dump]) -> GroupReport:
     return report
 
 
-def _waits(rank: int, call: Call, report: GroupReport, newest: Place) -> Iterator[Wait]:
-    """Of a call that is open, or has failed for want of ranks that have not come since."""
+def _waits(rank: int, call: RecordedCall, report: GroupReport, newest: Place) -> Iterator[Wait]:
+    """The waits of a call that is open, or has failed for want of ranks that have not come since."""
     absent = [r for r in report.ranks if r not in report.last or report.last[r].place < call.place]
     if call.state == FAILED:
         awaited = [peer for peer in call.peers if peer in absent]
@@ -224,7 +224,7 @@ def _waits(rank: int, call: Call, report: GroupReport, newest: Place) -> Iterato
     yield from (Wait(rank, peer, call) for peer in awaited if peer != rank)
 
 
-def _differences(calls: dict[int, dict[Place, Call]]) -> Iterator[str]:
+def _differences(calls: dict[int, dict[Place, RecordedCall]]) -> Iterator[str]:
     """The first place where ranks called differently."""
     for place in sorted({place for found in calls.values() for place in found if place[1]}):
         here = {rank: found[place] for rank, found in calls.items() if place in found}
@@ -240,7 +240,7 @@ def _differences(calls: dict[int, dict[Place, Call]]) -> Iterator[str]:
                 return
 
 
-def _late(came: dict[int, Call]) -> Iterator[str]:
+def _late(came: dict[int, RecordedCall]) -> Iterator[str]:
     """Who came when others had given up waiting."""
     gave_up = {rank: call for rank, call in came.items() if call.state == FAILED and call.peers}
     for rank, call in came.items():
@@ -250,7 +250,7 @@ def _late(came: dict[int, Call]) -> Iterator[str]:
             yield f"rank {rank} came to {call} {seconds:.1f} s after {ranks_text(left)}, which had given up by then"
 
 
-def _behind(rank: int, came: dict[int, Call], report: GroupReport, dumps: dict[int, Dump]) -> str:
+def _behind(rank: int, came: dict[int, RecordedCall], report: GroupReport, dumps: dict[int, Dump]) -> str:
     call = next(iter(came.values()))
     waiting = [r for r, other in came.items() if other.is_open or rank in other.peers]
     seconds = max((came[r].seconds for r in waiting), default=0.0)
@@ -270,7 +270,7 @@ def _behind(rank: int, came: dict[int, Call], report: GroupReport, dumps: dict[i
     return f"rank {rank} is behind: it {done} and never came to {call}{waits}{where}"
 
 
-def _inside(came: dict[int, Call], report: GroupReport, dumps: dict[int, Dump]) -> Iterator[str]:
+def _inside(came: dict[int, RecordedCall], report: GroupReport, dumps: dict[int, Dump]) -> Iterator[str]:
     """All are in the same call: those that wait for nobody there hold up the others."""
     waiters = {wait.waiter for wait in report.waits}
     awaited = {wait.awaited for wait in report.waits}

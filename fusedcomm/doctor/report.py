@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fusedcomm import machine as facts
-from fusedcomm.doctor import across_ranks, cache, checks, gpus, pci, settings
-from fusedcomm.doctor.across_ranks import Group
-from fusedcomm.doctor.checks import Ranks
+from fusedcomm.doctor import across_ranks, cache, checks, facts, gpus, pci, settings
+from fusedcomm.doctor.across_ranks import GroupAnswer
+from fusedcomm.doctor.checks import CheckRanks
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, exit_code, in_order
 from fusedcomm.doctor.gpus import Gpu, Machine, Pair
+from fusedcomm.machine import environment
 
 STAGES = 4
 CPU_S, GPU_S = 20.0, 90.0  # of one check; on GPUs CUDA starts and Triton compiles
@@ -23,7 +23,7 @@ MAX_GPU_RANKS = 8
 
 
 @dataclass
-class Report:
+class DoctorReport:
     versions: dict[str, str | None]
     system: dict[str, Any]
     environment: dict[str, str]
@@ -33,10 +33,10 @@ class Report:
     cache: dict[str, Any] | None
     findings: list[Finding]
     devices: list[dict[str, Any]] = field(default_factory=list)  # as torch sees them
-    groups: list[Group] = field(default_factory=list)  # that were asked for a verdict
+    groups: list[GroupAnswer] = field(default_factory=list)  # that were asked for a verdict
 
     def uuids(self) -> set[str] | None:
-        """Of the GPUs that torch, or a rank, sees; None: unknown."""
+        """The GPUs that torch, or a rank, sees; None: unknown."""
         seen = {uuid for each in self.groups for rank in each.ranks for uuid in rank["gpus"]}
         seen |= {device["uuid"] for device in self.devices}
         hidden = torch.cuda.device_count() == 0 and "CUDA_VISIBLE_DEVICES" in os.environ
@@ -46,13 +46,13 @@ class Report:
         return {**asdict(self), "exit_code": exit_code(self.findings)}
 
 
-def survey(machine: Machine) -> Report:
+def survey(machine: Machine) -> DoctorReport:
     """What can be read. No GPU is touched, no process started."""
     num_gpus = torch.cuda.device_count()
-    report = Report(
+    report = DoctorReport(
         facts.versions(machine.driver, machine.cuda_driver),
         facts.system(),
-        facts.environment(),
+        environment(),
         machine.gpus,
         machine.pairs,
         pci.survey(),
@@ -68,7 +68,7 @@ def survey(machine: Machine) -> Report:
     return report
 
 
-def diagnose(quick: bool, theirs: Group | Exception | None, on_stage: Callable[[int], None]) -> Report:
+def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Callable[[int], None]) -> DoctorReport:
     """``theirs``: what torchrun's ranks said of their own group, or what failed there; None: there are none.
 
     ``quick`` leaves the functional checks out.
@@ -79,9 +79,9 @@ def diagnose(quick: bool, theirs: Group | Exception | None, on_stage: Callable[[
     num_gpus = torch.cuda.device_count()
     if theirs is not None:
         _heard(report, theirs)
-    if isinstance(theirs, Group):
+    if isinstance(theirs, GroupAnswer):
         report.findings += across_ranks.find_differences(theirs)
-    with Ranks(2) as ranks:
+    with CheckRanks(2) as ranks:
         if theirs is None:
             _heard(report, _ask(ranks, "cpu", CPU_S))
         on_stage(2)
@@ -98,8 +98,8 @@ def diagnose(quick: bool, theirs: Group | Exception | None, on_stage: Callable[[
     return report
 
 
-def _look_at_gpus(report: Report, num_gpus: int, quick: bool, theirs: Group | Exception | None) -> None:
-    with Ranks(1) as alone:
+def _look_at_gpus(report: DoctorReport, num_gpus: int, quick: bool, theirs: GroupAnswer | Exception | None) -> None:
+    with CheckRanks(1) as alone:
         _look_at_devices(report, alone)
         if not quick and report.devices:
             _check_devices(report, alone, num_gpus)
@@ -108,21 +108,21 @@ def _look_at_gpus(report: Report, num_gpus: int, quick: bool, theirs: Group | Ex
         if not judged:
             report.findings.append(_verdict_of_one_gpu(report, theirs))
         return
-    if isinstance(theirs, Group) and not judged:
+    if isinstance(theirs, GroupAnswer) and not judged:
         seen = ", ".join(map(str, theirs.gpus_by_rank.values()))
         text = f"not used because each rank needs a GPU of its own; GPUs by rank: {seen}"
         report.findings.append(Finding("verdict", "cuda", ERROR, text, "start as many ranks on a host as it has GPUs"))
-    with Ranks(min(num_gpus, MAX_GPU_RANKS), "cpu:gloo,cuda:nccl") as ranks:
+    with CheckRanks(min(num_gpus, MAX_GPU_RANKS), "cpu:gloo,cuda:nccl") as ranks:
         if theirs is None:
             _heard(report, _ask(ranks, "cuda", GPU_S))
         if not quick:
             _check_ranks(report, ranks, "cuda", GPU_S)
 
 
-def _verdict_of_one_gpu(report: Report, theirs: Group | Exception | None) -> Finding:
+def _verdict_of_one_gpu(report: DoctorReport, theirs: GroupAnswer | Exception | None) -> Finding:
     """It has no peers, or this process does not see them."""
     advice = "show all GPUs to every rank of a host (SLURM: --gpus-per-node, not --gpus-per-task)"
-    if isinstance(theirs, Group):
+    if isinstance(theirs, GroupAnswer):
         here = theirs.on_host_of_rank_0()
         seen = {uuid for rank in here for uuid in rank["gpus"]}
         if len(here) > 1 and max(len(seen), len(report.gpus)) > 1:
@@ -134,14 +134,14 @@ def _verdict_of_one_gpu(report: Report, theirs: Group | Exception | None) -> Fin
     return Finding("verdict", "cuda", ABSENT, "chunked and fused are not used because one GPU has no peers")
 
 
-def _ask(ranks: Ranks, device_type: str, limit_s: float) -> Group | Exception:
+def _ask(ranks: CheckRanks, device_type: str, limit_s: float) -> GroupAnswer | Exception:
     try:
         return ranks.run(limit_s, across_ranks.ask, [device_type])
     except Exception as error:  # whatever happens to the ranks, the doctor goes on
         return error
 
 
-def _heard(report: Report, answer: Group | Exception) -> None:
+def _heard(report: DoctorReport, answer: GroupAnswer | Exception) -> None:
     if isinstance(answer, Exception):
         text = f"unknown: the ranks could not be asked: {checks.brief(answer)}"
         report.findings.append(Finding("verdict", "group", ERROR, text, "every op on a group fails in the same way"))
@@ -149,7 +149,7 @@ def _heard(report: Report, answer: Group | Exception) -> None:
     report.groups.append(answer)
 
 
-def _judge(report: Report, machine: Machine, num_gpus: int) -> None:
+def _judge(report: DoctorReport, machine: Machine, num_gpus: int) -> None:
     """At the end, when it is known which GPUs torch sees: the others do not matter."""
     ours = gpus.of(machine, report.uuids())
     report.findings += gpus.find(ours)
@@ -157,7 +157,7 @@ def _judge(report: Report, machine: Machine, num_gpus: int) -> None:
     report.findings += [finding for each in report.groups for finding in across_ranks.find_verdicts(each, primary)]
 
 
-def _check_ranks(report: Report, ranks: Ranks, device_type: str, limit_s: float) -> None:
+def _check_ranks(report: DoctorReport, ranks: CheckRanks, device_type: str, limit_s: float) -> None:
     can_run = [
         verdict.algorithm
         for each in report.groups
@@ -176,7 +176,7 @@ def _check_ranks(report: Report, ranks: Ranks, device_type: str, limit_s: float)
         report.findings.append(ranks.check(name, advice, limit_s, checks.op_values, device_type, algorithm))
 
 
-def _look_at_devices(report: Report, alone: Ranks) -> None:
+def _look_at_devices(report: DoctorReport, alone: CheckRanks) -> None:
     try:
         report.devices = alone.run(GPU_S, checks.devices)
     except Exception as error:  # as above
@@ -184,7 +184,7 @@ def _look_at_devices(report: Report, alone: Ranks) -> None:
         report.findings.append(Finding("checks", "cuda devices", ERROR, checks.brief(error), advice))
 
 
-def _check_devices(report: Report, alone: Ranks, num_gpus: int) -> None:
+def _check_devices(report: DoctorReport, alone: CheckRanks, num_gpus: int) -> None:
     for device in report.devices:
         text = f"{device['sms']} SMs: kernels that wait have at most one program on each (not tried)"
         level, advice = OK, ""

@@ -14,15 +14,6 @@ from pathlib import Path
 from fusedcomm import env
 from fusedcomm.doctor.findings import ERROR, OK, WARNING, Finding
 
-OURS: dict[str, Callable[[], object]] = {  # each raises ValueError where the value is wrong
-    "FUSEDCOMM_ALGORITHM": env.algorithm,
-    "FUSEDCOMM_CACHE_DIR": env.cache_dir,
-    "FUSEDCOMM_CHECK": env.check,
-    "FUSEDCOMM_DUMP_DIR": env.dump_dir,
-    "FUSEDCOMM_HOST_ID": env.host_id,
-    "FUSEDCOMM_TIMEOUT_S": env.timeout_s,
-    "FUSEDCOMM_WORKSPACE_BYTES": env.workspace_bytes,
-}
 GIB, MIB = 1 << 30, 1 << 20
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # include/linux/proc_ns.h
 
@@ -115,8 +106,6 @@ RULES = (
     ),
     Rule("FUSEDCOMM_HOST_ID", bool, WARNING, "says which ranks share memory, true or not; for tests", "unset it"),
 )
-KNOWN = {*OURS, *(rule.name for rule in RULES), "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"}
-KNOWN |= {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "XDG_CACHE_HOME"}
 
 
 def find(num_gpus: int) -> list[Finding]:
@@ -126,22 +115,22 @@ def find(num_gpus: int) -> list[Finding]:
         for rule in RULES
         if rule.name in os.environ and rule.bad(os.environ[rule.name])
     ]
-    findings += _of_ours()
+    findings += _of_fusedcomm()
     return findings or [Finding("settings", "environment", OK, "no variable that breaks things")]
 
 
-def _of_ours() -> list[Finding]:
+def _of_fusedcomm() -> list[Finding]:
     """Variables of fusedcomm with a wrong name or value. That of an unknown one may be a secret: it is not repeated."""
     findings = []
     for name in sorted(name for name in os.environ if name.startswith("FUSEDCOMM_")):
-        if name in OURS:
+        if name in env.SETTINGS:
             try:
-                OURS[name]()
+                env.SETTINGS[name]()
             except ValueError as error:
                 findings.append(Finding("settings", name, ERROR, str(error), "every op fails until it is right"))
         else:
-            near = difflib.get_close_matches(name, OURS, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(OURS))}"
+            near = difflib.get_close_matches(name, env.SETTINGS, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(env.SETTINGS))}"
             findings.append(Finding("settings", name, WARNING, "no setting of fusedcomm: ignored", advice))
     return findings
 

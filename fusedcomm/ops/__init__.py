@@ -1,1 +1,1 @@
-"""One file per op: checks, schema, fake, autograd, dispatch."""
+"""One file per op: checks, schema, algorithms, fake, autograd."""

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
+from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
-from fusedcomm.ops import dispatch, gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
+from fusedcomm.ops import gradients
+from fusedcomm.ops.dispatch import by_product, run
+from fusedcomm.ops.library import lib, refuse_transforms, register_autocast, register_fake
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_gather_matmul"
+ALGORITHMS = {"chunked": chunked.gather_matmul, "fused": fused.gather_matmul}
 Biases = Sequence[Tensor | None] | Tensor | None
 
 lib.define(
@@ -117,8 +120,9 @@ def _kernel(
         outs, gathered = reference.all_gather_matmul(x, ws, biases, gather_dim, group_size, group_name)
         return outs, gathered if return_gathered else None
 
-    outs, gathered = run(OP, "gather_matmul", exchange, group_name, x, ws, biases, return_gathered, unfused=unfused)
-    return outs, dispatch.by_product(gathered, x)
+    call = (OP, ALGORITHMS, exchange, group_name, x, ws, biases)
+    outs, gathered = run(*call, unfused=unfused, return_gathered=return_gathered)
+    return outs, by_product(gathered, x)
 
 
 @register_fake(OP)

@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
+from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
-from fusedcomm.ops import dispatch, gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
+from fusedcomm.ops import gradients
+from fusedcomm.ops.dispatch import by_product, run
+from fusedcomm.ops.library import lib, refuse_transforms, register_autocast, register_fake
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_to_all_matmul"
+ALGORITHMS = {"chunked": chunked.gather_matmul, "fused": fused.gather_matmul}
 
 lib.define(
     "all_to_all_matmul(Tensor x, Tensor w, Tensor? bias, int gather_dim, int scatter_dim, bool return_exchanged, "
@@ -92,10 +95,9 @@ def _kernel(
         )
         return [out], exchanged if return_exchanged else None
 
-    (out,), exchanged = run(
-        OP, "gather_matmul", exchange, group_name, x, [w], [bias], return_exchanged, unfused=unfused
-    )
-    return out, dispatch.by_product(exchanged, x)
+    call = (OP, ALGORITHMS, exchange, group_name, x, [w], [bias])
+    (out,), exchanged = run(*call, unfused=unfused, return_gathered=return_exchanged)
+    return out, by_product(exchanged, x)
 
 
 @register_fake(OP)

@@ -9,7 +9,6 @@ graph is captured the check runs once; its replays are not checked.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -25,8 +24,10 @@ from fusedcomm.runtime.members import Member
 from fusedcomm.runtime.vote import agree
 
 
-def same_call(record: flight_recorder.Record, plan: Plan, ours: Member, fingerprint: int, args: Sequence[Any]) -> None:
-    """A bounded collective. ``args``: what the algorithm takes beside x: weights, biases, options.
+def same_call(
+    record: flight_recorder.Record, plan: Plan, ours: Member, fingerprint: int, *, bias: Any, by_product: bool
+) -> None:
+    """A bounded collective. ``bias``: of the call, a tensor or None, or a list of such.
 
     Raises PeerMismatchError where the calls differ and PeerTimeoutError where a rank does not come. Nothing has been
     sent then, and the group can go on.
@@ -34,20 +35,19 @@ def same_call(record: flight_recorder.Record, plan: Plan, ours: Member, fingerpr
     if plan.algorithm != "unfused":
         ours.enter(record.op, fingerprint)  # a rank that knows of an error does not come
     record.state = flight_recorder.CHECKING
-    facts = {"call": facts_of(record, plan, args)}
+    facts = {"call": facts_of(record, plan, bias, by_product)}
     found = agree(PrefixStore("check", ours.store), ours.rank, ours.group_size, facts, what=record.op)
     compare([each["call"] for each in found], ours.rank, record)
 
 
-def facts_of(record: flight_recorder.Record, plan: Plan, args: Sequence[Any]) -> dict[str, Any]:
+def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: bool) -> dict[str, Any]:
     """The call as JSON; what explains most of a difference first."""
-    _, biases, *options = args
     return {
         "op": record.op,
         **record.arguments,
         "dtype": record.dtype_name,
-        "bias shape": pytree.tree_map(_shape, biases),
-        "by-product": any(option is True for option in options),
+        "bias shape": pytree.tree_map(_shape, bias),
+        "by-product": by_product,
         "algorithm": plan.algorithm,
         "rounds": plan.num_rounds,
         "slot bytes": plan.slot_bytes,

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 
-class Layout(NamedTuple):
-    """Of a w. ``transposed``: as nn.Linear's weight.mT lies; its gradient must lie so too, or autograd copies it."""
+class WeightLayout(NamedTuple):
+    """How w lies. ``transposed``: as nn.Linear's weight.mT; its gradient must lie so too, or autograd copies it."""
 
     batched: bool
     transposed: bool
 
 
-def layout_of(w: Tensor) -> Layout:
-    return Layout(batched=w.ndim > 2, transposed=w.stride(-2) == 1 and w.stride(-1) != 1)
+def layout_of(w: Tensor) -> WeightLayout:
+    return WeightLayout(batched=w.ndim > 2, transposed=w.stride(-2) == 1 and w.stride(-1) != 1)
 
 
-def of_w(x: Tensor, grad_y: Tensor, w: Layout) -> Tensor:
+def of_w(x: Tensor, grad_y: Tensor, w: WeightLayout) -> Tensor:
     """``xT @ grad_y``, summed over rows; per batch where w is batched."""
     if not w.batched:
         x, grad_y = x.flatten(0, -2), grad_y.flatten(0, -2)

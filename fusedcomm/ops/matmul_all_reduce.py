@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
+from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_out, check_tensors
-from fusedcomm.ops import dispatch, gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
+from fusedcomm.ops import gradients
+from fusedcomm.ops.dispatch import run
+from fusedcomm.ops.library import define_out, lib, new_or_given, refuse_transforms, register_autocast, register_fake
 from fusedcomm.runtime.group import Group, check_size, resolve
 
 OP = "matmul_all_reduce"
+ALGORITHMS = {"chunked": chunked.push_reduce_gather, "fused": fused.push_reduce_gather}
 
 lib.define(
     "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str reduce_op, int group_size, str group_name) -> Tensor",
@@ -83,10 +86,10 @@ def _kernel(
         own_bias = bias.chunk(group_size)[check_size(group_size, group_name).rank()]
     if out is not None:
         check_out(out, x, [*x.shape[:-1], w.shape[-1]])
-    call = (OP, "push_reduce_gather", exchange, group_name, padded, w, own_bias, scale)
+    call = (OP, ALGORITHMS, exchange, group_name, padded, w, own_bias)
     if not padding:
-        return run(*call, unfused=unfused, out=out)
-    result = run(*call, unfused=unfused).narrow(-2, 0, num_rows)
+        return run(*call, unfused=unfused, out=out, scale=scale)
+    result = run(*call, unfused=unfused, scale=scale).narrow(-2, 0, num_rows)
     return result.contiguous() if out is None else out.copy_(result)
 
 
@@ -103,10 +106,10 @@ def _fake(
     check_tensors(x, [w], [bias])
     geometry.check_all_reduce(x.shape, w.shape, reduce_op, group_size)  # which dim is cut is no business of a graph's
     check_bias(bias, w.shape[-1])
-    return dispatch.new_or_given(x, [*x.shape[:-1], w.shape[-1]], out)
+    return new_or_given(x, [*x.shape[:-1], w.shape[-1]], out)
 
 
-dispatch.define_out(OP, _kernel, _fake)
+define_out(OP, _kernel, _fake)
 register_autocast(OP)
 
 

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
+from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
-from fusedcomm.ops import dispatch, gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
+from fusedcomm.ops import gradients
+from fusedcomm.ops.dispatch import run
+from fusedcomm.ops.library import define_out, lib, new_or_given, refuse_transforms, register_autocast, register_fake
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_all_to_all"
+ALGORITHMS = {"chunked": chunked.push_matmul, "fused": fused.push_matmul}
 
 lib.define(
     "matmul_all_to_all(Tensor x, Tensor w, Tensor? bias, SymInt[]? out_shape, int gather_dim, int scatter_dim, "
@@ -102,7 +105,7 @@ def _kernel(
     def unfused() -> Tensor:
         return reference.matmul_all_to_all(x, w, bias, out_shape, gather_dim, scatter_dim, group_size, group_name)
 
-    return run(OP, "push_matmul", exchange, group_name, x, w, bias, unfused=unfused, out=out)
+    return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out)
 
 
 @register_fake(OP)
@@ -118,10 +121,10 @@ def _fake(
     out: Tensor | None = None,
 ) -> Tensor:
     exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, group_size)
-    return dispatch.new_or_given(x, exchange.out_shape, out)
+    return new_or_given(x, exchange.out_shape, out)
 
 
-dispatch.define_out(OP, _kernel, _fake)
+define_out(OP, _kernel, _fake)
 register_autocast(OP)
 
 

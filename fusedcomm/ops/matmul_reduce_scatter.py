@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
+from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
-from fusedcomm.ops import dispatch, gradients
-from fusedcomm.ops.dispatch import lib, refuse_transforms, register_autocast, register_fake, run
+from fusedcomm.ops import gradients
+from fusedcomm.ops.dispatch import run
+from fusedcomm.ops.library import define_out, lib, new_or_given, refuse_transforms, register_autocast, register_fake
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_reduce_scatter"
+ALGORITHMS = {"chunked": chunked.push_reduce, "fused": fused.push_reduce}
 
 lib.define(
     "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, int group_size, "
@@ -88,7 +91,7 @@ def _kernel(
         return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name)
 
     scale = 1 / group_size if reduce_op == "avg" else 1.0
-    return run(OP, "push_reduce", exchange, group_name, x, w, bias, scale, unfused=unfused, out=out)
+    return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out, scale=scale)
 
 
 @register_fake(OP)
@@ -103,10 +106,10 @@ def _fake(
     out: Tensor | None = None,
 ) -> Tensor:
     exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, group_size)
-    return dispatch.new_or_given(x, exchange.out_shape, out)
+    return new_or_given(x, exchange.out_shape, out)
 
 
-dispatch.define_out(OP, _kernel, _fake)
+define_out(OP, _kernel, _fake)
 register_autocast(OP)
 
 

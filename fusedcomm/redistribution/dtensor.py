@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _redistribute as torch_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fusedcomm.cost import links
-from fusedcomm.cost import model as cost
-from fusedcomm.ops.dispatch import lib
+from fusedcomm import files
+from fusedcomm.ops.library import lib
 from fusedcomm.redistribution import execute, mesh_groups, placements, search
 from fusedcomm.redistribution.mesh_groups import MeshFacts
 from fusedcomm.redistribution.placements import Unsupported
@@ -54,8 +52,6 @@ def version(mesh: DeviceMesh) -> str:
     Makes all groups that a plan can need. A graph from a cache calls no handler, and which groups its backward has
     nobody can tell before; here, where each process traces the program, all ranks come by.
     """
-    from torch._inductor.custom_graph_pass import get_hash_for_files
-
     if mesh.get_coordinate() is None:
         return ""
     facts = mesh_groups.check(mesh)
@@ -64,16 +60,10 @@ def version(mesh: DeviceMesh) -> str:
         for mesh_dims in itertools.combinations(several, num):
             for reduces in (False, True):
                 mesh_groups.flattened(mesh, mesh_dims, reduces=reduces)
-    return get_hash_for_files(_sources(), f"{facts} {torch.__version__}").hex()
+    return files.cache_key(facts, torch.__version__)
 
 
 version._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see placements.encode
-
-
-@lru_cache(maxsize=1)
-def _sources() -> tuple[str, ...]:
-    """This package and the cost model."""
-    return (*map(str, sorted(Path(__file__).parent.glob("*.py"))), str(cost.__file__), str(links.__file__))
 
 
 def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -> RedistributionPlan:

@@ -9,13 +9,11 @@ and in `synchronize`. What is written past a chunk but stays inside the slot is 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fusedcomm.runtime.workspace import HeaderLayout, Workspace
+from fusedcomm.runtime.segment import HeaderLayout
 
 GUARD_BYTES = 4096  # each
 SHOWN_BYTES = 8
@@ -28,18 +26,17 @@ def paint(segment: Tensor, layout: HeaderLayout) -> None:
         segment[start : start + layout.guard_bytes] = pattern
 
 
-def damage(workspace: Workspace) -> str | None:
-    """What has been written to the guards of this rank's segment, or None. On a GPU it waits for the current stream."""
-    if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def damage(segment: Tensor, layout: HeaderLayout, slot_bytes: int, rank: int) -> str | None:
+    """What has been written to the guards of ``rank``'s segment, or None. On a GPU it waits for the current stream."""
+    if segment.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    layout, segment = workspace.layout, workspace.buffers[workspace.rank]
-    starts = layout.guards(workspace.slot_bytes)
+    starts = layout.guards(slot_bytes)
     found = torch.stack([segment[start : start + layout.guard_bytes] for start in starts]).cpu()
     wrong = found != _pattern(layout.guard_bytes)
     if not wrong.any():
         return None
     texts = [_place(i, len(starts) - 1, found[i], wrong[i]) for i in range(len(starts)) if wrong[i].any()]
-    return f"guard bytes of rank {workspace.rank}'s segment must stay as they are, but {'; '.join(texts)}"
+    return f"guard bytes of rank {rank}'s segment must stay as they are, but {'; '.join(texts)}"
 
 
 def _place(i: int, num_slots: int, found: Tensor, wrong: Tensor) -> str:

@@ -17,11 +17,13 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from fusedcomm import env, files
+from fusedcomm import env, files, machine
+from fusedcomm.redact import redact
 from fusedcomm.runtime import flight_recorder, group
 
 log = logging.getLogger("fusedcomm")
@@ -45,6 +47,15 @@ def arm() -> None:
                 log.warning("SIGUSR1 will write no dump: %s", error)
 
 
+class on_failure:  # as a context: what is raised inside leaves a dump
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            write(f"{type(error).__name__}: {error}")
+
+
 def write(why: str) -> Path | None:
     """Replace this rank's dump at once. None, and no exception, where there is no directory or it cannot be written."""
     folder = env.dump_dir()
@@ -61,9 +72,6 @@ def write(why: str) -> Path | None:
 
 def describe(why: str) -> dict[str, Any]:
     """What a dump says; no name of a host or user, no address, no value of an unknown variable."""
-    from fusedcomm import machine
-    from fusedcomm.redact import redact
-
     now, clock = time.monotonic(), time.time()
     return redact(
         {

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fusedcomm.geometry.exchange import Exchange
-
-if TYPE_CHECKING:
-    from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.runtime.workspace import Workspace
 
 NUM_CALLS = 256
 VOTING, CHECKING, RUNNING = "voting", "checking", "running"  # what all ranks do together in a call, in this order
@@ -95,9 +93,6 @@ class Record:
         self.state = FAILED
         self.error = f"{type(error).__name__}: {error}"
         self.peers = tuple(getattr(error, "peers", ()))
-        from fusedcomm.runtime import dumps  # which reads what is here
-
-        dumps.write(self.error)
 
 
 def last() -> list[Record]:

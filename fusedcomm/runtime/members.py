@@ -20,13 +20,14 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import _symmetric_memory as symm_mem
 
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.runtime import dumps, topology
-from fusedcomm.runtime import flight_recorder as calls
+from fusedcomm.runtime import dumps, flight_recorder, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
+from fusedcomm.runtime.launch_order import ordered
+from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.vote import agree
-from fusedcomm.runtime.workspace import FINGERPRINT, Workspace, slot_bytes_within
+from fusedcomm.runtime.workspace import Workspace
 
 _MIN_SLOT_BYTES = 1 << 20
 
@@ -72,7 +73,7 @@ class Member:
     def max_slot_bytes(self) -> int:
         return slot_bytes_within(self.topology.workspace_bytes, self.group_size, self.guard_bytes)
 
-    def count(self, record: calls.Record, algorithm: str | None = None) -> None:
+    def count(self, record: flight_recorder.Record, algorithm: str | None = None) -> None:
         self.num_calls += 1
         record.number, record.resets, record.ranks, record.algorithm = (
             self.num_calls,
@@ -127,12 +128,9 @@ class Member:
         if self.device.type == "cpu":
             workspace.handshake(op, fingerprint)
             return
-        from fusedcomm.algorithms import launch
-        from fusedcomm.runtime.launch_order import ordered
-
         with ordered(workspace), workspace.guarded(op):
-            launch.signal(workspace, None, fingerprint)
-            launch.wait(workspace, fingerprint)
+            signals.signal(workspace, None, fingerprint)
+            signals.wait(workspace, fingerprint)
         torch.cuda.synchronize(self.device)
         workspace.check(op)
 
@@ -279,11 +277,8 @@ def synchronize(group: groups.Group = None) -> None:
     for each in members(groups.find(groups.resolve(group)[1])):
         if each.device.type == "cuda":
             torch.cuda.synchronize(each.device)
-        try:
+        with dumps.on_failure():
             each.check("fusedcomm.synchronize")
-        except PeerError as error:
-            dumps.write(f"{type(error).__name__}: {error}")
-            raise
 
 
 @contextmanager
@@ -298,10 +293,10 @@ def _all_members(op: str, group: groups.Group) -> Iterator[list[tuple[Member, in
         yield []
         return
     known = _group(pg)
-    with known.lock, ExitStack() as records:
+    with known.lock, dumps.on_failure(), ExitStack() as records:
         for each in known.members.values():
-            record = records.enter_context(calls.Record(op, each.group_name, each.device))
-            record.resets, record.ranks, record.state = each.resets + 1, each.ranks, calls.RUNNING
+            record = records.enter_context(flight_recorder.Record(op, each.group_name, each.device))
+            record.resets, record.ranks, record.state = each.resets + 1, each.ranks, flight_recorder.RUNNING
         slots = {device.type: each.slot_bytes for device, each in known.members.items()}
         own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots}
         facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op)

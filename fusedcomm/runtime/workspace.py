@@ -15,138 +15,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedcomm import env
-from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.geometry.exchange import Exchange, RoundSpans
 from fusedcomm.runtime import canaries
-
-NUM_SLOTS = 2  # one is a race: tests set it to see it caught
-FINGERPRINT_BITS = 24
-FINGERPRINT = (1 << FINGERPRINT_BITS) - 1
-TIMED_OUT, MISMATCHED, BROKEN_BY_PEER, ABANDONED, OVERRUN = 1, 2, 3, 4, 5
-
-
-@dataclass(frozen=True)
-class HeaderLayout:
-    """Byte offsets in a segment: [header | slot 0 | slot 1], the same on every rank. All words are int64.
-
-    With guard bytes: [header | guard | slot 0 | guard | slot 1 | guard]; a slot has its guard at its end.
-    """
-
-    group_size: int
-    epoch: int = 0  # rounds completed on this rank
-    arrivals: int = 8  # programs that have finished of the kernel that ends a round; the last one resets it
-    timeout: int = 16  # nanoseconds
-    record: int = 24  # address of the error record
-    guard_bytes: int = 0
-
-    @cached_property
-    def broken(self) -> int:
-        """broken[src_rank]: kind | epoch << 8, not 0 once src_rank has given up on this workspace."""
-        return 128
-
-    @cached_property
-    def tiles_done(self) -> int:
-        """tiles_done[dst_rank]: parts of the running push or pack kernel that are stored."""
-        return _aligned(self.broken + 8 * self.group_size)
-
-    @cached_property
-    def flags(self) -> int:
-        """flags[slot][src_rank]: epoch << 24 | fingerprint."""
-        return _aligned(self.tiles_done + 8 * self.group_size)
-
-    @cached_property
-    def header_bytes(self) -> int:
-        return _aligned(self.flags + 8 * NUM_SLOTS * self.group_size) + self.guard_bytes
-
-    def flag(self, epoch: int, src_rank: int) -> int:
-        return self.flags + 8 * (epoch % NUM_SLOTS * self.group_size + src_rank)
-
-    def slot(self, epoch: int, slot_bytes: int) -> int:
-        return self.header_bytes + epoch % NUM_SLOTS * slot_bytes
-
-    def slot_bytes(self, segment_bytes: int) -> int:
-        """From one slot to the next."""
-        return (segment_bytes - self.header_bytes) // NUM_SLOTS // 128 * 128
-
-    def guards(self, slot_bytes: int) -> list[int]:
-        """Where they begin."""
-        return [self.header_bytes - self.guard_bytes + i * slot_bytes for i in range(NUM_SLOTS + 1)]
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // 128) * 128
-
-
-def slot_bytes_within(workspace_bytes: int, group_size: int, guard_bytes: int = 0) -> int:
-    """The largest slot, without its guard, of a workspace that holds at most ``workspace_bytes``."""
-    header_bytes = HeaderLayout(group_size, guard_bytes=guard_bytes).header_bytes
-    return max(0, (workspace_bytes - header_bytes) // NUM_SLOTS // 128 * 128 - guard_bytes)
-
-
-class ErrorRecord:
-    """What the first failing wait saw: host-visible memory that kernels can write."""
-
-    WORDS = 8
-
-    def __init__(self, group_size: int, device: torch.device) -> None:
-        self.group_size = group_size
-        self.words = torch.zeros(self.WORDS + 2 * group_size, dtype=torch.int64, pin_memory=device.type == "cuda")
-
-    @property
-    def filled(self) -> bool:
-        return bool(self.words[0] == 2)
-
-    @property
-    def epoch(self) -> int:
-        return int(self.words[2])
-
-    @property
-    def fingerprint(self) -> int:
-        """Of the call that failed."""
-        return int(self.words[4])
-
-    def fill(self, kind: int, epoch: int, rank: int, fingerprint: int, flags: list[int], bad: list[int]) -> None:
-        self.words[self.WORDS : self.WORDS + self.group_size] = torch.tensor(flags)
-        self.words[self.WORDS + self.group_size + torch.tensor(bad, dtype=torch.int64)] = 1
-        self.words[1:5] = torch.tensor([kind, epoch, rank, fingerprint], dtype=torch.int64)
-        self.words[0] = 2
-
-    def error(self, op: str, group_name: str, timeout_s: float, breakers: dict[int, int]) -> PeerError:
-        """The record as an exception. ``breakers``: what each rank that gave up had found."""
-        words = self.words.tolist()
-        kind, epoch, rank = words[1:4]
-        flags = words[self.WORDS : self.WORDS + self.group_size]
-        peers = [r for r, bad in enumerate(words[self.WORDS + self.group_size :]) if bad]
-        found = [r for r, what in breakers.items() if what == MISMATCHED and r != rank]
-        left = [r for r in peers if breakers.get(r) == ABANDONED]
-        seen = ", ".join(f"{r}: {flag >> FINGERPRINT_BITS}" for r, flag in enumerate(flags) if r != rank)
-        where = f"{op} on group {group_name!r}, rank {rank}, round {epoch}"
-        after = f"(rounds seen by rank: {seen}). {RESET_FIRST}"
-        error: type[PeerError] = PeerTimeoutError
-        if kind == MISMATCHED:
-            error, text = (
-                PeerMismatchError,
-                f"ranks {peers} called another op, or this one with other shapes, dtype or dims",
-            )
-        elif left:
-            text = f"ranks {left} left their call half way, by an exception there"
-        elif found:
-            error, text = (
-                PeerMismatchError,
-                f"ranks {found} met another op, or this one with other shapes, dtype or dims",
-            )
-        elif kind == TIMED_OUT:
-            text = f"ranks {peers} did not signal within {timeout_s:g} s"
-        else:
-            text = f"ranks {peers} gave up on the workspace" if peers else f"the wait was over after {timeout_s:g} s"
-        return error(f"{where}: {text} {after}", peers=peers, op=op, epoch=epoch)
+from fusedcomm.runtime.segment import (
+    ABANDONED,
+    BROKEN_BY_PEER,
+    FINGERPRINT,
+    FINGERPRINT_BITS,
+    MISMATCHED,
+    OVERRUN,
+    TIMED_OUT,
+    ErrorRecord,
+    HeaderLayout,
+)
 
 
 @dataclass(frozen=True)
@@ -180,7 +68,7 @@ class Workspace:
         self.segments = torch.tensor(self.addresses, dtype=torch.int64, device=self.device)
         self.record = ErrorRecord(self.group_size, self.device)
         self.timeout_s = env.timeout_s()
-        self.num_slots = NUM_SLOTS
+        self.num_slots = self.layout.num_slots
         self.num_sms = _num_sms(self.device)  # virtual groups divide them
         self.lane = 0  # waiting kernels of one device and lane run in one order
         self.epoch = 0
@@ -194,8 +82,7 @@ class Workspace:
 
     @staticmethod
     def num_bytes(group_size: int, slot_bytes: int, guard_bytes: int = 0) -> int:
-        header_bytes = HeaderLayout(group_size, guard_bytes=guard_bytes).header_bytes
-        return header_bytes + NUM_SLOTS * _aligned(slot_bytes + guard_bytes)
+        return HeaderLayout(group_size, guard_bytes=guard_bytes).segment_bytes(slot_bytes)
 
     @staticmethod
     def initialise(segment: Tensor, group_size: int, guard_bytes: int = 0) -> None:
@@ -230,7 +117,9 @@ class Workspace:
         if self.error is None and self.record.filled:
             failed = self.ops.get(self.record.fingerprint, op)
             self.error = self.record.error(failed, self.group_name, self.timeout_s, self.breakers(self.record.epoch))
-        if self.error is None and self.layout.guard_bytes and (damage := canaries.damage(self)):
+        segment = self.buffers[self.rank]
+        guarded = self.error is None and self.layout.guard_bytes > 0
+        if guarded and (damage := canaries.damage(segment, self.layout, self.slot_bytes, self.rank)):
             self._give_up(OVERRUN, self.epoch)
             text = f"{op} on group {self.group_name!r}: {damage}. {RESET_FIRST}"
             self.error = PeerError(text, peers=[], op=op, epoch=self.epoch)

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import launch, tiles
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.algorithms import kernel_launch, tiles
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime.workspace import HeaderLayout
+from fusedcomm.runtime import signals
+from fusedcomm.runtime.segment import HeaderLayout
 from fusedcomm.testing import ptx_order
 
 GROUP_SIZE = 4
@@ -51,7 +52,7 @@ COUNTED = {
 
 
 @dataclass(frozen=True)
-class Report:
+class KernelReport:
     """What one kernel was made into. ``stack`` > 0: spilled registers; ``spills_in_loops``: accesses in main loops."""
 
     name: str
@@ -67,7 +68,7 @@ class Report:
     order: list[str]
 
 
-class Driver:
+class CompilerDriver:
     """Stands in for a GPU's driver: names a target, has no device to launch on."""
 
     def __init__(self, arch: int) -> None:
@@ -110,7 +111,7 @@ def compiling(arch: int) -> Iterator[list[Any]]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
-    driver.set_active(Driver(arch))
+    driver.set_active(CompilerDriver(arch))
     JITFunction.run, tiles.architecture = compile_only, lambda device: arch
     try:
         yield compiled
@@ -119,7 +120,7 @@ def compiling(arch: int) -> Iterator[list[Any]]:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PushRound:
     """A call of matmul_all_to_all whose round is compiled."""
 
     lead: tuple[int, ...]
@@ -144,24 +145,22 @@ class Problem:
 
     def push(self) -> None:
         x, w, bias = self.tensors()
-        launch.push(x, w, bias, self._spans(), MetaWorkspace(), 1)
+        kernel_launch.push(x, w, bias, self._spans(), MetaWorkspace(), 1)
 
     def unpack(self) -> None:
         out = torch.empty(self._exchange().out_shape, dtype=self.dtype, device="meta")
-        launch.unpack(out, self._spans().unpack, MetaWorkspace(), 1)
+        kernel_launch.unpack(out, self._spans().unpack, MetaWorkspace(), 1)
 
     def _exchange(self) -> Exchange:
         x, w, _ = self.tensors()
-        return geometry.matmul_all_to_all(
-            x.shape, w.shape, self.out_shape, self.gather_dim, self.scatter_dim, GROUP_SIZE
-        )
+        return shapes.matmul_all_to_all(x.shape, w.shape, self.out_shape, self.gather_dim, self.scatter_dim, GROUP_SIZE)
 
     def _spans(self) -> Any:
         return self._exchange().rounds(1 << 62)[0]
 
 
 @dataclass(frozen=True)
-class Gather:
+class GatherRound:
     """A call of all_gather_matmul, or with a scatter_dim of all_to_all_matmul, whose round is compiled."""
 
     shape: tuple[int, ...]  # of each rank's x
@@ -176,7 +175,7 @@ class Gather:
 
     def pack(self) -> None:
         x = self._meta(*self.shape)
-        launch.pack(x, self._exchange().rounds(1 << 62)[0].pack, MetaWorkspace(), 1)
+        kernel_launch.pack(x, self._exchange().rounds(1 << 62)[0].pack, MetaWorkspace(), 1)
 
     def gather(self) -> None:
         exchange = self._exchange()
@@ -186,7 +185,7 @@ class Gather:
         bias = self._meta(self.n) if self.bias else None
         (spans,) = exchange.rounds(1 << 62)
         out = self._meta(*exchange.out_shape)
-        launch.gather_matmul(out, w, bias, spans, MetaWorkspace(), 1, end_round=self.end_round)
+        kernel_launch.gather_matmul(out, w, bias, spans, MetaWorkspace(), 1, end_round=self.end_round)
 
     def _meta(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -202,29 +201,29 @@ class Gather:
 
     def _exchange(self) -> Exchange:
         if self.scatter_dim is None:
-            return geometry.all_gather_matmul(self.shape, [self._w_shape()], self.gather_dim, GROUP_SIZE)
-        return geometry.all_to_all_matmul(self.shape, self._w_shape(), self.gather_dim, self.scatter_dim, GROUP_SIZE)
+            return shapes.all_gather_matmul(self.shape, [self._w_shape()], self.gather_dim, GROUP_SIZE)
+        return shapes.all_to_all_matmul(self.shape, self._w_shape(), self.gather_dim, self.scatter_dim, GROUP_SIZE)
 
 
 def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> None:
     """matmul_reduce_scatter of 4096 rows per rank."""
-    exchange = geometry.matmul_reduce_scatter((4 * 4096, 1024), (1024, 4096), "sum", 0, GROUP_SIZE)
+    exchange = shapes.matmul_reduce_scatter((4 * 4096, 1024), (1024, 4096), "sum", 0, GROUP_SIZE)
     (spans,) = exchange.rounds(1 << 62)
     out = torch.empty(exchange.out_shape, dtype=dtype, device="meta")
     vector = torch.empty(4096, dtype=dtype, device="meta") if bias else None
-    launch.reduce(out, spans.pack, vector, scale, MetaWorkspace(), 1)
+    kernel_launch.reduce(out, spans.pack, vector, scale, MetaWorkspace(), 1)
 
 
 def finish() -> None:
     out = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-    launch.finish(out, MetaWorkspace(), 1, end_round=True)
+    signals.finish(out, MetaWorkspace(), 1, end_round=True)
 
 
-START = Problem((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the start program of fusedcomm demo
-LINEAR = Problem((16384,), 4096, 8192, 0, 1, transposed=True, bias=True)
-TOKENS = Gather((4096, 4096), 8192, 0)  # of sequence parallelism
-ULYSSES = Gather((4, 16384, 8, 128), 4096, 2, 1)  # back from heads to tokens
-PACKED_QKV = Problem((4, 4096), 4096, 12288, 1, 3, (3, 32, 128), bias=True)
+START = PushRound((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the start program
+LINEAR = PushRound((16384,), 4096, 8192, 0, 1, transposed=True, bias=True)
+TOKENS = GatherRound((4096, 4096), 8192, 0)  # of sequence parallelism
+ULYSSES = GatherRound((4, 16384, 8, 128), 4096, 2, 1)  # back from heads to tokens
+PACKED_QKV = PushRound((4, 4096), 4096, 12288, 1, 3, (3, 32, 128), bias=True)
 
 
 def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -232,12 +231,12 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "push", START.push
     yield "push transposed bias", LINEAR.push
     yield "push fp16 packed bias", dataclasses.replace(PACKED_QKV, dtype=torch.float16).push
-    yield "push pointers", Problem((16384,), 4100, 8192, 0, 1, bias=True).push
-    yield "push batched ragged", Problem((16, 4096), 4104, 8192, 1, 2, batched=True).push
-    yield "push rows scattered", Problem((1024, 16), 4096, 8192, 2, 1).push
+    yield "push pointers", PushRound((16384,), 4100, 8192, 0, 1, bias=True).push
+    yield "push batched ragged", PushRound((16, 4096), 4104, 8192, 1, 2, batched=True).push
+    yield "push rows scattered", PushRound((1024, 16), 4096, 8192, 2, 1).push
     for m in (4096, 2048, 1024, 256):  # smaller and smaller tiles
-        yield f"push {m} rows", Problem((m,), 4096, 1024, 0, 1, bias=True).push
-    single = Problem((4096,), 1024, 4096, 0, 1, bias=True, dtype=torch.float32)
+        yield f"push {m} rows", PushRound((m,), 4096, 1024, 0, 1, bias=True).push
+    single = PushRound((4096,), 1024, 4096, 0, 1, bias=True, dtype=torch.float32)
     yield "push fp32", single.push
     yield "push tf32", lambda: with_tf32(single.push)
     yield "unpack", START.unpack
@@ -249,25 +248,25 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "reduce average bias", lambda: reduce(torch.bfloat16, bias=True, scale=1 / GROUP_SIZE)
     yield "reduce fp32 bias", lambda: reduce(torch.float32, bias=True)
     yield "finish", finish
-    yield "wait source", lambda: launch.wait_source(0, MetaWorkspace(), 1)
-    yield "begin push", lambda: launch.begin_push(MetaWorkspace())
-    yield "signal", lambda: launch.signal(MetaWorkspace(), None, 1)
-    yield "wait", lambda: launch.wait(MetaWorkspace(), 1)
+    yield "wait source", lambda: signals.wait_source(0, MetaWorkspace(), 1)
+    yield "begin push", lambda: signals.begin_push(MetaWorkspace())
+    yield "signal", lambda: signals.signal(MetaWorkspace(), None, 1)
+    yield "wait", lambda: signals.wait(MetaWorkspace(), 1)
 
 
 def gathers() -> Iterator[tuple[str, Callable[[], None]]]:
     """Rows, batches or K gathered; every row of the tile tables; every way to load w."""
     yield "gather", TOKENS.gather
     yield "gather rows transposed bias", dataclasses.replace(TOKENS, transposed=True, bias=True).gather
-    yield "gather rows batched fp16", Gather((16, 1024, 4096), 8192, 1, batched=True, dtype=torch.float16).gather
+    yield "gather rows batched fp16", GatherRound((16, 1024, 4096), 8192, 1, batched=True, dtype=torch.float16).gather
     yield "gather first of two", dataclasses.replace(TOKENS, end_round=False).gather
-    yield "gather ragged", Gather((4096, 4100), 8200, 0, bias=True).gather
+    yield "gather ragged", GatherRound((4096, 4100), 8200, 0, bias=True).gather
     yield "gather K", ULYSSES.gather
     yield "gather K transposed bias", dataclasses.replace(ULYSSES, transposed=True, bias=True).gather
-    yield "gather K short runs", Gather((4, 4096, 128, 16), 4096, 3, 1).gather
-    yield "gather K 1024 rows", Gather((1024, 1024), 1024, 1, bias=True).gather
+    yield "gather K short runs", GatherRound((4, 4096, 128, 16), 4096, 3, 1).gather
+    yield "gather K 1024 rows", GatherRound((1024, 1024), 1024, 1, bias=True).gather
     for m in (512, 256, 64):  # smaller and smaller tiles
-        yield f"gather {m} rows", Gather((m, 4096), 1024, 0, bias=True).gather
+        yield f"gather {m} rows", GatherRound((m, 4096), 1024, 0, bias=True).gather
     single = dataclasses.replace(TOKENS, dtype=torch.float32, bias=True)
     yield "gather fp32", single.gather
     yield "gather tf32", lambda: with_tf32(single.gather)
@@ -318,7 +317,7 @@ def _cuobjdump(what: str, cubin: Path) -> str:
     return subprocess.run([str(tool), what, str(cubin)], check=True, capture_output=True, text=True).stdout
 
 
-def report(name: str, arch: int, kernel: Any, folder: Path) -> Report:
+def report(name: str, arch: int, kernel: Any, folder: Path) -> KernelReport:
     import triton
 
     ptx = kernel.asm["ptx"]
@@ -328,7 +327,7 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> Report:
         file.flush()
         registers, stack = resources(Path(file.name))
         in_loops = spills_in_loops(Path(file.name)) if stack else 0
-    return Report(
+    return KernelReport(
         name=name,
         arch=arch,
         triton=triton.__version__,

@@ -29,7 +29,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PathFacts:
     """What has happened on a path, seen from one thread."""
 
     unbarred: bool = False  # global stores since the last barrier
@@ -43,8 +43,8 @@ def violations(ptx: str, reads_after_wait: bool = False) -> list[str]:
     """One line per instruction that a path reaches too early. ``reads_after_wait``: loads too."""
     instructions, labels = _parse(ptx)
     found: set[tuple[int, str]] = set()
-    seen: set[tuple[int, Facts]] = set()
-    work = [(0, Facts())]
+    seen: set[tuple[int, PathFacts]] = set()
+    work = [(0, PathFacts())]
     while work:
         at, facts = work.pop()
         if (at, facts) in seen or at == len(instructions):
@@ -63,7 +63,7 @@ def violations(ptx: str, reads_after_wait: bool = False) -> list[str]:
     return [text for _, text in sorted(found)]
 
 
-def _step(instruction: Instruction, facts: Facts, reads_after_wait: bool) -> tuple[Facts, str | None]:
+def _step(instruction: Instruction, facts: PathFacts, reads_after_wait: bool) -> tuple[PathFacts, str | None]:
     op = instruction.op
     if op.startswith(("bar.sync", "barrier.sync", "barrier.cta.sync")):
         acquired = facts.acquired or facts.polled

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm.bench.problem import OpBench, Size
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_bench import MatmulSize, OpBench
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import difference
 from fusedcomm.env import ALGORITHMS
 from fusedcomm.runtime.group import store
@@ -32,7 +32,7 @@ WAIT_S = 60  # bound of waits that are to succeed: on a GPU a peer may be compil
 ABSENT_S = 5  # bound of waits that are to fail
 SLACK_S = 10  # beyond it, for a busy machine
 CALLS = 3  # back to back with fresh data: both slots are used again
-CASES = ((Size(37, 29, 31), torch.float32), (Size(3 * 13, 17, 23, batch=3), torch.bfloat16))
+CASES = ((MatmulSize(37, 29, 31), torch.float32), (MatmulSize(3 * 13, 17, 23, batch=3), torch.bfloat16))
 
 
 class Skipped(Exception):
@@ -44,14 +44,14 @@ class Wrong(Exception):
 
 
 @dataclass(frozen=True)
-class Check:
+class SelftestCheck:
     name: str
     proves: str
     run: Callable[[torch.device], str]  # says what it has seen; raises what is wrong
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """Equal on all ranks, but for the time."""
 
     name: str
@@ -61,7 +61,7 @@ class Result:
     seconds: float = 0.0
 
 
-def run_check(name: str, device: torch.device) -> Result:
+def run_check(name: str, device: torch.device) -> CheckResult:
     """One check, in all ranks of WORLD. Raises PeerTimeoutError if a rank does not come to the vote."""
     check, start = CHECKS[name], time.monotonic()
     vote: dict[str, Any] = {"status": "passed", "found": ""}
@@ -78,7 +78,7 @@ def run_check(name: str, device: torch.device) -> Result:
     # what others suffered when a rank left the check came later
     failed = [each for each in votes if each["status"] == "failed"]
     worst = min(failed, key=lambda each: each["at"]) if failed else votes[0]
-    return Result(name, check.proves, worst["status"], worst["found"], time.monotonic() - start)
+    return CheckResult(name, check.proves, worst["status"], worst["found"], time.monotonic() - start)
 
 
 @contextmanager
@@ -107,10 +107,10 @@ def own_group(**env: str) -> Iterator[ProcessGroup]:
             dist.destroy_process_group(group)
 
 
-class Data:
+class ExactCall:
     """An op, and all ranks' inputs: integers so small that every sum is exact in every dtype and order."""
 
-    def __init__(self, bench: OpBench, size: Size, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(self, bench: OpBench, size: MatmulSize, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.bench, self.dtype, self.device, self.seed = bench, dtype, device, seed
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         size = _divisible(bench, size, self.num_ranks)
@@ -161,13 +161,13 @@ class Data:
         return torch.randint(-1, 2, tuple(shape), generator=generator)
 
 
-def _divisible(bench: OpBench, size: Size, num_ranks: int) -> Size:
+def _divisible(bench: OpBench, size: MatmulSize, num_ranks: int) -> MatmulSize:
     """What the group divides times the number of ranks; the rest as odd as it is."""
     rows, k, n = (each * (num_ranks if bench.cut == cut else 1) for cut, each in _cuts(size))
-    return Size(rows, k, n, size.batch)
+    return MatmulSize(rows, k, n, size.batch)
 
 
-def _cuts(size: Size) -> tuple[tuple[str, int], ...]:
+def _cuts(size: MatmulSize) -> tuple[tuple[str, int], ...]:
     return ("rows", size.rows), ("k", size.k), ("n", size.n)
 
 
@@ -175,7 +175,7 @@ def _check_values(op: str, device: torch.device) -> str:
     with own_group() as group:
         algorithms = _runnable(group, device)[0]
         for algorithm in algorithms:
-            calls = [Data(PROGRAMS[op], *case, device, seed) for case in CASES for seed in range(CALLS)]
+            calls = [ExactCall(PROGRAMS[op], *case, device, seed) for case in CASES for seed in range(CALLS)]
             with fusedcomm.force_algorithm(algorithm, strict=True):
                 _must_be_right(calls, group, algorithm)
     return f"{', '.join(algorithms)}: {3 * CALLS * len(CASES)} tensors each, all exact"
@@ -260,8 +260,8 @@ def _falls_back(group: ProcessGroup, device: torch.device, because: str) -> str:
     return f"all five ops unfused and exact, because {plans[-1].reason}"
 
 
-def small(op: str, device: torch.device, seed: int = 0) -> Data:
-    return Data(PROGRAMS[op], *CASES[0], device, seed)
+def small(op: str, device: torch.device, seed: int = 0) -> ExactCall:
+    return ExactCall(PROGRAMS[op], *CASES[0], device, seed)
 
 
 def _runnable(group: ProcessGroup, device: torch.device) -> tuple[list[str], dict[str, str]]:
@@ -279,7 +279,7 @@ def _runnable(group: ProcessGroup, device: torch.device) -> tuple[list[str], dic
 
 
 def _with_workspace(device: torch.device) -> list[str]:
-    """The algorithms whose waits are ours."""
+    """The algorithms that wait by our own flags."""
     with own_group() as group:
         can, cannot = _runnable(group, device)
     if algorithms := [name for name in can if name != "unfused"]:
@@ -294,19 +294,19 @@ def _must_hold(group: ProcessGroup, wrong: str | None, algorithm: str) -> None:
             raise Wrong(f"rank {rank}: {algorithm}: {each['wrong']}")
 
 
-def _must_be_right(calls: Sequence[Data], group: ProcessGroup, algorithm: str) -> None:
+def _must_be_right(calls: Sequence[ExactCall], group: ProcessGroup, algorithm: str) -> None:
     """Back to back, all of them whatever the first ones give: peers make them all."""
     found = [(data.bench.op, data.wrong(group)) for data in calls]
     _must_hold(group, next((f"{op}: {wrong}" for op, wrong in found if wrong), None), algorithm)
 
 
-def _must_be_right_after_reset(data: Data, group: ProcessGroup, algorithm: str) -> None:
+def _must_be_right_after_reset(data: ExactCall, group: ProcessGroup, algorithm: str) -> None:
     with settings(TIMEOUT_S=str(WAIT_S)):
         fusedcomm.reset(group)
         _must_be_right([data], group, algorithm)
 
 
-def _error_of(data: Data, group: ProcessGroup) -> Exception | None:
+def _error_of(data: ExactCall, group: ProcessGroup) -> Exception | None:
     """On a GPU waits report when the host asks."""
     x, w = (t.detach() for t in data.inputs())
     try:
@@ -341,14 +341,14 @@ def _vote_s() -> float:
 CHECKS = {
     check.name: check
     for check in (
-        Check("plan", "all ranks plan every op alike", _check_plans),
+        SelftestCheck("plan", "all ranks plan every op alike", _check_plans),
         *(
-            Check(op, "result and gradients are those of one process, bit by bit", partial(_check_values, op))
+            SelftestCheck(op, "result and gradients are those of one process, bit by bit", partial(_check_values, op))
             for op in PROGRAMS
         ),
-        Check("time-out", "a rank that does not call is named, in bounded time", _check_time_out),
-        Check("mismatch", "ranks in different calls are all told", _check_mismatch),
-        Check("fallback, memory", "a cap that is too small means unfused, and says so", _check_cap),
-        Check("fallback, vote", "where one rank cannot, nobody does", _check_vote),
+        SelftestCheck("time-out", "a rank that does not call is named, in bounded time", _check_time_out),
+        SelftestCheck("mismatch", "ranks in different calls are all told", _check_mismatch),
+        SelftestCheck("fallback, memory", "a cap that is too small means unfused, and says so", _check_cap),
+        SelftestCheck("fallback, vote", "where one rank cannot, nobody does", _check_vote),
     )
 }

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fusedcomm.runtime.workspace import FINGERPRINT_BITS, Workspace
+from fusedcomm.runtime.segment import FINGERPRINT_BITS
+from fusedcomm.runtime.workspace import Workspace
 
 
 class VirtualGroup:

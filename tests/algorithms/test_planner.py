@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from benchmarks import op_sweep, planner_choices
+from benchmarks import ops, planner_choices
 from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
-from fusedcomm.bench.problem import Size
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_bench import MatmulSize
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.cost import model as cost
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.geometry.exchange import Exchange
@@ -152,11 +152,11 @@ def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
 ) -> None:
     """As the rule before the model, whose choices the README's figures are of, 2 ranks; else it is near the best."""
     program = PROGRAMS[op]
-    forward = itertools.product(op_sweep.ROWS, program.k, program.n)
+    forward = itertools.product(ops.ROWS, program.k, program.n)
     each = group_size if program.cut == "rows" else 1
-    decode = [(rows * each, *k_n) for k_n in op_sweep.DECODE_K_N for rows in op_sweep.DECODE_ROWS]
+    decode = [(rows * each, *k_n) for k_n in ops.DECODE_K_N for rows in ops.DECODE_ROWS]
     for shape, dtype in itertools.product([*forward, *decode], ("float32", "bfloat16")):
-        exchange = tune.exchange_of(op, program.divisible(Size(*shape), group_size), group_size)
+        exchange = tune.exchange_of(op, program.divisible(MatmulSize(*shape), group_size), group_size)
         seconds = cost.estimate(op, exchange, dtype, cost.DEFAULTS["cpu"])
         assert seconds["chunked"] <= within * seconds["unfused"], (shape, dtype, seconds)
 
@@ -305,12 +305,12 @@ def test_the_planners_bench(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_how_the_planners_bench_judges() -> None:
-    assert planner_choices.Summary.of("tuned", [1.0] * 8 + [1.02, 1.1]) == planner_choices.Summary(
+    assert planner_choices.ChoiceSummary.of("tuned", [1.0] * 8 + [1.02, 1.1]) == planner_choices.ChoiceSummary(
         "tuned", 0.9, 0.8, 1.1
     )
-    assert planner_choices.Summary("tuned", 0.9, 0.8, 1.15).met
-    assert not planner_choices.Summary("tuned", 0.89, 0.89, 1.1).met
-    assert not planner_choices.Summary("tuned", 1.0, 0.5, 1.16).met
+    assert planner_choices.ChoiceSummary("tuned", 0.9, 0.8, 1.15).met
+    assert not planner_choices.ChoiceSummary("tuned", 0.89, 0.89, 1.1).met
+    assert not planner_choices.ChoiceSummary("tuned", 1.0, 0.5, 1.16).met
 
 
 @pytest.mark.parametrize(("device", "key"), [("cpu", "no_fused"), ("cuda", "no_workspace")])

@@ -19,6 +19,7 @@ from fusedcomm.launch.ranks import RankPool
 from tests.compile.test_lowering import called, codes_of
 from tests.helpers.fragments import FRAGMENTS
 from tests.helpers.graphs import collectives_of, recorded_graphs, targets
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, world
 
 
@@ -120,10 +121,12 @@ def matmul_and_reshard_heads(xs: Any, ws: Any, device_mesh: Any, num_heads: int 
     return ys
 
 
-def check_start_program(rank: int, num_pairs: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_the_start_program(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh, num_pairs = init_device_mesh("cpu", (world_size,)), 3
     generator = torch.Generator().manual_seed(rank)
     shapes = [(2, 6, 8)] * num_pairs + [(2, 8, 32)] * num_pairs
     args = [torch.randint(-2, 3, s, generator=generator).float().requires_grad_() for s in shapes]
@@ -147,11 +150,6 @@ def check_start_program(rank: int, num_pairs: int) -> None:
     assert not any("wait_tensor" in code or "all_gather" in code for code in codes)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_the_start_program(ranks: Any, world_size: int) -> None:
-    ranks(world_size).run(check_start_program, 3)
-
-
 def own_part_of_a_gather(index: int) -> Callable[[Tensor, Tensor], Tensor]:
     def program(x: Tensor, w: Tensor) -> Tensor:
         gathered = all_gather(x @ w, 0, world())
@@ -160,7 +158,10 @@ def own_part_of_a_gather(index: int) -> Callable[[Tensor, Tensor], Tensor]:
     return program
 
 
-def check_parts(rank: int, part: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("part", ["own", "first", "other"])
+def test_a_gather_stays_of_which_the_program_itself_takes_a_part(rank: int, part: str) -> None:
+    """Whose part it is shows on one rank, not on all: the first is rank 0's own. DTensor's own calls are exchanges."""
     x, w = torch.randn(4, 6) + rank, torch.randn(6, 8)
     program = own_part_of_a_gather({"own": rank, "first": 0, "other": 1 - rank}[part])
     with recorded_graphs() as graphs, fusedcomm.compile.enabled():
@@ -170,13 +171,8 @@ def check_parts(rank: int, part: str) -> None:
     assert collectives_of(graphs[0]) == ["all_gather_into_tensor"]
 
 
-@pytest.mark.parametrize("part", ["own", "first", "other"])
-def test_a_gather_stays_of_which_the_program_itself_takes_a_part(ranks: Any, part: str) -> None:
-    """Whose part it is shows on one rank, not on all: the first is rank 0's own. DTensor's own calls are exchanges."""
-    ranks(2).run(check_parts, part)
-
-
-def check_unused(rank: int) -> None:
+@on_ranks(2)
+def test_a_result_that_nothing_reads(rank: int) -> None:
     """A rank that does not use what arrives still takes part in the exchange."""
 
     def program(x: Tensor, w: Tensor, use: bool) -> Tensor:
@@ -190,18 +186,19 @@ def check_unused(rank: int) -> None:
     assert "nothing reads its result" in report.collectives[0].reason
 
 
-def test_a_result_that_nothing_reads(ranks: Any) -> None:
-    ranks(2).run(check_unused)
-
-
-def check_failure(rank: int, module: str, function: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [("normalize", "find"), ("normalize", "rewrite"), ("rewrite", "arrange"), ("rewrite", "call")],
+)
+def test_a_pass_that_fails_leaves_the_graph(rank: int, module: str, function: str) -> None:
     """A bug in a pass, half way through a rewrite: the graph as it was, right values, one warning."""
     import importlib
 
-    from fusedcomm.compile.fuse import fuser as fuse
+    from fusedcomm.compile.graph import attempt
     from fusedcomm.compile.graph.rewrite import Rewriter
 
-    fuse._warn_once.cache_clear()
+    attempt._warn_once.cache_clear()
     fragment = next(each for each in FRAGMENTS if each.name == "three-pairs")
     program, shapes = fragment.make(dist.get_world_size())
     args = [torch.randn(shape) for shape in shapes]
@@ -235,14 +232,6 @@ def check_failure(rank: int, module: str, function: str) -> None:
     assert all(line.status == "exposed" for line in report.collectives)
 
 
-@pytest.mark.parametrize(
-    ("module", "function"),
-    [("normalize", "find"), ("normalize", "rewrite"), ("rewrite", "arrange"), ("rewrite", "call")],
-)
-def test_a_pass_that_fails_leaves_the_graph(ranks: Any, module: str, function: str) -> None:
-    ranks(2).run(check_failure, module, function)
-
-
 def cache_hits(rank: int, tag: str, fuse: list[str] | None) -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
@@ -259,6 +248,7 @@ def cache_hits(rank: int, tag: str, fuse: list[str] | None) -> tuple[int, int]:
     return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 
+@pytest.mark.thorough
 def test_cached_graphs(ranks: Any, tmp_path: Path) -> None:
     """A second process hits the cache; with another setting it misses, and so does a group of another size."""
     hit, miss = [(1, 0)] * 2, [(0, 1)] * 2
@@ -270,7 +260,8 @@ def test_cached_graphs(ranks: Any, tmp_path: Path) -> None:
         assert fresh.run(cache_hits, str(tmp_path), []) == hit
 
 
-def check_order(rank: int) -> None:
+@on_ranks(2)
+def test_ops_keep_the_place_of_their_collective(rank: int) -> None:
     """The ranks multiply at different times what they gather; their collectives keep the one order that both have."""
 
     def program(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -287,7 +278,3 @@ def check_order(rank: int) -> None:
     torch.testing.assert_close(got, want)
     names = [str(n.target) for n in graphs[0].nodes if "all_" in str(n.target)]
     assert names == ["fusedcomm.all_gather_matmul.default", "_c10d_functional.all_reduce.default"]
-
-
-def test_ops_keep_the_place_of_their_collective(ranks: Any) -> None:
-    ranks(2).run(check_order)

@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedcomm
 from fusedcomm.compile.graph.layout import ASSUMED_SIZE
-from fusedcomm.compile.overlap.estimator import Estimator
-from fusedcomm.compile.overlap.simulator import Cost
+from fusedcomm.compile.overlap.estimator import Estimator, reach
+from fusedcomm.compile.overlap.node_cost import Cost
 from fusedcomm.cost import links
 from fusedcomm.cost import model as cost
 from fusedcomm.cost.model import DEFAULTS
@@ -77,12 +77,12 @@ def moved_ms(num_bytes: float, launches: int = 1) -> float:
 
 
 def test_links_of_a_mesh(mesh: Any) -> None:
-    assert links.reach(name_of(mesh, "tp"), 8) == links.Reach("intra", 8, 7)
-    assert links.reach(name_of(mesh, "dp"), 8) == links.Reach("inter", 8, 7)
-    assert links.reach(name_of(mesh, "tp"), 4) == links.Reach("inter", 8, 4, 4)
-    assert links.reach(name_of(mesh, "tp"), 64) == links.Reach("intra", 8, 7)
-    assert links.reach(dist.group.WORLD.group_name, 8) == links.Reach("inter", 64, 56, 8)
-    assert links.reach("nobody's", 8) is None
+    assert reach(name_of(mesh, "tp"), 8) == links.Reach("intra", 8, 7)
+    assert reach(name_of(mesh, "dp"), 8) == links.Reach("inter", 8, 7)
+    assert reach(name_of(mesh, "tp"), 4) == links.Reach("inter", 8, 4, 4)
+    assert reach(name_of(mesh, "tp"), 64) == links.Reach("intra", 8, 7)
+    assert reach(dist.group.WORLD.group_name, 8) == links.Reach("inter", 64, 56, 8)
+    assert reach("nobody's", 8) is None
     estimator = Estimator("cuda")
     assert estimator.can_fuse(name_of(mesh, "tp")) and not estimator.can_fuse(name_of(mesh, "dp"))
     assert not estimator.can_fuse("nobody's")

@@ -8,15 +8,45 @@ import pytest
 
 from tests.helpers.fragments import FRAGMENTS, Fragment
 from tests.helpers.graphs import check_fragment
+from tests.helpers.thorough import thorough_but
 
+QUICK = [  # one for each op and each way to write it
+    "all-reduce-in-place",
+    "all-to-all-in-place",
+    "batched-with-bias",
+    "bias-added-after",
+    "deepspeed-after-attention",
+    "deepspeed-before-attention",
+    "dtensor-tensor-parallel",
+    "dynamic-batch",
+    "experts",
+    "frozen-weight",
+    "gather-and-scatter-in-place",
+    "gathered-is-used-again",
+    "gathered-k",
+    "megatron-column-parallel",
+    "megatron-row-parallel",
+    "reduced-logits",
+    "rows-without-a-new-layout",
+    "scattered-columns",
+    "shard-dim-alltoall",
+    "shard-dim-alltoall-before",
+    "start-program",
+    "three-pairs",
+    "transposed-for-attention",
+    "under-autocast",
+    "veomni-after-attention",
+    "veomni-before-attention",
+]
 ON_FOUR_RANKS = ["dtensor-sequence-parallel", "q-k-v-linears-for-inference"]
 
 
-@pytest.mark.parametrize("fragment", FRAGMENTS, ids=str)
+@pytest.mark.parametrize("fragment", thorough_but([f for f in FRAGMENTS if f.name in QUICK], FRAGMENTS), ids=str)
 def test_on_two_ranks(ranks: Any, fragment: Fragment) -> None:
     ranks(2).run(check_fragment, fragment.name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ON_FOUR_RANKS)
 def test_on_four_ranks(ranks: Any, name: str) -> None:
     ranks(4).run(check_fragment, name)

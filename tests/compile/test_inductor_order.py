@@ -122,6 +122,7 @@ def check_fusing(rank: int) -> list[tuple[list[str], list[int]]]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_fuses_leaves_the_others_in_place(ranks: Any) -> None:
     """The softmax of u is one kernel, though matmuls stand between its ops. What reads the wait's result is not fused
     with what the first matmul reads; in the control it is, and the wait comes before all matmuls."""

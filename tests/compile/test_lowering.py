@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import OPS
 
 _c10d = torch.ops._c10d_functional
@@ -75,7 +76,8 @@ def test_each_op_is_called_once_and_makes_its_result_in_place(ranks: Any) -> Non
     ]
 
 
-def check_layouts(rank: int) -> None:
+@on_ranks(2)
+def test_operands_are_written_as_the_op_reads_them(rank: int) -> None:
     def program(x: Tensor, w: Tensor) -> list[Tensor]:
         return [
             fusedcomm.matmul_all_reduce(x, w.mT),
@@ -94,10 +96,6 @@ def check_layouts(rank: int) -> None:
     (w_of_exchange,) = re.findall(r"matmul_all_to_all\.out\(arg\d_1, (buf\d+),", code)
     assert (strides[x_of_scatter], strides[w_of_exchange]) == ("(8, 1)", "(1, 8)")
     assert len(re.findall(r"^ +cpp_fused\w+\(", code, re.MULTILINE)) == 2  # those two, and no copies
-
-
-def test_operands_are_written_as_the_op_reads_them(ranks: Any) -> None:
-    ranks(2).run(check_layouts)
 
 
 @contextmanager
@@ -173,7 +171,8 @@ def test_without_our_lowering_they_would_not(ranks: Any) -> None:
     assert ops.index("all_to_all_single") < ops.index("matmul_all_to_all")
 
 
-def check_operands(rank: int) -> None:
+@on_ranks(2)
+def test_operands_are_there_until_the_op_is_done(rank: int) -> None:
     def program(x: Tensor, w: Tensor, g: Tensor) -> list[Tensor]:
         a, b = x + 1, w.exp()
         z = fusedcomm.all_gather_matmul(g, b, 0)
@@ -192,11 +191,8 @@ def check_operands(rank: int) -> None:
         assert reuse in after and reuse not in before
 
 
-def test_operands_are_there_until_the_op_is_done(ranks: Any) -> None:
-    ranks(2).run(check_operands)
-
-
-def check_dynamic(rank: int) -> None:
+@on_ranks(2)
+def test_symbolic_sizes(rank: int) -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:
         y = fusedcomm.matmul_all_to_all(x, w, 0, 1, out_shape=[w.shape[1] // 2, 2])
         return fusedcomm.all_to_all_matmul(y.relu(), w[: y.shape[1]], 0, 1)
@@ -209,11 +205,8 @@ def check_dynamic(rank: int) -> None:
             torch.testing.assert_close(compiled(x, w), program(x, w))
 
 
-def test_symbolic_sizes(ranks: Any) -> None:
-    ranks(2).run(check_dynamic)
-
-
-def check_unread(rank: int) -> None:
+@on_ranks(2)
+def test_a_result_that_nothing_reads(rank: int) -> None:
     """A later pass takes away what reads the op's result: the op still runs, on all ranks alike."""
 
     def drop(graph: torch.fx.Graph) -> None:
@@ -226,10 +219,6 @@ def check_unread(rank: int) -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     out, codes = codes_of(lambda compiled: compiled(x, w), program, post_grad_custom_post_pass=drop)
     assert out.equal(x) and called(codes[0]) == ["matmul_all_reduce.default"]
-
-
-def test_a_result_that_nothing_reads(ranks: Any) -> None:
-    ranks(2).run(check_unread)
 
 
 def cache_hits(rank: int, tag: str) -> tuple[int, int]:

@@ -113,6 +113,7 @@ def test_a_chain_becomes(cube: World, name: str) -> None:
     assert out.meta["val"].stride() == out_plain.meta["val"].stride()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*MESHES, *WITHOUT_ORDER])
 def test_random_chains(name: str) -> None:
     """Of any kinds over any dims, rearranged between: equal on every rank, and never more sent or more collectives."""

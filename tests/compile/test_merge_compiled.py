@@ -11,6 +11,7 @@ from torch import Tensor
 import fusedcomm.compile
 from tests.helpers.graphs import collectives_of, recorded_graphs, targets
 from tests.helpers.merge_world import A2A, AG, AR, RS
+from tests.helpers.on_ranks import on_ranks
 
 REDISTRIBUTIONS = [  # on 2 x 2 ranks: from, to, and the collectives of the forward and the backward
     ("P P", "R R", [AR], []),
@@ -30,7 +31,8 @@ def redistributed(x: Tensor, mesh: Any, before: str, after: str) -> Tensor:
     return DTensor.from_local(x, mesh, placed[0]).redistribute(mesh, placed[1]).to_local()
 
 
-def check_compiled(rank: int) -> None:
+@on_ranks(4)
+def test_dtensors(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2))
@@ -58,7 +60,3 @@ def check_compiled(rank: int) -> None:
     assert [targets(graph, "fusedcomm") for graph in graphs] == [["matmul_reduce_scatter"], ["all_gather_matmul"]]
     left = [line for line in report.collectives if line.node.startswith("all_reduce") and line.status == "exposed"]
     assert any("of which mesh dim part" in line.reason for line in left)
-
-
-def test_dtensors(ranks: Any) -> None:
-    ranks(4).run(check_compiled)

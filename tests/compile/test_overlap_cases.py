@@ -396,7 +396,7 @@ def seconds_per_collective(tp: Peers, count: int) -> float:
     for _ in range(count):
         x = t.like(x, aten.relu.default, x)
         found.append(t.like(x, all_reduce, x, "sum", tp.name))
-    program = Program(t.returns(*(t.like(x, WAIT, start) for start in found)).graph, estimator())
+    program = Program(t.returns(*(t.like(x, WAIT, start) for start in found)).graph, estimator().cost)
     order = range(len(program))
     timeline, begin = run(program, order), time.process_time()
     assert bucket.find(program, order, timeline, estimator())

@@ -245,6 +245,7 @@ def seconds_per_node(groups: list[Peers], num_nodes: int, comm_ms: float | None,
     return statistics.median(seconds)
 
 
+@pytest.mark.thorough
 def test_time_is_linear(groups: list[Peers]) -> None:
     """Where compute cannot hide the collectives; also where it can in the soak test."""
     assert seconds_per_node(groups, 8000, 100.0, 1) < 2 * seconds_per_node(groups, 2000, 100.0, 2)

@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.graph.collectives import kind_of
 from fusedcomm.compile.graph.layout import ASSUMED_SIZE
+from fusedcomm.compile.overlap.node_cost import Cost, Transfer
 from fusedcomm.compile.overlap.program import Program
-from fusedcomm.compile.overlap.simulator import Cost, Transfer, run, simulate
+from fusedcomm.compile.overlap.simulator import run, simulate
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
@@ -180,7 +181,7 @@ def memory_programs(draw: st.DrawFn) -> tuple[Program, list[set[int]], list[int]
     for of in results | {0}:
         touched[storage[of]].add(len(nodes))
     gm = b.done(*(nodes[of] for of in results), shared=draw(st.booleans()))
-    return Program(gm.graph, Costs()), touched, sizes
+    return Program(gm.graph, Costs().cost), touched, sizes
 
 
 @settings(max_examples=80, deadline=None)
@@ -325,7 +326,7 @@ PAIRS = [
 def test_the_second_stays_after_the_first(build: Callable[[Builder], tuple[Node, Node]], shared: bool) -> None:
     b = Builder()
     first, second = build(b)
-    program = Program(b.done(shared=shared).graph, Costs())
+    program = Program(b.done(shared=shared).graph, Costs().cost)
     index = {node: i for i, node in enumerate(program.nodes)}
 
     def as_early_as(before: Sequence[Sequence[int]]) -> bool:
@@ -342,7 +343,7 @@ def test_a_wait_for_what_is_computed_from_another_is_not_for_its_start() -> None
     b = Builder()
     t = b(functional.wait_tensor.default, b(functional.all_reduce.default, b.input("x"), "sum", "g"))
     b(functional.wait_tensor.default, b(aten.view.default, b(aten.neg.default, t), [2, 2]))
-    program = Program(b.done().graph, Costs())
+    program = Program(b.done().graph, Costs().cost)
     assert program.waits_for == [[], [], [1], [], [], [], []]
     assert program.memory.of == [[0], [1], [1], [2], [2], [2], []]
 
@@ -354,7 +355,7 @@ def test_reads_and_collectives_are_free_to_move() -> None:
     for _ in range(2):
         y = b(functional.wait_tensor.default, b(functional.all_reduce.default, x, "sum", "g"))
         b(aten.view.default, b(aten.neg.default, y), [2, 2])
-    program = Program(b.done().graph, Costs())
+    program = Program(b.done().graph, Costs().cost)
     index = {node: i for i, node in enumerate(program.nodes)}
     for node, before in list(zip(program.nodes, program.before, strict=True))[:-1]:
         assert before == sorted(index[each] for each in node.all_input_nodes)
@@ -375,7 +376,7 @@ def mutating(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 def test_any_order_that_is_allowed_gives_the_same_values() -> None:
     """Traced with real tensors. By arguments alone some orders do not."""
     gm = make_fx(mutating)(torch.ones(4), torch.ones(4))
-    program = Program(gm.graph, Costs())
+    program = Program(gm.graph, Costs().cost)
     index = {node: i for i, node in enumerate(program.nodes)}
     data = [[index[each] for each in node.all_input_nodes] for node in program.nodes]
     data[-1] = list(range(len(program) - 1))

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import Report
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
+from tests.helpers.thorough import thorough_but
 
 KINDS = ["push", "exchange", "gather", "reduce_scatter", "all_reduce"]
 
@@ -112,7 +113,7 @@ def fused(rank: int, kind: str, seeds: list[int]) -> int:
     return sum(line.status == "fused" for line in report.collectives)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", thorough_but([2], [2, 3]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_stay(ranks: Any, kind: str, world_size: int) -> None:
     counts = ranks(world_size).run(fused, kind, list(range(25)))

@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Node
 
 import fusedcomm  # noqa: F401
-from fusedcomm.compile.overlap import timeline_plot
-from fusedcomm.compile.overlap.simulator import Clock, Cost, Line, Timeline, Transfer, simulate
+from fusedcomm.compile.overlap import timeline
+from fusedcomm.compile.overlap.node_cost import Cost, Transfer
+from fusedcomm.compile.overlap.simulator import Clock, simulate
+from fusedcomm.compile.overlap.timeline import Line, Timeline
 from tests.compile.test_program import Builder, Costs
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -260,9 +262,9 @@ def test_plots_are_not_blank(shown: Timeline, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     shown.plot(tmp_path / "one.svg")
     text = (tmp_path / "one.svg").read_text()
-    assert all(colour in text for colour in timeline_plot.COLOURS.values())
-    timeline_plot.plot_both(shown, Timeline(0.0, 0.0, 0.0, [], 0), tmp_path / "both.png")
-    assert set(timeline_plot.COLOURS.values()) <= colours(tmp_path / "both.png")
+    assert all(colour in text for colour in timeline.COLOURS.values())
+    timeline.plot_both(shown, Timeline(0.0, 0.0, 0.0, [], 0), tmp_path / "both.png")
+    assert set(timeline.COLOURS.values()) <= colours(tmp_path / "both.png")
 
 
 def colours(file: Path) -> set[str]:
@@ -280,18 +282,18 @@ def test_many_nodes_are_drawn_in_seconds(tmp_path: Path) -> None:
     before = time.monotonic()
     Timeline(20_000, 18_000, 2_000, lines, 106, spans, [], memory).plot(tmp_path / "many.png")
     assert time.monotonic() - before < 10
-    merged = timeline_plot._merged([(begin, end) for _, begin, end in spans], 20_000 / 1500)
+    merged = timeline._merged([(begin, end) for _, begin, end in spans], 20_000 / 1500)
     assert len(merged) < 3000 and merged[0][0] == 0.0 and merged[-1][1] == spans[-1][2]
 
 
 def test_wide_spans_and_gaps_are_kept_when_narrow_ones_are_merged() -> None:
     spans = [(0.0, 10.0), (10.0, 20.0), (25.0, 25.1), (25.1, 25.2), (25.2, 25.3), (27.0, 40.0)]
-    assert timeline_plot._merged(spans, 1.0) == [(0.0, 10.0), (10.0, 20.0), (25.0, 25.3), (27.0, 40.0)]
+    assert timeline._merged(spans, 1.0) == [(0.0, 10.0), (10.0, 20.0), (25.0, 25.3), (27.0, 40.0)]
 
 
 def test_a_peak_in_a_pixel_is_shown_and_does_not_last() -> None:
     memory = [(0.0, 100), (0.0, 10), (5.0, 20), (5.5, 5)]
-    assert timeline_plot._most_per_pixel(memory, 1.0) == [(0.0, 100), (1.0, 10), (5.0, 20), (5.5, 5)]
+    assert timeline._most_per_pixel(memory, 1.0) == [(0.0, 100), (1.0, 10), (5.0, 20), (5.5, 5)]
 
 
 def test_without_matplotlib_it_says_what_to_install(shown: Timeline, monkeypatch: pytest.MonkeyPatch) -> None:

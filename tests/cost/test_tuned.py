@@ -27,7 +27,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm import env
 from fusedcomm.bench import tune
-from fusedcomm.bench.problem import RankData, Size
+from fusedcomm.bench.op_bench import MatmulSize, OpData
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import main
 from fusedcomm.cost import model as cost
@@ -279,7 +279,7 @@ def share(rank: int, directories: list[str]) -> str:
     with own_cache(directories[rank]):
         assert dist.group.WORLD is not None
         try:
-            file = tuned.write_for_all(FAST, CPU, dist.group.WORLD)
+            file = tune.write_for_all(FAST, CPU, dist.group.WORLD)
         except OSError as error:
             return str(error)
         return "" if tuned.read(CPU, 2) == FAST and file.exists() else "not there"
@@ -335,8 +335,8 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     now: list[Any] = []
 
     def data(bench: Any, op: str, size: tuple[int, int, int], dtype: str, names: Any) -> Any:
-        now[:] = [op, Size(*size), dtype]
-        return SimpleNamespace(size=Size(*size), forced=lambda name: name)
+        now[:] = [op, MatmulSize(*size), dtype]
+        return SimpleNamespace(size=MatmulSize(*size), forced=lambda name: name)
 
     def seconds(variants: dict[str, Any], repeat: int) -> dict[str, float]:
         op, size, dtype = now
@@ -345,7 +345,7 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tune, "_data", data)
     ours: Any = SimpleNamespace(device=CPU, group_size=2, topology=topology.Topology(None, "no", 0, None))
-    bench = tune._Bench(ours, tune.Sizes.of("cpu", quick=False), rounds=1)
+    bench = tune._Bench(ours, tune.TuneSizes.of("cpu", quick=False), rounds=1)
     monkeypatch.setattr(bench, "seconds", seconds)
     found = tune._overheads(bench, replace(truth, call_overhead=FAST.call_overhead, chunk_overhead=0.5))
     assert found.call_overhead == {"unfused": pytest.approx(3e-4), "chunked": pytest.approx(2e-4)}
@@ -360,7 +360,7 @@ def test_where_the_fastest_algorithm_changes() -> None:
         first, second = [each for each in found if each.dtype == dtype]
         assert (first.rows, first.algorithm, second.algorithm) == (1, "unfused", "chunked")
         for rows, fastest in ((second.rows // 2, "unfused"), (second.rows, "chunked")):
-            exchange = tune.exchange_of("matmul_all_to_all", Size(rows, *tune.CROSSOVER_K_N), 2)
+            exchange = tune.exchange_of("matmul_all_to_all", MatmulSize(rows, *tune.CROSSOVER_K_N), 2)
             estimates = cost.estimate("matmul_all_to_all", exchange, dtype, slow_start)
             assert min(estimates, key=estimates.__getitem__) == fastest
 
@@ -368,7 +368,7 @@ def test_where_the_fastest_algorithm_changes() -> None:
 def tune_small(rank: int, workspace_bytes: int, op: str) -> str:
     """Of `_data`: what it refuses to measure."""
     member = members.member(resolve(None)[1], CPU)
-    bench = tune._Bench(member, tune.Sizes.of("cpu", quick=True), rounds=1)
+    bench = tune._Bench(member, tune.TuneSizes.of("cpu", quick=True), rounds=1)
     before = member.topology
     member.topology = replace(before, workspace_bytes=workspace_bytes)
     member.__dict__.pop("max_slot_bytes", None)
@@ -383,7 +383,7 @@ def tune_small(rank: int, workspace_bytes: int, op: str) -> str:
 
 
 def tune_wrong_values(rank: int) -> str:
-    with mock.patch.object(RankData, "check", lambda data, name, result: "wrong" * (name == "chunked" and rank == 1)):
+    with mock.patch.object(OpData, "check", lambda data, name, result: "wrong" * (name == "chunked" and rank == 1)):
         return tune_small(rank, 1 << 30, "matmul_all_to_all")
 
 
@@ -396,7 +396,7 @@ def test_only_what_runs_and_is_right_is_measured(ranks: Any) -> None:
 
 # the command
 
-TINY = tune.Sizes(
+TINY = tune.TuneSizes(
     probe=(16, 32, 32),
     matmuls=((64, 64, 64), (32, 64, 64)),
     narrow=((4, 64, 64),),
@@ -409,16 +409,17 @@ TINY = tune.Sizes(
 
 def tune_tiny(rank: int, directory: str, *args: str) -> tuple[int, str, str]:
     """As under torchrun: this rank has RANK and a group."""
-    out, err, sizes_of = io.StringIO(), io.StringIO(), tune.Sizes.of
+    out, err, sizes_of = io.StringIO(), io.StringIO(), tune.TuneSizes.of
     with own_cache(directory), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        tune.Sizes.of = staticmethod(lambda device_type, quick: TINY)  # type: ignore[method-assign]
+        tune.TuneSizes.of = staticmethod(lambda device_type, quick: TINY)  # type: ignore[method-assign]
         try:
             code = main(["tune", "--quick", "--device", "cpu", *args])
         finally:
-            tune.Sizes.of = sizes_of  # type: ignore[method-assign]
+            tune.TuneSizes.of = sizes_of  # type: ignore[method-assign]
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.thorough
 def test_the_command_measures_writes_shows_and_resets(
     ranks: Any, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,10 +118,10 @@ class Nvml:
         return 50
 
 
-def shared(ranks: Callable[[int], RankPool]) -> type[checks.Ranks]:
-    """checks.Ranks over the pools of the test session."""
+def shared(ranks: Callable[[int], RankPool]) -> type[checks.CheckRanks]:
+    """checks.CheckRanks over the pools of the test session."""
 
-    class Shared(checks.Ranks):
+    class Shared(checks.CheckRanks):
         def __init__(self, world_size: int, backend: str = "gloo") -> None:
             super().__init__(world_size, backend)
             self.pool = ranks(world_size)
@@ -132,10 +132,10 @@ def shared(ranks: Callable[[int], RankPool]) -> type[checks.Ranks]:
     return Shared
 
 
-def canned(answers: dict[str, Any]) -> type[checks.Ranks]:
-    """checks.Ranks without processes: a function's answer, or exception, is that of its name."""
+def canned(answers: dict[str, Any]) -> type[checks.CheckRanks]:
+    """checks.CheckRanks without processes: a function's answer, or exception, is that of its name."""
 
-    class Canned(checks.Ranks):
+    class Canned(checks.CheckRanks):
         def run(self, limit_s: float, fn: Callable[..., Any], *args: Any) -> Any:
             answer = answers.get(f"{fn.__name__} {args[0] if args else ''}".strip(), answers.get(fn.__name__))
             if isinstance(answer, Exception):

@@ -12,7 +12,7 @@ from unittest import mock
 from torch import Tensor
 
 from fusedcomm.ops import dispatch
-from fusedcomm.runtime import members, workspace
+from fusedcomm.runtime import members, segment
 from fusedcomm.runtime.workspace import Round, Workspace
 from fusedcomm.testing.faults import Cell
 
@@ -51,7 +51,7 @@ def wait_for_nobody() -> Any:
 
 def count_no_rounds() -> Any:
     """One slot, whose flags say of every later round that it is this one."""
-    return mock.patch.object(workspace, "NUM_SLOTS", 1)
+    return mock.patch.object(segment, "NUM_SLOTS", 1)
 
 
 def have_no_deadline() -> Any:

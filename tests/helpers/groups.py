@@ -19,12 +19,15 @@ from tests.helpers.spies import Dispatched, pushed
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALGORITHMS = ["unfused", "chunked", "fused"]
 
-# Of the kernels one op for each kind: push and unpack, pack and gather, reduce. Those of the others are soak tests.
+# The kernels run with one op for each kind: push and unpack, pack and gather, reduce. The other ops are soak tests.
 _SHARE_KERNELS = ("all_to_all_matmul", "matmul_all_reduce")
 WITH_FEW_FUSED = [
-    pytest.param(op, algorithm, marks=pytest.mark.soak if algorithm == "fused" and op in _SHARE_KERNELS else ())
+    param
     for op in OPS
-    for algorithm in ("chunked", "fused")
+    for param in (
+        pytest.param(op, "chunked"),
+        pytest.param(op, "fused", marks=pytest.mark.soak if op in _SHARE_KERNELS else pytest.mark.thorough),
+    )
 ]
 
 

@@ -71,13 +71,13 @@ def run_tests(folder: Path, *tests: str) -> tuple[int | None, str]:
 
 
 WORKSPACE = "fusedcomm/runtime/workspace.py"
-REGISTRY = "fusedcomm/runtime/members.py"
+MEMBERS = "fusedcomm/runtime/members.py"
 ROUNDS = "kernels/triton/rounds.py"
 
 CONTROLS: dict[str, Control] = {
     # values
     "a second slot": Control(
-        WORKSPACE,
+        "fusedcomm/runtime/segment.py",
         "return self.header_bytes + epoch % NUM_SLOTS * slot_bytes",
         "return self.header_bytes",
         "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked-2-200]",
@@ -139,7 +139,7 @@ CONTROLS: dict[str, Control] = {
         "tests/runtime/test_faults.py::test_a_late_rank_gets_an_error_too",
     ),
     "growth meets before it waits": Control(
-        REGISTRY,
+        MEMBERS,
         "            self._come_together(self.workspace, op, ~fingerprint & FINGERPRINT)\n",
         "",
         "tests/runtime/test_faults.py::test_a_peer_in_another_call[needs-growth-chunked-later-call]",
@@ -182,31 +182,31 @@ CONTROLS: dict[str, Control] = {
         "tests/runtime/test_faults.py::test_a_forked_child_is_no_rank",
     ),
     "a failed vote is not tried again": Control(
-        REGISTRY,
+        MEMBERS,
         "            if device in group.errors:",
         "            if False:",
         "tests/runtime/test_faults.py::test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second",
     ),
     "a workspace that could not be made is not tried again": Control(
-        REGISTRY,
+        MEMBERS,
         "        if self.error is not None:",
         "        if False:",
         "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
     ),
     "an error that is kept holds on to nothing": Control(
-        REGISTRY,
+        MEMBERS,
         "                raise group.errors[device].again() from failed",
         "                raise group.errors[device] from failed",
         "tests/runtime/test_reset.py::test_a_failed_call_keeps_neither_its_group_nor_its_tensors",
     ),
     "a reset makes slots of one size": Control(
-        REGISTRY,
+        MEMBERS,
         '        yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]',
         "        yield [(known.members[d], known.members[d].slot_bytes) for d in devices]",
         "tests/runtime/test_reset.py::test_a_reset_makes_slots_of_one_size",
     ),
     "segments of captured graphs are kept": Control(
-        REGISTRY,
+        MEMBERS,
         "            self.retired.append(self.workspace)",
         "            pass",
         "tests/runtime/test_workspace.py::test_retired_segments_are_kept_and_watched",
@@ -237,13 +237,13 @@ CONTROLS: dict[str, Control] = {
         "tests/cost/test_tuned.py::test_tuned_numbers_decide_on_all_ranks_or_on_none",
     ),
     "a rank without memory is heard of": Control(
-        REGISTRY,
+        MEMBERS,
         '"error": error}',
         '"error": ""}',
         "tests/runtime/test_faults.py::test_a_rank_without_memory_makes_all_run_unfused",
     ),
     "votes compare what they are about": Control(
-        REGISTRY,
+        MEMBERS,
         "    if others:\n        calls = ",
         "    if False:\n        calls = ",
         "tests/runtime/test_faults.py::test_reset_against_close_is_a_mismatch",
@@ -269,7 +269,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "a look at the guard bytes": Control(
         WORKSPACE,
-        "(damage := guards.damage(self))",
+        "(damage := canaries.damage(segment, self.layout, self.slot_bytes, self.rank))",
         "(damage := '')",
         "tests/runtime/test_canaries.py::test_an_overrun_of_a_peer_is_told_to_all_ranks",
     ),

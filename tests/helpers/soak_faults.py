@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 
 from fusedcomm.algorithms.transport import CpuTransport
-from fusedcomm.runtime import workspace
+from fusedcomm.runtime import segment, workspace
 from tests.soak import invoke, worker
-from tests.soak.data import Data
 from tests.soak.jitter import jitter
-from tests.soak.outcome import Outcome
+from tests.soak.known_values import KnownValues
+from tests.soak.outcome import SoakOutcome
 
 LATE_S = 0.003
 SHARE = 0.3  # of signals and waits that are late
@@ -26,7 +26,7 @@ SHARE = 0.3  # of signals and waits that are late
 
 @contextmanager
 def one_slot() -> Iterator[None]:
-    with mock.patch.object(workspace, "NUM_SLOTS", 1):
+    with mock.patch.object(segment, "NUM_SLOTS", 1):
         yield
 
 
@@ -115,7 +115,7 @@ def wrong_element() -> Iterator[None]:
     """One of a float16 matmul_reduce_scatter, on rank 1 of a group."""
     results = invoke.results
 
-    def spoiled(data: Data, rank: int, *args: Any) -> list[torch.Tensor]:
+    def spoiled(data: KnownValues, rank: int, *args: Any) -> list[torch.Tensor]:
         outs = results(data, rank, *args)
         if rank == 1 and (data.case.op, data.case.dtype) == ("matmul_reduce_scatter", torch.float16):
             outs[0].view(-1)[-1:] += 1
@@ -127,7 +127,7 @@ def wrong_element() -> Iterator[None]:
 
 def run_without(
     rank: int, fault: Callable[[], Any], seed: int, index: int, steps: Sequence[int] | None = None, wait_s: int = 90
-) -> Outcome:
+) -> SoakOutcome:
     """A program under ``fault``, with many delays."""
     with ExitStack() as patches:
         patches.enter_context(mock.patch.dict(worker.WAIT_S, cpu=wait_s))

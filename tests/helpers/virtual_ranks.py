@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.runtime.workspace import HeaderLayout
+from fusedcomm.runtime.segment import HeaderLayout
 
 GUARD = 0xA5
 NOT_A_NUMBER = 0xFF  # in every byte of a float of any type
@@ -68,13 +68,20 @@ def virtual_ranks(group_size: int, slot_bytes: int, num_slots: int = 2) -> list[
 def sizes_and_names(names: Iterable[str], on_all: Iterable[str]) -> list[Any]:
     """Every case on 1 and 3 ranks, and some on 2 and 4 too: the interpreter is slow, and a third peer is as the second.
 
-    The others are soak tests.
+    The others are soak tests. Of the former those on more than 2 ranks are thorough.
     """
-    names, quick = list(names), set(on_all)
-    assert quick <= set(names)
-    soak = pytest.mark.soak
+    names, on_all = list(names), set(on_all)
+    assert on_all <= set(names)
     return [
-        pytest.param(group_size, name, marks=() if group_size % 2 or name in quick else soak)
+        pytest.param(
+            group_size,
+            name,
+            marks=pytest.mark.soak
+            if group_size % 2 == 0 and name not in on_all
+            else pytest.mark.thorough
+            if group_size > 2
+            else (),
+        )
         for group_size in (1, 2, 3, 4)
         for name in names
     ]

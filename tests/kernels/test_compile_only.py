@@ -1,8 +1,9 @@
 """The Triton kernels compiled without a GPU: instructions, order, registers, shared memory.
 
-In other processes (this one may be in the interpreter; tests/helpers/compilers.py): under the installed Triton, and
-under Triton 3.6 where ``<sys.prefix>/triton-3.6`` has it (``make test`` puts it there). Every architecture and both
-versions; the other three of their combinations are soak tests. `pytest -s` prints the table.
+This happens in other processes (this one may be in the interpreter; tests/helpers/compilers.py): under the installed
+Triton, and under Triton 3.6 where ``<sys.prefix>/triton-3.6`` has it (``make test-all`` puts it there). `make test` has
+one target; `make test-all` adds those that cover every architecture and both versions; the other three are soak
+tests. `pytest -s` prints the table.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.thorough import thorough_but
 
 pytest.importorskip("triton")
 
@@ -31,12 +34,12 @@ Compiled = dict[str, dict[str, Any]]  # by name
 
 @pytest.fixture(
     scope="module",
-    params=[*TARGETS, *(pytest.param(target, marks=pytest.mark.soak) for target in SOAKED)],
+    params=[*thorough_but(TARGETS[:1], TARGETS), *(pytest.param(target, marks=pytest.mark.soak) for target in SOAKED)],
     ids=str,
 )
 def target(request: pytest.FixtureRequest) -> Target:
     if not request.param.is_there():
-        pytest.skip(f"{TRITON_36} does not exist: make test installs Triton 3.6 there")
+        pytest.skip(f"{TRITON_36} does not exist: make test-all installs Triton 3.6 there")
     return request.param
 
 

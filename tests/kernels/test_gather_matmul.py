@@ -16,12 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.thorough import thorough_but
+
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import launch, tiles
+from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime import signals
 from tests.helpers.virtual_ranks import (
     FINGERPRINT,
     VirtualRank,
@@ -113,14 +116,14 @@ def run(case: Case, group_size: int, calls: int = 1, by_product: bool = False) -
         exchanged = [guarded(exchange.shape, case.dtype) for _ in ranks]
         for spans in exchange.rounds(case.max_chunk_numel):
             for rank, (x, _, _) in zip(ranks, inputs, strict=True):
-                launch.pack(x, spans.pack, rank, FINGERPRINT)
+                kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
             for rank, (_, ws, biases), results, (copy, _) in zip(ranks, inputs, outs, exchanged, strict=True):
                 for i, ((out, _), w, bias) in enumerate(zip(results, ws, biases, strict=True)):
                     last = i == len(ws) - 1 and not by_product
-                    launch.gather_matmul(out, w, bias, spans, rank, FINGERPRINT, end_round=last)
+                    kernel_launch.gather_matmul(out, w, bias, spans, rank, FINGERPRINT, end_round=last)
                     assert rank.epoch == num_rounds + last
                 if by_product:
-                    launch.unpack(copy, spans.unpack, rank, FINGERPRINT)
+                    kernel_launch.unpack(copy, spans.unpack, rank, FINGERPRINT)
             num_rounds += 1
         expected = oracle(case, inputs)
         for results, (ys, _) in zip(outs, expected, strict=True):
@@ -171,6 +174,7 @@ def test_every_span_shape(group_size: int, name: str) -> None:
     run(cases(group_size)[name], group_size)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["wide rows", "batched, batches", "heads", "packed qkv, long runs", "last K dim"])
 def test_half_precision_rounds_once(dtype: torch.dtype, name: str) -> None:
@@ -179,7 +183,11 @@ def test_half_precision_rounds_once(dtype: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["rows", "interleaved rows", "tokens of heads", "batched, batches", "heads", "head dim", "last K dim"]
+    "name",
+    thorough_but(
+        ["rows", "last K dim"],
+        ["rows", "interleaved rows", "tokens of heads", "batched, batches", "heads", "head dim", "last K dim"],
+    ),
 )
 def test_rounds_cut_a_call(name: str) -> None:
     case = cases(2)[name]
@@ -188,11 +196,13 @@ def test_rounds_cut_a_call(name: str) -> None:
     run(dataclasses.replace(case, max_chunk_numel=part), 2, by_product=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("group_size", "name"), [(2, "heads"), (3, "tokens, 5-D")])
 def test_calls_back_to_back_with_fresh_data(group_size: int, name: str) -> None:
     run(cases(group_size)[name], group_size, calls=7)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "by_product"),
     [
@@ -229,19 +239,20 @@ DESCRIPTOR_CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DESCRIPTOR_CASES)
 def test_w_by_tensor_descriptor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of sm_90 and later: chunks by pointer, w by boxes."""
     made = []
 
-    def counted(*args: Any, describe: Any = launch.describe_w) -> Any:
+    def counted(*args: Any, describe: Any = kernel_launch.describe_w) -> Any:
         made.append(args)
         return describe(*args)
 
     monkeypatch.setattr(tiles, "architecture", lambda device: 90)
     monkeypatch.setattr(tiles, "BLOCK_K", 16)
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(32, 32, 16, 2, 4, 1, True))
-    monkeypatch.setattr(launch, "describe_w", counted)
+    monkeypatch.setattr(kernel_launch, "describe_w", counted)
     run(DESCRIPTOR_CASES[name], 2)
     assert made
 
@@ -254,12 +265,12 @@ def test_bfloat16_rounds_to_nearest_even(gather_dim: int) -> None:
     ranks = gather_ranks(exchange, 2)
     w = torch.tensor([256, 1, 1, 1], dtype=torch.bfloat16)[:, None].expand(4, 3)
     for rank in ranks:
-        launch.pack(torch.ones(4, 4 // (1 + gather_dim), dtype=torch.bfloat16), spans.pack, rank, FINGERPRINT)
+        kernel_launch.pack(torch.ones(4, 4 // (1 + gather_dim), dtype=torch.bfloat16), spans.pack, rank, FINGERPRINT)
     for rank in ranks:
         for bias, expected in ((None, 260), (2, 260), (4, 264)):
             vector = None if bias is None else torch.full((3,), bias, dtype=torch.bfloat16)
             out = torch.full(exchange.out_shape, math.nan, dtype=torch.bfloat16)
-            launch.gather_matmul(out, w, vector, spans, rank, FINGERPRINT, end_round=False)
+            kernel_launch.gather_matmul(out, w, vector, spans, rank, FINGERPRINT, end_round=False)
             assert (out == expected).all()
 
 
@@ -273,8 +284,8 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
     (rank,) = gather_ranks(exchange, 4)
     (spans,) = exchange.rounds(1 << 40)
     out = torch.full(exchange.out_shape, math.nan)
-    launch.pack(x, spans.pack, rank, FINGERPRINT)
-    launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
+    kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+    kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
     assert (out[0] == 24).all() and torch.isinf(out[1]).all()
 
 
@@ -285,10 +296,10 @@ def test_parts_of_k_add_up_in_one_order() -> None:
     ranks = gather_ranks(exchange, 4)
     for _ in range(2):
         for rank, value in zip(ranks, (1e8, 1.0, -1e8), strict=True):
-            launch.pack(torch.full((70, 1), value), spans.pack, rank, FINGERPRINT)
+            kernel_launch.pack(torch.full((70, 1), value), spans.pack, rank, FINGERPRINT)
         for rank, expected in zip(ranks, (1, 0, 0), strict=True):  # 0: 1e8 - 1e8 + 1;  1: 1 + 1e8 - 1e8;  2: -1e8 + ..
             out = torch.full(exchange.out_shape, math.nan)
-            launch.gather_matmul(out, torch.ones(3, 150), None, spans, rank, FINGERPRINT, end_round=True)
+            kernel_launch.gather_matmul(out, torch.ones(3, 150), None, spans, rank, FINGERPRINT, end_round=True)
             assert (out == expected).all()
 
 
@@ -300,7 +311,7 @@ def simple(rank: VirtualRank, gather_dim: int) -> Exchange:
 
 def pack(rank: VirtualRank, value: float, fingerprint: int = FINGERPRINT) -> None:
     (spans,) = simple(rank, 0).rounds(1 << 40)
-    launch.pack(torch.full((5, 8), float(value)), spans.pack, rank, fingerprint)
+    kernel_launch.pack(torch.full((5, 8), float(value)), spans.pack, rank, fingerprint)
 
 
 def gather(rank: VirtualRank, gather_dim: int, fingerprint: int = FINGERPRINT, end_round: bool = True) -> Tensor:
@@ -308,7 +319,7 @@ def gather(rank: VirtualRank, gather_dim: int, fingerprint: int = FINGERPRINT, e
     (spans,) = exchange.rounds(1 << 40)
     out = torch.zeros(exchange.out_shape)
     w = torch.ones(exchange.k, 24)
-    launch.gather_matmul(out, w, None, spans, rank, fingerprint, end_round=end_round)
+    kernel_launch.gather_matmul(out, w, None, spans, rank, fingerprint, end_round=end_round)
     return out
 
 
@@ -407,15 +418,15 @@ def test_host_driven_reads(end_round: bool) -> None:
             pack(rank, epoch)
         for rank in ranks:
             for src_rank in range(3):
-                launch.wait_source(src_rank, rank, FINGERPRINT)
+                signals.wait_source(src_rank, rank, FINGERPRINT)
                 start = rank.layout.slot(epoch, rank.slot_bytes) + src_rank * 160
                 assert (rank.segment[start : start + 160].view(torch.float32) == epoch).all()
             assert rank.epoch == epoch - 1
             out = torch.full((5, 7), 3.0)
-            launch.finish(out, rank, FINGERPRINT, end_round=end_round)
+            signals.finish(out, rank, FINGERPRINT, end_round=end_round)
             assert (out == 3).all()
             if not end_round:
-                launch.wait(rank, FINGERPRINT)
+                signals.wait(rank, FINGERPRINT)
             rank.assert_idle(epoch)
 
 
@@ -424,9 +435,9 @@ def test_host_driven_read_that_fails(end_round: bool) -> None:
     """wait_source gives up and returns; what was computed from the slot is poisoned."""
     ranks = simple_ranks(2, timeout_s=0.2)
     pack(ranks[0], 1)
-    launch.wait_source(0, ranks[0], FINGERPRINT)
+    signals.wait_source(0, ranks[0], FINGERPRINT)
     start = time.monotonic()
-    launch.wait_source(1, ranks[0], FINGERPRINT)
+    signals.wait_source(1, ranks[0], FINGERPRINT)
     assert 0.2 <= time.monotonic() - start < 10
     assert not ranks[0].record.any()
     ranks[0].word(ranks[0].layout.timeout)[0] = int(60e9)
@@ -434,7 +445,7 @@ def test_host_driven_read_that_fails(end_round: bool) -> None:
     out.fill_(3)
     guards[0].fill_(1)
     guards[1].fill_(1)
-    launch.finish(out, ranks[0], FINGERPRINT, end_round=end_round)
+    signals.finish(out, ranks[0], FINGERPRINT, end_round=end_round)
     assert torch.isnan(out).all() and all((guard == 1).all() for guard in guards)
     assert ranks[0].record.tolist() == record(1, 1, 0, [flag(1), 0], [0, 1])
     ranks[0].assert_idle(int(end_round), failed=True)

@@ -20,6 +20,7 @@ from fusedcomm.nn import (
     sum_replicated_gradients,
 )
 from tests.helpers.nn_layers import BY_NAME, HIDDEN, LAYERS, Layer, Nested, X
+from tests.helpers.on_ranks import on_ranks
 
 # float32 has 1.2e-7; sums of some tens of terms of about 1 run in another order
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -76,17 +77,15 @@ def test_other_world_sizes(ranks: Any, layer: Layer, world_size: int) -> None:
     ranks(world_size).run(check_layer, layer, True)
 
 
-def check_one_head(rank: int) -> None:
+@on_ranks(1)
+def test_one_head_on_one_rank(rank: int) -> None:
     linear, x = nn.Linear(5, 7), torch.randn(2, 3, 1, 5)
     module = UlyssesOut.from_linear(linear, num_heads=1)
     torch.testing.assert_close(module(x), linear(x.flatten(-2)), **CLOSE)
 
 
-def test_one_head_on_one_rank(ranks: Any) -> None:
-    ranks(1).run(check_one_head)
-
-
-def check_groups(rank: int) -> None:
+@on_ranks(4)
+def test_groups(rank: int) -> None:
     """Tensor parallel in pairs of four ranks, by each way to name a group; the pairs do not mix."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -110,11 +109,8 @@ def check_groups(rank: int) -> None:
         assert module.weight.grad is None
 
 
-def test_groups(ranks: Any) -> None:
-    ranks(4).run(check_groups)
-
-
-def check_sum(rank: int) -> None:
+@on_ranks(2)
+def test_sum_replicated_gradients(rank: int) -> None:
     model = Nested().parallel()
     with pytest.raises(ValueError, match=r"also must name parameters with partial gradients, got mlp.0.weight"):
         sum_replicated_gradients(model, also=model.mlp.parameters())
@@ -128,11 +124,8 @@ def check_sum(rank: int) -> None:
     sum_replicated_gradients(nn.Linear(2, 2))
 
 
-def test_sum_replicated_gradients(ranks: Any) -> None:
-    ranks(2).run(check_sum)
-
-
-def check_memory_saving(rank: int) -> None:
+@on_ranks(2)
+def test_memory_saving(rank: int) -> None:
     """save_gathered and save_exchanged: the same gradients from less memory."""
     for name, switch in (("column-sequence", "save_gathered"), ("out", "save_exchanged")):
         layer = BY_NAME[name]
@@ -154,11 +147,8 @@ def check_memory_saving(rank: int) -> None:
         torch.testing.assert_close(*grads, **CLOSE)
 
 
-def test_memory_saving(ranks: Any) -> None:
-    ranks(2).run(check_memory_saving)
-
-
-def check_replicated_input(rank: int) -> None:
+@on_ranks(2)
+def test_column_parallel_of_a_replicated_input(rank: int) -> None:
     """ColumnParallelLinear without sequence_dim: a frozen x costs no communication; no silent second derivative."""
     module = ColumnParallelLinear(HIDDEN, 8)
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(6))
@@ -174,10 +164,6 @@ def check_replicated_input(rank: int) -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert x.grad.dtype == module.weight.grad.dtype == torch.float32
-
-
-def test_column_parallel_of_a_replicated_input(ranks: Any) -> None:
-    ranks(2).run(check_replicated_input)
 
 
 def check_compiled(rank: int, layer: Layer, autocast: bool) -> None:
@@ -243,14 +229,11 @@ BAD = [
 ]
 
 
-def check_errors(rank: int) -> None:
+@on_ranks(2)
+def test_errors(rank: int) -> None:
     for call, message in BAD:
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_errors(ranks: Any) -> None:
-    ranks(2).run(check_errors)
 
 
 def check_repr(rank: int) -> None:

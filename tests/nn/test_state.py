@@ -13,9 +13,13 @@ from torch import nn
 
 from fusedcomm.nn import ColumnParallelLinear, RowParallelLinear, UlyssesOut, UlyssesQKV, full_state_dict
 from tests.helpers.nn_layers import HIDDEN, LAYERS, Layer, Nested
+from tests.helpers.on_ranks import on_ranks
 
 
-def check_kept(rank: int, layer: Layer) -> None:
+@on_ranks()
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_from_and_to_linear(rank: int, layer: Layer, world_size: int) -> None:
     """What from_linear takes over, what to_linear gives back, and that both are copies."""
     linear = layer.plain(dtype=torch.bfloat16).eval()
     linear.bias.requires_grad_(False)
@@ -41,13 +45,8 @@ def check_kept(rank: int, layer: Layer) -> None:
     assert all(p.is_meta for p in meta.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_from_and_to_linear(ranks: Any, layer: Layer, world_size: int) -> None:
-    ranks(world_size).run(check_kept, layer)
-
-
-def check_initial_values(rank: int) -> None:
+@on_ranks(2)
+def test_initial_values_are_those_of_linear(rank: int) -> None:
     for module_of, plain_of in [
         (lambda: UlyssesQKV(12, 4, 3, dtype=torch.bfloat16), lambda: nn.Linear(12, 36, dtype=torch.bfloat16)),
         (lambda: UlyssesQKV(12, 4, 3, 2, bias=False), lambda: nn.Linear(12, 24, bias=False)),
@@ -67,10 +66,6 @@ def check_initial_values(rank: int) -> None:
         torch.manual_seed(3)
         on_meta.reset_parameters()
         assert all(torch.equal(a, b) for a, b in zip(on_meta.parameters(), module.parameters(), strict=True))
-
-
-def test_initial_values_are_those_of_linear(ranks: Any) -> None:
-    ranks(2).run(check_initial_values)
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -141,7 +136,8 @@ def test_state_dict_does_not_communicate(ranks: Any) -> None:
     assert ranks(2).run(state_dict_of_one_rank) == [True, True]
 
 
-def check_copies(rank: int) -> None:
+@on_ranks(4)
+def test_copies_and_pickles(rank: int) -> None:
     module = ColumnParallelLinear(HIDDEN, 8, sequence_dim=0)
     x = torch.randn(3, HIDDEN)
     for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -164,7 +160,3 @@ def check_copies(rank: int) -> None:
     for collective in (lambda: orphan(x), orphan.to_linear):
         with pytest.raises(ValueError, match=r"must have the size it had when this module was made, 2, got 4"):
             collective()
-
-
-def test_copies_and_pickles(ranks: Any) -> None:
-    ranks(4).run(check_copies)

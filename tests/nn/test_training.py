@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
 from fusedcomm.nn import ColumnParallelLinear, RowParallelLinear, UlyssesOut, UlyssesQKV, sum_replicated_gradients
+from tests.helpers.on_ranks import on_ranks
 
 BATCH, TOKENS, HIDDEN, HEADS, INNER, STEPS = 2, 24, 32, 8, 64, 5
 # float32 has 1.2e-7; sums of up to a few hundred terms run in another order, of gradients between 1e-3 and 1.
@@ -284,8 +285,24 @@ def test_exactly_the_partial_gradients_are_wrong_without_their_sum(ranks: Any, n
     assert ranks(2).run(wrong_without_the_sum, case, True) == [set()] * 2
 
 
-def check_autocast(rank: int, case: Case) -> None:
+def compare_errors(
+    rank: int, case: Case, plain: dict[str, Tensor], ours: dict[str, Tensor], exact: dict[str, Tensor]
+) -> None:
+    for name, grad in ours.items():
+        assert grad.dtype == plain[name].dtype == torch.float32
+        want = mine_of(name, exact[name], rank, case)
+        error, error_of_plain = (
+            (t - want).norm() / want.norm() for t in (grad, mine_of(name, plain[name], rank, case))
+        )
+        assert error <= 2 * error_of_plain, f"{name}: {error:.3g}, plain {error_of_plain:.3g}"
+
+
+@on_ranks()
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", ["ulysses", "ulysses-gqa", "mlp-sequence", "mlp", "block"])
+def test_under_autocast(rank: int, name: str, world_size: int) -> None:
     """Against float64: at most twice the error that the plain model has under autocast, for the whole of a tensor."""
+    case = BY_NAME[name]
     plain, ours = sides(rank, case)
     exact = Side(copy.deepcopy(plain.model).double(), plain.x.detach().double(), plain.target.double())
     losses = []
@@ -304,24 +321,6 @@ def check_autocast(rank: int, case: Case) -> None:
         ours.step()
     for got, want in losses:
         torch.testing.assert_close(got, want, rtol=1e-2, atol=0)
-
-
-def compare_errors(
-    rank: int, case: Case, plain: dict[str, Tensor], ours: dict[str, Tensor], exact: dict[str, Tensor]
-) -> None:
-    for name, grad in ours.items():
-        assert grad.dtype == plain[name].dtype == torch.float32
-        want = mine_of(name, exact[name], rank, case)
-        error, error_of_plain = (
-            (t - want).norm() / want.norm() for t in (grad, mine_of(name, plain[name], rank, case))
-        )
-        assert error <= 2 * error_of_plain, f"{name}: {error:.3g}, plain {error_of_plain:.3g}"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", ["ulysses", "ulysses-gqa", "mlp-sequence", "mlp", "block"])
-def test_under_autocast(ranks: Any, name: str, world_size: int) -> None:
-    ranks(world_size).run(check_autocast, BY_NAME[name])
 
 
 def unfused_ops_of_a_frozen_input(rank: int) -> list[str]:

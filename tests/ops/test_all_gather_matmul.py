@@ -10,13 +10,15 @@ import torch.distributed as dist
 
 import fusedcomm
 from tests.helpers.groups import bad_ids, check_bad_input, check_values
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.spies import Dispatched, pushed
 
 OP = "all_gather_matmul"
 
 
-def check_lists(rank: int) -> None:
+@on_ranks(3)
+def test_a_list_of_weights_shares_one_gather(rank: int) -> None:
     """Also of one weight: a list gives a list, a tensor a tensor; many weights send no more than one."""
     x, ws = torch.randn(4, 8, requires_grad=True), [torch.randn(8, n, requires_grad=True) for n in (6, 3, 5)]
     biases = [torch.randn(6), None, torch.randn(5)]
@@ -39,10 +41,6 @@ def check_lists(rank: int) -> None:
         with Dispatched() as dispatched:
             torch.stack([out.sum() for out in outs]).sum().backward()
         assert dispatched.names("fusedcomm") == ["matmul_reduce_scatter"]  # one for all weights
-
-
-def test_a_list_of_weights_shares_one_gather(ranks: Any) -> None:
-    ranks(3).run(check_lists)
 
 
 GOOD: dict[str, Any] = {"x": (4, 8), "w": (8, 6), "gather_dim": 0, "bias": None}

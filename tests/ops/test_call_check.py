@@ -21,6 +21,7 @@ from fusedcomm.geometry import shapes as geometry
 from fusedcomm.ops.call_check import compare, facts_of
 from fusedcomm.runtime import flight_recorder
 from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import OPS, Inputs, Problem, flat, integers
 
@@ -173,7 +174,7 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
         op, "g", torch.device("cpu"), geometry.of(getattr(geometry, op), *given), torch.float32
     )
     record.number = 7
-    facts = facts_of(record, Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2), [None, torch.ones(9), False])
+    facts = facts_of(record, Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2), torch.ones(9), by_product=False)
     assert facts == {
         "op": op,
         **arguments,
@@ -197,7 +198,8 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
             assert caught.value.peers == ([0, 2] if rank == 1 else [1])
 
 
-def check_unfused_without(rank: int) -> None:
+@on_ranks(2)
+def test_without_it_a_difference_goes_unnoticed(rank: int) -> None:
     """Negative control: two ranks that reduce differently get numbers, of which one must be wrong."""
     problem = ONE_EACH["matmul_all_reduce"]
     other = dataclasses.replace(problem, reduce_op="avg")
@@ -206,11 +208,9 @@ def check_unfused_without(rank: int) -> None:
         assert out.isfinite().all()
 
 
-def test_without_it_a_difference_goes_unnoticed(ranks: Any) -> None:
-    ranks(2).run(check_unfused_without)
-
-
-def check_absent(rank: int, algorithm: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+def test_a_rank_that_does_not_come_is_named_and_may_come_later(rank: int, algorithm: str) -> None:
     with fresh_group(CHECK="1", TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
         check(group, HEADS, call(group, HEADS))
         dist.barrier(group)
@@ -226,12 +226,8 @@ def check_absent(rank: int, algorithm: str) -> None:
             check(group, HEADS, call(group, HEADS, seed), seed)
 
 
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
-def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Any, algorithm: str) -> None:
-    ranks(3).run(check_absent, algorithm)
-
-
-def check_vote(rank: int) -> None:
+@on_ranks(3)
+def test_it_is_on_for_all_ranks_if_one_asks(rank: int) -> None:
     """Rank 1 alone asks for it."""
     with fresh_group(**({"CHECK": "1"} if rank == 1 else {})) as group:
         check(group, HEADS, call(group, HEADS))
@@ -243,10 +239,6 @@ def check_vote(rank: int) -> None:
         assert not member_of(group).topology.check
 
 
-def test_it_is_on_for_all_ranks_if_one_asks(ranks: Any) -> None:
-    ranks(3).run(check_vote)
-
-
 def num_keys(group: Any) -> int:
     store = c10d._get_process_group_store(group)
     while isinstance(store, dist.PrefixStore):
@@ -254,7 +246,8 @@ def num_keys(group: Any) -> int:
     return store.num_keys()
 
 
-def check_store(rank: int) -> None:
+@on_ranks(2)
+def test_the_store_does_not_grow_with_calls(rank: int) -> None:
     with fresh_group(**CHECKED) as group:
         counts = []
         for seed in range(12):
@@ -265,11 +258,9 @@ def check_store(rank: int) -> None:
         assert counts[1:] == counts[1:2] * 11, counts
 
 
-def test_the_store_does_not_grow_with_calls(ranks: Any) -> None:
-    ranks(2).run(check_store)
-
-
-def check_training(rank: int) -> None:
+@pytest.mark.thorough
+@on_ranks(3)
+def test_compiled_steps_and_their_backward_are_checked(rank: int) -> None:
     """A compiled step, its backward on another thread."""
     problem = NAMED["all_gather_matmul-batch-rows-gathered"]
     size = dist.get_world_size()
@@ -290,11 +281,8 @@ def check_training(rank: int) -> None:
             DIFFERENCES["bias"].call(group, rank)
 
 
-def test_compiled_steps_and_their_backward_are_checked(ranks: Any) -> None:
-    ranks(3).run(check_training)
-
-
-def check_broken(rank: int) -> None:
+@on_ranks(3)
+def test_a_broken_workspace_is_told_before_the_check(rank: int) -> None:
     """What is broken is said first, by all ranks, at once."""
     with fresh_group(**CHECKED) as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS))
@@ -310,10 +298,6 @@ def check_broken(rank: int) -> None:
         dist.barrier(group)
         fusedcomm.reset(group)
         check(group, HEADS, call(group, HEADS, 1), 1)
-
-
-def test_a_broken_workspace_is_told_before_the_check(ranks: Any) -> None:
-    ranks(3).run(check_broken)
 
 
 @pytest.mark.parametrize("text, value", [("", False), ("0", False), ("1", True)])

@@ -15,6 +15,7 @@ import fusedcomm
 from fusedcomm.algorithms import chunk_matmul
 from fusedcomm.geometry import exchange
 from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan, non_contiguous
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import (
     COMBINATIONS,
     FAMILY,
@@ -25,6 +26,7 @@ from tests.helpers.op_problems import (
     loss_weights,
 )
 from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, unflat
+from tests.helpers.thorough import ALL_ALGORITHMS
 
 
 def leaves(problem: Problem, rank: int, frozen: str = "", dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -80,10 +82,25 @@ def quick() -> list[Combination]:
     return kept
 
 
+def first_fused() -> list[Combination]:
+    """The first problem of each op that `fused` runs on two ranks."""
+    first: dict[str, Combination] = {}
+    for c in quick():
+        if c.algorithm == "fused" and c.group_size == 2:
+            first.setdefault(c.problem.op, c)
+    return list(first.values())
+
+
 def marked() -> list[Any]:
-    """Those that are not quick are soak tests."""
-    kept = set(quick())
-    return [pytest.param(c, marks=() if c in kept else pytest.mark.soak, id=str(c)) for c in COMBINATIONS]
+    """Those that are not quick are soak tests; the `fused` ones are thorough, but for the first of each op."""
+    kept, fused = set(quick()), first_fused()
+
+    def marks(c: Combination) -> Any:
+        if c not in kept:
+            return pytest.mark.soak
+        return () if c.algorithm != "fused" or c in fused else pytest.mark.thorough
+
+    return [pytest.param(c, marks=marks(c), id=str(c)) for c in COMBINATIONS]
 
 
 @pytest.mark.parametrize("combination", marked())
@@ -108,7 +125,19 @@ def opchecked() -> list[tuple[int, Combination]]:
     return list(enumerate(fused + [c if i % 16 == 0 else replace(c, group_size=2) for i, c in enumerate(plain)]))
 
 
-@pytest.mark.parametrize("number, combination", opchecked(), ids=str)
+def opchecks() -> list[Any]:
+    """Thorough, but for the first `chunked` problem of each op with each dtype."""
+    seen, params = set(), []
+    for number, c in opchecked():
+        kind = (c.problem.op, c.dtype)
+        quick = c.algorithm == "chunked" and kind not in seen
+        if quick:
+            seen.add(kind)
+        params.append(pytest.param(number, c, marks=() if quick else pytest.mark.thorough))
+    return params
+
+
+@pytest.mark.parametrize("number, combination", opchecks(), ids=str)
 def test_opcheck(ranks: Any, number: int, combination: Combination) -> None:
     c = combination
     ranks(c.group_size).run(check_opcheck, c.problem, c.dtype, c.algorithm, number)
@@ -145,12 +174,13 @@ def test_gradients_with_frozen_inputs(ranks: Any, name: str, frozen: str) -> Non
         ranks(3).run(check_gradients, NAMED[name], torch.float32, algorithm, frozen)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FROZEN[::2])
 def test_gradients_of_the_kernels_with_a_frozen_x(ranks: Any, name: str) -> None:
     ranks(2).run(check_gradients, NAMED[name], torch.bfloat16, "fused", "x")
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("name", [name for name in FROZEN if name.startswith(GATHERS)])
 def test_gradients_without_a_saved_by_product(ranks: Any, name: str, algorithm: str) -> None:
     save = "save_exchanged" if name.startswith("all_to_all_matmul") else "save_gathered"
@@ -158,7 +188,8 @@ def test_gradients_without_a_saved_by_product(ranks: Any, name: str, algorithm: 
         ranks(2).run(check_gradients, NAMED[name], torch.float32, algorithm, frozen, **{save: False})
 
 
-def check_some_weights_frozen(rank: int) -> None:
+@on_ranks(2)
+def test_a_list_with_a_frozen_weight_and_an_unused_result(rank: int) -> None:
     """Of a list: one weight frozen, one result unused."""
     problem = NAMED["all_gather_matmul-list-qkv"]
     size = dist.get_world_size()
@@ -173,12 +204,12 @@ def check_some_weights_frozen(rank: int) -> None:
         torch.testing.assert_close(tensors[i].grad, wants[i], rtol=0, atol=0)
 
 
-def test_a_list_with_a_frozen_weight_and_an_unused_result(ranks: Any) -> None:
-    ranks(2).run(check_some_weights_frozen)
-
-
-def check_by_product_gradients(rank: int, problem: Problem, asked: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("name", ["all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"])
+def test_gradients_through_the_by_product(rank: int, name: str, asked: bool) -> None:
     """A loss of the second result too: its gradient goes back through the plain collective; if not asked for, none."""
+    problem = NAMED[name]
     size = dist.get_world_size()
     tensors = leaves(problem, rank)
     outs, gathered = getattr(torch.ops.fusedcomm, problem.op)(*problem.dispatched(unflat(problem, tensors), asked))
@@ -198,14 +229,16 @@ def check_by_product_gradients(rank: int, problem: Problem, asked: bool) -> None
     assert (alone == copies).all()
 
 
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("name", ["all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"])
-def test_gradients_through_the_by_product(ranks: Any, name: str, asked: bool) -> None:
-    ranks(2).run(check_by_product_gradients, NAMED[name], asked)
+TWICE = ["packed-qkv", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
+TWICE += ["matmul_reduce_scatter-batched-w", "matmul_all_reduce-nothing-divides"]
 
 
-def check_used_twice(rank: int, problem: Problem, algorithm: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
+@pytest.mark.parametrize("name", TWICE)
+def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
     """The op twice with the same x and w, x in another term too, and all of them views of one base."""
+    problem = NAMED[name]
     size = dist.get_world_size()
     tensors = flat(integers(problem, rank, size))
     there = [t for t in tensors if t is not None]
@@ -221,25 +254,12 @@ def check_used_twice(rank: int, problem: Problem, algorithm: str) -> None:
     torch.testing.assert_close(base.grad, torch.cat(wants), rtol=0, atol=0)
 
 
-TWICE = ["packed-qkv", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
-TWICE += ["matmul_reduce_scatter-batched-w", "matmul_all_reduce-nothing-divides"]
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", TWICE)
-def test_inputs_used_twice(ranks: Any, name: str, algorithm: str) -> None:
-    ranks(2).run(check_used_twice, NAMED[name], algorithm)
-
-
-def check_as_with_many_rows(rank: int, problem: Problem, min_piece: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "min_piece"), [(2, 1), (2, 128), (3, 1)])
+@pytest.mark.parametrize("problem", FAMILY, ids=str)
+def test_chunks_multiplied_one_by_one(rank: int, problem: Problem, world_size: int, min_piece: int) -> None:
     """The problems are small: the thresholds below which chunks are not multiplied one by one are lowered to them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "FEW_ROWS", 0)
         patch.setattr(chunk_matmul, "_MIN_PIECE", min_piece)
         check_gradients(rank, problem, algorithm="chunked")
-
-
-@pytest.mark.parametrize(("world_size", "min_piece"), [(2, 1), (2, 128), (3, 1)])
-@pytest.mark.parametrize("problem", FAMILY, ids=str)
-def test_chunks_multiplied_one_by_one(ranks: Any, problem: Problem, world_size: int, min_piece: int) -> None:
-    ranks(world_size).run(check_as_with_many_rows, problem, min_piece)

@@ -11,6 +11,7 @@ import torch
 import fusedcomm
 from fusedcomm.geometry import shapes as geometry
 from tests.helpers.groups import bad_ids, check_bad_input, check_values
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.spies import pushed
 
@@ -37,17 +38,14 @@ def test_the_dim_that_is_cut(x: tuple[int, ...], w: tuple[int, ...], shape: list
     assert math.prod(exchange.block) * 4 == math.prod(shape)
 
 
-def check_padding(rank: int) -> None:
+@on_ranks(4)
+def test_padding_is_sent_and_not_seen(rank: int) -> None:
     """At most R - 1 rows more per matrix are computed and sent, and none is seen."""
     x, w = torch.randn(2, 7, 5), torch.randn(5, 9)
     with fusedcomm.force_algorithm("chunked", strict=True), pushed() as sent:
         out = fusedcomm.matmul_all_reduce(x, w)
     assert out.shape == (2, 7, 9) and out.is_contiguous()
     assert sent.num_bytes == 2 * 3 / 4 * (2 * 8 * 9 * 4)
-
-
-def test_padding_is_sent_and_not_seen(ranks: Any) -> None:
-    ranks(4).run(check_padding)
 
 
 GOOD: dict[str, Any] = {"x": (4, 8), "w": (8, 6), "bias": None, "reduce_op": "sum"}

@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 import fusedcomm
 from tests.helpers.groups import bad_ids, check_bad_input, check_values, empty_is_nan
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
+from tests.helpers.thorough import thorough_but
 
 OP = "matmul_all_to_all"
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
@@ -45,7 +47,7 @@ def test_in_a_compiled_graph(ranks: Any, kind: str) -> None:
     ranks(2).run(eager_and_compiled, kind, "aot_eager", False)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", thorough_but([False], [False, True]))
 def test_in_a_graph_of_inductor(ranks: Any, dynamic: bool) -> None:
     ranks(2).run(eager_and_compiled, "group", "inductor", dynamic)
 
@@ -81,7 +83,8 @@ def test_bad_input_is_a_value_error_on_every_device(ranks: Any, change: dict[str
     ranks(2).run(check_values, BY_NAME["ragged"], torch.float32, "chunked", 1)  # nothing was sent, nothing is lost
 
 
-def check_bad_types(rank: int) -> None:
+@on_ranks(2)
+def test_bad_types_and_groups(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     x, w = torch.ones(4, 8), torch.ones(8, 6)
@@ -115,11 +118,16 @@ def check_bad_types(rank: int) -> None:
         fusedcomm.matmul_all_to_all(x, w, 0, 1, name)
 
 
-def test_bad_types_and_groups(ranks: Any) -> None:
-    ranks(2).run(check_bad_types)
+def call_in(group: Any, problem: Problem, rank: int, group_size: int) -> torch.Tensor:
+    x, w, bias = integers(problem, rank, group_size)
+    columns = problem.sizes(group_size)[2]
+    return fusedcomm.matmul_all_to_all(
+        x, w, problem.gather_dim, problem.scatter_dim, group, bias=bias, out_shape=columns
+    )
 
 
-def check_groups(rank: int) -> None:
+@on_ranks(4)
+def test_groups(rank: int) -> None:
     """Every way to name a group, overlapping sub-groups, and a group made anew under its old name."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -152,21 +160,12 @@ def check_groups(rank: int) -> None:
                 dist.destroy_process_group(group)
 
 
-def call_in(group: Any, problem: Problem, rank: int, group_size: int) -> torch.Tensor:
-    x, w, bias = integers(problem, rank, group_size)
-    columns = problem.sizes(group_size)[2]
-    return fusedcomm.matmul_all_to_all(
-        x, w, problem.gather_dim, problem.scatter_dim, group, bias=bias, out_shape=columns
-    )
-
-
-def test_groups(ranks: Any) -> None:
-    ranks(4).run(check_groups)
-
-
-def check_long_runs(rank: int, gather_dim: int, scatter_dim: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize("dims", [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_runs(rank: int, world_size: int, dims: tuple[int, int]) -> None:
     """Runs of 130 rows: the own chunk is computed where it belongs in the result, from this rank's rows."""
-    size = dist.get_world_size()
+    size, (gather_dim, scatter_dim) = world_size, dims
     shape = [2 * size, 130, 5] if scatter_dim == 0 else [2, 130 * size, 5]
     generators = [torch.Generator().manual_seed(r) for r in range(size)]
     xs = [torch.randint(-2, 3, shape, generator=g).float() for g in generators]
@@ -177,18 +176,9 @@ def check_long_runs(rank: int, gather_dim: int, scatter_dim: int) -> None:
     torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dims", [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_long_runs(ranks: Any, world_size: int, dims: tuple[int, int]) -> None:
-    ranks(world_size).run(check_long_runs, *dims)
-
-
-def check_no_columns(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_without_columns(rank: int) -> None:
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 0, requires_grad=True)
     out = fusedcomm.matmul_all_to_all(x, w, 1, 0, out_shape=[4, 0])
     out.sum().backward()
     assert x.grad.shape == x.shape and not x.grad.any() and w.grad.shape == w.shape
-
-
-def test_gradients_without_columns(ranks: Any) -> None:
-    ranks(2).run(check_no_columns)

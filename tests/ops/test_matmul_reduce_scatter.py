@@ -8,13 +8,17 @@ import pytest
 import torch
 
 import fusedcomm
-from tests.helpers.groups import ALGORITHMS, bad_ids, check_bad_input, check_values
+from tests.helpers.groups import bad_ids, check_bad_input, check_values
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
+from tests.helpers.thorough import ALL_ALGORITHMS
 
 OP = "matmul_reduce_scatter"
 
 
-def check_bias(rank: int, algorithm: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
+def test_each_rank_adds_its_own_bias_to_the_average(rank: int, algorithm: str) -> None:
     """Each rank adds its own, once, after the average; where N is scattered it is a part as long as the result's."""
     x, w = torch.full((4, 2), 3.0 * (rank + 1)), torch.ones(2, 6)
     own = torch.arange(6) + 100.0 * rank
@@ -23,11 +27,6 @@ def check_bias(rank: int, algorithm: str) -> None:
         columns = fusedcomm.matmul_reduce_scatter(x, w, 1, bias=own[:3], reduce_op="avg")
     torch.testing.assert_close(rows, 9 + own.expand(2, 6))
     torch.testing.assert_close(columns, 9 + own[:3].expand(4, 3))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_each_rank_adds_its_own_bias_to_the_average(ranks: Any, algorithm: str) -> None:
-    ranks(2).run(check_bias, algorithm)
 
 
 GOOD: dict[str, Any] = {"x": (4, 8), "w": (8, 6), "scatter_dim": 0, "bias": None, "reduce_op": "sum"}

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from tests.helpers.groups import ALGORITHMS
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import TABLES
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
+from tests.helpers.thorough import ALL_ALGORITHMS
 
 OPS = ["matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce"]
 
@@ -24,7 +25,10 @@ def arguments(problem: Problem, rank: int, seed: int = 0) -> tuple[Any, ...]:
     return dispatched.arguments(f"fusedcomm::{problem.op}")
 
 
-def check_values(rank: int, op: str, algorithm: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
+@pytest.mark.parametrize("op", OPS)
+def test_values(rank: int, op: str, algorithm: str) -> None:
     for problem in TABLES[op] if algorithm == "chunked" else TABLES[op][:5]:
         with fusedcomm.force_algorithm(algorithm, strict=True):
             for seed in range(2):
@@ -37,13 +41,9 @@ def check_values(rank: int, op: str, algorithm: str) -> None:
                 assert out._version > version  # autograd sees that a tensor that it has saved was overwritten
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(2)
 @pytest.mark.parametrize("op", OPS)
-def test_values(ranks: Any, op: str, algorithm: str) -> None:
-    ranks(2).run(check_values, op, algorithm)
-
-
-def check_bad_out(rank: int, op: str) -> None:
+def test_a_bad_out_is_a_value_error_before_anything_is_sent(rank: int, op: str) -> None:
     args = arguments(TABLES[op][0], rank)
     call = getattr(torch.ops.fusedcomm, op)
     good = call.default(*args)
@@ -67,12 +67,9 @@ def check_bad_out(rank: int, op: str) -> None:
         assert texts[0] == texts[1]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("op", OPS)
-def test_a_bad_out_is_a_value_error_before_anything_is_sent(ranks: Any, op: str) -> None:
-    ranks(2).run(check_bad_out, op)
-
-
-def check_autograd(rank: int, op: str) -> None:
+def test_it_has_no_gradients(rank: int, op: str) -> None:
     args = arguments(TABLES[op][0], rank)
     call = getattr(torch.ops.fusedcomm, op)
     out = torch.empty_like(call.default(*args))
@@ -86,8 +83,3 @@ def check_autograd(rank: int, op: str) -> None:
     if hasattr(torch.Tag, "out"):  # else, as in torch 2.11, no custom op that returns its argument can be traced
         checks.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(call.out, args, {"out": out}, test_utils=checks)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_it_has_no_gradients(ranks: Any, op: str) -> None:
-    ranks(2).run(check_autograd, op)

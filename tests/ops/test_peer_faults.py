@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.runtime.workspace import NUM_SLOTS, HeaderLayout
+from fusedcomm.runtime.segment import NUM_SLOTS, HeaderLayout
 from tests.helpers.groups import WITH_FEW_FUSED, call, check, fresh_group, member_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import OPS, Problem, flat, integers, unflat
+from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
 
-ALGORITHMS = ["chunked", "fused"]
 ONE_EACH = {
     "matmul_all_to_all": NAMED["bias"],
     "all_to_all_matmul": NAMED["all_to_all_matmul-heads-gathered"],
@@ -25,8 +26,11 @@ ONE_EACH = {
 }
 
 
-def check_absent(rank: int, problem: Problem, algorithm: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
+def test_a_peer_that_never_calls(rank: int, op: str, algorithm: str) -> None:
     """A rank that never calls: the others say so in time, name it, and are right again after a reset."""
+    problem = ONE_EACH[op]
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
         check(group, problem, call(group, problem))
         dist.barrier(group)
@@ -45,11 +49,6 @@ def check_absent(rank: int, problem: Problem, algorithm: str) -> None:
             check(group, problem, call(group, problem, seed), seed)
 
 
-@pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
-def test_a_peer_that_never_calls(ranks: Any, op: str, algorithm: str) -> None:
-    ranks(2).run(check_absent, ONE_EACH[op], algorithm)
-
-
 def check_mismatch(rank: int, problem: Problem, other: Problem, algorithm: str) -> None:
     with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
         check(group, problem, call(group, problem))
@@ -64,7 +63,7 @@ def check_mismatch(rank: int, problem: Problem, other: Problem, algorithm: str) 
             check(group, problem, call(group, problem, seed), seed)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 @pytest.mark.parametrize("i, op", list(enumerate(OPS)), ids=str)
 def test_a_peer_in_another_op(ranks: Any, i: int, op: str, algorithm: str) -> None:
     ranks(2).run(check_mismatch, ONE_EACH[op], ONE_EACH[OPS[(i + 1) % len(OPS)]], algorithm)
@@ -101,7 +100,10 @@ ROUNDS = [
 ]
 
 
-def check_rounds(rank: int, problem: Problem, algorithm: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
+@pytest.mark.parametrize("problem", ROUNDS, ids=str)
+def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, algorithm: str) -> None:
     """Within the memory that was allowed, forward and backward."""
     size = dist.get_world_size()
     inputs = integers(problem, rank, size)
@@ -119,13 +121,9 @@ def check_rounds(rank: int, problem: Problem, algorithm: str) -> None:
             assert held.epoch == (seed + 1) * num_epochs
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(3)
 @pytest.mark.parametrize("problem", ROUNDS, ids=str)
-def test_a_call_larger_than_the_cap_runs_in_rounds(ranks: Any, problem: Problem, algorithm: str) -> None:
-    ranks(2).run(check_rounds, problem, algorithm)
-
-
-def check_backward_in_rounds(rank: int, problem: Problem) -> None:
+def test_a_backward_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem) -> None:
     """The same gradients as without a cap."""
     size = dist.get_world_size()
     grads = []
@@ -137,8 +135,3 @@ def check_backward_in_rounds(rank: int, problem: Problem) -> None:
             loss.backward()
             grads.append([t.grad for t in tensors if t is not None])
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("problem", ROUNDS, ids=str)
-def test_a_backward_larger_than_the_cap_runs_in_rounds(ranks: Any, problem: Problem) -> None:
-    ranks(3).run(check_backward_in_rounds, problem)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import OPS, Problem, flat, integers, unflat
 from tests.helpers.spies import Dispatched, pushed, saved_for_backward
@@ -91,7 +92,10 @@ def options(row: Row) -> dict[str, bool]:
     return {name: row.save} if name else {}
 
 
-def check_traffic(rank: int, row: Row) -> None:
+@on_ranks()
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_bytes_sent(rank: int, row: Row, world_size: int) -> None:
     problem, size = PROBLEMS[row.op], dist.get_world_size()
     whole = largest(problem, size) * (size - 1) / size
     tensors = leaves(problem, rank, row.frozen)
@@ -106,13 +110,9 @@ def check_traffic(rank: int, row: Row) -> None:
         assert counted == (row.backward_fused * whole, row.backward_plain * whole)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("row", TABLE, ids=str)
-def test_bytes_sent(ranks: Any, row: Row, world_size: int) -> None:
-    ranks(world_size).run(check_traffic, row)
-
-
-def check_inference(rank: int, op: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_bytes_sent_without_gradients(rank: int, op: str) -> None:
     problem, size = PROBLEMS[op], dist.get_world_size()
     with fusedcomm.force_algorithm("chunked", strict=True), torch.no_grad(), pushed() as fused, Dispatched() as plain:
         problem.call(integers(problem, rank, size))
@@ -121,12 +121,8 @@ def check_inference(rank: int, op: str) -> None:
     assert fused.num_bytes == (2 if op == "matmul_all_reduce" else 1) * largest(problem, size) * (size - 1) / size
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_bytes_sent_without_gradients(ranks: Any, op: str) -> None:
-    ranks(2).run(check_inference, op)
-
-
-def check_the_count(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_not_written_is_not_counted(rank: int) -> None:
     """Negative control: a chunk that is not written counts as nothing, and is wrong."""
     from fusedcomm.algorithms import chunk_matmul
 
@@ -142,10 +138,6 @@ def check_the_count(rank: int) -> None:
         patch.setattr(chunk_matmul.PushedMatmul, "__call__", half)
         problem.call(integers(problem, rank, size))
     assert fused.num_bytes == largest(problem, size) * (size - 1) / size / 2
-
-
-def test_what_is_not_written_is_not_counted(ranks: Any) -> None:
-    ranks(2).run(check_the_count)
 
 
 # what is computed, and kept, for the backward
@@ -181,7 +173,9 @@ BACKWARD = {  # op, frozen: fused ops, collectives, matmuls of the backward
 }
 
 
-def check_backward_ops(rank: int, op: str, frozen: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("op, frozen", BACKWARD, ids=[f"{op}-frozen-{f or 'nothing'}" for op, f in BACKWARD])
+def test_nothing_is_computed_for_a_frozen_input(rank: int, op: str, frozen: str) -> None:
     problem = PROBLEMS[op]
     tensors = leaves(problem, rank, frozen)
     outs = as_list(problem.call(unflat(problem, tensors)))
@@ -200,11 +194,6 @@ def check_backward_ops(rank: int, op: str, frozen: str) -> None:
     assert [t.grad is not None for t in tensors] == [t.requires_grad for t in tensors]
 
 
-@pytest.mark.parametrize("op, frozen", BACKWARD, ids=[f"{op}-frozen-{f or 'nothing'}" for op, f in BACKWARD])
-def test_nothing_is_computed_for_a_frozen_input(ranks: Any, op: str, frozen: str) -> None:
-    ranks(2).run(check_backward_ops, op, frozen)
-
-
 def kept_bytes(row: Row, rank: int) -> int:
     """Of memory that is not the caller's own."""
     problem = PROBLEMS[row.op]
@@ -217,14 +206,11 @@ def kept_bytes(row: Row, rank: int) -> int:
     return sum(num_bytes for address, num_bytes in storages.items() if address not in own)
 
 
-def check_kept(rank: int) -> None:
+@on_ranks(2)
+def test_only_an_exchanged_or_gathered_x_is_kept_and_only_where_it_should_be(rank: int) -> None:
     size = dist.get_world_size()
     for op in OPS:
         gathers = op in ("all_to_all_matmul", "all_gather_matmul")
         assert kept_bytes(Row(op, 0, 0, 0), rank) == (largest(PROBLEMS[op], size) if gathers else 0)
         assert kept_bytes(Row(op, 0, 0, 0, "w"), rank) == 0
         assert kept_bytes(Row(op, 0, 0, 0, save=False), rank) == 0
-
-
-def test_only_an_exchanged_or_gathered_x_is_kept_and_only_where_it_should_be(ranks: Any) -> None:
-    ranks(2).run(check_kept)

@@ -12,15 +12,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
-from tests.helpers.groups import ALGORITHMS
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
 from tests.helpers.problems import OPS, Problem, flat, integers, unflat, whole_group
+from tests.helpers.thorough import ALL_ALGORITHMS, thorough_but
 
 ONE_EACH = ["heads", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
 ONE_EACH += ["matmul_reduce_scatter-batch-columns-scattered", "matmul_all_reduce-nothing-divides"]
 
 
-def check_checkpoint(rank: int, problem: Problem, use_reentrant: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_in_a_checkpoint(rank: int, name: str, use_reentrant: bool) -> None:
+    problem = NAMED[name]
     size = dist.get_world_size()
     tensors = [None if t is None else t.requires_grad_() for t in flat(integers(problem, rank, size))]
 
@@ -31,12 +36,6 @@ def check_checkpoint(rank: int, problem: Problem, use_reentrant: bool) -> None:
     torch.autograd.backward(outs, [w.float() for w in loss_weights(problem, outs, rank, size)])
     for t, want in zip(tensors, expected_gradients(problem, rank, size), strict=True):
         assert t is want is None or torch.equal(t.grad, want)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_in_a_checkpoint(ranks: Any, name: str, use_reentrant: bool) -> None:
-    ranks(2).run(check_checkpoint, NAMED[name], use_reentrant)
 
 
 def check_second_derivatives(rank: int, problem: Problem, frozen_x: bool, options: dict[str, Any]) -> None:
@@ -88,7 +87,10 @@ def test_second_derivatives(ranks: Any, name: str, frozen_x: bool, save: bool) -
         ranks(2).run(check_second_derivatives, NAMED[name], frozen_x, options)
 
 
-def check_transforms(rank: int, problem: Problem) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_torch_func_is_refused(rank: int, name: str) -> None:
+    problem = NAMED[name]
     size = dist.get_world_size()
     inputs = integers(problem, rank, size)
 
@@ -109,12 +111,11 @@ def check_transforms(rank: int, problem: Problem) -> None:
     total(x)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("name", ONE_EACH)
-def test_torch_func_is_refused(ranks: Any, name: str) -> None:
-    ranks(2).run(check_transforms, NAMED[name])
-
-
-def check_autocast(rank: int, problem: Problem, algorithm: str) -> None:
+def test_autocast(rank: int, name: str, algorithm: str) -> None:
+    problem = NAMED[name]
     size = dist.get_world_size()
     shapes = [None if t is None else t.shape for t in flat(integers(problem, rank, size))]
     torch.manual_seed(7)  # the bias of a matmul_all_reduce is the same on all ranks
@@ -130,12 +131,6 @@ def check_autocast(rank: int, problem: Problem, algorithm: str) -> None:
             given = [t for t in tensors[1:] if t is not None]
             grads = torch.autograd.grad(torch.stack([each.sum() for each in as_list(out)]).sum(), given)
             assert all(grad.dtype == torch.float32 for grad in grads)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_autocast(ranks: Any, name: str, algorithm: str) -> None:
-    ranks(2).run(check_autocast, NAMED[name], algorithm)
 
 
 def program_of(op: str) -> Callable[[Tensor, list[Tensor]], list[Tensor]]:
@@ -177,11 +172,12 @@ def eager_and_compiled(rank: int, op: str, backend: str, dynamic: bool) -> None:
         assert [t.stride() for t in answers[0]] == [t.stride() for t in answers[1]]
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", thorough_but([False], [False, True]), ids=["static", "dynamic"])
 @pytest.mark.parametrize("op", OPS)
 def test_in_a_compiled_graph(ranks: Any, op: str, dynamic: bool) -> None:
     ranks(2).run(eager_and_compiled, op, "aot_eager", dynamic)
 
 
+@pytest.mark.thorough
 def test_in_a_graph_of_inductor(ranks: Any) -> None:
     ranks(2).run(eager_and_compiled, "matmul_reduce_scatter", "inductor", False)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import fusedcomm
 from tests.helpers.groups import (
-    ALGORITHMS,
     DTYPES,
     WITH_FEW_FUSED,
     call,
@@ -21,6 +20,7 @@ from tests.helpers.groups import (
     empty_is_nan,
     non_contiguous,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import FAMILY, NAMED, TABLES, as_list
 from tests.helpers.problems import (
     GATHERS,
@@ -34,6 +34,7 @@ from tests.helpers.problems import (
     whole_group,
 )
 from tests.helpers.spies import Dispatched
+from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS, ALL_ALGORITHMS
 
 CALLS = 6  # back to back with fresh data: both slots are used again, and again
 WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"]
@@ -56,37 +57,27 @@ def test_one_rank_has_nothing_to_exchange(ranks: Any) -> None:
     ranks(1).run(check_all_values, [str(problem) for problem in FAMILY], None, 1)
 
 
+@pytest.mark.thorough
 def test_eight_ranks_share_two_cores(ranks: Any) -> None:
     ranks(8).run(check_all_values, WORLD_SIZES, "chunked", 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", OPS)
 def test_back_to_back_calls_of_the_kernels(ranks: Any, op: str) -> None:
     ranks(2).run(check_values, TABLES[op][0], torch.float32, "fused", CALLS)
 
 
-def check_late(rank: int, problem: Problem, algorithm: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
+def test_a_late_rank_is_waited_for(rank: int, op: str, algorithm: str) -> None:
+    problem = TABLES[op][1]
     world = dist.group.WORLD
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
         for seed in range(3):
             if rank == seed:
                 time.sleep(0.1)
             check(world, problem, call(world, problem, seed), seed)
-
-
-@pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
-def test_a_late_rank_is_waited_for(ranks: Any, op: str, algorithm: str) -> None:
-    ranks(3).run(check_late, TABLES[op][1], algorithm)
-
-
-def check_non_contiguous(rank: int, problem: Problem, algorithm: str) -> None:
-    size = dist.get_world_size()
-    tensors = flat(integers(problem, rank, size))
-    for x in (tensors[0], tensors[0].mT.contiguous().mT):
-        strided = [None if t is None else non_contiguous(t) for t in (x, *tensors[1:])]
-        with fusedcomm.force_algorithm(algorithm, strict=True):
-            out = problem.call(unflat(problem, strided))
-        torch.testing.assert_close(out, expected(problem, size)[rank], rtol=0, atol=0)
 
 
 NON_CONTIGUOUS = [
@@ -103,10 +94,18 @@ NON_CONTIGUOUS = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("name", NON_CONTIGUOUS)
-def test_non_contiguous_inputs(ranks: Any, name: str, algorithm: str) -> None:
-    ranks(2).run(check_non_contiguous, NAMED[name], algorithm)
+def test_non_contiguous_inputs(rank: int, name: str, algorithm: str) -> None:
+    problem = NAMED[name]
+    size = dist.get_world_size()
+    tensors = flat(integers(problem, rank, size))
+    for x in (tensors[0], tensors[0].mT.contiguous().mT):
+        strided = [None if t is None else non_contiguous(t) for t in (x, *tensors[1:])]
+        with fusedcomm.force_algorithm(algorithm, strict=True):
+            out = problem.call(unflat(problem, strided))
+        torch.testing.assert_close(out, expected(problem, size)[rank], rtol=0, atol=0)
 
 
 # rounding, and the order of sums
@@ -152,12 +151,15 @@ def check_rounding(rank: int, problem: Problem, dtype: torch.dtype, algorithm: s
 
 def rounding() -> list[Any]:
     """The kernels convert both half precisions alike: with float16 they are soak tests."""
-    slow = [(torch.float16, "fused")]
+    marks = {torch.float16: pytest.mark.soak}
     return [
-        pytest.param(problem, dtype, algorithm, marks=pytest.mark.soak if (dtype, algorithm) in slow else ())
+        param
         for problem in ROUNDING
         for dtype in DTYPES
-        for algorithm in ("chunked", "fused")
+        for param in (
+            pytest.param(problem, dtype, "chunked"),
+            pytest.param(problem, dtype, "fused", marks=marks.get(dtype, pytest.mark.thorough)),
+        )
     ]
 
 
@@ -168,7 +170,7 @@ def test_rounding(ranks: Any, problem: Problem, dtype: torch.dtype, algorithm: s
         assert torch.equal(outs[0], outs[1])
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 def test_all_ranks_get_the_same_bits_of_an_all_reduce(ranks: Any, algorithm: str) -> None:
     for shape, n in (((24, 50), 20), ((5, 50), 31)):
         problem = Problem("bits", shape, n, op="matmul_all_reduce")
@@ -184,7 +186,7 @@ def partial_sums(rank: int, op: str, partials: list[float], dtype: torch.dtype, 
         return getattr(fusedcomm, op)(x, w, *dims)
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 @pytest.mark.parametrize("op", OPS[3:])
 def test_partial_sums_are_added_in_rank_order_in_float32(ranks: Any, op: str, algorithm: str) -> None:
     for partials, total in (([1e8, 1, -1e8], 0), ([1, 1e8, -1e8], 0), ([1e8, -1e8, 1], 1), ([-1e8, 1e8, 1], 1)):
@@ -203,7 +205,7 @@ def gathered_k(rank: int, op: str, algorithm: str) -> Tensor:
         return getattr(fusedcomm, op)(x, torch.ones(4, 3, dtype=torch.bfloat16), *dims)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("op", GATHERS)
 def test_sums_over_sources_are_rounded_once(ranks: Any, op: str, algorithm: str) -> None:
     rounded_per_source = torch.tensor(257.0).bfloat16() + torch.tensor(2.0).bfloat16()
@@ -268,8 +270,15 @@ def test_inference_does_not_ask_for_the_by_product(ranks: Any) -> None:
     ranks(2).run(check_inference, NAMED["all_gather_matmul-list-qkv"], 4)
 
 
-def check_bad_types(rank: int, problem: Problem) -> None:
+TYPES = ["bias", "all_to_all_matmul-batch-scattered", "all_gather_matmul-batch-rows-gathered"]
+TYPES += ["matmul_reduce_scatter-batch-scattered", "matmul_all_reduce-columns-divide"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", TYPES)
+def test_bad_types_and_groups_are_value_errors(rank: int, name: str) -> None:
     """dtypes, devices and the group's size, by the dispatcher op, as compiled graphs call it."""
+    problem = NAMED[name]
     size = dist.get_world_size()
     op = getattr(torch.ops.fusedcomm, problem.op)
     x, w, *rest = flat(integers(problem, rank, size))
@@ -289,12 +298,3 @@ def check_bad_types(rank: int, problem: Problem) -> None:
         op(*arguments, 0, name)
     with pytest.raises(ValueError, match="must be an initialised process group, got name 'nobody'"):
         op(*arguments, size, "nobody")
-
-
-TYPES = ["bias", "all_to_all_matmul-batch-scattered", "all_gather_matmul-batch-rows-gathered"]
-TYPES += ["matmul_reduce_scatter-batch-scattered", "matmul_all_reduce-columns-divide"]
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_bad_types_and_groups_are_value_errors(ranks: Any, name: str) -> None:
-    ranks(2).run(check_bad_types, NAMED[name])

@@ -16,7 +16,7 @@ from fusedcomm import cli
 from fusedcomm.bench import table
 from fusedcomm.bench.all_to_all.cases import CASES
 from fusedcomm.bench.all_to_all.command import HEADINGS
-from fusedcomm.bench.measure import Row
+from fusedcomm.bench.measure import OpRow
 from fusedcomm.bench.plain import CollectiveRow
 from fusedcomm.bench.table import AnyRow
 from fusedcomm.bench.timing import Timing
@@ -150,7 +150,7 @@ def test_formulas_say_what_the_op_sends_and_computes(op: str, group_size: int) -
     assert values["sequence"] == pytest.approx(matmul + wire + copies)
 
 
-EXAMPLE_ROW = Row(
+EXAMPLE_ROW = OpRow(
     op="matmul_all_to_all",
     rows=2048,
     k=2048,
@@ -178,10 +178,10 @@ EXAMPLE_COLLECTIVE = CollectiveRow(
 
 @pytest.mark.parametrize("row", [EXAMPLE_ROW, EXAMPLE_COLLECTIVE], ids=lambda row: row.op)
 def test_every_column_of_the_benchmark_is_explained_with_its_value(row: AnyRow) -> None:
-    columns = table.OP_COLUMNS if isinstance(row, Row) else table.COLLECTIVE_COLUMNS
+    columns = table.OP_COLUMNS if isinstance(row, OpRow) else table.COLLECTIVE_COLUMNS
     expected = [(heading.replace("\n", " "), text(row)) for heading, text in columns]
     explained = [(cells[0], cells[2]) for cells in table_rows(page("benchmark"), "column") if len(cells) == 3]
-    start = 0 if isinstance(row, Row) else len(table.OP_COLUMNS)
+    start = 0 if isinstance(row, OpRow) else len(table.OP_COLUMNS)
     assert explained[start : start + len(expected)] == expected
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.thorough import thorough_but
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 TIMEOUT_S = 120
@@ -39,7 +41,7 @@ def test_examples_are_there() -> None:
     assert EXAMPLES == ["tensor_parallel_mlp", "ulysses_attention"]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", thorough_but(["ulysses_attention"], EXAMPLES))
 def test_example(name: str) -> None:
     result = torchrun(name, 2)
     assert result.returncode == 0, result.stdout + result.stderr

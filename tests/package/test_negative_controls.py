@@ -26,6 +26,7 @@ def test_each_protection_and_its_test_are_there(name: str) -> None:
     assert not test or test.partition("[")[0] in functions
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", names())
 def test_without_it_a_test_fails(name: str) -> None:
     assert CONTROLS[name].run() is None
@@ -39,6 +40,7 @@ def test_with_all_of_them_on_the_same_tests_pass(tmp_path: Path) -> None:
     assert code == 0, printed[-4000:]
 
 
+@pytest.mark.thorough
 def test_a_protection_that_is_not_off_is_told() -> None:
     control = CONTROLS["peer indices are checked"]
     reason = replace(control, off=control.on).run()

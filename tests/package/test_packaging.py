@@ -154,6 +154,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_without_a_compiler_the_native_part_is_left_out_and_the_rest_works(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(RUN_WHEEL)

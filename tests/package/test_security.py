@@ -30,11 +30,12 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import HashStore
 
 import fusedcomm
-from fusedcomm.algorithms import launch
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULTS, TUNED
 from fusedcomm.runtime import group as groups
-from fusedcomm.runtime.workspace import HeaderLayout, Round, Workspace, peers_of, sources_of
+from fusedcomm.runtime import signals
+from fusedcomm.runtime.segment import HeaderLayout
+from fusedcomm.runtime.workspace import Round, Workspace, peers_of, sources_of
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.problems import PROBLEMS
@@ -393,13 +394,13 @@ def call_with_ranks_outside(rank: int) -> tuple[dict[str, list[str]], list[int],
 
 
 def test_a_handle_refuses_ranks_outside_the_group(ranks: Ranks) -> None:
-    for rank, (errors, memory, signals) in enumerate(ranks(2).run(call_with_ranks_outside)):
+    for rank, (errors, memory, sent) in enumerate(ranks(2).run(call_with_ranks_outside)):
         for name, argument in (("put_signal", "dst_rank"), ("wait_signal", "src_rank")):
             assert errors[name] == [f"ValueError: {argument} must be in [0, 2), got {peer}" for peer in OUTSIDE]
         for name in ("get_buffer", "get_remote_tensor"):  # torch's
             assert all(error.startswith("RuntimeError: ") for error in errors[name]), errors[name]
         assert memory == [5, rank, rank, rank]
-        assert signals == 0
+        assert sent == 0
 
 
 def virtual_round() -> tuple[list[Tensor], dict[str, Callable[[int], Any]]]:
@@ -412,13 +413,13 @@ def virtual_round() -> tuple[list[Tensor], dict[str, Callable[[int], Any]]]:
         "wait": round.wait,
         "part": round.part,
         "received": round.received,
-        "launch.signal": lambda peer: launch.signal(workspace, peer, 7),
-        "launch.wait_source": lambda peer: launch.wait_source(peer, workspace, 7),
+        "signals.signal": lambda peer: signals.signal(workspace, peer, 7),
+        "signals.wait_source": lambda peer: signals.wait_source(peer, workspace, 7),
     }
 
 
 @pytest.mark.parametrize("peer", [-1, 2])
-@pytest.mark.parametrize("name", ["signal", "wait", "part", "received", "launch.signal", "launch.wait_source"])
+@pytest.mark.parametrize("name", ["signal", "wait", "part", "received", "signals.signal", "signals.wait_source"])
 def test_a_round_refuses_ranks_outside_the_group(name: str, peer: int) -> None:
     segments, functions = virtual_round()
     before = [segment.clone() for segment in segments]

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fusedcomm.runtime.workspace import NUM_SLOTS, peers_of, sources_of
+from fusedcomm.runtime.segment import NUM_SLOTS
+from fusedcomm.runtime.workspace import peers_of, sources_of
 
 
 @dataclass(frozen=True)

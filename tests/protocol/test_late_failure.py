@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import launch
+from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry.spans import Span
 from fusedcomm.kernels.triton import copy, rounds
+from fusedcomm.runtime import signals
 from tests.helpers import virtual_ranks as virtual
 
 SPAN = Span(size=8, start=0, inner=8, outer_stride=0, peer_stride=8)
@@ -25,21 +26,21 @@ def sent(rank: virtual.VirtualRank, epoch: int) -> Tensor:
 
 
 def pack(rank: virtual.VirtualRank, epoch: int) -> None:
-    launch.pack(sent(rank, epoch), SPAN, rank, virtual.FINGERPRINT)
+    kernel_launch.pack(sent(rank, epoch), SPAN, rank, virtual.FINGERPRINT)
 
 
 def copy_engine(rank: virtual.VirtualRank, epoch: int) -> None:
     """As CudaTransport.pack: copies that are queued by the host, which knows nothing of a failure."""
-    launch.begin_push(rank)
+    signals.begin_push(rank)
     slot = rank.layout.slot(epoch, rank.slot_bytes) + rank.rank * 32
     for segment in rank.peers:
         segment[slot : slot + 32].view(torch.float32).copy_(sent(rank, epoch)[:8])
-    launch.signal(rank, None, virtual.FINGERPRINT)
+    signals.signal(rank, None, virtual.FINGERPRINT)
 
 
 def unpack(rank: virtual.VirtualRank) -> Tensor:
     out = torch.zeros(16)
-    launch.unpack(out, SPAN, rank, virtual.FINGERPRINT)
+    kernel_launch.unpack(out, SPAN, rank, virtual.FINGERPRINT)
     return out
 
 
@@ -50,8 +51,8 @@ def go_on(rank: virtual.VirtualRank, push: Push) -> None:
 def go_on_after_an_empty_round(rank: virtual.VirtualRank, push: Push) -> None:
     """Which pushes nothing, and signals alone: round 4 goes to the other slot, round 5 where round 1 was."""
     nothing, empty = torch.empty(0), Span(size=0, start=0, inner=1, outer_stride=0, peer_stride=0)
-    launch.pack(nothing, empty, rank, virtual.FINGERPRINT)
-    launch.unpack(nothing, empty, rank, virtual.FINGERPRINT)
+    kernel_launch.pack(nothing, empty, rank, virtual.FINGERPRINT)
+    kernel_launch.unpack(nothing, empty, rank, virtual.FINGERPRINT)
     push(rank, 4)
     unpack(rank)
     push(rank, 5)

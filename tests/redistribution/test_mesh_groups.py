@@ -28,6 +28,7 @@ from fusedcomm.cost.model import DEFAULTS, TUNED
 from fusedcomm.errors import PeerTimeoutError
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.redistribution import mesh_groups
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.process_groups import left_as_found
 
 Ranks = Callable[[int], RankPool]
@@ -85,7 +86,8 @@ def test_every_set_of_mesh_dims_has_its_ranks_in_the_order_told(ranks: Ranks, ne
             assert all(answers[member][dims] == (name, members) for member in members)
 
 
-def in_order(rank: int) -> None:
+@on_ranks(8)
+def test_groups_that_reduce_the_same_do_it_in_the_same_order(rank: int) -> None:
     """With the middle dim replicated, the first and the last of the second mesh reduce in two orders."""
     with left_as_found():
         alike = DeviceMesh("cpu", [[[0, 1], [2, 3]], [[6, 7], [4, 5]]])
@@ -100,10 +102,6 @@ def in_order(rank: int) -> None:
             assert gathered(plain) == sorted(members_of(mesh.mesh, dims, rank))
             assert (plain.pg is reducing.pg) == (plain.order == (0, 1, 2, 3)) or len(dims) == 1
         assert mesh_groups.flattened(rows, (1,)).pg is rows.get_group(1)
-
-
-def test_groups_that_reduce_the_same_do_it_in_the_same_order(ranks: Ranks) -> None:
-    ranks(8).run(in_order)
 
 
 def halves(rank: int) -> str:
@@ -122,7 +120,8 @@ def test_meshes_of_a_part_of_the_world_need_only_their_ranks(ranks: Ranks) -> No
     assert names[0] != names[1]
 
 
-def reuse(rank: int) -> None:
+@on_ranks(8)
+def test_groups_that_exist_are_used(rank: int) -> None:
     with left_as_found():
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
         flat_mesh = mesh["b", "c"]._flatten("bc")
@@ -138,11 +137,8 @@ def reuse(rank: int) -> None:
         assert gathered(real) == members_of(np.arange(8).reshape(2, 2, 2), (0, 1), rank)
 
 
-def test_groups_that_exist_are_used(ranks: Ranks) -> None:
-    ranks(8).run(reuse)
-
-
-def fifty_meshes(rank: int) -> None:
+@on_ranks(8)
+def test_no_more_groups_than_sets_of_ranks(rank: int) -> None:
     with left_as_found():
         mesh = DeviceMesh("cpu", PERMUTED)
         own = mesh.get_all_groups()
@@ -158,11 +154,8 @@ def fifty_meshes(rank: int) -> None:
         assert len(c10d._world.pg_map) == count
 
 
-def test_no_more_groups_than_sets_of_ranks(ranks: Ranks) -> None:
-    ranks(8).run(fifty_meshes)
-
-
-def different_counts(rank: int) -> None:
+@on_ranks(8)
+def test_ranks_that_have_not_equally_many_groups_find_each_other(rank: int) -> None:
     with left_as_found():
         mesh = DeviceMesh("cpu", [[1, 3], [5, 7]])
         if rank == 1:
@@ -175,21 +168,14 @@ def different_counts(rank: int) -> None:
                 dist.new_group([1, 3], timeout=timedelta(seconds=1), use_local_synchronization=True)
 
 
-def test_ranks_that_have_not_equally_many_groups_find_each_other(ranks: Ranks) -> None:
-    ranks(8).run(different_counts)
-
-
-def timeouts(rank: int) -> None:
+@on_ranks(8)
+def test_timeouts_are_those_of_the_mesh(rank: int) -> None:
     with left_as_found(TIMEOUT_S="5"):
         mesh = DeviceMesh("cpu", PERMUTED)
         for dim in range(3):
             c10d._set_pg_timeout(timedelta(seconds=77), mesh.get_group(dim))
         backend = mesh_groups.flattened(mesh, (0, 2)).pg._get_backend(torch.device("cpu"))
         assert backend.options._timeout == timedelta(seconds=77)
-
-
-def test_timeouts_are_those_of_the_mesh(ranks: Ranks) -> None:
-    ranks(8).run(timeouts)
 
 
 # ranks that do not come, or with something else
@@ -310,7 +296,8 @@ def test_a_rank_lost_after_the_vote_leaves_no_one_waiting(ranks: Ranks) -> None:
     assert max(ranks(8).run(lost_between)) < 8
 
 
-def outside(rank: int) -> None:
+@on_ranks(4)
+def test_a_rank_outside_the_mesh_is_told_so(rank: int) -> None:
     with left_as_found():
         mesh = DeviceMesh("cpu", [0, 1])
         if rank < 2:
@@ -319,10 +306,6 @@ def outside(rank: int) -> None:
             for use in (lambda: mesh_groups.check(mesh), lambda: mesh_groups.flattened(mesh, (0,))):
                 with pytest.raises(ValueError, match=rf"must contain this rank, {rank}, got .*\[0, 1\]"):
                     use()
-
-
-def test_a_rank_outside_the_mesh_is_told_so(ranks: Ranks) -> None:
-    ranks(4).run(outside)
 
 
 # what ranks tell each other
@@ -360,7 +343,8 @@ class NoOps(TorchDispatchMode):
         raise AssertionError(f"{func} was seen by a mode")
 
 
-def in_modes(rank: int) -> None:
+@on_ranks(2)
+def test_groups_are_made_while_torch_compile_traces(rank: int) -> None:
     for mode in (FakeTensorMode(), NoOps()):
         with left_as_found() as patch:
             patch.setattr(mesh_groups, "_existing", lambda *_: None)
@@ -374,11 +358,8 @@ def in_modes(rank: int) -> None:
             assert gathered(flat) == [0, 1]
 
 
-def test_groups_are_made_while_torch_compile_traces(ranks: Ranks) -> None:
-    ranks(2).run(in_modes)
-
-
-def on_two_threads(rank: int) -> None:
+@on_ranks(8)
+def test_groups_of_other_ranks_do_not_wait_for_each_other(rank: int) -> None:
     with left_as_found():
         meshes = [DeviceMesh("cpu", PERMUTED), DeviceMesh("cpu", np.arange(8).reshape(2, 2, 2).tolist())]
         found: list[list[Any]] = [[], []]
@@ -394,10 +375,6 @@ def on_two_threads(rank: int) -> None:
         for thread in threads:
             thread.join()
         assert [gathered(each[0]) for each in found] == [sorted(members_of(mesh.mesh, (1, 2), rank)) for mesh in meshes]
-
-
-def test_groups_of_other_ranks_do_not_wait_for_each_other(ranks: Ranks) -> None:
-    ranks(8).run(on_two_threads)
 
 
 def test_threads_that_come_together_make_one_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fusedcomm
 import fusedcomm.compile
 from fusedcomm.launch.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.redistribution_cases import Case, random_case
 
 Ranks = Callable[[int], RankPool]
@@ -128,8 +129,9 @@ def test_nested_scatter_over_a_flattened_mesh_which_torch_gets_wrong(ranks: Rank
         assert found == [True, False, False, True, True, False, False, True]
 
 
-def gradients(rank: int, seeds: range) -> None:
-    for seed in seeds:
+@on_ranks(4)
+def test_gradients_are_those_of_torch(rank: int) -> None:
+    for seed in range(100):
         case = random_case(seed, [(2, 2), (4,), (1, 4)])
         if not case.dtype.is_floating_point:
             continue
@@ -153,11 +155,8 @@ def gradients(rank: int, seeds: range) -> None:
             assert torch.equal(found[0][1], found[1][1]), (case, found)
 
 
-def test_gradients_are_those_of_torch(ranks: Ranks) -> None:
-    ranks(4).run(gradients, range(100))
-
-
-def second_gradients(rank: int) -> None:
+@on_ranks(4)
+def test_it_is_twice_differentiable(rank: int) -> None:
     mesh, found = mesh_of((2, 2)), []
     for function in (fusedcomm.redistribute, DTensor.redistribute):
         x = distribute_tensor(torch.arange(20.0).reshape(5, 4), mesh, [S0, S1]).requires_grad_()
@@ -169,11 +168,8 @@ def second_gradients(rank: int) -> None:
     assert torch.equal(found[0], 36 * torch.arange(20.0).reshape(5, 4) ** 3)
 
 
-def test_it_is_twice_differentiable(ranks: Ranks) -> None:
-    ranks(4).run(second_gradients)
-
-
-def dtypes(rank: int) -> None:
+@on_ranks(4)
+def test_dtypes_of_what_is_sent(rank: int) -> None:
     mesh = mesh_of((2, 2))
     for forward, backward in ((torch.bfloat16, None), (None, torch.bfloat16), (torch.float64, torch.bfloat16)):
         found = []
@@ -184,10 +180,6 @@ def dtypes(rank: int) -> None:
             assert x.grad is not None and x.grad.dtype == torch.float32 and y.dtype == (forward or torch.float32)
             found.append((y.full_tensor(), x.grad.full_tensor()))  # type: ignore[attr-defined]
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-
-
-def test_dtypes_of_what_is_sent(ranks: Ranks) -> None:
-    ranks(4).run(dtypes)
 
 
 def asynchronous(rank: int) -> list[str]:
@@ -212,7 +204,8 @@ def program(x: DTensor, w: DTensor) -> DTensor:
     return fusedcomm.redistribute(y @ w, x.device_mesh, (S1, S1))
 
 
-def large_averages(rank: int) -> None:
+@on_ranks(4)
+def test_averages_do_not_overflow(rank: int) -> None:
     """Their sum is beyond float16."""
     mesh = mesh_of((2, 2))
     for placed, after in (
@@ -224,10 +217,6 @@ def large_averages(rank: int) -> None:
             x = DTensor.from_local(torch.full(shape, 30000.0).half(), mesh, placed, run_check=False)
             y = fusedcomm.redistribute(x, placements=after).to_local()
             assert torch.equal(y, torch.full_like(y, 60000.0 if P in placed else 30000.0)), (placed, after, y)
-
-
-def test_averages_do_not_overflow(ranks: Ranks) -> None:
-    ranks(4).run(large_averages)
 
 
 CACHED = """
@@ -250,6 +239,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 
 def test_what_torch_compile_calls_makes_all_groups_that_a_backward_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """And tells meshes, sources and versions apart."""
+    from fusedcomm import files
     from fusedcomm.redistribution import dtensor, mesh_groups
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
@@ -260,7 +250,7 @@ def test_what_torch_compile_calls_makes_all_groups_that_a_backward_can_have(monk
         for mesh_dims in ((0,), (2,), (0, 2)):
             assert mesh_groups.flattened(mesh, mesh_dims).pg.size() == math.prod(mesh.shape[i] for i in mesh_dims)
         assert dtensor.version(mesh) == first != dtensor.version(init_device_mesh("cpu", (8,)))
-        monkeypatch.setattr(dtensor, "_sources", lambda: (__file__,))
+        monkeypatch.setattr(files, "_sources_digest", lambda: "other sources")
         assert dtensor.version(mesh) != first
     finally:
         dist.destroy_process_group()
@@ -311,7 +301,8 @@ def test_it_compiles_into_one_graph_with_the_collectives_of_the_plan(ranks: Rank
         assert graphs == ["forward", "backward"] and eager > 0, (eager, graphs)
 
 
-def strided(rank: int) -> None:
+@on_ranks(4)
+def test_strided_shards_are_an_order_of_the_mesh_dims(rank: int) -> None:
     """What FSDP makes of tensor-parallel weights: cut by the second mesh dim first."""
     mesh = mesh_of((2, 2))
     whole = torch.arange(32.0).reshape(8, 4)
@@ -328,10 +319,6 @@ def strided(rank: int) -> None:
             assert torch.equal(y.to_local(), torch.chunk(whole, 4)[rank])
         if after == [R, R]:
             assert torch.equal(y.to_local(), whole)
-
-
-def test_strided_shards_are_an_order_of_the_mesh_dims(ranks: Ranks) -> None:
-    ranks(4).run(strided)
 
 
 def by_torch(rank: int) -> list[str]:
@@ -356,7 +343,8 @@ def by_torch(rank: int) -> list[str]:
     return heard.texts
 
 
-def foreign(rank: int) -> None:
+@on_ranks(4)
+def test_classes_of_placements_that_only_torch_knows(rank: int) -> None:
     """torch's partial norm: as a gradient, as what is given, as what stays, and compiled."""
     mesh, norm = mesh_of((2, 2)), _NormPartial(2)
     x = distribute_tensor(torch.ones(()), mesh, [R, R]).requires_grad_()
@@ -378,10 +366,6 @@ def foreign(rank: int) -> None:
     with uncached():
         for run in (fusedcomm.redistribute, torch.compile(fusedcomm.redistribute, fullgraph=True)):
             torch.testing.assert_close(run(parts, placements=[R, R]).to_local(), torch.full((2,), 14**0.5))
-
-
-def test_classes_of_placements_that_only_torch_knows(ranks: Ranks) -> None:
-    ranks(4).run(foreign)
 
 
 def alone(rank: int) -> bool:
@@ -491,6 +475,7 @@ def test_meshes_of_a_part_of_the_world(ranks: Ranks) -> None:
         assert torch.equal(found, torch.arange(4.0))
 
 
+@pytest.mark.thorough
 def test_importing_fusedcomm_does_not_import_dtensor() -> None:
     code = "import sys, fusedcomm; assert 'torch.distributed.tensor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,7 +22,7 @@ from fusedcomm.redistribution.by_dim import steps_by_dim
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding
 from fusedcomm.redistribution.step_time import Links, ranks_per_node
-from fusedcomm.redistribution.traffic import exchanged, least_traffic
+from fusedcomm.redistribution.traffic import least_traffic
 from tests.helpers.redistribution_world import Plan, check
 
 Placements = tuple[str, ...]  # R, S0, S1, ..., P (sum) or P and another op
@@ -264,7 +264,7 @@ def test_traffic_is_what_each_rank_sends_each_other() -> None:
     while num < 150:
         found = steps.step(*shuffled(rng))
         if found is not None and found.kind in (steps.ALL_TO_ALL, steps.REDUCE_SCATTER):
-            assert exchanged(found) == pytest.approx(pairwise_traffic(found))
+            assert steps.exchanged(found) == pytest.approx(pairwise_traffic(found))
             num += 1
 
 

@@ -103,6 +103,7 @@ def worse_at_random(rng: random.Random, num_meshes: int) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_no_plan_is_worse_than_torchs_at_random() -> None:
     assert not worse_at_random(random.Random(0), 3)
 

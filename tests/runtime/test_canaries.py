@@ -11,8 +11,10 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.runtime import canaries
 from fusedcomm.runtime.canaries import GUARD_BYTES
-from fusedcomm.runtime.workspace import NUM_SLOTS, HeaderLayout, Round, Workspace, slot_bytes_within
+from fusedcomm.runtime.segment import NUM_SLOTS, HeaderLayout, slot_bytes_within
+from fusedcomm.runtime.workspace import Round, Workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
@@ -53,6 +55,10 @@ def test_slots_with_guards_keep_within_the_cap(cap: int) -> None:
     assert cap - 2 * 128 * NUM_SLOTS < size <= cap
 
 
+def damage(workspace: Workspace) -> str | None:
+    return canaries.damage(workspace.buffers[0], workspace.layout, workspace.slot_bytes, 0)
+
+
 def test_slots_that_are_full_harm_no_guard() -> None:
     """Negative control."""
     workspace = guarded()
@@ -60,7 +66,7 @@ def test_slots_that_are_full_harm_no_guard() -> None:
         start, end = slot(workspace, i)
         workspace.buffers[0][start:end] = 255
     workspace.buffers[0][: HeaderLayout(2).header_bytes] = 255
-    assert canaries.damage(workspace) is None
+    assert damage(workspace) is None
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 7, GUARD_BYTES])
@@ -71,7 +77,7 @@ def test_an_overrun_is_found_and_named(side: str, i: int, num_bytes: int) -> Non
     start, end = slot(workspace, i)
     where = slice(start - num_bytes, start) if side == "before" else slice(end, end + num_bytes)
     workspace.buffers[0][where] = 0
-    text = canaries.damage(workspace)
+    text = damage(workspace)
     assert text is not None and text.startswith("guard bytes of rank 0's segment must stay as they are")
     offset = num_bytes if side == "before" else 0
     if num_bytes < GUARD_BYTES:  # else it is as near to the other slot
@@ -133,7 +139,8 @@ def test_an_overrun_of_a_peer_is_told_to_all_ranks(ranks: Any, algorithm: str, s
     assert f"{num_bytes} bytes from {num_bytes if side == 'before' else 0} bytes {side} slot" in texts[0]
 
 
-def check_unguarded(rank: int) -> None:
+@on_ranks(2)
+def test_without_the_setting_an_overrun_goes_unnoticed(rank: int) -> None:
     """Negative control: without FUSEDCOMM_CHECK there are no guards, and nobody notices."""
     with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS))
@@ -145,7 +152,3 @@ def check_unguarded(rank: int) -> None:
             workspace.buffers[0][end : end + 1] = 0
         dist.barrier(group)
         check(group, HEADS, call(group, HEADS, 1), 1)
-
-
-def test_without_the_setting_an_overrun_goes_unnoticed(ranks: Any) -> None:
-    ranks(2).run(check_unguarded)

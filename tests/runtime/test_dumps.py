@@ -25,6 +25,7 @@ import fusedcomm
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.runtime import dumps, flight_recorder
 from tests.helpers.groups import call, check, fresh_group
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import OPS, PROBLEMS, integers
 from tests.ops.test_call_check import ONE_EACH
 
@@ -32,7 +33,8 @@ HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 CPU = torch.device("cpu")
 
 
-def check_records(rank: int) -> None:
+@on_ranks(2)
+def test_the_ring_has_every_call(rank: int) -> None:
     """Of every op, forward and backward, whatever it runs as."""
     size = dist.get_world_size()
     with fresh_group() as group, pytest.MonkeyPatch.context() as patch:
@@ -62,10 +64,6 @@ def check_records(rank: int) -> None:
         "gather_dim": ONE_EACH[OPS[0]].gather_dim,
         "scatter_dim": ONE_EACH[OPS[0]].scatter_dim,
     }
-
-
-def test_the_ring_has_every_call(ranks: Any) -> None:
-    ranks(2).run(check_records)
 
 
 def test_the_ring_keeps_the_last_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +111,25 @@ def test_arguments_are_named_and_dims_counted_from_the_front() -> None:
 NAMES = ("a-host", "a-user")
 
 
-def check_dump(rank: int, folder: str) -> None:
-    """Of an error, in a directory that is not there yet, and whose name a dump has in its environment."""
+def check_text(text: str) -> None:
+    dump = json.loads(text)
+    assert (dump["schema"], dump["rank"], dump["world_size"]) == (dumps.SCHEMA, 0, 2)
+    assert dump["why"].startswith("PeerTimeoutError: matmul_all_to_all on group")
+    assert dump["versions"]["torch"]
+    failed = dump["calls"][-1]
+    assert (failed["op"], failed["number"], failed["state"], failed["peers"]) == ("matmul_all_to_all", 2, "failed", [1])
+    assert failed["seconds"] >= 0.9
+    assert abs(failed["started"] - time.time()) < 60
+    assert any("test_an_error_leaves_a_dump" in line for line in dump["stacks"]["MainThread"])
+    assert "do not tell" not in text
+    assert dump["environment"]["FUSEDCOMM_DUMP_DIR"].endswith("/<host>/<user>")
+    assert not [name for name in NAMES if name in text]
+
+
+@on_ranks(2)
+def test_an_error_leaves_a_dump_for_its_owner_alone(rank: int, tmp_path: Path) -> None:
+    """The directory is not there yet, and a dump has its name in its environment."""
+    folder = str(tmp_path)
     file = Path(folder, *NAMES, f"rank{rank}.json")
     chunked = fusedcomm.force_algorithm("chunked", strict=True)
     with fresh_group(TIMEOUT_S="1") as group, chunked, pytest.MonkeyPatch.context() as patch:
@@ -139,36 +154,14 @@ def check_dump(rank: int, folder: str) -> None:
         fusedcomm.reset(group)
 
 
-def check_text(text: str) -> None:
-    dump = json.loads(text)
-    assert (dump["schema"], dump["rank"], dump["world_size"]) == (dumps.SCHEMA, 0, 2)
-    assert dump["why"].startswith("PeerTimeoutError: matmul_all_to_all on group")
-    assert dump["versions"]["torch"]
-    failed = dump["calls"][-1]
-    assert (failed["op"], failed["number"], failed["state"], failed["peers"]) == ("matmul_all_to_all", 2, "failed", [1])
-    assert failed["seconds"] >= 0.9
-    assert abs(failed["started"] - time.time()) < 60
-    assert any("check_dump" in line for line in dump["stacks"]["MainThread"])
-    assert "do not tell" not in text
-    assert dump["environment"]["FUSEDCOMM_DUMP_DIR"].endswith("/<host>/<user>")
-    assert not [name for name in NAMES if name in text]
-
-
-def test_an_error_leaves_a_dump_for_its_owner_alone(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(check_dump, str(tmp_path))
-
-
-def check_silent(rank: int) -> None:
+@on_ranks(2)
+def test_without_a_directory_nothing_is_written_or_set(rank: int) -> None:
     """Without FUSEDCOMM_DUMP_DIR: no file, no thread, no wake-up of ours."""
     with fresh_group(TIMEOUT_S="20") as group:
         check(group, HEADS, call(group, HEADS))
     assert dumps.write("reason") is None
     assert signal.set_wakeup_fd(-1) == -1
     assert not [thread for thread in threading.enumerate() if thread.name == dumps.LISTENER]
-
-
-def test_without_a_directory_nothing_is_written_or_set(ranks: Any) -> None:
-    ranks(2).run(check_silent)
 
 
 def test_a_directory_that_cannot_be_written_hides_no_error(
@@ -178,14 +171,14 @@ def test_a_directory_that_cannot_be_written_hides_no_error(
     monkeypatch.setenv("FUSEDCOMM_DUMP_DIR", str(tmp_path / "file"))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    with pytest.raises(ZeroDivisionError), flight_recorder.Record("op", "group", CPU):
+    with pytest.raises(ZeroDivisionError), dumps.on_failure():
         raise ZeroDivisionError
     assert "no dump in FUSEDCOMM_DUMP_DIR" in caplog.text
 
 
 LISTENING = """
 import os, signal, sys, threading, time
-from fusedcomm import dumps
+from fusedcomm.runtime import dumps
 
 heard = []
 def handler(*args):
@@ -212,6 +205,7 @@ print(sorted(heard), os.read(woken, 9) if "others" in sys.argv else b"")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "before, said",
     [

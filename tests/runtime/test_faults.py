@@ -13,21 +13,25 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.algorithms import launch, planner
+from fusedcomm.algorithms import kernel_launch, planner
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.runtime import members, workspace
 from tests.helpers.groups import call, check, fresh_group
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, integers
+from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
-ALGORITHMS = ["chunked", "fused"]
 
 
 class Left(Exception):
     """Something that happens in the middle of a round: Ctrl-C, no memory, a compiler error."""
 
 
-def check_left_round(rank: int, algorithm: str, seconds: float) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["at-once", "late"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
+def test_a_round_left_half_way_is_never_taken_for_the_next(rank: int, algorithm: str, seconds: float) -> None:
     """A round that one rank leaves after it has signalled must not be taken for the next one.
 
     ``seconds`` later: by then its peer has had all data of the round, and is right to return them.
@@ -43,7 +47,7 @@ def check_left_round(rank: int, algorithm: str, seconds: float) -> None:
         check(group, problem, call(group, problem, 0))
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(workspace.Round if algorithm == "chunked" else launch, name, leave)
+                patch.setattr(workspace.Round if algorithm == "chunked" else kernel_launch, name, leave)
                 with pytest.raises(Left):
                     call(group, problem, 1)
             else:
@@ -60,13 +64,8 @@ def check_left_round(rank: int, algorithm: str, seconds: float) -> None:
         check(group, problem, call(group, problem, 3), 3)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["at-once", "late"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_round_left_half_way_is_never_taken_for_the_next(ranks: Any, algorithm: str, seconds: float) -> None:
-    ranks(3).run(check_left_round, algorithm, seconds)
-
-
-def check_reset_against_close(rank: int) -> None:
+@on_ranks(2)
+def test_reset_against_close_is_a_mismatch(rank: int) -> None:
     problem = BY_NAME["heads"]
     with fresh_group() as group:
         check(group, problem, call(group, problem))
@@ -75,11 +74,8 @@ def check_reset_against_close(rank: int) -> None:
         check(group, problem, call(group, problem, 1), 1)
 
 
-def test_reset_against_close_is_a_mismatch(ranks: Any) -> None:
-    ranks(2).run(check_reset_against_close)
-
-
-def check_allocation(rank: int) -> None:
+@on_ranks(2)
+def test_a_rank_without_memory_makes_all_run_unfused(rank: int) -> None:
     """One rank has no memory for the workspace: all run unfused, and say why, until a reset."""
     problem = BY_NAME["rows-gathered"]
 
@@ -103,11 +99,8 @@ def check_allocation(rank: int) -> None:
         check(group, problem, call(group, problem, 2), 2)
 
 
-def test_a_rank_without_memory_makes_all_run_unfused(ranks: Any) -> None:
-    ranks(2).run(check_allocation)
-
-
-def check_forked(rank: int) -> None:
+@on_ranks(2)
+def test_a_forked_child_is_no_rank(rank: int) -> None:
     """A forked child shares the parent's mapping; it must not take part in the protocol."""
     problem = BY_NAME["heads"]
     with fresh_group() as group:
@@ -124,13 +117,12 @@ def check_forked(rank: int) -> None:
         check(group, problem, call(group, problem, 1), 1)
 
 
-def test_a_forked_child_is_no_rank(ranks: Any) -> None:
-    ranks(2).run(check_forked)
-
-
-def check_absent(rank: int, algorithm: str, absent: int, warm: bool) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
+def test_a_peer_that_never_calls(rank: int, algorithm: str, warm: bool) -> None:
     """A rank that never calls: the others say so in time, name it, and are right again after a reset."""
-    problem = BY_NAME["heads"]
+    absent, problem = 1, BY_NAME["heads"]
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
         if warm:
             check(group, problem, call(group, problem))
@@ -157,13 +149,8 @@ def check_absent(rank: int, algorithm: str, absent: int, warm: bool) -> None:
             check(group, problem, call(group, problem, seed), seed)
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_peer_that_never_calls(ranks: Any, algorithm: str, warm: bool) -> None:
-    ranks(3).run(check_absent, algorithm, 1, warm)
-
-
-def check_late_for_the_vote(rank: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second(rank: int) -> None:
     """The first call of one rank must not meet the second one of another that has given up on the first."""
     problem = BY_NAME["heads"]
     with fresh_group(TIMEOUT_S="1") as group:
@@ -183,11 +170,18 @@ def check_late_for_the_vote(rank: int) -> None:
         check(group, problem, call(group, problem, 2), 2)
 
 
-def test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second(ranks: Any) -> None:
-    ranks(2).run(check_late_for_the_vote)
+OTHERS = [
+    Problem("other-rows", (2, 7, 5), 12, 1, -2, out_shape=(4, 3)),
+    Problem("other-dims", (2, 6, 5), 12, -2, 1, out_shape=(4, 3)),
+    Problem("needs-growth", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4)),
+]
 
 
-def check_mismatch(rank: int, algorithm: str, warm: bool, other: Problem) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_a_peer_in_another_call(rank: int, algorithm: str, warm: bool, other: Problem) -> None:
     problem = BY_NAME["heads"]
     with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
         if warm:
@@ -202,21 +196,8 @@ def check_mismatch(rank: int, algorithm: str, warm: bool, other: Problem) -> Non
             check(group, problem, call(group, problem, seed), seed)
 
 
-OTHERS = [
-    Problem("other-rows", (2, 7, 5), 12, 1, -2, out_shape=(4, 3)),
-    Problem("other-dims", (2, 6, 5), 12, -2, 1, out_shape=(4, 3)),
-    Problem("needs-growth", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4)),
-]
-
-
-@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_a_peer_in_another_call(ranks: Any, algorithm: str, warm: bool, other: Problem) -> None:
-    ranks(3).run(check_mismatch, algorithm, warm, other)
-
-
-def check_late(rank: int) -> None:
+@on_ranks(3)
+def test_a_late_rank_gets_an_error_too(rank: int) -> None:
     """Two ranks give up on a third that comes late: it must not return a result either."""
     problem = BY_NAME["heads"]
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
@@ -236,14 +217,12 @@ def check_late(rank: int) -> None:
         check(group, problem, call(group, problem))
 
 
-def test_a_late_rank_gets_an_error_too(ranks: Any) -> None:
-    ranks(3).run(check_late)
-
-
-def check_failure_in_a_later_round(rank: int, algorithm: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
+def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, algorithm: str) -> None:
     """Rank 0 has given up in round 3 before rank 1 reads round 2: those data are good, the next call is not."""
     problem = BY_NAME["heads"]
-    received, unpack = workspace.Round.received, launch.unpack
+    received, unpack = workspace.Round.received, kernel_launch.unpack
 
     def late_received(self: workspace.Round, src_rank: int) -> torch.Tensor:
         time.sleep(2)
@@ -258,17 +237,12 @@ def check_failure_in_a_later_round(rank: int, algorithm: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(workspace.Round, "received", late_received)
-                patch.setattr(launch, "unpack", late_unpack)
+                patch.setattr(kernel_launch, "unpack", late_unpack)
             check(group, problem, call(group, problem, 1), 1)
         with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
             call(group, problem, 2)
         assert caught.value.peers == [1 - rank]
         assert caught.value.epoch == 3
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_failure_in_a_later_round_spoils_no_earlier_one(ranks: Any, algorithm: str) -> None:
-    ranks(2).run(check_failure_in_a_later_round, algorithm)
 
 
 def run_until_error(rank: int, ready: str) -> tuple[str, list[int], float]:
@@ -298,7 +272,8 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
                 assert seconds < 5
 
 
-def check_failed_reset(rank: int) -> None:
+@on_ranks(2)
+def test_a_reset_that_a_rank_missed_can_be_repeated(rank: int) -> None:
     """A reset that a rank misses ends in time and can be repeated."""
     problem = BY_NAME["heads"]
     with fresh_group(TIMEOUT_S="1") as group:
@@ -311,7 +286,3 @@ def check_failed_reset(rank: int) -> None:
         dist.barrier(group)
         fusedcomm.reset(group)
         check(group, problem, call(group, problem))
-
-
-def test_a_reset_that_a_rank_missed_can_be_repeated(ranks: Any) -> None:
-    ranks(2).run(check_failed_reset)

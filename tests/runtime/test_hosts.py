@@ -83,6 +83,7 @@ def test_ranks_that_differ_agree_on_the_algorithm(name: str, found: list[Any]) -
             assert {how for _, how, _ in got["plans"]} == {"unfused" if want[0] else "chunked"}
 
 
+@pytest.mark.thorough
 def test_a_link_that_is_cut_is_an_error_in_time_and_there_is_a_way_back(hosts: list[Host], tmp_path: Path) -> None:
     results = torchrun(hosts, "tests.helpers.hosts_world", "cut", tmp_path, RUN_S)
     for rank, each in enumerate(results):

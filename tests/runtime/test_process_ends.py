@@ -50,6 +50,7 @@ def crashed(code: int, errors: str) -> bool:
     return code < 0 or any(word in errors for word in CRASHES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in PROGRAMS]
 )

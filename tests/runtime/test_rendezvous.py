@@ -81,6 +81,7 @@ def world_made_anew(rank: int) -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_world_made_anew() -> None:
     with RankPool(2, env={"FUSEDCOMM_TIMEOUT_S": "20"}) as pool:
         assert all(pool.run(world_made_anew))
@@ -211,6 +212,7 @@ def test_memory_that_could_be_cut_off_is_refused(
 # A store that is cut off
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("calls", [0, 1, 5])
 def test_a_store_that_is_cut_off_ends_the_rendezvous_in_time(calls: int) -> None:
     store, name = CutStore(calls), f"test/cut-off/{calls}"
@@ -265,6 +267,7 @@ def shared_names() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "fusedcomm" in name}
 
 
+@pytest.mark.thorough
 def test_killed_rank_is_named_and_leaves_nothing() -> None:
     before = shared_names()
     with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "20"}) as pool:

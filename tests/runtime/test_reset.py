@@ -21,6 +21,7 @@ import fusedcomm
 from fusedcomm.algorithms import planner
 from fusedcomm.runtime import vote as agreement
 from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
@@ -79,7 +80,8 @@ def test_a_reset_repairs_ranks_that_differ(ranks: Any, scenario: Any) -> None:
     ranks(2).run(scenario)
 
 
-def check_slots_that_differ(rank: int) -> None:
+@on_ranks(2)
+def test_a_reset_makes_slots_of_one_size(rank: int) -> None:
     """Of a workspace that one rank has lost: the largest slot of any rank counts."""
     with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, LARGE, call(group, LARGE))
@@ -91,11 +93,8 @@ def check_slots_that_differ(rank: int) -> None:
         check(group, LARGE, call(group, LARGE, 1), 1)
 
 
-def test_a_reset_makes_slots_of_one_size(ranks: Any) -> None:
-    ranks(2).run(check_slots_that_differ)
-
-
-def check_nothing_is_kept(rank: int) -> None:
+@on_ranks(2)
+def test_a_failed_call_keeps_neither_its_group_nor_its_tensors(rank: int) -> None:
     def failed() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
         with fresh_group(TIMEOUT_S="1") as group:
             x, w = torch.ones(4, 3), torch.ones(3, 6)
@@ -110,11 +109,8 @@ def check_nothing_is_kept(rank: int) -> None:
     assert [ref() is None for ref in refs] == [True, True]
 
 
-def test_a_failed_call_keeps_neither_its_group_nor_its_tensors(ranks: Any) -> None:
-    ranks(2).run(check_nothing_is_kept)
-
-
-def check_two_threads(rank: int) -> None:
+@on_ranks(2)
+def test_an_unfused_call_holds_up_no_other_thread(rank: int) -> None:
     """A chunked and an unfused call of one group on two threads, which begin in another order on each rank."""
     plan, answers = planner.plan, {}
 
@@ -142,12 +138,10 @@ def check_two_threads(rank: int) -> None:
         dist.barrier(group)
 
 
-def test_an_unfused_call_holds_up_no_other_thread(ranks: Any) -> None:
-    ranks(2).run(check_two_threads)
-
-
-def check_fork_before_the_first_call(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_child_of_before_the_first_call_is_no_rank_either(rank: int, tmp_path: Path) -> None:
     """The child takes no part, over its parent's connections, and replaces none of its dumps."""
+    folder = str(tmp_path)
     os.environ["FUSEDCOMM_DUMP_DIR"] = folder
     try:
         with fresh_group() as group:
@@ -166,10 +160,6 @@ def check_fork_before_the_first_call(rank: int, folder: str) -> None:
             dist.barrier(group)
     finally:
         del os.environ["FUSEDCOMM_DUMP_DIR"]
-
-
-def test_a_child_of_before_the_first_call_is_no_rank_either(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(check_fork_before_the_first_call, str(tmp_path))
 
 
 def test_a_fake_group_has_nothing_to_reset() -> None:

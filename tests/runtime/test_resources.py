@@ -127,6 +127,7 @@ def check_groups(ranks: Ranks, num_groups: int) -> None:
             check_back(growth, torch_alone)
 
 
+@pytest.mark.thorough
 def test_groups_leave_nothing_behind(ranks: Ranks) -> None:
     check_groups(ranks, 12)
 
@@ -162,11 +163,13 @@ def open_workspace(rank: int) -> tuple[Held, Held]:
     return used, Held.now() - before
 
 
+@pytest.mark.thorough
 def test_a_workspace_is_seen_while_it_is_open(ranks: Ranks) -> None:
     for used, closed in ranks(2).run(open_workspace):
         assert used.segments >= 2 and closed.segments == 0  # this rank's and the peer's
 
 
+@pytest.mark.thorough
 def test_what_is_left_behind_is_seen(ranks: Ranks) -> None:
     for growth in ranks(2).run(leaking):
         for name, value in asdict(growth).items():

@@ -176,6 +176,7 @@ def test_facts_of_another_version_are_an_error_on_every_rank() -> None:
 # A store that fails
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("calls", [0, 1, 4])
 def test_a_store_that_is_cut_off_ends_the_vote_in_time(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "0.2")

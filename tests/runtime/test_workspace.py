@@ -13,19 +13,48 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.algorithms import launch, planner
-from fusedcomm.runtime import workspace
+from fusedcomm.algorithms import kernel_launch, planner
+from fusedcomm.runtime import segment, workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
+from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
-ALGORITHMS = ["chunked", "fused"]
 
 
 # rounds and growth
 
 
-def check_rounds(rank: int, problem: Problem, algorithm: str) -> None:
+ROUNDS = [
+    Problem("rows", (64, 16), 32, 0, 1),
+    Problem("rows-scattered", (33, 16), 32, 1, 0, bias=True),
+    Problem("heads", (3, 40, 16), 64, 1, -2, out_shape=(4, 16)),
+    Problem("packed-qkv", (2, 41, 16), 3 * 4 * 8, 1, 3, out_shape=(3, 4, 8), bias=True),
+    Problem("batched", (5, 37, 16), 32, 1, 2, batched=True),
+    Problem("batch-scattered", (4, 37, 16), 32, 1, 0, batched=True),
+]
+
+
+def rounds() -> list[Any]:
+    """The kernels run two here, and more of every op in tests/ops/test_peer_faults.py; the rest are soak tests."""
+    return [
+        param
+        for problem in ROUNDS
+        for param in (
+            pytest.param(problem, "chunked"),
+            pytest.param(
+                problem,
+                "fused",
+                marks=pytest.mark.thorough if problem.name in ("rows", "heads") else pytest.mark.soak,
+            ),
+        )
+    ]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("problem", "algorithm"), rounds(), ids=str)
+def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, algorithm: str) -> None:
     """A call at least four times the cap: exact, in at least eight rounds, within the memory that was allowed."""
     size = dist.get_world_size()
     cap = expected(problem, size)[rank].nbytes // 4
@@ -48,34 +77,6 @@ def check_rounds(rank: int, problem: Problem, algorithm: str) -> None:
         assert held.epoch == 3 * plan.num_rounds
 
 
-ROUNDS = [
-    Problem("rows", (64, 16), 32, 0, 1),
-    Problem("rows-scattered", (33, 16), 32, 1, 0, bias=True),
-    Problem("heads", (3, 40, 16), 64, 1, -2, out_shape=(4, 16)),
-    Problem("packed-qkv", (2, 41, 16), 3 * 4 * 8, 1, 3, out_shape=(3, 4, 8), bias=True),
-    Problem("batched", (5, 37, 16), 32, 1, 2, batched=True),
-    Problem("batch-scattered", (4, 37, 16), 32, 1, 0, batched=True),
-]
-
-
-def rounds() -> list[Any]:
-    """Of the kernels two here and more, of every op, in test_family_faults.py; the rest are soak tests."""
-    return [
-        pytest.param(
-            problem,
-            algorithm,
-            marks=pytest.mark.soak if algorithm == "fused" and problem.name not in ("rows", "heads") else (),
-        )
-        for problem in ROUNDS
-        for algorithm in ALGORITHMS
-    ]
-
-
-@pytest.mark.parametrize(("problem", "algorithm"), rounds(), ids=str)
-def test_a_call_larger_than_the_cap_runs_in_rounds(ranks: Any, problem: Problem, algorithm: str) -> None:
-    ranks(2).run(check_rounds, problem, algorithm)
-
-
 def check_growth(rank: int, algorithm: str) -> None:
     """Small, large, small: the workspace grows between calls and nothing is lost."""
     small, large = Problem("small", (6, 8), 4, 0, 1), Problem("large", (600, 8), 512, 0, 1)
@@ -94,7 +95,8 @@ def test_growth(ranks: Any) -> None:
     ranks(2).run(check_growth, "chunked")
 
 
-def check_huge_row(rank: int) -> None:
+@on_ranks(2)
+def test_a_row_that_fits_no_slot_runs_unfused_with_the_reason(rank: int) -> None:
     problem = Problem("huge-row", (3, 2), 4096, 0, 1)
     with fresh_group(WORKSPACE_BYTES="8192") as group:
         check(group, problem, call(group, problem))
@@ -109,11 +111,8 @@ def check_huge_row(rank: int) -> None:
             call(group, problem)
 
 
-def test_a_row_that_fits_no_slot_runs_unfused_with_the_reason(ranks: Any) -> None:
-    ranks(2).run(check_huge_row)
-
-
-def check_close(rank: int) -> None:
+@on_ranks(2)
+def test_close_frees_and_the_next_call_makes_a_new_workspace(rank: int) -> None:
     problem = BY_NAME["heads"]
     with fresh_group() as group:
         for _ in range(2):
@@ -124,11 +123,8 @@ def check_close(rank: int) -> None:
         fusedcomm.close(group)
 
 
-def test_close_frees_and_the_next_call_makes_a_new_workspace(ranks: Any) -> None:
-    ranks(2).run(check_close)
-
-
-def check_retired(rank: int) -> None:
+@on_ranks(2)
+def test_retired_segments_are_kept_and_watched(rank: int) -> None:
     """A segment that a CUDA graph may replay on outlives growth, and what goes wrong on it is still reported."""
     small, large = Problem("small", (6, 8), 4, 0, 1), Problem("large", (6000, 8), 512, 0, 1)
     with fresh_group() as group:
@@ -142,7 +138,7 @@ def check_retired(rank: int) -> None:
         assert member.workspace is not first
         dist.barrier(group)
         if rank == 0:  # as a kernel of a replay does
-            first.record.fill(workspace.MISMATCHED, 9, rank, 1, [0, 0], [1])  # a call alone would time out
+            first.record.fill(segment.MISMATCHED, 9, rank, 1, [0, 0], [1])  # a call alone would time out
             for check_it in (lambda: fusedcomm.synchronize(group), lambda: call(group, small)):
                 with pytest.raises(fusedcomm.PeerMismatchError, match="round 9") as caught:
                     check_it()
@@ -151,10 +147,6 @@ def check_retired(rank: int) -> None:
         fusedcomm.close(group)
         assert member.retired == []
         check(group, small, call(group, small, 1), 1)
-
-
-def test_retired_segments_are_kept_and_watched(ranks: Any) -> None:
-    ranks(2).run(check_retired)
 
 
 # races
@@ -169,7 +161,7 @@ def late_reads(algorithm: str, rank: int) -> Iterator[None]:
         if rank == workspace.group_size - 1 and delays.random() < 0.2:
             time.sleep(delays.uniform(0, 0.01))
 
-    wait, unpack = workspace.Round.wait, launch.unpack
+    wait, unpack = workspace.Round.wait, kernel_launch.unpack
 
     def late_wait(self: workspace.Round, src_rank: int) -> None:
         wait(self, src_rank)
@@ -183,7 +175,7 @@ def late_reads(algorithm: str, rank: int) -> Iterator[None]:
         if algorithm == "chunked":
             patch.setattr(workspace.Round, "wait", late_wait)
         else:
-            patch.setattr(launch, "unpack", late_unpack)
+            patch.setattr(kernel_launch, "unpack", late_unpack)
         yield
 
 
@@ -191,7 +183,7 @@ def run_delayed(rank: int, algorithm: str, num_slots: int, calls: int) -> int:
     """Calls back to back with fresh data and a late rank. Returns the number of wrong calls."""
     problem, wrong = BY_NAME["rows-gathered"], 0
     with pytest.MonkeyPatch.context() as patch, late_reads(algorithm, rank):
-        patch.setattr(workspace, "NUM_SLOTS", num_slots)
+        patch.setattr(segment, "NUM_SLOTS", num_slots)
         with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
             for seed in range(calls):
                 try:
@@ -208,7 +200,7 @@ def run_delayed(rank: int, algorithm: str, num_slots: int, calls: int) -> int:
     [
         ("chunked", 2, 200),
         ("chunked", 3, 200),
-        ("fused", 2, 60),
+        pytest.param("fused", 2, 60, marks=pytest.mark.thorough),
         pytest.param("fused", 2, 200, marks=pytest.mark.soak),
         pytest.param("fused", 3, 200, marks=pytest.mark.soak),  # half a minute
     ],
@@ -217,7 +209,7 @@ def test_many_calls_with_a_late_rank_are_exact(ranks: Any, algorithm: str, world
     assert ranks(world_size).run(run_delayed, algorithm, 2, num_calls) == [0] * world_size
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 def test_one_slot_instead_of_two_is_caught(ranks: Any, algorithm: str) -> None:
     """Negative control: the same program must fail without the second slot."""
     assert sum(ranks(2).run(run_delayed, algorithm, 1, 200)) > 0
@@ -254,7 +246,8 @@ def test_a_signal_before_its_data_is_caught(ranks: Any) -> None:
 # votes
 
 
-def check_hosts(rank: int) -> None:
+@on_ranks(4)
+def test_ranks_on_several_hosts_fall_back_together(rank: int) -> None:
     problem = BY_NAME["packed-qkv"]
     with fresh_group(HOST_ID=f"host {rank // 2}") as group:
         check(group, problem, call(group, problem))
@@ -264,11 +257,8 @@ def check_hosts(rank: int) -> None:
         assert member_of(group).workspace is None
 
 
-def test_ranks_on_several_hosts_fall_back_together(ranks: Any) -> None:
-    ranks(4).run(check_hosts)
-
-
-def check_settings(rank: int) -> None:
+@on_ranks(2)
+def test_settings_that_differ_by_rank(rank: int) -> None:
     """Settings that differ by rank: the smallest cap holds for all; two algorithms are an error on all."""
     problem = Problem("rows", (64, 16), 32, 0, 1)
     with fresh_group(WORKSPACE_BYTES=str(20000 + 10000 * rank)) as group:
@@ -280,10 +270,6 @@ def check_settings(rank: int) -> None:
     with fresh_group(ALGORITHM="unfused") as group:
         check(group, problem, call(group, problem))
         assert member_of(group).workspace is None
-
-
-def test_settings_that_differ_by_rank(ranks: Any) -> None:
-    ranks(2).run(check_settings)
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "soon"])

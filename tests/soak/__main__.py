@@ -14,11 +14,12 @@ import time
 from collections.abc import Sequence
 from random import SystemRandom
 
-from fusedcomm.launch import launch, output
-from tests.soak.outcome import Outcome
-from tests.soak.program import NUM_STEPS, draw_program
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
+from tests.soak.outcome import SoakOutcome
+from tests.soak.random_program import NUM_STEPS, draw_program
 from tests.soak.shrink import shrink
-from tests.soak.world import World, command
+from tests.soak.soak_ranks import SoakRanks, command
 
 RANKS = 4
 REPORT_CALLS = 1000
@@ -29,59 +30,60 @@ SLOW_TRIES = 20  # of one that ends with a time-out
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    size = int(os.environ["WORLD_SIZE"]) if launch.under_torchrun() else args.ranks or RANKS
-    device_type = args.device or ("cpu" if launch.missing_gpus(size) else "cuda")
+    size = int(os.environ["WORLD_SIZE"]) if world.under_torchrun() else args.ranks or RANKS
+    device_type = args.device or ("cpu" if world.missing_gpus(size) else "cuda")
     if problem := _without_effect(parser, args) or _wrong_arguments(args, device_type, size):
-        return output.fail("soak", problem, code=2)
-    world = World(device_type, size)
+        print(f"tests.soak: {problem}", file=sys.stderr)
+        return 2
+    ranks = SoakRanks(device_type, size)
     try:
-        return _soak(world, args) if args.program is None else _replay(world, args)
+        return _soak(ranks, args) if args.program is None else _replay(ranks, args)
     finally:
-        world.close()
+        ranks.close()
 
 
-def _soak(world: World, args: argparse.Namespace) -> int:
+def _soak(ranks: SoakRanks, args: argparse.Namespace) -> int:
     seed = SystemRandom().randrange(1 << 32) if args.seed is None else args.seed
-    start, total, index = time.time(), Outcome(), 0
-    _say(f"seed {seed}: {args.calls} calls in {world.size} ranks ({world.device_type})")
+    start, total, index = time.time(), SoakOutcome(), 0
+    _say(f"seed {seed}: {args.calls} calls in {ranks.size} ranks ({ranks.device_type})")
     while total.num_calls < args.calls and not total.late and not total.failures:
         before = total.num_calls
-        total.add(world.run(seed, index, deadline=start + args.seconds))
+        total.add(ranks.run(seed, index, deadline=start + args.seconds))
         index += 1
         if total.num_calls // REPORT_CALLS > before // REPORT_CALLS:
             _say(f"{index} programs, {total.num_calls} calls, {time.time() - start:.0f} s")
-    report = {"seed": seed, "programs": index, "world_size": world.size, "device": world.device_type}
+    report = {"seed": seed, "programs": index, "world_size": ranks.size, "device": ranks.device_type}
     report |= {"calls": total.num_calls, "failures": list(map(str, total.failures)), "counts": total.tally}
-    if args.json and launch.is_rank_0():
-        output.write_json(args.json, {**launch.run_facts(), **report, "minutes": round((time.time() - start) / 60, 1)})
+    if args.json and world.is_rank_0():
+        console.write_json(args.json, {**run_facts(), **report, "minutes": round((time.time() - start) / 60, 1)})
     if total.failures:
-        return _failed(world, seed, index - 1, total)
+        return _failed(ranks, seed, index - 1, total)
     _say(f"nothing failed in {total.num_calls} calls, seed {seed}")
     return 0
 
 
-def _failed(world: World, seed: int, index: int, outcome: Outcome) -> int:
+def _failed(ranks: SoakRanks, seed: int, index: int, outcome: SoakOutcome) -> int:
     """Says what, and by how few steps it can be had again."""
     _tell(outcome)
-    _say(f"again: {command(world.device_type, world.size, seed, index)}")
-    if launch.under_torchrun() and outcome.broken:
+    _say(f"again: {command(ranks.device_type, ranks.size, seed, index)}")
+    if world.under_torchrun() and outcome.broken:
         return 1  # ranks that somebody else has started cannot be started anew
     last = max(failure.step for failure in outcome.failures)
     numbers = list(range(NUM_STEPS if last < 0 else last + 1))
-    if not world.run(seed, index, numbers).failures:
+    if not ranks.run(seed, index, numbers).failures:
         _say("not in every run: not shrunk")
         return 1
     most_tries = SLOW_TRIES if outcome.broken else MOST_TRIES
-    kept = shrink(numbers, lambda steps: bool(world.run(seed, index, steps).failures), most_tries)
-    _say(f"shrunk: {command(world.device_type, world.size, seed, index, kept)}")
-    for step in draw_program(seed, index, world.size, world.device_type).only(kept).steps:
+    kept = shrink(numbers, lambda steps: bool(ranks.run(seed, index, steps).failures), most_tries)
+    _say(f"shrunk: {command(ranks.device_type, ranks.size, seed, index, kept)}")
+    for step in draw_program(seed, index, ranks.size, ranks.device_type).only(kept).steps:
         _say(f"  {step}")
     return 1
 
 
-def _replay(world: World, args: argparse.Namespace) -> int:
+def _replay(ranks: SoakRanks, args: argparse.Namespace) -> int:
     for run in range(args.times):
-        outcome = world.run(args.seed, args.program, args.steps)
+        outcome = ranks.run(args.seed, args.program, args.steps)
         if outcome.failures:
             _tell(outcome)
             _say(f"failed in run {run + 1}")
@@ -90,28 +92,28 @@ def _replay(world: World, args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(outcome: SoakOutcome) -> None:
     for failure in outcome.failures:
         _say(str(failure))
 
 
 def _say(text: str) -> None:
-    if launch.is_rank_0():
+    if world.is_rank_0():
         print(text, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.soak", description=__doc__.partition("\n")[0])
-    parser.add_argument("--calls", type=output.positive, default=100_000, help="calls to compare, over all groups")
+    parser.add_argument("--calls", type=console.positive, default=100_000, help="calls to compare, over all groups")
     seconds = "begin no further program after this time; one that failed is shrunk all the same"
     parser.add_argument("--seconds", type=float, default=math.inf, help=seconds)
     parser.add_argument("--seed", type=int, help="of all programs; default: a new one, which is printed")
-    parser.add_argument("--ranks", type=output.positive, metavar="N", help=f"ranks to start ({RANKS})")
+    parser.add_argument("--ranks", type=console.positive, metavar="N", help=f"ranks to start ({RANKS})")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there is one for every rank")
     parser.add_argument("--json", metavar="FILE", help="also write what was run and found to FILE")
     parser.add_argument("--program", type=int, metavar="INDEX", help="run only this program of --seed again")
     parser.add_argument("--steps", type=_step_numbers, metavar="N,N,...", help="with --program: only these steps of it")
-    parser.add_argument("--times", type=output.positive, default=1, help="with --program: how often")
+    parser.add_argument("--times", type=console.positive, default=1, help="with --program: how often")
     return parser
 
 
@@ -128,11 +130,11 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, size: int) -> s
         return f"--ranks must be that of torchrun, {size}, got {args.ranks}"
     if size < 2:
         return f"there must be at least 2 ranks, got {size}"
-    if device_type == "cuda" and (missing := launch.missing_gpus(size)):
+    if device_type == "cuda" and (missing := world.missing_gpus(size)):
         return f"--device cuda: {missing}"
-    if args.seed is None and (args.program is not None or launch.under_torchrun()):
+    if args.seed is None and (args.program is not None or world.under_torchrun()):
         return "--seed must be given with --program and under torchrun"
-    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
+    if world.is_rank_0() and (problem := console.not_writable(args.json)):
         return f"--json {problem}"
     return None
 

@@ -1,4 +1,4 @@
-"""A case by fusedcomm's ops: what is compared with ``Data.expected``."""
+"""A case by fusedcomm's ops: what is compared with ``KnownValues.expected``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.runtime.group import resolve
-from tests.soak.cases import Case
-from tests.soak.data import Data, Inputs
+from tests.soak.known_values import KnownValues, SoakInputs
+from tests.soak.random_call import SoakCase
 
 
-def arguments(case: Case, inputs: Inputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Of the op's function."""
+def arguments(case: SoakCase, inputs: SoakInputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of the op's function."""
     w, bias = (inputs.ws, inputs.biases) if case.listed else (inputs.ws[0], inputs.biases[0])
     dims = [dim for dim in (case.gather_dim, case.scatter_dim) if dim is not None]
     options: dict[str, dict[str, Any]] = {
@@ -27,8 +27,8 @@ def arguments(case: Case, inputs: Inputs, group: Any) -> tuple[list[Any], dict[s
     return [inputs.x, w, *dims, group], {"bias": bias, **options[case.op]}
 
 
-def results(data: Data, rank: int, inputs: Inputs, group: Any) -> list[Tensor]:
-    """Of ``rank``, and in a backward the gradients of its inputs."""
+def results(data: KnownValues, rank: int, inputs: SoakInputs, group: Any) -> list[Tensor]:
+    """The results of ``rank``, and in a backward the gradients of its inputs."""
     case = data.case
     if case.use == "out":
         return [_into_out(case, inputs, group)]
@@ -42,7 +42,7 @@ def results(data: Data, rank: int, inputs: Inputs, group: Any) -> list[Tensor]:
     return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, grads, materialize_grads=True)]
 
 
-def _into_out(case: Case, inputs: Inputs, group: Any) -> Tensor:
+def _into_out(case: SoakCase, inputs: SoakInputs, group: Any) -> Tensor:
     (shape,) = case.out_shapes
     out = inputs.x.new_full(shape, float("nan"))
     own: dict[str, list[Any]] = {

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from fusedcomm.algorithms import launch
+from fusedcomm.algorithms import kernel_launch
 from fusedcomm.runtime import workspace
 
 LONGEST_S = 0.002
@@ -45,8 +45,8 @@ def jitter(seed: str, share: float) -> Iterator[None]:
         for owner, name, first in (
             (workspace.Round, "signal", True),
             (workspace.Round, "wait", False),
-            (launch, "unpack", True),
-            (launch, "reduce", True),
+            (kernel_launch, "unpack", True),
+            (kernel_launch, "reduce", True),
         ):
             patches.enter_context(mock.patch.object(owner, name, late(getattr(owner, name), first)))
         yield

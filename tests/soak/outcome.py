@@ -21,8 +21,8 @@ class Failure:
 
 
 @dataclass
-class Outcome:
-    """Of a rank, of all ranks, or of many programs."""
+class SoakOutcome:
+    """What one rank, all ranks, or many programs have found."""
 
     tally: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     failures: list[Failure] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Outcome:
         failures = [asdict(failure) for failure in self.failures[:MOST_FAILURES]]
         return {"tally": self.tally, "failures": failures, "broken": self.broken, "late": self.late}
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: SoakOutcome) -> None:
         for kind, counts in other.tally.items():
             self.tally[kind].update(counts)
         self.failures += other.failures
@@ -45,10 +45,10 @@ class Outcome:
         self.late |= other.late
 
     @staticmethod
-    def of(all_facts: Iterable[dict[str, Any]]) -> Outcome:
-        total = Outcome()
+    def of(all_facts: Iterable[dict[str, Any]]) -> SoakOutcome:
+        total = SoakOutcome()
         for facts in all_facts:
             failures = [Failure(**failure) for failure in facts["failures"]]
             tally = defaultdict(Counter, {kind: Counter(counts) for kind, counts in facts["tally"].items()})
-            total.add(Outcome(tally, failures, facts["broken"], facts["late"]))
+            total.add(SoakOutcome(tally, failures, facts["broken"], facts["late"]))
         return total

@@ -29,11 +29,11 @@ from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.testing.selftest import settings
 from tests.soak import invoke
-from tests.soak.data import Data
-from tests.soak.groups import Groups
 from tests.soak.jitter import jitter
-from tests.soak.outcome import Failure, Outcome
-from tests.soak.program import Call, Group, Program, Step, draw_program
+from tests.soak.known_values import KnownValues
+from tests.soak.outcome import Failure, SoakOutcome
+from tests.soak.program_groups import SoakGroups
+from tests.soak.random_program import SoakCall, SoakGroup, SoakProgram, SoakStep, draw_program
 
 WAIT_S = {"cpu": 90, "cuda": 120}  # bound of a wait: a peer may be in Triton's interpreter, or compiling kernels
 DELAY_S = 0.005  # at most, before a step
@@ -48,7 +48,7 @@ def run_program(
     device_type: str = "cpu",
     steps: Sequence[int] | None = None,
     deadline: float = math.inf,
-) -> Outcome:
+) -> SoakOutcome:
     """A collective of WORLD: what all ranks have found.
 
     ``steps``: what is left of a program that is cut down. ``deadline``: the outcome tells if it is over.
@@ -61,7 +61,7 @@ def run_program(
         outcome = _Worker(rank, program, device).run()
         outcome.late = time.time() > deadline
         what = "; ".join(map(str, outcome.failures)) or "a soak program"
-        return Outcome.of(_meet(device_type, outcome.facts(), what))
+        return SoakOutcome.of(_meet(device_type, outcome.facts(), what))
 
 
 def _meet(device_type: str, facts: dict[str, Any], what: str) -> list[dict[str, Any]]:
@@ -72,18 +72,18 @@ def _meet(device_type: str, facts: dict[str, Any], what: str) -> list[dict[str, 
 
 
 class _Worker:
-    def __init__(self, rank: int, program: Program, device: torch.device) -> None:
+    def __init__(self, rank: int, program: SoakProgram, device: torch.device) -> None:
         self.rank, self.program, self.device = rank, program, device
         self.seed = f"{program.seed} {program.index} rank {rank}"
         self.random = Random(self.seed)  # of the main thread
-        self.outcome = Outcome()
+        self.outcome = SoakOutcome()
         self.counting = Lock()
         self.results: list[_Result] = []  # still to be compared
         self.streams = [torch.cuda.Stream(device) for _ in range(NUM_STREAMS)] if device.type == "cuda" else []
 
-    def run(self) -> Outcome:
+    def run(self) -> SoakOutcome:
         """A rank that fails leaves its program: its peers find out when they wait for it."""
-        step: Step | None = None
+        step: SoakStep | None = None
         try:
             with (
                 mock.patch.object(members, "_MIN_SLOT_BYTES", LEAST_SLOT_BYTES),
@@ -92,7 +92,7 @@ class _Worker:
             ):
                 timeout = timedelta(seconds=2 * WAIT_S[self.device.type])
                 fusedcomm.close()  # WORLD's next workspace has our bounds
-                self.groups = Groups(self.rank, self.program.groups, self.device, timeout)
+                self.groups = SoakGroups(self.rank, self.program.groups, self.device, timeout)
                 for step in self.program.steps:
                     self._take(step)
                 self._compare()
@@ -104,7 +104,7 @@ class _Worker:
             self.outcome.broken = True
         return self.outcome
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: SoakStep) -> None:
         mine = self.rank in step.group.ranks
         if self.random.random() < 0.2:
             time.sleep(self.random.uniform(0, DELAY_S))
@@ -120,7 +120,7 @@ class _Worker:
         if step.compare:
             self._compare()
 
-    def _call(self, step: Step) -> None:
+    def _call(self, step: SoakStep) -> None:
         calls = [call for call in step.calls if self.rank in call.group.ranks]
         if not calls:
             return
@@ -128,9 +128,9 @@ class _Worker:
             beside = [self.beside.submit(self._run, step, call) for call in calls[1:]]
             self.results += [self._run(step, calls[0]), *(future.result() for future in beside)]
 
-    def _run(self, step: Step, call: Call) -> _Result:
+    def _run(self, step: SoakStep, call: SoakCall) -> _Result:
         group, rank = call.group, call.group.ranks.index(self.rank)
-        data, handle = Data(call.case, call.seed), self.groups.handle(group)
+        data, handle = KnownValues(call.case, call.seed), self.groups.handle(group)
         with self._some_stream():
             inputs = data.inputs(rank, self.device)
             args, options = invoke.arguments(call.case, inputs, handle)
@@ -158,7 +158,7 @@ class _Worker:
             yield
         current.wait_stream(stream)
 
-    def _count_call(self, call: Call, plan: Plan) -> None:
+    def _count_call(self, call: SoakCall, plan: Plan) -> None:
         case, group = call.case, call.group
         for kind, value in (
             ("op", case.op),
@@ -172,7 +172,7 @@ class _Worker:
             self._count(kind, value, group)
         self._count("workspace", "calls of several rounds", group, int(plan.num_rounds > 1))
 
-    def _count(self, kind: str, value: str, group: Group, number: int = 1) -> None:
+    def _count(self, kind: str, value: str, group: SoakGroup, number: int = 1) -> None:
         """Once for all ranks of the group."""
         if self.rank == group.ranks[0] and number:
             with self.counting:
@@ -186,16 +186,16 @@ class _Worker:
                     self._fail(result.step, f"{result.call}: result {i}: {found}")
         self.results.clear()
 
-    def _fail(self, step: Step | None, what: str) -> None:
+    def _fail(self, step: SoakStep | None, what: str) -> None:
         number = -1 if step is None else step.number
         self.outcome.failures.append(Failure(self.rank, number, f"step {number}: {what}"))
 
 
 @dataclass(frozen=True)
 class _Result:
-    step: Step
-    call: Call
-    data: Data
+    step: SoakStep
+    call: SoakCall
+    data: KnownValues
     rank: int  # in the group
     outs: list[Tensor]
 

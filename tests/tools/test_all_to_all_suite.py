@@ -24,11 +24,11 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.bench import all_to_all
 from fusedcomm.bench.all_to_all import case_call, command, parts, suite
-from fusedcomm.bench.all_to_all.case_call import Call
+from fusedcomm.bench.all_to_all.case_call import CaseCall
 from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS, Variant
-from fusedcomm.bench.all_to_all.data import LARGEST, Data, Size, moduli
+from fusedcomm.bench.all_to_all.data import LARGEST, SuiteData, SuiteSize, moduli
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing import RankPool
 
@@ -55,7 +55,7 @@ def shared_ranks(
         assert world_size == request.param
         yield lambda fn, *args: ranks(world_size).run(fn, *args)[0]
 
-    monkeypatch.setattr(launch, "ranks", started)
+    monkeypatch.setattr(world, "ranks", started)
     return request.param
 
 
@@ -130,10 +130,10 @@ def swap(blocks: Tensor, distance: int) -> Tensor:
 
 
 def measure_with_two_elements_swapped(rank: int, case: str, distance: int, calls_before: int) -> None:
-    produce, fused = Data.produce, fusedcomm.matmul_all_to_all
+    produce, fused = SuiteData.produce, fusedcomm.matmul_all_to_all
     counter = itertools.count()
 
-    def swapped(data: Data) -> Tensor:
+    def swapped(data: SuiteData) -> Tensor:
         y = produce(data)
         return swap(y, distance) if next(counter) >= calls_before else y
 
@@ -143,8 +143,11 @@ def measure_with_two_elements_swapped(rank: int, case: str, distance: int, calls
             y.view(2, -1)[1, [0, distance]] = y.view(2, -1)[1, [distance, 0]]
         return y
 
-    with mock.patch.object(Data, "produce", swapped), mock.patch.object(fusedcomm, "matmul_all_to_all", swapped_by_op):
-        suite.measure_suite(rank, [case], Size(DIM, 1, "float32"), "cpu", 2)
+    with (
+        mock.patch.object(SuiteData, "produce", swapped),
+        mock.patch.object(fusedcomm, "matmul_all_to_all", swapped_by_op),
+    ):
+        suite.measure_suite(rank, [case], SuiteSize(DIM, 1, "float32"), "cpu", 2)
 
 
 @pytest.mark.parametrize("distance", [1, LARGEST])  # so far apart they are equal modulo 255, not modulo 254
@@ -166,14 +169,14 @@ def test_a_wrong_element_in_a_timed_round_is_caught_too(ranks: Callable[[int], R
         ranks(2).run(measure_with_two_elements_swapped, "sync", 1, num_checks)
 
 
-def measure_with(rank: int, case: str, name: str, rounds: int) -> suite.Report:
+def measure_with(rank: int, case: str, name: str, rounds: int) -> suite.SuiteReport:
     wrong: dict[str, Callable[..., Any]] = {
-        "sum": lambda data, total, group, start=Data.start_sum: start(data, total.copy_(total.roll(rank)), group),
+        "sum": lambda data, total, group, start=SuiteData.start_sum: start(data, total.copy_(total.roll(rank)), group),
         "stale": lambda *args: torch.zeros(2 * DIM, 16 * DIM // 2).add_(rank),
     }
-    target, attribute = {"sum": (Data, "start_sum"), "stale": (fusedcomm, "matmul_all_to_all")}[name]
+    target, attribute = {"sum": (SuiteData, "start_sum"), "stale": (fusedcomm, "matmul_all_to_all")}[name]
     with mock.patch.object(target, attribute, wrong[name]):
-        return suite.measure_suite(rank, [case], Size(DIM, 1, "float32"), "cpu", rounds)
+        return suite.measure_suite(rank, [case], SuiteSize(DIM, 1, "float32"), "cpu", rounds)
 
 
 @pytest.mark.parametrize(("case", "name"), [("two-groups", "sum"), ("competing", "sum"), ("fused", "stale")])
@@ -211,7 +214,7 @@ def test_wrong_arguments_give_code_2_before_any_rank_starts(
     arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(launch, "ranks", None)
+    monkeypatch.setattr(world, "ranks", None)
     assert run_suite(*arguments) == 2
     assert text in capsys.readouterr().err
 
@@ -224,7 +227,7 @@ def test_the_limit_of_a_run_grows_with_its_rounds_and_its_size(monkeypatch: pyte
         limits.append(limit_s)
         yield lambda *args: None
 
-    monkeypatch.setattr(launch, "ranks", started)
+    monkeypatch.setattr(world, "ranks", started)
     for more in ((), ("--rounds", "15"), ("--dim", "1024"), ("--dim", "1024", "--rounds", "200", "--compute", "4")):
         assert run_suite(*more) == 0
     small, rounds, large, long = limits
@@ -239,28 +242,28 @@ def test_argparse_refuses_what_is_no_choice(arguments: tuple[str, ...]) -> None:
     assert stopped.value.code == 2
 
 
-def half_hidden(data: Data, call: Call) -> None:
+def half_hidden(data: SuiteData, call: CaseCall) -> None:
     time.sleep(0.04)
     call.waited(lambda: time.sleep(0.02))
 
 
-def forty_ms(data: Data, call: Call) -> None:
+def forty_ms(data: SuiteData, call: CaseCall) -> None:
     time.sleep(0.04)
 
 
-def forty_ms_too(data: Data, call: Call) -> None:
+def forty_ms_too(data: SuiteData, call: CaseCall) -> None:
     end = time.process_time() + 0.04
     while time.process_time() < end:
         pass
 
 
-def measure_planted(rank: int) -> suite.Report:
+def measure_planted(rank: int) -> suite.SuiteReport:
     planted = (
         Variant("sleeping", "", "80 ms of which 20 are hidden", half_hidden, forty_ms, forty_ms_too),
         Variant("busy", "", "40 ms, all CPU", forty_ms_too, forty_ms, forty_ms_too),
     )
     with mock.patch.object(suite, "VARIANTS", planted):
-        return suite.measure_suite(rank, ["sleeping", "busy"], Size(DIM, 1, "float32"), "cpu", 3)
+        return suite.measure_suite(rank, ["sleeping", "busy"], SuiteSize(DIM, 1, "float32"), "cpu", 3)
 
 
 def test_figures_of_planted_times(ranks: Callable[[int], RankPool]) -> None:
@@ -303,7 +306,7 @@ class Late:
 def test_a_check_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     Late.log = []
     monkeypatch.setattr(case_call, "DeviceToHost", Late)
-    call = Call(keep=False)
+    call = CaseCall(keep=False)
     call.check(torch.tensor([1, 2, 3]), torch.tensor([1, 3, 2]))
     call.check(torch.tensor([1]), torch.tensor([1]))
     assert Late.log == ["started", "started"] and call.wrong == 0
@@ -314,16 +317,16 @@ def test_a_check_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def order_of_two_groups(rank: int) -> list[str]:
     log: list[str] = []
-    start, start_sum = Data.start, Data.start_sum
+    start, start_sum = SuiteData.start, SuiteData.start_sum
     logged = mock.patch.multiple(
-        Data,
+        SuiteData,
         start=lambda *args: log.append("all_to_all") or start(*args),  # type: ignore[func-returns-value]
         start_sum=lambda *args: log.append("all_reduce") or start_sum(*args),  # type: ignore[func-returns-value]
     )
-    data = Data(Size(DIM, 1, "float32"), torch.device("cpu"))
+    data = SuiteData(SuiteSize(DIM, 1, "float32"), torch.device("cpu"))
     with logged:
         data.encode(LARGEST, 0)
-        call = Call(keep=True)
+        call = CaseCall(keep=True)
         next(variant for variant in VARIANTS if variant.case == "two-groups").run(data, call)
         call.finish()
     data.close()

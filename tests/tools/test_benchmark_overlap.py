@@ -1,4 +1,4 @@
-"""The graphs of bench_overlap are the programs that they are said to be, and it tells what its variants came to."""
+"""The graphs of benchmarks.overlap are the programs that they are said to be, and it tells what variants came to."""
 
 import json
 import math
@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from benchmarks import overlap, overlap_graphs, overlap_torch
-from benchmarks.overlap import MOVED, OURS, TORCH, TORCH_BUCKETED, TRACED, UNFUSED, Case, Row
-from benchmarks.overlap_graphs import Groups, build
+from benchmarks.overlap import MOVED, OURS, TORCH, TORCH_BUCKETED, TRACED, UNFUSED, GraphCase, OverlapRow
+from benchmarks.overlap_graphs import GroupNames, build
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.simulator import simulate
 
@@ -26,7 +26,7 @@ AG, RS, A2A, AR = "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[Groups]:
+def groups() -> Iterator[GroupNames]:
     with overlap_graphs.world() as found:
         yield found
 
@@ -43,7 +43,7 @@ def collectives(gm: GraphModule) -> Counter[tuple[str, str]]:
 
 
 def matmul_flops(gm: GraphModule) -> int:
-    """Of mm and bmm; attention apart."""
+    """The flops of mm and bmm; attention apart."""
 
     def shape(node: Any) -> torch.Size:
         return node.meta["val"].shape
@@ -72,8 +72,9 @@ PER_LAYER = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", PER_LAYER)
-def test_a_graph_has_the_matmuls_and_collectives_of_its_model(model: str, groups: Groups) -> None:
+def test_a_graph_has_the_matmuls_and_collectives_of_its_model(model: str, groups: GroupNames) -> None:
     forward, joint, weights = PER_LAYER[model]
     for part, per_layer, matmuls in (("forward", forward, 1), ("joint", joint, 3)):
         gm = build(overlap.MODELS[model](), groups, 2, part)
@@ -83,7 +84,7 @@ def test_a_graph_has_the_matmuls_and_collectives_of_its_model(model: str, groups
         assert matmul_flops(gm) == 2 * 2 * weights * matmuls
 
 
-def test_parts_are_those_of_aot_autograd(groups: Groups) -> None:
+def test_parts_are_those_of_aot_autograd(groups: GroupNames) -> None:
     forward, backward, joint = (build(overlap_graphs.llama(), groups, 2, part) for part in overlap_graphs.PARTS)
     assert collectives(forward) + collectives(backward) == collectives(joint)
     (output,) = forward.graph.find_nodes(op="output")
@@ -98,7 +99,7 @@ def test_parts_are_those_of_aot_autograd(groups: Groups) -> None:
         build(overlap_graphs.llama(), groups, 1, "both")
 
 
-def test_layers_share_no_memory_but_what_they_share(groups: Groups) -> None:
+def test_layers_share_no_memory_but_what_they_share(groups: GroupNames) -> None:
     """Or the peak of more layers would be counted too small."""
     one, two = (build(overlap_graphs.llama(), groups, layers) for layers in (1, 2))
 
@@ -109,8 +110,8 @@ def test_layers_share_no_memory_but_what_they_share(groups: Groups) -> None:
     assert num_storages(two) == 2 * num_storages(one) - 3  # x, cos and sin
 
 
-def hideable(groups: Groups, program: str) -> int:
-    """Of a graph with matmuls a, b, c and a reduce_scatter after a, which only some of them need."""
+def hideable(groups: GroupNames, program: str) -> int:
+    """A graph with matmuls a, b, c and a reduce_scatter after a, which only some of them need."""
     graph, mode = Graph(), torch._subclasses.FakeTensorMode()
     functional = torch.ops._c10d_functional
 
@@ -137,12 +138,12 @@ def hideable(groups: Groups, program: str) -> int:
     return overlap.num_hideable(gm, estimator, traced)
 
 
-def test_hideable_is_what_has_enough_compute_beside_it(groups: Groups) -> None:
+def test_hideable_is_what_has_enough_compute_beside_it(groups: GroupNames) -> None:
     assert hideable(groups, "beside") == 1
     assert hideable(groups, "in a chain") == 0
 
 
-def test_torch_plans_a_copy_with_our_numbers(groups: Groups) -> None:
+def test_torch_plans_a_copy_with_our_numbers(groups: GroupNames) -> None:
     from torch._inductor.fx_passes import overlap_scheduling
 
     gm, estimator = build(overlap_graphs.llama(), groups, 2), Estimator("cuda")
@@ -155,7 +156,9 @@ def test_torch_plans_a_copy_with_our_numbers(groups: Groups) -> None:
     assert sum(line.hidden for line in after.collectives) >= 10
 
 
-def test_the_bench_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: Groups) -> None:
+def test_the_bench_writes_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: GroupNames
+) -> None:
     file = tmp_path / "bench.json"
     options = ["--models", "llama-8b", "--parts", "forward", "--layers", "2", "--json", str(file)]
 
@@ -168,7 +171,7 @@ def test_the_bench_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureF
     report = json.loads(file.read_text())
     jsonschema.validate(report, json.loads((Path(__file__).parents[1] / "schemas" / "bench_overlap.json").read_text()))
     printed = capsys.readouterr().out
-    rows = [Row(**row | {"case": Case(**row["case"])}) for row in report["rows"]]
+    rows = [OverlapRow(**row | {"case": GraphCase(**row["case"])}) for row in report["rows"]]
     for row in rows:
         assert str(row) in printed
     by_variant = {row.variant: row for row in rows}
@@ -187,10 +190,10 @@ def test_the_bench_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_worst_graph_counts() -> None:
-    small, large = Case("llama-8b", 4, "forward"), Case("llama-8b", 32, "forward")
+    small, large = GraphCase("llama-8b", 4, "forward"), GraphCase("llama-8b", 32, "forward")
     rows = []
     for case in (small, large):
-        row = Row(case, TRACED, 5, 10, 100.0, nodes=100, exposed_ms=90.0, total_ms=200.0)
+        row = OverlapRow(case, TRACED, 5, 10, 100.0, nodes=100, exposed_ms=90.0, total_ms=200.0)
         fine = {"exposed_ms": 4.0, "total_ms": 110.0, "pass_s": 1.0, "hidden": 8}
         rows += [row, *(replace(row, variant=v, **fine) for v in (TORCH, TORCH_BUCKETED, MOVED, UNFUSED, OURS))]
     rows = [replace(row, nodes=800, pass_s=8 * row.pass_s) if row.case == large else row for row in rows]

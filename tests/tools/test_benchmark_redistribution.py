@@ -1,4 +1,4 @@
-"""bench_redistribution writes what it prints, and the README quotes what it wrote."""
+"""benchmarks.redistribution writes what it prints, and the README quotes what it wrote."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import redistribution as bench
-from benchmarks import redistribution_torch
+from benchmarks import redistribution, redistribution_torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 def test_it_writes_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "SHAPES", ((8, 16), (5, 3)))
-    monkeypatch.setattr(bench, "LARGE_SHAPES", ())
-    assert bench.main(["--quick", "--json", str(tmp_path / "out.json")]) == 0
+    monkeypatch.setattr(redistribution, "SHAPES", ((8, 16), (5, 3)))
+    monkeypatch.setattr(redistribution, "LARGE_SHAPES", ())
+    assert redistribution.main(["--quick", "--json", str(tmp_path / "out.json")]) == 0
     report, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
     assert len(report["rows"]) == 4 and len(report["goals"]) == 5
     for row in report["rows"]:
@@ -30,16 +29,18 @@ def test_it_writes_what_it_prints(
 
 
 def test_columns_are_counted_pair_by_pair() -> None:
-    """Of 2 x 2 ranks and a matrix that all divide; torch has no flattened mesh."""
+    """2 x 2 ranks and a matrix that all divide; torch has no flattened mesh."""
     with redistribution_torch.world(4):
         mesh = redistribution_torch.mesh((2, 2), flatten=False)
-        row = bench.compare(mesh, (8, 8), bench.PLAIN)
+        row = redistribution.compare(mesh, (8, 8), redistribution.PLAIN)
         found: list[tuple[int, int]] = []
-        for before, after in bench.pairs(2, 2):
-            theirs = redistribution_torch.collectives(mesh, (8, 8), bench.placed(before), bench.placed(after))
+        for before, after in redistribution.pairs(2, 2):
+            theirs = redistribution_torch.collectives(
+                mesh, (8, 8), redistribution.placed(before), redistribution.placed(after)
+            )
             if theirs:
-                both = [bench.sharding((8, 8), (2, 2), each) for each in (before, after)]
-                steps = bench.search.plan(*both, bench.ITEMSIZE, bench.links((2, 2))).steps
+                both = [redistribution.sharding((8, 8), (2, 2), each) for each in (before, after)]
+                steps = redistribution.search.plan(*both, redistribution.ITEMSIZE, redistribution.links((2, 2))).steps
                 found.append((len(theirs), sum(step.kind != "slice" for step in steps)))
     assert row.pairs == len(found)
     assert row.fewer_percent == pytest.approx(100 * statistics.mean(ours < theirs for theirs, ours in found))
@@ -65,11 +66,11 @@ def _ratio(row: dict[str, Any], of: str) -> str:
 
 
 def test_the_readme_quotes_the_results() -> None:
-    report = json.loads((ROOT / "bench" / "results" / "redistribution.json").read_text())
+    report = json.loads((ROOT / "benchmarks" / "results" / "redistribution.json").read_text())
     rows = {(row["torch"], *row["mesh_shape"], "of", *row["shape"]): row for row in report["rows"]}
     readme, num = (ROOT / "README.md").read_text(), 0
     for key, row in rows.items():
-        if key[0] == bench.FLATTENED:
-            assert quoted(row, rows[(bench.PLAIN, *key[1:])]) in readme
+        if key[0] == redistribution.FLATTENED:
+            assert quoted(row, rows[(redistribution.PLAIN, *key[1:])]) in readme
             num += 1
     assert num == 6 and all(goal["met"] for goal in report["goals"])

@@ -18,51 +18,38 @@ from torch.fx import GraphModule
 
 import fusedcomm
 from benchmarks import (
-    bench_all_gather_matmul,
-    bench_all_to_all_matmul,
-    bench_matmul_all_reduce,
-    bench_matmul_all_to_all,
-    bench_matmul_reduce_scatter,
     block,
     compile_time,
-    op_sweep,
+    ops,
     start_program,
     tensor_parallel_mlp,
     ulysses_block,
 )
-from fusedcomm.bench import programs
-from fusedcomm.bench.problem import Size
+from benchmarks.common import Goal
+from fusedcomm.bench import op_programs
+from fusedcomm.bench.op_bench import MatmulSize
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import Timing
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing import RankPool
+from tests.helpers.thorough import thorough_but
 
-OPS = [
-    bench_matmul_all_to_all,
-    bench_all_to_all_matmul,
-    bench_all_gather_matmul,
-    bench_matmul_reduce_scatter,
-    bench_matmul_all_reduce,
-]
 SHAPE = ("--shape", "36", "16", "24")
 FEW = ("--rounds", "2")
 
 
-def ids(module: Any) -> str:
-    return module.__name__.removeprefix("bench.bench_")
-
-
 @pytest.mark.usefixtures("shared_ranks")
-@pytest.mark.parametrize("module", OPS, ids=ids)
-@pytest.mark.parametrize("mode", ["forward", "backward", "decode", "batch"])
+@pytest.mark.parametrize("op", PROGRAMS)
+@pytest.mark.parametrize("mode", thorough_but(["forward", "backward"], ["forward", "backward", "decode", "batch"]))
 def test_an_op_bench_writes_what_it_prints(
-    module: Any, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    op: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "bench.json"
     options = {"forward": [], "batch": ["--batch", "2"]}.get(mode, [f"--{mode}"])
-    assert module.main([*SHAPE, *FEW, *options, "--json", str(file)]) == 0
+    assert ops.main([op, *SHAPE, *FEW, *options, "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    assert report["op"] == module.BENCH.op and report["rounds"] == 2 and report["versions"]["torch"]
+    assert report["op"] == op and report["rounds"] == 2 and report["versions"]["torch"]
     assert [row["dtype"] for row in report["rows"]] == ["float32", "bfloat16"]
     for row in report["rows"]:
         assert row["speedup"] == row["baseline"]["median"] / row["auto"]["median"]
@@ -74,14 +61,27 @@ def test_an_op_bench_writes_what_it_prints(
     speedups = [row["speedup"] for row in report["rows"]]
     assert mean["value"] == pytest.approx((speedups[0] * speedups[1]) ** 0.5)
     if mode in ("forward", "batch"):
-        assert mean["met"] == (mean["value"] >= op_sweep.GOALS[module.BENCH.op].mean)
+        assert mean["met"] == (mean["value"] >= ops.GOALS[op].mean)
         ragged = goals["ragged/aligned speed of auto, minimum"]
         assert ragged["value"] == min(each["auto_kept"] for each in report["ragged"])
-    assert str(op_sweep.Goal(**mean)) in capsys.readouterr().out
+    assert str(Goal(**mean)) in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("shared_ranks")
-@pytest.mark.parametrize("module", [ulysses_block, tensor_parallel_mlp], ids=ids)
+def test_ops_are_measured_in_the_order_in_which_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["matmul_all_reduce", "all_gather_matmul"]
+    assert ops.main([*names, *SHAPE, *FEW, "--decode", "--dtype", "float32"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line in PROGRAMS] == names
+
+
+def test_a_file_holds_the_figures_of_one_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ops.parse(["--json", str(tmp_path / "bench.json")])
+    assert f"holds the figures of one op: name it, got {', '.join(PROGRAMS)}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("shared_ranks")
+@pytest.mark.parametrize("module", [ulysses_block, tensor_parallel_mlp], ids=lambda module: module.__name__)
 def test_a_block_bench_writes_what_it_prints(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     sizes = ("--batch", "2", "--tokens", "6", "--hidden", "64")
@@ -90,7 +90,7 @@ def test_a_block_bench_writes_what_it_prints(module: Any, tmp_path: Path, capsys
     assert report["sizes"]["tokens"] == 6
     for row, goal in zip(report["rows"], report["goals"], strict=True):
         assert goal["value"] == row["gain"]
-    assert str(op_sweep.Goal(**goal)) in capsys.readouterr().out
+    assert str(Goal(**goal)) in capsys.readouterr().out
 
 
 def test_the_gain_of_a_block_is_of_differences_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +105,19 @@ def test_the_gain_of_a_block_is_of_differences_within_rounds(monkeypatch: pytest
     assert row.drawn_anew == pytest.approx((0.8, 0.8)) and row.single_rounds == pytest.approx((0.8, 0.8))
 
 
-class WrongOnRank1(programs.AllGatherMatmul):
+class WrongOnRank1(op_programs.AllGatherMatmul):
     def ours(self, x: Tensor, w: Tensor) -> Tensor:
         y = super().ours(x, w)
         y[3, 2] += dist.get_rank()
         return y
 
 
-class WrongBaseline(programs.MatmulReduceScatter):
+class WrongBaseline(op_programs.MatmulReduceScatter):
     def baseline(self, x: Tensor, w: Tensor) -> Tensor:
         return super().baseline(x, w) * 2
 
 
-class WrongGrad(programs.MatmulAllReduce):
+class WrongGrad(op_programs.MatmulAllReduce):
     def ours(self, x: Tensor, w: Tensor) -> Tensor:
         return fusedcomm.matmul_all_reduce(x, w.detach() + (w - w.detach()) * 2)
 
@@ -137,7 +137,7 @@ def test_wrong_values_are_not_timed(
     bench: Any, options: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "bench.json"
-    assert op_sweep.main(bench, [*SHAPE, *FEW, *options, "--json", str(file)]) == 1
+    assert ops.run(bench, ops.parse([bench.op, *SHAPE, *FEW, *options, "--json", str(file)])) == 1
     assert text in capsys.readouterr().err
     assert not file.exists()
 
@@ -158,6 +158,7 @@ def test_wrong_gradients_of_a_block_are_not_timed(capsys: pytest.CaptureFixture[
 PROGRAM = ("--pairs", "2", "--tokens", "6", "--k", "8", "--n", "32", "--heads", "4")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("shared_ranks")
 def test_the_bench_of_the_start_program_writes_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -171,19 +172,19 @@ def test_the_bench_of_the_start_program_writes_what_it_prints(
     faster, not_slower = report["goals"]
     assert faster["value"] == row["plain_over_compiled"]["median"] and faster["met"] == (faster["value"] >= 1.3)
     assert not_slower["value"] == row["op_over_compiled"]["median"]
-    assert str(op_sweep.Goal(**faster)) in capsys.readouterr().out
+    assert str(Goal(**faster)) in capsys.readouterr().out
 
 
 def measure_a_wrong_program(rank: int) -> None:
-    calling = start_program.RankData._calling
+    calling = start_program.ProgramData._calling
 
-    def wrong(data: start_program.RankData, program: Callable[..., list[Tensor]]) -> Callable[[], list[Tensor]]:
+    def wrong(data: start_program.ProgramData, program: Callable[..., list[Tensor]]) -> Callable[[], list[Tensor]]:
         called = calling(data, program)
         return lambda: [y + (i * dist.get_rank()) for i, y in enumerate(called())]
 
-    sizes = start_program.Sizes(pairs=2, batch=1, tokens=2, k=4, n=8, heads=2)
+    sizes = start_program.ProgramSizes(pairs=2, batch=1, tokens=2, k=4, n=8, heads=2)
     not_compiled = mock.patch.object(torch, "compile", lambda program, **options: program)
-    with not_compiled, mock.patch.object(start_program.RankData, "_calling", wrong):
+    with not_compiled, mock.patch.object(start_program.ProgramData, "_calling", wrong):
         start_program.measure_program(rank, sizes, "float32", "cpu", 1)
 
 
@@ -209,6 +210,7 @@ def only_passes(gm: GraphModule, inputs: Any, **options: Any) -> None:
         post_grad_passes(gm, False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokens_dim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_the_bench_of_compile_time_writes_what_it_prints(
     tokens_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -227,7 +229,7 @@ def test_the_bench_of_compile_time_writes_what_it_prints(
     assert growth["value"] == pytest.approx(two["ms_per_layer"] / one["ms_per_layer"])
     assert share["value"] == pytest.approx(100 * whole["in_pass"] / (whole["compiled"] - whole["in_pass"]))
     printed = capsys.readouterr().out
-    assert all(str(op_sweep.Goal(**goal)) in printed for goal in (growth, share))
+    assert all(str(Goal(**goal)) in printed for goal in (growth, share))
     assert not dist.is_initialized()
 
 
@@ -241,42 +243,46 @@ def test_a_pass_that_takes_longer_per_layer_in_a_larger_graph_misses_its_goal() 
 
 
 def test_ragged_sizes_are_divisible_where_the_group_divides() -> None:
-    aligned = Size(2048, 1024, 2048)
-    for module in OPS:
-        for size in module.BENCH.ragged(aligned, 4):
-            assert size != aligned and size == module.BENCH.divisible(size, 4)
-            assert module.BENCH.cut is None or getattr(size, module.BENCH.cut) % 4 == 0
-    assert bench_matmul_all_reduce.BENCH.ragged(aligned, 4)[-1] == Size(2049, 1021, 2045)
-    assert bench_all_gather_matmul.BENCH.divisible(Size(2500, 8, 8, batch=2), 8) == Size(2512, 8, 8, batch=2)
+    aligned = MatmulSize(2048, 1024, 2048)
+    for bench in PROGRAMS.values():
+        for size in bench.ragged(aligned, 4):
+            assert size != aligned and size == bench.divisible(size, 4)
+            assert bench.cut is None or getattr(size, bench.cut) % 4 == 0
+    assert PROGRAMS["matmul_all_reduce"].ragged(aligned, 4)[-1] == MatmulSize(2049, 1021, 2045)
+    assert PROGRAMS["all_gather_matmul"].divisible(MatmulSize(2500, 8, 8, batch=2), 8) == MatmulSize(
+        2512, 8, 8, batch=2
+    )
 
 
 def test_goals_are_of_the_mode_and_the_worst_case_counts() -> None:
-    bench = bench_matmul_all_to_all.BENCH
+    bench = PROGRAMS["matmul_all_to_all"]
 
-    def row(baseline: float, auto: float) -> op_sweep.Row:
+    def row(baseline: float, auto: float) -> ops.SizeRow:
         times = {name: Timing(t, t, t, t, 0.0) for name, t in (("roof", 1.0), ("baseline", baseline), ("auto", auto))}
-        return op_sweep.Row(8, 8, 8, "float32", "chunked", times)
+        return ops.SizeRow(8, 8, 8, "float32", "chunked", times)
 
     rows = [row(4.0, 1.0), row(1.0, 1.0)]
-    mean, worst, roof = op_sweep.summary(bench, rows, [], "forward")
+    mean, worst, roof = ops.summary(bench, rows, [], "forward")
     assert (mean.value, worst.value, roof.value) == (2.0, 1.0, 1.0)
     assert mean.met and worst.met and roof.met
-    mean, worst = op_sweep.summary(bench, [*rows, row(0.9, 1.0)], [], "decode")
+    mean, worst = ops.summary(bench, [*rows, row(0.9, 1.0)], [], "decode")
     assert mean.bound is None and worst.met is False
-    assert all(goal.met is None for goal in op_sweep.summary(bench, rows, [], "backward"))
+    assert all(goal.met is None for goal in ops.summary(bench, rows, [], "backward"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("huge_pages", [False, True])
 def test_a_bench_says_which_pages_its_ranks_got(
     huge_pages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(world, "default_device_type", lambda: "cpu")
     file = tmp_path / "bench.json"
     arguments = [*SHAPE, "--rounds", "1", "--json", str(file), *["--huge-pages"] * huge_pages]
-    assert bench_matmul_all_to_all.main(arguments) == 0
+    assert ops.main(["matmul_all_to_all", *arguments]) == 0
     assert json.loads(file.read_text())["huge_pages"] is huge_pages
-    heading = capsys.readouterr().out.splitlines()[0]
+    op, heading = capsys.readouterr().out.splitlines()[:2]
+    assert op == "matmul_all_to_all"
     assert heading.startswith("pages: huge for all" if huge_pages else "pages: torch's default")
 
 
@@ -284,17 +290,17 @@ def test_under_torchrun_its_caller_must_ask_for_huge_pages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rank that reads the option has started torch already."""
-    monkeypatch.setattr(launch, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(world, "default_device_type", lambda: "cpu")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    bench = bench_matmul_all_to_all.BENCH
     with pytest.raises(SystemExit):
-        op_sweep.parse(bench, ["--huge-pages"])
+        ops.parse(["--huge-pages"])
     assert "start torchrun with THP_MEM_ALLOC_ENABLE=1" in capsys.readouterr().err
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    assert op_sweep.parse(bench, ["--huge-pages"]).huge_pages
+    assert ops.parse(["--huge-pages"]).huge_pages
 
 
+@pytest.mark.thorough
 def test_the_gpu_check_passes_in_tritons_interpreter(tmp_path: Path) -> None:
     file = tmp_path / "check.json"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--json", str(file)]
@@ -303,4 +309,4 @@ def test_the_gpu_check_passes_in_tritons_interpreter(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(file.read_text())["sections"]
     assert list(report) == list(sections) and all(section["ok"] for section in report.values())
-    assert set(report["speed"]["ops"]) == set(report["time-out"]) - {"ok", "wall_s"} == {m.BENCH.op for m in OPS}
+    assert set(report["speed"]["ops"]) == set(report["time-out"]) - {"ok", "wall_s"} == set(PROGRAMS)

@@ -19,20 +19,20 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomm.bench import plain, problem
+from fusedcomm.bench import op_bench, plain
 from fusedcomm.bench.measure import BUS, Options, measure_op
+from fusedcomm.bench.op_bench import MatmulSize
+from fusedcomm.bench.op_programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
 from fusedcomm.bench.plain import CollectiveData, measure_collective
-from fusedcomm.bench.problem import Size
-from fusedcomm.bench.programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import main
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.testing import RankPool
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench.json").read_text())
 SHAPE = ("--shape", "36", "16", "24")
 FEW = ("--rounds", "2", "--warmup", "1")
-SIZE = Size(36, 16, 24)
+SIZE = MatmulSize(36, 16, 24)
 ONE_ROUND = Options("cpu", rounds=1, warmup=1, check=False, graph=False)
 
 
@@ -237,7 +237,7 @@ def test_wrong_arguments(options: list[str], text: str, capsys: pytest.CaptureFi
 
 
 def test_a_backward_alone_is_not_captured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(launch, "missing_gpus", lambda world_size: None)
+    monkeypatch.setattr(world, "missing_gpus", lambda world_size: None)
     assert main(["bench", "ops", "--graph", "--device", "cuda", "--pass", "forward", "backward"]) == 2
     assert "--graph captures a forward, alone or with its backward" in capsys.readouterr().err
 
@@ -276,7 +276,7 @@ def test_a_failure_keeps_what_was_measured_before(
 
         yield call
 
-    monkeypatch.setattr(launch, "ranks", fails_at_the_third)
+    monkeypatch.setattr(world, "ranks", fails_at_the_third)
     file = tmp_path / "rows.csv"
     assert main(["bench", "collectives", "-b", "64", "--device", "cpu", "--dtype", "float32", "--csv", str(file)]) == 1
     assert capsys.readouterr().err == "fusedcomm bench: all of it\n"
@@ -288,7 +288,7 @@ def test_wrong_values_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: p
     def raises(*args: Any) -> Any:
         raise ValuesDiffer("'auto' gave wrong values: rank 1: all of them")
 
-    monkeypatch.setattr(launch, "ranks", raises)
+    monkeypatch.setattr(world, "ranks", raises)
     assert main(["bench", "all_reduce", "--device", "cpu"]) == 1
     assert capsys.readouterr().err == "fusedcomm bench: 'auto' gave wrong values: rank 1: all of them\n"
 
@@ -296,6 +296,7 @@ def test_wrong_values_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: p
 COMMAND = ["fusedcomm", "bench", "matmul_all_reduce", *SHAPE, *FEW, "--dtype", "float32", "--device", "cpu", "--json"]
 
 
+@pytest.mark.thorough
 def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
@@ -307,6 +308,7 @@ def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
     assert done.stdout.count("overlap") == 1 and "checking values" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     terminal, stderr = pty.openpty()
@@ -322,8 +324,8 @@ def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None
 
 
 def test_what_a_size_holds() -> None:
-    assert problem.MATMULS.keys() == problem.RESULTS.keys()
-    assert [PROGRAMS["matmul_all_reduce"].exchanges(d) for d in problem.MATMULS] == [1, 0, 1]
+    assert op_bench.MATMULS.keys() == op_bench.RESULTS.keys()
+    assert [PROGRAMS["matmul_all_reduce"].exchanges(d) for d in op_bench.MATMULS] == [1, 0, 1]
 
 
 @pytest.mark.usefixtures("shared_ranks")

@@ -149,6 +149,7 @@ def test_a_table_and_json_say_what_became_of_every_collective(scripts: Path) -> 
     assert "inference all_reduce" not in result.stderr  # logged only where it is asked for
 
 
+@pytest.mark.thorough
 def test_in_ranks_of_torchrun_a_script_that_enables_the_passes_itself_and_the_log(scripts: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     args = (*torchrun, "fusedcomm", "explain", "compiles.py", "enables-itself")
@@ -165,6 +166,7 @@ def test_in_ranks_of_torchrun_a_script_that_enables_the_passes_itself_and_the_lo
         assert re.fullmatch(rf"{fused} about \d+ us", logged[1])
 
 
+@pytest.mark.thorough
 def test_the_exit_code_is_that_of_sys_exit_and_an_error_comes_after_the_report(scripts: Path) -> None:
     """Both at once: most of it is one core's start."""
     raises = start(scripts, "fusedcomm", "explain", "--nproc", "1", "--json", "rows.json", "ends.py", "raise")

@@ -21,7 +21,7 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.cli import demo, main
 from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.testing import RankPool
 
 
@@ -34,7 +34,7 @@ def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None) -> tupl
     """As under torchrun: this rank has RANK and a group."""
     start_program, ours = demo.start_program, fusedcomm.matmul_all_to_all
 
-    def small(device: torch.device, dtype: torch.dtype, world_size: int) -> demo.Problem:
+    def small(device: torch.device, dtype: torch.dtype, world_size: int) -> demo.DemoProblem:
         problem = start_program(device, dtype, world_size)
         return replace(problem, x_shape=(2, 9, 16), w_shape=(2, 16, 64), out_shape=(16, 4))
 
@@ -54,6 +54,7 @@ def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None) -> tupl
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.thorough
 def test_demo_prints_a_plain_table_and_writes_json(tmp_path: Path) -> None:
     file, plot = tmp_path / "demo.json", tmp_path / "lanes.png"
     result = run_demo("--rounds", "1", "--json", str(file), "--plot", str(plot))
@@ -99,6 +100,7 @@ def test_in_ranks_of_torchrun_only_rank_0_prints(ranks: Callable[[int], RankPool
     assert not out_1
 
 
+@pytest.mark.thorough
 def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
     result = run_demo("--rounds", "1", FUSEDCOMM_ALGORITHM="quick")
     assert result.returncode == 1
@@ -109,7 +111,7 @@ def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
 @pytest.fixture
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that starts ranks fails."""
-    monkeypatch.setattr(launch, "ranks", lambda *args: pytest.fail("ranks were started"))
+    monkeypatch.setattr(world, "ranks", lambda *args: pytest.fail("ranks were started"))
 
 
 @pytest.mark.usefixtures("no_ranks")

@@ -24,23 +24,23 @@ import torch.distributed as dist
 from fusedcomm import redact
 from fusedcomm.cli import main
 from fusedcomm.doctor import across_ranks, checks, gpus, report
-from fusedcomm.doctor.across_ranks import Group, Verdict
+from fusedcomm.doctor.across_ranks import AlgorithmVerdict, GroupAnswer
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING
 from fusedcomm.errors import PeerTimeoutError
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.ops import dispatch
 from tests.helpers.doctor_machines import UUID, Nvml, canned, shared
 
-Ranks = Callable[[int], RankPool]
+CheckRanks = Callable[[int], RankPool]
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "doctor.json").read_text())
 
 
-def levels(found: report.Report, section: str) -> dict[str, str]:
+def levels(found: report.DoctorReport, section: str) -> dict[str, str]:
     return {each.name: each.level for each in found.findings if each.section == section}
 
 
-def diagnosed(quick: bool = False, theirs: Any = None) -> report.Report:
+def diagnosed(quick: bool = False, theirs: Any = None) -> report.DoctorReport:
     found = report.diagnose(quick, theirs, lambda done: None)
     jsonschema.validate(json.loads(json.dumps(redact.redact(found.as_json()))), SCHEMA)
     return found
@@ -55,10 +55,10 @@ def few_atomics(rank: int) -> str:
 
 
 def test_the_command_on_this_machine(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: CheckRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In ranks with Triton's interpreter, so with our kernels too."""
-    monkeypatch.setattr(report, "Ranks", shared(ranks))
+    monkeypatch.setattr(report, "CheckRanks", shared(ranks))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr(gpus, "survey", lambda: gpus.Machine(None, None, [], []))
     file = tmp_path / "doctor.json"
@@ -95,8 +95,9 @@ def work(rank: int) -> str:
     return "works"
 
 
+@pytest.mark.thorough
 def test_a_check_that_hangs_or_dies_is_bounded_and_the_next_one_runs() -> None:
-    with checks.Ranks(1) as ranks:
+    with checks.CheckRanks(1) as ranks:
         assert ranks.check("x", "", 30, work).text == "works"
         start = time.monotonic()
         hung = ranks.check("x", "help", 0.5, hang)
@@ -137,7 +138,7 @@ def wrong_bytes(rank: int, optimize: int) -> str:
 
 
 @pytest.mark.parametrize("optimize", [0, 1])
-def test_one_wrong_byte_in_a_peers_memory_is_found(ranks: Ranks, optimize: int) -> None:
+def test_one_wrong_byte_in_a_peers_memory_is_found(ranks: CheckRanks, optimize: int) -> None:
     with shared(ranks)(2) as both:
         finding = both.check("x", "", 30, wrong_bytes, optimize)
     assert finding.level == ERROR and "wrong bytes from rank" in finding.text
@@ -146,7 +147,7 @@ def test_one_wrong_byte_in_a_peers_memory_is_found(ranks: Ranks, optimize: int) 
 # verdicts
 
 
-def planted_topology(rank: int, reason: str) -> Group:
+def planted_topology(rank: int, reason: str) -> GroupAnswer:
     """The library's own verdict, of a group whose vote said so."""
     ours = dispatch.member
 
@@ -158,7 +159,7 @@ def planted_topology(rank: int, reason: str) -> Group:
         return across_ranks.ask(rank, ["cpu"])
 
 
-def test_the_verdict_is_the_planners(ranks: Ranks) -> None:
+def test_the_verdict_is_the_planners(ranks: CheckRanks) -> None:
     good = ranks(2).run(across_ranks.ask, ["cpu"])[0]
     assert {(each.algorithm, each.can_run) for each in good.verdicts} >= {("chunked", True), ("unfused", True)}
     (used,) = [each for each in good.verdicts if each.algorithm == "chunked"]
@@ -198,14 +199,14 @@ DIFFERENCES: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize("changes, name, level", DIFFERENCES, ids=str)
 def test_differences_between_ranks_are_found(changes: dict[str, Any], name: str, level: str) -> None:
     first = rank_facts(gpu="uuid 0") if "gpu" in changes else rank_facts()
-    found = across_ranks.find_differences(Group([first, rank_facts(**changes)], []))
+    found = across_ranks.find_differences(GroupAnswer([first, rank_facts(**changes)], []))
     assert [(each.name, each.level) for each in found] == [(name, level)]
-    assert across_ranks.find_differences(Group([rank_facts()] * 2, []))[0].level == OK
+    assert across_ranks.find_differences(GroupAnswer([rank_facts()] * 2, []))[0].level == OK
 
 
 def test_several_hosts_are_no_error() -> None:
-    verdict = Verdict("cuda", "chunked", False, False, "rank 1 is on another host than rank 0")
-    (finding,) = across_ranks.find_verdicts(Group([rank_facts(), rank_facts(boot="other")], [verdict]), "cuda")
+    verdict = AlgorithmVerdict("cuda", "chunked", False, False, "rank 1 is on another host than rank 0")
+    (finding,) = across_ranks.find_verdicts(GroupAnswer([rank_facts(), rank_facts(boot="other")], [verdict]), "cuda")
     assert finding.level == ABSENT and finding.advice
 
 
@@ -215,12 +216,14 @@ def test_several_hosts_are_no_error() -> None:
 UUIDS = [f"{UUID.removeprefix('GPU-')}{index}" for index in range(2)]
 
 
-def gpu_group(can_run: bool = True) -> Group:
-    verdicts = [Verdict("cuda", name, can_run, can_run, "of a reason") for name in ("unfused", "chunked", "fused")]
-    return Group([rank_facts(gpus=UUIDS, gpu=UUIDS[rank]) for rank in range(2)], verdicts)
+def gpu_group(can_run: bool = True) -> GroupAnswer:
+    verdicts = [
+        AlgorithmVerdict("cuda", name, can_run, can_run, "of a reason") for name in ("unfused", "chunked", "fused")
+    ]
+    return GroupAnswer([rank_facts(gpus=UUIDS, gpu=UUIDS[rank]) for rank in range(2)], verdicts)
 
 
-CPU_GROUP = Group([rank_facts()] * 2, [Verdict("cpu", "chunked", True, True, "of a reason")])
+CPU_GROUP = GroupAnswer([rank_facts()] * 2, [AlgorithmVerdict("cpu", "chunked", True, True, "of a reason")])
 DEVICES = [
     {"index": i, "uuid": UUIDS[i], "name": "H200", "sms": 132, "capability": "9.0", "cooperative_launch": True}
     for i in range(2)
@@ -240,7 +243,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(gpus, "survey", lambda: survey(Nvml()))
-    monkeypatch.setattr(report, "Ranks", canned(answers))
+    monkeypatch.setattr(report, "CheckRanks", canned(answers))
     return answers
 
 
@@ -324,10 +327,10 @@ def test_a_bad_gpu_that_torch_does_not_see_is_no_error(
     assert len(found.gpus) == 3 and found.as_json()["exit_code"] == 0
 
 
-def one_gpu_each(*uuids: str) -> Group:
+def one_gpu_each(*uuids: str) -> GroupAnswer:
     """As SLURM's --gpus-per-task=1 makes it; all ranks on one host."""
     facts = [rank_facts(gpus=[uuid], gpu=None if rank else uuid) for rank, uuid in enumerate(uuids)]
-    return Group(facts, CPU_GROUP.verdicts)
+    return GroupAnswer(facts, CPU_GROUP.verdicts)
 
 
 ONE_GPU = [
@@ -341,7 +344,7 @@ ONE_GPU = [
 
 @pytest.mark.parametrize("theirs, num_gpus, level, text", ONE_GPU, ids=lambda each: str(each)[-40:])
 def test_one_visible_gpu_has_no_peers_only_if_there_are_none(
-    two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, theirs: Group, num_gpus: int, level: str, text: str
+    two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, theirs: GroupAnswer, num_gpus: int, level: str, text: str
 ) -> None:
     survey = gpus.survey()
     pairs = survey.pairs if num_gpus == 2 else []
@@ -367,7 +370,7 @@ def doctor_in_rank(rank: int, visible: str, *args: str) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-def test_in_ranks_of_torchrun_rank_0_tells_of_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_in_ranks_of_torchrun_rank_0_tells_of_all(ranks: CheckRanks, tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
     (code_0, out_0), (code_1, out_1) = ranks(2).run(doctor_in_rank, "-1", "--json", str(file))
     assert (code_0, code_1, out_1) == (0, 0, "")
@@ -385,18 +388,18 @@ def rank_that_does_not_come(rank: int) -> tuple[int, str] | None:
         return doctor_in_rank(rank, "")
 
 
-def test_a_rank_that_does_not_come_is_a_finding(ranks: Ranks) -> None:
+def test_a_rank_that_does_not_come_is_a_finding(ranks: CheckRanks) -> None:
     code, out = ranks(2).run(rank_that_does_not_come)[0]
     assert code == 1
     assert "waited 0.5 s for ranks [1], which did not come" in " ".join(out.split())
 
 
-def gpus_in_rank_0_alone(rank: int) -> Group:
+def gpus_in_rank_0_alone(rank: int) -> GroupAnswer:
     with mock.patch.object(across_ranks, "_uuids", lambda: UUIDS if rank == 0 else []):
         return across_ranks.ask(rank, ["cpu", "cuda"])
 
 
-def test_ranks_agree_on_gpus_before_they_ask_about_them(ranks: Ranks) -> None:
+def test_ranks_agree_on_gpus_before_they_ask_about_them(ranks: CheckRanks) -> None:
     answers = ranks(2).run(gpus_in_rank_0_alone)
     assert [{verdict.device for verdict in each.verdicts} for each in answers] == [{"cpu"}] * 2
     (finding,) = across_ranks.find_differences(answers[0])
@@ -414,7 +417,7 @@ def ask_alone(rank: int) -> tuple[str, bool] | None:
     return None
 
 
-def test_the_question_to_the_ranks_has_a_bound_of_its_own(ranks: Ranks) -> None:
+def test_the_question_to_the_ranks_has_a_bound_of_its_own(ranks: CheckRanks) -> None:
     text, restored = ranks(2).run(ask_alone)[0]
     assert "waited 0.5 s for ranks [1]" in text and restored
 
@@ -427,7 +430,7 @@ def test_the_start_of_the_process_group_is_bounded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    with launch.ranks("cpu", 0, 7) as call:
+    with world.ranks("cpu", 0, 7) as call:
         assert call(max, 3) == 3
     assert started == ["gloo", datetime.timedelta(seconds=7)]
 

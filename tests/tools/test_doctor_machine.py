@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from fusedcomm import machine as facts
-from fusedcomm.doctor import cache, gpus, pci, settings
+from fusedcomm import env
+from fusedcomm.doctor import cache, facts, gpus, pci, settings
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, exit_code
+from fusedcomm.machine import RELEVANT
+from fusedcomm.redact import SHOWN_VARIABLES
 from tests.helpers.doctor_machines import UUID, Nvml, NvmlError
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +173,7 @@ GOOD_SETTINGS = {
 @pytest.fixture
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if facts.RELEVANT.fullmatch(name):
+        if RELEVANT.fullmatch(name):
             monkeypatch.delenv(name)
 
 
@@ -210,7 +212,11 @@ def test_every_variable_of_fusedcomm_is_known() -> None:
     files = [path for folder in ("fusedcomm", "kernels") for path in (ROOT / folder).rglob("*.*")]
     texts = [path.read_text() for path in files if path.suffix in (".py", ".h", ".cpp")]
     read = {name for text in texts for name in re.findall(r"\"(FUSEDCOMM_[A-Z]+(?:_[A-Z]+)*)\"", text)}
-    assert read - {"FUSEDCOMM_CPU"} == set(settings.OURS)  # that is the name of our symmetric memory
+    assert read - {"FUSEDCOMM_CPU"} == set(env.SETTINGS)  # that is the name of our symmetric memory
+
+
+def test_the_value_of_every_variable_with_a_rule_is_shown() -> None:
+    assert {rule.name for rule in settings.RULES} <= SHOWN_VARIABLES
 
 
 def test_limits_of_the_system_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from fusedcomm.testing.faults.cells import FIRST_CALL
 from fusedcomm.testing.faults.injections import LATE, fork
 from fusedcomm.testing.faults.judge import SLACK_S, judge
 from fusedcomm.testing.faults.protocol_steps import FIRST
-from fusedcomm.testing.faults.rank_reports import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, Outcome, Report
+from fusedcomm.testing.faults.rank_reports import (
+    INJECTED,
+    OTHER_ERROR,
+    PEER_ERROR,
+    RIGHT,
+    WRONG,
+    CallOutcome,
+    RankReport,
+)
 from tests.helpers.fault_controls import CONTROLS, NO_DEADLINE, off_in_its_cell
 from tests.helpers.problems import OPS
 
@@ -40,16 +48,18 @@ WORKERS = 4  # in CI, on two cores: cells mostly wait, starting more ranks costs
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, Verdict]:
-    """Of the slice, and of the controls with their protections off; in the same ranks."""
+    """The verdicts of the slice, and of the controls with their protections off; in the same ranks."""
     cells = [*SLICE, *(control.cell for control in CONTROLS.values())]
     return {each.cell: each for each in run_cells(cells, workers=WORKERS, around=off_in_its_cell)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell", SLICE, ids=str)
 def test_a_fault_gives_errors_in_time_and_no_wrong_number(verdicts: dict[str, Verdict], cell: Cell) -> None:
     assert verdicts[str(cell)].survived, "\n".join(verdicts[str(cell)].found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_protection_that_is_off_is_missed(verdicts: dict[str, Verdict], name: str) -> None:
     verdict = verdicts[name]
@@ -162,7 +172,7 @@ def test_an_error_ends_the_matrix(monkeypatch: pytest.MonkeyPatch, error: type[B
     assert len(begun) < len(CELLS) / 2
 
 
-TIMED_OUT = Outcome(
+TIMED_OUT = CallOutcome(
     PEER_ERROR,
     "matmul_all_to_all on group '1', rank 0, round 2: ranks [2] did not signal within 2 s",
     error="PeerTimeoutError",
@@ -174,12 +184,12 @@ TIMED_OUT = Outcome(
     seconds=2.0,
 )
 KILLED = Cell("chunked", "matmul_all_to_all", "kill", "push")
-NOT_OURS = Outcome(OTHER_ERROR, "unhashable", error="TypeError", index=1)
-CLOSED = Outcome(PEER_ERROR, peers=(2,))
-REPORT = Report(0, [TIMED_OUT], reached=True, after=CLOSED)
+NOT_OURS = CallOutcome(OTHER_ERROR, "unhashable", error="TypeError", index=1)
+CLOSED = CallOutcome(PEER_ERROR, peers=(2,))
+REPORT = RankReport(0, [TIMED_OUT], reached=True, after=CLOSED)
 
 
-def killed(report: Report = REPORT) -> Verdict:
+def killed(report: RankReport = REPORT) -> Verdict:
     return judge(KILLED, {0: report, 1: replace(REPORT, rank=1)})
 
 
@@ -221,29 +231,29 @@ def test_a_broken_promise_is_found(found: str, change: dict[str, Any]) -> None:
         ("close must name", replace(REPORT, after=replace(CLOSED, peers=(1,)))),
         ("close must end within", replace(REPORT, after=replace(CLOSED, seconds=60.0))),
         ("close must end with an error", replace(REPORT, after=None)),
-        ("close must end with an error", replace(REPORT, after=Outcome(RIGHT))),
+        ("close must end with an error", replace(REPORT, after=CallOutcome(RIGHT))),
         ("call 1 must raise nothing but", replace(REPORT, outcomes=[TIMED_OUT, NOT_OURS])),
         ("call 1 must end within", replace(REPORT, outcomes=[TIMED_OUT, replace(TIMED_OUT, index=1, seconds=500.0)])),
-        ("call 1 must raise: call 0 has failed", replace(REPORT, outcomes=[TIMED_OUT, Outcome(RIGHT, index=1)])),
+        ("call 1 must raise: call 0 has failed", replace(REPORT, outcomes=[TIMED_OUT, CallOutcome(RIGHT, index=1)])),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_call_leaves_behind_is_judged(found: str, report: Report) -> None:
+def test_what_a_call_leaves_behind_is_judged(found: str, report: RankReport) -> None:
     assert found in "\n".join(killed(report).found)
 
 
-def judged(name: str, victim: list[Outcome], peer: list[Outcome], after: Outcome | None) -> Verdict:
+def judged(name: str, victim: list[CallOutcome], peer: list[CallOutcome], after: CallOutcome | None) -> Verdict:
     """All peers give the same, and all ranks the same after it."""
     (cell,) = select([name])
     outcomes = dict.fromkeys(range(cell.group_size), peer) | {cell.victim: victim}
     if cell.fault == "kill":
         del outcomes[cell.victim]
-    return judge(cell, {rank: Report(rank, each, reached=True, after=after) for rank, each in outcomes.items()})
+    return judge(cell, {rank: RankReport(rank, each, reached=True, after=after) for rank, each in outcomes.items()})
 
 
-GOOD = Outcome(RIGHT)
+GOOD = CallOutcome(RIGHT)
 SLOW = replace(GOOD, seconds=500.0)
-OF_GLOO = Outcome(OTHER_ERROR, "Connection closed by peer", error="RuntimeError")
+OF_GLOO = CallOutcome(OTHER_ERROR, "Connection closed by peer", error="RuntimeError")
 OF_VICTIM = replace(TIMED_OUT, peers=(0,), text=TIMED_OUT.text.replace("[2]", "[0]"))
 DELAY, KILL, RAISE, STOP, *UNFUSED = (
     "chunked/matmul_all_to_all/delay/push",
@@ -257,11 +267,11 @@ DELAY, KILL, RAISE, STOP, *UNFUSED = (
 KEPT: dict[str, dict[str, Any]] = {
     DELAY: {"victim": [GOOD] * 4, "peer": [GOOD] * 4, "after": GOOD},
     KILL: {"victim": [], "peer": [TIMED_OUT], "after": GOOD},  # no vote, nothing to close
-    RAISE: {"victim": [Outcome(INJECTED), replace(OF_VICTIM, index=1)], "peer": [TIMED_OUT], "after": GOOD},
+    RAISE: {"victim": [CallOutcome(INJECTED), replace(OF_VICTIM, index=1)], "peer": [TIMED_OUT], "after": GOOD},
     STOP: {"victim": [replace(OF_VICTIM, seconds=LATE * 4.0 + 4.0)], "peer": [TIMED_OUT], "after": GOOD},
     UNFUSED[0]: {"victim": [GOOD] * 4, "peer": [GOOD] * 4, "after": GOOD},
     UNFUSED[1]: {"victim": [], "peer": [OF_GLOO], "after": GOOD},
-    UNFUSED[2]: {"victim": [Outcome(INJECTED)], "peer": [OF_GLOO], "after": None},
+    UNFUSED[2]: {"victim": [CallOutcome(INJECTED)], "peer": [OF_GLOO], "after": None},
 }
 
 
@@ -277,7 +287,11 @@ def test_a_promise_that_is_kept_survives(name: str) -> None:
         (DELAY, {"after": None}, "the call after the reset must be right, got no call"),
         (DELAY, {"after": SLOW}, "the call after the reset must end within"),
         (RAISE, {"after": None}, "the call after the reset must be right, got no call"),
-        (RAISE, {"victim": [Outcome(INJECTED), replace(OF_VICTIM, index=1, seconds=500.0)]}, "call 1 must end within"),
+        (
+            RAISE,
+            {"victim": [CallOutcome(INJECTED), replace(OF_VICTIM, index=1, seconds=500.0)]},
+            "call 1 must end within",
+        ),
         (STOP, {"victim": [replace(OF_VICTIM, seconds=500.0)]}, "call 0 must end within 10 + 5 s"),
         (STOP, {"peer": [replace(TIMED_OUT, seconds=10.0)]}, "call 0 must end within 4 + 5 s"),
         (UNFUSED[0], {"after": None}, "the call after the reset must be right, got no call"),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm import cli
 from fusedcomm.doctor import postmortem
-from fusedcomm.doctor.postmortem import Call, Dump, judge
+from fusedcomm.doctor.postmortem import Dump, RecordedCall, judge
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.runtime import dumps
 from tests.helpers.groups import call, check, fresh_group
@@ -81,7 +81,7 @@ def outside(go: Path) -> None:
 WORLD = [0, 1, 2]
 
 
-def a_call(number: int, state: str = "done", **changes: Any) -> Call:
+def a_call(number: int, state: str = "done", **changes: Any) -> RecordedCall:
     fields: dict[str, Any] = {
         "op": "matmul_all_reduce",
         "group": "g",
@@ -101,10 +101,10 @@ def a_call(number: int, state: str = "done", **changes: Any) -> Call:
         "waiting_for": None,
         "waiting_s": None,
     }
-    return Call(**(fields | changes))
+    return RecordedCall(**(fields | changes))
 
 
-def a_dump(rank: int, *calls: Call, at: str = "line") -> Dump:
+def a_dump(rank: int, *calls: RecordedCall, at: str = "line") -> Dump:
     return Dump(rank, len(WORLD), "SIGUSR1", 110.0, list(calls), {"MainThread": ["main", at]})
 
 
@@ -319,6 +319,7 @@ def run_until_killed(rank: int, folder: str) -> None:
             Path(folder, f"ready{rank}").touch()
 
 
+@pytest.mark.thorough
 def test_a_killed_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "dumps"
     with RankPool(2, env={"FUSEDCOMM_TIMEOUT_S": "2", "FUSEDCOMM_DUMP_DIR": str(folder)}) as own:

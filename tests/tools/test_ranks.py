@@ -106,6 +106,7 @@ def test_what_cannot_be_pickled_is_an_error_not_a_hang(pool: RankPool) -> None:
     assert len(pool.run(total, 0)) == 2
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_answer_is_dumped_and_killed() -> None:
     pool = RankPool(2)
     pids = [pool.pid(0), pool.pid(1)]
@@ -131,6 +132,7 @@ def test_a_rank_that_dies_is_named_with_its_signal(signum: signal.Signals) -> No
     wait_until_dead(pids, timeout_s=0)
 
 
+@pytest.mark.thorough
 def test_killing_rank_0_on_purpose_leaves_the_others_and_the_store() -> None:
     with RankPool(2) as pool:
         pool.start(wait_for_store)
@@ -149,6 +151,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", ["time.sleep(60)", "pass", "pool.start(time.sleep)"])
 def test_ranks_end_with_their_parent(end: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
@@ -164,6 +167,7 @@ def test_ranks_end_with_their_parent(end: str, tmp_path: Path) -> None:
     wait_until_dead(pids)
 
 
+@pytest.mark.thorough
 def test_run_ranks_is_one_call() -> None:
     results = run_ranks(total, 3, 1, timeout_s=60)
     assert [int(result[0]) for result in results] == [6, 6, 6]

@@ -26,12 +26,12 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.cli import main
 from fusedcomm.cli import selftest as cli_selftest
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.runtime import topology
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing import selftest
-from fusedcomm.testing.selftest import Data
+from fusedcomm.testing.selftest import ExactCall
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "selftest.json").read_text())
 RUN = """
@@ -44,6 +44,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_it_passes_here_without_the_repository(tmp_path: Path) -> None:
     file, script = tmp_path / "selftest.json", tmp_path / "run.py"
     script.write_text(RUN)
@@ -54,7 +55,7 @@ def test_it_passes_here_without_the_repository(tmp_path: Path) -> None:
     assert "nothing failed, 0 skipped; 2 ranks (cpu)" in result.stdout
     assert not set("\x1b\r") & set(result.stdout + result.stderr)
     roots = {name.partition(".")[0] for name in result.stderr.split()}
-    assert "fusedcomm" in roots and not roots & {"tests", "bench", "kernels", "matplotlib"}
+    assert "fusedcomm" in roots and not roots & {"tests", "benchmarks", "kernels", "matplotlib"}
 
     report = json.loads(file.read_text())
     jsonschema.validate(report, SCHEMA)
@@ -81,28 +82,28 @@ def wrong_reduce_scatter(rank: int) -> Any:
 
 def wrong_at_first(rank: int) -> Any:
     """Rank 1's first result of chunked is wrong, and no other."""
-    ours, calls = Data.call, itertools.count()
+    ours, calls = ExactCall.call, itertools.count()
 
-    def wrong(data: Data, group: Any) -> list[Tensor]:
+    def wrong(data: ExactCall, group: Any) -> list[Tensor]:
         results = ours(data, group)
         if rank == 1 and data.plan(group).algorithm == "chunked" and next(calls) == 0:
             results[0].view(-1)[5] += 1
         return results
 
-    return mock.patch.object(Data, "call", wrong)
+    return mock.patch.object(ExactCall, "call", wrong)
 
 
 @contextlib.contextmanager
 def raises_in_chunked(rank: int) -> Iterator[None]:
     """On rank 1 alone, before it calls: the other one waits for it."""
-    ours = Data.call
+    ours = ExactCall.call
 
-    def raising(data: Data, group: Any) -> list[Tensor]:
+    def raising(data: ExactCall, group: Any) -> list[Tensor]:
         if rank == 1 and data.plan(group).algorithm == "chunked":
             raise RuntimeError("planted")
         return ours(data, group)
 
-    with mock.patch.object(Data, "call", raising), mock.patch.object(selftest, "WAIT_S", 2):
+    with mock.patch.object(ExactCall, "call", raising), mock.patch.object(selftest, "WAIT_S", 2):
         yield
 
 
@@ -146,7 +147,7 @@ def selftest_in_rank(rank: int, plant: Callable[[int], Any], *checks: str) -> tu
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(plant(rank))
         stack.enter_context(contextlib.redirect_stdout(out))
-        stack.enter_context(mock.patch.object(output, "console", lambda: Console(highlight=False, width=400)))
+        stack.enter_context(mock.patch.object(console, "stdout", lambda: Console(highlight=False, width=400)))
         os.environ.pop("TRITON_INTERPRET", None)  # the interpreter takes most of a minute
         code = main(["selftest", "--device", "cpu"])
     return code, out.getvalue()
@@ -256,15 +257,15 @@ def test_ranks_that_end_are_a_failure_and_the_rest_is_not_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextlib.contextmanager
-    def ranks_that_die(*args: Any) -> Iterator[launch.Call]:
-        def call(fn: Callable[..., Any], name: str, device_type: str) -> selftest.Result:
+    def ranks_that_die(*args: Any) -> Iterator[world.Call]:
+        def call(fn: Callable[..., Any], name: str, device_type: str) -> selftest.CheckResult:
             if name == "time-out":
                 raise RankError([RankFailure(1, "died", None, "SIGSEGV", "")])
-            return selftest.Result(name, "", "passed", "")
+            return selftest.CheckResult(name, "", "passed", "")
 
         yield call
 
-    monkeypatch.setattr(launch, "ranks", ranks_that_die)
+    monkeypatch.setattr(world, "ranks", ranks_that_die)
     assert main(["selftest", "--device", "cpu"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "FAILED: time-out, 3 skipped;" in out and "rank 1 died: SIGSEGV" in out

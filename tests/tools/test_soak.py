@@ -19,14 +19,16 @@ from fusedcomm.runtime import workspace
 from tests.helpers import soak_faults
 from tests.helpers.soak_faults import run_without
 from tests.soak import __main__ as command
-from tests.soak import jitter, world
+from tests.soak import jitter, soak_ranks
 from tests.soak.__main__ import main
-from tests.soak.cases import OPS, draw
-from tests.soak.data import Data
-from tests.soak.outcome import Outcome
-from tests.soak.program import draw_program
+from tests.soak.known_values import KnownValues
+from tests.soak.outcome import SoakOutcome
+from tests.soak.random_call import OPS, draw
+from tests.soak.random_program import draw_program
 from tests.soak.shrink import shrink
 from tests.soak.worker import run_program
+
+pytestmark = pytest.mark.thorough
 
 Ranks = Callable[[int], RankPool]
 
@@ -36,12 +38,12 @@ CALLS = {2: 1200, 3: 1000, 4: 2800}  # of CI, by world size
 SECONDS = 400.0  # for them; they take less than a minute on two idle cores
 
 
-def soak(pool: RankPool, num_calls: int, end: float, seed: int = SEED) -> Outcome:
+def soak(pool: RankPool, num_calls: int, end: float, seed: int = SEED) -> SoakOutcome:
     """Programs until ``num_calls`` have been compared; what fails is told with the command that repeats it."""
-    total, index = Outcome(), 0
+    total, index = SoakOutcome(), 0
     while total.num_calls < num_calls:
         assert time.monotonic() < end, f"the time was over after {total.num_calls} of {num_calls} calls"
-        again = world.command("cpu", pool.world_size, seed, index)
+        again = soak_ranks.command("cpu", pool.world_size, seed, index)
         try:
             outcome = pool.run(run_program, seed, index)[0]
         except RankError as error:
@@ -56,7 +58,7 @@ def soak(pool: RankPool, num_calls: int, end: float, seed: int = SEED) -> Outcom
 
 @pytest.mark.timeout(500)
 def test_thousands_of_random_calls(ranks: Ranks) -> None:
-    total, end = Outcome(), time.monotonic() + SECONDS
+    total, end = SoakOutcome(), time.monotonic() + SECONDS
     for world_size, num_calls in CALLS.items():
         total.add(soak(ranks(world_size), num_calls, end))
     counts = total.tally
@@ -83,17 +85,17 @@ def test_thousands_of_random_calls_in_smaller_worlds(ranks: Ranks, world_size: i
 
 
 @pytest.fixture(scope="module")
-def unprotected() -> Iterator[Callable[..., Outcome]]:
+def unprotected() -> Iterator[Callable[..., SoakOutcome]]:
     """``run_without`` the first steps of a program, in two ranks that nobody else has."""
     pools: list[RankPool] = []
 
-    def run(fault: Callable[[], Any], index: int, wait_s: int) -> Outcome:
+    def run(fault: Callable[[], Any], index: int, wait_s: int) -> SoakOutcome:
         if not pools or pools[-1].dead:
             pools.append(RankPool(2))
         try:
-            outcome: Outcome = pools[-1].run(run_without, fault, SEED, index, range(CONTROL_STEPS), wait_s)[0]
+            outcome: SoakOutcome = pools[-1].run(run_without, fault, SEED, index, range(CONTROL_STEPS), wait_s)[0]
         except RankError:  # hangs are no wrong values
-            return Outcome(broken=True)
+            return SoakOutcome(broken=True)
         if outcome.broken:
             pools[-1].close()
         return outcome
@@ -108,13 +110,13 @@ def unprotected() -> Iterator[Callable[..., Outcome]]:
     [soak_faults.one_slot, soak_faults.no_waits, soak_faults.signal_before_data, soak_faults.late_reads],
     ids=lambda fault: fault.__name__,
 )
-def test_a_missing_protection_gives_wrong_values(unprotected: Callable[..., Outcome], fault: Any) -> None:
+def test_a_missing_protection_gives_wrong_values(unprotected: Callable[..., SoakOutcome], fault: Any) -> None:
     """Within a bounded number of calls."""
     outcomes = (unprotected(fault, index, wait_s=5) for index in range(10))
     assert any("elements, first at" in failure.what for outcome in outcomes for failure in outcome.failures)
 
 
-def test_late_reads_that_signals_wait_for_are_right(unprotected: Callable[..., Outcome]) -> None:
+def test_late_reads_that_signals_wait_for_are_right(unprotected: Callable[..., SoakOutcome]) -> None:
     """Else the control above would show how it is late, not that it is."""
     outcome = unprotected(soak_faults.late_reads_joined, 0, wait_s=90)
     assert outcome.num_calls >= CONTROL_STEPS // 2
@@ -136,14 +138,14 @@ def test_the_command_counts_and_reports(shared_ranks: None, tmp_path: Path, caps
 
 def run_spoiled(
     rank: int, seed: int, index: int, device_type: str, steps: Sequence[int] | None, deadline: float
-) -> Outcome:
+) -> SoakOutcome:
     return run_without(rank, soak_faults.wrong_element, seed, index, steps)
 
 
 def test_a_failure_is_told_shrunk_and_can_be_had_again(
     shared_ranks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(world, "run_program", run_spoiled)
+    monkeypatch.setattr(soak_ranks, "run_program", run_spoiled)
     start = ["--ranks", "2", "--device", "cpu", "--seed", "5"]
     assert main([*start, "--calls", "1000"]) == 1
     told = capsys.readouterr().out
@@ -157,7 +159,7 @@ def test_a_failure_is_told_shrunk_and_can_be_had_again(
     assert f"step {steps}: matmul_reduce_scatter(float16" in capsys.readouterr().out
 
 
-def run_dying(rank: int, *program: Any) -> Outcome:
+def run_dying(rank: int, *program: Any) -> SoakOutcome:
     """The first time on this machine."""
     try:
         Path(os.environ["FUSEDCOMM_CACHE_DIR"], f"died {rank}").touch(exist_ok=False)
@@ -169,7 +171,7 @@ def run_dying(rank: int, *program: Any) -> Outcome:
 def test_a_rank_that_dies_is_told_with_the_program(
     shared_ranks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(world, "run_program", run_dying)
+    monkeypatch.setattr(soak_ranks, "run_program", run_dying)
     assert main(["--ranks", "2", "--device", "cpu", "--seed", "5", "--calls", "150"]) == 1
     told = capsys.readouterr().out
     assert "died: exit code 3" in told
@@ -196,7 +198,7 @@ def test_wrong_arguments(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert main(arguments.split()) == 2
-    assert capsys.readouterr().err == f"fusedcomm soak: {text}\n"
+    assert capsys.readouterr().err == f"tests.soak: {text}\n"
 
 
 def test_wrong_arguments_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,13 +223,13 @@ def test_gpus_are_used_if_there_is_one_for_every_rank(
 ) -> None:
     used = []
 
-    class FakeWorld(world.World):
-        def run(self, *program: Any) -> Outcome:
+    class FakeRanks(soak_ranks.SoakRanks):
+        def run(self, *program: Any) -> SoakOutcome:
             used.append((self.device_type, self.size))
-            return Outcome()
+            return SoakOutcome()
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(command, "World", FakeWorld)
+    monkeypatch.setattr(command, "SoakRanks", FakeRanks)
     assert main(["--ranks", "4", "--seed", "1", "--program", "0", "--times", "2"]) == 0
     assert used == [(device_type, 4)] * 2
     assert "nothing failed in 2 runs" in capsys.readouterr().out
@@ -287,7 +289,7 @@ def test_every_case_is_exact_and_has_the_shapes_that_it_says() -> None:
     for seed in range(400):
         group_size = random.randint(1, 4)
         case = draw(random, group_size)
-        outs = Data(case, seed).expected(rank=seed % group_size)  # asserts that nothing was rounded
+        outs = KnownValues(case, seed).expected(rank=seed % group_size)  # asserts that nothing was rounded
         shapes = [tuple(out.shape) for out in outs]
         assert shapes[: len(case.out_shapes)] == case.out_shapes
         assert len(outs) > len(case.out_shapes) or case.use != "backward"

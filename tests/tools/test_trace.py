@@ -8,14 +8,14 @@ import torch
 
 from fusedcomm.bench import trace
 from fusedcomm.bench.measure import Options
-from fusedcomm.bench.problem import Size
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_bench import MatmulSize
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.trace import PIDS_PER_RANK, Range
 from fusedcomm.cli.bench import record_op
 from fusedcomm.runtime.profiler import LANES, lane
 from fusedcomm.testing import RankPool
 
-SIZE = Size(300, 64, 96)
+SIZE = MatmulSize(300, 64, 96)
 
 
 def record(rank: int, op: str, algorithm: str) -> trace.Trace:

@@ -14,7 +14,7 @@ from fusedcomm.runtime.device_to_host import DeviceToHost
 Result = TypeVar("Result")
 
 
-class Call:
+class CaseCall:
     """``wrong`` is final after `finish`; with ``keep`` the call can say what is wrong.
 
     ``blocked`` is seconds of the host in the waits of the case. Reading the result of the checks is none of them: who

@@ -18,8 +18,8 @@ import torch.distributed._functional_collectives as funcol
 
 import fusedcomm
 from fusedcomm.bench.all_to_all import parts
-from fusedcomm.bench.all_to_all.case_call import Call
-from fusedcomm.bench.all_to_all.data import Data
+from fusedcomm.bench.all_to_all.case_call import CaseCall
+from fusedcomm.bench.all_to_all.data import SuiteData
 from fusedcomm.bench.all_to_all.parts import Part
 from fusedcomm.runtime.device_to_host import DeviceToHost
 
@@ -31,7 +31,7 @@ class Variant:
     case: str
     kind: str  # of several variants of one case
     about: str
-    run: Callable[[Data, Call], None]
+    run: Callable[[SuiteData, CaseCall], None]
     compute: Part = parts.compute
     communication: Part = parts.all_to_all
 
@@ -40,7 +40,7 @@ class Variant:
         return f"{self.case}, {self.kind}" if self.kind else self.case
 
 
-def sync(data: Data, call: Call) -> None:
+def sync(data: SuiteData, call: CaseCall) -> None:
     y = data.produce()
     received = torch.empty_like(y)
     call.waited(lambda: dist.all_to_all_single(received, y))
@@ -48,14 +48,14 @@ def sync(data: Data, call: Call) -> None:
     call.check(received, data.expected)
 
 
-def asynchronous(data: Data, call: Call) -> None:
+def asynchronous(data: SuiteData, call: CaseCall) -> None:
     received, work = data.start(data.produce())
     data.unrelated()
     call.waited(work.wait)
     call.check(received, data.expected)
 
 
-def async_twice(data: Data, call: Call) -> None:
+def async_twice(data: SuiteData, call: CaseCall) -> None:
     received, work = data.start(data.produce())
     data.unrelated()
     call.waited(work.wait)
@@ -66,7 +66,7 @@ def async_twice(data: Data, call: Call) -> None:
     call.check(returned, data.sent + 1)
 
 
-def two_groups(data: Data, call: Call) -> None:
+def two_groups(data: SuiteData, call: CaseCall) -> None:
     y, total = data.produce(), data.addend.clone()
     # NCCL wants one order on all ranks, whatever the group
     if data.device.type == "cpu" and data.rank % 2:
@@ -82,7 +82,7 @@ def two_groups(data: Data, call: Call) -> None:
     call.check(total, data.total)
 
 
-def competing_at_once(data: Data, call: Call) -> None:
+def competing_at_once(data: SuiteData, call: CaseCall) -> None:
     y, total = data.produce(), data.addend.clone()
     received, exchanging = data.start(y, data.groups[0])
     summing = data.start_sum(total, data.groups[1])
@@ -93,7 +93,7 @@ def competing_at_once(data: Data, call: Call) -> None:
     call.check(total, data.total)
 
 
-def competing_serialised(data: Data, call: Call) -> None:
+def competing_serialised(data: SuiteData, call: CaseCall) -> None:
     y, total = data.produce(), data.addend.clone()
     received, exchanging = data.start(y, data.groups[0])
     call.waited(exchanging.wait)
@@ -104,7 +104,7 @@ def competing_serialised(data: Data, call: Call) -> None:
     call.check(total, data.total)
 
 
-def tolist(data: Data, call: Call) -> None:
+def tolist(data: SuiteData, call: CaseCall) -> None:
     y = data.produce()
     received, work = data.start(y)
     first = call.waited(lambda: y[0, :8].tolist())  # needs the matmul, not what is under way
@@ -114,7 +114,7 @@ def tolist(data: Data, call: Call) -> None:
     call.wrong += first != data.first
 
 
-def event_wait(blocking: bool) -> Callable[[Data, Call], None]:
+def event_wait(blocking: bool) -> Callable[[SuiteData, CaseCall], None]:
     def wait(work: Any) -> None:
         while not (blocking or work.is_completed()):
             pass
@@ -126,7 +126,7 @@ def event_wait(blocking: bool) -> Callable[[Data, Call], None]:
         event.record()
         event.synchronize()
 
-    def run(data: Data, call: Call) -> None:
+    def run(data: SuiteData, call: CaseCall) -> None:
         received, work = data.start(data.produce())
         call.waited(lambda: wait(work) if data.device.type == "cpu" else wait_for_event(work))
         data.unrelated()
@@ -135,7 +135,7 @@ def event_wait(blocking: bool) -> Callable[[Data, Call], None]:
     return run
 
 
-def d2h_alone(data: Data, call: Call) -> None:
+def d2h_alone(data: SuiteData, call: CaseCall) -> None:
     y = data.produce()
     copied = DeviceToHost(y)
     data.unrelated()
@@ -145,7 +145,7 @@ def d2h_alone(data: Data, call: Call) -> None:
         call.check(copied.wait(), data.sent.cpu())
 
 
-def d2h_together(data: Data, call: Call) -> None:
+def d2h_together(data: SuiteData, call: CaseCall) -> None:
     y = data.produce()
     received, work = data.start(y)
     copied = DeviceToHost(y)
@@ -157,7 +157,7 @@ def d2h_together(data: Data, call: Call) -> None:
         call.check(copied.wait(), data.sent.cpu())
 
 
-def lazy(data: Data, call: Call) -> None:
+def lazy(data: SuiteData, call: CaseCall) -> None:
     """The first use waits: here the check, which so counts as blocked."""
     assert dist.group.WORLD is not None
     received = funcol.all_to_all_single(data.produce(), None, None, dist.group.WORLD)
@@ -165,7 +165,7 @@ def lazy(data: Data, call: Call) -> None:
     call.waited(lambda: call.check(received, data.expected))
 
 
-def isend_irecv(data: Data, call: Call) -> None:
+def isend_irecv(data: SuiteData, call: CaseCall) -> None:
     y = data.produce()
     received = torch.empty_like(y)
     blocks, places = y.chunk(data.num_ranks), received.chunk(data.num_ranks)
@@ -182,7 +182,7 @@ def isend_irecv(data: Data, call: Call) -> None:
     call.check(received, data.expected)
 
 
-def batch_isend_irecv(data: Data, call: Call) -> None:
+def batch_isend_irecv(data: SuiteData, call: CaseCall) -> None:
     y = data.produce()
     received = torch.empty_like(y)
     blocks, places = y.chunk(data.num_ranks), received.chunk(data.num_ranks)
@@ -196,13 +196,13 @@ def batch_isend_irecv(data: Data, call: Call) -> None:
     call.check(received, data.expected)
 
 
-def fused(data: Data, call: Call) -> None:
+def fused(data: SuiteData, call: CaseCall) -> None:
     received = fusedcomm.matmul_all_to_all(data.x, data.w, 0, -1)
     data.unrelated()
     call.check(received, data.expected)
 
 
-def _peers(data: Data) -> Sequence[int]:
+def _peers(data: SuiteData) -> Sequence[int]:
     """In each step the ranks are paired: nobody waits for a rank that waits for a third."""
     every = [(step - data.rank) % data.num_ranks for step in range(data.num_ranks)]
     return [peer for peer in every if peer != data.rank]

@@ -11,10 +11,11 @@ from rich import box
 from rich.table import Table
 
 from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS
-from fusedcomm.bench.all_to_all.data import Size, moduli
-from fusedcomm.bench.all_to_all.suite import WARMUP, Report, Row, measure_suite
+from fusedcomm.bench.all_to_all.data import SuiteSize, moduli
+from fusedcomm.bench.all_to_all.suite import WARMUP, SuiteReport, SuiteRow, measure_suite
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 NAME = "bench all-to-all"
@@ -44,32 +45,32 @@ DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--dim", type=output.positive, metavar="N", help="N x 16 N is exchanged (2048; 256 on CPU)")
-    parser.add_argument("--compute", type=output.positive, default=1, metavar="N", help="unrelated matmuls (1)")
+    parser.add_argument("--dim", type=console.positive, metavar="N", help="N x 16 N is exchanged (2048; 256 on CPU)")
+    parser.add_argument("--compute", type=console.positive, default=1, metavar="N", help="unrelated matmuls (1)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, float32 on CPU")
-    parser.add_argument("--rounds", type=output.positive, default=15, metavar="N", help="measured (15)")
-    output.add_rank_arguments(parser)
+    parser.add_argument("--rounds", type=console.positive, default=15, metavar="N", help="measured (15)")
+    console.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0, 1 for wrong values or a failure in a rank, 2 for wrong arguments."""
-    device_type = args.device or launch.default_device_type()
-    started = os.environ["WORLD_SIZE"] if launch.under_torchrun() else None
-    world_size = int(started or args.world_size or launch.default_world_size(device_type))
+    device_type = args.device or world.default_device_type()
+    started = os.environ["WORLD_SIZE"] if world.under_torchrun() else None
+    world_size = int(started or args.world_size or world.default_world_size(device_type))
     dim = args.dim or _rounded_up(DIM[device_type], world_size)
-    size = Size(dim, args.compute, args.dtype or DTYPE[device_type])
+    size = SuiteSize(dim, args.compute, args.dtype or DTYPE[device_type])
     if problem := _wrong_arguments(args, device_type, world_size, size):
-        return output.fail(NAME, problem, code=2)
+        return console.fail(NAME, problem, code=2)
     try:
-        with launch.ranks(device_type, world_size, _limit_s(size, device_type, world_size, args.rounds)) as call:
+        with world.ranks(device_type, world_size, _limit_s(size, device_type, world_size, args.rounds)) as call:
             result = call(measure_suite, args.case, size, device_type, args.rounds)
     except (ValuesDiffer, RankError) as error:
-        return output.fail(NAME, launch.message(error))
+        return console.fail(NAME, world.message(error))
     if result is not None:
         _print(result, size, device_type, args.rounds)
         if args.json:
-            output.write_json(args.json, report(result, size, device_type, args.rounds))
+            console.write_json(args.json, report(result, size, device_type, args.rounds))
     return 0
 
 
@@ -77,15 +78,15 @@ def _rounded_up(dim: int, world_size: int) -> int:
     return -(-dim // max(world_size, 1)) * world_size
 
 
-def _limit_s(size: Size, device_type: str, world_size: int, rounds: int) -> float:
+def _limit_s(size: SuiteSize, device_type: str, world_size: int, rounds: int) -> float:
     """Seconds after which ranks that have not answered are ended: more than all calls take where nothing hangs."""
     num_calls = 2 * len(VARIANTS) * (rounds + WARMUP + 2 * len(moduli(world_size * size.numel)))
     return START_S + num_calls * (1 + 2 * size.compute) * size.flops / SLOW[device_type]
 
 
-def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int, size: Size) -> str | None:
+def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int, size: SuiteSize) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
-    if device_type == "cuda" and (missing := launch.missing_gpus(world_size)):
+    if device_type == "cuda" and (missing := world.missing_gpus(world_size)):
         return f"--device cuda: {missing}"
     if args.world_size not in (None, world_size):
         return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
@@ -93,14 +94,14 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return f"--world-size must be at least 2, got {world_size}"
     if size.columns % world_size:
         return f"16 times --dim must be divisible by the number of ranks, {world_size}, got --dim {size.dim}"
-    if launch.is_rank_0() and (problem := output.not_writable(args.json)):
+    if world.is_rank_0() and (problem := console.not_writable(args.json)):
         return f"--json {problem}"
     return None
 
 
-def report(result: Report, size: Size, device_type: str, rounds: int) -> dict[str, Any]:
+def report(result: SuiteReport, size: SuiteSize, device_type: str, rounds: int) -> dict[str, Any]:
     """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
-    return launch.run_facts() | {
+    return run_facts() | {
         "device": device_type,
         "world_size": result.world_size,
         **asdict(size),
@@ -111,19 +112,19 @@ def report(result: Report, size: Size, device_type: str, rounds: int) -> dict[st
     }
 
 
-def _print(result: Report, size: Size, device_type: str, rounds: int) -> None:
-    console = output.wide_console(WIDTH)
+def _print(result: SuiteReport, size: SuiteSize, device_type: str, rounds: int) -> None:
+    out = console.wide_stdout(WIDTH)
     where = "CPU ranks of one thread" if device_type == "cpu" else "GPUs"
     matmul = f"{size.dim} x {2 * size.dim} @ {2 * size.dim} x {size.columns}"
     problem = f"{matmul} and its all_to_all; unrelated matmuls of that size: {size.compute}; {size.dtype}"
-    console.print(f"{result.world_size} {where}, each: {problem}", soft_wrap=True)
-    console.print(f"every element was in its place in every call; slowest rank, median of {rounds} rounds, ms")
-    console.print(_table(result.rows))
-    console.print(EXPLANATION, soft_wrap=True)
-    console.print(f"plan of fused: {result.plan}", markup=False, soft_wrap=True)
+    out.print(f"{result.world_size} {where}, each: {problem}", soft_wrap=True)
+    out.print(f"every element was in its place in every call; slowest rank, median of {rounds} rounds, ms")
+    out.print(_table(result.rows))
+    out.print(EXPLANATION, soft_wrap=True)
+    out.print(f"plan of fused: {result.plan}", markup=False, soft_wrap=True)
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[SuiteRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("case", no_wrap=True)
     for heading in HEADINGS:

@@ -25,7 +25,7 @@ LARGEST = 255  # of moduli; a case may add 1, and bfloat16 counts to 256
 
 
 @dataclass(frozen=True)
-class Size:
+class SuiteSize:
     """``dim`` as above; ``compute``: how many unrelated matmuls, each like the one that makes y."""
 
     dim: int
@@ -34,17 +34,17 @@ class Size:
 
     @property
     def columns(self) -> int:
-        """Of y. Must be divisible by the number of ranks."""
+        """The columns of y, which the number of ranks must divide."""
         return WIDE * self.dim
 
     @property
     def numel(self) -> int:
-        """Of y."""
+        """The elements of y."""
         return self.dim * self.columns
 
     @property
     def flops(self) -> int:
-        """Of the matmul that makes y."""
+        """The flops of the matmul that makes y."""
         return 2 * self.numel * 2 * self.dim
 
 
@@ -59,10 +59,10 @@ def moduli(count: int) -> list[int]:
     return found
 
 
-class Data:
+class SuiteData:
     """One rank's. `encode` says which values are exchanged; ``close`` ends the two extra groups."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    def __init__(self, size: SuiteSize, device: torch.device) -> None:
         self.size, self.device = size, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.dtype: torch.dtype = getattr(torch, size.dtype)

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomm.bench.all_to_all.case_call import Call
+from fusedcomm.bench.all_to_all.case_call import CaseCall
 from fusedcomm.bench.all_to_all.cases import VARIANTS, Variant, fused
-from fusedcomm.bench.all_to_all.data import Data, Size
+from fusedcomm.bench.all_to_all.data import SuiteData, SuiteSize
 from fusedcomm.bench.all_to_all.parts import Part
 from fusedcomm.bench.timing import Timing, check_values, measure_rounds
-from fusedcomm.launch import launch, output
+from fusedcomm.launch import console, world
 from fusedcomm.ops.explain import explain
 
 HOST = torch.device("cpu")  # whose clock it is
@@ -27,7 +27,7 @@ WARMUP = 1
 
 
 @dataclass(frozen=True)
-class Row:
+class SuiteRow:
     """Seconds of the slowest rank; medians over rounds where there is one number."""
 
     case: str
@@ -42,32 +42,32 @@ class Row:
 
     @property
     def overlapped_share(self) -> float:
-        """Of what could be: the smaller of the two."""
+        """The share of what could be overlapped: the smaller of the two."""
         return self.overlapped / min(self.compute.median, self.communication.median)
 
 
 @dataclass(frozen=True)
-class Report:
+class SuiteReport:
     """What rank 0 has to tell."""
 
     world_size: int
     plan: str  # of the fused op
     moduli: list[int]  # of the values that were checked
-    rows: list[Row]
+    rows: list[SuiteRow]
 
 
-def measure_suite(rank: int, cases: Sequence[str], size: Size, device_type: str, rounds: int) -> Report:
+def measure_suite(rank: int, cases: Sequence[str], size: SuiteSize, device_type: str, rounds: int) -> SuiteReport:
     """In every rank. Raises ValuesDiffer on all of them if an element of any call is not in its place."""
-    data = Data(size, launch.rank_device(device_type))
+    data = SuiteData(size, world.rank_device(device_type))
     variants = [variant for variant in VARIANTS if variant.case in cases]
     try:
         calls = {name: _Measured(data, run) for name, run in _runs(variants).items()}
-        with output.progress(rank == 0, WARMUP + rounds, "checking values", "round") as on_round:
+        with console.progress(rank == 0, WARMUP + rounds, "checking values", "round") as on_round:
             _check(data, calls)
             totals = measure_rounds(calls, HOST, rounds=rounds, warmup=WARMUP, on_round=on_round, check=_wrong)
         plan = str(explain("matmul_all_to_all", data.x, data.w, 0, -1, verbose=False))
         rows = [_row(variant, calls, totals, rounds) for variant in variants]
-        return Report(data.num_ranks, plan, data.moduli, rows)
+        return SuiteReport(data.num_ranks, plan, data.moduli, rows)
     finally:
         data.close()
 
@@ -85,13 +85,13 @@ def _part(part: Part) -> str:
 class _Measured:
     """A variant or part as the timing module calls it; keeps what it does not: blocked and CPU seconds per call."""
 
-    def __init__(self, data: Data, run: Part) -> None:
+    def __init__(self, data: SuiteData, run: Part) -> None:
         self.data, self.run = data, run
         self.blocked: list[float] = []
         self.cpu: list[float] = []
 
-    def __call__(self, keep: bool = False) -> tuple[Tensor, Call]:
-        call = Call(keep)
+    def __call__(self, keep: bool = False) -> tuple[Tensor, CaseCall]:
+        call = CaseCall(keep)
         start = time.process_time()
         self.run(self.data, call)
         call.finish()
@@ -102,13 +102,13 @@ class _Measured:
         return torch.tensor(call.wrong), call
 
     def median(self, seconds: list[float], rounds: int) -> float:
-        """Of the slowest rank; a collective."""
+        """The slowest rank's; a collective."""
         slowest = torch.tensor(seconds[-rounds:], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest.quantile(0.5))
 
 
-def _check(data: Data, calls: dict[str, _Measured]) -> None:
+def _check(data: SuiteData, calls: dict[str, _Measured]) -> None:
     for modulus in data.moduli:
         for salt, (name, measured) in enumerate(calls.items()):
             data.encode(modulus, salt)
@@ -116,18 +116,18 @@ def _check(data: Data, calls: dict[str, _Measured]) -> None:
     data.encode(data.moduli[0], len(calls))
 
 
-def _wrong(name: str, result: tuple[Tensor, Call]) -> str | None:
+def _wrong(name: str, result: tuple[Tensor, CaseCall]) -> str | None:
     return result[1].wrong_text()
 
 
-def _row(variant: Variant, calls: dict[str, _Measured], totals: dict[str, Tensor], rounds: int) -> Row:
+def _row(variant: Variant, calls: dict[str, _Measured], totals: dict[str, Tensor], rounds: int) -> SuiteRow:
     own = calls[variant.name]
     blocked = own.median(own.blocked, rounds)
     total, compute, communication = (
         totals[name] for name in (variant.name, _part(variant.compute), _part(variant.communication))
     )
     waits_inside = variant.run is fused and own.data.device.type == "cpu"
-    return Row(
+    return SuiteRow(
         case=variant.case,
         variant=variant.kind,
         about=variant.about,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,10 +18,11 @@ from fusedcomm.compile.fuse import (
 )
 from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.compile.graph import collectives, normalize
+from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.effects import writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.rewrite import Rewriter, erased, held_outputs
-from fusedcomm.compile.overlap import dependencies
+from fusedcomm.compile.graph.sort import sort
 
 MODULES = (  # where two want one collective, the first takes it
     matmul_all_to_all,
@@ -74,7 +73,7 @@ class Fuser:
                         fused = self._try(module.OP, self._fuse, module, reject, start)
                         found += [fused] if fused is not None else []
             if found:
-                dependencies.sort(self.graph)
+                sort(self.graph)
         return found
 
     def _fuse(self, module: ModuleType, reject: Callable[[Node], str | None], start: Node) -> Fused:
@@ -99,24 +98,3 @@ class Fuser:
 
 def _writes_in_place(start: Node) -> str:
     return "the graph writes in place"
-
-
-def attempt(what: str, act: Callable[..., Any], *args: Any, reasons: list[str] | None = None) -> Any:
-    """None where it cannot be done; ``reasons`` then gets why. What nobody expected is warned of once."""
-    try:
-        return act(*args)
-    except CannotFuse as reason:
-        text = f"{what}: {reason}"
-    except Exception as error:
-        text = f"{what}: {type(error).__name__}: {error}"
-        _warn_once(what, f"{type(error).__name__}: {error}")
-    if reasons is not None:
-        reasons.append(text)
-    return None
-
-
-@functools.cache
-def _warn_once(what: str, error: str) -> None:
-    warnings.warn(
-        f"fusedcomm.compile: {what} failed, and the graph is left as it was: {error}. Please report it", stacklevel=2
-    )

@@ -16,16 +16,17 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.fuse import fuser
 from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import Collective, functional
 from fusedcomm.compile.graph.effects import has_messages, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse, Layout
 from fusedcomm.compile.graph.matmuls import name_of
 from fusedcomm.compile.graph.normalize import from_one_call, part_of
 from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs
+from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import along, follow, path_back, value
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
 from fusedcomm.compile.merge.mesh_moves import Moves
-from fusedcomm.compile.overlap import dependencies
 
 aten = torch.ops.aten
 
@@ -67,11 +68,11 @@ class Merger:
                         if self._attempt(start, self._rewrite, chain):
                             break
         if len(self.into) > before:
-            dependencies.sort(self.graph)
+            sort(self.graph)
 
     def _attempt(self, start: Node, act: Callable[..., Any], arg: Any) -> Any:
         reasons: list[str] = []
-        result = fuser.attempt("merge", act, start, arg, reasons=reasons)
+        result = attempt("merge", act, start, arg, reasons=reasons)
         self.reasons.setdefault(start.name, []).extend(reasons)
         return result
 
@@ -111,7 +112,7 @@ class Merger:
     def _can_fuse(self, start: Node) -> bool:
         kind = collectives.kind_of(start)
         modules = (module for module in self.modules if kind == module.KIND)
-        return any(fuser.attempt(module.OP, module.match, start) is not None for module in modules)
+        return any(attempt(module.OP, module.match, start) is not None for module in modules)
 
 
 def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:

@@ -21,7 +21,7 @@ from fusedcomm.compile.graph.rewrite import Rewriter, replace
 from fusedcomm.compile.graph.views import value
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.program import Program
-from fusedcomm.compile.overlap.simulator import Line, Timeline
+from fusedcomm.compile.overlap.timeline import Line, Timeline
 
 aten = torch.ops.aten
 LEAST_GAIN = 0.001  # of the total: for less nothing more is tried

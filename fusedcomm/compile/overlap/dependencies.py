@@ -6,11 +6,9 @@ touches it afterwards. A wait touches what its start reads, and writes what it w
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from itertools import pairwise
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.graph.collectives import kind_of
@@ -69,30 +67,3 @@ def _writes(node: Node, index: dict[Node, int], memory: Memory) -> set[int]:
         if isinstance(each, Node)
         for storage in memory.of[index[each]]
     }
-
-
-def sort(graph: Graph) -> None:
-    """Every node behind its inputs, and else in the order that they have, as random ops have among themselves.
-
-    For graphs that write at the end only.
-    """
-    nodes = list(graph.nodes)
-    index = {node: i for i, node in enumerate(nodes)}
-    after: list[list[int]] = [[] for _ in nodes]
-    missing = [0] * len(nodes)
-    effects = [i for i, node in enumerate(nodes) if has_effects(node)]
-    edges = [(index[each], i) for i, node in enumerate(nodes) for each in node.all_input_nodes]
-    for before, behind in [*edges, *pairwise(effects)]:
-        after[before].append(behind)
-        missing[behind] += 1
-    ready = [i for i, count in enumerate(missing) if count == 0]
-    last = None
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        if last is not None and last.next is not node:
-            last.append(node)
-        last = node
-        for behind in after[index[node]]:
-            missing[behind] -= 1
-            if missing[behind] == 0:
-                heapq.heappush(ready, behind)

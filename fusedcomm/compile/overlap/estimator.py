@@ -37,8 +37,8 @@ from torch.utils import _pytree as pytree
 from fusedcomm.algorithms import planner
 from fusedcomm.compile.graph.collectives import WAITS, kind_of, memberships
 from fusedcomm.compile.overlap import node_work
+from fusedcomm.compile.overlap.node_cost import Cost, Transfer
 from fusedcomm.compile.overlap.node_work import Work
-from fusedcomm.compile.overlap.simulator import Cost, Transfer
 from fusedcomm.cost import links, tuned
 from fusedcomm.cost import model as cost
 from fusedcomm.cost.model import Constants
@@ -271,7 +271,7 @@ class Estimator:
         return self.device_type == "cpu" or self.constants.source == cost.TUNED
 
     def _reach(self, group_name: str) -> links.Reach | None:
-        at = links.reach(group_name, self.ranks_per_node)
+        at = reach(group_name, self.ranks_per_node)
         if at is None or self.device_type == "cuda":
             return at
         return links.Reach(links.INTRA, at.group_size, at.group_size - 1)  # gloo's numbers hold inside a host
@@ -304,6 +304,15 @@ class Estimator:
             **{name: merged[name] for name in ("ranks_per_node", "inter_bandwidth", "tf32", "times")},
         )
         return same
+
+
+def reach(group_name: str, ranks_per_node: int) -> links.Reach | None:
+    """None for a group that this process does not know."""
+    try:
+        ranks = dist.get_process_group_ranks(group.find(group_name))
+    except (ValueError, KeyError):  # KeyError: destroyed since
+        return None
+    return links.reach_of(tuple(sorted(ranks)), ranks_per_node, dist.get_world_size())
 
 
 def group_name_of(node: Node) -> str | None:

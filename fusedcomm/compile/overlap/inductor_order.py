@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import config, custom_graph_pass, ir
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import WeakDep
 from torch.fx import Graph
 from torch.utils._ordered_set import OrderedSet
 
-from fusedcomm.compile.fuse.fuser import attempt
+from fusedcomm import files
+from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.overlap.program import starts_of
 
 if TYPE_CHECKING:
@@ -62,11 +63,11 @@ class KeepOrder(_Base):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """None where the pass before has none: Inductor must cache nothing then."""
-        ours = get_hash_for_files((__file__,), torch.__version__)
+        key = files.cache_key(torch.__version__)
         if self.before is None:
-            return ours
-        theirs = self.before.uuid() if isinstance(self.before, _Base) else None
-        return theirs and (ours, theirs)
+            return key
+        key_before = self.before.uuid() if isinstance(self.before, _Base) else None
+        return key_before and (key, key_before)
 
 
 _set: Any = None  # what install() set
@@ -76,9 +77,9 @@ def install() -> None:
     """Keep the order of marked graphs that are compiled from now on."""
     global _set
     remove()
-    ours = KeepOrder(config._pre_fusion_custom_pass)
+    keep_order = KeepOrder(config._pre_fusion_custom_pass)
     # Inductor looks at the class alone: a plain function makes it cache nothing.
-    config._pre_fusion_custom_pass = _set = ours if ours.uuid() is not None else ours.__call__
+    config._pre_fusion_custom_pass = _set = keep_order if keep_order.uuid() is not None else keep_order.__call__
 
 
 def remove() -> None:

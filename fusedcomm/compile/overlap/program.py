@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
@@ -11,19 +11,17 @@ from torch.utils import _pytree as pytree
 from fusedcomm.compile.graph.collectives import WAITS, kind_of
 from fusedcomm.compile.overlap import dependencies
 from fusedcomm.compile.overlap.memory import Memory
-
-if TYPE_CHECKING:
-    from fusedcomm.compile.overlap.estimator import Estimator
+from fusedcomm.compile.overlap.node_cost import Cost
 
 
 class Program:
     """Nodes by their index in the graph's order."""
 
-    def __init__(self, graph: Graph, estimator: Estimator) -> None:
+    def __init__(self, graph: Graph, cost_of: Callable[[Node], Cost]) -> None:
         self.graph = graph
         self.nodes: list[Node] = list(graph.nodes)
         index = {node: i for i, node in enumerate(self.nodes)}
-        self.costs = [estimator.cost(node) for node in self.nodes]
+        self.costs = [cost_of(node) for node in self.nodes]
         self.kinds = [kind_of(node) or getattr(node.target, "_opname", "") for node in self.nodes]
         self.waits_for: list[list[int]] = [starts_of(node, index) for node in self.nodes]  # starts that it waits for
         self.memory = Memory(graph, self.nodes, self.waits_for)

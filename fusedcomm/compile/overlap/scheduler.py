@@ -35,7 +35,8 @@ from fusedcomm.compile.overlap import bucket as buckets
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.list_scheduler import defer, reorder
 from fusedcomm.compile.overlap.program import Program
-from fusedcomm.compile.overlap.simulator import Line, Timeline, run
+from fusedcomm.compile.overlap.simulator import run
+from fusedcomm.compile.overlap.timeline import Line, Timeline
 
 aten = torch.ops.aten
 
@@ -109,7 +110,7 @@ def schedule_graph(
     graph: Graph, estimator: Estimator, budget: int | None, bucket: bool, ops: Sequence[str]
 ) -> OverlapReport:
     """`schedule` with the ops of ours that may be used."""
-    program = Program(graph, estimator)
+    program = Program(graph, estimator.cost)
     before = run(program, range(len(program)))
     if budget is None:
         budget = before.peak_bytes + max(before.peak_bytes * _MORE_PERCENT // 100, _MORE_BYTES)
@@ -133,7 +134,7 @@ def order_again(graph: Graph, estimator: Estimator) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
         _take_apart(graph, node)
-    program = Program(graph, estimator)
+    program = Program(graph, estimator.cost)
     _Plan.of(program, estimator, run(program, range(len(program))).peak_bytes).apply()
 
 
@@ -170,7 +171,7 @@ class _Plan:
 
     def of_trial(self, graph: Graph) -> _Plan:
         """Of the plan's graph, changed."""
-        return _Plan.of(Program(graph, self.estimator), self.estimator, self.budget)
+        return _Plan.of(Program(graph, self.estimator.cost), self.estimator, self.budget)
 
     def moved_to(self, graph: Graph) -> _Plan:
         """For another graph, to which the same has been done."""

@@ -10,108 +10,20 @@ Left out: the SMs and the memory bandwidth that a collective takes from compute,
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
+from torch.fx import GraphModule
 
-    from fusedcomm.compile.overlap.estimator import Estimator
-    from fusedcomm.compile.overlap.program import Program
+from fusedcomm.compile.overlap.estimator import Estimator
+from fusedcomm.compile.overlap.node_cost import Transfer
+from fusedcomm.compile.overlap.program import Program
+from fusedcomm.compile.overlap.timeline import Line, Timeline
 
 _EPSILON = 1e-9  # ms: what is left of a transfer by rounding
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One collective, alone on its link."""
-
-    link: str  # "intra": inside a node; "inter": between nodes
-    group: str  # collectives of one group run one after the other, in the order of their starts
-    latency_ms: float  # passes whatever else is on the link
-    wire_ms: float  # bytes / bandwidth: k groups on a link get 1/k of it each
-
-    @property
-    def ms(self) -> float:
-        return self.latency_ms + self.wire_ms
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one node."""
-
-    compute_ms: float = 0.0  # on the compute stream
-    transfer: Transfer | None = None  # of a start: asynchronous; of an op of ours: beside its matmul
-    fused_ms: float | None = None  # of an op of ours: all of it, with the link to itself
-
-    @property
-    def ms(self) -> float:
-        """From when the node runs until its result can be read, alone."""
-        if self.fused_ms is not None:
-            return self.fused_ms
-        return self.compute_ms + (self.transfer.ms if self.transfer is not None else 0.0)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One collective, or one op of ours, on the timeline."""
-
-    node: str
-    kind: str
-    group: str
-    link: str
-    start_ms: float
-    end_ms: float
-    alone_ms: float  # what it takes with its link to itself
-    wire_ms: float  # of these: on what groups share
-    exposed_ms: float
-    hidden_by: tuple[str, ...] = ()  # what computes meanwhile
-
-    @property
-    def hidden(self) -> bool:
-        return self.exposed_ms <= 0.01 * self.alone_ms
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """``total_ms = compute_ms + exposed_ms``."""
-
-    total_ms: float
-    compute_ms: float
-    exposed_ms: float
-    collectives: list[Line]
-    peak_bytes: int
-    compute: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # name, start, end
-    waits: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # what is exposed, start, end
-    memory: list[tuple[float, int]] = field(repr=False, default_factory=list)  # from when on, bytes
-
-    @property
-    def comm_ms(self) -> float:
-        """What all collectives take, each alone."""
-        return sum(line.alone_ms for line in self.collectives)
-
-    @property
-    def bound_ms(self) -> float:
-        """No order is faster: all compute, all that one link carries, or all of one group."""
-        busy: dict[tuple[str, str], float] = {}
-        for line in self.collectives:
-            for who, ms in ((("link", line.link), line.wire_ms), (("group", line.group), line.alone_ms)):
-                busy[who] = busy.get(who, 0.0) + ms
-        return max(self.compute_ms, *busy.values()) if busy else self.compute_ms
-
-    def to_trace(self, file: Any) -> None:
-        """Write it as a trace for chrome://tracing or Perfetto."""
-        from fusedcomm.compile.overlap import timeline_plot
-
-        timeline_plot.to_trace(self, file)
-
-    def plot(self, file: Any) -> None:
-        """Write a picture (PNG, SVG, PDF by the file's name). Needs matplotlib."""
-        from fusedcomm.compile.overlap import timeline_plot
-
-        timeline_plot.plot(self, file)
 
 
 class Clock:
@@ -207,10 +119,7 @@ def _less(ms: float, passed: float) -> float:
 
 def simulate(gm: GraphModule, estimator: Estimator | None = None) -> Timeline:
     """The timeline of a graph in the order in which it is. ``estimator``: `Estimator.of(gm.graph)` by default."""
-    from fusedcomm.compile.overlap.estimator import Estimator
-    from fusedcomm.compile.overlap.program import Program
-
-    program = Program(gm.graph, estimator or Estimator.of(gm.graph))
+    program = Program(gm.graph, (estimator or Estimator.of(gm.graph)).cost)
     return run(program, range(len(program)))
 
 
@@ -267,9 +176,6 @@ def _line(program: Program, clock: Clock, start: int, exposed_ms: float) -> Line
 
 def _hidden_by(lines: list[Line], computed: list[tuple[str, float, float]]) -> list[Line]:
     """With the names of what computes while each collective runs. Both are in order of their starts, or nearly."""
-    from bisect import bisect_right
-    from dataclasses import replace
-
     ends = [end for _, _, end in computed]
     found = []
     for line in lines:

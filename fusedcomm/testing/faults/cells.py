@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.testing.faults.protocol_steps import CHUNKED, FIRST, GROWTH
 
 OPS = tuple(PROGRAMS)

@@ -10,7 +10,15 @@ from itertools import pairwise
 from fusedcomm.testing.faults.cells import FIRST_CALL, MISMATCHES, RAISES, Cell
 from fusedcomm.testing.faults.injections import LATE
 from fusedcomm.testing.faults.protocol_steps import FIRST
-from fusedcomm.testing.faults.rank_reports import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, Outcome, Report
+from fusedcomm.testing.faults.rank_reports import (
+    INJECTED,
+    OTHER_ERROR,
+    PEER_ERROR,
+    RIGHT,
+    WRONG,
+    CallOutcome,
+    RankReport,
+)
 
 SLACK_S = 5.0  # beyond the time-out
 VOTE = "fusedcomm topology vote"  # the op of errors before a group has come together
@@ -29,7 +37,7 @@ class Verdict:
     found: tuple[str, ...] = ()  # what is against the promise
 
 
-def judge(cell: Cell, reports: Mapping[int, Report]) -> Verdict:
+def judge(cell: Cell, reports: Mapping[int, RankReport]) -> Verdict:
     """``reports``: of every rank of the group that lives, by its rank there."""
     found = list(_objections(cell, reports))
     outcomes = [outcome for report in reports.values() for outcome in (*report.outcomes, report.after) if outcome]
@@ -46,7 +54,7 @@ def failed(cell: Cell, text: str) -> Verdict:
     return Verdict(str(cell), survived=False, found=(text,))
 
 
-def _first_errors(cell: Cell, reports: Mapping[int, Report]) -> dict[int, Outcome | None]:
+def _first_errors(cell: Cell, reports: Mapping[int, RankReport]) -> dict[int, CallOutcome | None]:
     """What each rank but the victim, which may sleep through its time-out, raised first."""
     return {
         rank: next((o for o in report.outcomes if o.kind not in (RIGHT, WRONG)), None)
@@ -55,7 +63,7 @@ def _first_errors(cell: Cell, reports: Mapping[int, Report]) -> dict[int, Outcom
     }
 
 
-def _objections(cell: Cell, reports: Mapping[int, Report]) -> Iterator[str]:
+def _objections(cell: Cell, reports: Mapping[int, RankReport]) -> Iterator[str]:
     alive = set(range(cell.group_size)) - ({cell.victim} if cell.fault == "kill" else set())
     if set(reports) != alive:
         yield f"ranks {sorted(alive)} must report, got {sorted(reports)}"
@@ -65,7 +73,7 @@ def _objections(cell: Cell, reports: Mapping[int, Report]) -> Iterator[str]:
             yield f"rank {rank}: {text}"
 
 
-def _harmless(cell: Cell, report: Report) -> Iterator[str]:
+def _harmless(cell: Cell, report: RankReport) -> Iterator[str]:
     must = cell.num_calls * (2 if cell.fault == "threads" else 1)
     if len(report.outcomes) != must:
         yield f"{must} calls must end, got {len(report.outcomes)}"
@@ -74,7 +82,7 @@ def _harmless(cell: Cell, report: Report) -> Iterator[str]:
             yield f"call {outcome.index} must be right, got {_said(outcome)}"
 
 
-def _around(cell: Cell, report: Report) -> Iterator[str]:
+def _around(cell: Cell, report: RankReport) -> Iterator[str]:
     """What holds whatever the calls gave: memory, and the way back."""
     if not report.reached:
         yield f"step {cell.step} was not reached"
@@ -88,7 +96,7 @@ def _around(cell: Cell, report: Report) -> Iterator[str]:
     yield from _way_back(cell, report.rank, report.after)
 
 
-def _way_back(cell: Cell, rank: int, after: Outcome | None) -> Iterator[str]:
+def _way_back(cell: Cell, rank: int, after: CallOutcome | None) -> Iterator[str]:
     what = "close" if cell.fault == "kill" else "the call after the reset"
     if after is not None:
         yield from _ended(cell, rank, what, after)
@@ -102,8 +110,8 @@ def _way_back(cell: Cell, rank: int, after: Outcome | None) -> Iterator[str]:
         yield f"{what} must be right, got {_said(after)}"
 
 
-def _ended(cell: Cell, rank: int, what: str, outcome: Outcome) -> Iterator[str]:
-    """In time, and neither with a wrong result nor with an error that is not ours."""
+def _ended(cell: Cell, rank: int, what: str, outcome: CallOutcome) -> Iterator[str]:
+    """In time, and neither with a wrong result nor with an error of others."""
     stopped_s = LATE * cell.timeout_s if cell.fault == "stop" and rank == cell.victim else 0.0
     if outcome.seconds > stopped_s + cell.timeout_s + SLACK_S:
         yield f"{what} must end within {stopped_s + cell.timeout_s:g} + {SLACK_S:g} s, took {outcome.seconds:.1f} s"
@@ -113,7 +121,7 @@ def _ended(cell: Cell, rank: int, what: str, outcome: Outcome) -> Iterator[str]:
         yield f"{what} must raise nothing but a PeerError, got {_said(outcome)}"
 
 
-def _survivor(cell: Cell, report: Report) -> Iterator[str]:
+def _survivor(cell: Cell, report: RankReport) -> Iterator[str]:
     """A peer of the victim: an error at the latest in the second call, which names the victim."""
     error = next((o for o in report.outcomes if o.kind != RIGHT), None)
     if error is None:
@@ -134,7 +142,7 @@ def _survivor(cell: Cell, report: Report) -> Iterator[str]:
         yield "must raise in the faulty call, not in the next one"
 
 
-def _victim(cell: Cell, report: Report) -> Iterator[str]:
+def _victim(cell: Cell, report: RankReport) -> Iterator[str]:
     """Alive: what was injected comes out as it is; a call that its peers gave up on gives no result."""
     first = next((o for o in report.outcomes if o.index == 0), None)
     errors = [o for o in report.outcomes if o.kind != RIGHT]
@@ -154,7 +162,7 @@ def _victim(cell: Cell, report: Report) -> Iterator[str]:
             yield f"must name all peers, got {list(errors[0].peers)}"
 
 
-def _peer_error(cell: Cell, error: Outcome, must: str | None) -> Iterator[str]:
+def _peer_error(cell: Cell, error: CallOutcome, must: str | None) -> Iterator[str]:
     """Its type, and that its fields and its text say op, round and peers."""
     if error.kind != PEER_ERROR or (must is not None and error.error != must):
         yield f"must raise {must or 'a PeerError'}, got {_said(error)}"
@@ -177,7 +185,7 @@ def _peer_error(cell: Cell, error: Outcome, must: str | None) -> Iterator[str]:
         yield f"its text must say ranks {list(error.peers)}: {error.text}"
 
 
-def _said(outcome: Outcome | None) -> str:
+def _said(outcome: CallOutcome | None) -> str:
     if outcome is None:
         return "no call"
     return f"{outcome.kind} {outcome.error}: {outcome.text}" if outcome.text or outcome.error else outcome.kind

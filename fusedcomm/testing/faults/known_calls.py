@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm.bench.problem import Size
-from fusedcomm.bench.programs import PROGRAMS
+from fusedcomm.bench.op_bench import MatmulSize
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import difference
-from fusedcomm.runtime.workspace import NUM_SLOTS, Workspace
+from fusedcomm.runtime.segment import NUM_SLOTS
+from fusedcomm.runtime.workspace import Workspace
 
 SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults: growth is cheap, and guards are checked byte by byte
-SMALL = Size(rows=13, k=5, n=7)
-OTHER = Size(rows=19, k=11, n=8)
-LARGE = Size(rows=61, k=58, n=59)  # needs more than SLOT_BYTES, whichever part is sent
+SMALL = MatmulSize(rows=13, k=5, n=7)
+OTHER = MatmulSize(rows=19, k=11, n=8)
+LARGE = MatmulSize(rows=61, k=58, n=59)  # needs more than SLOT_BYTES, whichever part is sent
 PATTERN = 0x5A
 BAND = 64  # elements
 
@@ -28,12 +29,9 @@ class KnownCall:
 
     op: str
     group_size: int
-    size: Size = SMALL
+    size: MatmulSize = SMALL
     dtype: torch.dtype = torch.float32
     seed: int = 0
-
-    def again(self, seed: int) -> KnownCall:
-        return replace(self, seed=seed)
 
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
         bench = PROGRAMS[self.op]

@@ -21,7 +21,7 @@ from fusedcomm.testing.faults.cells import STOPS, Cell
 from fusedcomm.testing.faults.injections import EARLY, LATE
 from fusedcomm.testing.faults.judge import Verdict
 from fusedcomm.testing.faults.rank import Around, run_in_rank
-from fusedcomm.testing.faults.rank_reports import Report
+from fusedcomm.testing.faults.rank_reports import RankReport
 
 WORKERS = 6
 MOST_RANKS = 3  # of a cell
@@ -97,7 +97,7 @@ def _run_cell(ranks: _Ranks, cell: Cell, around: Around, cell_s: float) -> Verdi
         return (judge.hung if silent else judge.failed)(cell, str(error))
     if not stopped:
         return judge.failed(cell, f"the victim did not come to step {cell.step}")
-    reports = [answer for answer in answers if isinstance(answer, Report)]
+    reports = [answer for answer in answers if isinstance(answer, RankReport)]
     return judge.judge(cell, {report.rank: report for report in reports})
 
 

@@ -33,7 +33,7 @@ CHUNKED = {
     "end": "fusedcomm.runtime.workspace:Workspace._epoch_word",
 }
 LAUNCHES = {  # of `fused`: before a kernel
-    f"launch-{name}": f"fusedcomm.algorithms.launch:{name}"
+    f"launch-{name}": f"fusedcomm.algorithms.kernel_launch:{name}"
     for name in ("push", "pack", "gather_matmul", "reduce", "unpack")
 }
 IN_KERNELS = {

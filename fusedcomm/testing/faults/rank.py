@@ -21,14 +21,22 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.errors import PeerError
-from fusedcomm.runtime import members as registry
+from fusedcomm.runtime import members
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.testing.faults.cells import CALL, OPS, Cell
 from fusedcomm.testing.faults.injections import INJECTIONS, RAISED
 from fusedcomm.testing.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, GuardedSegment, KnownCall
 from fusedcomm.testing.faults.protocol_steps import Reached, at
-from fusedcomm.testing.faults.rank_reports import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, Outcome, Report
+from fusedcomm.testing.faults.rank_reports import (
+    INJECTED,
+    OTHER_ERROR,
+    PEER_ERROR,
+    RIGHT,
+    WRONG,
+    CallOutcome,
+    RankReport,
+)
 from fusedcomm.testing.selftest import settings
 
 MEET_S = 30.0  # bound of what is to succeed
@@ -36,17 +44,17 @@ Around = Callable[[Cell], AbstractContextManager[object]]
 P = ParamSpec("P")
 
 
-def run_in_rank(rank: int, cell: Cell, members: Sequence[int], around: Around = nullcontext) -> Report | None:
+def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Around = nullcontext) -> RankReport | None:
     """Called by all ranks that live, members of the group or not. ``around``: what is switched off, in tests."""
     logging.getLogger("fusedcomm").setLevel(logging.ERROR)  # fallbacks are part of what is tried
     gloo_s = cell.timeout_s if cell.algorithm == "unfused" else MEET_S
-    group = dist.new_group(list(members), timeout=timedelta(seconds=gloo_s))
-    other = dist.new_group(list(members), timeout=timedelta(seconds=MEET_S))
-    if rank not in members:
+    group = dist.new_group(list(group_ranks), timeout=timedelta(seconds=gloo_s))
+    other = dist.new_group(list(group_ranks), timeout=timedelta(seconds=MEET_S))
+    if rank not in group_ranks:
         return None
     try:
         with (
-            mock.patch.object(registry, "_MIN_SLOT_BYTES", SLOT_BYTES),
+            mock.patch.object(members, "_MIN_SLOT_BYTES", SLOT_BYTES),
             settings(TIMEOUT_S=str(MEET_S)),
             _patient_interpreter(cell),
         ):
@@ -69,9 +77,9 @@ def _patient_interpreter(cell: Cell) -> AbstractContextManager[object]:
     return mock.patch.object(primitives, "clock_ns", clock_ns)
 
 
-def _timed(attempt: Callable[P, Outcome]) -> Callable[P, Outcome]:
+def _timed(attempt: Callable[P, CallOutcome]) -> Callable[P, CallOutcome]:
     @wraps(attempt)
-    def timed(*args: P.args, **kwargs: P.kwargs) -> Outcome:
+    def timed(*args: P.args, **kwargs: P.kwargs) -> CallOutcome:
         start = time.monotonic()
         return replace(attempt(*args, **kwargs), seconds=time.monotonic() - start)
 
@@ -87,13 +95,13 @@ class _Rank:
         self.inputs = Guarded()
         self.results: list[tuple[KnownCall, Tensor]] = []
 
-    def run(self, around: Around) -> Report:
+    def run(self, around: Around) -> RankReport:
         """``around``: from the faulty call on."""
         segments = self._come_together()
         with around(self.cell):
             return self._faulty(segments)
 
-    def _faulty(self, segments: Sequence[GuardedSegment]) -> Report:
+    def _faulty(self, segments: Sequence[GuardedSegment]) -> RankReport:
         cell = self.cell
         outcomes = list(self._threads() if cell.fault == "threads" else self._calls())
         self._meet(survivors=cell.fault == "kill")
@@ -105,7 +113,7 @@ class _Rank:
         elif cell.recovers:
             after = self._after_reset()
             self._meet()
-        return Report(self.rank, outcomes, self.reached.yes or not self.is_victim, memory, after)
+        return RankReport(self.rank, outcomes, self.reached.yes or not self.is_victim, memory, after)
 
     def _known(self, seed: int) -> KnownCall:
         return KnownCall(self.cell.op, self.cell.group_size, LARGE if self.cell.grows else KnownCall.size, seed=seed)
@@ -121,13 +129,13 @@ class _Rank:
                 warm = KnownCall(self.cell.op, self.cell.group_size, seed=51)
                 self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.group))
         self._meet()
-        used = [] if self.cell.grows else registry.members(self.group)  # what is outgrown is unmapped
-        for members, idle in ((used, False), (registry.members(self.other), self.cell.step != "other-group")):
-            segments += [GuardedSegment(each.workspace, idle) for each in members if each.workspace is not None]
+        used = [] if self.cell.grows else members.members(self.group)  # what is outgrown is unmapped
+        for group_members, idle in ((used, False), (members.members(self.other), self.cell.step != "other-group")):
+            segments += [GuardedSegment(each.workspace, idle) for each in group_members if each.workspace is not None]
         self._meet()
         return segments
 
-    def _calls(self) -> Iterator[Outcome]:
+    def _calls(self) -> Iterator[CallOutcome]:
         """The faulty call and the next one; where all must succeed, some back to back."""
         with self._bounded():
             for i in range(self.cell.num_calls):
@@ -154,7 +162,7 @@ class _Rank:
         return replace(call, **changes.get(fault, {}))
 
     @_timed
-    def _attempt(self, call: KnownCall, index: int) -> Outcome:
+    def _attempt(self, call: KnownCall, index: int) -> CallOutcome:
         """One call, with the fault in it if it is the victim's first one."""
         x, w = (self.inputs.copy_of(t) for t in call.inputs(self.rank))
         facts: dict[str, Any] = {"called": call.op, "epoch_before": self._epoch(), "index": index}
@@ -164,12 +172,12 @@ class _Rank:
         except (Exception, KeyboardInterrupt) as error:
             facts |= {"text": str(error), "error": type(error).__name__}
             if isinstance(error, PeerError):
-                return Outcome(PEER_ERROR, op=error.op, epoch=error.epoch, peers=tuple(error.peers), **facts)
-            return Outcome(INJECTED if isinstance(error, RAISED) else OTHER_ERROR, **facts)
+                return CallOutcome(PEER_ERROR, op=error.op, epoch=error.epoch, peers=tuple(error.peers), **facts)
+            return CallOutcome(INJECTED if isinstance(error, RAISED) else OTHER_ERROR, **facts)
         if wrong := call.wrong(result, self.rank):
-            return Outcome(WRONG, wrong, **facts)
+            return CallOutcome(WRONG, wrong, **facts)
         self.results.append((call, result))
-        return Outcome(RIGHT, **facts)
+        return CallOutcome(RIGHT, **facts)
 
     @contextmanager
     def _injected(self, index: int) -> Iterator[Callable[[Callable[[], Tensor]], Tensor]]:
@@ -185,10 +193,10 @@ class _Rank:
         with at(self.cell.algorithm, self.cell.step, lambda go_on: injection(go_on, timeout_s)) as self.reached:
             yield lambda go_on: go_on()
 
-    def _threads(self) -> list[Outcome]:
+    def _threads(self) -> list[CallOutcome]:
         """Two threads at once. On one group the order of calls differs between ranks: so they make the same calls."""
         groups = (self.group, self.other if self.cell.step == "other-group" else self.group)
-        outcomes: list[Outcome] = []
+        outcomes: list[CallOutcome] = []
 
         def work(group: ProcessGroup) -> None:
             for i in range(self.cell.num_calls):
@@ -203,18 +211,18 @@ class _Rank:
         return outcomes
 
     @_timed
-    def _attempt_in_thread(self, group: ProcessGroup, index: int) -> Outcome:
+    def _attempt_in_thread(self, group: ProcessGroup, index: int) -> CallOutcome:
         call = self._known(seed=0)
         try:
             wrong = call.wrong(call.run(*call.inputs(self.rank), group), self.rank)
         except Exception as error:
-            return Outcome(OTHER_ERROR, str(error), type(error).__name__, index=index)
-        return Outcome(WRONG if wrong else RIGHT, wrong or "", index=index)
+            return CallOutcome(OTHER_ERROR, str(error), type(error).__name__, index=index)
+        return CallOutcome(WRONG if wrong else RIGHT, wrong or "", index=index)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
         """Waits inside have the cell's time-out, those of the workspace that is there already too."""
-        for member in registry.members(self.group):
+        for member in members.members(self.group):
             if member.workspace is not None:
                 member.workspace.timeout_s = self.cell.timeout_s
                 member.workspace.arm()
@@ -222,7 +230,7 @@ class _Rank:
             yield
 
     @_timed
-    def _after_reset(self) -> Outcome:
+    def _after_reset(self) -> CallOutcome:
         """A call after ``fusedcomm.reset``, planned as before; and the other group still works."""
         calls = (
             (self.cell.algorithm, self.group, self._known(seed=60)),
@@ -234,20 +242,20 @@ class _Rank:
                 with fusedcomm.force_algorithm(algorithm, strict=True):
                     result = call.run(*call.inputs(self.rank), group)
                 if wrong := call.wrong(result, self.rank):
-                    return Outcome(WRONG, wrong)
+                    return CallOutcome(WRONG, wrong)
         except Exception as error:
-            return Outcome(OTHER_ERROR, str(error), type(error).__name__)
-        return Outcome(RIGHT)
+            return CallOutcome(OTHER_ERROR, str(error), type(error).__name__)
+        return CallOutcome(RIGHT)
 
     @_timed
-    def _closed(self) -> Outcome:
+    def _closed(self) -> CallOutcome:
         """``fusedcomm.close`` without the rank that has died."""
         with settings(TIMEOUT_S=str(self.cell.timeout_s)):
             try:
                 fusedcomm.close(self.group)
             except PeerError as error:
-                return Outcome(PEER_ERROR, str(error), type(error).__name__, peers=tuple(error.peers))
-        return Outcome(RIGHT)
+                return CallOutcome(PEER_ERROR, str(error), type(error).__name__, peers=tuple(error.peers))
+        return CallOutcome(RIGHT)
 
     def _violations(self, segments: Sequence[GuardedSegment]) -> list[str]:
         found = ["the inputs, or what is around them, have changed"] if self.inputs.changed() else []
@@ -262,7 +270,7 @@ class _Rank:
             agree(store(self.group, f"faults/{size}"), self.rank, size, {}, what="fusedcomm faults")
 
     def _epoch(self) -> int:
-        workspaces = [member.workspace for member in registry.members(self.group)]
+        workspaces = [member.workspace for member in members.members(self.group)]
         return workspaces[0].epoch if workspaces and workspaces[0] is not None else 0
 
     def _must_be_right(self, call: KnownCall, result: Tensor) -> None:

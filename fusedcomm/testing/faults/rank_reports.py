@@ -8,7 +8,7 @@ RIGHT, WRONG, PEER_ERROR, INJECTED, OTHER_ERROR = "right", "wrong", "peer error"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What one call gave, or what it raised."""
 
     kind: str
@@ -24,11 +24,11 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Of one rank. ``after``: the call after a reset; where a rank has died, what ``close`` gave."""
+class RankReport:
+    """What one rank reports. ``after``: the call after a reset; where a rank has died, what ``close`` gave."""
 
     rank: int
-    outcomes: list[Outcome]
+    outcomes: list[CallOutcome]
     reached: bool
     memory: list[str] = field(default_factory=list)
-    after: Outcome | None = None
+    after: CallOutcome | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.bench import baselines
-from fusedcomm.bench.problem import OpBench, Size
+from fusedcomm.bench.op_bench import MatmulSize, OpBench
 
 
 class MatmulAllToAll(OpBench):
@@ -43,7 +43,7 @@ class AllToAllMatmul(OpBench):
     cut = "k"
     gathers = True
 
-    def x_shape(self, size: Size, num_ranks: int) -> tuple[int, ...]:
+    def x_shape(self, size: MatmulSize, num_ranks: int) -> tuple[int, ...]:
         *batch, rows = size.lead
         return (*batch, rows * num_ranks, size.k // num_ranks)
 
@@ -69,7 +69,7 @@ class AllGatherMatmul(OpBench):
     cut = "rows"
     gathers = True
 
-    def x_shape(self, size: Size, num_ranks: int) -> tuple[int, ...]:
+    def x_shape(self, size: MatmulSize, num_ranks: int) -> tuple[int, ...]:
         *batch, rows = size.lead
         return (*batch, rows // num_ranks, size.k)
 

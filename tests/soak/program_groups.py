@@ -11,16 +11,16 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
-from fusedcomm.runtime import members as registry
+from fusedcomm.runtime import members
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.selftest import settings
-from tests.soak.program import MESH_DIMS, Group
+from tests.soak.random_program import MESH_DIMS, SoakGroup
 
 
-class Groups:
+class SoakGroups:
     """All ranks of WORLD make and destroy them in the same order; only members hold them."""
 
-    def __init__(self, rank: int, groups: Sequence[Group], device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, rank: int, groups: Sequence[SoakGroup], device: torch.device, timeout: timedelta) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
         self.before = set(c10d._world.pg_map)
         self.made: dict[int, ProcessGroup] = {}
@@ -32,16 +32,16 @@ class Groups:
             else:
                 self._find(group)
 
-    def _make(self, group: Group) -> None:
+    def _make(self, group: SoakGroup) -> None:
         made = dist.new_group(list(group.ranks), timeout=self.timeout)
         if self.rank not in group.ranks:
             return
         self.made[group.number] = made
         if group.workspace_bytes and len(group.ranks) > 1:
             with settings(WORKSPACE_BYTES=str(group.workspace_bytes)):  # the vote keeps it
-                registry.member(made.group_name, self.device)
+                members.member(made.group_name, self.device)
 
-    def _find(self, group: Group) -> None:
+    def _find(self, group: SoakGroup) -> None:
         """WORLD, or a group that a mesh has made."""
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -58,17 +58,17 @@ class Groups:
             self.made[group.number] = self._mesh.get_group(group.kind)
             self.meshes[group.number] = (self._mesh, group.kind)
 
-    def handle(self, group: Group) -> Any:
+    def handle(self, group: SoakGroup) -> Any:
         """What an op is given."""
         made = self.made[group.number]
         forms = {"group": made, "name": made.group_name, "mesh": self.meshes.get(group.number), "none": None}
         return forms[group.form]
 
-    def workspace(self, group: Group) -> Workspace | None:
-        members = registry.members(self.made[group.number])
-        return next((each.workspace for each in members if each.device == self.device), None)
+    def workspace(self, group: SoakGroup) -> Workspace | None:
+        every = members.members(self.made[group.number])
+        return next((each.workspace for each in every if each.device == self.device), None)
 
-    def remake(self, group: Group) -> None:
+    def remake(self, group: SoakGroup) -> None:
         if self.rank in group.ranks:
             made = self.made.pop(group.number)
             dist.barrier(made)  # a peer may still be sending

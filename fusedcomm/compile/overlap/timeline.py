@@ -1,4 +1,4 @@
-"""A timeline as a trace for Perfetto, and as a picture: the compute stream, every group on its link, memory."""
+"""The timeline of a graph: what computes, what each collective waits for, memory; as a trace and as a picture."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
-
-from fusedcomm.compile.overlap.simulator import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,10 +19,75 @@ _DPI = 150
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
-def to_trace(timeline: Timeline, file: str | os.PathLike[str] | IO[str]) -> None:
-    """Chrome's trace format. ``file``: a path or a text file. Times are microseconds in it, as the format says."""
+@dataclass(frozen=True)
+class Line:
+    """One collective, or one op of ours, on the timeline."""
+
+    node: str
+    kind: str
+    group: str
+    link: str
+    start_ms: float
+    end_ms: float
+    alone_ms: float  # what it takes with its link to itself
+    wire_ms: float  # of these: on what groups share
+    exposed_ms: float
+    hidden_by: tuple[str, ...] = ()  # what computes meanwhile
+
+    @property
+    def hidden(self) -> bool:
+        return self.exposed_ms <= 0.01 * self.alone_ms
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """``total_ms = compute_ms + exposed_ms``."""
+
+    total_ms: float
+    compute_ms: float
+    exposed_ms: float
+    collectives: list[Line]
+    peak_bytes: int
+    compute: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # name, start, end
+    waits: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # what is exposed, start, end
+    memory: list[tuple[float, int]] = field(repr=False, default_factory=list)  # from when on, bytes
+
+    @property
+    def comm_ms(self) -> float:
+        """What all collectives take, each alone."""
+        return sum(line.alone_ms for line in self.collectives)
+
+    @property
+    def bound_ms(self) -> float:
+        """No order is faster: all compute, all that one link carries, or all of one group."""
+        busy: dict[tuple[str, str], float] = {}
+        for line in self.collectives:
+            for who, ms in ((("link", line.link), line.wire_ms), (("group", line.group), line.alone_ms)):
+                busy[who] = busy.get(who, 0.0) + ms
+        return max(self.compute_ms, *busy.values()) if busy else self.compute_ms
+
+    def to_trace(self, file: str | os.PathLike[str] | IO[str]) -> None:
+        """Write it as a trace for chrome://tracing or Perfetto. ``file``: a path or a text file."""
+        with open(file, "w") if isinstance(file, str | os.PathLike) else nullcontext(file) as out:
+            json.dump({"displayTimeUnit": "ms", "traceEvents": _trace_events(self)}, out)
+
+    def plot(self, file: Any) -> None:
+        """Write a picture. ``file``: a path, whose suffix says the format, or a binary file for a PNG.
+
+        Raises ImportError where there is no matplotlib.
+        """
+        _draw({"": self}, file)
+
+
+def plot_both(before: Timeline, after: Timeline, file: Any) -> None:
+    """One above the other, on the same axes of time and memory. ``file`` and errors: as `Timeline.plot` has them."""
+    _draw({"before: ": before, "after: ": after}, file)
+
+
+def _trace_events(timeline: Timeline) -> list[dict[str, Any]]:
+    """Events of Chrome's trace format, whose times are microseconds."""
     lanes = {lane: tid for tid, lane in enumerate(_groups(timeline), start=1)}
-    events = [_name("process_name", 0, "timeline"), _name("thread_name", 0, "compute stream")]
+    events: list[dict[str, Any]] = [_name("process_name", 0, "timeline"), _name("thread_name", 0, "compute stream")]
     events += [_name("thread_name", tid, _label(*lane)) for lane, tid in lanes.items()]
     events += [_slice(name, "compute", 0, start, end) for name, start, end in timeline.compute]
     events += [_slice(f"exposed: {name}", "exposed", 0, start, end) for name, start, end in timeline.waits]
@@ -33,19 +97,7 @@ def to_trace(timeline: Timeline, file: str | os.PathLike[str] | IO[str]) -> None
         events.append(_slice(line.node, line.kind, tid, line.start_ms, line.end_ms) | {"args": args})
     for ms, num_bytes in timeline.memory:
         events.append({"ph": "C", "name": "memory", "pid": 0, "ts": 1e3 * ms, "args": {"bytes": num_bytes}})
-    trace = {"displayTimeUnit": "ms", "traceEvents": events}
-    with open(file, "w") if isinstance(file, str | os.PathLike) else nullcontext(file) as out:
-        json.dump(trace, out)
-
-
-def plot(timeline: Timeline, file: Any) -> None:
-    """``file``: a path, whose suffix says the format, or a binary file for a PNG. Raises ImportError."""
-    _draw({"": timeline}, file)
-
-
-def plot_both(before: Timeline, after: Timeline, file: Any) -> None:
-    """One above the other, on the same axes of time and memory. ``file`` and errors: as of `plot`."""
-    _draw({"before: ": before, "after: ": after}, file)
+    return events
 
 
 def _groups(timeline: Timeline) -> list[tuple[str, str]]:
@@ -70,12 +122,11 @@ def _slice(name: str, category: str, tid: int, start_ms: float, end_ms: float) -
 
 
 def _draw(timelines: Mapping[str, Timeline], file: Any) -> None:
-    from fusedcomm.bench import plots
-
-    if problem := plots.missing():
-        raise ImportError(problem)
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    try:
+        from matplotlib import patches
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plots need matplotlib: pip install matplotlib, or fusedcomm[bench]") from None
 
     heights = [h for each in timelines.values() for h in (0.4 + 0.3 * (1 + len(_groups(each))), 1.1)]
     figure = Figure(figsize=(9.0, sum(heights) + 0.6), layout="constrained")
@@ -88,7 +139,7 @@ def _draw(timelines: Mapping[str, Timeline], file: Any) -> None:
         _draw_memory(panels[2 * i + 1], timeline, total_ms / _PIXELS, most)
     panels[-1].set_xlim(0, total_ms)
     panels[-1].set_xlabel("ms")
-    handles = [Patch(color=colour, label=what) for what, colour in COLOURS.items()]
+    handles = [patches.Patch(color=colour, label=what) for what, colour in COLOURS.items()]
     figure.legend(handles=handles, fontsize=8, ncols=len(handles), frameon=False, loc="outside lower right")
     figure.savefig(file, dpi=_DPI)
 

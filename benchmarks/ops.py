@@ -1,9 +1,10 @@
-"""The benches of single ops: sizes, tables, goals, JSON. bench_<op>.py says what the op is.
+"""The speed of each op beside its baseline and its roof, over sizes.
 
-    python -m benchmarks.bench_<op> [--huge-pages] [--json FILE] ...      2 CPU ranks of one thread
-    torchrun --nproc-per-node 8 -m bench.bench_<op>                  GPUs, NCCL
+    python -m benchmarks.ops [OP ...] [--huge-pages] [--json FILE] ...      all five, or some; 2 CPU ranks of one thread
+    torchrun --nproc-per-node 8 -m benchmarks.ops [OP ...]                  GPUs, NCCL
 
-rows, K and N are those of the local matmul; its time alone is the roof.
+What each op equals, and its shapes, stand in fusedcomm/bench/op_programs.py. rows, K and N are those of the local
+matmul; its time alone is the roof.
 
 roof      the local matmul alone
 baseline  the matmul and the collective, with the layout copies that it needs
@@ -14,17 +15,13 @@ By default all sizes forward, then ragged sizes: what is left of the speed per f
 --decode    few rows: the baseline, every algorithm forced, and what the planner chooses
 --ragged    the ragged sizes alone
 
-On a CPU there are two settings, and a figure names its own. By default torch takes memory in 4 KiB pages, while our
-ops ask for huge pages for their results: that is what users get, but part of the speed-up is page faults saved, and
-auto can be faster than roof. With --huge-pages torch asks for them too (THP_MEM_ALLOC_ENABLE=1), so roof, baseline
-and auto get the same pages: what overlap alone gains.
+What --huge-pages means stands in benchmarks/common.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -32,20 +29,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from fusedcomm.bench.problem import AUTO, BASELINE, ROOF, OpBench, RankData, Size
+from benchmarks.common import (
+    DTYPES,
+    Goal,
+    add_common_arguments,
+    at_least,
+    at_most,
+    has_huge_pages,
+    pages,
+    refuse_wrong_pages,
+)
+from fusedcomm.bench.op_bench import AUTO, BASELINE, ROOF, MatmulSize, OpBench, OpData
+from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
-from fusedcomm.launch import launch
+from fusedcomm.launch import console, world
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 ROWS = (512, 2048, 2500)
-ALIGNED = Size(2048, 1024, 2048)  # whose neighbours are ragged
+ALIGNED = MatmulSize(2048, 1024, 2048)  # whose neighbours are ragged
 DECODE_ROWS = (1, 4, 16, 64)  # of each rank where the group divides rows
 DECODE_K_N = ((1024, 1024), (1024, 4096), (2048, 2048), (4096, 1024), (4096, 4096))
 DECODE_CALLS = 20  # per measurement: one takes less time than the start of a measurement differs by
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ALGORITHMS = {"cpu": ("chunked", "unfused"), "cuda": ("fused", "chunked", "unfused")}
 TIMEOUT_S = 600
 
@@ -72,7 +79,7 @@ GOALS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class SizeRow:
     """One size. ``times``: of roof, baseline and auto; with --decode of the forced algorithms in place of roof."""
 
     rows: int
@@ -112,7 +119,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Ragged:
+class RaggedRow:
     """Speed per flop, relative to the aligned size measured beside it."""
 
     rows: int
@@ -136,58 +143,36 @@ RAGGED_HEADING = (
 )
 
 
-@dataclass(frozen=True)
-class Goal:
-    name: str
-    value: float
-    bound: str | None = None
-    met: bool | None = None
-
-    def __str__(self) -> str:
-        text = f"{self.name:40s}{self.value:6.2f}"
-        return text if self.bound is None else f"{text}   goal on CPU {self.bound}: {'' if self.met else 'not '}met"
-
-
 def _shape_heading() -> str:
     return f"{'rows':>5s} {'K':>5s} {'N':>5s}  {'dtype':9s}"
 
 
-def _shape(row: Row | Ragged) -> str:
+def _shape(row: SizeRow | RaggedRow) -> str:
     return f"{row.rows:5d} {row.k:5d} {row.n:5d}  {row.dtype:9s}"
-
-
-def has_huge_pages(rank: int) -> bool:
-    """As this rank's environment has it: torch's own allocations ask for huge pages."""
-    return launch.torch_asks_for_huge_pages()
-
-
-def pages(huge_pages: bool) -> str:
-    setting = "huge for all" if huge_pages else "torch's default, huge for the results of our ops"
-    return f"pages: {setting} (transparent_hugepage: {launch.system_huge_pages()})"
 
 
 # In every rank
 
 
 def measure_row(
-    rank: int, bench: OpBench, size: Size, dtype: str, device_type: str, rounds: int, backward: bool = False
-) -> Row:
-    device = launch.rank_device(device_type)
+    rank: int, bench: OpBench, size: MatmulSize, dtype: str, device_type: str, rounds: int, backward: bool = False
+) -> SizeRow:
+    device = world.rank_device(device_type)
     size = bench.divisible(size, dist.get_world_size())
-    data = RankData(bench, size, DTYPES[dtype], device, "both" if backward else "forward")
+    data = OpData(bench, size, DTYPES[dtype], device, "both" if backward else "forward")
     variants = data.variants()
     check_values(variants, data.check)
     data.randomize()
     times = measure(variants, device, rounds=rounds, warmup=2)
-    return Row(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
+    return SizeRow(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
 
 
-def measure_decode(rank: int, bench: OpBench, size: Size, dtype: str, device_type: str, rounds: int) -> Row:
-    device = launch.rank_device(device_type)
+def measure_decode(rank: int, bench: OpBench, size: MatmulSize, dtype: str, device_type: str, rounds: int) -> SizeRow:
+    device = world.rank_device(device_type)
     if bench.cut == "rows":
         size = replace(size, rows=size.rows * dist.get_world_size())
     size = bench.divisible(size, dist.get_world_size())
-    data = RankData(bench, size, DTYPES[dtype], device)
+    data = OpData(bench, size, DTYPES[dtype], device)
     every = dict(data.variants())
     del every[ROOF]
     variants = {BASELINE: every[BASELINE], **{name: data.forced(name) for name in ALGORITHMS[device_type]}}
@@ -196,29 +181,31 @@ def measure_decode(rank: int, bench: OpBench, size: Size, dtype: str, device_typ
     data.randomize()
     many = {name: _repeat(variant, DECODE_CALLS) for name, variant in variants.items()}
     times = {name: t / DECODE_CALLS for name, t in measure(many, device, rounds=rounds, warmup=2).items()}
-    return Row(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
+    return SizeRow(size.rows, size.k, size.n, dtype, data.plan().algorithm, times)
 
 
-def measure_ragged(rank: int, bench: OpBench, aligned: Size, dtype: str, device_type: str, rounds: int) -> list[Ragged]:
+def measure_ragged(
+    rank: int, bench: OpBench, aligned: MatmulSize, dtype: str, device_type: str, rounds: int
+) -> list[RaggedRow]:
     """All sizes in turn in every round, so that a ratio is not of two moments of the machine."""
-    device = launch.rank_device(device_type)
+    device = world.rank_device(device_type)
     num_ranks = dist.get_world_size()
     aligned = bench.divisible(aligned, num_ranks)
     sizes = [aligned, *bench.ragged(aligned, num_ranks)]
-    variants: dict[tuple[str, Size], Callable[[], Any]] = {}
+    variants: dict[tuple[str, MatmulSize], Callable[[], Any]] = {}
     for size in sizes:
-        data = RankData(bench, size, DTYPES[dtype], device)
+        data = OpData(bench, size, DTYPES[dtype], device)
         every = data.variants()
         check_values({name: every[name] for name in (ROOF, AUTO)}, data.check)
         data.randomize()
         variants |= {(name, size): every[name] for name in (ROOF, AUTO)}
     times = measure({str(key): variant for key, variant in variants.items()}, device, rounds=rounds, warmup=2)
 
-    def kept(name: str, size: Size) -> float:
+    def kept(name: str, size: MatmulSize) -> float:
         speed, before = (s.flops / times[str((name, s))].median for s in (size, aligned))
         return speed / before
 
-    return [Ragged(s.rows, s.k, s.n, dtype, times[str((AUTO, s))], kept(AUTO, s), kept(ROOF, s)) for s in sizes[1:]]
+    return [RaggedRow(s.rows, s.k, s.n, dtype, times[str((AUTO, s))], kept(AUTO, s), kept(ROOF, s)) for s in sizes[1:]]
 
 
 def _repeat(variant: Callable[[], Any], calls: int) -> Callable[[], None]:
@@ -232,7 +219,7 @@ def _repeat(variant: Callable[[], Any], calls: int) -> Callable[[], None]:
 # In the process that prints
 
 
-def summary(bench: OpBench, rows: Sequence[Row], ragged: Sequence[Ragged], mode: str) -> list[Goal]:
+def summary(bench: OpBench, rows: Sequence[SizeRow], ragged: Sequence[RaggedRow], mode: str) -> list[Goal]:
     goals = GOALS[bench.op]
     mean, minimum, over_roof = goals.mean, goals.minimum, goals.over_roof
     if mode == "backward":
@@ -247,19 +234,13 @@ def summary(bench: OpBench, rows: Sequence[Row], ragged: Sequence[Ragged], mode:
             at_least("base/auto, minimum", min(speedups), minimum),
         ]
         if mode != "decode":
-            median = statistics.median(row.over_roof for row in rows)
-            bound = None if over_roof is None else f"<= {over_roof}"
-            found.append(Goal("auto/roof, median", median, bound, None if over_roof is None else median <= over_roof))
+            found.append(at_most("auto/roof, median", statistics.median(row.over_roof for row in rows), over_roof))
     if ragged:
         found.append(at_least("ragged/aligned speed of auto, minimum", min(r.auto_kept for r in ragged), goals.ragged))
     return found
 
 
-def at_least(name: str, value: float, bound: float | None) -> Goal:
-    return Goal(name, value) if bound is None else Goal(name, value, f">= {bound}", value >= bound)
-
-
-def sizes_of(bench: OpBench, mode: str, args: argparse.Namespace) -> list[Size]:
+def sizes_of(bench: OpBench, mode: str, args: argparse.Namespace) -> list[MatmulSize]:
     if args.shape:
         shapes = [tuple(shape) for shape in args.shape]
     elif mode == "decode":
@@ -269,29 +250,37 @@ def sizes_of(bench: OpBench, mode: str, args: argparse.Namespace) -> list[Size]:
         shapes = bench.corners()
     else:
         shapes = list(itertools.product(ROWS, bench.k, bench.n))
-    return [Size(rows, k, n, args.batch) for rows, k, n in shapes]
+    return [MatmulSize(rows, k, n, args.batch) for rows, k, n in shapes]
 
 
-def main(bench: OpBench, argv: Sequence[str] | None = None) -> int:
-    args = parse(bench, argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    for op in args.op:
+        if code := run(PROGRAMS[op], args):
+            return code
+    return 0
+
+
+def run(bench: OpBench, args: argparse.Namespace) -> int:
+    """One op, in ranks of its own: no op finds the memory that another has left."""
     try:
-        return _main(bench, args)
+        return _run(bench, args)
     except (ValuesDiffer, RankError) as error:
-        print(f"bench_{bench.op}: {error}", file=sys.stderr)
+        print(f"{bench.op}: {error}", file=sys.stderr)
         return 1
 
 
-def _main(bench: OpBench, args: argparse.Namespace) -> int:
-    device_type = launch.default_device_type()
+def _run(bench: OpBench, args: argparse.Namespace) -> int:
+    device_type = world.default_device_type()
     mode = args.mode or "forward"
-    env = launch.HUGE_PAGES if args.huge_pages else None
-    rows: list[Row] = []
-    ragged: list[Ragged] = []
-    with launch.ranks(device_type, launch.default_world_size(device_type), TIMEOUT_S, env) as call:
+    env = world.HUGE_PAGES if args.huge_pages else None
+    rows: list[SizeRow] = []
+    ragged: list[RaggedRow] = []
+    with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
         huge_pages = call(has_huge_pages)
-        print_here = launch.is_rank_0()
-        if print_here and device_type == "cpu":
-            print(pages(huge_pages))
+        print_here = world.is_rank_0()
+        if print_here:
+            print(bench.op, *([pages(huge_pages)] if device_type == "cpu" else []), sep="\n", flush=True)
         for dtype, size in itertools.product(args.dtype, sizes_of(bench, mode, args) if mode != "ragged" else []):
             if mode == "decode":
                 row = call(measure_decode, bench, size, dtype, device_type, args.rounds)
@@ -313,22 +302,15 @@ def _main(bench: OpBench, args: argparse.Namespace) -> int:
         print("", *goals, sep="\n")
         if args.json:
             facts = {"op": bench.op, "mode": mode, "rounds": args.rounds, "huge_pages": huge_pages}
-            lists: dict[str, Sequence[Row | Ragged]] = {"rows": rows, "ragged": ragged}
+            lists: dict[str, Sequence[SizeRow | RaggedRow]] = {"rows": rows, "ragged": ragged}
             report = {name: [each.report() for each in every] for name, every in lists.items()}
-            write_json(args.json, facts | report | {"goals": [asdict(goal) for goal in goals]})
+            console.write_json(args.json, run_facts() | facts | report | {"goals": [asdict(goal) for goal in goals]})
     return 0
 
 
-def write_json(file: str, report: dict[str, Any]) -> None:
-    with open(file, "w") as opened:
-        json.dump(launch.run_facts() | report, opened, indent=2)
-
-
-def parse(bench: OpBench, argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"bench.bench_{bench.op}",
-        description="Values are checked before anything is timed.",
-    )
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.ops", description="Values are checked before anything is timed.")
+    parser.add_argument("op", nargs="*", choices=PROGRAMS, metavar="OP", help=f"{', '.join(PROGRAMS)}; default: all")
     mode = parser.add_mutually_exclusive_group()
     for name, text in (
         ("backward", "forward and backward"),
@@ -342,18 +324,8 @@ def parse(bench: OpBench, argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     add_common_arguments(parser, rounds=9)
     args = parser.parse_args(argv)
+    args.op = args.op or list(PROGRAMS)
+    if args.json and len(args.op) > 1:
+        parser.error(f"--json FILE holds the figures of one op: name it, got {', '.join(args.op)}")
     refuse_wrong_pages(parser, args)
     return args
-
-
-def add_common_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
-    parser.add_argument("--huge-pages", action="store_true", help="torch asks for them as our op does; on CPU")
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--json", metavar="FILE")
-
-
-def refuse_wrong_pages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.huge_pages and launch.default_device_type() == "cuda":
-        parser.error("--huge-pages is for CPU ranks, and this bench takes the GPUs")
-    if args.huge_pages and launch.under_torchrun() and not launch.torch_asks_for_huge_pages():
-        parser.error("--huge-pages under torchrun: start torchrun with THP_MEM_ALLOC_ENABLE=1")

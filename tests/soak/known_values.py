@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.soak.cases import Case
+from tests.soak.random_call import SoakCase
 
 
 @dataclass
-class Inputs:
+class SoakInputs:
     x: Tensor
     ws: list[Tensor]
     biases: list[Tensor | None]
@@ -27,10 +27,10 @@ class Inputs:
         return [*x, *ws, *(bias for bias in self.biases if bias is not None)]
 
 
-class Data:
+class KnownValues:
     """Small integers that differ by rank, and by ``seed``: what an earlier call has left behind shows."""
 
-    def __init__(self, case: Case, seed: int) -> None:
+    def __init__(self, case: SoakCase, seed: int) -> None:
         self.case = case
         self.shapes = [case.x, *case.ws, *(shape for shape in case.bias_shapes if shape), *case.out_shapes]
         self.numel = sum(map(math.prod, self.shapes))
@@ -45,19 +45,19 @@ class Data:
         parts = self.numbers[rank].split([math.prod(shape) for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def exact_inputs(self, rank: int) -> Inputs:
+    def exact_inputs(self, rank: int) -> SoakInputs:
         case, (x, *rest) = self.case, self._tensors(rank)
         num_ws = len(case.ws)
         biases = iter(rest[num_ws:])
-        return Inputs(x * case.factor, rest[:num_ws], [next(biases) if bias else None for bias in case.biases])
+        return SoakInputs(x * case.factor, rest[:num_ws], [next(biases) if bias else None for bias in case.biases])
 
     def exact_grads(self, rank: int) -> list[Tensor]:
         """What the loss multiplies the results with."""
         return [grad * self.case.factor for grad in self._tensors(rank)[-len(self.case.out_shapes) :]]
 
-    def inputs(self, rank: int, device: torch.device) -> Inputs:
+    def inputs(self, rank: int, device: torch.device) -> SoakInputs:
         case, exact = self.case, self.exact_inputs(rank)
-        given = Inputs(
+        given = SoakInputs(
             _laid_out(exact.x.to(device, case.dtype), case.x_layout),
             [_laid_out(w.to(device, case.dtype), case.w_layout) for w in exact.ws],
             [None if bias is None else bias.to(device, case.dtype) for bias in exact.biases],
@@ -88,8 +88,8 @@ class Data:
         return rounded
 
 
-def _results(case: Case, everyone: Sequence[Inputs], rank: int) -> list[Tensor]:
-    """Of one rank, from the inputs of all."""
+def _results(case: SoakCase, everyone: Sequence[SoakInputs], rank: int) -> list[Tensor]:
+    """The results of one rank, from the inputs of all."""
     xs, own = [each.x for each in everyone], everyone[rank]
 
     def my_block(t: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _results(case: Case, everyone: Sequence[Inputs], rank: int) -> list[Tensor]:
     return [mine if own.biases[0] is None else mine + own.biases[0]]
 
 
-def _matmuls(x: Tensor, inputs: Inputs) -> list[Tensor]:
+def _matmuls(x: Tensor, inputs: SoakInputs) -> list[Tensor]:
     return [x @ w if bias is None else x @ w + bias for w, bias in zip(inputs.ws, inputs.biases, strict=True)]
 
 

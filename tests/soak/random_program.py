@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.soak.cases import Case, draw
+from tests.soak.random_call import SoakCase, draw
 
 NUM_STEPS = 200
 NUM_GROUPS = 4  # made by new_group, beside WORLD and a mesh
@@ -21,7 +21,7 @@ MESH_DIMS = ("outer", "inner")
 
 
 @dataclass(frozen=True)
-class Group:
+class SoakGroup:
     """Some ranks of the world. ``form``: how it is handed to an op."""
 
     number: int
@@ -36,9 +36,9 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Call:
-    group: Group
-    case: Case
+class SoakCall:
+    group: SoakGroup
+    case: SoakCase
     algorithm: str | None  # None: the planner's choice
     seed: int  # of the inputs: no two calls have the same
 
@@ -47,13 +47,13 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Step:
+class SoakStep:
     """``action``: "call" makes the calls, two at once on two threads; "reset", "close" and "remake" a group."""
 
     number: int
     action: str
-    group: Group
-    calls: tuple[Call, ...] = ()
+    group: SoakGroup
+    calls: tuple[SoakCall, ...] = ()
     compare: bool = False  # all results that have come until now
 
     def __str__(self) -> str:
@@ -62,68 +62,68 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Program:
+class SoakProgram:
     seed: int
     index: int
     world_size: int
-    groups: tuple[Group, ...]
-    steps: tuple[Step, ...]
+    groups: tuple[SoakGroup, ...]
+    steps: tuple[SoakStep, ...]
     jitter: float
 
-    def only(self, numbers: Sequence[int]) -> Program:
+    def only(self, numbers: Sequence[int]) -> SoakProgram:
         """The steps of these numbers, as they were."""
         kept = set(numbers)
         return replace(self, steps=tuple(step for step in self.steps if step.number in kept))
 
 
-def draw_program(seed: int, index: int, world_size: int, device_type: str) -> Program:
+def draw_program(seed: int, index: int, world_size: int, device_type: str) -> SoakProgram:
     random = Random(f"{seed} {index} {world_size}")
     groups = _draw_groups(random, world_size)
     steps = [_draw_step(random, number, groups, device_type) for number in range(NUM_STEPS)]
-    return Program(seed, index, world_size, tuple(groups), tuple(steps), random.choice(JITTERS))
+    return SoakProgram(seed, index, world_size, tuple(groups), tuple(steps), random.choice(JITTERS))
 
 
-def _draw_groups(random: Random, world_size: int) -> list[Group]:
+def _draw_groups(random: Random, world_size: int) -> list[SoakGroup]:
     """WORLD, overlapping groups of it, and sometimes those of a mesh."""
     everyone = tuple(range(world_size))
-    groups = [Group(0, everyone, "world", random.choice(("none", "group", "name", "mesh")))]
+    groups = [SoakGroup(0, everyone, "world", random.choice(("none", "group", "name", "mesh")))]
     for _ in range(NUM_GROUPS):
         size = random.choice((1, *[*range(2, world_size + 1)] * 4))
         ranks = tuple(sorted(random.sample(everyone, size)))
         cap = random.choice((None, *CAPS))
-        groups.append(Group(len(groups), ranks, "new_group", random.choice(("group", "name")), cap))
+        groups.append(SoakGroup(len(groups), ranks, "new_group", random.choice(("group", "name")), cap))
     if world_size % 2 == 0 and random.random() < 0.3:
         half = world_size // 2
         columns = [everyone[column::half] for column in range(half)]
         rows = [everyone[:half], everyone[half:]]
         for dim, parts in zip(MESH_DIMS, (columns, rows), strict=True):
-            groups += [Group(len(groups) + i, ranks, dim, "mesh") for i, ranks in enumerate(parts)]
+            groups += [SoakGroup(len(groups) + i, ranks, dim, "mesh") for i, ranks in enumerate(parts)]
     return groups
 
 
-def _draw_step(random: Random, number: int, groups: list[Group], device_type: str) -> Step:
+def _draw_step(random: Random, number: int, groups: list[SoakGroup], device_type: str) -> SoakStep:
     kind, group = random.random(), random.choice(groups)
     compare = random.random() < 0.3
     if kind < 0.01:
-        return Step(number, "reset", group)
+        return SoakStep(number, "reset", group)
     if kind < 0.02:
-        return Step(number, "close", group)
+        return SoakStep(number, "close", group)
     if kind < 0.025 and group.kind == "new_group":
-        return Step(number, "remake", group)
+        return SoakStep(number, "remake", group)
     if kind < 0.0275:
-        return Step(number, "collect", group)
+        return SoakStep(number, "collect", group)
     call = _draw_call(random, group, device_type)
     # On a GPU waiting kernels of two threads could come in another order on each rank.
     if kind < 0.07 and device_type == "cpu" and call.algorithm != "fused":
         other = random.choice([each for each in groups if each is not group])
         beside = replace(_draw_call(random, other, device_type), algorithm=call.algorithm)
-        return Step(number, "call", group, (call, beside), compare)
-    return Step(number, "call", group, (call,), compare)
+        return SoakStep(number, "call", group, (call, beside), compare)
+    return SoakStep(number, "call", group, (call,), compare)
 
 
-def _draw_call(random: Random, group: Group, device_type: str) -> Call:
+def _draw_call(random: Random, group: SoakGroup, device_type: str) -> SoakCall:
     case = draw(random, len(group.ranks))
     algorithm = random.choice(("chunked", "chunked", "chunked", "unfused", None))
     if random.random() < FUSED_SHARE[device_type] and (case.is_small or device_type != "cpu"):
         algorithm = "fused"
-    return Call(group, case, algorithm, random.getrandbits(48))
+    return SoakCall(group, case, algorithm, random.getrandbits(48))

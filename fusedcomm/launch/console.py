@@ -12,18 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-PLAIN_WIDTH = 120  # of lines where no terminal says its own
+PLAIN_WIDTH = 120  # columns, where no terminal says its own
 
 
-def console(width: int = PLAIN_WIDTH) -> Console:
-    """On stdout; ``width`` where that is no terminal."""
+def stdout(width: int = PLAIN_WIDTH) -> Console:
+    """A console on stdout, ``width`` wide where that is no terminal."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=width)
 
 
-def wide_console(width: int) -> Console:
-    """On stdout, at least ``width`` wide: a narrow terminal wraps lines, where rich would cut figures."""
-    return Console(highlight=False, width=max(width, console().width))
+def wide_stdout(width: int) -> Console:
+    """A console on stdout, at least ``width`` wide: a narrow terminal wraps lines, where rich would cut figures."""
+    return Console(highlight=False, width=max(width, stdout().width))
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def progress(here: bool, total: int, first: str, then: str) -> Iterator[Callable
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of every command that starts ranks: on what, and how many."""
+    """The options of every command that starts ranks: on what, and how many."""
     parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
     world_size = "ranks to start (all GPUs, or 2 on CPU)"
     parser.add_argument("--world-size", type=positive, metavar="N", help=world_size)

@@ -25,8 +25,8 @@ MATMULS = {"forward": 1, "backward": 2, "both": 3}  # of one size
 
 
 @dataclass(frozen=True)
-class Size:
-    """Of the local matmul: [rows, K] @ [K, N], or [batch, rows / batch, K] @ [K, N]."""
+class MatmulSize:
+    """The local matmul: [rows, K] @ [K, N], or [batch, rows / batch, K] @ [K, N]."""
 
     rows: int
     k: int
@@ -60,8 +60,8 @@ class OpBench(abc.ABC):
     def n(self) -> tuple[int, ...]:
         return (256, 512, 1024, 2048) if self.gathers else (2048, 4096)
 
-    def x_shape(self, size: Size, num_ranks: int) -> tuple[int, ...]:
-        """Of every rank; w is [K, N]."""
+    def x_shape(self, size: MatmulSize, num_ranks: int) -> tuple[int, ...]:
+        """The shape of each rank's x; w is [K, N]."""
         return (*size.lead, size.k)
 
     @abc.abstractmethod
@@ -105,14 +105,14 @@ class OpBench(abc.ABC):
     def ours(self, x: Tensor, w: Tensor) -> Tensor:
         return getattr(fusedcomm, self.op)(x, w, *self.dims(x))
 
-    def divisible(self, size: Size, num_ranks: int) -> Size:
+    def divisible(self, size: MatmulSize, num_ranks: int) -> MatmulSize:
         """A few more of what the group, or the batch, must divide."""
         rows = size.rows + -size.rows % self._row_step(size, num_ranks)
         k = size.k + (-size.k % num_ranks if self.cut == "k" else 0)
         n = size.n + (-size.n % num_ranks if self.cut == "n" else 0)
         return replace(size, rows=rows, k=k, n=n)
 
-    def ragged(self, size: Size, num_ranks: int) -> list[Size]:
+    def ragged(self, size: MatmulSize, num_ranks: int) -> list[MatmulSize]:
         """Neighbours of an aligned size: more rows, fewer K, fewer N, and all of it. Odd where the group allows it."""
         rows = size.rows + self._row_step(size, num_ranks)
         k = size.k - (num_ranks if self.cut == "k" else 3)
@@ -120,18 +120,18 @@ class OpBench(abc.ABC):
         changes = ({"rows": rows}, {"k": k}, {"n": n}, {"rows": rows, "k": k, "n": n})
         return [replace(size, **change) for change in changes]
 
-    def _row_step(self, size: Size, num_ranks: int) -> int:
+    def _row_step(self, size: MatmulSize, num_ranks: int) -> int:
         return max(size.batch, 1) * (num_ranks if self.cut == "rows" else 1)
 
 
-class RankData:
+class OpData:
     """One rank's inputs of a problem and the ways to use them: ``direction`` is forward, backward, or both.
 
     They start as integers, so few and small that products and sums are exact in every dtype and order.
     """
 
     def __init__(
-        self, bench: OpBench, size: Size, dtype: torch.dtype, device: torch.device, direction: str = "forward"
+        self, bench: OpBench, size: MatmulSize, dtype: torch.dtype, device: torch.device, direction: str = "forward"
     ) -> None:
         self.bench, self.size, self.dtype, self.device, self.direction = bench, size, dtype, device, direction
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()

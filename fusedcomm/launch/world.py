@@ -1,15 +1,10 @@
-"""One function in all ranks, started by torchrun or by us; and what a report says of its run."""
+"""One function in all ranks of a world, which torchrun has started or this process starts."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import os
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +27,7 @@ def under_torchrun() -> bool:
 
 
 def is_rank_0() -> bool:
-    """Of the ranks that torchrun started; who starts the ranks itself is rank 0 too."""
+    """Whether this is rank 0 of those that torchrun started; a process that starts the ranks itself is rank 0 too."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -108,57 +103,3 @@ def message(error: Exception) -> str:
     if isinstance(error, RankError) and error.failures[0].exception_type == "ValuesDiffer":
         return error.failures[0].message
     return str(error)
-
-
-def run_facts() -> dict[str, Any]:
-    """What a figure needs beside it: versions, machine, command, date, commit."""
-    return {
-        "command": shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("fusedcomm", "torch", "triton")},
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
-        },
-        "machine": {
-            "cpu": _cpu_name(),
-            "cpus": os.cpu_count(),
-            "transparent_huge_pages": system_huge_pages(),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        },
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Of the checkout that this file is part of, if it is; "+" stands for local changes, but of earlier figures."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-
-    def git(*args: str) -> str:
-        command = ["git", "-C", str(root), *args]
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
-
-    try:
-        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
-        return git("rev-parse", "HEAD").strip() + "+" * bool(changed)
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

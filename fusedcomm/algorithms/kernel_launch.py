@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,27 +10,14 @@ from torch import Tensor
 from fusedcomm.algorithms import tiles
 from fusedcomm.geometry.exchange import RoundSpans
 from fusedcomm.geometry.spans import Span
+from fusedcomm.runtime.signals import Segments, signal, wait
 from fusedcomm.runtime.topology import tf32_allowed
-from fusedcomm.runtime.workspace import HeaderLayout
 
 _TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors
 _ALL_REGISTERS = (
     255  # or ptxas spills for the sake of a second block per multiprocessor, which persistent grids never have
 )
 _INT32_MAX = 2**31 - 1  # descriptors are indexed by int32
-
-
-class Segments(Protocol):
-    """What kernels need of workspace.Workspace. ``segments`` [R]: addresses, on the device."""
-
-    rank: int
-    group_size: int
-    segments: Tensor
-    slot_bytes: int
-    num_slots: int
-    layout: HeaderLayout
-
-    def num_programs(self, kind: str) -> int: ...
 
 
 def push(
@@ -260,79 +247,6 @@ def reduce(out: Tensor, span: Span, bias: Tensor | None, scale: float, workspace
         workspace.num_slots,
         num_warps=num_warps,
         maxnreg=_ALL_REGISTERS,
-    )
-
-
-def begin_push(workspace: Segments) -> None:
-    """Before a round's first copy to a peer on this stream. Kernels that push do it themselves."""
-    from fusedcomm.kernels.triton.handshake import begin_push_kernel
-
-    begin_push_kernel[(1,)](workspace.segments, workspace.rank, workspace.group_size, num_warps=1)
-
-
-def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
-    """Signal one rank, or all from rank + 1 on, that what the stream wrote before is there."""
-    from fusedcomm.kernels.triton.handshake import signal_kernel
-
-    group_size = workspace.group_size
-    first = (workspace.rank + 1) % group_size if dst_rank is None else dst_rank
-    assert 0 <= first < group_size, f"dst_rank must be in [0, {group_size}), got {dst_rank}"
-    signal_kernel[(1,)](
-        workspace.segments,
-        first,
-        group_size if dst_rank is None else 1,
-        fingerprint,
-        workspace.rank,
-        workspace.layout.flags,
-        group_size,
-        workspace.num_slots,
-        num_warps=1,
-    )
-
-
-def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
-    """Wait for one rank's signal: what follows on the stream may read its chunk. ``finish`` must follow the reads."""
-    from fusedcomm.kernels.triton.handshake import wait_source_kernel
-
-    assert 0 <= src_rank < workspace.group_size, f"src_rank must be in [0, {workspace.group_size}), got {src_rank}"
-    wait_source_kernel[(1,)](
-        workspace.segments,
-        src_rank,
-        fingerprint,
-        workspace.rank,
-        workspace.layout.flags,
-        workspace.group_size,
-        workspace.num_slots,
-        num_warps=1,
-    )
-
-
-def wait(workspace: Segments, fingerprint: int) -> None:
-    """Wait for all ranks' signals and end a round in which nothing is to be read."""
-    _finish(None, workspace, fingerprint, end_round=True)
-
-
-def finish(out: Tensor, workspace: Segments, fingerprint: int, *, end_round: bool) -> None:
-    """After the reads of a round on this stream: make ``out`` NaN if a wait has failed or the slot was given up."""
-    assert out.is_contiguous()
-    _finish(out, workspace, fingerprint, end_round)
-
-
-def _finish(out: Tensor | None, workspace: Segments, fingerprint: int, end_round: bool) -> None:
-    from fusedcomm.kernels.triton.handshake import finish_kernel
-
-    finish_kernel[(1,)](
-        out,
-        0 if out is None else out.numel(),
-        workspace.segments,
-        fingerprint,
-        workspace.rank,
-        workspace.layout.flags,
-        workspace.group_size,
-        tiles.POISON_BLOCK,
-        end_round,
-        workspace.num_slots,
-        num_warps=1,
     )
 
 

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import torch.distributed as dist
 
-from fusedcomm.launch import launch
+from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
-from tests.soak.outcome import Failure, Outcome
+from tests.soak.outcome import Failure, SoakOutcome
 from tests.soak.worker import run_program
 
 PROGRAM_S = {"cpu": 600, "cuda": 900}  # bound of one program: it is over by itself long before
@@ -19,27 +19,27 @@ PROGRAM_S = {"cpu": 600, "cuda": 900}  # bound of one program: it is over by its
 SETTINGS = {"cpu": {"TRITON_INTERPRET": "1"}, "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}
 
 
-class World:
+class SoakRanks:
     """The ranks of torchrun; or our own, which are started anew after a program that broke."""
 
     def __init__(self, device_type: str, size: int) -> None:
         self.device_type, self.size = device_type, size
         self._stack = ExitStack()
-        self._call: launch.Call | None = None
+        self._call: world.Call | None = None
 
-    def run(self, seed: int, index: int, steps: Sequence[int] | None = None, deadline: float = math.inf) -> Outcome:
+    def run(self, seed: int, index: int, steps: Sequence[int] | None = None, deadline: float = math.inf) -> SoakOutcome:
         """The same on all ranks."""
         if self._call is None:
             os.environ.update(SETTINGS[self.device_type])
-            ranks = launch.ranks(self.device_type, self.size, PROGRAM_S[self.device_type])
+            ranks = world.ranks(self.device_type, self.size, PROGRAM_S[self.device_type])
             self._call = self._stack.enter_context(ranks)
         arguments = (seed, index, self.device_type, steps, deadline)
-        if launch.under_torchrun():
+        if world.under_torchrun():
             return run_program(dist.get_rank(), *arguments)
         try:
-            outcome: Outcome = self._call(run_program, *arguments)
+            outcome: SoakOutcome = self._call(run_program, *arguments)
         except RankError as error:  # died, or hangs
-            outcome = Outcome(failures=[Failure(error.rank, -1, str(error))], broken=True)
+            outcome = SoakOutcome(failures=[Failure(error.rank, -1, str(error))], broken=True)
         if outcome.broken:
             self.close()
         return outcome
@@ -50,7 +50,7 @@ class World:
 
 
 def command(device_type: str, size: int, seed: int, index: int, steps: Sequence[int] | None = None) -> str:
-    torchrun = launch.under_torchrun()
+    torchrun = world.under_torchrun()
     start = f"torchrun --nproc-per-node {size} -m" if torchrun else "python -m"
     ranks = "" if torchrun else f" --ranks {size}"
     kept = "" if steps is None else f" --steps {','.join(map(str, steps))}"

@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Case:
+class SoakCase:
     """What every rank of a group gives to an op. Equal on all ranks; the values are not."""
 
     op: str
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def factor(self) -> int:
-        """Of x and of the gradient, so that an average is an integer."""
+        """What x and the gradient are multiplied by, so that an average is an integer."""
         return self.group_size if self.reduce_op == "avg" else 1
 
     @property
@@ -93,7 +93,7 @@ class Case:
         return bound
 
 
-def draw(random: Random, group_size: int) -> Case:
+def draw(random: Random, group_size: int) -> SoakCase:
     """Any call that ``group_size`` ranks can make: mostly small, so that many fit into a minute."""
     op = random.choice(OPS)
     rows, k, n = _size(random)
@@ -121,7 +121,7 @@ def _size(random: Random) -> tuple[int, int, int]:
     return random.randint(100, 300), random.randint(8, 40), random.randint(16, 64)
 
 
-def _draw_gather(random: Random, op: str, group_size: int, lead: list[int], k: int, n: int) -> Case:
+def _draw_gather(random: Random, op: str, group_size: int, lead: list[int], k: int, n: int) -> SoakCase:
     ks = [k]
     if op == "all_to_all_matmul" and random.random() < 0.4:
         ks = [random.randint(2, 6), random.randint(1, 6)]  # one head alone would not be needed to make up K
@@ -134,7 +134,7 @@ def _draw_gather(random: Random, op: str, group_size: int, lead: list[int], k: i
     if op == "all_to_all_matmul":
         made[scatter_dim] //= group_size
     batches = made[: len(lead) - 1] if random.random() < 0.3 else []
-    return Case(
+    return SoakCase(
         op,
         group_size,
         tuple(x),
@@ -147,7 +147,7 @@ def _draw_gather(random: Random, op: str, group_size: int, lead: list[int], k: i
     )
 
 
-def _draw_push(random: Random, op: str, group_size: int, lead: list[int], k: int, n: int) -> Case:
+def _draw_push(random: Random, op: str, group_size: int, lead: list[int], k: int, n: int) -> SoakCase:
     heads = op == "matmul_all_to_all" and random.random() < 0.4
     columns = [*(random.randint(1, 4) for _ in range(random.randint(1, 2))), n] if heads else [n]
     y = [*lead, *columns]
@@ -156,7 +156,7 @@ def _draw_push(random: Random, op: str, group_size: int, lead: list[int], k: int
         y[scatter_dim] *= group_size
     lead, columns = y[: len(lead)], y[len(lead) :]
     batches = lead[:-1] if random.random() < 0.3 else []
-    return Case(
+    return SoakCase(
         op,
         group_size,
         (*lead, k),
@@ -173,7 +173,7 @@ def _either_sign(random: Random, dim: int, num_dims: int) -> int:
     return random.choice((dim, dim - num_dims))
 
 
-def _exact(random: Random, case: Case) -> Case:
+def _exact(random: Random, case: SoakCase) -> SoakCase:
     """In a random dtype of those that hold its sums."""
     for dtype in random.sample(list(EXACT), len(EXACT)):
         for largest in (LARGEST, 1):

@@ -1,0 +1,70 @@
+"""What the commands of benchmarks share: goals beside figures, the pages of the ranks, and options.
+
+On a CPU there are two settings, and a figure names its own. By default torch takes memory in 4 KiB pages, while
+fusedcomm's ops ask for huge pages for their results: that is what users get, but part of the speed-up is page faults
+saved, and an op can be faster than its roof. With --huge-pages torch asks for them too (THP_MEM_ALLOC_ENABLE=1), so all
+that is measured gets the same pages: what overlap alone gains.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fusedcomm.launch import world
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure, and what it must reach; no bound: it is only reported."""
+
+    name: str
+    value: float
+    bound: str | None = None
+    met: bool | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.name:40s}{self.value:6.2f}"
+        return text if self.bound is None else f"{text}   goal on CPU {self.bound}: {'' if self.met else 'not '}met"
+
+
+def at_least(name: str, value: float, bound: float | None) -> Goal:
+    return Goal(name, value) if bound is None else Goal(name, value, f">= {bound}", value >= bound)
+
+
+def at_most(name: str, value: float, bound: float | None) -> Goal:
+    return Goal(name, value) if bound is None else Goal(name, value, f"<= {bound:g}", value <= bound)
+
+
+def listed(**lists: Sequence[Any]) -> dict[str, list[dict[str, Any]]]:
+    """The JSON of lists of dataclasses, by name."""
+    return {name: [asdict(each) for each in every] for name, every in lists.items()}
+
+
+def has_huge_pages(rank: int) -> bool:
+    """Whether torch's own allocations ask for huge pages, as this rank's environment has it."""
+    return world.torch_asks_for_huge_pages()
+
+
+def pages(huge_pages: bool) -> str:
+    setting = "huge for all" if huge_pages else "torch's default, huge for the results of our ops"
+    return f"pages: {setting} (transparent_hugepage: {world.system_huge_pages()})"
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+    parser.add_argument("--huge-pages", action="store_true", help="torch asks for them as our op does; on CPU")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", metavar="FILE")
+
+
+def refuse_wrong_pages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.huge_pages and world.default_device_type() == "cuda":
+        parser.error("--huge-pages is for CPU ranks, and this bench takes the GPUs")
+    if args.huge_pages and world.under_torchrun() and not world.torch_asks_for_huge_pages():
+        parser.error("--huge-pages under torchrun: start torchrun with THP_MEM_ALLOC_ENABLE=1")

@@ -1,0 +1,78 @@
+"""The torch library that the ops are defined in, and how their fakes, `.out` overloads and autocast are registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fusedcomm.geometry.shapes import check_out
+
+lib = torch.library.Library("fusedcomm", "DEF")
+
+
+def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the op's fake kernel."""
+    return torch.library.register_fake(f"fusedcomm::{op}", lib=lib)
+
+
+def new_or_given(x: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
+    """The result of a fake kernel."""
+    if out is None:
+        return x.new_empty(shape)
+    check_out(out, x, shape)
+    return out
+
+
+def define_out(op: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """Define ``op.out``: the same call, its result in a contiguous tensor of the caller's.
+
+    ``kernel`` and ``fake``: the op's own, which take ``out`` besides.
+    """
+    args = str(getattr(torch.ops.fusedcomm, op).default._schema).partition("(")[2].removesuffix(") -> Tensor")
+    tags = [getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "out") if hasattr(torch.Tag, name)]
+    lib.define(f"{op}.out({args}, *, Tensor(a!) out) -> Tensor(a!)", tags=tags)
+    for key in ("CPU", "CUDA"):
+        lib.impl(f"{op}.out", kernel, key)
+    register_fake(f"{op}.out")(fake)
+
+    def below_autograd(*args: Any, out: Tensor) -> Tensor:
+        tensors = [t for t in (*args, out) if isinstance(t, Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(f"fusedcomm::{op}.out has no gradients: no tensor may require grad, or use no_grad()")
+        with torch._C._AutoDispatchBelowAutograd():
+            getattr(torch.ops.fusedcomm, op).out(*args, out=out)
+        torch.autograd.graph.increment_version(out)
+        return out
+
+    lib.impl(f"{op}.out", below_autograd, "Autograd")
+
+
+def register_autocast(op: str) -> None:
+    """Under autocast the op takes its tensors in autocast's dtype, as torch.matmul does."""
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        torch.library.impl(lib, op, key)(_autocast(op, device_type, key))
+
+
+def _autocast(op: str, device_type: str, key: str) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(arg: Any) -> Any:
+        if isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64:
+            return arg.to(torch.get_autocast_dtype(device_type))
+        return arg
+
+    def call(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return getattr(torch.ops.fusedcomm, op)(*pytree.tree_map(cast, args))
+
+    return call
+
+
+def refuse_transforms(op: str) -> None:
+    """torch.func's transforms have no rule for a call that other ranks take part in."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"fusedcomm.{op} does not work inside torch.func transforms: use torch.autograd")

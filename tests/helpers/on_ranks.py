@@ -1,0 +1,52 @@
+"""Tests whose body runs in every rank.
+
+    @on_ranks(2)
+    @pytest.mark.parametrize("algorithm", ["chunked", "fused"])
+    def test_values(rank: int, algorithm: str) -> None: ...
+
+The test fails if its body raises in any rank. All arguments but the rank are pickled on their way there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from fusedcomm.launch.ranks import RankPool
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What is sent to the ranks: a function cannot be pickled whose name in its module means the test around it."""
+
+    module: str
+    name: str
+
+    def __call__(self, rank: int, **arguments: Any) -> None:
+        test = getattr(importlib.import_module(self.module), self.name)
+        test.__wrapped__(rank, **arguments)
+
+
+def on_ranks(world_size: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """``world_size`` ranks of the session run the body; without a number, as many as its argument ``world_size``."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(body)
+        rank, *others = signature.parameters.values()
+
+        @wraps(body)
+        def test(ranks: Callable[[int], RankPool], **arguments: Any) -> None:
+            size = arguments["world_size"] if world_size is None else world_size
+            ranks(size).run(_Body(body.__module__, body.__name__), **arguments)
+
+        # pytest reads the names of fixtures from here
+        test.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[rank.replace(name="ranks"), *others]
+        )
+        return test
+
+    return decorate

@@ -1,0 +1,20 @@
+"""Parameters of which `make test` runs a few, and `make test-all` the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+# `fused` runs in Triton's interpreter: `make test` has it for one problem of each op, in tests/ops/test_gradients.py.
+FUSED = pytest.param("fused", marks=pytest.mark.thorough)
+ALGORITHMS_WITH_SEGMENTS = ["chunked", FUSED]
+ALL_ALGORITHMS = ["unfused", *ALGORITHMS_WITH_SEGMENTS]
+
+
+def thorough_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """``values`` as parameters, marked `thorough` unless they are among the ``quick`` ones."""
+    values = list(values)
+    assert all(value in values for value in quick), f"{quick} must be among {values}"
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.thorough) for value in values]

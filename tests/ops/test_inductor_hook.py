@@ -1,0 +1,27 @@
+"""Inductor knows the lowerings whoever imports it, and whenever; fusedcomm itself does not import it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CHECK = """
+ops = torch.ops.fusedcomm
+overloads = [getattr(ops, name).default for name in fusedcomm.__all__ if "matmul" in name]
+assert len(overloads) == 5
+from torch._inductor import lowering
+assert all(overload in lowering.lowerings for overload in overloads), overloads
+assert not any(type(finder).__name__ == "_AfterTable" for finder in sys.meta_path)
+"""
+PROGRAMS = {
+    "fusedcomm first": f"import sys, torch, fusedcomm\nassert 'torch._inductor.lowering' not in sys.modules\n{CHECK}",
+    "Inductor first": f"import sys, torch, torch._inductor.lowering, fusedcomm\n{CHECK}",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_lowerings_are_registered_when_inductor_is_there(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAMS[name]], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

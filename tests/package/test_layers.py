@@ -1,0 +1,155 @@
+"""The rooms of the package stand above each other, and nothing imports upward: not inside functions, not for types.
+
+A room is a file in the root of the package or a folder right under it. tests/, benchmarks/, examples/ stand above all.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Lowest first: a room imports only rooms that stand before it.
+LAYERS = (
+    *("errors", "env", "files", "machine", "redact", "reference"),
+    *("geometry", "kernels", "cost", "runtime", "algorithms", "ops", "nn", "redistribution"),
+    "__init__",  # what `import fusedcomm` offers
+    *("compile", "launch", "bench", "testing", "doctor", "cli", "__main__"),
+)
+MOST_ROOMS = 24  # benchmarks/ and tests/ beside them
+MOST_FILES_IN_ROOT = 8
+COMMAND_ROOMS = ("cli",)  # a command has the name of what it shows
+FIRST_NAMES = ("Call", "Case", "Group", "Match", "Problem", "Program", "Report", "Row", "Size")
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Files by module name: fusedcomm/, and kernels/ as fusedcomm.kernels."""
+    found = {}
+    for folder, prefix in (("fusedcomm", ""), ("kernels", "fusedcomm.")):
+        for file in sorted((root / folder).rglob("*.py")):
+            if folder == "fusedcomm" and "kernels" in file.relative_to(root).parts:
+                continue  # a link, where sources are used without being installed
+            name = prefix + ".".join(file.relative_to(root).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = file
+    return found
+
+
+def imports(name: str, files: dict[str, Path]) -> Iterator[tuple[str, int]]:
+    """Modules of the package that ``name`` imports, anywhere in it, and the lines."""
+    for node in ast.walk(ast.parse(files[name].read_text())):
+        if isinstance(node, ast.Import):
+            asked = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"imports must be absolute: {files[name]}:{node.lineno}"
+            asked = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for each in asked:
+            target = each if each in files else each.rpartition(".")[0]
+            if target in files and target != name:
+                yield target, node.lineno
+
+
+def room(module: str) -> str:
+    first, _, rest = module.partition(".")
+    assert first == "fusedcomm"
+    return rest.partition(".")[0] or "__init__"
+
+
+def upward(root: Path) -> list[str]:
+    """Imports that do not go down, as ``file:line``."""
+    files = modules(root)
+    return [
+        f"{files[name].relative_to(root)}:{line}: {room(name)} imports {target}"
+        for name in files
+        for target, line in imports(name, files)
+        if room(target) != room(name) and LAYERS.index(room(target)) > LAYERS.index(room(name))
+    ]
+
+
+def circle(root: Path) -> list[str]:
+    """Modules that import each other in a circle, or none. A folder's __init__ counts as the modules that it offers."""
+    files = modules(root)
+    graph = {name: {target for target, _ in imports(name, files)} for name in files}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_nothing_imports_upward() -> None:
+    assert not upward(ROOT)
+
+
+def test_no_modules_import_each_other() -> None:
+    assert not circle(ROOT)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for folder in ("fusedcomm", "kernels"):
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so", "kernels")
+        )
+    return tmp_path
+
+
+PLANTED = {
+    "at the top": "from fusedcomm.ops import dispatch\n",
+    "in a function": "def late() -> None:\n    from fusedcomm.ops.dispatch import run\n",
+    "for types": "if TYPE_CHECKING:\n    import fusedcomm.ops.dispatch\n",
+    "of the package": "import fusedcomm\n",
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_an_upward_import_is_found(copy: Path, planted: str) -> None:
+    file = copy / "fusedcomm" / "runtime" / "vote.py"
+    file.write_text(file.read_text() + planted)
+    (found,) = upward(copy)
+    assert found.startswith("fusedcomm/runtime/vote.py:")
+
+
+def test_a_circle_is_found(copy: Path) -> None:
+    file = copy / "fusedcomm" / "runtime" / "segment.py"
+    file.write_text(file.read_text() + "from fusedcomm.runtime import workspace\n")
+    assert {"fusedcomm.runtime.segment", "fusedcomm.runtime.workspace"} <= set(circle(copy))
+
+
+def test_rooms_are_few_and_all_have_their_place() -> None:
+    rooms = {room(name) for name in modules(ROOT)}
+    assert rooms == set(LAYERS)
+    assert len(rooms) <= MOST_ROOMS
+    assert len(list((ROOT / "fusedcomm").glob("*.py"))) <= MOST_FILES_IN_ROOT
+
+
+def test_no_module_has_the_name_of_its_folder_or_of_another() -> None:
+    """Ops have one stem in every folder, and commands the name of what they show."""
+    files = modules(ROOT)
+    names = [name for name, file in files.items() if file.name not in ("__init__.py", "__main__.py")]
+    assert not [name for name in names if len(set(name.split(".")[-2:])) == 1]
+    ops = {name.rpartition(".")[2] for name in names if name.startswith("fusedcomm.ops.") and "matmul" in name}
+    stems = Counter(
+        name.rpartition(".")[2]
+        for name in names
+        if room(name) not in (*COMMAND_ROOMS, "kernels") and name.rpartition(".")[2] not in ops
+    )
+    assert not [stem for stem, count in stems.items() if count > 1]
+
+
+def test_classes_have_first_names() -> None:
+    found = Counter(
+        node.name
+        for file in (*modules(ROOT).values(), *(ROOT / "benchmarks").glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name in FIRST_NAMES if found[name] > 1]
