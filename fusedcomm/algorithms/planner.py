@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedcomm import env
-from fusedcomm.cost import model as cost
+from fusedcomm.cost import model
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry.exchange import FEW_ROWS, Exchange
 from fusedcomm.runtime.members import Member
@@ -97,11 +97,11 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
 
 
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
-    constants = member.topology.constants or cost.DEFAULTS[member.device.type]
+    constants = member.topology.constants or model.DEFAULTS[member.device.type]
     kind = dtype_name(dtype, member.device.type)
     if member.device.type == "cpu":
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
-    if constants.source == cost.DEFAULT and (why := _decode(exchange, dtype)):
+    if constants.source == model.DEFAULT and (why := _decode(exchange, dtype)):
         return "unfused", why
     if torch.cuda.is_current_stream_capturing():
         name, why = _fastest(op, exchange, kind, constants, ("fused", "unfused"))
@@ -112,7 +112,7 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> 
 @functools.lru_cache(maxsize=1024)
 def _fastest(op: str, exchange: Exchange, dtype: str, constants: Constants, usable: tuple[str, ...]) -> tuple[str, str]:
     """The one of ``usable`` that is estimated to be fastest, and the estimate beside that of the best alternative."""
-    estimates = cost.estimate(op, exchange, dtype, constants)
+    estimates = model.estimate(op, exchange, dtype, constants)
     first, second, *_ = sorted(usable, key=lambda name: estimates[name])
     other = "unfused" if first != "unfused" else second
     times = f"estimated {_text(estimates[first])}, {other} {_text(estimates[other])}"

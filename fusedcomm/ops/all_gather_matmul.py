@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
@@ -96,8 +96,8 @@ def exchange_of(x: Tensor, w: Tensor | Sequence[Tensor], bias: Biases, gather_di
     """Check a call and work out its geometry. Raises ValueError."""
     ws, biases = _lists(w, bias)
     check_tensors(x, ws, biases)
-    shapes = tuple(w.shape for w in ws)
-    exchange = geometry.of(geometry.all_gather_matmul, x.shape, shapes, gather_dim, group_size)
+    w_shapes = tuple(w.shape for w in ws)
+    exchange = shapes.of(shapes.all_gather_matmul, x.shape, w_shapes, gather_dim, group_size)
     for w, bias in zip(ws, biases, strict=True):
         check_bias(bias, w.shape[-1])
     return exchange

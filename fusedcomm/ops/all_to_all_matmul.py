@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
@@ -70,7 +70,7 @@ def exchange_of(
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     check_tensors(x, [w], [bias])
-    exchange = geometry.of(geometry.all_to_all_matmul, x.shape, w.shape, gather_dim, scatter_dim, group_size)
+    exchange = shapes.of(shapes.all_to_all_matmul, x.shape, w.shape, gather_dim, scatter_dim, group_size)
     check_bias(bias, w.shape[-1])
     return exchange
 

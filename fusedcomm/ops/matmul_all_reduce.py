@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_out, check_tensors
 from fusedcomm.ops import gradients
@@ -56,7 +56,7 @@ def matmul_all_reduce(
 def exchange_of(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int) -> Exchange:
     """Check a call and work out its geometry, of x with some rows more where R divides no dim. Raises ValueError."""
     check_tensors(x, [w], [bias])
-    exchange = geometry.of(geometry.matmul_all_reduce, x.shape, w.shape, reduce_op, group_size)
+    exchange = shapes.of(shapes.matmul_all_reduce, x.shape, w.shape, reduce_op, group_size)
     check_bias(bias, w.shape[-1])
     return exchange
 
@@ -104,7 +104,7 @@ def _fake(
     out: Tensor | None = None,
 ) -> Tensor:
     check_tensors(x, [w], [bias])
-    geometry.check_all_reduce(x.shape, w.shape, reduce_op, group_size)  # which dim is cut is no business of a graph's
+    shapes.check_all_reduce(x.shape, w.shape, reduce_op, group_size)  # which dim is cut is no business of a graph's
     check_bias(bias, w.shape[-1])
     return new_or_given(x, [*x.shape[:-1], w.shape[-1]], out)
 

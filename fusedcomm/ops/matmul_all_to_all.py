@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
@@ -82,7 +82,7 @@ def exchange_of(
     """Check a call and work out its geometry. Raises ValueError."""
     check_tensors(x, [w], [bias])
     shape = None if out_shape is None else tuple(out_shape)
-    exchange = geometry.of(geometry.matmul_all_to_all, x.shape, w.shape, shape, gather_dim, scatter_dim, group_size)
+    exchange = shapes.of(shapes.matmul_all_to_all, x.shape, w.shape, shape, gather_dim, scatter_dim, group_size)
     check_bias(bias, w.shape[-1])
     return exchange
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
@@ -67,8 +67,8 @@ def exchange_of(
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     check_tensors(x, [w], [bias])
-    make = geometry.matmul_reduce_scatter
-    exchange: Exchange = geometry.of(make, x.shape, w.shape, reduce_op, scatter_dim, group_size)
+    make = shapes.matmul_reduce_scatter
+    exchange: Exchange = shapes.of(make, x.shape, w.shape, reduce_op, scatter_dim, group_size)
     check_bias(bias, exchange.block[-1], "N / R" if exchange.splits_columns else "N")
     return exchange
 
