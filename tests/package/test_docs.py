@@ -380,6 +380,14 @@ def test_names_of_files_functions_and_commands_exist(path: Path) -> None:
     assert not wrong
 
 
+def test_files_that_the_sources_name_exist() -> None:
+    pattern = rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|md|h|cpp)\b"
+    files = [*sources(), *native_sources(), ROOT / "Makefile", *(ROOT / "benchmarks").rglob("*.py")]
+    named = {(file, each) for file in files for each in re.findall(pattern, file.read_text())}
+    assert len(named) > 10
+    assert not [pair for pair in named if not (ROOT / pair[1]).exists()]
+
+
 def command_lines() -> list[str]:
     """Of indented blocks; two spaces end a command."""
     pattern = r"^    (?:torchrun .* -m )?fusedcomm (.+?)(?:  .*)?$"
