@@ -1,4 +1,4 @@
-"""all_to_all_matmul: which dims make up K, and bad input. The rest is in test_family_*.py and test_traffic.py."""
+"""all_to_all_matmul: which dims make up K, and bad input. The rest is in the tests of all ops."""
 
 from __future__ import annotations
 

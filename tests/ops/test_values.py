@@ -44,7 +44,7 @@ WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("problem", FAMILY, ids=str)
 def test_values(ranks: Any, problem: Problem, world_size: int, algorithm: str) -> None:
-    """Exact integers; every problem of the table, fp32. `fused` and the other dtypes: test_family_gradients.py."""
+    """Exact integers; every problem of the table, fp32. `fused` and the other dtypes: test_gradients.py."""
     ranks(world_size).run(check_values, problem, torch.float32, algorithm, CALLS if algorithm == "chunked" else 2)
 
 

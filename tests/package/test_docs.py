@@ -1,7 +1,7 @@
 """docs/: examples run, tables follow from their formulas, quoted texts and names are those of the sources."""
 
 import ast
-import importlib
+import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -27,9 +27,13 @@ from tests.helpers.problems import OPS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
+CHANGELOG = ROOT / "CHANGELOG.md"
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 COMMANDS = [path.stem for path in (ROOT / "fusedcomm/cli").glob("*.py") if "def add_parser(" in path.read_text()]
 SECTIONS = ("Problem", "The op", "Lower bound", "Algorithm", "Backward", "Numbers", "Limits and fallbacks")
+FOLDERS = ("fusedcomm", "kernels", "tests", "benchmarks", "examples", "docs")
+PATH = rf"(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w-]+\.(?:py|md|toml|h|cpp)"  # of a file outside of them the name alone
 HOLE = "\0"  # in a text: what varies
 DOTS = r"\.\.\.(?!\.)"  # the same in the docs
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -44,6 +48,10 @@ def page(name: str) -> str:
 
 def prose(path: Path) -> str:
     return FENCED.sub("", path.read_text())
+
+
+def name_of(path: Path) -> str:
+    return path.stem if path in PAGES else path.name
 
 
 def code_blocks(op: str) -> tuple[str, str]:
@@ -293,10 +301,10 @@ def test_every_text_that_is_raised_is_explained() -> None:
     assert not unexplained
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*TEXTS, CHANGELOG], ids=name_of)
 def test_links_lead_somewhere(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
-        file = DOCS / target if target else path
+        file = path.parent / target if target else path
         assert file.exists(), target
         headings = re.findall(r"^#+ (.*)$", prose(file), re.M) if anchor else []
         slugs = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
@@ -335,12 +343,14 @@ def is_public_name(dotted: str) -> bool:
 
 @cache
 def words() -> set[str]:
-    return {word for path in (*sources(), *native_sources()) for word in re.findall(r"\w+", path.read_text())}
+    beside = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    paths = [*sources(), *native_sources(), *(path for path in beside if path.parent != Path(__file__).parent)]
+    return {word for path in paths for word in re.findall(r"\w+", path.read_text())}
 
 
 def wrong_name(span: str) -> str | None:
     """Why what stands in backticks is not there, or None; what is not a name is not looked for."""
-    file = re.fullmatch(r"((?:fusedcomm|kernels|benchmarks|tests|examples)/[\w./]*)(?::([\w.]+))?", span)
+    file = re.fullmatch(f"({PATH})(?::([\\w.]+))?", span.replace("<op>", OPS[0]))
     if file is not None:
         path = ROOT / file[1]
         if not path.exists():
@@ -353,18 +363,30 @@ def wrong_name(span: str) -> str | None:
         if command[1] not in COMMANDS:
             return "no such command"
         text = (ROOT / "fusedcomm/cli" / f"{command[1]}.py").read_text()
-        unknown = [option for option in re.findall(r"(?<=\s)--?[a-z][\w-]*", span) if f'"{option}"' not in text]
+        options = re.findall(r"(?<=\s)--?[a-z][\w-]*", span.partition(" && ")[0])
+        unknown = [option for option in options if f'"{option}"' not in text]
         return f"no option {unknown}" if unknown else None
+    elif target := re.match(r"make ([a-z-]+)", span):
+        known = re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.M)
+        return None if known else "no such target of make"
     elif re.fullmatch(r"[A-Za-z_]\w{3,}", span) and span not in words():
         return "no such word in the sources"
     return None
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
 def test_names_of_files_functions_and_commands_exist(path: Path) -> None:
     spans = re.findall(r"`([^`\n]+)`", prose(path))
     wrong = {span: why for span in spans if (why := wrong_name(span))}
     assert not wrong
+
+
+def test_files_that_the_sources_name_exist() -> None:
+    pattern = rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|md|h|cpp)\b"
+    files = [*sources(), *native_sources(), ROOT / "Makefile", *(ROOT / "benchmarks").rglob("*.py")]
+    named = {(file, each) for file in files for each in re.findall(pattern, file.read_text())}
+    assert len(named) > 10
+    assert not [pair for pair in named if not (ROOT / pair[1]).exists()]
 
 
 def command_lines() -> list[str]:
@@ -387,6 +409,8 @@ def test_commands_can_be_called_as_they_are_written(monkeypatch: pytest.MonkeyPa
 def test_names_that_do_not_exist_are_found() -> None:
     spans = (
         "fusedcomm/nowhere.py",
+        "workspace.py",
+        "make nonsense",
         "fusedcomm/runtime/workspace.py:Workspace.nothing",
         "fusedcomm.no_such_op",
         "fusedcomm nonsense",
@@ -399,5 +423,13 @@ def test_names_that_do_not_exist_are_found() -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    linked = set(re.findall(r"\]\((\w+\.md)\)", page("README")))
-    assert linked == {path.name for path in PAGES} - {"README.md"}
+    linked = set(re.findall(r"\]\(([\w/]+\.md)\)", page("README")))
+    assert linked == {path.relative_to(DOCS).as_posix() for path in PAGES} - {"README.md"}
+
+
+def test_the_changelog_leads_from_every_old_module_to_the_new_one() -> None:
+    rows = [re.findall(r"`([\w.]+)`", "|".join(cells)) for cells in table_rows(CHANGELOG.read_text(), "in 0.1.0")]
+    assert len(rows) > 20
+    for old, new, *_ in rows:
+        assert importlib.util.find_spec(new) is not None, new
+        assert old in new or not is_public_name(old), old  # a module can be a folder now
