@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
 
-from fusedcomm.cost.links import INTER, INTRA, Reach, reach_of, seconds_per_byte
+from fusedcomm.cost.links import INTER, INTRA, Reach, rate, reach_of
 from fusedcomm.cost.model import Constants
 
 
@@ -82,7 +82,7 @@ class Links:
         found = self._lines.get((kind, mesh_dims))
         if found is None:
             bandwidth = {INTRA: self.constants.backend_bandwidth[kind], INTER: self.inter_bandwidth}
-            per_byte = seconds_per_byte(kind, self.reach(mesh_dims), bandwidth)
+            per_byte = 1 / rate(kind, self.reach(mesh_dims), bandwidth)
             found = self._lines[kind, mesh_dims] = self.latency(kind), per_byte
         return found
 
