@@ -42,7 +42,7 @@ HOP = {INTRA: 2e-6, INTER: 5e-6}
 
 @dataclass(frozen=True)
 class Reach:
-    """Of a group; the same on all its ranks."""
+    """What a group spans; the same on all its ranks."""
 
     link: str
     group_size: int
@@ -52,7 +52,7 @@ class Reach:
 
 @functools.lru_cache(maxsize=1024)
 def reach_of(ranks: Sequence[int], ranks_per_node: int, world_size: int) -> Reach:
-    """Of the group of these global ranks, in order."""
+    """The reach of the group of these global ranks, in order."""
     size = len(ranks)
     if world_size <= ranks_per_node:
         return Reach(INTRA, size, size - 1)

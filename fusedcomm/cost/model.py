@@ -30,8 +30,8 @@ Left out: rounds beyond the first, which only calls larger than a slot have; the
 ranks for one memory, but as far as `fusedcomm tune` measured all ranks at once.
 
 Default constants. "cuda": an H100 SXM's data sheet (3.35 TB/s, 450 GB/s of NVLink each way, 132 SMs) and the matmul
-rate that DESIGN section 1 reckons with. The rest is chosen, not measured: such that fused wins between 64 KiB and 16
-MiB per peer, and chunked from there, where copy engines reach full speed (DESIGN section 4). "cpu": 2 ranks of
+rate of large 16-bit products. The rest is chosen, not measured: such that fused wins between 64 KiB and 16
+MiB per peer, and chunked from there, where copy engines reach full speed. "cpu": 2 ranks of
 one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21; rates of matmuls as the roofs of the README's
 benches have them, the rest from `fusedcomm tune`, rounded.
 """
@@ -67,7 +67,7 @@ _MIN_SPLIT_K = 512  # of a matmul whose K cuBLAS divides between SMs
 
 @dataclass(frozen=True)
 class Constants:
-    """Of one rank of a machine. Seconds, bytes per second, FLOP per second; by dtype, kind of collective, algorithm.
+    """The machine of one rank. Seconds, bytes per second, FLOP per second; by dtype, kind of collective, algorithm.
 
     dtypes are torch's names, and "tf32": float32 whose matmuls may round their inputs.
     """

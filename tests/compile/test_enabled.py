@@ -106,7 +106,7 @@ def test_where_inductor_takes_one_pass_only(config: Any, monkeypatch: pytest.Mon
 
 
 def matmul_and_reshard_heads(xs: Any, ws: Any, device_mesh: Any, num_heads: int = 16, async_op: bool = True) -> Any:
-    """The start program of DESIGN section 1."""
+    """The start program: what `fusedcomm.compile` is for."""
     from torch.distributed.tensor import DTensor, Shard
 
     ys = []
