@@ -1,4 +1,4 @@
-"""all_gather_matmul: lists of weights share one gather; bad input. The rest: test_family_*.py and test_traffic.py."""
+"""all_gather_matmul: lists of weights share one gather; bad input. Files here that name no op test all ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""all_to_all_matmul: which dims make up K, and bad input. The rest is in test_family_*.py and test_traffic.py."""
+"""all_to_all_matmul: which dims make up K, and bad input. Files here that name no op test all ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""matmul_all_reduce: what is cut where nothing divides, and bad input. The rest: test_family_*.py, test_traffic.py."""
+"""matmul_all_reduce: what is cut where nothing divides, and bad input. Files here that name no op test all ops."""
 
 from __future__ import annotations
 

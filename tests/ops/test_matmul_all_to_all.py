@@ -1,4 +1,4 @@
-"""matmul_all_to_all: every way to name a group, and bad input. The rest is in test_family_*.py and test_traffic.py."""
+"""matmul_all_to_all: every way to name a group, and bad input. Files here that name no op test all ops."""
 
 from __future__ import annotations
 

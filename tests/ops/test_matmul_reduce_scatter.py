@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter: averages, its bias, bad input. The rest is in test_family_*.py and test_traffic.py."""
+"""matmul_reduce_scatter: averages, its bias, bad input. Files here that name no op test all ops."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Case:
 
     @property
     def factor(self) -> int:
-        """Of x and of the gradient, so that an average is an integer."""
+        """x and the gradient are multiples of it, so that an average is an integer."""
         return self.group_size if self.reduce_op == "avg" else 1
 
     @property

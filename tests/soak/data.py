@@ -89,7 +89,7 @@ class Data:
 
 
 def _results(case: Case, everyone: Sequence[Inputs], rank: int) -> list[Tensor]:
-    """Of one rank, from the inputs of all."""
+    """The results of one rank, from the inputs of all."""
     xs, own = [each.x for each in everyone], everyone[rank]
 
     def my_block(t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tests.soak.data import Data, Inputs
 
 
 def arguments(case: Case, inputs: Inputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Of the op's function."""
+    """Positional and keyword arguments of the op's function."""
     w, bias = (inputs.ws, inputs.biases) if case.listed else (inputs.ws[0], inputs.biases[0])
     dims = [dim for dim in (case.gather_dim, case.scatter_dim) if dim is not None]
     options: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ def arguments(case: Case, inputs: Inputs, group: Any) -> tuple[list[Any], dict[s
 
 
 def results(data: Data, rank: int, inputs: Inputs, group: Any) -> list[Tensor]:
-    """Of ``rank``, and in a backward the gradients of its inputs."""
+    """The results of ``rank``, and in a backward the gradients of its inputs."""
     case = data.case
     if case.use == "out":
         return [_into_out(case, inputs, group)]

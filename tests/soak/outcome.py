@@ -22,7 +22,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """Of a rank, of all ranks, or of many programs."""
+    """What came of one rank, of all ranks, or of many programs."""
 
     tally: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     failures: list[Failure] = field(default_factory=list)

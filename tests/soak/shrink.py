@@ -26,6 +26,6 @@ def shrink(steps: Sequence[int], fails: Callable[[list[int]], bool], most_tries:
 
 
 def _parts(steps: list[int], num_parts: int) -> list[list[int]]:
-    """Of lengths that differ by one at most."""
+    """``steps`` in parts whose lengths differ by one at most."""
     cuts = [len(steps) * i // num_parts for i in range(num_parts + 1)]
     return [steps[start:end] for start, end in pairwise(cuts)]

@@ -43,7 +43,7 @@ def collectives(gm: GraphModule) -> Counter[tuple[str, str]]:
 
 
 def matmul_flops(gm: GraphModule) -> int:
-    """Of mm and bmm; attention apart."""
+    """Operations of mm and bmm, without attention."""
 
     def shape(node: Any) -> torch.Size:
         return node.meta["val"].shape
@@ -111,7 +111,7 @@ def test_layers_share_no_memory_but_what_they_share(groups: Groups) -> None:
 
 
 def hideable(groups: Groups, program: str) -> int:
-    """Of a graph with matmuls a, b, c and a reduce_scatter after a, which only some of them need."""
+    """What can be hidden in a graph with matmuls a, b, c and a reduce_scatter after a, which only some of them need."""
     graph, mode = Graph(), torch._subclasses.FakeTensorMode()
     functional = torch.ops._c10d_functional
 

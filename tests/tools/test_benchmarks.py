@@ -50,7 +50,7 @@ FEW = ("--rounds", "2")
 
 
 def ids(module: Any) -> str:
-    return module.__name__.removeprefix("bench.bench_")
+    return module.__name__.rpartition(".")[2].removeprefix("bench_")
 
 
 @pytest.mark.usefixtures("shared_ranks")

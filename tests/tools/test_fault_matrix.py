@@ -40,7 +40,7 @@ WORKERS = 4  # in CI, on two cores: cells mostly wait, starting more ranks costs
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, Verdict]:
-    """Of the slice, and of the controls with their protections off; in the same ranks."""
+    """The slice, and the controls with their protections off, run in the same ranks."""
     cells = [*SLICE, *(control.cell for control in CONTROLS.values())]
     return {each.cell: each for each in run_cells(cells, workers=WORKERS, around=off_in_its_cell)}
 
