@@ -269,7 +269,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "a look at the guard bytes": Control(
         WORKSPACE,
-        "(damage := guards.damage(self))",
+        "(damage := canaries.damage(self))",
         "(damage := '')",
         "tests/runtime/test_canaries.py::test_an_overrun_of_a_peer_is_told_to_all_ranks",
     ),

@@ -65,7 +65,7 @@ def _ratio(row: dict[str, Any], of: str) -> str:
 
 
 def test_the_readme_quotes_the_results() -> None:
-    report = json.loads((ROOT / "bench" / "results" / "redistribution.json").read_text())
+    report = json.loads((ROOT / "benchmarks" / "results" / "redistribution.json").read_text())
     rows = {(row["torch"], *row["mesh_shape"], "of", *row["shape"]): row for row in report["rows"]}
     readme, num = (ROOT / "README.md").read_text(), 0
     for key, row in rows.items():
