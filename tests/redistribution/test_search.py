@@ -111,7 +111,7 @@ def test_uneven_reductions_are_padded_between_nodes() -> None:
 
 
 def test_an_uneven_gather_need_not_pad() -> None:
-    """Of 5 x 3 on 2 x 2: padded to 3 x 2 it would send more than first gathering one dim, then the other."""
+    """5 x 3 on 2 x 2, padded to 3 x 2, would send more than first gathering one dim, then the other."""
     found = plan((5, 3), (2, 2), "S0 S1", "R R")
     assert [each.sends_as for each in found.steps] == [steps.ALL_TO_ALL]
     assert found.bytes == 3 * 15 / 4 * 4
