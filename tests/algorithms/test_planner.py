@@ -22,8 +22,8 @@ from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
 from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.cost import model as cost
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.cost import model
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime import topology
@@ -32,15 +32,15 @@ from fusedcomm.runtime.topology import Topology
 
 OP = "matmul_all_to_all"
 ABLE = Topology(no_workspace=None, no_fused=None, workspace_bytes=1 << 30, algorithm=None)
-SMALL = geometry.matmul_all_to_all((1024, 512), (512, 1024), None, 0, 1, 2)  # 1 MiB per peer in bf16
-DECODE = geometry.matmul_all_to_all((16, 512), (512, 1024), None, 0, 1, 2)  # 16 KiB
-FEW_ROWS = geometry.matmul_reduce_scatter((64, 512), (512, 1 << 16), "sum", 0, 2)
-BATCHES = geometry.matmul_reduce_scatter((64, 4, 512), (64, 512, 1 << 12), "sum", 0, 2)  # 1 MiB; each its own w
-GATHERED_K = geometry.all_to_all_matmul((4096, 8192), (16384, 64), 1, 0, 2)  # 32 MiB
-GATHERED_ROWS = geometry.all_gather_matmul((4096, 4096), ((4096, 64),), 0, 2)  # 32 MiB
-DECODED = geometry.matmul_all_reduce((16, 512), (512, 1 << 20), "sum", 2)  # 16 MiB, cut along N: one pass over w
-LARGE = geometry.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
-HUGE_ROW = geometry.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
+SMALL = shapes.matmul_all_to_all((1024, 512), (512, 1024), None, 0, 1, 2)  # 1 MiB per peer in bf16
+DECODE = shapes.matmul_all_to_all((16, 512), (512, 1024), None, 0, 1, 2)  # 16 KiB
+FEW_ROWS = shapes.matmul_reduce_scatter((64, 512), (512, 1 << 16), "sum", 0, 2)
+BATCHES = shapes.matmul_reduce_scatter((64, 4, 512), (64, 512, 1 << 12), "sum", 0, 2)  # 1 MiB; each its own w
+GATHERED_K = shapes.all_to_all_matmul((4096, 8192), (16384, 64), 1, 0, 2)  # 32 MiB
+GATHERED_ROWS = shapes.all_gather_matmul((4096, 4096), ((4096, 64),), 0, 2)  # 32 MiB
+DECODED = shapes.matmul_all_reduce((16, 512), (512, 1 << 20), "sum", 2)  # 16 MiB, cut along N: one pass over w
+LARGE = shapes.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
+HUGE_ROW = shapes.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
 
 
 def member(device: str = "cuda:0", verdict: Topology = ABLE) -> Member:
@@ -67,7 +67,7 @@ NO_PEERS = replace(ABLE, no_workspace="rank 1 is on another host than rank 0")
 NO_TRITON = replace(ABLE, no_workspace="rank 0: Triton is not installed")
 
 
-TUNED = replace(ABLE, constants=replace(cost.DEFAULTS["cuda"], source=cost.TUNED))  # the same numbers, but measured
+TUNED = replace(ABLE, constants=replace(model.DEFAULTS["cuda"], source=model.TUNED))  # the same numbers, but measured
 ESTIMATED = "estimated "
 
 
@@ -131,7 +131,7 @@ def test_default_numbers_decide_as_the_rules_before_the_model(capturing: list[bo
         (8192, 4096, 1024 * group_size, large),  # 16 MiB
         (16192, 4096, 8192 * group_size, large),  # the start program's, and more
     ):
-        push = geometry.matmul_all_to_all((rows, k), (k, n), None, 0, 1, group_size)
+        push = shapes.matmul_all_to_all((rows, k), (k, n), None, 0, 1, group_size)
         assert decided("matmul_all_to_all", push) == algorithm, (rows, k, n)
     for rows, k, n, algorithm in (
         (64, 4096, 4096, small),
@@ -139,9 +139,9 @@ def test_default_numbers_decide_as_the_rules_before_the_model(capturing: list[bo
         (2048, 1024, 1024, medium),  # 4 MiB
         (8192, 4096, 4096, large),  # 64 MiB
     ):
-        gathered = geometry.all_gather_matmul((rows, k), ((k, n),), 0, group_size)
+        gathered = shapes.all_gather_matmul((rows, k), ((k, n),), 0, group_size)
         assert decided("all_gather_matmul", gathered) == algorithm, (rows, k, n)
-        reduced = geometry.matmul_reduce_scatter((rows * group_size, n), (n, k), "sum", 0, group_size)
+        reduced = shapes.matmul_reduce_scatter((rows * group_size, n), (n, k), "sum", 0, group_size)
         assert decided("matmul_reduce_scatter", reduced) == algorithm, (rows, k, n)
 
 
@@ -157,19 +157,19 @@ def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
     decode = [(rows * each, *k_n) for k_n in ops.DECODE_K_N for rows in ops.DECODE_ROWS]
     for shape, dtype in itertools.product([*forward, *decode], ("float32", "bfloat16")):
         exchange = tune.exchange_of(op, program.divisible(MatmulSize(*shape), group_size), group_size)
-        seconds = cost.estimate(op, exchange, dtype, cost.DEFAULTS["cpu"])
+        seconds = model.estimate(op, exchange, dtype, model.DEFAULTS["cpu"])
         assert seconds["chunked"] <= within * seconds["unfused"], (shape, dtype, seconds)
 
 
 def test_few_columns_are_unfused_on_a_cpu() -> None:
     """Each chunk's matmul reads x again. Measured: 70 and 32 ms in float32, 16 and 9 in bfloat16."""
-    narrow = geometry.matmul_all_to_all((8192, 4096), (4096, 16), None, 0, 1, 2)
+    narrow = shapes.matmul_all_to_all((8192, 4096), (4096, 16), None, 0, 1, 2)
     for dtype in (FP32, BF16):
         assert planner.plan(OP, narrow, dtype, member("cpu")).algorithm == "unfused"
 
 
 def test_a_reason_says_the_estimates_and_whose_numbers_they_are(capturing: list[bool]) -> None:
-    seconds = cost.estimate(OP, SMALL, "bfloat16", cost.DEFAULTS["cuda"])
+    seconds = model.estimate(OP, SMALL, "bfloat16", model.DEFAULTS["cuda"])
     times = f"estimated {seconds['fused'] * 1e6:.3g} us, unfused {seconds['unfused'] * 1e6:.3g} us"
     assert planner.plan(OP, SMALL, BF16, member()).reason == f"{times}, default numbers"
     assert planner.plan(OP, SMALL, BF16, member(verdict=TUNED)).reason == f"{times}, tuned numbers"
@@ -194,13 +194,13 @@ def test_a_call_is_estimated_once(capturing: list[bool], monkeypatch: pytest.Mon
     """A plan is made in every call."""
     count = [0]
 
-    class Counted(cost._Call):
+    class Counted(model._Call):
         def unfused(self) -> float:
             count[0] += 1
             return super().unfused()
 
-    monkeypatch.setattr(cost, "_Call", Counted)
-    exchange = geometry.matmul_all_to_all((1024, 512), (512, 2048), None, 0, 1, 2)
+    monkeypatch.setattr(model, "_Call", Counted)
+    exchange = shapes.matmul_all_to_all((1024, 512), (512, 2048), None, 0, 1, 2)
     plans = {str(planner.plan(OP, exchange, BF16, member())) for _ in range(5)}
     assert (len(plans), count) == (1, [1])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusedcomm.algorithms.chunk_matmul import PushedMatmul
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.spans import Range, Span, block_shape, span
 from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
@@ -75,7 +75,7 @@ def test_long_interleaved_runs_are_multiplied_in_place() -> None:
             torch.randint(-4, 5, shape).float(),
             torch.randint(-4, 5, (8, math.prod(out_shape))).float(),
         )
-        exchange = geometry.matmul_all_to_all(x.shape, w.shape, out_shape, gather_dim, scatter_dim, 2)
+        exchange = shapes.matmul_all_to_all(x.shape, w.shape, out_shape, gather_dim, scatter_dim, 2)
         y = (x @ w).view(*shape[:-1], *out_shape)
         for spans in exchange.rounds(exchange.chunk_numel):
             for dst_rank in range(2):

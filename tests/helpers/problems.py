@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 
 Inputs = tuple[Tensor, Any, Any]  # x, w, bias, as the op's function takes them
@@ -79,11 +79,11 @@ class Problem:
         return [w[-1] // (group_size if own_part else 1) if flag else None for w, flag in zip(ws, flags, strict=True)]
 
     def exchange(self, x: Tensor, w: Any, group_size: int) -> Exchange:
-        make = getattr(geometry, self.op)
-        shapes = [w.shape] if isinstance(w, Tensor) else [[each.shape for each in w]]
+        make = getattr(shapes, self.op)
+        w_shapes = [w.shape] if isinstance(w, Tensor) else [[each.shape for each in w]]
         if self.op == "all_gather_matmul" and isinstance(w, Tensor):
-            shapes = [[w.shape]]
-        return make(x.shape, *shapes, *self.arguments(group_size), group_size)
+            w_shapes = [[w.shape]]
+        return make(x.shape, *w_shapes, *self.arguments(group_size), group_size)
 
     def arguments(self, group_size: int) -> list[Any]:
         """What the dispatcher op takes between the bias and the group, but for the by-product."""

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import signals
 from tests.helpers.virtual_ranks import (
@@ -83,8 +83,8 @@ class Case:
     def exchange(self, group_size: int) -> Exchange:
         ws = self.w_shapes(group_size)
         if self.scatter_dim is None:
-            return geometry.all_gather_matmul(self.shape, ws, self.gather_dim, group_size)
-        return geometry.all_to_all_matmul(self.shape, ws[0], self.gather_dim, self.scatter_dim, group_size)
+            return shapes.all_gather_matmul(self.shape, ws, self.gather_dim, group_size)
+        return shapes.all_to_all_matmul(self.shape, ws[0], self.gather_dim, self.scatter_dim, group_size)
 
 
 def oracle(case: Case, inputs: list[Inputs]) -> list[tuple[list[Tensor], Tensor]]:
@@ -260,7 +260,7 @@ def test_w_by_tensor_descriptor(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("gather_dim", [0, 1], ids=["rows", "K"])
 def test_bfloat16_rounds_to_nearest_even(gather_dim: int) -> None:
     """All of K first: 256 + 1 + 1 + 1 is 259, which lies half way between 258 and 260."""
-    exchange = geometry.all_gather_matmul((4, 4 // (1 + gather_dim)), [(4, 3)], gather_dim, 2)
+    exchange = shapes.all_gather_matmul((4, 4 // (1 + gather_dim)), [(4, 3)], gather_dim, 2)
     (spans,) = exchange.rounds(1 << 40)
     ranks = gather_ranks(exchange, 2)
     w = torch.tensor([256, 1, 1, 1], dtype=torch.bfloat16)[:, None].expand(4, 3)
@@ -280,7 +280,7 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tiles, "architecture", lambda device: 90)
     x, w = torch.ones(2, 16, 24), torch.ones(2, 24, 16)
     w[1] = math.inf
-    exchange = geometry.all_gather_matmul(x.shape, [w.shape], 1, 1)
+    exchange = shapes.all_gather_matmul(x.shape, [w.shape], 1, 1)
     (rank,) = gather_ranks(exchange, 4)
     (spans,) = exchange.rounds(1 << 40)
     out = torch.full(exchange.out_shape, math.nan)
@@ -291,7 +291,7 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
 
 def test_parts_of_k_add_up_in_one_order() -> None:
     """Own data first, then rank - 1: in every tile, the first of a program (which waits) or a later one."""
-    exchange = geometry.all_gather_matmul((70, 1), [(3, 150)], 1, 3)
+    exchange = shapes.all_gather_matmul((70, 1), [(3, 150)], 1, 3)
     (spans,) = exchange.rounds(1 << 40)
     ranks = gather_ranks(exchange, 4)
     for _ in range(2):
@@ -306,7 +306,7 @@ def test_parts_of_k_add_up_in_one_order() -> None:
 def simple(rank: VirtualRank, gather_dim: int) -> Exchange:
     """x (5, 8) gathered along gather_dim, times ones."""
     k = 8 * rank.group_size if gather_dim == 1 else 8
-    return geometry.all_gather_matmul((5, 8), [(k, 24)], gather_dim, rank.group_size)
+    return shapes.all_gather_matmul((5, 8), [(k, 24)], gather_dim, rank.group_size)
 
 
 def pack(rank: VirtualRank, value: float, fingerprint: int = FINGERPRINT) -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from fusedcomm.algorithms import chunked, fused, kernel_launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.kernels.triton import primitives, rounds
 from fusedcomm.runtime import segment, signals
@@ -71,8 +71,8 @@ class Case:
         return x, w, integers(self.n) if self.bias else None
 
     def exchange(self, group_size: int) -> Exchange:
-        shapes = (*self.lead, self.k), self.w_shape(), self.out_shape
-        return geometry.matmul_all_to_all(*shapes, self.gather_dim, self.scatter_dim, group_size)
+        given = (*self.lead, self.k), self.w_shape(), self.out_shape
+        return shapes.matmul_all_to_all(*given, self.gather_dim, self.scatter_dim, group_size)
 
 
 def oracle(case: Case, inputs: list[tuple[Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
@@ -196,7 +196,7 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(16, 16, 16, 2, 4, 1))
     x, w = torch.ones(2, 16, 24), torch.ones(2, 24, 16)
     w[1] = math.inf
-    exchange = geometry.matmul_all_to_all(x.shape, w.shape, None, 1, 2, 1)
+    exchange = shapes.matmul_all_to_all(x.shape, w.shape, None, 1, 2, 1)
     (rank,) = virtual_ranks(1, exchange.chunk_numel * 4)
     out = torch.full(exchange.out_shape, float("nan"))
     (spans,) = exchange.rounds(1 << 40)

@@ -16,7 +16,7 @@ from tests.helpers.thorough import thorough_but
 pytest.importorskip("triton")
 
 from fusedcomm.algorithms import kernel_launch
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from tests.helpers.virtual_ranks import (
     FINGERPRINT,
@@ -45,7 +45,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     max_chunk_numel: int = 1 << 40
 
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def operand_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (*self.lead, self.k), (*(self.lead[:-1] if self.batched else ()), self.k, self.n)
 
     def inputs(self, seed: int, group_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -54,7 +54,7 @@ class Case:
         def integers(*shape: int) -> Tensor:
             return torch.randint(-3, 4, shape, generator=generator).to(self.dtype)
 
-        x_shape, w_shape = self.shapes()
+        x_shape, w_shape = self.operand_shapes()
         w = integers(*w_shape)
         if self.transposed:
             w = w.mT.contiguous().mT
@@ -62,7 +62,7 @@ class Case:
         return integers(*x_shape), w, integers(row) if self.bias else None
 
     def exchange(self, group_size: int) -> Exchange:
-        return geometry.matmul_reduce_scatter(*self.shapes(), self.reduce_op, self.scatter_dim, group_size)
+        return shapes.matmul_reduce_scatter(*self.operand_shapes(), self.reduce_op, self.scatter_dim, group_size)
 
 
 def oracle(case: Case, inputs: list[tuple[Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
@@ -159,7 +159,7 @@ def test_calls_back_to_back_with_fresh_data(group_size: int) -> None:
 def test_what_was_reduced_is_gathered(name: str, max_chunk_numel: int) -> None:
     """The two rounds of an all_reduce; the second one sends what the first one has added."""
     case, group_size = cases(3)[name], 3
-    exchange = geometry.matmul_all_reduce(*case.shapes(), "sum", group_size)
+    exchange = shapes.matmul_all_reduce(*case.operand_shapes(), "sum", group_size)
     ranks = reduce_ranks(exchange, 4, max_chunk_numel)
     inputs = [case.inputs(rank, group_size) for rank in range(group_size)]
     padded = [guarded(exchange.out_shape, case.dtype) for _ in ranks]
@@ -185,7 +185,7 @@ def reduced(
 ) -> list[list[float]]:
     """What every rank makes of one number per rank; the same one in 5 columns."""
     group_size = len(partials)
-    exchange = geometry.matmul_reduce_scatter((group_size, 1), (1, 5), "sum", 0, group_size)
+    exchange = shapes.matmul_reduce_scatter((group_size, 1), (1, 5), "sum", 0, group_size)
     (spans,) = exchange.rounds(1 << 40)
     ranks = reduce_ranks(exchange, dtype.itemsize)
     for rank, partial in zip(ranks, partials, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from tests.helpers.groups import bad_ids, check_bad_input, check_values
 from tests.helpers.op_problems import NAMED
 
@@ -27,7 +27,7 @@ OP = "all_to_all_matmul"
 def test_as_few_dims_as_possible_make_up_k(
     x: tuple[int, ...], w: tuple[int, ...], gather_dim: int, scatter_dim: int, out_shape: list[int] | None
 ) -> None:
-    exchange = geometry.all_to_all_matmul(x, w, gather_dim, scatter_dim, 2)
+    exchange = shapes.all_to_all_matmul(x, w, gather_dim, scatter_dim, 2)
     assert exchange.out_shape == (out_shape or [*exchange.shape[:3], 5])
     assert exchange.k == w[-2]
 

@@ -17,7 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 
 import fusedcomm
 from fusedcomm import Plan, env
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.ops.call_check import compare, facts_of
 from fusedcomm.runtime import flight_recorder
 from tests.helpers.groups import call, check, fresh_group, member_of
@@ -170,9 +170,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {  # what `geometry` 
 @pytest.mark.parametrize("op", OPS)
 def test_every_fact_of_a_call_is_compared(op: str) -> None:
     given, arguments = CALLS[op]
-    record = flight_recorder.Record(
-        op, "g", torch.device("cpu"), geometry.of(getattr(geometry, op), *given), torch.float32
-    )
+    record = flight_recorder.Record(op, "g", torch.device("cpu"), shapes.of(getattr(shapes, op), *given), torch.float32)
     record.number = 7
     facts = facts_of(record, Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2), torch.ones(9), by_product=False)
     assert facts == {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusedcomm
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from tests.helpers.groups import bad_ids, check_bad_input, check_values
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
@@ -33,7 +33,7 @@ OP = "matmul_all_reduce"
     ],
 )
 def test_the_dim_that_is_cut(x: tuple[int, ...], w: tuple[int, ...], shape: list[int], split_dim: int) -> None:
-    exchange = geometry.matmul_all_reduce(x, w, "sum", 4)
+    exchange = shapes.matmul_all_reduce(x, w, "sum", 4)
     assert (exchange.shape, exchange.split_dim) == (shape, split_dim)
     assert math.prod(exchange.block) * 4 == math.prod(shape)
 

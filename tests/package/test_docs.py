@@ -20,7 +20,7 @@ from fusedcomm.bench.measure import OpRow
 from fusedcomm.bench.plain import CollectiveRow
 from fusedcomm.bench.table import AnyRow
 from fusedcomm.bench.timing import Timing
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.launch.ranks import RankError, RankPool
 from tests.helpers.problems import OPS
@@ -117,11 +117,11 @@ def expected_row(group_size: int, values: dict[str, Any]) -> list[str]:
 def exchange_of(op: str, x: list[int], w: list[int], group_size: int) -> Exchange:
     """The exchange of the call that a page's table is about."""
     calls: dict[str, Callable[[], Exchange]] = {
-        "matmul_all_to_all": lambda: geometry.matmul_all_to_all(x, w, [3, 32, 128], 1, -2, group_size),
-        "all_to_all_matmul": lambda: geometry.all_to_all_matmul(x, w, -2, 1, group_size),
-        "all_gather_matmul": lambda: geometry.all_gather_matmul(x, [w], 0, group_size),
-        "matmul_reduce_scatter": lambda: geometry.matmul_reduce_scatter(x, w, "sum", 0, group_size),
-        "matmul_all_reduce": lambda: geometry.matmul_all_reduce(x, w, "sum", group_size),
+        "matmul_all_to_all": lambda: shapes.matmul_all_to_all(x, w, [3, 32, 128], 1, -2, group_size),
+        "all_to_all_matmul": lambda: shapes.all_to_all_matmul(x, w, -2, 1, group_size),
+        "all_gather_matmul": lambda: shapes.all_gather_matmul(x, [w], 0, group_size),
+        "matmul_reduce_scatter": lambda: shapes.matmul_reduce_scatter(x, w, "sum", 0, group_size),
+        "matmul_all_reduce": lambda: shapes.matmul_all_reduce(x, w, "sum", group_size),
     }
     return calls[op]()
 

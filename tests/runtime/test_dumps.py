@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.geometry import shapes as geometry
+from fusedcomm.geometry import shapes
 from fusedcomm.runtime import dumps, flight_recorder
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
@@ -98,7 +98,7 @@ def test_a_record_holds_no_workspace_and_no_tensor_of_a_call_that_failed(monkeyp
 
 
 def test_arguments_are_named_and_dims_counted_from_the_front() -> None:
-    exchange = geometry.of(geometry.matmul_all_to_all, torch.Size([4, 6]), torch.Size([6, 8]), (2, 4), -1, 0, 2)
+    exchange = shapes.of(shapes.matmul_all_to_all, torch.Size([4, 6]), torch.Size([6, 8]), (2, 4), -1, 0, 2)
     assert flight_recorder.Record("op", "group", CPU, exchange).arguments == {
         "x shape": [4, 6],
         "w shape": [6, 8],

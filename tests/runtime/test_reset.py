@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusedcomm
 from fusedcomm.algorithms import planner
-from fusedcomm.runtime import vote as agreement
+from fusedcomm.runtime import vote
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem
@@ -31,7 +31,7 @@ SMALL, LARGE = Problem("small", (6, 8), 4, 0, 1), Problem("large", (6000, 8), 51
 @contextmanager
 def cut_off_from_vote(number: int) -> Iterator[None]:
     """This rank's time is over at the very end of a vote, which its peers complete."""
-    leave, votes = agreement._Vote.leave_together, 0
+    leave, votes = vote._Vote.leave_together, 0
 
     def too_late(self: Any, token: str) -> None:
         nonlocal votes
@@ -41,15 +41,15 @@ def cut_off_from_vote(number: int) -> Iterator[None]:
             raise self.timed_out([0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement._Vote, "leave_together", too_late)
+        patch.setattr(vote._Vote, "leave_together", too_late)
         yield
 
 
-def fails(group: Any, problem: Problem, rank: int, vote: int) -> None:
-    """A call whose n-th vote rank 1 does not complete."""
+def fails(group: Any, problem: Problem, rank: int, number: int) -> None:
+    """A call whose vote of that number rank 1 does not complete."""
     with pytest.raises(fusedcomm.PeerError) if rank == 1 else pytest.raises(fusedcomm.PeerTimeoutError):
         if rank == 1:
-            with cut_off_from_vote(vote):
+            with cut_off_from_vote(number):
                 call(group, problem)
         else:
             call(group, problem)
@@ -59,7 +59,7 @@ def fails(group: Any, problem: Problem, rank: int, vote: int) -> None:
 def check_half_a_vote(rank: int) -> None:
     """The topology is known on rank 0 alone."""
     with fresh_group(TIMEOUT_S="2") as group, fusedcomm.force_algorithm("chunked", strict=True):
-        fails(group, HEADS, rank, vote=1)
+        fails(group, HEADS, rank, number=1)
         fusedcomm.reset(group)
         check(group, HEADS, call(group, HEADS, 1), 1)
 
@@ -69,7 +69,7 @@ def check_half_a_growth(rank: int) -> None:
     with fresh_group(TIMEOUT_S="2") as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, SMALL, call(group, SMALL))
         dist.barrier(group)
-        fails(group, LARGE, rank, vote=1)
+        fails(group, LARGE, rank, number=1)
         fusedcomm.reset(group)
         assert member_of(group).unavailable is None and member_of(group).workspace is not None
         check(group, LARGE, call(group, LARGE, 1), 1)
