@@ -38,7 +38,7 @@ from fusedcomm.launch.provenance import run_facts
 from fusedcomm.redistribution import search, steps
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding
-from fusedcomm.redistribution.step_time import Links
+from fusedcomm.redistribution.step_time import MeshLinks
 
 MESHES: tuple[tuple[int, ...], ...] = ((2, 2, 2), (2, 4))
 SHAPES: tuple[tuple[int, ...], ...] = ((4096, 8192), (4097, 8190), (5, 3))  # even; uneven; tiny
@@ -106,9 +106,9 @@ def pairs(num_tensor_dims: int, num_mesh_dims: int) -> Iterator[Pair]:
             yield before, after
 
 
-def links(mesh_shape: tuple[int, ...]) -> Links:
+def links(mesh_shape: tuple[int, ...]) -> MeshLinks:
     ranks = tuple(range(math.prod(mesh_shape)))
-    return Links(ranks, mesh_shape, RANKS_PER_NODE, DEFAULTS["cuda"], INTER_BANDWIDTH)
+    return MeshLinks(ranks, mesh_shape, RANKS_PER_NODE, DEFAULTS["cuda"], INTER_BANDWIDTH)
 
 
 def sharding(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[str]) -> Sharding:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fusedcomm.redistribution.step_time import Links
+from fusedcomm.redistribution.step_time import MeshLinks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -80,7 +80,7 @@ def collectives(
     return found
 
 
-def total(found: Sequence[TorchCollective], itemsize: int, links: Links) -> tuple[float, int, float]:
+def total(found: Sequence[TorchCollective], itemsize: int, links: MeshLinks) -> tuple[float, int, float]:
     """Seconds, collectives, bytes of one rank."""
     seconds = sum(links.seconds(each.kind, each.sent * itemsize, each.mesh_dims) for each in found)
     return seconds, len(found), sum(each.sent for each in found) * itemsize

@@ -35,7 +35,7 @@ class FusedCall:
         return FusedCall(op, map_arg(node.args, lambda n: n.meta["val"]))
 
     def plan(self) -> str:
-        """Of the planner, once the group has come together at its first call."""
+        """The planner's choice, once the group has come together at its first call."""
         x, group_name = self.args[0], self.args[-1]
         member = members.known_member(group_name, x.device)
         if member is not None:
@@ -54,7 +54,7 @@ class CollectiveReport:
     collective: str  # all_to_all, all_gather, reduce_scatter, all_reduce, ...
     source: str  # file:line of the user's program, where torch has kept it
     node: str  # its name in the graph
-    op: str | None = None  # the op of ours that stands for it
+    op: str | None = None  # our op that stands for it
     reason: str = ""  # why it was left, or into which node it was merged
     saving_us: float = 0.0  # estimated, per run of the graph
     call: FusedCall | None = field(default=None, repr=False)

@@ -42,7 +42,7 @@ HOP = {INTRA: 2e-6, INTER: 5e-6}
 
 @dataclass(frozen=True)
 class Reach:
-    """Of a group; the same on all its ranks."""
+    """What a group spans; the same on all its ranks."""
 
     link: str
     group_size: int
@@ -52,7 +52,7 @@ class Reach:
 
 @functools.lru_cache(maxsize=1024)
 def reach_of(ranks: Sequence[int], ranks_per_node: int, world_size: int) -> Reach:
-    """Of the group of these global ranks, in order."""
+    """The reach of the group of these global ranks, in order."""
     size = len(ranks)
     if world_size <= ranks_per_node:
         return Reach(INTRA, size, size - 1)
@@ -88,14 +88,14 @@ def sent_bytes(kind: str, chunk_bytes: float, group_size: int) -> float:
     return (group_size - 1) * chunk_bytes * (2 if kind == "all_reduce" else 1)
 
 
-def seconds_per_byte(kind: str, at: Reach, bandwidth: Mapping[str, float]) -> float:
-    """The time on the wire of what a rank sends. ``bandwidth``: by link, bytes per second of one rank, one way."""
+def rate(kind: str, at: Reach, bandwidth: Mapping[str, float]) -> float:
+    """Bytes per second that a rank sends. ``bandwidth``: by link, bytes per second of one rank, one way."""
     if at.link == INTRA:
-        return 1 / bandwidth[INTRA]
+        return bandwidth[INTRA]
     if kind == "all_to_all":
         leaving = at.far / (at.group_size - 1)
-        return max(leaving / bandwidth[INTER], (1 - leaving) / bandwidth[INTRA])
-    return 1 / min(bandwidth[INTRA], at.cards * bandwidth[INTER])
+        return 1 / max(leaving / bandwidth[INTER], (1 - leaving) / bandwidth[INTRA])
+    return min(bandwidth[INTRA], at.cards * bandwidth[INTER])
 
 
 def seconds(kind: str, given_bytes: float, at: Reach, bandwidth: Mapping[str, float]) -> tuple[float, float]:
@@ -103,11 +103,12 @@ def seconds(kind: str, given_bytes: float, at: Reach, bandwidth: Mapping[str, fl
     size, hop, base = at.group_size, HOP[at.link], base_kind(kind)
     if base is None:
         return LAUNCH + (size - 1) * hop, (size > 1) * given_bytes / bandwidth[at.link]
-    per_byte = seconds_per_byte(base, at, bandwidth)
+    bytes_per_second = rate(base, at, bandwidth)
     chunk_bytes = given_bytes if base == "all_gather" else given_bytes / size
-    num_hops, wire = size - 1, sent_bytes(base, chunk_bytes, size) * per_byte
+    num_hops, wire = size - 1, sent_bytes(base, chunk_bytes, size) / bytes_per_second
     if base == "all_reduce":
-        ring, trees = (2 * num_hops * hop, wire), (2 * math.ceil(math.log2(size)) * hop, 2 * given_bytes * per_byte)
+        ring = 2 * num_hops * hop, wire
+        trees = 2 * math.ceil(math.log2(size)) * hop, 2 * given_bytes / bytes_per_second
         latency, wire = min(ring, trees, key=sum)
         return LAUNCH + latency, wire
     return LAUNCH + num_hops * hop, wire

@@ -67,7 +67,7 @@ _MIN_SPLIT_K = 512  # of a matmul whose K cuBLAS divides between SMs
 
 @dataclass(frozen=True)
 class Constants:
-    """Of one rank of a machine. Seconds, bytes per second, FLOP per second; by dtype, kind of collective, algorithm.
+    """The machine of one rank. Seconds, bytes per second, FLOP per second; by dtype, kind of collective, algorithm.
 
     dtypes are torch's names, and "tf32": float32 whose matmuls may round their inputs.
     """

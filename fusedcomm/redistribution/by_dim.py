@@ -18,7 +18,7 @@ from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTE
 
 @dataclass(frozen=True)
 class _Change:
-    """Of one mesh dim. ``reduced``, ``left``, ``cut``: what it has to do with partial sums and tensor dims."""
+    """A step in one mesh dim. ``reduced``, ``left``, ``cut``: what it has to do with partial sums and tensor dims."""
 
     mesh_dim: int
     step: Step

@@ -28,7 +28,7 @@ from fusedcomm.redistribution import execute, mesh_groups, placements, search
 from fusedcomm.redistribution.mesh_groups import MeshFacts
 from fusedcomm.redistribution.placements import Unsupported
 from fusedcomm.redistribution.sharding import Sharding
-from fusedcomm.redistribution.step_time import Links, ranks_per_node
+from fusedcomm.redistribution.step_time import MeshLinks, ranks_per_node
 from fusedcomm.redistribution.steps import Step
 
 if TYPE_CHECKING:
@@ -158,9 +158,9 @@ def _plan(facts: MeshFacts, before: Sharding, after: Sharding, dtype: torch.dtyp
 
 
 @lru_cache(maxsize=256)
-def _links(facts: MeshFacts) -> Links:
+def _links(facts: MeshFacts) -> MeshLinks:
     per_node = ranks_per_node(facts.ranks, facts.hosts)
-    return Links(facts.ranks, facts.mesh_shape, per_node, facts.constants, INTER_BANDWIDTH)
+    return MeshLinks(facts.ranks, facts.mesh_shape, per_node, facts.constants, INTER_BANDWIDTH)
 
 
 def _by_plan(local: Tensor, mesh: DeviceMesh, plan: RedistributionPlan, async_op: bool) -> Tensor:

@@ -39,7 +39,7 @@ class Arriving:
 
 @lru_cache(maxsize=4096)
 def sending(step: Step, coordinate: Coordinate) -> Sending:
-    """Of a regular all_to_all or reduce_scatter."""
+    """What this rank sends in a regular all_to_all or reduce_scatter."""
     group, local = step.mesh_dims, step.before.local_shape(coordinate)
     cutting = {i for _, tail in tails(step) for i in tail}
     repeated = [i for i in group if i not in cutting]
@@ -65,7 +65,7 @@ def sending(step: Step, coordinate: Coordinate) -> Sending:
 
 @lru_cache(maxsize=4096)
 def arriving(step: Step, coordinate: Coordinate) -> Arriving:
-    """Of a regular all_gather or all_to_all."""
+    """What arrives at this rank in a regular all_gather or all_to_all."""
     group, shape = step.mesh_dims, step.after.local_shape(coordinate)
     permuted, block = [], []
     for dim, (size, (tail, _)) in enumerate(zip(shape, tails(step), strict=True)):

@@ -28,7 +28,7 @@ class Unsupported(Exception):
 
 
 def encode(placements: Any, now: Sequence[Any] = ()) -> list[str]:
-    """Of other classes those that are as ``now`` are an equals sign, the others begin with a question mark."""
+    """One text per placement; of another class: an equals sign where it is as ``now``, else one that begins with ?."""
     if not isinstance(placements, (list, tuple)):
         raise ValueError(f"placements must be a list, one per dim of the mesh, got {placements!r}")
     texts = [_encode(placement) for placement in placements]

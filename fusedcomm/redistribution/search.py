@@ -1,9 +1,9 @@
 """The fastest steps from one sharding to another: a search over what collectives over any mesh dims can do.
 
-Between, each mesh dim is as before, as after, or cuts nothing; or all or some of those that hold partial sums cut one
-tensor dim, innermost, for a while. Where mesh dims as before and as after cut one tensor dim, the latter are inside. An
-edge is a step; what needs no collective is free. So the search finds by itself to reduce before the data grows, a
-reduce_scatter and an all_gather in place of an all_reduce, and moves over several mesh dims at once.
+In an intermediate state each mesh dim shards as before, as after, or not at all. Mesh dims that hold partial sums may
+also, for a while, shard one tensor dim innermost. Where mesh dims as before and as after cut one tensor dim, the latter
+are inside. An edge is a step; what needs no collective is free. So the search finds by itself to reduce before the data
+grows, a reduce_scatter and an all_gather in place of an all_reduce, and moves over several mesh dims at once.
 
 The measure is `steps_by_dim`, one mesh dim at a time. It is a candidate itself; of all others only those count that
 have no more collectives and send no more bytes. So no plan is worse in either, or slower.
@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 
 from fusedcomm.redistribution.by_dim import steps_by_dim
 from fusedcomm.redistribution.sharding import Sharding
-from fusedcomm.redistribution.step_time import Links
+from fusedcomm.redistribution.step_time import MeshLinks
 from fusedcomm.redistribution.steps import SLICE, Step, merged_op, step
 from fusedcomm.redistribution.traffic import least_traffic
 
@@ -42,7 +42,7 @@ class PlanCost:
         )
 
     @staticmethod
-    def of(step: Step, itemsize: int, links: Links) -> PlanCost:
+    def of(step: Step, itemsize: int, links: MeshLinks) -> PlanCost:
         if step.kind == SLICE:
             return FREE
         mean, busiest = step.traffic
@@ -59,7 +59,7 @@ class RedistributionPlan:
     before: Sharding
     after: Sharding
     itemsize: int
-    links: Links
+    links: MeshLinks
     steps: tuple[Step, ...]
     by_dim: tuple[Step, ...]
 
@@ -78,7 +78,7 @@ class RedistributionPlan:
 
     @property
     def seconds(self) -> float:
-        """Of the busiest rank."""
+        """What the busiest rank takes."""
         return self.cost.seconds
 
     def __str__(self) -> str:
@@ -103,13 +103,13 @@ def _group(step: Step) -> str:
     return ", ".join(map(str, step.mesh_dims))
 
 
-def _total(steps: Sequence[Step], itemsize: int, links: Links) -> PlanCost:
+def _total(steps: Sequence[Step], itemsize: int, links: MeshLinks) -> PlanCost:
     return sum((PlanCost.of(each, itemsize, links) for each in steps), FREE)
 
 
 @lru_cache(maxsize=4096)
-def plan(before: Sharding, after: Sharding, itemsize: int, links: Links) -> RedistributionPlan:
-    """Of one tensor on one mesh. Raises ValueError where ``after`` has no exact plan."""
+def plan(before: Sharding, after: Sharding, itemsize: int, links: MeshLinks) -> RedistributionPlan:
+    """The fastest plan for one tensor on one mesh. Raises ValueError where ``after`` has no exact plan."""
     _check(before, after)
     if before == after:
         return RedistributionPlan(before, after, itemsize, links, (), ())
@@ -118,7 +118,7 @@ def plan(before: Sharding, after: Sharding, itemsize: int, links: Links) -> Redi
     return RedistributionPlan(before, after, itemsize, links, steps, by_dim)
 
 
-def _fastest_way(step: Step, itemsize: int, links: Links) -> Step:
+def _fastest_way(step: Step, itemsize: int, links: MeshLinks) -> Step:
     if len(step.ways) == 1:
         return step
     costs = {each: PlanCost.of(each, itemsize, links) for each in step.ways}
@@ -157,7 +157,7 @@ class _Search:
     """
 
     def __init__(
-        self, before: Sharding, after: Sharding, itemsize: int, links: Links, by_dim: tuple[Step, ...]
+        self, before: Sharding, after: Sharding, itemsize: int, links: MeshLinks, by_dim: tuple[Step, ...]
     ) -> None:
         self.before, self.after, self.itemsize, self.links = before, after, itemsize, links
         self.latency, self.per_byte = links.least

@@ -89,7 +89,7 @@ class Sharding:
 
 
 def nested_chunk(size: int, chunks: Sequence[tuple[int, int]]) -> Range:
-    """Of range(size): chunk ``index`` of ``num``, and of that the next; (num, index) outermost first."""
+    """Chunk ``index`` of ``num`` of range(size), and of that the next; (num, index) outermost first."""
     start, stop = 0, size
     for num, index in chunks:
         chunk = -((start - stop) // num)  # ceil

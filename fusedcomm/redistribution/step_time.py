@@ -3,7 +3,7 @@
     latency of its kind + bytes of the busiest rank / rate
 
     group             rate, bytes per second of one rank, one way
-    inside a node     that of the kind: cost.Constants.backend_bandwidth
+    inside a node     that of the kind: cost.model.Constants.backend_bandwidth
     between nodes     rings (all but all_to_all): that of the network cards of its ranks in a node, at most that inside
                       all_to_all: the network's for the parts that leave the node; the others go beside, as inside
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
 
-from fusedcomm.cost.links import INTER, INTRA, Reach, reach_of, seconds_per_byte
+from fusedcomm.cost.links import INTER, INTRA, Reach, rate, reach_of
 from fusedcomm.cost.model import Constants
 
 
@@ -40,7 +40,7 @@ def _is_by_host(hosts: Mapping[int, int], size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Links:
+class MeshLinks:
     """What the ranks of one mesh send over. ``mesh_ranks``: global, row-major; ``ranks_per_node`` of them successively
     are a node. ``inter_bandwidth``: between nodes, bytes per second of one rank, one way."""
 
@@ -62,7 +62,7 @@ class Links:
         return hash(facts)
 
     def seconds(self, kind: str, num_bytes: float, mesh_dims: tuple[int, ...]) -> float:
-        """Of the collective ``kind`` over the flattened groups of ``mesh_dims``, whose busiest rank sends that much."""
+        """What ``kind`` takes over the flattened groups of ``mesh_dims`` whose busiest rank sends that many bytes."""
         latency, per_byte = self._line(kind, mesh_dims)
         return latency + num_bytes * per_byte
 
@@ -82,12 +82,12 @@ class Links:
         found = self._lines.get((kind, mesh_dims))
         if found is None:
             bandwidth = {INTRA: self.constants.backend_bandwidth[kind], INTER: self.inter_bandwidth}
-            per_byte = seconds_per_byte(kind, self.reach(mesh_dims), bandwidth)
+            per_byte = 1 / rate(kind, self.reach(mesh_dims), bandwidth)
             found = self._lines[kind, mesh_dims] = self.latency(kind), per_byte
         return found
 
     def reach(self, mesh_dims: tuple[int, ...]) -> Reach:
-        """Of the slowest group."""
+        """The reach of the slowest group."""
         world_size = max(self.mesh_ranks) + 1
         found = [reach_of(ranks, self.ranks_per_node, world_size) for ranks in set(self._groups(mesh_dims))]
         between = [at for at in found if at.link == INTER]

@@ -1,10 +1,9 @@
 """What one collective can do to a sharding, over all the mesh dims that it takes at once, and what it sends.
 
-Per tensor dim, before and after have a common prefix of cuts, inside which everything happens. Let the tails be the
-cuts beyond it. Ranks of a group that differ only in mesh dims of tails of before hold, together, all that each of them
-needs after: pieces of their boxes, each held by exactly one (or, where it is to be reduced over some mesh dims, one for
-each index in those). So one exchange over that group does every change that reduces nothing, and needs no mesh dim
-more:
+Drop the mesh dims that both shardings share as a prefix, per tensor dim: the tails remain. Ranks that differ only in
+the tails of before together hold all that each of them needs afterwards: pieces of their boxes, each held by exactly
+one (or, where it is to be reduced over some mesh dims, one for each index in those). So one exchange over that group
+does every change that reduces nothing, and needs no mesh dim more:
 
     slice           no mesh dim: what is needed is here
     all_gather      all ranks of the group need all that they hold together
@@ -201,7 +200,7 @@ def exchanged(step: Step) -> tuple[float, float]:
 def _exchanged(
     size: int, mesh_shape: tuple[int, ...], dims: tuple[int, ...], dims_after: tuple[int, ...], group: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of one tensor dim, by coordinate: of what a rank holds, what others need; of what it needs, what others hold; and
+    """In one tensor dim, by coordinate: what others need of what a rank holds; what others hold of what it needs; and
     what it holds and needs. Others: one per coordinate of the mesh dims of the group that cut this dim."""
     num = len(mesh_shape)
     start, stop = (_of_group(each, group) for each in _ranges(size, mesh_shape, dims))

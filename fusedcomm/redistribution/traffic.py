@@ -10,8 +10,9 @@ from fusedcomm.redistribution.sharding import Sharding, intersection, numel
 def least_traffic(before: Sharding, after: Sharding) -> float:
     """Elements that the busiest rank sends or receives, whatever the steps.
 
-    Nothing reduced: what a rank needs and does not hold. Else, of `parts` of an element, as many less one are sent
-    until one rank has it; and each other rank that needs it receives it then. Nor can a rank keep but what it needs.
+    Where nothing is reduced, it is what a rank needs and does not hold. Summing `parts` values on one rank takes
+    `parts - 1` transfers, and each further rank that needs the sum takes one more. A rank also sends whatever it holds
+    and does not keep.
     """
     sizes = before.mesh_shape
     last = tuple(size - 1 for size in sizes)

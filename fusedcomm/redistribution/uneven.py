@@ -38,7 +38,7 @@ class Pieces:
 
 @lru_cache(maxsize=128)
 def pieces(step: Step, coordinate: Coordinate, order: tuple[int, ...]) -> Pieces:
-    """Of any step with a group but all_reduce."""
+    """What this rank exchanges in any step with a group but all_reduce."""
     in_rows = step.members(coordinate)
     members = [in_rows[index] for index in order]
     held, needed = step.before.box(coordinate), step.after.box(coordinate)

@@ -12,11 +12,11 @@ from fusedcomm.algorithms import chunk_matmul
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul
 from fusedcomm.algorithms.transport import CpuTransport
 from fusedcomm.geometry import exchange
-from tests.helpers.op_problems import FAMILY
+from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.problems import GATHERS, Problem
 from tests.ops.test_gradients import check_gradients
 
-PROBLEMS = [problem for problem in FAMILY if problem.op in GATHERS]
+PROBLEMS = [problem for problem in ALL_PROBLEMS if problem.op in GATHERS]
 
 
 def check_in_rounds(rank: int, problems: list[Problem]) -> int:

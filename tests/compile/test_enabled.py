@@ -217,7 +217,7 @@ def test_a_pass_that_fails_leaves_the_graph(rank: int, module: str, function: st
         if module == "rewrite":
             patch.setattr(Rewriter, function, broken)
         else:
-            patch.setattr(importlib.import_module(f"fusedcomm.compile.{module}"), function, broken)
+            patch.setattr(importlib.import_module(f"fusedcomm.compile.graph.{module}"), function, broken)
         with fusedcomm.compile.enabled() as report:
             got = torch.compile(program, fullgraph=True)(*args)
     torch.testing.assert_close(got, want)

@@ -116,7 +116,7 @@ def test_a_chain_becomes(cube: World, name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [*MESHES, *WITHOUT_ORDER])
 def test_random_chains(name: str) -> None:
-    """Of any kinds over any dims, rearranged between: equal on every rank, and never more sent or more collectives."""
+    """Collectives of any kind over any dims, rearranged between: equal on all ranks, never more sent or more calls."""
     check_random_chains(name, seeds=range(1))
 
 
@@ -328,7 +328,7 @@ def test_a_part_that_the_program_itself_takes() -> None:
 
 
 def test_blocks_that_a_view_hides() -> None:
-    """Of [2, 3, 4] as [6, 4], 3 blocks of rows are parts of no dim; but of the view they are."""
+    """3 blocks of rows of [2, 3, 4] as [6, 4] are parts of no dim of it, but parts of a dim of the view."""
     with fake_world(MESHES["2x3"]) as world:
         calls = Calls(world)
         graph, merger, _ = merged(world, lambda x: calls.rs(calls.rs(x.view(6, 4), 1), 0), (2, 3, 4))

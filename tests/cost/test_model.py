@@ -208,7 +208,7 @@ def test_empty_and_tiny_calls_have_a_time(rows: int) -> None:
 
 
 def collective(kind: str, num_bytes: int, device: str) -> Any:
-    """Of 4 ranks; of a group that has not come together."""
+    """A collective of 4 ranks, in a group that has not come together."""
     with FakeTensorMode():
         sent = torch.fx.Graph().placeholder("sent")
         sent.meta["val"] = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device)

@@ -365,7 +365,7 @@ def test_where_the_fastest_algorithm_changes() -> None:
 
 
 def tune_small(rank: int, workspace_bytes: int, op: str) -> str:
-    """Of `_data`: what it refuses to measure."""
+    """What `_data` refuses to measure."""
     member = members.member(resolve(None)[1], CPU)
     bench = tune._Bench(member, tune.TuneSizes.of("cpu", quick=True), rounds=1)
     before = member.topology

@@ -11,7 +11,7 @@ import torch
 from fusedcomm.algorithms.chunk_matmul import PushedMatmul
 from fusedcomm.geometry import shapes as geometry
 from fusedcomm.geometry.spans import Range, Span, block_shape, span
-from tests.helpers.op_problems import FAMILY
+from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
 
 
@@ -89,9 +89,9 @@ def indices(span: Span, peer: int) -> list[int]:
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("problem", FAMILY, ids=str)
+@pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
 def test_chunks_cover_every_element_exactly_once(problem: Problem, group_size: int) -> None:
-    """Of all rounds and peers together: of the matmul's tensor, of what is sent and of what arrives."""
+    """All rounds and peers together cover the matmul's tensor, what is sent and what arrives."""
     exchange = problem.exchange(*integers(problem, 0, group_size)[:2], group_size)
     for divisor in (1, 3, 7):
         max_chunk_numel = max(exchange.row_numel, exchange.chunk_numel // divisor, 1)
@@ -115,7 +115,7 @@ def test_chunks_cover_every_element_exactly_once(problem: Problem, group_size: i
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-@pytest.mark.parametrize("problem", [p for p in FAMILY if p.op == "all_to_all_matmul"], ids=str)
+@pytest.mark.parametrize("problem", [p for p in ALL_PROBLEMS if p.op == "all_to_all_matmul"], ids=str)
 def test_what_is_packed_for_a_rank_is_where_it_unpacks_it(problem: Problem, group_size: int) -> None:
     """The sender's and the receiver's side of every round, against cut and cat."""
     x, w, _ = integers(problem, 0, group_size)

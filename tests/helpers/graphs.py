@@ -17,7 +17,7 @@ from tests.helpers.fragments import FRAGMENTS, Fragment
 
 @contextmanager
 def recorded_graphs() -> Iterator[list[Graph]]:
-    """Of every graph that Inductor compiles, forward before backward; nothing comes from a cache."""
+    """Every graph that Inductor compiles, forward before backward; nothing comes from a cache."""
     import torch._functorch.config as functorch_config
     from torch._inductor import config
 
@@ -89,7 +89,7 @@ def check_fragment(rank: int, name: str) -> None:
 
 
 def strides(t: Tensor) -> list[int]:
-    """Of the dims that have more than one element."""
+    """The strides of the dims that have more than one element."""
     return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
 
 

@@ -204,7 +204,7 @@ def num_blocked() -> int:
 
 
 def until_error(group: Any, problem: Problem) -> dict[str, Any]:
-    """Of the call that failed; the others gave right values."""
+    """The error of the call that failed; the others gave right values."""
     deadline = time.monotonic() + WAIT_S
     while (found := error_of(lambda: check(group, problem, call(group, problem))))["text"] is None:
         assert time.monotonic() < deadline, "no call has failed"

@@ -107,8 +107,8 @@ TABLES = {
     "matmul_reduce_scatter": MATMUL_REDUCE_SCATTER,
     "matmul_all_reduce": MATMUL_ALL_REDUCE,
 }
-FAMILY = [problem for op in OPS for problem in TABLES[op]]
-NAMED = {str(problem): problem for problem in FAMILY}
+ALL_PROBLEMS = [problem for op in OPS for problem in TABLES[op]]
+NAMED = {str(problem): problem for problem in ALL_PROBLEMS}
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Combination:
 def _combinations() -> list[Combination]:
     """Each problem with each algorithm; dtypes and sizes take turns. The interpreter is slow: small groups for it."""
     made = []
-    for i, problem in enumerate(FAMILY):
+    for i, problem in enumerate(ALL_PROBLEMS):
         for j, algorithm in enumerate(ALGORITHMS):
             sizes = [2, 2, 3, 2, 2, 2, 4, 2] if algorithm == "fused" else [2, 3, 4]
             made.append(Combination(problem, DTYPES[(i + j) % 3], sizes[(i + j + i // 3) % len(sizes)], algorithm))
@@ -152,7 +152,7 @@ def expected_gradients(
     dtype: torch.dtype = torch.float32,
     used: Sequence[int] | None = None,
 ) -> list[Tensor | None]:
-    """Of this rank's x, weights and biases, through the program of the whole group, in float64.
+    """Gradients of this rank's x, weights and biases, through the program of the whole group, in float64.
 
     ``used``: of a list, the results that the loss takes.
 

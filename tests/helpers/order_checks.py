@@ -117,7 +117,7 @@ def sent(gm: GraphModule) -> Counter[tuple[str, str]]:
 
 
 def peak_bytes(gm: GraphModule) -> int:
-    """Of all memory that is live at once. Inputs and results stay; what a start reads stays until its wait."""
+    """The most memory that is live at once. Inputs and results stay; what a start reads stays until its wait."""
     nodes = list(gm.graph.nodes)
     accesses, at = Accesses(nodes), {node: i for i, node in enumerate(nodes)}
     sizes: dict[Root, int] = {}

@@ -230,7 +230,7 @@ def random_mesh(rng: random.Random) -> tuple[int, ...]:
 
 
 def random_ops(rng: random.Random) -> list[str]:
-    """Of which any mix can be reduced exactly, though not all at once."""
+    """Any mix of these can be reduced exactly, though not all at once."""
     return rng.choice([["sum"], ["avg"], ["sum", "avg"], ["max"], ["min"], ["product"], ["sum", "max"], ["max", "min"]])
 
 

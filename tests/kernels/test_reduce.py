@@ -216,7 +216,7 @@ def test_the_sum_is_rounded_once() -> None:
 
 
 def test_the_average_is_a_division() -> None:
-    """Of whole numbers it is exact where the result is one: a product with 1 / 3 need not be."""
+    """The average of whole numbers is exact where it is one: a product with 1 / 3 need not be."""
     for total in (3 * 16777213, 3 * 11184811):
         third = float(total // 3)
         assert reduced([third, third, third], torch.float32, scale=1 / 3) == [[third] * 5] * 3

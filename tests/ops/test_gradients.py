@@ -17,8 +17,8 @@ from fusedcomm.geometry import exchange
 from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import (
+    ALL_PROBLEMS,
     COMBINATIONS,
-    FAMILY,
     NAMED,
     Combination,
     as_list,
@@ -190,7 +190,7 @@ def test_gradients_without_a_saved_by_product(ranks: Any, name: str, algorithm: 
 
 @on_ranks(2)
 def test_a_list_with_a_frozen_weight_and_an_unused_result(rank: int) -> None:
-    """Of a list: one weight frozen, one result unused."""
+    """One weight of the list is frozen, one result unused."""
     problem = NAMED["all_gather_matmul-list-qkv"]
     size = dist.get_world_size()
     tensors = leaves(problem, rank)
@@ -256,7 +256,7 @@ def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "min_piece"), [(2, 1), (2, 128), (3, 1)])
-@pytest.mark.parametrize("problem", FAMILY, ids=str)
+@pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
 def test_chunks_multiplied_one_by_one(rank: int, problem: Problem, world_size: int, min_piece: int) -> None:
     """The problems are small: the thresholds below which chunks are not multiplied one by one are lowered to them."""
     with pytest.MonkeyPatch.context() as patch:

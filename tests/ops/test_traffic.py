@@ -195,7 +195,7 @@ def test_nothing_is_computed_for_a_frozen_input(rank: int, op: str, frozen: str)
 
 
 def kept_bytes(row: Row, rank: int) -> int:
-    """Of memory that is not the caller's own."""
+    """What is saved in memory that is not the caller's own."""
     problem = PROBLEMS[row.op]
     tensors = leaves(problem, rank, row.frozen)
     with saved_for_backward() as saved:

@@ -21,7 +21,7 @@ from tests.helpers.groups import (
     non_contiguous,
 )
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.op_problems import FAMILY, NAMED, TABLES, as_list
+from tests.helpers.op_problems import ALL_PROBLEMS, NAMED, TABLES, as_list
 from tests.helpers.problems import (
     GATHERS,
     OPS,
@@ -42,7 +42,7 @@ WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather
 
 @pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("problem", FAMILY, ids=str)
+@pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
 def test_values(ranks: Any, problem: Problem, world_size: int, algorithm: str) -> None:
     """Exact integers; every problem of the table, fp32. `fused` and the other dtypes: test_gradients.py."""
     ranks(world_size).run(check_values, problem, torch.float32, algorithm, CALLS if algorithm == "chunked" else 2)
@@ -54,7 +54,7 @@ def check_all_values(rank: int, names: list[str], algorithm: str | None, calls: 
 
 
 def test_one_rank_has_nothing_to_exchange(ranks: Any) -> None:
-    ranks(1).run(check_all_values, [str(problem) for problem in FAMILY], None, 1)
+    ranks(1).run(check_all_values, [str(problem) for problem in ALL_PROBLEMS], None, 1)
 
 
 @pytest.mark.thorough

@@ -115,7 +115,7 @@ def expected_row(group_size: int, values: dict[str, Any]) -> list[str]:
 
 
 def exchange_of(op: str, x: list[int], w: list[int], group_size: int) -> Exchange:
-    """Of the call that a page's table is about."""
+    """The exchange of the call that a page's table is about."""
     calls: dict[str, Callable[[], Exchange]] = {
         "matmul_all_to_all": lambda: geometry.matmul_all_to_all(x, w, [3, 32, 128], 1, -2, group_size),
         "all_to_all_matmul": lambda: geometry.all_to_all_matmul(x, w, -2, 1, group_size),
@@ -291,7 +291,7 @@ def raised_texts(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_text_that_is_raised_is_explained() -> None:
-    """Of what users import; commands say what is wrong with their arguments themselves."""
+    """This holds for what users import; commands say what is wrong with their arguments themselves."""
     quoted = quoted_texts()
     own = ("bench", "cli", "doctor", "launch", "testing")
     files = [path for path in sources() if path.relative_to(ROOT).parts[1] not in own]
@@ -390,7 +390,7 @@ def test_files_that_the_sources_name_exist() -> None:
 
 
 def command_lines() -> list[str]:
-    """Of indented blocks; two spaces end a command."""
+    """Commands stand in indented blocks; two spaces end one."""
     pattern = r"^    (?:torchrun .* -m )?fusedcomm (.+?)(?:  .*)?$"
     return [line for path in PAGES for line in re.findall(pattern, path.read_text(), re.M)]
 

@@ -283,7 +283,7 @@ def test_a_socket_that_listens_is_found(address: str, kind: int) -> None:
 
 
 def posted(rank: int) -> tuple[list[bytes], dict[str, Any]]:
-    """Of a call in a new group: all that fusedcomm has left in the store, and rank 0's facts by purpose."""
+    """What a call in a new group has left in the store, and rank 0's facts by purpose."""
     whole: Any = dist.distributed_c10d._get_default_store()
     keys = getattr(whole.underlying_store, "list_keys", list)  # not of every torch release
     before = set(keys())

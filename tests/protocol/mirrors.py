@@ -20,7 +20,7 @@ WHAT_TO_DO = (
 
 
 def digest(source: str, text: str | None = None) -> str:
-    """Of ``file:qualified name``, in ``text`` or in the file."""
+    """The digest of ``file:qualified name``, in ``text`` or in the file."""
     path, _, name = source.partition(":")
     text = (ROOT / path).read_text() if text is None else text
     normal = _normal_python(text, name) if path.endswith(".py") else _normal_cpp(text, name)

@@ -210,7 +210,7 @@ def test_replays_that_need_a_barrier_are_caught(calls: str) -> None:
 
 
 def test_a_wait_without_a_bound_is_caught() -> None:
-    """Of a peer that has died; nothing but the time-out ends that wait."""
+    """The peer has died: nothing but the time-out ends that wait."""
     outcome = run(on_host(2, PUSH, dies=(0,)))
     assert outcome.violation is not None
     assert outcome.violation.startswith(DEADLOCK)

@@ -20,7 +20,7 @@ from fusedcomm.redistribution import search, steps
 from fusedcomm.redistribution.by_dim import steps_by_dim
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding
-from fusedcomm.redistribution.step_time import Links, ranks_per_node
+from fusedcomm.redistribution.step_time import MeshLinks, ranks_per_node
 from fusedcomm.redistribution.traffic import least_traffic
 from tests.helpers.redistribution_world import Plan, check
 
@@ -28,9 +28,9 @@ Placements = tuple[str, ...]  # R, S0, S1, ..., P (sum) or P and another op
 ROUNDING = 1 + 1e-9
 
 
-def links(mesh_shape: tuple[int, ...], ranks_per_node: int = 8, device_type: str = "cuda") -> Links:
+def links(mesh_shape: tuple[int, ...], ranks_per_node: int = 8, device_type: str = "cuda") -> MeshLinks:
     num = math.prod(mesh_shape)
-    return Links(tuple(range(num)), mesh_shape, ranks_per_node, DEFAULTS[device_type], 50e9)
+    return MeshLinks(tuple(range(num)), mesh_shape, ranks_per_node, DEFAULTS[device_type], 50e9)
 
 
 def sharding(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[str]) -> Sharding:
@@ -41,7 +41,7 @@ def sharding(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequen
 
 
 def plan(
-    shape: Sequence[int], mesh_shape: tuple[int, ...], before: str, after: str, over: Links | None = None
+    shape: Sequence[int], mesh_shape: tuple[int, ...], before: str, after: str, over: MeshLinks | None = None
 ) -> RedistributionPlan:
     both = (sharding(shape, mesh_shape, each.split()) for each in (before, after))
     return search.plan(*both, 4, over or links(mesh_shape))
@@ -111,7 +111,7 @@ def test_uneven_reductions_are_padded_between_nodes() -> None:
 
 
 def test_an_uneven_gather_need_not_pad() -> None:
-    """Of 5 x 3 on 2 x 2: padded to 3 x 2 it would send more than first gathering one dim, then the other."""
+    """5 x 3 on 2 x 2, padded to 3 x 2, would send more than first gathering one dim, then the other."""
     found = plan((5, 3), (2, 2), "S0 S1", "R R")
     assert [each.sends_as for each in found.steps] == [steps.ALL_TO_ALL]
     assert found.bytes == 3 * 15 / 4 * 4
@@ -344,7 +344,7 @@ def test_links_of_several_mesh_dims() -> None:
 def test_links_of_a_mesh_in_another_order() -> None:
     """Ranks of a node are successive wherever they stand in the mesh."""
     ranks = (0, 4, 1, 5, 2, 6, 3, 7)  # [4, 2], transposed
-    over = Links(ranks, (4, 2), 4, DEFAULTS["cuda"], 50e9)
+    over = MeshLinks(ranks, (4, 2), 4, DEFAULTS["cuda"], 50e9)
     assert [over.reach(dims).link for dims in ((0,), (1,), (0, 1))] == ["intra", "inter", "inter"]
 
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks import redistribution_torch
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.redistribution import search
-from fusedcomm.redistribution.step_time import Links
+from fusedcomm.redistribution.step_time import MeshLinks
 from tests.redistribution.test_search import ROUNDING, Placements, links, pairs, sharding
 
 
@@ -26,7 +26,7 @@ def placed(placements: Placements) -> list[Any]:
     ]
 
 
-def worse_than_torch(mesh: Any, shape: tuple[int, ...], over: Links, share: int, first: int = 0) -> list[str]:
+def worse_than_torch(mesh: Any, shape: tuple[int, ...], over: MeshLinks, share: int, first: int = 0) -> list[str]:
     """One pair of ``share``."""
     mesh_shape, found = tuple(mesh.shape), []
     for before, after in itertools.islice(pairs(len(shape), len(mesh_shape)), first, None, share):
@@ -97,7 +97,7 @@ def worse_at_random(rng: random.Random, num_meshes: int) -> list[str]:
                     backend_latency={kind: 1e-6 * 10 ** rng.uniform(0, 2) for kind in kinds},
                 )
                 ranks = rng.sample(range(math.prod(mesh_shape)), math.prod(mesh_shape))
-                over = Links(tuple(ranks), mesh_shape, rng.choice([1, 2, 3, 4, 64]), told, rng.choice([5e9, 50e9]))
+                over = MeshLinks(tuple(ranks), mesh_shape, rng.choice([1, 2, 3, 4, 64]), told, rng.choice([5e9, 50e9]))
                 num = sum(1 for _ in pairs(len(shape), len(mesh_shape)))
                 found += worse_than_torch(mesh, shape, over, share=max(num // 25, 1), first=rng.randrange(25))
     return found

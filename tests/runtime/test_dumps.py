@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @on_ranks(2)
 def test_the_ring_has_every_call(rank: int) -> None:
-    """Of every op, forward and backward, whatever it runs as."""
+    """Every op is there, forward and backward, whatever it runs as."""
     size = dist.get_world_size()
     with fresh_group() as group, pytest.MonkeyPatch.context() as patch:
         patch.setattr(flight_recorder, "_ring", deque(maxlen=flight_recorder.NUM_CALLS))

@@ -82,7 +82,7 @@ def test_a_reset_repairs_ranks_that_differ(ranks: Any, scenario: Any) -> None:
 
 @on_ranks(2)
 def test_a_reset_makes_slots_of_one_size(rank: int) -> None:
-    """Of a workspace that one rank has lost: the largest slot of any rank counts."""
+    """One rank has lost its workspace: the largest slot of any rank counts."""
     with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, LARGE, call(group, LARGE))
         dist.barrier(group)

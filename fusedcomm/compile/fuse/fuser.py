@@ -1,4 +1,4 @@
-"""Collectives that stand beside matmuls become ops of ours: find, match, rewrite, over one graph."""
+"""Collectives that stand beside matmuls become our ops: find, match, rewrite, over one graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPS = tuple(module.OP for module in MODULES)
 
 @dataclass(frozen=True)
 class Fused:
-    """What has been rewritten: an op of ours for one or more collectives and their matmuls."""
+    """What has been rewritten: one of our ops for one or more collectives and their matmuls."""
 
     op: str
     node: Node

@@ -79,7 +79,7 @@ def find(graph: Graph, kind: str) -> list[Node]:
 
 
 def read(start: Node) -> Collective:
-    """Raises CannotFuse where it is not one that an op of ours could stand for."""
+    """Raises CannotFuse where none of our ops could stand for it."""
     kind, at = STARTS[start.target]  # type: ignore[index]
     if start.kwargs:
         raise CannotFuse("its arguments are given by name")

@@ -52,7 +52,7 @@ class Product:
 
 
 def matmul(node: Node) -> Product:
-    """Of mm, addmm, bmm, baddbmm. Raises CannotFuse where it is none that an op of ours computes."""
+    """Reads mm, addmm, bmm or baddbmm. Raises CannotFuse where none of our ops computes it."""
     if node.op != "call_function" or node.target not in MATMULS:
         raise CannotFuse(f"what is exchanged is not the result of a matmul but of {name_of(node)}")
     *bias, x, w = node.args

@@ -85,7 +85,7 @@ def _of_shard_dim_alltoall(node: Node) -> Exchange:
 
 
 def _of_gather(start: Node) -> Exchange | None:
-    """Of the gather's result nothing is used but the part that an all_to_all would have brought."""
+    """A gather of whose result only the part is used that an all_to_all would have brought; None where more is."""
     gather = collectives.read(start)
     if value(gather.sent).device.type != "cpu":
         return None

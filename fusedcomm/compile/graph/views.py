@@ -112,7 +112,7 @@ def follow(node: Node, layout: Layout) -> list[tuple[Node, Layout]]:
     """node and, as long as only one node reads the last, those that rearrange it further."""
     found = [(node, layout)]
     while True:
-        if not found[-1][0].users:  # an op of ours for it would be removed, perhaps not on every rank
+        if not found[-1][0].users:  # one of our ops for it would be removed, perhaps not on every rank
             raise CannotFuse("nothing reads its result")
         nexts = list(derived(found[-1][0]))
         if len(nexts) != 1 or (following := nexts[0][1]) is None or is_cast(following):

@@ -1,8 +1,8 @@
 """Collectives that follow each other over different dims of one mesh become one over these dims together.
 
 As DTensor writes them, for example, one mesh dim at a time. What may become what, and why no more is sent, is in
-`moves`; the groups are there already (`flattened`). A chain begins with a collective; each next one gets what the last
-has brought, rearranged, and nothing else does. Reductions then add in another order.
+`mesh_moves`; the groups are there already (`flattened_mesh`). A chain begins with a collective; each next one gets what
+the last has brought, rearranged, and nothing else does. Reductions then add in another order.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:
 
 
 def _find(path: list[Node], first: Collective, mesh: FlattenedMesh) -> list[Chain]:
-    """Of what the path begins with."""
+    """The chains that begin with what the path begins with."""
     x_layout = Layout.of(value(path[0]).shape)
     moves, members, node = Moves(mesh, along(path, x_layout)).then(first), [first], first.wait
     found: list[Chain] = []

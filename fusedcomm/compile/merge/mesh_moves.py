@@ -5,10 +5,10 @@ Let rank c, whose coordinate in mesh dim d is c[d], hold x_c. What it has in the
     all_to_all      so it is, and of x the block c[d] is taken
     reduce_scatter  all p[d] are reduced, and of x the block c[d] is taken
     all_reduce      all p[d] are reduced
-So it does not matter in which order the dims are done, as long as the blocks are parts of x and not sources of another
-move, and the reductions are one. Moves of one kind are one collective over the flattened group; a reduce_scatter and an
-all_gather of one dim are an all_reduce; an all_gather, or an all_reduce, of which each rank keeps its own part, is an
-all_to_all, or a reduce_scatter.
+The order of mesh dims does not matter if every block is cut from x itself and all reductions can be done as one. Moves
+of one kind are one collective over the flattened group; a reduce_scatter and an all_gather of one dim are an
+all_reduce; an all_gather, or an all_reduce, of which each rank keeps its own part, is an all_to_all, or a
+reduce_scatter.
 
 Two of one kind never send less than one does. With R = a b ranks, and the size of what each has as 1:
     all_gather      (a - 1) + a (b - 1) = R - 1                         as one
@@ -82,7 +82,7 @@ class Moves:
         return Moves(self.mesh, layout, tuple(moves.items()), sent)
 
     def own_part(self, dim: int, num_parts: int, index: int) -> Moves:
-        """Of what has arrived only part ``index`` along dim is used, which is this rank's in one mesh dim.
+        """Only part ``index`` along dim of what has arrived is used, which is this rank's in one mesh dim.
 
         That it is not of another mesh dim must show in sizes, as ranks may have equal coordinates: whatever is done for
         one rank must be for all. So must that not all ranks keep, say, part 0: see `normalize.find`.
@@ -122,7 +122,7 @@ class Moves:
         return after < before and after[1] <= before[1]
 
     def cost(self, chain: Sequence[tuple[str, int]]) -> tuple[int, Fraction]:
-        """Of a chain that begins with what is merged here: how many collectives are left, and what they send."""
+        """How many collectives are left of a chain that begins with what is merged here, and what they send."""
         left = [(kind, self._size(group.dims)) for kind, group in self.merged()] + list(chain[len(self.sent) :])
         return _number(left), traffic(left)
 

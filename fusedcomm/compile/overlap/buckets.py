@@ -33,7 +33,7 @@ Bucket: TypeAlias = "tuple[str, ...]"  # names of the starts, in their order
 
 
 def find(program: Program, order: Sequence[int], timeline: Timeline, estimator: Estimator) -> list[Bucket]:
-    """Of a program in ``order``, which is ``timeline``: what would make exposed collectives end earlier.
+    """Buckets that would make exposed collectives of a program in ``order``, which is ``timeline``, end earlier.
 
     None at all if that cannot be by `LEAST_GAIN` of the whole.
     """

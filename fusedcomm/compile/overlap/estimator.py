@@ -1,13 +1,13 @@
 """How long each node of a graph takes, without running any: by formulas and a few constants of the machine.
 
-    matmul             `cost.Constants.matmul`: max(FLOP / rate, bytes / memory bandwidth) + overhead, in tiles
+    matmul             `cost.model.Constants.matmul`: max(FLOP / rate, bytes / memory bandwidth) + overhead, in tiles
     attention,         the same from torch's FLOP formulas (torch.utils.flop_counter), without tiles
     convolution, ...
-    any other kernel   bytes read and written (`work`) / bandwidth of a copy + overhead
+    any other kernel   bytes read and written (`node_work`) / bandwidth of a copy + overhead
     view, wait, ...    0
-    collective         on GPUs the alpha-beta model of `links`; inside a node with tuned numbers, and on CPUs,
-                       `cost.Constants.collective`
-    op of ours         its matmul beside what it sends; the best of `cost.estimate`, as the planner chooses
+    collective         on GPUs the alpha-beta model of `cost.links`; inside a node with tuned numbers, and on CPUs,
+                       `cost.model.Constants.collective`
+    our ops            the matmul beside what it sends; the best of `cost.model.estimate`, as the planner chooses
 
 The numbers are default ones of `cost`, those that `fusedcomm tune` measured, or the user's own, by node. Of Inductor's
 config come ``intra_node_bw``, where it is set and nothing is tuned, and ``inter_node_bw``, GB/s of one rank, one way.
@@ -143,7 +143,7 @@ class Estimator:
         return _told(found, self.times[node.name]) if node.name in self.times else found
 
     def transfer(self, kind: str, sent_bytes: float, group_name: str) -> Transfer:
-        """Of a collective; ``sent_bytes``: the size of what its start is given. A group that is not known is a node."""
+        """What a collective takes whose start is given ``sent_bytes``. A group that is not known counts as a node."""
         at = self._reach(group_name) or links.Reach(links.INTRA, self.ranks_per_node, self.ranks_per_node - 1)
         if at.group_size == 1:
             return Transfer(at.link, group_name, 0.0, 0.0)
@@ -168,7 +168,7 @@ class Estimator:
         return at is not None and at.link == links.INTRA and at.group_size > 1
 
     def fused(self, op: str, args: Sequence[Any]) -> NodeCost:
-        """Of ``torch.ops.fusedcomm.<op>(*args)``; tensors can be fake."""
+        """What ``torch.ops.fusedcomm.<op>(*args)`` takes; tensors can be fake."""
         plain = pytree.tree_map(node_work.stand_in, list(args))
         group_name = plain[-1]
         try:
@@ -311,7 +311,7 @@ def reach(group_name: str, ranks_per_node: int) -> links.Reach | None:
 
 
 def group_name_of(node: Node) -> str | None:
-    """Of a start or an op of ours."""
+    """The group of a start or of one of our ops; None for other nodes."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     for i, arg in enumerate(node.target._schema.arguments):
@@ -347,7 +347,7 @@ def _within(constants: Constants, intra_node_bw: float | None) -> Constants:
 
 
 def _matmul_seconds(constants: Constants, exchange: Exchange, dtype: str) -> float:
-    """Of the plain matmul beside the collective."""
+    """What the plain matmul beside the collective takes."""
     if exchange.gathers:
         ns = [shape[-1] for shape in exchange.out_shapes]
     else:
@@ -361,7 +361,7 @@ def _told(found: NodeCost, ms: float) -> NodeCost:
     if found.transfer is None:
         return NodeCost(ms)
     transfer = _at_most(found.transfer, ms)
-    if found.compute_ms > 0:  # an op of ours
+    if found.compute_ms > 0:  # one of our ops
         return NodeCost(min(found.compute_ms, ms), transfer, ms)
     transfer = replace(transfer, wire_ms=ms - transfer.latency_ms)
     return NodeCost(transfer=transfer, fused_ms=None if found.fused_ms is None else ms)
@@ -385,7 +385,7 @@ def _store(pg: dist.ProcessGroup, purpose: str) -> dist.Store:
 
 
 def _median(values: list[Any]) -> Any:
-    """Of JSON values, by key; a yes where all say yes, the first of texts in their order."""
+    """The median of JSON values, by key; a yes where all say yes, the first of texts in their order."""
     first = values[0]
     if isinstance(first, dict):
         keys = sorted({key for value in values for key in value})

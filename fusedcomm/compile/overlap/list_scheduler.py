@@ -259,7 +259,7 @@ def light_nodes(program: Program) -> list[bool]:
 def defer(
     program: Program, base: Sequence[int], order: Sequence[int], exposed_ms: dict[int, float], budget: int
 ) -> list[int]:
-    """``base``, but behind the start of each exposed collective comes what computes before it and is needed only later.
+    """Returns ``base`` with compute that is needed only later moved from before an exposed start to behind it.
 
     ``exposed_ms``: by index of the start, as ``order``, what `reorder` makes of base, leaves it. As much as hides the
     collective, of what is nearest before it in order; and none for whose operands memory has no room until then.

@@ -114,7 +114,7 @@ class Tracker:
 
 
 def num_bytes(val: Tensor) -> int:
-    """Of the storage, as far as val reaches; symbolic sizes as `layout.assumed` has them."""
+    """The size of the storage, as far as val reaches; symbolic sizes as `layout.assumed` has them."""
     sizes, strides = [assumed(s) for s in val.shape], [assumed(s) for s in val.stride()]
     if 0 in sizes:
         return 0

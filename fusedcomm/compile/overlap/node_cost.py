@@ -21,11 +21,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """Of one node."""
+    """What one node takes."""
 
     compute_ms: float = 0.0  # on the compute stream
-    transfer: Transfer | None = None  # of a start: asynchronous; of an op of ours: beside its matmul
-    fused_ms: float | None = None  # of an op of ours: all of it, with the link to itself
+    transfer: Transfer | None = None  # of a start: asynchronous; of one of our ops: beside its matmul
+    fused_ms: float | None = None  # of one of our ops: all of it, with the link to itself
 
     @property
     def ms(self) -> float:

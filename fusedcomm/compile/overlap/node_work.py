@@ -40,7 +40,7 @@ class Work(Enum):
     LOOKUP = auto()
     MOVE = auto()  # any other
     START = auto()
-    FUSED = auto()  # an op of ours
+    FUSED = auto()  # one of our ops
 
 
 FUSABLE = (Work.POINTWISE, Work.CONSTANT)
@@ -144,7 +144,7 @@ def _pair(args: tuple[Any, ...], at: int) -> tuple[Any, Any]:
 
 
 def num_bytes(val: Any) -> int:
-    """Of a node's value: a tensor, or several; 0 of what is none."""
+    """The size of a node's value: of a tensor, or of several; 0 where it is none."""
     if isinstance(val, Tensor):
         return math.prod(map(assumed, val.shape)) * val.dtype.itemsize
     return sum(map(num_bytes, val)) if isinstance(val, list | tuple) else 0

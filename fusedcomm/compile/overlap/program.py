@@ -45,7 +45,7 @@ class Program:
 
     @property
     def starts(self) -> list[int]:
-        """Of the collectives that run beside the compute stream."""
+        """The collectives that run beside the compute stream."""
         waited = {start for starts in self.waits_for for start in starts}
         return [i for i, cost in enumerate(self.costs) if i in waited and cost.fused_ms is None]
 

@@ -3,10 +3,10 @@
     report = fusedcomm.compile.overlap.schedule(gm)
     print(report)
 
-Every step is tried on a copy and judged by the simulator (`timeline`): first the order alone (`reorder`); then ops of
-ours for what is still exposed (`fuse`); then one collective for several (`bucket`). What does not shorten the total, or
-needs more memory than the budget, is not done. So the graph that comes out is never slower than the one that went in,
-as far as the estimates are right.
+Every step is tried on a copy and judged by the simulator: first the order alone (`list_scheduler`); then our ops for
+what is still exposed (`fuse`); then one collective for several (`buckets`). What does not shorten the total, or needs
+more memory than the budget, is not done. So the graph that comes out is never slower than the one that went in, as far
+as the estimates are right.
 
 The result depends on the graph and the estimator alone. Ranks whose graphs and estimators are the same, see
 `Estimator.agreed`, order the collectives of each group the same.
@@ -95,7 +95,7 @@ def schedule(
         memory_budget_bytes: that the peak must not exceed, as `simulate` counts it; where it is already higher, it does
             not rise. By default 5 % or 1 GiB more than the peak of gm as it comes, whichever is more.
         bucket: whether collectives may be merged.
-        fuse: whether ops of ours may stand for collectives and matmuls.
+        fuse: whether our ops may stand for collectives and matmuls.
     """
     if memory_budget_bytes is not None and memory_budget_bytes < 0:
         raise ValueError(f"memory_budget_bytes must be at least 0, got {memory_budget_bytes}")
@@ -108,7 +108,7 @@ def schedule(
 def schedule_graph(
     graph: Graph, estimator: Estimator, budget: int | None, bucket: bool, ops: Sequence[str]
 ) -> OverlapReport:
-    """`schedule` with the ops of ours that may be used."""
+    """`schedule` with those of our ops that may be used."""
     program = Program(graph, estimator.cost)
     before = run(program, range(len(program)))
     if budget is None:
@@ -169,7 +169,7 @@ class _Plan:
         return self.program.graph
 
     def of_trial(self, graph: Graph) -> _Plan:
-        """Of the plan's graph, changed."""
+        """The plan of a changed copy of the graph."""
         return _Plan.of(Program(graph, self.estimator.cost), self.estimator, self.budget)
 
     def moved_to(self, graph: Graph) -> _Plan:
@@ -233,7 +233,7 @@ def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
 
 
 def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan, list[Fused]]:
-    """Ops of ours for those collectives for which it pays; the plan of the graph with them."""
+    """Our ops for those collectives for which it pays; the plan of the graph with them."""
     if has_messages(plan.program.nodes):
         return plan, []
     lines = {line.node: line for line in plan.timeline.collectives}
@@ -279,10 +279,10 @@ def _with_savings(fused: Fused, losses: dict[str, float], lines: dict[str, Line]
 
 
 def _sets_to_keep(losses: dict[str, float], lines: dict[str, Line]) -> list[dict[str, str]]:
-    """Which collectives to leave unfused, and why: as much of them as other compute hides now, or none.
+    """Collectives to leave unfused, and why: the slowest to fuse of those that compute can hide, or none.
 
-    Other compute can hide others than it does now, but near by: as much as it hides now of every few collectives, those
-    that lose most as an op of ours.
+    In each window of 8 successive collectives they are those that fusing slows most, up to the time that compute hides
+    in that window today.
     """
     longer = {
         name: "the op would take longer than what it stands for"

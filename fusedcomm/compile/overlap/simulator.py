@@ -2,8 +2,8 @@
 
 The compute stream runs the nodes one after the other. The start of a collective takes no time on it: the collective
 runs on its link, after those of its group that started before. What several groups send over one link at once shares
-its bandwidth evenly. A wait holds the compute stream until the collective has ended; that time is exposed. An op of
-ours computes and sends at the same time, and is exposed as far as it takes longer than its matmul.
+its bandwidth evenly. A wait holds the compute stream until the collective has ended; that time is exposed. One of
+our ops computes and sends at the same time, and is exposed as far as it takes longer than its matmul.
 
 Left out: the SMs and the memory bandwidth that a collective takes from compute, and the launches on the host.
 """

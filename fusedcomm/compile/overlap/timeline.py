@@ -21,7 +21,7 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 @dataclass(frozen=True)
 class Line:
-    """One collective, or one op of ours, on the timeline."""
+    """One collective, or one of our ops, on the timeline."""
 
     node: str
     kind: str
