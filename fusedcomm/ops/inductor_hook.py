@@ -23,9 +23,8 @@ def install() -> None:
 
 
 def _register() -> None:
-    from fusedcomm.ops import lowering
-
-    lowering.register()
+    """Also where `lowering` itself is what imports the table, and so is half imported: it registers at its end."""
+    from fusedcomm.ops import lowering  # noqa: F401
 
 
 class _AfterTable:

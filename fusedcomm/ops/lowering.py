@@ -1,6 +1,6 @@
 """How Inductor lowers the fused ops: as collectives, which it keeps in the order of the program among all others.
 
-Importing this imports Inductor, which takes a second.
+Importing this registers them, and imports Inductor, which takes a second.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ OUT_OPS = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")  #
 PAIR_OPS = ("all_to_all_matmul", "all_gather_matmul")  # a result, or a list of them, and the by-product
 
 
-@functools.cache
-def register() -> None:
+def _register() -> None:
     """Tell Inductor how to lower the five ops. Graphs that it has lowered before stay as they are."""
     if not hasattr(ir, "_CollectiveKernel"):  # private; without it ops are plain fallbacks, of no fixed order
         return
@@ -91,3 +90,6 @@ def _matrix(w: Any, like: Tensor) -> Any:
 
 def _is_one(stride: Any) -> bool:
     return not isinstance(stride, torch.SymInt) and stride == 1
+
+
+_register()
