@@ -25,7 +25,7 @@ def python(code: str, *flags: str, **env: str) -> str:
 
 
 def test_import_costs_little_on_top_of_torch() -> None:
-    clock = "time.perf_counter()"
+    clock = "time.process_time()"  # a busy machine makes the other one longer
     code = f"import time, torch; t = {clock}; import fusedcomm; print({clock} - t)"
     assert any(float(python(code)) < 0.3 for _ in range(3))
 
