@@ -220,7 +220,7 @@ def check_failure(rank: int, module: str, function: str) -> None:
         if module == "rewrite":
             patch.setattr(Rewriter, function, broken)
         else:
-            patch.setattr(importlib.import_module(f"fusedcomm.compile.{module}"), function, broken)
+            patch.setattr(importlib.import_module(f"fusedcomm.compile.graph.{module}"), function, broken)
         with fusedcomm.compile.enabled() as report:
             got = torch.compile(program, fullgraph=True)(*args)
     torch.testing.assert_close(got, want)
