@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -235,6 +236,7 @@ def cache_hits(rank: int, tag: str) -> tuple[int, int]:
     return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 
+@pytest.mark.thorough
 def test_a_cached_graph_is_for_one_group_size(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(cache_hits, str(tmp_path)) == [(0, 1)] * 2
     assert ranks(3).run(cache_hits, str(tmp_path)) == [(0, 1)] * 3

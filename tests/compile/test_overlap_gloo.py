@@ -94,7 +94,7 @@ def scheduled(rank: int, seeds: list[int], steps: int) -> tuple[int, int, int]:
     return moved, merged, fused
 
 
-@pytest.mark.parametrize(("world_size", "num_graphs"), [(2, 60), (4, 8)])
+@pytest.mark.parametrize(("world_size", "num_graphs"), [(2, 60), pytest.param(4, 8, marks=pytest.mark.thorough)])
 def test_values_stay(ranks: Ranks, world_size: int, num_graphs: int) -> None:
     counts = ranks(world_size).run(scheduled, list(range(num_graphs)), 15)
     assert len(set(counts)) == 1

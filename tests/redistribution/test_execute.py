@@ -296,7 +296,10 @@ def run_cases(rank: int, mesh: tuple[int, ...], all_cases: list[Case]) -> int:
     return len(runs)
 
 
-@pytest.mark.parametrize(("mesh", "all_cases"), [((2,), [*LINE, *OPS]), ((4,), LINE), ((2, 2), SQUARE)])
+@pytest.mark.parametrize(
+    ("mesh", "all_cases"),
+    [((2,), [*LINE, *OPS]), pytest.param((4,), LINE, marks=pytest.mark.thorough), ((2, 2), SQUARE)],
+)
 def test_real_ranks(ranks: Ranks, mesh: tuple[int, ...], all_cases: list[Case]) -> None:
     num_runs = len(all_cases) * len(SHAPES) * 2
     assert ranks(math.prod(mesh)).run(run_cases, mesh, all_cases) == [num_runs] * math.prod(mesh)

@@ -12,6 +12,8 @@ from fusedcomm.runtime.vote import STORE_GRACE_S
 from tests.helpers.hosts import Host, NoHosts, torchrun, two_hosts
 from tests.helpers.hosts_world import BACK_S, DIFFERENCES, GLOO_S, MEMBERS, PROBLEMS, REDISTRIBUTED, STEPS, VOTE_S
 
+pytestmark = pytest.mark.thorough
+
 RUN_S = 180.0
 LATE_S = 3.0  # on a machine that does other things
 ELSEWHERE = "rank 2 is on another host than rank 0"
@@ -83,7 +85,6 @@ def test_ranks_that_differ_agree_on_the_algorithm(name: str, found: list[Any]) -
             assert {how for _, how, _ in got["plans"]} == {"unfused" if want[0] else "chunked"}
 
 
-@pytest.mark.thorough
 def test_a_link_that_is_cut_is_an_error_in_time_and_there_is_a_way_back(hosts: list[Host], tmp_path: Path) -> None:
     results = torchrun(hosts, "tests.helpers.hosts_world", "cut", tmp_path, RUN_S)
     for rank, each in enumerate(results):

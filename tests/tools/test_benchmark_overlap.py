@@ -156,6 +156,7 @@ def test_torch_plans_a_copy_with_our_numbers(groups: GroupNames) -> None:
     assert sum(line.hidden for line in after.collectives) >= 10
 
 
+@pytest.mark.thorough
 def test_the_bench_writes_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: GroupNames
 ) -> None:
