@@ -84,7 +84,7 @@ $(VENV)/.made:
 
 # torch and setuptools first: without build isolation setup.py builds the native part against them. Without
 # NumPy torch works, but complains.
-$(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml $(NATIVE_SOURCES)
+$(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml fusedcomm/__init__.py $(NATIVE_SOURCES)
 	@echo "Installing PyTorch, Triton and what they need into $(VENV), then building fusedcomm: minutes the first time"
 	$(PIP) setuptools torch numpy
 	$(PIP) --no-build-isolation --editable .

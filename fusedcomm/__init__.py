@@ -1,4 +1,6 @@
-"""Matmuls fused with their collectives, as torch ops. Importing this registers the ops and does nothing else."""
+"""Matmuls fused with their collectives, as torch ops. Importing this registers the ops, and their lowerings
+once a program imports Inductor; it does nothing else.
+"""
 
 from fusedcomm import nn
 from fusedcomm.algorithms.planner import Plan, force_algorithm

@@ -1,1 +1,1 @@
-"""What `fusedcomm bench` measures, and how; bench/ of the repository measures with the same."""
+"""What `fusedcomm bench` measures, and how; benchmarks/ of the repository measures with the same."""

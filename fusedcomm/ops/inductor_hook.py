@@ -6,10 +6,12 @@ is what they wait for.
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import sys
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
+
+log = logging.getLogger("fusedcomm")
 
 TABLE = "torch._inductor.lowering"
 
@@ -24,23 +26,26 @@ def install() -> None:
 
 def _register() -> None:
     """Also where `lowering` itself is what imports the table, and so is half imported: it registers at its end."""
-    from fusedcomm.ops import lowering  # noqa: F401
+    try:
+        from fusedcomm.ops import lowering  # noqa: F401
+    except Exception as error:  # programs that compile none of the ops must still be compiled
+        log.warning("Inductor lowers the ops of fusedcomm as plain fallbacks, in no fixed order: %s", error)
 
 
 class _AfterTable:
-    """A finder that finds nothing by itself; it is gone when the table is imported."""
+    """A finder that finds the table where it is; it is gone once that is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != TABLE:
+        spec = PathFinder.find_spec(name, path) if name == TABLE else None
+        if spec is None or spec.loader is None:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+        run = spec.loader.exec_module
 
-            def run_and_register(module: Any) -> None:
-                run(module)
+        def run_and_register(module: Any) -> None:
+            run(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
                 _register()
 
-            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import globaltimer
 
 INTERPRET = tl.constexpr(knobs.runtime.interpret)
 
-# The header of a segment, in bytes: fusedcomm.runtime.workspace.HeaderLayout, the parts that do not depend
+# The header of a segment, in bytes: fusedcomm.runtime.segment.HeaderLayout, the parts that do not depend
 # on group_size.
 EPOCH = tl.constexpr(0)
 ARRIVALS = tl.constexpr(8)

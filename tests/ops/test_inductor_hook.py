@@ -15,8 +15,17 @@ from torch._inductor import lowering
 assert all(overload in lowering.lowerings for overload in overloads), overloads
 assert not any(type(finder).__name__ == "_AfterTable" for finder in sys.meta_path)
 """
+LOOKED_UP = """
+import importlib.util, sys, torch, fusedcomm
+assert importlib.util.find_spec("torch._inductor.lowering") is not None
+"""
+HALF_IMPORTED = """
+import sys, torch, fusedcomm, fusedcomm.ops.lowering
+"""
 PROGRAMS = {
     "fusedcomm first": f"import sys, torch, fusedcomm\nassert 'torch._inductor.lowering' not in sys.modules\n{CHECK}",
+    "looked up before": LOOKED_UP + CHECK,
+    "its lowerings first": HALF_IMPORTED + CHECK,
     "Inductor first": f"import sys, torch, torch._inductor.lowering, fusedcomm\n{CHECK}",
 }
 
@@ -25,3 +34,17 @@ PROGRAMS = {
 def test_lowerings_are_registered_when_inductor_is_there(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAMS[name]], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+BROKEN = """
+import sys, torch, fusedcomm
+sys.modules["fusedcomm.ops.lowering"] = None
+import torch._inductor.lowering
+assert torch.compile(torch.sin, backend="eager")(torch.zeros(3)).sum() == 0
+"""
+
+
+def test_lowerings_that_cannot_be_imported_leave_inductor_usable() -> None:
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "plain fallbacks" in done.stderr
