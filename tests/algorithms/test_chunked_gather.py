@@ -42,6 +42,7 @@ def check_in_rounds(rank: int, problems: list[Problem]) -> int:
     return from_gathered
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_parts_of_k_in_rounds(ranks: Any, world_size: int) -> None:
     assert min(ranks(world_size).run(check_in_rounds, PROBLEMS)) > 0

@@ -277,6 +277,7 @@ def test_any_dtype_has_a_cost(device_type: str, dtype: torch.dtype) -> None:
     assert Estimator(device_type).cost(nodes[1]) == NodeCost()  # nothing known
 
 
+@pytest.mark.thorough
 def test_symbolic_sizes_are_assumed() -> None:
     def program(x: Tensor, w: Tensor) -> Any:
         return (x @ w).relu(), torch.nn.functional.scaled_dot_product_attention(

@@ -16,13 +16,11 @@ QUICK = [  # each op, and each way in which programs say what is sent
     "deepspeed-before-attention",
     "dtensor-tensor-parallel",
     "dynamic-batch",
-    "experts",
     "gathered-k",
     "megatron-column-parallel",
     "megatron-row-parallel",
     "scattered-columns",
     "start-program",
-    "under-autocast",
 ]
 ON_FOUR_RANKS = ["dtensor-sequence-parallel", "q-k-v-linears-for-inference"]
 
