@@ -121,6 +121,7 @@ def matmul_and_reshard_heads(xs: Any, ws: Any, device_mesh: Any, num_heads: int 
     return ys
 
 
+@pytest.mark.thorough
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_start_program(rank: int, world_size: int) -> None:
