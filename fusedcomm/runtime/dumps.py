@@ -47,7 +47,9 @@ def arm() -> None:
                 log.warning("SIGUSR1 will write no dump: %s", error)
 
 
-class on_failure:  # as a context: what is raised inside leaves a dump
+class on_failure:  # a function to its users, in a with statement
+    """What is raised inside leaves a dump."""
+
     def __enter__(self) -> None:
         pass
 

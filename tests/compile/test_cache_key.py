@@ -58,7 +58,7 @@ def test_a_new_file_changes_the_key_and_a_tool_does_not(package: Path) -> None:
     assert key_of(package) != before
 
 
-def test_all_passes_and_redistributions_go_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_passes_go_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from fusedcomm.compile.overlap.inductor_order import KeepOrder
     from fusedcomm.compile.passes import FusedcommPass, OrderPass, Settings
     from fusedcomm.compile.reports import CompileReport
