@@ -31,7 +31,7 @@ def algorithm() -> str | None:
 def cache_dir() -> Path:
     """Where measured numbers are kept: ``FUSEDCOMM_CACHE_DIR``, else fusedcomm in XDG_CACHE_HOME or ~/.cache.
 
-    Raises FileNotFoundError where there is none of them.
+    Raises FileNotFoundError if neither is set and the user has no home.
     """
     own = os.environ.get("FUSEDCOMM_CACHE_DIR")
     if own:
@@ -51,13 +51,13 @@ def check() -> bool:
 
 
 def dump_dir() -> Path | None:
-    """``FUSEDCOMM_DUMP_DIR``: where ranks write their last calls when one fails and on SIGUSR1; None: nowhere."""
+    """``FUSEDCOMM_DUMP_DIR``: the folder in which ranks write their last calls on a failure and on SIGUSR1, or None."""
     folder = os.environ.get("FUSEDCOMM_DUMP_DIR")
     return Path(folder) if folder else None
 
 
 def host_id() -> str:
-    """Ranks with equal ids can map each other's memory. ``FUSEDCOMM_HOST_ID`` overrides it (tests do).
+    """An id that is equal for ranks that can map each other's memory. ``FUSEDCOMM_HOST_ID`` overrides it (tests do).
 
     The boot id tells hosts apart. The PID namespace must be shared too: memory is handed over through /proc/<pid>/fd.
     """
@@ -85,7 +85,7 @@ def _positive(name: str, default: float) -> float:
     return value
 
 
-SETTINGS: dict[str, Callable[[], object]] = {  # each raises ValueError where the value is wrong
+SETTINGS: dict[str, Callable[[], object]] = {  # each function raises ValueError where the value is wrong
     "FUSEDCOMM_ALGORITHM": algorithm,
     "FUSEDCOMM_CACHE_DIR": cache_dir,
     "FUSEDCOMM_CHECK": check,

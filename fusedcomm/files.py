@@ -1,4 +1,4 @@
-"""Files: replaced whole where other processes may read them; the package's own as a key of what is compiled."""
+"""Replaces files that other processes may read, and makes the key of compiled graphs from the package's sources."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import os
 import tempfile
 from pathlib import Path
 
-# Folders of the package that cannot change a compiled graph: the tools, and what the ops only call.
+# Folders of the package that cannot change a compiled graph: the tools, and what ops call only when they run.
 _BESIDE_GRAPHS = {"bench", "cli", "doctor", "kernels", "launch", "testing"}
 
 
 def replace(file: Path, text: str) -> Path:
-    """Who reads finds the old file or the new one, whole; only its owner may. Raises OSError."""
+    """A reader finds the old file or the new one, whole; only the owner may read the new one. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")  # mode 0600
     try:
         with open(handle, "w") as opened:
@@ -30,7 +30,7 @@ def replace(file: Path, text: str) -> Path:
 
 
 def cache_key(*facts: object) -> str:
-    """The key of compiled graphs: another where a fact, by its repr, or a source that can change graphs is another."""
+    """The key of compiled graphs. It changes with the repr of any fact and with any source that can change graphs."""
     return hashlib.sha256(f"{_sources_digest()} {facts!r}".encode()).hexdigest()
 
 

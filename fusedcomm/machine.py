@@ -1,4 +1,4 @@
-"""The versions and the environment of this process: what a report or a dump of it needs. Nothing here touches a GPU."""
+"""The versions and the environment of this process, for reports and dumps. Nothing here touches a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RELEVANT = re.compile(
 
 
 def environment() -> dict[str, str]:
-    """The variables that have to do with fusedcomm and what it stands on."""
+    """The variables that concern fusedcomm and what it is built on."""
     return {name: value for name, value in sorted(os.environ.items()) if RELEVANT.fullmatch(name)}
 
 

@@ -1,4 +1,4 @@
-"""A report that can be shown to strangers: no host, user, address, serial number, or value of an unknown variable."""
+"""Reports that strangers may see: they show no host, user, address, serial number, or value of an unknown variable."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ SHOWN_VARIABLES = {
     "XDG_CACHE_HOME",
 }
 HIDDEN_KEYS = {"host", "uuid", "serial"}
-# fusedcomm's own words, whatever a user is called
+# These values are fusedcomm's own words, and stay even if a user has such a name.
 KEPT_KEYS = {"section", "level", "algorithm", "device", "op", "group", "dtype", "state"}
 UUID = re.compile(r"(?:\b(?:GPU|MIG)-)?\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)")
 IPV6 = re.compile(
     r"(?<![\w.:])(\w*[g-zG-Z_]\w*:)?([0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7})(?![\w.]*\w)"
-)  # behind a key
+)  # the first group is a key in front of the address
 HOMES = re.compile(r"/home/[^/\s:'\"]+")
 
 
 def redact(report: dict[str, Any]) -> dict[str, Any]:
-    """A copy of it."""
+    """A copy of ``report`` without anything private."""
     hide = _hider()
     environment = {name: value if name in SHOWN_VARIABLES else HIDDEN for name, value in report["environment"].items()}
     return _walk({**report, "environment": environment}, hide)
@@ -69,12 +69,12 @@ def _walk(value: Any, hide: Callable[[str], str]) -> Any:
 
 
 def _hider() -> Callable[[str], str]:
-    home = os.path.expanduser("~")  # stays so where the user has none
+    home = os.path.expanduser("~")  # "~" itself where the user has no home
     words = {**dict.fromkeys(_host_names(), "<host>"), **dict.fromkeys(_user_names(), "<user>")}
-    domain = {"<host>": r"(?:\.[\w-]+)*", "<user>": ""}  # a host is named with and without it
+    domain = {"<host>": r"(?:\.[\w-]+)*", "<user>": ""}  # a host may be named with its domain or without
     patterns = [
         (re.compile(rf"(?<!\w){re.escape(word)}{domain[words[word]]}(?!\w)"), words[word])
-        for word in sorted(words, key=len, reverse=True)  # one may begin with another
+        for word in sorted(words, key=len, reverse=True)  # longest first, as one may begin with another
     ]
 
     def hide(text: str) -> str:
@@ -94,7 +94,7 @@ def _address_4(match: re.Match[str]) -> str:
 
 
 def _address_6(match: re.Match[str]) -> str:
-    """A time and a PCI bus number look like addresses, but are none."""
+    """A time or a PCI bus number looks like an address, but is none, and stays."""
     return f"{match[1] or ''}<address>" if _is_address(match[2]) else match[0]
 
 
@@ -108,7 +108,7 @@ def _is_address(text: str) -> bool:
 
 def _host_names() -> set[str]:
     names = {socket.gethostname(), platform.node(), *(os.environ.get(name, "") for name in ("HOSTNAME", "MASTER_ADDR"))}
-    names = {name for name in names if not _is_address(name)}  # these are hidden as such
+    names = {name for name in names if not _is_address(name)}  # addresses are hidden as addresses
     names |= {name.partition(".")[0] for name in names}
     return {name for name in names if len(name) > 1 and name != "localhost"}
 

@@ -52,7 +52,7 @@ def all_reduce(t: Tensor, reduce_op: str, group_size: int, group_name: str) -> T
 
 
 def averaged(total: Tensor, reduce_op: str, group_size: int) -> Tensor:
-    """gloo cannot average, so all backends sum."""
+    """The sum, or for "avg" the sum divided by R: gloo cannot average, so all backends sum."""
     return total / group_size if reduce_op == "avg" else total
 
 
@@ -91,7 +91,7 @@ def all_to_all_matmul(
     group_size: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """The result and the exchanged x. ``num_lead``: dims of it that are not K."""
+    """The result and the exchanged x. ``num_lead``: how many of its leading dims are not K."""
     exchanged = exchange(x, gather_dim, scatter_dim, group_size, group_name)
     return matmul(exchanged.flatten(num_lead), w, bias), exchanged
 

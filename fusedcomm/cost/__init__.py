@@ -1,1 +1,1 @@
-"""How long anything takes: the model that the planner compares algorithms by, links, and measured constants."""
+"""How long calls and collectives take: the model that the planner uses, links, and measured constants."""

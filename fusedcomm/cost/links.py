@@ -1,26 +1,30 @@
-"""What a group's collectives go over, and how long one takes there by itself: the alpha-beta model.
+"""The links that a group's collectives use, and how long one collective takes on them: the alpha-beta model.
 
-A message of n bytes takes alpha + n * beta: a hop's latency, and the inverse of the link's bandwidth. R ranks, S bytes
-that the start is given; per kind (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
-MPICH", IJHPCA 2005, but for the last tree):
+A message of n bytes takes alpha + n * beta: alpha is the latency of a hop, beta the inverse of the link's bandwidth.
+For R ranks, each of which gives S bytes to the collective (Thakur, Rabenseifner, Gropp, "Optimization of Collective
+Communication Operations in MPICH", IJHPCA 2005, but for the two trees):
 
     kind             hops              bytes on the wire   algorithm
     all_gather       R - 1             S (R - 1)           ring
     reduce_scatter   R - 1             S (R - 1) / R       ring
     all_reduce       2 (R - 1)         2 S (R - 1) / R     ring: a reduce_scatter, then an all_gather
-                     2 ceil(log2 R)    2 S                 two trees, pipelined (Sanders, Speck, Traff 2009); the better
+                     2 ceil(log2 R)    2 S                 two trees, pipelined (Sanders, Speck, Traff 2009)
     all_to_all       R - 1             S (R - 1) / R       pairwise exchange: every part goes straight to its rank
-    others           R - 1             S                   unknown to us
+    others           R - 1             S                   not known here
 
-The link is "intra" where the group is inside one node, else "inter": ranks_per_node successive global ranks are a node.
-A group that has some peers inside and some outside counts as "inter", each hop as one between nodes; what stays inside
-is faster and runs beside: of an all_to_all only the slower of both counts. A ring or tree is
-split between the network cards of the group's ranks in a node, one card each, as far as the links inside carry that.
+The faster of the two all_reduce algorithms counts.
 
-All groups of one dim of a mesh must be told alike, or their ranks order the collectives of another dim differently. So
-a group of successive ranks, or of every s-th, that would lie in the nodes otherwise if it were shifted, is "inter".
+The link is "intra" where the group is inside one node, else "inter". A node is ranks_per_node successive global ranks.
+A group that has some peers inside and some outside counts as "inter", and each hop as one between nodes. The parts of
+an all_to_all that stay inside the node run beside those that leave it, and only the slower of the two counts. A ring or
+tree is split between the network cards of the group's ranks in a node, one card each, as far as the links inside the
+node carry that.
 
-Left out: NVLS and other reductions in a switch, the choice of NCCL between its protocols (LL, LL128, Simple), network
+All groups of one mesh dim must get the same Reach, or their ranks order the collectives of another dim differently. So
+a group of successive ranks, or of every s-th rank, is "inter" if the same group, shifted, would lie in the nodes in
+another way.
+
+The model leaves out NVLS and other reductions in a switch, NCCL's choice between its protocols (LL, LL128, Simple), the
 topology beyond the node, uneven splits, and the SMs that a collective takes.
 """
 
@@ -36,7 +40,7 @@ from itertools import pairwise
 INTRA, INTER = "intra", "inter"
 _KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 INTER_BANDWIDTH = 50e9  # bytes per second of one rank, where nobody says: one 400 Gbit/s card per GPU
-LAUNCH = 10e-6  # seconds, of any collective; this and HOP are chosen, not measured: 24 us for 8 GPUs of a node
+LAUNCH = 10e-6  # seconds of any collective; this and HOP are chosen, not measured: 24 us for 8 GPUs of a node
 HOP = {INTRA: 2e-6, INTER: 5e-6}
 
 
@@ -47,7 +51,7 @@ class Reach:
     link: str
     group_size: int
     far: int  # peers of a rank that are reached over that link
-    cards: int = 1  # ranks of a node that the group has at least, where it has several nodes
+    cards: int = 1  # the fewest ranks that the group has in any of its nodes, where it has several nodes
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,11 +70,11 @@ def reach_of(ranks: Sequence[int], ranks_per_node: int, world_size: int) -> Reac
 
 
 def _shifts_differ(ranks: Sequence[int], ranks_per_node: int) -> bool:
-    """Whether other groups of the same dim of a mesh can lie in the nodes in another way."""
+    """Whether another group of the same mesh dim can be spread over the nodes in another way."""
     if len(ranks) == 1 or len({b - a for a, b in pairwise(ranks)}) > 1:
         return False
     stride = ranks[1] - ranks[0]
-    block = stride * len(ranks)  # of successive ranks, that such groups share
+    block = stride * len(ranks)  # as many successive ranks as such groups share
     return not (_divides(stride, ranks_per_node) and _divides(block, ranks_per_node))
 
 
@@ -84,7 +88,7 @@ def base_kind(kind: str) -> str | None:
 
 
 def sent_bytes(kind: str, chunk_bytes: float, group_size: int) -> float:
-    """What a rank sends; a chunk is what goes to one peer. An all_reduce sends each twice, or it is two trees."""
+    """Bytes that a rank sends. A chunk is what goes to one peer; an all_reduce sends each twice, or it is two trees."""
     return (group_size - 1) * chunk_bytes * (2 if kind == "all_reduce" else 1)
 
 
@@ -99,7 +103,7 @@ def rate(kind: str, at: Reach, bandwidth: Mapping[str, float]) -> float:
 
 
 def seconds(kind: str, given_bytes: float, at: Reach, bandwidth: Mapping[str, float]) -> tuple[float, float]:
-    """Latency, and time on the wire, of a collective whose start is given that many bytes."""
+    """Latency and time on the wire of a collective to whose start each rank gives ``given_bytes``."""
     size, hop, base = at.group_size, HOP[at.link], base_kind(kind)
     if base is None:
         return LAUNCH + (size - 1) * hop, (size > 1) * given_bytes / bandwidth[at.link]

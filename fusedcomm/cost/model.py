@@ -1,12 +1,13 @@
-"""How long a call takes by each algorithm, from a few constants of the machine: what the planner compares.
+"""How long a call takes by each algorithm, from a few constants of the machine: the planner compares these times.
 
-Seconds of one call on one rank, all ranks alike; R ranks, a chunk is what goes to one peer.
+A time is that of one call on one rank, in seconds; all ranks are alike. R is the number of ranks, and a chunk is what
+goes to one peer.
 
     matmul      max(tiles * FLOP of a tile / rate, bytes of its operands and result / memory) + overhead: the roofline
-                model; on a CPU, whose core does one or the other, the sum. A GPU computes tiles in waves, one per SM,
-                of 128 x 128, or of 64 x 64 where those would not fill it, K divided where these do not either (wave
-                quantisation, as cuBLAS has it); a CPU core computes 16 rows at a time. Few rows read w, and few
-                columns x, for longer than they compute.
+                model. A CPU core either computes or waits for memory, so there it is the sum. A GPU computes tiles in
+                waves, one tile per SM: 128 x 128, or 64 x 64 where those would not occupy all SMs, with K split where
+                these do not either (wave quantisation, as in cuBLAS). A CPU core computes 16 rows at a time. A matmul
+                of few rows takes longer to read w than to compute, and one of few columns longer to read x.
     copy        bytes of the result / bandwidth + overhead: `copy` into new memory, as torch makes it around the plain
                 collective; `unpack` from a slot into the result
     collective  latency + bytes that a rank sends / bandwidth, by kind: Hockney's model; all_reduce sends each
@@ -16,24 +17,24 @@ Seconds of one call on one rank, all ranks alike; R ranks, a chunk is what goes 
     chunked     R matmuls of a chunk, c each, beside R - 1 transfers, l = latency + chunk / link each, overheads per
                 call and per chunk and:
                   push    max(R c, c + (R - 1) l, (R - 1) c + l), then the copy-out: the own chunk is not sent
-                  gather  max(R c, (R - 1) l + c): the own chunk is there
-                  K gathered, 16 bit: R - 1 transfers, copy-out, then one matmul, for sums stay in float32; so too
-                  where few rows are cut, for w is read once; a push then sends after it
+                  gather  max(R c, (R - 1) l + c): the own chunk is there from the start
+                  K gathered in 16 bits: R - 1 transfers, copy-out, then one matmul, because sums stay in float32
+                  few rows cut: likewise, because one matmul reads w once; a push sends after its one matmul
                 A CPU does one after the other, and its matmuls of a push write to the peer: l = 0.
     fused       max(matmul by the Triton kernel, (R - 1) chunk / stores) + link latency + copy-out + overhead. A gather
                 leaves an eighth of the SMs to the copies. Each chunk reads w anew where rows are cut. Where K is
-                gathered every tile needs all chunks: only the first wave of tiles runs beside the stores
-    reduce      instead of the copy-out of R chunks: R chunks read, one written, (R + 1) / 2 copies; all_reduce then
-                sends the sum to R - 1 peers and copies out R chunks
+                gathered every tile needs all chunks: only the first wave of tiles runs beside the stores.
+    reduce      (R + 1) / 2 copies in place of the copy-out of R chunks: it reads R chunks and writes one. An all_reduce
+                then sends the sum to R - 1 peers and copies out R chunks.
 
-Left out: rounds beyond the first, which only calls larger than a slot have; the by-product of a gather; contention of
-ranks for one memory, but as far as `fusedcomm tune` measured all ranks at once.
+The model leaves out rounds beyond the first, which only calls larger than a slot have, the by-product of a gather, and
+ranks that compete for one memory, except that `fusedcomm tune` measures all ranks at once.
 
-Default constants. "cuda": an H100 SXM's data sheet (3.35 TB/s, 450 GB/s of NVLink each way, 132 SMs) and the matmul
-rate that the bounds in docs/ reckon with. The rest is chosen, not measured: such that fused wins between 64 KiB and 16
-MiB per peer, and chunked from there, where copy engines reach full speed. "cpu": 2 ranks of
-one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21; rates of matmuls as the roofs of the README's
-benches have them, the rest from `fusedcomm tune`, rounded.
+The default constants of "cuda" are an H100 SXM's data sheet (3.35 TB/s, 450 GB/s of NVLink each way, 132 SMs) and the
+matmul rate that the bounds in docs/ reckon with. The others are chosen, not measured, such that fused wins between 64
+KiB and 16 MiB per peer, and chunked from there, where copy engines reach full speed. Those of "cpu" stand for 2 ranks
+of one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21: the rates of matmuls are the roofs of the
+README's benches, and the others are from `fusedcomm tune`, rounded.
 """
 
 from __future__ import annotations
@@ -62,21 +63,22 @@ DEFAULT, TUNED = "default", "tuned"
 SMALL_BYTES = 64 << 10  # what arrives from a peer in a few microseconds, a launch's time; chosen, not measured
 _GPU_TILES = (128, 64)
 _CPU_TILE_ROWS = 16
-_MIN_SPLIT_K = 512  # of a matmul whose K cuBLAS divides between SMs
+_MIN_SPLIT_K = 512  # the shortest part of K that cuBLAS gives to an SM of its own
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The machine of one rank. Seconds, bytes per second, FLOP per second; by dtype, kind of collective, algorithm.
+    """What one rank's machine can do, in seconds, bytes per second and FLOP per second.
 
-    dtypes are torch's names, and "tf32": float32 whose matmuls may round their inputs.
+    Mappings go by dtype, kind of collective or algorithm. A dtype is torch's name, or "tf32" for float32 whose matmuls
+    may round their inputs.
     """
 
     source: str  # DEFAULT or TUNED
     device_type: str
     num_sms: int  # 1 on a CPU
     matmul_flops: Mapping[str, float]
-    fused_flops: Mapping[str, float]  # of the Triton kernel; empty on a CPU, where only tests run it
+    fused_flops: Mapping[str, float]  # what the Triton kernel reaches; empty on a CPU, where only tests run it
     memory_bandwidth: float
     matmul_overhead: float
     copy_bandwidth: float
@@ -94,7 +96,7 @@ class Constants:
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
-    def __hash__(self) -> int:  # of every call's plan: quick
+    def __hash__(self) -> int:  # quick, because the plan of every call needs it
         return hash(self.digest)
 
     def to_json(self) -> dict[str, Any]:
@@ -102,12 +104,12 @@ class Constants:
 
     @staticmethod
     def from_json(data: Any) -> Constants:
-        """Raises ValueError where ``data`` is not what ``to_json`` of possible constants gives."""
+        """Raises ValueError unless ``data`` is what ``to_json`` gives for constants that a machine can have."""
         names = [field.name for field in fields(Constants)]
         if not isinstance(data, dict) or sorted(data) != sorted(names):
             raise ValueError(f"constants must have exactly the fields {', '.join(names)}")
         source, device_type = data["source"], data["device_type"]
-        if source not in (DEFAULT, TUNED) or device_type not in list(DEFAULTS):  # a list: any JSON can be looked up
+        if source not in (DEFAULT, TUNED) or device_type not in list(DEFAULTS):  # a list, as JSON may not be hashable
             raise ValueError(f"source and device_type must be known, got {source!r:.40} and {device_type!r:.40}")
         default = DEFAULTS[device_type]
         for name in names[2:]:
@@ -136,7 +138,7 @@ class Constants:
         return sent_bytes(kind, chunk_bytes, group_size) / self.backend_bandwidth[kind] + self.backend_latency[kind]
 
     def _computed(self, batches: float, m: float, n: float, most_splits: float) -> float:
-        """Elements of the result, with those of tiles that stand out and of SMs that idle."""
+        """Elements of the result, plus those of tiles that reach beyond it and of SMs that idle in the last wave."""
         if self.device_type == "cpu":
             return batches * math.ceil(m / _CPU_TILE_ROWS) * _CPU_TILE_ROWS * n
         for tile in _GPU_TILES:
@@ -148,7 +150,10 @@ class Constants:
 
 
 def _check(name: str, value: Any, default: Any) -> None:
-    """Within a factor of a million of the default: what no machine is, is a broken file. Overheads can be 0."""
+    """Raises ValueError unless ``value`` is within a factor of a million of ``default``: no machine has other numbers.
+
+    Overheads and latencies may be from 0 to 1 second.
+    """
     if isinstance(default, Mapping):
         if not isinstance(value, dict) or sorted(value) != sorted(default):
             raise ValueError(f"{name} must have exactly the keys {', '.join(default)}")
@@ -171,7 +176,7 @@ DEFAULTS = {
         fused_flops={"float32": 25e12, "tf32": 330e12, "float16": 700e12, "bfloat16": 700e12},
         memory_bandwidth=3.35e12,
         matmul_overhead=3e-6,
-        copy_bandwidth=1.6e12,  # read and written
+        copy_bandwidth=1.6e12,  # each byte is read and written
         copy_overhead=3e-6,
         unpack_bandwidth=1.6e12,
         link_bandwidth=450e9,
@@ -204,9 +209,9 @@ DEFAULTS = {
 }
 
 
-@functools.lru_cache(maxsize=1024)  # by the exchange's identity: geometry keeps one for the shapes of a call
+@functools.lru_cache(maxsize=1024)  # by the exchange's identity: `geometry` keeps one for the shapes of a call
 def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> Mapping[str, float]:
-    """Seconds by algorithm; of those that ``constants`` tell of. Sizes must be plain ints."""
+    """Seconds by algorithm, for those that ``constants`` has numbers for. Sizes must be plain ints."""
     call = _Call(op, exchange, dtype, constants)
     found = {"unfused": call.unfused(), "chunked": call.chunked()}
     if constants.fused_flops:
@@ -215,7 +220,7 @@ def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> M
 
 
 def decode_reason(exchange: Exchange, chunk_bytes: int, constants: Constants) -> str | None:
-    """Why a GPU has nothing to hide a call's exchange behind, as in decoding, where nothing is measured; else None."""
+    """Why a call on a GPU has nothing to hide its exchange behind, as in decoding; None if it has, or is measured."""
     if constants.device_type == "cpu" or constants.source != DEFAULT:
         return None
     if exchange.few_rows:
@@ -285,7 +290,7 @@ class _Call:
         """What a push does with the chunks that have arrived."""
         constants, num_ranks = self.constants, self.num_ranks
         if self.kind == "all_to_all":
-            own = constants.device_type == "cpu"  # it is where it belongs already
+            own = constants.device_type == "cpu"  # there the own chunk already lies where it belongs
             return constants.unpack(self.all_bytes - own * self.chunk_bytes)
         reduced = constants.unpack((num_ranks + 1) / 2 * self.chunk_bytes)
         if self.kind == "reduce_scatter":
@@ -302,7 +307,7 @@ class _Call:
         return sum(self.constants.matmul(self.dtype, batches, m, k, n * share) for n in self.ns)
 
     def _fused_matmul(self) -> float:
-        """One kernel, whose tiles end with the chunks; where K is gathered each is of all chunks."""
+        """The time of one kernel. Its tiles end with the chunks; where K is gathered, each tile needs all chunks."""
         if self.exchange.gathers and self.exchange.splits_columns:
             return self._matmul(fused=True)
         batches, m, k, share = self._chunk()
@@ -310,7 +315,7 @@ class _Call:
         return sum(self.constants.matmul(self.dtype, batches, m, k, n * share, True) for n in self.ns)
 
     def _waves(self) -> int:
-        """In which every SM has had a tile of the result."""
+        """The number of waves in which the SMs compute the result, each one tile per wave."""
         exchange, tile = self.exchange, _GPU_TILES[0]
         rows = exchange.num_batches * math.ceil(exchange.num_rows / tile)
         return sum(max(1, math.ceil(rows * math.ceil(n / tile) / self.constants.num_sms)) for n in self.ns)

@@ -1,7 +1,7 @@
 """The file of measured constants: one per machine, group size and versions, in the user's cache directory.
 
-It is data from outside: what is not a small regular file of this user's, writable by nobody else, with the version, key
-and fields that are expected and numbers that a machine can have, is ignored with a warning that says why.
+The file is data from outside. It is ignored, with a warning that says why, unless it is a small regular file of this
+user that nobody else can write, with the expected version, key and fields, and numbers that a machine can have.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _logged: set[tuple[str, str]] = set()
 
 
 def key(device: torch.device, group_size: int) -> dict[str, Any]:
-    """What the numbers hold for."""
+    """What the numbers depend on: they are valid only where all of this is the same."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
         "device_type": device.type,
-        "threads": 0 if cuda else torch.get_num_threads(),  # of a rank
+        "threads": 0 if cuda else torch.get_num_threads(),  # a rank's threads
         "world_size": group_size,
         "fusedcomm": _version("fusedcomm"),
         "torch": torch.__version__,
@@ -49,7 +49,7 @@ def path_of(key: dict[str, Any]) -> Path:
 
 
 def read(device: torch.device, group_size: int) -> Constants | None:
-    """The constants for a group on this machine, or None: not tuned, or the file cannot be trusted (a warning)."""
+    """The group's constants on this machine; None if it is not tuned, or, with a warning, if the file is not valid."""
     expected = key(device, group_size)
     try:
         file = path_of(expected)
@@ -65,7 +65,7 @@ def read(device: torch.device, group_size: int) -> Constants | None:
 
 
 def write(constants: Constants, device: torch.device, group_size: int) -> Path:
-    """Replace the file at once: who reads finds the old one or the new one, whole. Raises OSError."""
+    """Replace the file in one step: a reader finds either the old file or the new one, whole. Raises OSError."""
     holds_for = key(device, group_size)
     content = {"version": VERSION, "key": holds_for, "constants": constants.to_json()}
     file = path_of(holds_for)
@@ -75,7 +75,7 @@ def write(constants: Constants, device: torch.device, group_size: int) -> Path:
 
 
 def remove(device: torch.device, group_size: int) -> bool:
-    """Whether there was a file. Raises OSError."""
+    """Remove the file, and return whether there was one. Raises OSError."""
     try:
         path_of(key(device, group_size)).unlink()
     except FileNotFoundError:
@@ -93,8 +93,8 @@ def cpu_name() -> str:
 
 
 def _read_own(file: Path) -> bytes:
-    """Raises OSError, of a symlink too, or ValueError."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for who writes
+    """The content of a file that only this user can have written. Raises OSError, also for a symlink, or ValueError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its writer
     with open(os.open(file, flags), "rb") as opened:
         facts = os.fstat(opened.fileno())
         if not stat.S_ISREG(facts.st_mode):
@@ -110,7 +110,7 @@ def _read_own(file: Path) -> bytes:
 
 
 def _parse(content: bytes, expected: dict[str, Any]) -> Constants:
-    """Raises ValueError; of JSON errors too."""
+    """Raises ValueError for all that is not as expected, broken JSON included."""
     data = json.loads(content)
     if not isinstance(data, dict) or set(data) != {"version", "key", "constants"}:
         raise ValueError("it must have the fields version, key and constants")
@@ -137,5 +137,5 @@ def _driver_version() -> str | None:
 
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # NVML missing or broken: the topology vote says so
+    except Exception:  # NVML is missing or broken; the topology vote says so
         return None

@@ -3,10 +3,11 @@
 A matmul is next to a collective on one of its tensors: the result that it pushes, or the input that it gathers. That
 tensor is cut into one block per rank along ``split_dim``. A block, or what one round takes of it, is a chunk:
 
-    push     y = x @ w     chunk p of y goes to rank p; from there to where ``unpack`` says
-    gather   y = x @ w     chunk p of x comes from rank p, which took it from where ``pack`` says
+    push     y = x @ w     chunk p of y goes to rank p, which puts it where ``unpack`` says
+    gather   y = x @ w     chunk p of x comes from rank p, which takes it from where ``pack`` says
 
-Both directions are the same Spans, read by the sender or by the receiver. `geometry` makes the Exchange of each op.
+Both directions use the same Spans: in a push the sender reads them, in a gather the receiver. `geometry.shapes` makes
+the Exchange of each op.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from fusedcomm.geometry.spans import Range, Span, block_shape, boxes, span
 
-FEW_ROWS = 128  # with fewer a matmul reads w longer than it computes, on CPUs and GPUs alike
+FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class RoundSpans:
 
     push     chunk[b, i, j] = x[batches(b, p) * M + rows(i, p)] @ w[batches(b, p)][:, columns(j, p)]
     gather   y[batches(b, p) * M + rows(i, p)] += chunk[b, i, k] * w[batches(b, p)][columns(k, p)]   summed over k
-    pack     chunk[i] = packed.flatten()[pack(i, dst_rank)]         of what is sent as it is
-    unpack   unpacked.flatten()[unpack(i, src_rank)] = chunk[i]     of what has arrived
+    pack     chunk[i] = packed.flatten()[pack(i, dst_rank)]         where a tensor is sent as it is
+    unpack   unpacked.flatten()[unpack(i, src_rank)] = chunk[i]     where the chunk ends up
     """
 
     batches: Span
@@ -45,20 +46,20 @@ class RoundSpans:
 
 @dataclass(eq=False)
 class Exchange:
-    """A call, checked, and cut into chunks and rounds. Sizes may be symbolic until ``rounds`` is called."""
+    """A call that has been checked and cut into chunks and rounds. Sizes may be symbolic until ``rounds`` is called."""
 
-    shape: list[int]  # of the matmul's tensor next to the collective: [batches, rows, columns], each may be many dims
+    shape: list[int]  # the matmul's tensor next to the collective: [batches, rows, columns], each may be many dims
     num_lead: int  # dims before the columns
-    num_batch_dims: int  # of w
-    split_dim: int  # of ``shape``: one block per rank
+    num_batch_dims: int  # batch dims of w
+    split_dim: int  # the dim of ``shape`` that is cut into one block per rank
     packed: tuple[list[int], int | None]  # shape of what is sent, and the dim cut into one block per dst_rank
     unpacked: tuple[list[int], int | None]  # shape of what arrives, and the dim cut into one block per src_rank
     group_size: int
-    out_shapes: list[list[int]]  # of the results
+    out_shapes: list[list[int]]  # shapes of the results
     k: int
-    gathers: bool = False  # the matmul takes ``shape``; else it makes it
-    facts: tuple[Any, ...] = ()  # what all ranks must agree on besides: part of the fingerprint
-    arguments: dict[str, Any] = field(default_factory=dict)  # that it was made from, for people to read
+    gathers: bool = False  # the matmul takes the tensor of ``shape``; otherwise it makes it
+    facts: tuple[Any, ...] = ()  # what else all ranks must agree on: part of the fingerprint
+    arguments: dict[str, Any] = field(default_factory=dict)  # what the Exchange was made from, for people to read
     _rounds: dict[int, list[RoundSpans]] = field(default_factory=dict)
 
     @property
@@ -67,22 +68,22 @@ class Exchange:
 
     @cached_property
     def block(self) -> list[int]:
-        """Shape of one rank's part."""
+        """The shape of one rank's part."""
         return block_shape(self.shape, self.split_dim, self.group_size)
 
     @cached_property
     def num_batches(self) -> int:
-        """Matrices in a batched w; 1 for [K, N]."""
+        """The number of matrices in a batched w; 1 for [K, N]."""
         return math.prod(self.shape[: self.num_batch_dims])
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows per matrix of w."""
+        """The number of rows per matrix of w."""
         return math.prod(self.shape[self.num_batch_dims : self.num_lead])
 
     @cached_property
     def row_numel(self) -> int:
-        """Elements that one row of the matmul adds to one chunk."""
+        """The number of elements that one row of the matmul adds to one chunk."""
         return math.prod(self.block[self.num_lead :])
 
     @cached_property
@@ -95,22 +96,22 @@ class Exchange:
 
     @property
     def splits_rows(self) -> bool:
-        """Every chunk needs all of w. (Parts of a batched w do not.)"""
+        """Whether every chunk needs all of w. (Parts of a batched w do not.)"""
         return self.num_batch_dims <= self.split_dim < self.num_lead
 
     @property
     def column_run(self) -> int:
-        """Consecutive columns of one rank, where columns are split."""
+        """The number of consecutive columns of one rank, where columns are split."""
         return math.prod(self.block[self.split_dim :])
 
     @property
     def few_rows(self) -> bool:
-        """A matmul of one chunk alone would take as long as that of all, which reads w only once."""
+        """Whether the matmul of one chunk would take as long as that of all chunks, which reads w only once."""
         return self.splits_rows and self.num_rows < FEW_ROWS * self.group_size
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What makes two calls of one op the same on the wire."""
+        """What must be equal for two calls of one op to be the same on the wire."""
         tensors = (tuple(self.shape), tuple(self.packed[0]), tuple(self.unpacked[0]))
         dims = (self.num_lead, self.num_batch_dims, self.split_dim, self.packed[1], self.unpacked[1])
         return tensors, dims, self.k, self.facts

@@ -1,7 +1,7 @@
 """The Exchange of each op from its arguments' shapes: all checks of shapes and dims, with the texts that users see.
 
-Works on symbolic sizes, so that fake tensors get the same checks. Raises ValueError for anything that the op's
-docstring excludes.
+Sizes may be symbolic, so that fake tensors get the same checks. Each function raises ValueError for anything that the
+op's docstring excludes.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ def matmul_reduce_scatter(x: Shape, w: Shape, reduce_op: str, scatter_dim: int, 
 def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Exchange:
     """``all_reduce(x @ w, reduce_op)``: each rank reduces one block and gathers the others.
 
-    Where R divides no dim of y, it is that of an x with some more rows.
+    Where R divides no dim of y, the Exchange is that of an x with a few more rows.
     """
     check_all_reduce(x, w, reduce_op, group_size)
     y = [*x[:-1], w[-1]]
     dims = [dim for dim, size in enumerate(y) if size % group_size == 0]
-    wide = w[-1] > math.prod(x[len(w) - 2 : -1])  # then x is read once for each rank, else w
+    wide = w[-1] > math.prod(x[len(w) - 2 : -1])  # cut columns read x once per rank, cut rows read w once per rank
     split_dim = dims[-1 if wide else 0] if dims else len(y) - 2
     y[split_dim] += -y[split_dim] % group_size
     return _push(x, w, y, split_dim, (y, split_dim), group_size, reduce_op)
@@ -120,7 +120,7 @@ def _push(
     group_size: int,
     *facts: Any,
 ) -> Exchange:
-    """y = x @ w, viewed, whose blocks along split_dim go to the ranks; what arrives makes up the result."""
+    """The Exchange of y = x @ w, viewed: its blocks along split_dim go to the ranks; what arrives is the result."""
     return Exchange(
         shape=y,
         num_lead=len(x) - 1,
@@ -142,7 +142,7 @@ def check_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Non
 
 
 def of(make: Callable[..., Any], *args: Any) -> Any:
-    """``make(*args)``; for plain ints once per call's shapes, as geometry costs more than a small matmul."""
+    """``make(*args)``, cached where the sizes are plain ints, because geometry costs more than a small matmul."""
     return make(*args) if _is_symbolic(args) else _cached(make, *args)
 
 
@@ -158,7 +158,7 @@ def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
 
 
 def check_tensors(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-    """dtype and device rules shared by all ops."""
+    """Checks of dtype and device that all ops share."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     if len(biases) != len(ws):
@@ -179,7 +179,7 @@ def check_bias(bias: Tensor | None, n: int, name: str = "N") -> None:
 
 
 def check_out(out: Tensor, x: Tensor, shape: Shape) -> None:
-    """``out``: where a result of that shape is to be written."""
+    """Raises ValueError unless a result of ``shape``, with x's dtype and device, can be written to ``out``."""
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
     if out.dtype != x.dtype:
@@ -191,7 +191,10 @@ def check_out(out: Tensor, x: Tensor, shape: Shape) -> None:
 
 
 def _num_lead(exchanged: Shape, w: Shape) -> int:
-    """Dims of the exchanged x that are not K: as few dims as possible make up K; a batched w leaves one dim of rows."""
+    """The number of leading dims of the exchanged x that are not K.
+
+    K is made of as few dims as possible; with a batched w, one dim of rows is left.
+    """
     if len(w) != 2:
         return max(1, min(len(w) - 1, len(exchanged) - 1))
     for num_lead in range(len(exchanged) - 1, 0, -1):
@@ -217,7 +220,7 @@ def _check_ndim(x: Shape, name: str) -> None:
 
 
 def _check_matmul(x: Shape, w: Shape, name: str) -> None:
-    """``name``: what x is by the time it is multiplied."""
+    """``name``: what errors call x, which may have been gathered or exchanged before the matmul."""
     _check_ndim(x, name)
     if len(w) not in (2, len(x)):
         raise ValueError(f"w must be 2-D [K, N] or have {name}'s batch dims, got {len(w)} dims beside {len(x)}")

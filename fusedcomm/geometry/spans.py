@@ -1,7 +1,6 @@
 """Sets of indices, one per rank, that five integers describe; kernels and host code read the same five.
 
-Of a run of R * size indices cut as (outer, R, inner), peer p owns [:, p, :]. A `Span` is that set for a part of the
-indices.
+If R * size indices are cut as (outer, R, inner), peer p owns [:, p, :]. A `Span` is that set, or a part of it.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class Range:
 def span(sizes: Sequence[int], split_dim: int | None, group_size: int, box: Sequence[Range]) -> Span:
     """Flat indices of ``box`` in a contiguous tensor of ``sizes`` whose ``split_dim`` is cut into one block per rank.
 
-    ``box`` has one Range per dim, relative to the peer's block. Dims before the first Range of more than one index hold
-    a single one; dims after it are whole: that is what makes five integers enough.
+    ``box`` has one Range per dim, relative to the peer's block. A dim before the first Range of more than one index has
+    a single index, and a dim after it is whole: that is why five integers are enough.
     """
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     start = sum(r.start * stride for r, stride in zip(box, strides, strict=True))
@@ -74,7 +73,10 @@ def block_shape(shape: Sequence[int], split_dim: int, group_size: int) -> list[i
 
 
 def boxes(lead: list[int], row_numel: int, max_numel: int) -> Iterator[list[Range]]:
-    """Single indices in the first dims, parts of one dim, all of the rest: as few boxes as fit ``max_numel``."""
+    """Cut ``lead`` into as few boxes as possible of at most ``max_numel`` elements.
+
+    A box has single indices in the first dims, a part of one dim, and all of the rest.
+    """
     whole = [Range(0, size) for size in lead]
     if math.prod(lead) * row_numel <= max_numel:
         yield whole
