@@ -1,1 +1,1 @@
-"""How an op runs. Each module offers the same verbs; reference.py is the third algorithm, `unfused`."""
+"""How an op runs. `chunked` and `fused` offer the same functions; `reference` is the third algorithm, `unfused`."""

@@ -1,4 +1,4 @@
-"""A matmul on parts of tensors that Spans describe: no copy of an operand where runs are long and rows are many."""
+"""Matmuls on the parts of tensors that Spans describe. An operand is copied only if runs are short or rows few."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusedcomm.geometry.exchange import Exchange, RoundSpans
 from fusedcomm.geometry.spans import Span
 from fusedcomm.runtime.profiler import lane
 
-_MIN_PIECE = 128  # interleaved runs at least this long are multiplied in place, shorter ones are gathered first
+_MIN_PIECE = 128  # interleaved runs this long or longer are multiplied in place, shorter ones are gathered first
 
 
 class PushedMatmul:
@@ -21,12 +21,12 @@ class PushedMatmul:
         self.w = w.reshape(exchange.num_batches, exchange.k, w.shape[-1])
         self.bias = bias
         self.y: Tensor | None = None
-        if exchange.few_rows:  # one matmul for all chunks, where one for each would read w again and again
+        if exchange.few_rows:  # one matmul for all chunks, as one per chunk would read w again and again
             with lane("matmul"):
                 self.y = reference.matmul(self.x, self.w, bias)
 
     def __call__(self, spans: RoundSpans, dst_rank: int, chunk: Tensor) -> None:
-        """``chunk``: flat [batches * rows * columns]; or [runs, rows in a run * columns], where `fills_runs` allows."""
+        """``chunk`` is flat [batches * rows * columns], or [runs, rows in a run * columns] if `fills_runs` allows."""
         batches, rows, columns = spans.batches, spans.rows, spans.columns
         if chunk.ndim == 2:
             rows_in_run = rows.size // chunk.shape[0]
@@ -52,7 +52,7 @@ class GatheredMatmul:
         self.bias = None if bias is None else bias.unsqueeze(0)  # [1, N]
 
     def chunk(self, spans: RoundSpans, src_rank: int, chunk: Tensor) -> None:
-        """Rows that are src_rank's alone. ``chunk``: flat [batches * rows * K]."""
+        """Compute the rows that come from src_rank alone. ``chunk`` is flat [batches * rows * K]."""
         batches, rows = spans.batches, spans.rows
         _matmul(
             chunk.view(*_split(batches), *_split(rows), self.w.shape[1]),  # [bo, bi, ro, ri, K]
@@ -62,14 +62,14 @@ class GatheredMatmul:
         )
 
     def part(self, spans: RoundSpans, src_rank: int, chunk: Tensor, gathered: Tensor | None) -> Tensor:
-        """src_rank's columns as [b, m, ko, ki]: in ``gathered``, if its chunk is copied to it, or in ``chunk``."""
+        """src_rank's columns as [b, m, ko, ki]: from ``gathered`` if the chunk is copied there, or from ``chunk``."""
         columns = spans.columns
         if gathered is None:
             return chunk.reshape(spans.batches.size, spans.rows.size, *_split(columns))
         return columns.view(self._of_round(gathered.view(*self.out.shape[:2], self.w.shape[1]), spans), 2, src_rank)
 
     def add(self, spans: RoundSpans, src_rank: int, x: Tensor, first: bool) -> None:
-        """``out = bias`` if ``first``, then ``out += x @ w``: src_rank's ``part`` of K, where out can hold the sums."""
+        """``out = bias`` if ``first``, then ``out += x @ w`` for src_rank's ``part`` of K; out must hold the sums."""
         w = spans.columns.view(self._batches(self.w, spans), 1, src_rank)  # [b, ko, ki, N]
         out = self._of_round(self.out, spans)
         if out.numel() == 0:
@@ -81,31 +81,33 @@ class GatheredMatmul:
                 out.baddbmm_(x[:, :, part], w[:, part])
 
     def all(self, gathered: Tensor) -> None:
-        """All rows at once."""
+        """Compute all rows at once."""
         x = gathered.view(*self.out.shape[:2], self.w.shape[1])
         if self.out.numel() > 0:
             _multiply(x, self.w, None if self.bias is None else self.bias[0], self.out)
 
     @staticmethod
     def _batches(t: Tensor, spans: RoundSpans) -> Tensor:
-        """A round's batches, which no rank has to itself where K is gathered."""
+        """The batches of a round; where K is gathered, no rank has batches to itself."""
         return t.narrow(0, spans.batches.start, spans.batches.size)
 
     @classmethod
     def _of_round(cls, t: Tensor, spans: RoundSpans) -> Tensor:
-        """A round's batches and rows of [B, M, ...], likewise."""
+        """The batches and rows of a round, in a tensor [B, M, ...]."""
         return cls._batches(t, spans).narrow(1, spans.rows.start, spans.rows.size)
 
 
 def adds_up(exchange: Exchange, dtype: torch.dtype) -> bool:
-    """Whether `GatheredMatmul.add` does where K is gathered: sums must stay in float32 across sources, and the result
-    itself must hold them; a source's part of K should be long runs.
+    """Whether `GatheredMatmul.add` can be used where K is gathered.
+
+    The result itself must hold the sums over sources, which must stay in float32, and a source's part of K should be
+    long runs.
     """
     return dtype == torch.float32 and exchange.column_run >= _MIN_PIECE
 
 
 def fills_runs(spans: RoundSpans) -> bool:
-    """Whether the matmul can write a chunk where it is unpacked to: in runs of consecutive rows, long ones."""
+    """Whether the matmul can write a chunk to the place where it is unpacked: long runs of consecutive rows."""
     run, row = spans.unpack.inner, spans.columns.size
     if spans.chunk_numel == 0 or not spans.batches.size == spans.rows.outer == 1:
         return False

@@ -1,9 +1,10 @@
-"""`chunked`: a chunk is moved while the next one is computed. One matmul per peer, the next peer first, own chunk last;
-or, where x is gathered, one per source, own data first. One for all where rows are few or sums need float32.
+"""`chunked`: a chunk is moved while the next one is computed.
 
-Written once; a transport moves the chunks. CPU: the matmul writes straight into the peer's slot. CUDA: cuBLAS on the
-current stream, copies on another.
-"""
+A push makes one matmul per peer, the next peer's first and the own chunk last. A gather makes one per source, own data
+first. Both make one matmul for all chunks where rows are few; a gather also where its sums need float32.
+
+The code is written once, and a transport moves the chunks. On a CPU the matmul writes straight into the peer's slot.
+With CUDA, cuBLAS runs on the current stream and the copies on another. """
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def gather_matmul(
     outs = [transport.result(x, shape) for shape in exchange.out_shapes]
     matmuls = [GatheredMatmul(*each, exchange) for each in zip(outs, ws, biases, strict=True)]
     adds = exchange.splits_columns and adds_up(exchange, x.dtype)
-    # One matmul after all have arrived instead; also where a matmul for each source would read w again and again.
+    # One matmul waits for all chunks if the result cannot hold the sums, or if one per source would read w repeatedly.
     at_once = (exchange.splits_columns and not adds) or exchange.few_rows
     gathered = transport.result(x, exchange.shape) if return_gathered or at_once else None
     with ordered(workspace), workspace.guarded(call.op):
@@ -102,7 +103,7 @@ def gather_matmul(
 
 
 def _push(matmul: PushedMatmul, round: Round, transport: Transport, out: Tensor | None = None) -> None:
-    """Every dst_rank's chunk, the next rank first. ``out``: where the own chunk may go directly."""
+    """Compute and send every dst_rank's chunk, the next rank's first. ``out``: where the own chunk may go directly."""
     for dst_rank in round.peers():
         chunk = transport.place(round, dst_rank, out)
         with lane("matmul", dst_rank):
@@ -112,7 +113,7 @@ def _push(matmul: PushedMatmul, round: Round, transport: Transport, out: Tensor 
 
 
 def _chunk_from(src_rank: int, round: Round, transport: Transport, x: Tensor) -> Tensor:
-    """What src_rank sends; my own from where it is."""
+    """What src_rank sends. This rank's own chunk is taken from where it is."""
     if src_rank == round.workspace.rank:
         return round.spans.pack.view(x.view(-1), 0, src_rank)
     transport.wait(round, src_rank)

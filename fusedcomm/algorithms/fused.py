@@ -1,8 +1,8 @@
-"""`fused`: persistent Triton kernels. One stores each finished tile into the peer's slot, one waits per source in its
-loop, one adds what has arrived.
+"""`fused`: persistent Triton kernels. One kernel stores each finished tile into the peer's slot, one waits per source
+in its loop, and one adds what has arrived.
 
-What sends never waits and what waits never sends, so a gather is two kernels: the copies to the peers run beside the
-matmul, on the side stream, on SMs that it leaves free.
+A kernel that sends never waits, and one that waits never sends. So a gather is two kernels: the copies to the peers run
+beside the matmul, on the side stream, on SMs that it leaves free.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def gather_matmul(
             if gathered is not None:
                 with lane("copy"):
                     kernel_launch.unpack(gathered, spans.unpack, workspace, fingerprint)
-            if x.is_cuda:  # the next round counts its copies in the same words
+            if x.is_cuda:  # because the next round counts its copies in the same words
                 torch.cuda.current_stream(x.device).wait_stream(workspace.side_stream())
             _launched(call)
     return outs, gathered
@@ -102,7 +102,7 @@ def gather_matmul(
 
 @contextmanager
 def _kernels(call: Call) -> Iterator[None]:
-    """Around the kernels of a call."""
+    """Enter the call, and keep its launches in order and guarded while its kernels are launched."""
     call.workspace.enter(call.op, call.fingerprint)
     with ordered(call.workspace), call.workspace.guarded(call.op):
         yield
@@ -122,7 +122,7 @@ def _launched(call: Call) -> None:
 
 @contextmanager
 def _beside(workspace: Workspace, sent: Tensor) -> Iterator[None]:
-    """What is launched inside runs beside what is launched after; on a GPU."""
+    """On a GPU, what is launched inside runs beside what is launched afterwards."""
     if workspace.device.type != "cuda":
         yield
         return

@@ -15,7 +15,7 @@ from fusedcomm.runtime.topology import tf32_allowed
 
 _TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors
 _ALL_REGISTERS = (
-    255  # or ptxas spills for the sake of a second block per multiprocessor, which persistent grids never have
+    255  # otherwise ptxas spills, to fit a second block per multiprocessor, which persistent grids never have
 )
 _INT32_MAX = 2**31 - 1  # descriptors are indexed by int32
 
@@ -85,10 +85,10 @@ def push(
 
 
 def pack(t: Tensor, span: Span, workspace: Segments, fingerprint: int) -> None:
-    """Copy every dst_rank's part of ``t`` into its slot, and signal it; own chunk first.
+    """Copy every dst_rank's part of ``t`` into its slot, and signal it; the own chunk comes first.
 
-    May run beside the kernel that consumes the round, on a stream of its own; what follows that kernel must then wait
-    for this one.
+    This kernel may run on a stream of its own beside the kernel that consumes the round. What follows that kernel must
+    then wait for this one.
     """
     assert t.is_contiguous()
     if span.size == 0:
@@ -125,9 +125,10 @@ def gather_matmul(
     *,
     end_round: bool,
 ) -> None:
-    """Multiply every src_rank's chunk with its part of w, as they arrive, into its rows of ``out``, with the bias.
+    """Multiply every src_rank's chunk by its part of w, as the chunks arrive, into its rows of ``out``; add the bias.
 
-    out [..., N], of all rounds; w [K, N] or [..., K, N]. ``end_round``: no kernel of this round follows.
+    out [..., N] is the result of all rounds; w is [K, N] or [..., K, N]. ``end_round``: no kernel of this round
+    follows.
     """
     assert out.is_contiguous()
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
@@ -217,9 +218,9 @@ def unpack(out: Tensor, span: Span, workspace: Segments, fingerprint: int, *, en
 
 
 def reduce(out: Tensor, span: Span, bias: Tensor | None, scale: float, workspace: Segments, fingerprint: int) -> None:
-    """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias; this ends the round.
+    """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
 
-    ``span``: one run of out's elements, rows as long as the bias. ``scale``: 1, or 1 / R for the average.
+    ``span`` is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
     """
     assert out.is_contiguous() and span.inner >= span.size
     assert scale in (1.0, 1.0 / workspace.group_size)
@@ -284,7 +285,7 @@ def _has_tma(t: Tensor) -> bool:
 
 
 def _gather_shape(spans: RoundSpans, num_n: int, group_size: int, split_k: bool) -> tiles.Shape:
-    """What gather_matmul_kernel does: a matmul for each source, or one that adds up all of them."""
+    """The work of gather_matmul_kernel: one matmul for each source, or a single one that adds up all sources."""
     columns = Span(num_n, 0, max(num_n, 1), 0, 0)
     count = 1 if split_k else group_size
     return tiles.Shape(spans.batches.size, spans.rows, columns, spans.columns.size, count)
@@ -298,7 +299,7 @@ def can_describe_x(x: Tensor) -> bool:
 def can_describe_w(w: Tensor) -> bool:
     """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous.
 
-    Batches of w lie below one another; a block of K must not reach into the next.
+    Batches of w lie below one another, so a block of K must not reach into the next batch.
     """
     num_batches, num_k, num_n = w.shape
     step = _row_step(w)
@@ -326,7 +327,7 @@ def describe_x(x: Tensor, config: tiles.TileConfig) -> Any:
 
 
 def describe_w(w: Tensor, config: tiles.TileConfig) -> Any:
-    """w as the kernels' loads see it: two dims, the batches below one another."""
+    """w as the kernels' loads see it: two dims, with the batches below one another."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     num_batches, num_k, num_n = w.shape

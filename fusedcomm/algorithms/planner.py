@@ -1,6 +1,6 @@
-"""How a call runs: decided from what all ranks know, so that all ranks decide alike.
+"""How a call runs. It is decided from what all ranks know, so that all ranks decide alike.
 
-What cannot run is a rule, with its reason:
+Rules say what cannot run, each with its reason:
 
     one rank                                            unfused     nothing to exchange
     no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
@@ -9,11 +9,12 @@ What cannot run is a rule, with its reason:
     GPU, CUDA graph capture                             not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
 
-Of the rest runs what `cost` estimates to be fastest, with the numbers that `fusedcomm tune` measured on this machine or
-with default ones; the reason says which. Decode sizes: less than 64 KiB per peer, or rows cut, fewer than 128 per rank.
+The algorithm that `cost` estimates to be fastest runs, of those that are left. Its numbers were measured on this
+machine by `fusedcomm tune` or are default ones; the reason says which. A decode size has less than 64 KiB per peer, or
+cuts rows and has fewer than 128 per rank.
 
-`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the estimate where the algorithm can run; like a capture, they must
-be the same on all ranks (chunked and fused can meet, either of them and unfused cannot).
+`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the estimate where the algorithm can run. Like a capture, they must
+be the same on all ranks: chunked on one rank can meet fused on another, but neither can meet unfused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FORCED = "forced"
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run. Equal on all ranks."""
+    """What will run; it is equal on all ranks."""
 
     op: str
     algorithm: str
@@ -122,7 +123,7 @@ _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 
 
 def dtype_name(dtype: torch.dtype, device_type: str) -> str:
-    """As `cost` calls it."""
+    """The dtype's name in `cost`."""
     tf32 = dtype == torch.float32 and device_type == "cuda" and tf32_allowed()
     return "tf32" if tf32 else _NAMES[dtype]
 
@@ -132,7 +133,7 @@ def _text(seconds: float) -> str:
 
 
 def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Member) -> str | None:
-    """Why neither ``name`` nor, for None, any algorithm with a workspace can run these inputs; None if one can."""
+    """Why ``name``, or any algorithm with a workspace if it is None, cannot run these inputs; None if it can."""
     topology = member.topology
     if name == "unfused":
         return None

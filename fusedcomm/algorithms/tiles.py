@@ -9,18 +9,17 @@ import torch
 from fusedcomm.geometry.spans import Span
 
 INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
-BLOCK_K = 64  # of all tiles that descriptors load, or a divisor
+BLOCK_K = 64  # block_k is this, or a divisor of it, in all tiles that descriptors load
 _MAX_POINTER_N = 128
 _MAX_ELEMENT_N = 64
-_MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this much more than is needed
+_MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this many times what is needed
 
 
 @dataclass(frozen=True)
 class TileConfig:
     """A CUDA block computes [block_m, block_n] in steps of block_k, num_stages of them in flight.
 
-    ``halves``: the result is stored in two halves, which takes fewer registers and less shared
-    memory.
+    ``halves``: the result is stored in two halves, which takes fewer registers and less shared memory.
     """
 
     block_m: int
@@ -52,7 +51,7 @@ class Shape:
     count: int
 
 
-# Largest first. Registers and shared memory of every row: tests/kernels/test_compile_only.py.
+# The largest tile comes first. tests/kernels/test_compile_only.py checks registers and shared memory of every row.
 _HALF: dict[int, tuple[TileConfig, ...]] = {
     80: (  # fits the 99 KiB of sm_86, sm_89 and sm_120 too
         TileConfig(128, 128, 64, 8, 8, 4, halves=True),
@@ -77,7 +76,7 @@ _FP32 = (TileConfig(64, 64, 16, 8, 8, 3), TileConfig(32, 32, 16, 8, 4, 3))  # no
 
 
 def architecture(device: torch.device) -> int:
-    """The table for a device. sm_120 has neither wgmma nor tcgen05: its table is sm_80's."""
+    """The key of a device's table. sm_120 has neither wgmma nor tcgen05, so its table is sm_80's."""
     if device.type != "cuda":
         return INTERPRETER
     major, _ = torch.cuda.get_device_capability(device)
@@ -85,7 +84,7 @@ def architecture(device: torch.device) -> int:
 
 
 def in_runs(span: Span, block: int) -> bool:
-    """Whether tiles stop at the end of each run of ``inner`` indices: theirs are consecutive."""
+    """Whether tiles stop at the end of each run of ``inner`` indices, so that a tile's indices are consecutive."""
     if span.inner >= span.size:
         return True
     return -(-span.inner // block) * block <= _MAX_RUN_WASTE * span.inner
@@ -113,8 +112,9 @@ def matmul_config(
 ) -> TileConfig:
     """The largest tile that gives every program work; the smallest if none does.
 
-    ``describable``: tensor descriptors can load w, and x if the kernel has one for it. ``aligned``: rows begin where
-    vectors may. Loads by pointer need registers that the widest tiles do not leave, single elements even more.
+    ``describable``: tensor descriptors can load w, and x if the kernel has one for it. ``aligned``: rows begin at
+    addresses that vector loads need. Loads by pointer need registers that the widest tiles do not leave, and loads of
+    single elements need even more.
     """
     if arch == INTERPRETER:
         m, n = _fitting(shape.rows.size, 64), _fitting(shape.columns.size, 64)
@@ -136,14 +136,14 @@ def boxes(config: TileConfig, shape: Shape) -> bool:
 
 
 def copy_config(arch: int, span: Span, itemsize: int) -> CopyConfig:
-    """16 KiB at a time: 4 loads of 16 bytes in flight per thread; less if runs are unaligned."""
+    """Sizes for 16 KiB at a time, which is 4 loads of 16 bytes in flight per thread; 2 KiB where runs are unaligned."""
     numel = 1024 if arch == INTERPRETER else (16384 if span.inner % 16 == 0 else 2048) // itemsize
     block_inner = min(numel, _fitting(span.inner, numel))
     return CopyConfig(numel // block_inner, block_inner, num_warps=8)
 
 
 def reduce_block(arch: int) -> tuple[int, int]:
-    """Elements that a CUDA block adds up at a time, and its warps: one load of 8 per rank and thread."""
+    """Elements that a CUDA block adds up at a time, and its warps: each thread loads 8 elements per rank."""
     return (1024, 4) if arch == INTERPRETER else (2048, 8)
 
 

@@ -17,32 +17,32 @@ from fusedcomm.runtime.workspace import Round, Workspace
 
 class Transport(Protocol):
     def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """A tensor for a result: ``out``, if given."""
+        """A tensor for a result: ``out``, if it is given."""
 
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
-        """Where the matmul may write dst_rank's chunk: flat, or runs of ``out``, the result that it is unpacked to."""
+        """Where the matmul may write dst_rank's chunk: a flat tensor, or the runs of ``out`` that it is unpacked to."""
 
     def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
-        """Move what was written to ``place``, and signal."""
+        """Move what was written to ``place``, and signal it."""
 
     def pack(self, round: Round, packed: Tensor, own: bool) -> None:
-        """Send every chunk of ``packed``; to my own slot only if ``own``."""
+        """Send every chunk of ``packed``. This rank's own slot gets its chunk only if ``own``."""
 
     def wait(self, round: Round, src_rank: int) -> None:
-        """What reads the chunk of src_rank comes after this."""
+        """Wait for src_rank's chunk; it may be read only after this."""
 
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
-        """Wait for all chunks and copy them to their places; ends the round. ``own``: what was packed, if anything."""
+        """Wait for all chunks, copy them to their places, and end the round. ``own``: what was packed, if anything."""
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
-        """Wait for all chunks and add them, in rank order, in float32, rounded once; ends the round."""
+        """Wait for all chunks, add them in rank order in float32, round once, and end the round."""
 
     def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
         """End a round whose chunks have been read; ``outs`` hold what was made of them."""
 
 
 class CpuTransport:
-    """Peers' slots are memory like any other; waits are on the host and raise."""
+    """Peers' slots are ordinary memory here. Waits are on the host, and raise when they fail."""
 
     def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
         from fusedcomm.kernels.cpu import native
@@ -100,10 +100,10 @@ class CpuTransport:
 
 
 class CudaTransport:
-    """Copies move chunks on a side stream; waits are kernels, whose failures poison the results with NaN.
+    """Copies on a side stream move chunks. Waits are kernels, whose failures poison the results with NaN.
 
-    Each send waits for the main stream first: that is also the edge that lets no signal of this round overtake my
-    reads of the last one.
+    Each send first waits for the main stream. That edge also keeps every signal of this round behind this rank's reads
+    of the last round.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -166,7 +166,7 @@ def transport_of(workspace: Workspace) -> Transport:
 
 
 def copy_between(to: Tensor, source: Tensor) -> None:
-    """``to.flatten()[i] = source.flatten()[i]`` for two Span views, (outer, inner) each, or flat ones; one pass."""
+    """``to.flatten()[i] = source.flatten()[i]`` in one pass, for two Span views, (outer, inner) each, or flat ones."""
     if source.is_contiguous() or to.shape == source.shape:
         to.copy_(source.reshape(to.shape))
     elif to.shape[0] % source.shape[0] == 0:
@@ -179,15 +179,15 @@ def copy_between(to: Tensor, source: Tensor) -> None:
         to.copy_(source.reshape(to.shape))
 
 
-_BLOCK = 1 << 16  # elements: what a core's caches hold of the sum
+_BLOCK = 1 << 16  # elements of the sum that a core's caches hold
 
 
 def add_in_order(out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scale: float) -> None:
-    """``out = sum(parts) * scale + bias``, flat; in float32, in the order given, rounded once. bias [N] repeats.
+    """``out = sum(parts) * scale + bias``, flat: added in float32, in the order given, and rounded once.
 
-    ``scale``: 1, or for the average 1 / R.
+    bias [N] repeats. ``scale`` is 1, or 1 / R for the average.
     """
-    if len(parts) == 2 and bias is None and scale == 1:  # one rounding too: torch adds in float32
+    if len(parts) == 2 and bias is None and scale == 1:  # rounded once as well, because torch adds in float32
         torch.add(parts[0], parts[1], out=out)
         return
     row = 1 if bias is None else max(bias.numel(), 1)

@@ -1,8 +1,8 @@
 """DTensors redistributed with the fewest, largest collectives: `redistribute` and `redistribute_plan`.
 
-One call, file by file: `api` checks and calls the op; `dtensor` is the op, its gradient and DTensor's side of it;
-`placements` makes a `sharding` of what DTensor has; `search` looks for the `steps` from one to the other, by what they
-send (`traffic`) and take (`step_time`), and no worse than one mesh dim at a time (`by_dim`); `mesh_groups` has the
-process groups of several mesh dims at once; `execute` packs, sends and unpacks: equal blocks (`even`), boxes of any
-size (`uneven`), and what is to be added up on arrival (`reductions`).
+A call goes through these files. `api` checks its arguments and calls the op; `dtensor` has the op, its gradient and its
+handler for DTensors; `placements` makes a `sharding` from DTensor's placements. `search` looks for the `steps` from one
+sharding to the other, by what they send (`traffic`) and how long they take (`step_time`), and finds none worse than one
+mesh dim at a time (`by_dim`). `mesh_groups` has the process groups of several mesh dims at once. `execute` packs, sends
+and unpacks: equal blocks (`even`), boxes of any size (`uneven`), and parts to be added up on arrival (`reductions`).
 """

@@ -26,31 +26,31 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """``dtensor.redistribute(device_mesh, placements, ...)``, by the fewest, largest collectives.
+    """``dtensor.redistribute(device_mesh, placements, ...)``, with the fewest and largest collectives.
 
-    Equal values, shapes and placements, differentiable any number of times, and can be compiled. Where torch
-    communicates a mesh dim at a time, this takes at once what it can, also of uneven shards, in any order: mostly one
-    collective, and never more than torch. Reductions over several mesh dims give replicas that are equal bit by bit.
-    See `redistribute_plan` for what it does.
+    The result has the values, shape and placements of torch's. The call can be differentiated any number of times, and
+    compiled. Where torch communicates one mesh dim at a time, this takes as many at once as it can, in any order and
+    for uneven shards too: mostly one collective, and never more than torch. Reductions over several mesh dims give
+    replicas that are equal bit by bit. `redistribute_plan` shows what is done.
 
-    The first call on a mesh, and the first that takes certain mesh dims at once, is a collective of all its ranks: it
-    makes process groups. A rank that is not in the mesh gets its empty part back.
+    The first call on a mesh, and the first that takes certain mesh dims at once, is a collective of all its ranks,
+    because it makes process groups. A rank that is not in the mesh gets its empty part back.
 
     Args:
-        device_mesh: that of the dtensor, which is the default.
-        placements: one per dim of the mesh: Replicate(), Shard(dim), or the Partial that is there already.
+        device_mesh: the mesh of the dtensor, which is the default.
+        placements: one per mesh dim: Replicate(), Shard(dim), or the Partial that the dtensor has there.
         async_op: do not wait for the last collective where its result needs no rearranging; what uses it waits.
-        forward_dtype: the dtype that is sent, and that of the result. By default the dtensor's.
-        backward_dtype: the dtype in which gradients are sent. By default the dtensor's.
+        forward_dtype: the dtype that is sent, and that of the result; the dtensor's by default.
+        backward_dtype: the dtype in which gradients are sent; the dtensor's by default.
 
     Raises:
-        ValueError: another mesh, too few or too many placements, a dim out of range, a Partial that is not there,
-            reduce ops that no order makes exact together, an average of integers; and of this rank alone: a local
-            tensor that has not the shape of its part.
+        ValueError: for another mesh, too few or too many placements, a dim out of range, a Partial that the dtensor
+            does not have, reduce ops that no order makes exact together, or an average of integers. On this rank alone
+            it is raised for a local tensor that does not have the shape of its part.
         PeerTimeoutError: a rank of the mesh did not come to a first call within ``FUSEDCOMM_TIMEOUT_S``.
 
-    What only torch knows is torch's to do, logged once with the reason: other placements, sizes unknown when a graph is
-    compiled, ranks not ascending along a mesh dim that shards.
+    torch redistributes what only torch can, and a warning says so once with the reason: other placements, sizes that
+    are unknown when a graph is compiled, and ranks that do not ascend along a mesh dim that shards.
     """
     from fusedcomm.redistribution.dtensor import check_mesh, version
 
@@ -68,11 +68,10 @@ def redistribute_plan(
     *,
     forward_dtype: torch.dtype | None = None,
 ) -> RedistributionPlan:
-    """What `redistribute` does with these arguments, which see: steps with groups, bytes and estimated times.
+    """The plan that `redistribute` follows for these arguments: its steps, with groups, bytes and estimated times.
 
-    The same on all ranks; sends nothing, but the first call on a mesh is a collective. ``print`` it.
-
-    Raises ValueError as `redistribute` does, and for what that leaves to torch.
+    The plan is the same on all ranks, and ``print`` shows it. Nothing is sent, but the first call on a mesh is a
+    collective. Raises ValueError as `redistribute` does, and for what `redistribute` leaves to torch.
     """
     from fusedcomm.redistribution.dtensor import check_mesh, plan_of
 

@@ -1,9 +1,10 @@
-"""Steps that take one mesh dim at a time, and successive equal ones together: what a plan is measured by.
+"""Steps that take one mesh dim at a time, with successive equal ones joined: every plan is compared with these.
 
-The way that torch goes where no flattened mesh is missing. First from the innermost mesh dim outwards, if anything cuts
-before: each becomes what it is after, or cuts nothing where other mesh dims cut outside it than will. Then those left,
-from the outermost inwards. Successive steps are one where they gather, reduce or scatter the same tensor dim alike.
-Exchanges never are, nor a reduce_scatter into shards that come out uneven.
+torch goes this way where no flattened mesh is missing. If `before` cuts anything, a first pass goes from the innermost
+mesh dim outwards: a mesh dim becomes what it is in `after`, or cuts nothing if other mesh dims cut outside it now than
+in `after`. A second pass takes the mesh dims that still differ, from the outermost inwards. Successive steps are joined
+where they gather, reduce or scatter the same tensor dim alike. Exchanges are never joined, nor are reduce_scatters
+whose shards come out uneven.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTE
 
 @dataclass(frozen=True)
 class _Change:
-    """A step in one mesh dim. ``reduced``, ``left``, ``cut``: what it has to do with partial sums and tensor dims."""
+    """A step in one mesh dim: the op that it ``reduces``, and the tensor dims that were ``left`` and are ``cut``."""
 
     mesh_dim: int
     step: Step
@@ -53,7 +54,7 @@ def _changes(before: Sharding, after: Sharding) -> Iterator[_Change]:
 
 
 def _innermost_first(before: Sharding) -> list[int]:
-    """Mesh dims, the last first, but none before one that cuts inside it."""
+    """All mesh dims, the last first, but each after the mesh dims that cut the same tensor dim inside it."""
     found: list[int] = []
     left = list(range(len(before.mesh_shape)))
     while left:
@@ -64,7 +65,7 @@ def _innermost_first(before: Sharding) -> list[int]:
 
 
 def _next_outermost(now: Sharding, after: Sharding) -> int:
-    """The first mesh dim that is not as after, and can be: what cuts outside it does."""
+    """The first mesh dim that is not as in ``after`` and can become so: what cuts outside it is as in ``after``."""
     return next(
         i
         for i in range(len(now.mesh_shape))
@@ -74,7 +75,7 @@ def _next_outermost(now: Sharding, after: Sharding) -> int:
 
 
 def _aligned(now: Sharding, after: Sharding, mesh_dim: int) -> bool:
-    """Whether the mesh dims that cut outside it after, and no others, do so now."""
+    """Whether exactly those mesh dims cut outside ``mesh_dim`` now that do so in ``after``."""
     dim = after.tensor_dims[mesh_dim]
     assert dim is not None
     return _outside(now.cuts[dim], mesh_dim) == _outside(after.cuts[dim], mesh_dim)
@@ -85,7 +86,7 @@ def _outside(cuts: tuple[int, ...], mesh_dim: int) -> tuple[int, ...]:
 
 
 def _moved(now: Sharding, after: Sharding, mesh_dim: int, dim: int | None) -> Sharding:
-    """With the mesh dim reduced as after, and cutting tensor dim ``dim`` or none."""
+    """``now`` with ``mesh_dim`` reduced as in ``after``, and cutting tensor dim ``dim`` or none."""
     cuts = now.cuts
     if dim != now.tensor_dims[mesh_dim]:
         left = [tuple(i for i in dims if i != mesh_dim) for dims in cuts]

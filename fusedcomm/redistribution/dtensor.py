@@ -1,7 +1,7 @@
-"""The op ``fusedcomm::redistribute`` on DTensors: its kernel, which is a handler of DTensor's, and its gradient.
+"""The op ``fusedcomm::redistribute`` on DTensors: its kernel, which is a handler that DTensor calls, and its gradient.
 
 Everything is decided inside the op, from what is equal on all ranks. torch.compile traces the handler, so its graphs
-have the collectives of the plan.
+have the plan's collectives.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def check_mesh(dtensor: DTensor, device_mesh: DeviceMesh | None) -> None:
 
 
 def version(mesh: DeviceMesh) -> str:
-    """What plans on this mesh follow from, besides shapes and placements: graphs are cached by it.
+    """A key of what plans on this mesh depend on besides shapes and placements; graphs are cached by it.
 
-    Makes all groups that a plan can need. A graph from a cache calls no handler, and which groups its backward has
-    nobody can tell before; here, where each process traces the program, all ranks come by.
+    This also makes every group that a plan can need. A graph from a cache calls no handler, and nobody can tell
+    beforehand which groups its backward needs. Each process traces the program, so all ranks come by here.
     """
     if mesh.get_coordinate() is None:
         return ""
@@ -68,18 +68,18 @@ version._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see plac
 
 
 def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -> RedistributionPlan:
-    """Raises ValueError."""
+    """The plan of `redistribute`. Raises ValueError."""
     spec = dtensor._spec
     target = _target(spec, names)
     facts = mesh_groups.check(spec.mesh)
     try:
         return _plan(facts, *_shardings(facts, spec, target), dtype or dtensor.dtype)
     except Unsupported as reason:
-        raise ValueError(f"torch redistributes this, without a plan of ours: {reason}") from None
+        raise ValueError(f"torch redistributes this, without a plan of fusedcomm: {reason}") from None
 
 
 def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """A handler of DTensor's: this rank's part, as the plan brings it about."""
+    """The handler that DTensor calls for the op: it makes this rank's part by the plan."""
     x, names, async_op, forward_dtype, _ = _arguments(*args, **kwargs)
     spec: Any = x._spec
     local, now, target = x._local_tensor, spec, _target(spec, names)
@@ -89,7 +89,7 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     if target == now.placements:
         return DTensor(local, now, requires_grad=False)
     after = DTensorSpec(now.mesh, target, tensor_meta=now.tensor_meta)
-    if spec.mesh.get_coordinate() is not None:  # else this rank has no part of it
+    if spec.mesh.get_coordinate() is not None:  # otherwise this rank has no part of the tensor
         local = _redistributed(local, now, after, async_op)
     return DTensor(local, after, requires_grad=False)
 
@@ -116,7 +116,7 @@ def _arguments(
 
 
 def _target(spec: DTensorSpec, names: Sequence[str]) -> tuple[Placement, ...]:
-    """Raises ValueError."""
+    """The placements that ``names`` stand for. Raises ValueError."""
     if len(names) != spec.mesh.ndim:
         raise ValueError(f"placements must be one per dim of the mesh, {spec.mesh.ndim}, got {list(names)}")
     target = placements.decode(names, len(spec.shape), spec.placements)
@@ -127,7 +127,7 @@ def _target(spec: DTensorSpec, names: Sequence[str]) -> tuple[Placement, ...]:
 
 
 def _shardings(facts: MeshFacts, now: DTensorSpec, target: tuple[Placement, ...]) -> tuple[Sharding, Sharding]:
-    """Raises Unsupported."""
+    """The shardings before and after. Raises Unsupported."""
     order = getattr(now, "shard_order", None)
     if order is not None and not now.is_default_device_order(order):
         raise Unsupported("shard_order is not that of the mesh", order)
@@ -141,7 +141,7 @@ def _shardings_on(
     facts: MeshFacts, now: tuple[Placement, ...], target: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> tuple[Sharding, Sharding]:
     before, after = (placements.sharding(each, shape, facts.mesh_shape) for each in (now, target))
-    ranks = np.array(facts.ranks).reshape(facts.mesh_shape)  # all, for no rank may decide by its own group
+    ranks = np.array(facts.ranks).reshape(facts.mesh_shape)  # all ranks: none may decide by its own group alone
     for i in range(ranks.ndim):
         cuts = any(i in dims for dims in (*before.cuts, *after.cuts))
         if cuts and not (np.diff(ranks, axis=i) > 0).all():
@@ -150,7 +150,7 @@ def _shardings_on(
 
 
 def _plan(facts: MeshFacts, before: Sharding, after: Sharding, dtype: torch.dtype) -> RedistributionPlan:
-    """Raises ValueError."""
+    """The plan between two shardings. Raises ValueError."""
     averages = any(op == "avg" and op != then for op, then in zip(before.partial, after.partial, strict=True))
     if averages and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"dtype must be of floating point to be averaged, got {dtype}")
@@ -170,7 +170,7 @@ def _by_plan(local: Tensor, mesh: DeviceMesh, plan: RedistributionPlan, async_op
             f"the local tensor at {coordinate} of the mesh must have shape {wanted} for a tensor of shape "
             f"{plan.before.shape} that is {plan.before}, got {tuple(local.shape)}"
         )
-    flat = [_group(mesh, step) for step in plan.steps]  # all, before anything is sent
+    flat = [_group(mesh, step) for step in plan.steps]  # all groups are there before anything is sent
     for step, (order, name) in zip(plan.steps, flat, strict=True):
         local = execute.run(step, coordinate, order, name, local, wait=not async_op or step is not plan.steps[-1])
     return local
@@ -184,7 +184,7 @@ def _group(mesh: DeviceMesh, step: Step) -> tuple[tuple[int, ...], str]:
 
 
 def _by_torch(local: Tensor, spec: DTensorSpec, target: DTensorSpec, async_op: bool) -> Tensor:
-    """A mesh dim at a time: what torch takes at once can be wrong if uneven."""
+    """torch redistributes one mesh dim at a time: what it takes at once can be wrong for uneven shards."""
     one_by_one = getattr(torch_redistribute, "disable_redistribute_transform_optimization", contextlib.nullcontext)
     with one_by_one():
         return torch_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
@@ -206,7 +206,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: DTensor) -> None:
 
 
 def _backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
-    """As torch's: the gradient of partial values is that of the whole, whose parts nobody would gain by."""
+    """As in torch, the gradient gets x's placements, but is replicated where x was partial: parts gain nothing."""
     pairs = zip(ctx.placements, grad.placements, strict=True)
     wanted = [Replicate() if then.is_partial() and not now.is_partial() else then for then, now in pairs]
     names = placements.encode(wanted, grad.placements)

@@ -1,6 +1,6 @@
-"""Steps whose pieces have one shape: blocks stacked on dim 0, in the order of the group's ranks.
+"""Packing and unpacking for steps whose pieces have one shape: blocks on dim 0, in the order of the group's ranks.
 
-Mesh dims become dims of the tensor, which are then permuted: one pass over the data, or none.
+Mesh dims are made dims of the tensor, which is then permuted: one pass over the data, or none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sending:
-    """From what a rank holds to a block for each member, in row-major order."""
+    """How to make a block for each member, in row-major order, from what a rank holds."""
 
     shape: Shape
     selected: tuple[tuple[int, int], ...] = ()  # (dim, index), last dim first
@@ -30,7 +30,7 @@ class Sending:
 
 @dataclass(frozen=True)
 class Arriving:
-    """From the members' blocks, in row-major order, to what a rank holds."""
+    """How to make what a rank holds from the members' blocks, in row-major order."""
 
     blocks: Shape = ()
     permuted: tuple[int, ...] | None = None  # None where they lie as in the tensor

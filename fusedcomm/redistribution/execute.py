@@ -1,7 +1,7 @@
-"""Steps carried out: what a rank packs, sends and unpacks.
+"""Carries out steps: what a rank packs, sends and unpacks.
 
-The ranks of a process group are sorted, the members of a step's group are in row-major order of the mesh: ``order``
-has, for each rank of the process group, the row-major index of the member that it is.
+The ranks of a process group are sorted, while the members of a step's group are in row-major order of the mesh.
+``order`` has, for each rank of the process group, the row-major index of the member that it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, R
 _c10d = torch.ops._c10d_functional
 Order = tuple[int, ...]
 
-# What all backends move. Others go as bytes.
+# All backends move these dtypes. Other dtypes are sent as bytes.
 _MOVED = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -30,7 +30,7 @@ _MOVED = frozenset(
 
 
 class Sent(NamedTuple):
-    """What goes to the collective; splits, of dim 0, are None for equal parts."""
+    """What goes to the collective. The splits of dim 0 are None where parts are equal."""
 
     tensor: Tensor
     input_splits: list[int] | None = None
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 def run(
     step: Step, coordinate: Coordinate, order: Order, group_name: str, local: Tensor, *, wait: bool = True
 ) -> Tensor:
-    """This rank's part of ``step.after``, of ``local``, its part of ``step.before``: contiguous, no alias of it.
+    """This rank's part of ``step.after``, made from ``local``, its part of ``step.before``: contiguous, and no alias.
 
     All ranks of the group call it. Without ``wait`` the result may be in flight, as an AsyncCollectiveTensor.
     """
@@ -59,12 +59,12 @@ def run(
 
 
 def pack(step: Step, coordinate: Coordinate, order: Order, local: Tensor) -> Sent:
-    """A slice is its own result. all_gather, all_to_all and reduce_scatter have the ranks' blocks along dim 0."""
+    """What this rank gives to the collective: blocks along dim 0, but for an all_reduce. A slice is its own result."""
     assert local.shape == _held_shape(step, coordinate), f"{local.shape} is not {step.before} at {coordinate}"
     if step.kind == SLICE:
         return Sent(_given(step, coordinate, local).clone(memory_format=torch.contiguous_format))
     if step.sends_as in (ALL_REDUCE, REDUCE_SCATTER):
-        local = averaged(local, step.divisor)  # before the sum, which else might overflow where the averages do not
+        local = averaged(local, step.divisor)  # before the sum, which might overflow where the averages do not
     if step.kind == ALL_REDUCE or (step.kind == ALL_GATHER and _is_stacked(step, order)):
         return Sent(_given(step, coordinate, local).contiguous())
     if _is_stacked(step, order):
@@ -80,7 +80,7 @@ def pack(step: Step, coordinate: Coordinate, order: Order, local: Tensor) -> Sen
 
 
 def unpack(step: Step, coordinate: Coordinate, order: Order, received: Tensor) -> Tensor:
-    """``received``: of the collective ``step.sends_as``; ``sent.tensor`` of a slice."""
+    """This rank's part of ``step.after``. ``received``: what ``step.sends_as`` gave, or a slice's own tensor."""
     if step.kind == SLICE:
         return received
     if step.kind == ALL_REDUCE or (step.kind == REDUCE_SCATTER and step.is_regular):
@@ -93,7 +93,7 @@ def unpack(step: Step, coordinate: Coordinate, order: Order, received: Tensor) -
 
 
 def _only_views(step: Step, coordinate: Coordinate, order: Order) -> bool:
-    """Whether unpack makes nothing but views."""
+    """Whether unpack makes only views."""
     if step.sends_as in (ALL_REDUCE, REDUCE_SCATTER):
         return True
     if _is_stacked(step, order):
@@ -102,7 +102,7 @@ def _only_views(step: Step, coordinate: Coordinate, order: Order) -> bool:
 
 
 def _is_stacked(step: Step, order: Order) -> bool:
-    """Whether equal blocks in row-major order are sent, of which mesh dims can be made dims of the tensor."""
+    """Whether equal blocks are sent in row-major order, so that mesh dims can be made dims of the tensor."""
     return step.is_regular and order == _row_major(step.group_size)
 
 
@@ -143,12 +143,12 @@ def _start(step: Step, group_name: str, sent: Sent) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """[..., bytes of one element]."""
+    """The bytes of a tensor's elements: [..., bytes of one element]."""
     return tensor.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
 
 
 def _in_flight(started: Tensor) -> Tensor:
-    """Waited for when it is used; at once while it is traced."""
+    """A tensor that is waited for when it is used, or at once while it is traced."""
     from torch.distributed._functional_collectives import _maybe_wrap_tensor
 
     return _maybe_wrap_tensor(started)

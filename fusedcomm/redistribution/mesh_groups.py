@@ -1,7 +1,7 @@
-"""Process groups of several mesh dims at once, and what the ranks of a mesh have to know of each other.
+"""Process groups of several mesh dims at once, and what the ranks of a mesh have to know about each other.
 
-Both come about at first use, by a bounded vote on the store of WORLD, and are kept as long as WORLD lives. Which group
-is used depends only on what all its ranks have called before, never on when Python frees a mesh: ranks would differ.
+Both are made at first use, by a bounded vote on the store of WORLD, and are kept as long as WORLD lives. Which group is
+used depends only on what all its ranks have called before, and never on when Python frees a mesh: that differs by rank.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ log = logging.getLogger("fusedcomm")
 @dataclass(frozen=True)
 class FlatGroup:
     group_name: str
-    order: tuple[int, ...]  # per rank of pg: the row-major index of that member over the mesh dims
+    order: tuple[int, ...]  # for each rank of pg, its row-major index over the mesh dims
     pg: ProcessGroup
 
 
 @dataclass(frozen=True)
 class MeshFacts:
-    """Equal on all ranks of the mesh."""
+    """What is known about a mesh; it is equal on all ranks of the mesh."""
 
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]  # global ranks, in row-major order of the mesh
-    hosts: tuple[int, ...]  # of each of them the host, numbered from 0
-    constants: Constants  # tuned, if all ranks have the same
+    hosts: tuple[int, ...]  # the host of each of them, numbered from 0
+    constants: Constants  # the tuned ones, if all ranks have the same, else the default ones
 
     def __hash__(self) -> int:  # looked up often
         return self._hash
@@ -62,7 +62,7 @@ class MeshFacts:
 
 
 def check(mesh: DeviceMesh) -> MeshFacts:
-    """The first call on a mesh is a collective of its ranks, unless its groups are fake and have no peers.
+    """The facts of a mesh. The first call is a collective of its ranks, unless its groups are fake and have no peers.
 
     Raises ValueError where this rank is not in the mesh, the mesh's groups were destroyed, or ranks have different
     meshes; PeerTimeoutError with the global ranks that did not come within FUSEDCOMM_TIMEOUT_S.
@@ -75,11 +75,12 @@ def check(mesh: DeviceMesh) -> MeshFacts:
 
 
 def flattened(mesh: DeviceMesh, mesh_dims: tuple[int, ...], *, reduces: bool = False) -> FlatGroup:
-    """The group of the ranks that differ from this one only in ``mesh_dims``, ascending.
+    """The group of the ranks that differ from this one only in ``mesh_dims``, which ascend.
 
-    A group that exists is taken if it has these ranks and the mesh's backend: that of a single mesh dim always, unless
-    it ``reduces`` and those of other ranks would do so in another order and round otherwise. Else the first call makes
-    one, a collective of these ranks. Raises as `check` does, and RuntimeError on all ranks if one cannot make it.
+    An existing group is taken if it has these ranks and the mesh's backend. The group of a single mesh dim is taken
+    too, unless it ``reduces`` and the groups of other ranks would add in another order and so round otherwise. Where
+    there is none, the first call makes a group, and is a collective of its ranks. Raises as `check` does, and
+    RuntimeError on all ranks if one cannot make it.
     """
     known = _known(mesh)
     found = known.flat.get((mesh_dims, reduces))
@@ -109,18 +110,18 @@ class _Mesh:
 
 
 class _World:
-    """As long as one WORLD group lives."""
+    """What is kept as long as one WORLD group lives."""
 
     def __init__(self) -> None:
         self.facts: dict[Any, MeshFacts] = {}
         self.groups: weakref.WeakValueDictionary[Any, ProcessGroup] = weakref.WeakValueDictionary()
-        self.locks: defaultdict[Any, threading.RLock] = defaultdict(threading.RLock)  # a vote at a time on its keys
+        self.locks: defaultdict[Any, threading.RLock] = defaultdict(threading.RLock)  # by purpose and ranks of a vote
 
 
-_meshes: dict[int, _Mesh] = {}  # by id, while the mesh lives: equal ones can have other groups
+_meshes: dict[int, _Mesh] = {}  # by id, while the mesh lives, because equal meshes can have different groups
 _worlds: weakref.WeakKeyDictionary[ProcessGroup, _World] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_attempts: dict[tuple[int, ...], int] = {}  # by ranks; a store may outlive WORLD, and never sees a name again
+_attempts: dict[tuple[int, ...], int] = {}  # by ranks; a store may outlive WORLD, so no name is used on it twice
 
 
 def _known(mesh: DeviceMesh) -> _Mesh:
@@ -152,7 +153,7 @@ def _read(mesh: DeviceMesh, groups: tuple[ProcessGroup, ...]) -> _Mesh:
     known = _Mesh(mesh.device_type, ranks, tuple(coordinate), groups)
     for i, pg in enumerate(groups):
         if sorted(_members(known, (i,))) != sorted(dist.get_process_group_ranks(pg)):
-            raise _destroyed(mesh)  # and another has its name since
+            raise _destroyed(mesh)  # another group has its name by now
     return known
 
 
@@ -259,7 +260,7 @@ def _flat_group(mesh: DeviceMesh, known: _Mesh, mesh_dims: tuple[int, ...], redu
 
 
 def _orders_differ(known: _Mesh, mesh_dims: tuple[int, ...]) -> bool:
-    """Whether ascending ranks would be different coordinates in different groups of these mesh dims."""
+    """Whether ascending ranks have different coordinates in different groups of these mesh dims."""
     last = range(known.ranks.ndim - len(mesh_dims), known.ranks.ndim)
     groups = np.moveaxis(known.ranks, mesh_dims, last).reshape(-1, len(_members(known, mesh_dims)))
     orders = groups.argsort(axis=1)
@@ -277,7 +278,7 @@ def _group_of(mesh: DeviceMesh, known: _Mesh, mesh_dims: tuple[int, ...], ranks:
 
 
 def _existing(mesh: DeviceMesh, known: _Mesh, ranks: tuple[int, ...], backend: str) -> ProcessGroup | None:
-    """First those that the user has flattened, then WORLD, then that of a mesh dim whose others have one rank."""
+    """A group of these ranks, if there is one: first the user's flattened ones, then WORLD, then those of mesh dims."""
     root: Any = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     flat_meshes = getattr(root, "_flatten_mapping", {}).values()
     candidates = [pg for flat in flat_meshes if (pg := _only_group(flat))] + [_world_group(), *known.groups]
@@ -293,12 +294,12 @@ def _existing(mesh: DeviceMesh, known: _Mesh, ranks: tuple[int, ...], backend: s
 def _only_group(flat: DeviceMesh) -> ProcessGroup | None:
     try:
         return flat.get_group()
-    except (RuntimeError, ValueError, LookupError):  # destroyed since, or without this rank
+    except (RuntimeError, ValueError, LookupError):  # the group was destroyed, or does not have this rank
         return None
 
 
 def _make(known: _Mesh, mesh_dims: tuple[int, ...], ranks: tuple[int, ...], backend: str) -> ProcessGroup:
-    """A group whose ranks are these, in this order: a collective of them, which ends wherever one dies."""
+    """A group of these ranks, in this order. This is a collective of them, which ends even if one of them dies."""
     if known.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a process group cannot be made while a CUDA graph is captured: redistribute once before it")
     like, attempt = known.groups[mesh_dims[0]], _attempts.get(ranks, 0)
@@ -323,11 +324,11 @@ def _make(known: _Mesh, mesh_dims: tuple[int, ...], ranks: tuple[int, ...], back
 def _make_together(
     name: str, ranks: tuple[int, ...], backend: str, device_type: str, like: ProcessGroup
 ) -> ProcessGroup:
-    """All of ``ranks`` have the group, or none keeps it."""
+    """Either all of ``ranks`` have the group afterwards, or none keeps it."""
     pg, error = None, ""
     try:
         pg = _new_group(name, ranks, backend, device_type, like)
-    except Exception as failure:  # of a backend; the others must hear of it
+    except Exception as failure:  # whatever a backend raises: the other ranks must hear of it
         error = f"{type(failure).__name__}: {failure}"
     try:
         outcomes = _vote("made", {"error": error}, sorted(ranks), "fusedcomm group vote")
@@ -343,14 +344,13 @@ def _make_together(
 
 
 def _new_group(name: str, ranks: tuple[int, ...], backend: str, device_type: str, like: ProcessGroup) -> ProcessGroup:
-    """With the timeout of ``like``.
+    """A group with the timeout of ``like``.
 
-    Not by new_group: the name that this gives a group of some ranks counts the groups that a rank has, and ranks that
-    have not equally many would wait for each other under different names.
-    """
+    It is not made by new_group. That names a group of some ranks by the number of groups that a rank has, and ranks
+    with different numbers would wait for each other under different names. """
     timeout = _timeout(like, device_type)
     bound = timedelta(seconds=env.timeout_s())
-    connects = backend == "gloo"  # as it is made; the others when it is used
+    connects = backend == "gloo"  # gloo connects when the group is made, other backends when it is used
     world = _world_group()
     with _not_split(world):
         pg, _ = c10d._new_process_group_helper(
@@ -371,7 +371,7 @@ def _new_group(name: str, ranks: tuple[int, ...], backend: str, device_type: str
 
 @contextmanager
 def _not_split(world: ProcessGroup) -> Iterator[None]:
-    """NCCL must not split the group from that of WORLD, if this has a device: it would wait for ranks outside."""
+    """NCCL must not split the group from WORLD's, as it does if WORLD has a device: it would wait for ranks outside."""
     device = world.bound_device_id
     world.bound_device_id = None
     try:
@@ -381,7 +381,7 @@ def _not_split(world: ProcessGroup) -> Iterator[None]:
 
 
 def _name(ranks: tuple[int, ...], attempt: int) -> str:
-    """Equal on all ranks and in every run: compiled graphs are cached by it."""
+    """The group's name. It is equal on all ranks and in every run, because compiled graphs are cached by it."""
     return f"fusedcomm_{_digest(ranks)}_{attempt}"
 
 
@@ -393,7 +393,7 @@ def _backend(pg: ProcessGroup, device_type: str) -> str:
 
 
 def _timeout(pg: ProcessGroup, device_type: str) -> timedelta | None:
-    """None where the backend does not tell."""
+    """The group's timeout, or None where the backend does not tell."""
     try:
         return pg._get_backend(torch.device(device_type)).options._timeout
     except (AttributeError, RuntimeError):

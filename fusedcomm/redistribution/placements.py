@@ -2,7 +2,7 @@
 
 R          Replicate
 S(1)       Shard(1)
-S(1, 4)    _StridedShard(1, split_factor=4): mesh dims behind it, of together 4 ranks, cut tensor dim 1 before it
+S(1, 4)    _StridedShard(1, split_factor=4): later mesh dims, of together 4 ranks, cut tensor dim 1 before this one
 P(sum)     Partial("sum"); max, min, product, avg
 """
 
@@ -20,7 +20,7 @@ _PARTIAL = re.compile(r"P\((\w+)\)")
 
 
 class Unsupported(Exception):
-    """What torch knows and this package does not: torch redistributes it. ``what`` is the reason without values."""
+    """Something that torch can redistribute and this package cannot. ``what`` is the reason without values."""
 
     def __init__(self, what: str, got: object) -> None:
         super().__init__(f"{what}, got {got}")
@@ -28,7 +28,7 @@ class Unsupported(Exception):
 
 
 def encode(placements: Any, now: Sequence[Any] = ()) -> list[str]:
-    """One text per placement; of another class: an equals sign where it is as ``now``, else one that begins with ?."""
+    """One text per placement. One of another class becomes ``=`` if it is as in ``now``, else begins with ``?``."""
     if not isinstance(placements, (list, tuple)):
         raise ValueError(f"placements must be a list, one per dim of the mesh, got {placements!r}")
     texts = [_encode(placement) for placement in placements]
@@ -36,7 +36,7 @@ def encode(placements: Any, now: Sequence[Any] = ()) -> list[str]:
     return ["=" if text[0] == "?" and stays[i : i + 1] == [True] else text for i, text in enumerate(texts)]
 
 
-# Of placements, on which torch.compile guards. As torch.compiler.assume_constant_result, which imports dynamo.
+# torch.compile guards on the placements. torch.compiler.assume_constant_result sets the same mark, but imports dynamo.
 encode._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -44,7 +44,7 @@ def _encode(placement: Any) -> str:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    kind = type(placement)  # exactly: a class derived from Partial reduces in its own way
+    kind = type(placement)  # the exact class, because one derived from Partial reduces in its own way
     if kind is Shard:
         return f"S({placement.dim})"
     if kind is Replicate:
@@ -55,7 +55,7 @@ def _encode(placement: Any) -> str:
 
 
 def decode(texts: Sequence[str], ndim: int, now: Sequence[Any]) -> tuple[Any, ...]:
-    """Placements of a tensor of ``ndim`` dims, which are counted from the front. Raises ValueError."""
+    """The placements of a tensor of ``ndim`` dims, which are counted from the front. Raises ValueError."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -82,7 +82,7 @@ def _tensor_dim(text: str, dim: int, ndim: int) -> int:
 
 
 def sharding(placements: Sequence[Any], shape: Sequence[int], mesh_shape: Sequence[int]) -> Sharding:
-    """Raises Unsupported."""
+    """The Sharding of these placements. Raises Unsupported."""
     texts = encode(placements)
     cuts: list[list[int]] = [[] for _ in shape]
     partial: list[str | None] = [None] * len(mesh_shape)
@@ -101,7 +101,7 @@ def sharding(placements: Sequence[Any], shape: Sequence[int], mesh_shape: Sequen
 
 
 def _position(sizes: Sequence[int], split_factor: int, text: str) -> int:
-    """How many of the mesh dims behind it, of these sizes, cut before it."""
+    """How many of the later mesh dims, which have these sizes, cut before this one."""
     for position in range(len(sizes) + 1):
         if math.prod(sizes[:position]) == split_factor:
             return position
@@ -111,7 +111,7 @@ def _position(sizes: Sequence[int], split_factor: int, text: str) -> int:
 def _check_strided(
     texts: Sequence[str], cuts: Sequence[Sequence[int]], shape: Sequence[int], mesh_shape: Sequence[int]
 ) -> None:
-    """Uneven parts of strided shards are not boxes."""
+    """Raises Unsupported where strided shards are uneven: their parts are not boxes."""
     for size, dims in zip(shape, cuts, strict=True):
         if list(dims) != sorted(dims) and size % math.prod(mesh_shape[i] for i in dims):
             strided = next(texts[i] for i in sorted(dims) if "," in texts[i])

@@ -1,4 +1,4 @@
-"""Reductions that a rank makes itself, of parts that have arrived."""
+"""Reductions, by a rank itself, of parts that have arrived."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def reduced(parts: list[Tensor], op: str, divisor: int) -> Tensor:
-    """One after the other, in their order; float16 and bfloat16 are rounded once, at the end."""
+    """The parts reduced one after the other, in their order; float16 and bfloat16 are rounded once, at the end."""
     dtype, total = parts[0].dtype, parts[0]
     if op in ("sum", "product") and dtype in (torch.float16, torch.bfloat16):
         total = total.float()
@@ -26,7 +26,7 @@ def reduced(parts: list[Tensor], op: str, divisor: int) -> Tensor:
 
 
 def averaged(total: Tensor, divisor: int) -> Tensor:
-    """Whole numbers are rounded towards 0."""
+    """``total / divisor``, where whole numbers are rounded towards 0."""
     if divisor == 1:
         return total
     if total.is_floating_point() or total.is_complex():

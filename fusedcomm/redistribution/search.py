@@ -1,14 +1,14 @@
 """The fastest steps from one sharding to another: a search over what collectives over any mesh dims can do.
 
 In an intermediate state each mesh dim shards as before, as after, or not at all. Mesh dims that hold partial sums may
-also, for a while, shard one tensor dim innermost. Where mesh dims as before and as after cut one tensor dim, the latter
-are inside. An edge is a step; what needs no collective is free. So the search finds by itself to reduce before the data
-grows, a reduce_scatter and an all_gather in place of an all_reduce, and moves over several mesh dims at once.
+also, for a while, shard one tensor dim innermost. If mesh dims that shard as before and others that shard as after cut
+the same tensor dim, the latter cut inside. An edge is a step. So the search finds by itself that it may reduce before
+the data grow, put a reduce_scatter and an all_gather in place of an all_reduce, or move over several mesh dims at once.
 
-The measure is `steps_by_dim`, one mesh dim at a time. It is a candidate itself; of all others only those count that
-have no more collectives and send no more bytes. So no plan is worse in either, or slower.
+Every plan is compared with `steps_by_dim`, which takes one mesh dim at a time and is a candidate itself. Another
+candidate counts only if it has no more collectives and sends no more bytes. So no plan is worse in either, or slower.
 
-Nothing of this rank is read: all ranks find the same plan.
+The search reads nothing about this rank, so all ranks find the same plan.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fusedcomm.redistribution.step_time import MeshLinks
 from fusedcomm.redistribution.steps import SLICE, Step, merged_op, step
 from fusedcomm.redistribution.traffic import least_traffic
 
-_ROUNDING = 1 + 1e-9  # of sums of the same, in another order
-_MOST_STEPS = 350  # looked at in one search; the best of them then counts. Some 10 ms on 3 mesh dims
+_ROUNDING = 1 + 1e-9  # sums of the same numbers in different orders differ by less
+_MOST_STEPS = 350  # looked at in one search, about 10 ms on 3 mesh dims; the best plan found by then counts
 DONE = -1.0
 
 
 @dataclass(frozen=True)
 class PlanCost:
-    seconds: float  # of the busiest rank
+    seconds: float  # what the busiest rank takes
     num_collectives: int
-    bytes: float  # that a rank sends, on average
+    bytes: float  # what a rank sends, on average
 
     def __add__(self, other: PlanCost) -> PlanCost:
         return PlanCost(
@@ -54,7 +54,7 @@ FREE = PlanCost(0.0, 0, 0.0)
 
 @dataclass(frozen=True)
 class RedistributionPlan:
-    """``steps`` lead from ``before`` to ``after``; ``by_dim`` do too, one mesh dim at a time: printed to compare."""
+    """``steps`` lead from ``before`` to ``after``. So do ``by_dim``, one mesh dim at a time, printed for comparison."""
 
     before: Sharding
     after: Sharding
@@ -73,7 +73,7 @@ class RedistributionPlan:
 
     @property
     def bytes(self) -> float:
-        """That a rank sends, on average."""
+        """What a rank sends, on average."""
         return self.cost.bytes
 
     @property
@@ -151,9 +151,10 @@ class _Path:
 
 
 class _Search:
-    """Best-first (A*). What one more collective leads to is tried at once, so a state waits for two more at least.
+    """A best-first search (A*).
 
-    Pruned by what is left to do in any case: their latency, and the bytes of `least_traffic`.
+    `_finish` tries at once what one more collective can do, so a state in the heap needs at least two more. A state is
+    pruned by what is left to do in any case: the latency of these collectives, and the bytes of `least_traffic`.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class _Search:
         return self.best.steps
 
     def _finish(self, path: _Path, state: Sharding) -> None:
-        """Tries the one collective that leads to after; an all_reduce can leave a slice to be done."""
+        """Try the one collective that leads to ``after``; after an all_reduce a slice may remain to be done."""
         chain = [step(state, self.after)]
         self.num_steps += 1
         if chain[0] is None:
@@ -204,12 +205,12 @@ class _Search:
                 self.best = done
 
     def _extended(self, path: _Path, state: Sharding, new: Sharding) -> Iterator[_Path]:
-        """By one step, if that can lead to anything better."""
+        """``path`` with the step to ``new``, in each of its ways, if that can lead to anything better."""
         if new == state or not self._can_improve(path, new, 2):
             return
         found = step(state, new)
         self.num_steps += 1
-        if found is None or found.kind == SLICE:  # steps slice by themselves what they need not send
+        if found is None or found.kind == SLICE:  # a later step slices what it need not send
             return
         for each in found.ways:
             extended = path.to(each, PlanCost.of(each, self.itemsize, self.links))
@@ -217,7 +218,7 @@ class _Search:
                 yield extended
 
     def _can_improve(self, path: _Path, state: Sharding, num_more: int) -> bool:
-        """With at least that many more collectives from there, where a slice will not do."""
+        """Whether ``path`` may beat the best, with at least ``num_more`` collectives from ``state``, or a slice."""
         if (wire := self._wire(state)) == DONE:
             return num_more == 1 and path.cost.seconds < self.best.cost.seconds and self._is_allowed(path.cost)
         seconds = path.cost.seconds + num_more * self.latency + wire
@@ -228,7 +229,7 @@ class _Search:
         return cost.num_collectives + num_more <= bound.num_collectives and cost.bytes <= bound.bytes * _ROUNDING
 
     def _wire(self, state: Sharding) -> float:
-        """Seconds that what must be sent from there on takes at least; DONE where nothing must be."""
+        """The least seconds for what must still be sent from ``state`` on; DONE if nothing must be."""
         found = self.wires.get(state)
         if found is None:
             traffic = least_traffic(state, self.after) * self.itemsize
@@ -237,12 +238,12 @@ class _Search:
 
 
 def _dominated(cost: PlanCost, others: list[PlanCost]) -> bool:
-    """``others`` are no slower."""
+    """Whether one of ``others``, all of which are as fast, has no more collectives and bytes."""
     return any(other.num_collectives <= cost.num_collectives and other.bytes <= cost.bytes for other in others)
 
 
 def _slices(state: Sharding, after: Sharding) -> bool:
-    """Whether each rank holds what it needs."""
+    """Whether each rank already holds what it needs."""
     pairs = zip(state.cuts, after.cuts, strict=True)
     return state.partial == after.partial and all(b[: len(a)] == a for a, b in pairs)
 
@@ -251,7 +252,7 @@ _BEFORE, _AFTER, _WHOLE, _MEANWHILE = range(4)
 
 
 def _states(before: Sharding, after: Sharding) -> list[Sharding]:
-    """Between them; with neither."""
+    """The states between ``before`` and ``after``, without those two."""
     found: dict[Sharding, None] = {}
     for choice in itertools.product(*_choices(before, after, False)):
         found.setdefault(_state(before, after, choice, None))

@@ -1,9 +1,9 @@
 """How a tensor lies on a mesh: which mesh dims cut which tensor dim, in which order, and which hold partial sums.
 
-A rank is told by its coordinate, one index per mesh dim. What it holds is a box: a range per tensor dim. Mesh dims cut
-a tensor dim one inside the other, outermost first, each as torch.chunk does: ceil(size / n) for the first ranks, less
-for the last ones, perhaps nothing. Ranks that differ only in mesh dims that cut nothing hold the same box: equal
-values, or parts of a reduction.
+A coordinate, one index per mesh dim, identifies a rank. A rank holds a box: a range per tensor dim. Mesh dims cut a
+tensor dim one inside the other, outermost first, each as torch.chunk does: the first ranks get ceil(size / n), the last
+ones get less, perhaps nothing. Ranks that differ only in mesh dims that cut nothing hold the same box, with equal
+values or with parts of a reduction.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-Range = tuple[int, int]  # from the first index to that after the last
+Range = tuple[int, int]  # the first index, and the one after the last
 Box = tuple[Range, ...]  # per tensor dim
 Coordinate = tuple[int, ...]  # per mesh dim
 
@@ -22,7 +22,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 @dataclass(frozen=True)
 class Sharding:
-    """Mesh dims of one rank cut and reduce nothing, and are left out of ``cuts`` and ``partial``."""
+    """How one tensor lies on one mesh. Mesh dims of one rank cut and reduce nothing, so no field names them."""
 
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Sharding:
         cuts: Sequence[Sequence[int]],
         partial: Sequence[str | None],
     ) -> Sharding:
-        """Without mesh dims of one rank."""
+        """The Sharding with these cuts and reductions, but for those of mesh dims of one rank."""
         return Sharding(
             tuple(shape),
             tuple(mesh_shape),
@@ -78,7 +78,7 @@ class Sharding:
         return ", ".join(self.placement(i) for i in range(len(self.mesh_shape)))
 
     def placement(self, mesh_dim: int) -> str:
-        """R, S(tensor dim) or P(reduce op); with its place in the order where that is not the mesh's own."""
+        """R, S(tensor dim) or P(reduce op); S with its place in the order of cuts, if that is not the mesh's own."""
         op, dim = self.partial[mesh_dim], self.tensor_dims[mesh_dim]
         if op is not None:
             return f"P({op})"
@@ -89,7 +89,7 @@ class Sharding:
 
 
 def nested_chunk(size: int, chunks: Sequence[tuple[int, int]]) -> Range:
-    """Chunk ``index`` of ``num`` of range(size), and of that the next; (num, index) outermost first."""
+    """Chunk ``index`` of ``num`` of range(size), then the next such chunk of that; (num, index), outermost first."""
     start, stop = 0, size
     for num, index in chunks:
         chunk = -((start - stop) // num)  # ceil
@@ -98,7 +98,7 @@ def nested_chunk(size: int, chunks: Sequence[tuple[int, int]]) -> Range:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """None where they share no element."""
+    """The box that both share, or None where they share no element."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in both) else both
 

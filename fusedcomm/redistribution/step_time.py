@@ -3,13 +3,13 @@
     latency of its kind + bytes of the busiest rank / rate
 
     group             rate, bytes per second of one rank, one way
-    inside a node     that of the kind: cost.model.Constants.backend_bandwidth
-    between nodes     rings (all but all_to_all): that of the network cards of its ranks in a node, at most that inside
+    inside a node     the kind's: cost.model.Constants.backend_bandwidth
+    between nodes     rings (all but all_to_all): the sum of the network cards of its ranks in a node, at most as inside
                       all_to_all: the network's for the parts that leave the node; the others go beside, as inside
 
-The latency is that of the kind, however large the group is and wherever it lies: so one collective over several mesh
-dims waits less than one per mesh dim. What all groups of some mesh dims take is what the slowest of them takes: ranks
-of any of them plan alike.
+The latency depends only on the kind, not on the group's size or place: so one collective over several mesh dims waits
+less than one per mesh dim. All groups of the same mesh dims count as slow as the slowest of them, so that the ranks of
+all of them plan alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fusedcomm.cost.model import Constants
 
 
 def ranks_per_node(ranks: Sequence[int], hosts: Sequence[int]) -> int:
-    """The most successive global ranks that make a node, by the hosts of these; 1 where hosts have others."""
+    """The most successive global ranks that can be a node, judging by their hosts; 1 where hosts have other ranks."""
     by_rank = dict(sorted(zip(ranks, hosts, strict=True)))
     first, *others = by_rank.items()
     beyond = next((rank for rank, host in others if host != first[1]), None)
@@ -41,8 +41,11 @@ def _is_by_host(hosts: Mapping[int, int], size: int) -> bool:
 
 @dataclass(frozen=True)
 class MeshLinks:
-    """What the ranks of one mesh send over. ``mesh_ranks``: global, row-major; ``ranks_per_node`` of them successively
-    are a node. ``inter_bandwidth``: between nodes, bytes per second of one rank, one way."""
+    """What the ranks of one mesh send over.
+
+    ``mesh_ranks`` are global, in row-major order; ``ranks_per_node`` successive global ranks are a node.
+    ``inter_bandwidth`` is that between nodes, in bytes per second of one rank, one way.
+    """
 
     mesh_ranks: tuple[int, ...]
     mesh_shape: tuple[int, ...]
@@ -62,7 +65,7 @@ class MeshLinks:
         return hash(facts)
 
     def seconds(self, kind: str, num_bytes: float, mesh_dims: tuple[int, ...]) -> float:
-        """What ``kind`` takes over the flattened groups of ``mesh_dims`` whose busiest rank sends that many bytes."""
+        """The time of ``kind`` over the flattened groups of ``mesh_dims``, if the busiest rank sends ``num_bytes``."""
         latency, per_byte = self._line(kind, mesh_dims)
         return latency + num_bytes * per_byte
 
@@ -71,7 +74,7 @@ class MeshLinks:
 
     @cached_property
     def least(self) -> tuple[float, float]:
-        """Latency, and seconds per byte, that no collective over any mesh dims stays below."""
+        """The least latency, and the fewest seconds per byte, of any collective over any mesh dims."""
         dims = [i for i, size in enumerate(self.mesh_shape) if size > 1]
         subsets = [some for num in range(1, len(dims) + 1) for some in combinations(dims, num)]
         lines = [self._line(kind, some) for kind in self.constants.backend_latency for some in subsets]
@@ -97,7 +100,7 @@ class MeshLinks:
         return Reach(INTER, between[0].group_size, far, cards)
 
     def _groups(self, mesh_dims: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Each in order, shifted to the first nodes: there it lies in as many, in the same way."""
+        """Each group's ranks in order, shifted to the first nodes, where it lies in as many nodes in the same way."""
         strides = [math.prod(self.mesh_shape[i + 1 :]) for i in range(len(self.mesh_shape))]
 
         def places(dims: list[int]) -> list[int]:

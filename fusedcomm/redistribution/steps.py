@@ -1,22 +1,22 @@
 """What one collective can do to a sharding, over all the mesh dims that it takes at once, and what it sends.
 
-Drop the mesh dims that both shardings share as a prefix, per tensor dim: the tails remain. Ranks that differ only in
-the tails of before together hold all that each of them needs afterwards: pieces of their boxes, each held by exactly
-one (or, where it is to be reduced over some mesh dims, one for each index in those). So one exchange over that group
-does every change that reduces nothing, and needs no mesh dim more:
+Drop, per tensor dim, the mesh dims that both shardings share as a prefix: the tails remain. Ranks that differ only in
+the tails of `before` together hold all that each of them needs afterwards. What a rank needs are pieces of their boxes.
+Exactly one rank holds a piece, or, if the piece is to be reduced over some mesh dims, one rank per index in those. So
+one exchange over that group does every change that reduces nothing, and needs no other mesh dim:
 
-    slice           no mesh dim: what is needed is here
+    slice           no mesh dim: a rank holds what it needs
     all_gather      all ranks of the group need all that they hold together
-    all_to_all      any other: each rank sends each other what that needs of its box
+    all_to_all      any other change: each rank sends each other what that one needs of its box
     all_reduce      the mesh dims that are reduced cut nothing after
-    reduce_scatter  they, and all others of the group, do: each element is reduced by one rank of the group
+    reduce_scatter  all mesh dims of the group cut something after: each element is reduced by one rank of the group
 
-A change whose ranks would reduce the same element several times within the group is no step: it takes two.
+A change whose ranks would reduce the same element several times within the group is not one step but two.
 
-A step is `regular` if the pieces that ranks send have one shape, and torch's collectives of equal parts do it. Else
-all_gather pads the boxes to the largest, and the others send each other parts of the size that they have;
-a reduce_scatter is then an all_to_all whose receivers reduce, in the order of the ranks. Nor are these the only `ways`:
-an all_gather can be an exchange without padding, and a reduce_scatter can pad the pieces to the largest.
+A step is `regular` if the pieces that ranks send have one shape, and torch's collectives of equal parts do it. In other
+steps, an all_gather pads the boxes to the largest, an all_to_all sends pieces of the size that they have, and a
+reduce_scatter is an all_to_all whose receivers reduce in the order of the ranks. There are other `ways`: an all_gather
+can be an exchange without padding, and a reduce_scatter can pad the pieces to the largest.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _ONE = np.ones((), np.int64)
 
 @dataclass(frozen=True)
 class Step:
-    """From ``before`` to ``after`` by at most one collective, over the flattened group of ``mesh_dims``, ascending."""
+    """From ``before`` to ``after`` by at most one collective over the flattened group of ``mesh_dims``, in order."""
 
     kind: str
     before: Sharding
     after: Sharding
     mesh_dims: tuple[int, ...]
     reduce_op: str | None = None  # "sum" for avg too
-    divisor: int = 1  # the size of what is averaged
-    is_padded: bool = False  # of a reduce_scatter that is not regular: it has pieces of one size all the same
+    divisor: int = 1  # the number of ranks over which an average goes
+    is_padded: bool = False  # pieces of a reduce_scatter that is not regular are padded to one size
 
     @cached_property
     def group_shape(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class Step:
 
     @cached_property
     def ways(self) -> tuple[Step, ...]:
-        """The same change by other collectives, this step first."""
+        """The collectives that can make the same change, this step first."""
         if self.is_regular:
             return (self,)
         if self.kind == ALL_GATHER:
@@ -88,7 +88,7 @@ class Step:
         return (self,)
 
     def members(self, coordinate: Coordinate) -> list[Coordinate]:
-        """The coordinates of the group of that rank, in row-major order."""
+        """The coordinates of the ranks in that rank's group, in row-major order."""
         return [self._with(coordinate, index) for index in product(*map(range, self.group_shape))]
 
     def _with(self, coordinate: Coordinate, index: tuple[int, ...]) -> Coordinate:
@@ -105,10 +105,10 @@ class Step:
 
     @cached_property
     def traffic(self) -> tuple[float, float]:
-        """Elements that a rank sends: on average, and the busiest, where sending or receiving is more.
+        """Elements that a rank sends on average, and those that the busiest rank sends or receives, whichever is more.
 
-        Of the group whose other coordinates are 0: none has larger boxes. all_gather and reduce_scatter as rings or
-        exchanges, (R - 1) of R parts each; all_reduce twice that.
+        They are those of the group whose other coordinates are 0, since no group has larger boxes. An all_gather and a
+        reduce_scatter, as rings or exchanges, send (R - 1) of R parts each, and an all_reduce twice that.
         """
         if self.kind == SLICE:
             return 0.0, 0.0
@@ -137,7 +137,7 @@ def step(before: Sharding, after: Sharding) -> Step | None:
     for i, (op, op_after) in enumerate(zip(before.partial, after.partial, strict=True)):
         if op != op_after:
             if op is None or op_after is not None:
-                return None  # nothing becomes partial here, nor is reduced in another way
+                return None  # no step makes partial sums, or reduces in another way
             reduced.append(i)
     both = [_tails(a, b) for a, b in zip(before.cuts, after.cuts, strict=True)]
     mesh_dims = tuple(sorted({*reduced, *(i for tail, _ in both for i in tail)}))
@@ -159,7 +159,7 @@ def step(before: Sharding, after: Sharding) -> Step | None:
 
 
 def merged_op(ops: list[str]) -> str | None:
-    """The one reduction that does all of them at once, or None: sum and avg are sums, and divided."""
+    """The one reduction that does all of ``ops`` at once, or None. An avg is a sum, which is divided."""
     names = {"sum" if op == "avg" else op for op in ops}
     return names.pop() if len(names) == 1 else None
 
@@ -179,11 +179,10 @@ def _tails(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def exchanged(step: Step) -> tuple[float, float]:
-    """Elements that a rank of the group whose other coordinates are 0 sends: on average, and the busiest.
+    """Elements that a rank sends in an exchange on average, and those that the busiest rank sends or receives.
 
-    Each sends each other what that needs of its box; the busiest may receive more than any sends. A mesh dim cuts one
-    tensor dim at most, so the sum over the others is a product over tensor dims.
-    """
+    They are those of the group whose other coordinates are 0. Each rank sends each other what that one needs of its
+    box. A mesh dim cuts at most one tensor dim, so the sum over the others is a product over tensor dims. """
     before, after, group = step.before, step.after, step.mesh_dims
     sizes = [before.mesh_shape[i] if i in group else 1 for i in range(len(before.mesh_shape))]
     sent = received = shared = _ONE
@@ -192,7 +191,7 @@ def exchanged(step: Step) -> tuple[float, float]:
         sent, received, shared = sent * of_dim[0], received * of_dim[1], shared * of_dim[2]
     copies = math.prod(size for size, dim in zip(sizes, after.tensor_dims, strict=True) if dim is None)
     parts = math.prod(size for size, dim in zip(sizes, before.tensor_dims, strict=True) if dim is None)
-    sent, received = copies * sent - shared, parts * received - shared  # alike in all coordinates that they lack
+    sent, received = copies * sent - shared, parts * received - shared  # constant along dims of size 1
     return float(sent.sum()) / sent.size, float(max(sent.max(), received.max()))
 
 
@@ -200,8 +199,8 @@ def exchanged(step: Step) -> tuple[float, float]:
 def _exchanged(
     size: int, mesh_shape: tuple[int, ...], dims: tuple[int, ...], dims_after: tuple[int, ...], group: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """In one tensor dim, by coordinate: what others need of what a rank holds; what others hold of what it needs; and
-    what it holds and needs. Others: one per coordinate of the mesh dims of the group that cut this dim."""
+    """For one tensor dim, by coordinate: what others need of what a rank holds, what others hold of what it needs, and
+    what it holds and needs. The others are one per coordinate of the group's mesh dims that cut this dim."""
     num = len(mesh_shape)
     start, stop = (_of_group(each, group) for each in _ranges(size, mesh_shape, dims))
     start_after, stop_after = (_of_group(each, group) for each in _ranges(size, mesh_shape, dims_after))
@@ -221,7 +220,7 @@ def _overlap(start: np.ndarray, stop: np.ndarray, other_start: np.ndarray, other
 
 @lru_cache(maxsize=4096)
 def _ranges(size: int, mesh_shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Where boxes start and stop in a tensor dim, by coordinate: `nested_chunk`; 1 coordinate where nothing is cut."""
+    """Where boxes start and stop in a tensor dim, by coordinate, as in `nested_chunk`; size 1 where nothing cuts."""
     start, stop = np.zeros((1,) * len(mesh_shape), np.int64), np.full((1,) * len(mesh_shape), size)
     for i in dims:
         index = np.arange(mesh_shape[i]).reshape([-1 if axis == i else 1 for axis in range(len(mesh_shape))])

@@ -1,4 +1,4 @@
-"""How much the busiest rank sends or receives at least, whatever the steps from one sharding to another."""
+"""The least that the busiest rank sends or receives, whatever the steps from one sharding to another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fusedcomm.redistribution.sharding import Sharding, intersection, numel
 
 
 def least_traffic(before: Sharding, after: Sharding) -> float:
-    """Elements that the busiest rank sends or receives, whatever the steps.
+    """Elements that the busiest rank sends or receives at least, whatever the steps.
 
     Where nothing is reduced, it is what a rank needs and does not hold. Summing `parts` values on one rank takes
     `parts - 1` transfers, and each further rank that needs the sum takes one more. A rank also sends whatever it holds
@@ -26,7 +26,7 @@ def least_traffic(before: Sharding, after: Sharding) -> float:
         sizes, before.partial, after.partial, before.tensor_dims, after.tensor_dims, strict=True
     ):
         if op_after is not None:
-            continue  # as if each index were a tensor by itself
+            continue  # each index of a mesh dim that stays partial is like a tensor by itself
         ranks *= size
         parts *= size if op is not None else 1
         owners *= size if dim_after is None else 1

@@ -20,20 +20,20 @@ from fusedcomm.redistribution.sharding import Box, Coordinate, intersection, num
 from fusedcomm.redistribution.steps import ALL_GATHER, Step, tails
 
 Shape = tuple[int, ...]
-Part = tuple[tuple[int, int, int], ...]  # of a tensor: (dim, start, length) for the dims that are cut
+Part = tuple[tuple[int, int, int], ...]  # (dim, start, length) for the dims that are cut
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Per rank of the process group, of one rank. Lengths are in elements; an empty piece is None."""
+    """What one rank exchanges with each rank of the group. Lengths are in elements; an empty piece is None."""
 
-    sent: tuple[Part | None, ...]  # of this rank's box; in an all_gather one, for all
+    sent: tuple[Part | None, ...]  # parts of this rank's box; a single one, for all, in an all_gather
     sent_lengths: list[int]
     received: tuple[Shape | None, ...]
     received_lengths: list[int]  # with padding
-    ranks: list[Any]  # who sends [part of the reduction][piece along tensor dim 0][along dim 1]..., none of them empty
-    shape: Shape  # of the result
-    start: int | None  # the index in what is received from which the result lies there as it is
+    ranks: list[Any]  # senders: [part of the reduction][piece along tensor dim 0][along dim 1]..., no empty pieces
+    shape: Shape  # the result's shape
+    start: int | None  # where the result begins in what is received, if it lies there as it is
 
 
 @lru_cache(maxsize=128)
@@ -76,7 +76,7 @@ def _shape(box: Box) -> Shape:
 
 
 def _ranks(step: Step, order: tuple[int, ...], lengths: np.ndarray) -> np.ndarray:
-    """[parts, pieces along tensor dim 0, along dim 1, ...]; parts in row-major order of the members."""
+    """The senders: [parts, pieces along tensor dim 0, along dim 1, ...]; parts in row-major order of the members."""
     by_member = np.empty(step.group_size, dtype=int)
     by_member[list(order)] = np.arange(step.group_size)
     cuts = [tail for tail, _ in tails(step)]
@@ -92,7 +92,7 @@ def _ranks(step: Step, order: tuple[int, ...], lengths: np.ndarray) -> np.ndarra
 
 
 def _start(ranks: np.ndarray, shape: Shape, lengths: list[int], spaces: list[int]) -> int | None:
-    """Pieces along one dim, the outermost, that follow each other without padding in between."""
+    """Where the result begins, if its pieces follow each other along the outermost dim without padding in between."""
     last = max((dim for dim, num in enumerate(ranks.shape[1:]) if num > 1), default=0)
     if ranks.size == 0 or len(ranks) > 1 or math.prod(shape[:last]) > 1:
         return None
@@ -105,7 +105,7 @@ def _start(ranks: np.ndarray, shape: Shape, lengths: list[int], spaces: list[int
 
 
 def taken(tensor: Tensor, part: Part) -> Tensor:
-    """A view."""
+    """A view of that part of the tensor."""
     for dim, start, length in part:
         tensor = tensor.narrow(dim, start, length)
     return tensor
@@ -120,7 +120,7 @@ def send(tensor: Tensor, layout: Pieces, padded_to: int = 0) -> Tensor:
 
 
 def send_padded(tensor: Tensor, layout: Pieces) -> Tensor:
-    """Each piece is as long as the largest."""
+    """Every piece is padded to the length of the largest."""
     space = max(layout.sent_lengths)
     found = tensor.new_zeros((len(layout.sent), space))
     for row, part, length in zip(found, layout.sent, layout.sent_lengths, strict=True):
@@ -131,12 +131,12 @@ def send_padded(tensor: Tensor, layout: Pieces) -> Tensor:
 
 
 def receive_padded(received: Tensor, shape: Shape) -> Tensor:
-    """A view."""
+    """The result, a view of ``received``."""
     return _window(received, 0, shape)
 
 
 def receive(received: Tensor, layout: Pieces, step: Step) -> Tensor:
-    """``received`` may be in flight where ``layout.start`` is not None: then nothing but views are made of it."""
+    """``received`` may be in flight if ``layout.start`` is not None: then the result is a view of it."""
     if layout.start is not None:
         return _window(received, layout.start, layout.shape)
     if not layout.ranks or 0 in layout.shape:

@@ -1,1 +1,1 @@
-"""Where an op runs: groups, votes, symmetric memory, the protocol on it, and what is known when it fails."""
+"""Where an op runs: groups, votes, symmetric memory, the protocol on it, and what is known of a call when it fails."""

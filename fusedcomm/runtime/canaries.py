@@ -1,9 +1,9 @@
-"""Guard bytes around the slots of a workspace, with FUSEDCOMM_CHECK=1: who writes past a slot is found out.
+"""Guard bytes around the slots of a workspace, with FUSEDCOMM_CHECK=1. They reveal a write past a slot.
 
     [header | guard | slot 0 | guard | slot 1 | guard]
 
-Every rank looks at those of its own segment: on CPU before a call and after each of its rounds, on GPUs before a call
-and in `synchronize`. What is written past a chunk but stays inside the slot is not seen.
+Every rank checks the guards of its own segment: on CPU before a call and after each of its rounds, on GPUs before a
+call and in `synchronize`. A write past a chunk that stays inside the slot is not seen.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fusedcomm.runtime.segment import HeaderLayout
 
-GUARD_BYTES = 4096  # each
+GUARD_BYTES = 4096  # size of one guard
 SHOWN_BYTES = 8
 
 
 def paint(segment: Tensor, layout: HeaderLayout) -> None:
-    """Before the rendezvous, when nobody else can write there."""
+    """Write the guards. This comes before the rendezvous, when nobody else can write there."""
     pattern = _pattern(layout.guard_bytes).to(segment.device)
     for start in layout.guards(layout.slot_bytes(segment.numel())):
         segment[start : start + layout.guard_bytes] = pattern
@@ -40,7 +40,7 @@ def damage(segment: Tensor, layout: HeaderLayout, slot_bytes: int, rank: int) ->
 
 
 def _place(i: int, num_slots: int, found: Tensor, wrong: Tensor) -> str:
-    """Which bytes of guard i, counted from the nearer slot: that is the one they were probably meant for."""
+    """The changed bytes of guard i, counted from the nearer slot, which they were probably meant for."""
     offsets = wrong.nonzero().flatten()
     first, last = int(offsets[0]), int(offsets[-1])
     shown = bytes(found[first : min(last + 1, first + SHOWN_BYTES)].tolist()).hex(" ")
@@ -53,5 +53,5 @@ def _place(i: int, num_slots: int, found: Tensor, wrong: Tensor) -> str:
 
 @cache
 def _pattern(num_bytes: int) -> Tensor:
-    """No byte of it is 0, and none equals its neighbour."""
+    """The bytes of a guard. None of them is 0, and none equals its neighbour."""
     return (torch.arange(num_bytes) * 37 % 251 + 1).to(torch.uint8)

@@ -149,14 +149,14 @@ def _copy_on_stream(source: Tensor, blocking: bool) -> tuple[Tensor, torch.cuda.
         stream = torch.cuda.current_stream()
         done = torch.cuda.Event(blocking=blocking)
         host = _pinned(source)
-        # Both sides contiguous, or torch copies through ordinary memory, and the host waits.
+        # Both sides are contiguous, because otherwise torch copies through ordinary memory, and the host waits.
         host.copy_(source.contiguous(), non_blocking=True)
         done.record(stream)
-    # The source may belong to another stream, which else could have its memory again before the copy is done.
+    # The source may belong to another stream, which could otherwise reuse its memory before the copy is done.
     source.record_stream(stream)
     return host, done
 
 
 def _pinned(source: Tensor) -> Tensor:
-    # If the host frees it early, torch's pinned allocator keeps it until the copy is done.
+    # torch's pinned allocator keeps the memory until the copy is done, even if the host frees it early.
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)

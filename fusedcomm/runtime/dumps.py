@@ -1,4 +1,4 @@
-"""The last calls of this rank as a JSON file in FUSEDCOMM_DUMP_DIR: when a call fails, and on SIGUSR1.
+"""The last calls of this rank as a JSON file in FUSEDCOMM_DUMP_DIR, written when a call fails, and on SIGUSR1.
 
 `fusedcomm postmortem` reads the files of all ranks. A rank that is stuck writes too, wherever its main thread waits, as
 long as it lets other threads run.
@@ -29,14 +29,14 @@ from fusedcomm.runtime import flight_recorder, group
 log = logging.getLogger("fusedcomm")
 
 SCHEMA = 1
-SIGUSR1 = "SIGUSR1"  # why a dump was written
+SIGUSR1 = "SIGUSR1"  # the reason that a dump gives
 LISTENER = "fusedcomm-dumps"
 _writing = threading.Lock()
 _armed = False
 
 
 def arm() -> None:
-    """From here on SIGUSR1 writes a dump, if FUSEDCOMM_DUMP_DIR is set. Once per process, in its main thread."""
+    """Let SIGUSR1 write a dump from here on, if FUSEDCOMM_DUMP_DIR is set. Once per process, in its main thread."""
     global _armed
     if not _armed and threading.current_thread() is threading.main_thread():
         _armed = True
@@ -48,7 +48,7 @@ def arm() -> None:
 
 
 class on_failure:  # a function to its users, in a with statement
-    """What is raised inside leaves a dump."""
+    """A context: an exception that leaves it leaves a dump."""
 
     def __enter__(self) -> None:
         pass
@@ -59,7 +59,7 @@ class on_failure:  # a function to its users, in a with statement
 
 
 def write(why: str) -> Path | None:
-    """Replace this rank's dump at once. None, and no exception, where there is no directory or it cannot be written."""
+    """Replace this rank's dump at once. Returns None, and never raises, if there is no directory or writing fails."""
     folder = env.dump_dir()
     if folder is None or not dist.is_initialized() or group.is_forked():
         return None
@@ -67,13 +67,13 @@ def write(why: str) -> Path | None:
         with _writing:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return files.replace(folder / f"rank{dist.get_rank()}.json", json.dumps(describe(why), indent=1))
-    except Exception as error:  # what failed before is what the caller must hear of
+    except Exception as error:  # the caller must hear of what failed before, not of this
         log.warning("no dump in FUSEDCOMM_DUMP_DIR: %s", error)
         return None
 
 
 def describe(why: str) -> dict[str, Any]:
-    """What a dump says; no name of a host or user, no address, no value of an unknown variable."""
+    """The content of a dump, without names of hosts or users, addresses, or values of unknown variables."""
     now, clock = time.monotonic(), time.time()
     return redact(
         {
@@ -93,7 +93,7 @@ def describe(why: str) -> dict[str, Any]:
 
 
 def _call(record: flight_recorder.Record, offset: float, now: float) -> dict[str, Any]:
-    """``offset``: of the clock to the times of records."""
+    """``offset`` turns the times of a record into those of the clock."""
     ranks = list(record.ranks or _ranks_of(record.group_name))
     found: dict[str, Any] = {
         "op": record.op,
@@ -124,12 +124,12 @@ def _call(record: flight_recorder.Record, offset: float, now: float) -> dict[str
 def _ranks_of(group_name: str) -> list[int]:
     try:
         return dist.get_process_group_ranks(group.find(group_name))
-    except ValueError:  # destroyed since
+    except ValueError:  # the group was destroyed
         return []
 
 
 def _stacks() -> dict[str, list[str]]:
-    """Of all threads but this one, the innermost line last."""
+    """The stacks of all threads but the listener's, each with the innermost line last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         names.get(ident, str(ident)): [
@@ -141,9 +141,9 @@ def _stacks() -> dict[str, list[str]]:
 
 
 def _listen() -> None:
-    """A thread that Python's handler in C wakes at once, also while the main thread is in C++ and runs no Python.
+    """Start a thread that Python's handler in C wakes at once, even while the main thread is in C++ and runs no Python.
 
-    Any handler of Python's will do: one that is there stays, and is called.
+    Any handler in Python is enough for that, so one that is already there stays, and is called.
     """
     if not callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, lambda *args: None)

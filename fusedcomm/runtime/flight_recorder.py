@@ -1,4 +1,4 @@
-"""The last calls of this rank: what was called, how far it has come, how it ended. `dumps` writes them down."""
+"""The last calls of this rank: what was called, how far each has come, and how it ended. `dumps` writes them down."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from fusedcomm.runtime.workspace import Workspace
 
 NUM_CALLS = 256
 VOTING, CHECKING, RUNNING = "voting", "checking", "running"  # what all ranks do together in a call, in this order
-DONE, FAILED = "done", "failed"  # on a GPU it is done once its kernels are launched
+DONE, FAILED = "done", "failed"  # a call on a GPU is done once its kernels are launched
 
 _ring: deque[Record] = deque(maxlen=NUM_CALLS)
 
 
 class Record:
-    """One call, as a context: of an op, or of `fusedcomm.reset` or `close`, which have no ``exchange``.
+    """A context around one call: of an op, or of `fusedcomm.reset` or `close`, which have no ``exchange``.
 
-    Always on: some attributes are written. It holds no tensors, and a workspace only while the call runs.
+    Every call is recorded, as that only sets some attributes. A Record holds no tensors, and a workspace only while the
+    call runs.
     """
 
-    # Defaults on the class: an instance sets what it changes
-    # In the group, on this device, since the last reset or close, which are 0; so is a first call that still votes.
+    # These are defaults, and an instance sets only what it changes.
+    # Calls are counted per group and device since the last reset or close. These are number 0, and so is a first call
+    # that still votes.
     number = 0
     resets = 0
-    ranks: tuple[int, ...] = ()  # of WORLD
+    ranks: tuple[int, ...] = ()  # the group's ranks in WORLD
     algorithm: str | None = None
     state = VOTING
     workspace: Workspace | None = None
-    rounds: tuple[int, int] | None = None  # completed before and after the call
+    rounds: tuple[int, int] | None = None  # rounds completed before and after the call
     error: str | None = None
-    peers: tuple[int, ...] = ()  # that the error names, ranks of the group
+    peers: tuple[int, ...] = ()  # ranks of the group that the error names
     ended: float | None = None
 
     def __init__(
@@ -55,7 +57,7 @@ class Record:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the op, as JSON; dims count from the front."""
+        """The op's arguments, as JSON; dims count from the front."""
         if self.exchange is None:
             return {}
         found: dict[str, Any] = {}
@@ -96,5 +98,5 @@ class Record:
 
 
 def last() -> list[Record]:
-    """Oldest first."""
+    """The records, oldest first."""
     return list(_ring)

@@ -1,4 +1,4 @@
-"""Process groups: what users pass, what ops carry (size and name), and what we keep per group."""
+"""Process groups: what users pass, what ops carry (size and name), and key spaces of their stores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, Store
 Group = Any  # ProcessGroup | DeviceMesh (1-D) | (DeviceMesh, mesh_dim) | str | None; DeviceMesh is imported late
 
 
-_forked = False  # from a process that had groups: they, and their connections, are the parent's
+_forked = False  # from a process that had groups: these, and their connections, are the parent's
 
 
 def _note_fork() -> None:
@@ -28,7 +28,7 @@ def is_forked() -> bool:
 
 
 def refuse_forked(op: str, rank: int) -> None:
-    """A forked child would take part over the connections of its parent."""
+    """Raises RuntimeError in a forked child, which would use the connections of its parent."""
     if _forked:
         raise RuntimeError(f"{op}: this process was forked from rank {rank} and is no rank of the group")
 

@@ -1,8 +1,8 @@
 """Kernels that wait for peers run in one order per device, across groups and streams. Otherwise two could block each
-other: A's wait holds the SMs that B's push needs on this rank, and the other way round on the next.
+other: on one rank A's wait holds the SMs that B's push needs, and on the next rank it is the other way round.
 
-A captured graph orders its own kernels. Against eager calls the stream that it is replayed on has to: replay it on the
-stream of the calls beside it, or wait for it.
+A captured graph orders its own kernels. The stream on which it is replayed must order it against eager calls: replay it
+on the stream of those calls, or let one stream wait for the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _locks: dict[tuple[torch.device, int], threading.RLock] = defaultdict(threading.
 
 @contextmanager
 def ordered(workspace: Workspace) -> Iterator[None]:
-    """What is launched inside starts after all that was launched inside earlier, by any thread."""
+    """What is launched inside starts after everything that any thread launched inside earlier."""
     if workspace.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         yield
         return

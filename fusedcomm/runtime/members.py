@@ -33,7 +33,7 @@ _MIN_SLOT_BYTES = 1 << 20
 
 
 class WorkspaceUnavailable(Exception):
-    """On every rank of the group: one of them could not make its workspace."""
+    """Raised on every rank of the group if one of them could not make its workspace."""
 
 
 @dataclass
@@ -46,12 +46,12 @@ class Member:
     device: torch.device
     store: Store
     topology: Topology
-    ranks: tuple[int, ...] = ()  # of WORLD
+    ranks: tuple[int, ...] = ()  # the group's ranks in WORLD
     num_calls: int = 0  # since the last reset or close
-    resets: int = 0  # closes too
+    resets: int = 0  # counts closes too
     workspace: Workspace | None = None
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
-    error: PeerError | None = None  # the ranks did not come together to make one; until the next reset
+    error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
     loaded: set[Any] = field(default_factory=set)  # calls whose fused kernels have run: a capture cannot load them
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -96,7 +96,7 @@ class Member:
         return self.workspace
 
     def enter(self, op: str, fingerprint: int) -> None:
-        """Before a call: raise what has failed in an earlier one."""
+        """Raise what has failed in an earlier call; to be called before each call."""
         for each in self.retired:
             each.check(op)
         if self.error is not None:
@@ -109,12 +109,12 @@ class Member:
             each.check(op)
 
     def reset(self, num_bytes: int) -> None:
-        """``num_bytes``: of a slot, the same on all ranks."""
+        """``num_bytes``: the size of a slot, the same on all ranks."""
         with self.lock, on_device(self.device):
             self._free()
             self.unavailable = self.error = None
             if self.topology.no_workspace is None:
-                with suppress(WorkspaceUnavailable):  # the next plan says so
+                with suppress(WorkspaceUnavailable):  # the next plan gives the reason
                     self._make(num_bytes, "fusedcomm.reset", 0)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Member:
             self.retired.clear()
 
     def _come_together(self, workspace: Workspace, op: str, fingerprint: int) -> None:
-        """Before growth: a rank that is in another call is found out before anybody waits for it."""
+        """Before growth, find out a rank that is in another call, so that nobody waits for it in vain."""
         if self.device.type == "cpu":
             workspace.handshake(op, fingerprint)
             return
@@ -136,7 +136,7 @@ class Member:
 
     def _make(self, num_bytes: int, op: str, fingerprint: int) -> Workspace:
         slot_bytes = max(num_bytes, min(_MIN_SLOT_BYTES, self.max_slot_bytes))
-        slot_bytes = min(1 << (slot_bytes - 1).bit_length(), self.max_slot_bytes)  # few sizes, few growths
+        slot_bytes = min(1 << (slot_bytes - 1).bit_length(), self.max_slot_bytes)  # few sizes, so few growths
         size = Workspace.num_bytes(self.group_size, slot_bytes, self.guard_bytes)
         try:
             segment, error = self._allocate(size)
@@ -147,7 +147,7 @@ class Member:
                 reason = self._agree(op, fingerprint, error, "mapped")
         except PeerError as failed:
             self.error = _until_reset(failed)
-            raise self.error.again() from failed  # another one: what is raised holds on to all its callers' tensors
+            raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
         if reason is not None:
             self.unavailable = reason
             raise WorkspaceUnavailable(reason)
@@ -158,7 +158,7 @@ class Member:
         return self.workspace
 
     def _allocate(self, size: int) -> tuple[torch.Tensor | None, str]:
-        """This rank's segment, or why there is none: the others must hear of it before they wait in a rendezvous."""
+        """This rank's segment, or why there is none, which the others must hear before they wait in a rendezvous."""
         allocate = symm_mem._SymmetricMemory.empty_strided_p2p
         try:
             segment = allocate((size,), (1,), torch.uint8, self.device, self.group_name)
@@ -180,7 +180,7 @@ class Member:
             return None, f"cannot map its peers' memory: {error}"
 
     def _agree(self, op: str, fingerprint: int, error: str, stage: str) -> str | None:
-        """All ranks are in this same call, as far as this. What the first rank that failed in it says, or None."""
+        """Check that all ranks are at this stage of this call. Return what the first rank that failed says, or None."""
         facts = {"op": op, "fingerprint": fingerprint, "stage": stage, "error": error}
         calls = agree(self.store, self.rank, self.group_size, facts, what=op)
         _check_same_call(calls, self.rank, op, self.group_name)
@@ -192,7 +192,7 @@ class Member:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self.workspace.captured:
-            self.workspace.forget_error()  # raised already; a replay that fails anew is told anew
+            self.workspace.forget_error()  # it was raised already; a replay that fails again fills the record again
             self.retired.append(self.workspace)
         self.workspace = None
 
@@ -203,7 +203,7 @@ class _Group:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.members: dict[torch.device, Member] = {}
-        self.errors: dict[torch.device, PeerError] = {}  # of votes that failed, until the next reset
+        self.errors: dict[torch.device, PeerError] = {}  # why votes failed, until the next reset
 
 
 _groups: weakref.WeakKeyDictionary[ProcessGroup, _Group] = weakref.WeakKeyDictionary()
@@ -242,10 +242,10 @@ def members(pg: ProcessGroup) -> list[Member]:
 
 
 def known_member(group_name: str, device: torch.device) -> Member | None:
-    """The Member, if the group has come together; no collective."""
+    """The Member, if the group has come together; this is no collective."""
     try:
         pg = groups.find(group_name)
-    except ValueError:  # destroyed since
+    except ValueError:  # the group was destroyed
         return None
     return next((each for each in members(pg) if each.device == _indexed(device)), None)
 
@@ -285,8 +285,8 @@ def synchronize(group: groups.Group = None) -> None:
 def _all_members(op: str, group: groups.Group) -> Iterator[list[tuple[Member, int]]]:
     """The Members that all ranks of the group have, each with the largest slot of any rank; calls are counted anew.
 
-    A bounded collective, also of ranks that have none. One that another rank lacks is dropped, to be voted on again:
-    the vote did not end there, so it has no workspace either.
+    This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks is dropped
+    and voted on again: its vote never finished, so it has no workspace.
     """
     pg = groups.find(groups.resolve(group)[1])
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
@@ -311,12 +311,12 @@ def _all_members(op: str, group: groups.Group) -> Iterator[list[tuple[Member, in
 
 
 def _until_reset(error: PeerError) -> PeerError:
-    """Ranks that tried again by themselves would meet in different calls of theirs."""
+    """The error as every call raises it until a reset: ranks that just tried again would meet in different calls."""
     return type(error)(f"{error}. {RESET_FIRST}", peers=error.peers, op=error.op, epoch=error.epoch)
 
 
 def _who_did_not_come(text: str) -> list[int]:
-    """Of what kernels/cpu/rendezvous.h says."""
+    """The ranks that an error of kernels/cpu/rendezvous.h names."""
     found = re.search(r"\branks? ([\d, ]+) did not ", text)
     return [int(rank) for rank in found[1].split(", ")] if found else []
 

@@ -1,9 +1,9 @@
 """The parts of a call as ranges in a profiler's trace, one lane per kind of work; free where nobody profiles.
 
-matmul   a chunk's matmul; of `fused` also what its kernel stores to peers or waits for
+matmul   a chunk's matmul; in `fused` it includes what the kernel stores to peers or waits for
 push     a chunk's copy to a peer, and its signal
-wait     for a peer's signal
-copy     what has arrived, to its place in the result, or added to it; of `fused` also the wait for it
+wait     the wait for a peer's signal
+copy     moving what has arrived to its place in the result, or adding it up; in `fused` it includes the wait for it
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOT_PROFILED: AbstractContextManager[Any] = nullcontext()
 
 
 def lane(name: str, peer: int | None = None) -> AbstractContextManager[Any]:
-    """What happens inside is ``name``'s, for ``peer``."""
+    """A range of lane ``name``, for ``peer``."""
     if not profiler._is_profiler_enabled:
         return _NOT_PROFILED
     return profiler.record_function(f"{PREFIX}{name}" if peer is None else f"{PREFIX}{name} rank {peer}")

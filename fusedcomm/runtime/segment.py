@@ -1,4 +1,4 @@
-"""What a segment of symmetric memory holds: a header of flags and words, then slots; what a failed wait has seen."""
+"""The layout of a segment of symmetric memory: a header of flags and words, then slots. The record of a failed wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
 
-NUM_SLOTS = 2  # one is a race: tests set it to see it caught
+NUM_SLOTS = 2  # a single slot is a race; tests set 1 to see that it is caught
 FINGERPRINT_BITS = 24
 FINGERPRINT = (1 << FINGERPRINT_BITS) - 1
 TIMED_OUT, MISMATCHED, BROKEN_BY_PEER, ABANDONED, OVERRUN = 1, 2, 3, 4, 5
@@ -24,7 +24,7 @@ class HeaderLayout:
 
     group_size: int
     epoch: int = 0  # rounds completed on this rank
-    arrivals: int = 8  # programs that have finished of the kernel that ends a round; the last one resets it
+    arrivals: int = 8  # finished programs of the kernel that ends a round; the last program resets it
     timeout: int = 16  # nanoseconds
     record: int = 24  # address of the error record
     guard_bytes: int = 0
@@ -36,7 +36,7 @@ class HeaderLayout:
 
     @cached_property
     def tiles_done(self) -> int:
-        """tiles_done[dst_rank]: parts of the running push or pack kernel that are stored."""
+        """tiles_done[dst_rank]: how many parts the running push or pack kernel has stored."""
         return _aligned(self.broken + 8 * self.group_size)
 
     @cached_property
@@ -63,11 +63,11 @@ class HeaderLayout:
         return self.header_bytes + epoch % NUM_SLOTS * slot_bytes
 
     def slot_bytes(self, segment_bytes: int) -> int:
-        """From one slot to the next."""
+        """The distance from one slot to the next."""
         return (segment_bytes - self.header_bytes) // NUM_SLOTS // 128 * 128
 
     def guards(self, slot_bytes: int) -> list[int]:
-        """Where they begin."""
+        """The offsets where guards begin."""
         return [self.header_bytes - self.guard_bytes + i * slot_bytes for i in range(NUM_SLOTS + 1)]
 
 
@@ -100,7 +100,7 @@ class ErrorRecord:
 
     @property
     def fingerprint(self) -> int:
-        """Of the call that failed."""
+        """The fingerprint of the call that failed."""
         return int(self.words[4])
 
     def fill(self, kind: int, epoch: int, rank: int, fingerprint: int, flags: list[int], bad: list[int]) -> None:

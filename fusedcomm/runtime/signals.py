@@ -1,6 +1,7 @@
-"""Signals and waits as launches of small kernels: for what is copied or computed elsewhere, and rounds without data.
+"""Signals and waits as launches of small kernels: for data that are copied or computed elsewhere, and rounds without
+data.
 
-Triton is imported by the first of them.
+The first of them that is used imports Triton.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _POISON_BLOCK = 1024  # elements that one program makes NaN at a time
 
 
 class Segments(Protocol):
-    """What kernels need of workspace.Workspace. ``segments`` [R]: addresses, on the device."""
+    """The part of workspace.Workspace that kernels need. ``segments`` [R] are addresses, on the device."""
 
     rank: int
     group_size: int
@@ -28,14 +29,14 @@ class Segments(Protocol):
 
 
 def begin_push(workspace: Segments) -> None:
-    """Before a round's first copy to a peer on this stream. Kernels that push do it themselves."""
+    """Call this before a round's first copy to a peer on this stream. Kernels that push do the same themselves."""
     from fusedcomm.kernels.triton.handshake import begin_push_kernel
 
     begin_push_kernel[(1,)](workspace.segments, workspace.rank, workspace.group_size, num_warps=1)
 
 
 def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
-    """Signal one rank, or all from rank + 1 on, that what the stream wrote before is there."""
+    """Signal one rank, or all ranks from rank + 1 on, that what the stream wrote before is there."""
     from fusedcomm.kernels.triton.handshake import signal_kernel
 
     group_size = workspace.group_size
@@ -55,7 +56,7 @@ def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
 
 
 def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
-    """Wait for one rank's signal: what follows on the stream may read its chunk. ``finish`` must follow the reads."""
+    """Wait for one rank's signal, so that the stream may read its chunk. ``finish`` must follow the reads."""
     from fusedcomm.kernels.triton.handshake import wait_source_kernel
 
     assert 0 <= src_rank < workspace.group_size, f"src_rank must be in [0, {workspace.group_size}), got {src_rank}"
@@ -77,7 +78,7 @@ def wait(workspace: Segments, fingerprint: int) -> None:
 
 
 def finish(out: Tensor, workspace: Segments, fingerprint: int, *, end_round: bool) -> None:
-    """After the reads of a round on this stream: make ``out`` NaN if a wait has failed or the slot was given up."""
+    """Make ``out`` NaN if a wait has failed or the slot was given up. Call this on the stream of a round's reads."""
     assert out.is_contiguous()
     _finish(out, workspace, fingerprint, end_round)
 

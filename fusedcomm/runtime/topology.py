@@ -1,4 +1,4 @@
-"""What a group can do on a device type: every rank's facts, voted on once, so that all ranks plan alike."""
+"""What a group can do on a device type. All ranks vote once on every rank's facts, and so plan alike."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger("fusedcomm")
 
 @dataclass(frozen=True)
 class Topology:
-    """The group's verdict; equal on all ranks. A reason that is None means yes."""
+    """What the group has voted; equal on all ranks. A reason is None if nothing is in the way."""
 
     no_workspace: str | None  # why chunked and fused cannot run
-    no_fused: str | None  # why fused cannot run, beyond that; on CPUs
+    no_fused: str | None  # why fused cannot run even with a workspace; only on CPUs
     workspace_bytes: int  # the smallest cap of all ranks
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
@@ -34,7 +34,7 @@ class Topology:
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> Topology:
-    """A bounded collective. GPUs take two votes: facts first, then what NVML says of every pair."""
+    """The group's Topology, by a bounded collective. GPUs vote twice: on facts, then on what NVML says of each pair."""
     rank, group_size = pg.rank(), pg.size()
     if dist.get_backend(pg) == "fake":
         reason = "a fake process group has no peers"
@@ -107,7 +107,7 @@ def _no_triton() -> str | None:
 
 
 def _no_workspace(facts: list[dict[str, Any]]) -> str | None:
-    """In rank order, so that every rank gives the same reason."""
+    """The first reason in rank order, so that every rank gives the same one."""
     for rank, fact in enumerate(facts):
         if fact["no_workspace"]:
             return f"rank {rank}: {fact['no_workspace']}"
@@ -117,7 +117,7 @@ def _no_workspace(facts: list[dict[str, Any]]) -> str | None:
 
 
 def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
-    """Why this rank's GPU cannot read and write every peer's over NVLink (NVML), or None."""
+    """Why this rank's GPU cannot read and write every peer's memory over NVLink (as NVML says), or None."""
     if len(set(uuids)) < len(uuids):
         if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":
             return None
@@ -134,13 +134,13 @@ def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
                 status = pynvml.nvmlDeviceGetP2PStatus(handles[rank], handle, index)
                 if status != pynvml.NVML_P2P_STATUS_OK:
                     return f"no NVLink peer access between the GPUs of ranks {rank} and {peer} (NVML status {status})"
-    except Exception as error:  # NVML missing, MIG, containers: any failure means that access is unproven
+    except Exception as error:  # NVML is missing, MIG, a container: any failure means that access is unproven
         return f"rank {rank}: NVML cannot tell whether its GPU reaches the peers' ({error})"
     return None
 
 
 def _all_have_the_same(facts: list[dict[str, Any]], rank: int) -> bool:
-    """Tuned constants, which decide on all ranks or on none."""
+    """Whether all ranks have the same tuned constants; otherwise no rank uses its own."""
     digests = [fact["constants"] for fact in facts]
     if len(set(digests)) == 1:
         return True

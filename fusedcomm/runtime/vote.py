@@ -1,8 +1,9 @@
-"""One collective on a store: everybody learns everybody's facts, or a bounded time passes and the missing are named.
+"""A collective on a store: every rank learns every rank's facts, or after a bounded time an error names the missing
+ranks.
 
 It needs no working communication between the ranks, only the store, so it can vote on what works and rebuild what
-broke. Posts of an attempt that failed, or of a group that had the same name, never count: an agreement is reached when
-every rank has posted that it sees exactly the same attempts of all ranks.
+broke. Posts of an attempt that failed, or of an earlier group with the same name, never count: an agreement is reached
+when every rank has posted that it sees exactly the same attempts of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerTimeoutError
 from fusedcomm.runtime import group
 
-STORE_GRACE_S = 2.0  # for the store to answer, once the time is over
+STORE_GRACE_S = 2.0  # how long the store may take to answer when the time is over
 STORE_THREAD = "fusedcomm-store"
 
 T = TypeVar("T")
@@ -40,7 +41,8 @@ def agree(
     """Every rank's ``facts`` (JSON), by rank. The keys of ``facts`` are the same on all ranks.
 
     ``names``: what errors call the ranks, if not 0, 1, ...
-    Raises PeerTimeoutError after FUSEDCOMM_TIMEOUT_S, and PeerError where the store has failed or has no votes of ours.
+    Raises PeerTimeoutError after FUSEDCOMM_TIMEOUT_S, and PeerError if the store has failed or a post is not a vote of
+    this version of fusedcomm.
     """
     vote = _Vote(store, rank, names or range(group_size), what)
     group.refuse_forked(what, vote.name)
@@ -61,7 +63,7 @@ def agree(
             absent = [r for r, post in enumerate(latest) if not post]
             stale = [r for r, post in enumerate(latest) if post and attempt not in post["seen"]]
             behind = [r for r, post in enumerate(latest) if post and post["seen"] != seen]
-            if missing := absent or stale or behind:  # else all have seen the same, just now
+            if missing := absent or stale or behind:  # otherwise all have seen the same, just now
                 raise vote.timed_out(missing)
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
@@ -93,12 +95,12 @@ class _Vote:
         self._bounded(lambda: self.store.set(self.keys[self.rank], json.dumps(post)))
 
     def read(self) -> list[dict[str, Any] | None]:
-        """Never waits for a post; one that is there is never removed."""
+        """The latest post of every rank, or None. This never waits for a post, and a post is never removed."""
         found = self._bounded(lambda: [self.store.get(key) if self.store.check([key]) else None for key in self.keys])
         return [None if post is None else self._parsed(rank, post) for rank, post in enumerate(found)]
 
     def leave_together(self, token: str) -> None:
-        """A rank that has agreed may post again at once; nobody may still be looking for its old post then."""
+        """Return when all ranks have agreed. One that returns may post again, and nobody may need its old post then."""
         done = [f"done/{r}" for r in range(len(self.keys))]  # overwritten in the next vote, when all have left this one
         left = json.dumps(token)
         self._bounded(lambda: self.store.set(done[self.rank], left))
@@ -132,9 +134,10 @@ class _Vote:
         return post
 
     def _bounded(self, call: Callable[[], T]) -> T:
-        """On a thread of its own: while the store's host cannot be reached, a call blocks for as long as TCP tries.
+        """Run ``call`` on a thread of its own: while the store's host cannot be reached, it blocks as long as TCP
+        tries.
 
-        The thread is left then. It ends with its call, and does nothing after it.
+        When the time is over, the thread is left behind. It ends with its call, and does nothing after it.
         """
         result: futures.Future[T] = futures.Future()
 
@@ -146,7 +149,7 @@ class _Vote:
 
         try:
             threading.Thread(target=run, name=STORE_THREAD, daemon=True).start()
-        except RuntimeError:  # none can be started, as in exit handlers since Python 3.12
+        except RuntimeError:  # no thread can be started, as in exit handlers since Python 3.12
             run()
         try:
             return result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)

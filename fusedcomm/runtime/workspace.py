@@ -1,11 +1,11 @@
 """Symmetric memory of a group on a device, and the protocol that makes its two slots enough (docs/protocol.md).
 
-    push    write the data into my part of the peer's slot, then signal: flag = (epoch, fingerprint), release
-    wait    acquire the flag until its epoch is reached, bounded; then compare the fingerprint
-    read    all my reads of epoch e come before my last signal of epoch e + 1
+    push    a rank writes data into its part of the peer's slot, then signals: flag = (epoch, fingerprint), release
+    wait    it acquires the flag until its epoch is reached, within a bound, and then compares the fingerprint
+    read    all its reads of epoch e come before its last signal of epoch e + 1
 
-Epoch e uses slot e % 2. I write epoch e + 2 only after I have every peer's signal of e + 1, which each sends after its
-reads of e: so nobody overwrites what is not read yet, without credits, resets or a barrier.
+Epoch e uses slot e % 2. A rank writes epoch e + 2 only when it has every peer's signal of e + 1, which each peer sends
+after its reads of e. So nobody overwrites what is not read yet, without credits, resets or a barrier.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Call:
 class Workspace:
     """One segment per rank, mapped by all ranks, and this rank's place in the protocol.
 
-    ``segments`` are uint8 tensors over every rank's segment: of symmetric memory, or of one process (virtual groups).
+    ``segments`` are uint8 tensors over every rank's segment, in symmetric memory or, for virtual groups, in one
+    process.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class Workspace:
         self.record = ErrorRecord(self.group_size, self.device)
         self.timeout_s = env.timeout_s()
         self.num_slots = self.layout.num_slots
-        self.num_sms = _num_sms(self.device)  # virtual groups divide them
-        self.lane = 0  # waiting kernels of one device and lane run in one order
+        self.num_sms = _num_sms(self.device)  # virtual groups divide it between their ranks
+        self.lane = 0  # waiting kernels with the same device and lane run in one order
         self.epoch = 0
-        self.waiting: tuple[int, float] | None = None  # the host: for which rank, since when
+        self.waiting: tuple[int, float] | None = None  # the rank that the host waits for, and since when
         self.captured = False
         self.error: PeerError | None = None
-        self.ops: dict[int, str] = {}  # by fingerprint: kernels report a failed call by its fingerprint
+        self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()
         self._side_stream: torch.cuda.Stream | None = None
         self._owner = owner  # keeps the mapping alive
@@ -86,7 +87,7 @@ class Workspace:
 
     @staticmethod
     def initialise(segment: Tensor, group_size: int, guard_bytes: int = 0) -> None:
-        """Before the rendezvous: no peer may signal into a header that is still to be cleared."""
+        """Clear the header. This comes before the rendezvous, after which peers may signal into the header."""
         layout = HeaderLayout(group_size, guard_bytes=guard_bytes)
         segment[: layout.header_bytes].zero_()
         if guard_bytes:
@@ -99,21 +100,21 @@ class Workspace:
         words[self.layout.record // 8] = self.record.words.data_ptr()
 
     def num_programs(self, kind: str) -> int:
-        """Programs of a persistent kernel. All are co-resident; those that wait leave SMs to those that send."""
+        """Programs of a persistent kernel. All run at the same time; those that wait leave SMs to those that send."""
         pack = max(1, self.num_sms // 8)
-        if kind == "gather":  # a pack runs beside it
+        if kind == "gather":  # a pack kernel runs beside it
             return max(1, self.num_sms - pack)
         return {"push": self.num_sms, "pack": pack}.get(kind, max(1, self.num_sms // 2))
 
     def check_rank(self, rank: int) -> None:
-        """Before a peer's memory is addressed by it: -1 would be another rank's, others outside all segments."""
+        """Check a rank before memory is addressed by it: -1 would be another rank's, others outside all segments."""
         assert 0 <= rank < self.group_size, f"rank must be in [0, {self.group_size}), got {rank}"
 
     def max_chunk_numel(self, itemsize: int) -> int:
         return self.usable_bytes // self.group_size // itemsize
 
     def check(self, op: str) -> None:
-        """Raise what a wait of this rank has found, on the host or in a kernel."""
+        """Raise what a wait of this rank has found, on the host or in a kernel, or what its guard bytes show."""
         if self.error is None and self.record.filled:
             failed = self.ops.get(self.record.fingerprint, op)
             self.error = self.record.error(failed, self.group_name, self.timeout_s, self.breakers(self.record.epoch))
@@ -131,28 +132,30 @@ class Workspace:
         self.record.words.zero_()
 
     def enter(self, op: str, fingerprint: int) -> None:
-        """Before a call: a workspace that a peer has given up on is dead for all."""
+        """Raise if a peer has given up on the workspace, which is then dead for all; to be called before each call."""
         if os.getpid() != self.pid:
             raise RuntimeError(f"{op}: this process was forked from rank {self.rank} and is no rank of the group")
         self.ops[fingerprint] = op
         self._check_peers(op, fingerprint, self.epoch + 1)
 
     def _check_peers(self, op: str, fingerprint: int, epoch: int) -> None:
-        """A peer that failed in a later round has completed this one: its data are good."""
+        """Raise what peers found by round ``epoch``. A peer that failed in a later round has completed this one."""
         self.check(op)
         if self.device.type == "cpu" and self.breakers(epoch):
             self.fail(op, epoch, fingerprint, waited=False)
 
     def breakers(self, epoch: int) -> dict[int, int]:
-        """Who has given up on this workspace by round ``epoch``, and what they had found. Costs a copy on CUDA."""
+        """The ranks that gave up on this workspace by round ``epoch``, and what they found. Costs a copy on CUDA."""
         start = self.layout.broken
         words = self.buffers[self.rank][start : start + 8 * self.group_size].view(torch.int64).tolist()
         return {src: word & 0xFF for src, word in enumerate(words) if word and word >> 8 <= epoch}
 
     @contextmanager
     def guarded(self, op: str) -> Iterator[None]:
-        """Around signals and waits. A round that is left half way, by Ctrl-C or for lack of memory, cannot be repeated:
-        the peers have seen its signals. So the workspace is broken for all, as after a time-out.
+        """A context around signals and waits.
+
+        A round that is left half way, by Ctrl-C or for lack of memory, cannot be repeated, because the peers have seen
+        its signals. So the workspace is broken for all, as after a time-out.
         """
         try:
             yield
@@ -166,20 +169,20 @@ class Workspace:
             raise
 
     def _give_up(self, kind: int, epoch: int) -> None:
-        """Without the native part, which workspaces on GPUs do not need."""
+        """Tell all ranks, without the native part, which workspaces on GPUs do not need."""
         address = self.layout.broken + 8 * self.rank
         for buffer in self.buffers:
             buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
 
     def rounds(self, call: Call, dtype: torch.dtype) -> Iterator[Round]:
-        """The rounds of a call that the host drives. Each takes one epoch when it is complete."""
+        """The rounds of a call that the host drives. Each round takes one epoch when it is complete."""
         self.begin(call)
         for spans in call.exchange.rounds(self.max_chunk_numel(dtype.itemsize)):
             with self.round(call, spans, dtype) as round:
                 yield round
 
     def begin(self, call: Call) -> None:
-        """Before the first round of a call that the host drives."""
+        """Start a call that the host drives, before its first round."""
         assert not _capturing(self.device), "the slots of a captured round would stay where they are"
         self.enter(call.op, call.fingerprint)
         if self.captured:  # graph replays have moved the epoch without the host
@@ -187,7 +190,7 @@ class Workspace:
 
     @contextmanager
     def round(self, call: Call, spans: RoundSpans, dtype: torch.dtype) -> Iterator[Round]:
-        """One round; it takes its epoch when the block is left without an exception."""
+        """One round, which takes its epoch when the block is left without an exception."""
         yield Round(self, self.epoch + 1, spans, dtype, call.op, call.fingerprint)
         self.epoch += 1
         if self.device.type == "cpu":
@@ -195,13 +198,13 @@ class Workspace:
             self._check_peers(call.op, call.fingerprint, self.epoch)
 
     def launched(self, captured: bool) -> None:
-        """A round's kernels are launched, or captured into a graph; they count the epoch themselves, when they run."""
+        """Count a round whose kernels are launched, or captured into a graph. Kernels count the epoch when they run."""
         self.captured |= captured
         self.epoch += not captured
 
     def side_stream(self) -> torch.cuda.Stream:
         if self._side_stream is None:
-            # first, as its signals are small and peers wait for them
+            # It comes before other streams, as its signals are small and peers wait for them.
             self._side_stream = torch.cuda.Stream(self.device, priority=-1)
         return self._side_stream
 
@@ -220,7 +223,7 @@ class Workspace:
             self._epoch_word().fill_(self.epoch)
 
     def signal(self, dst_rank: int, epoch: int, fingerprint: int) -> None:
-        """Release: what this rank wrote before is visible to who acquires the flag."""
+        """Set the flag (release): whoever acquires it sees what this rank wrote before."""
         self.check_rank(dst_rank)
         address = self.addresses[dst_rank] + self.layout.flag(epoch, self.rank)
         _native().signal(address, epoch << FINGERPRINT_BITS | fingerprint)
@@ -239,10 +242,10 @@ class Workspace:
     def fail(self, op: str, epoch: int, fingerprint: int, waited: bool = True) -> None:
         """Judge what is there, break every rank's workspace, keep the error and raise it.
 
-        ``waited``: else nobody is missing yet.
+        ``waited`` is False before any wait; then no peer counts as missing.
 
-        A mismatch is judged first: the peer that found it too has broken this workspace already. A peer that has left
-        a round will not signal again: that it has left is the cause, that it is missing is not.
+        A mismatch comes first, because the peer that found it too has broken this workspace already. A peer that has
+        left a round will not signal again: the error must name its leaving as the cause, not its silence.
         """
         base = self.addresses[self.rank]
         flags = [_native().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
@@ -285,11 +288,11 @@ class Round:
         return sources_of(self.workspace.rank, self.workspace.group_size)
 
     def part(self, dst_rank: int) -> Tensor:
-        """Where my chunk goes in the slot of dst_rank, flat."""
+        """The place of this rank's chunk in the slot of dst_rank, flat."""
         return self._chunk(dst_rank, self.workspace.rank)
 
     def received(self, src_rank: int) -> Tensor:
-        """The chunk that src_rank has pushed into my slot, flat."""
+        """The chunk that src_rank has pushed into this rank's slot, flat."""
         return self._chunk(self.workspace.rank, src_rank)
 
     def signal(self, dst_rank: int) -> None:
@@ -314,7 +317,7 @@ def _capturing(device: torch.device) -> bool:
 def _num_sms(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return 4  # the interpreter runs programs one after another: enough that tiles are shared out
+    return 4  # the interpreter runs programs one after another; 4 are enough to share out the tiles
 
 
 def peers_of(rank: int, group_size: int) -> list[int]:
@@ -323,7 +326,7 @@ def peers_of(rank: int, group_size: int) -> list[int]:
 
 
 def sources_of(rank: int, group_size: int) -> list[int]:
-    """Own data first, then in the order in which the peers send."""
+    """The order in which a rank reads: its own data first, then in the order in which the peers send."""
     return [(rank - i) % group_size for i in range(group_size)]
 
 
