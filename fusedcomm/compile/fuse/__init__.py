@@ -1,1 +1,1 @@
-"""Collectives beside matmuls become one op of fusedcomm: one file per op finds, matches and rewrites."""
+"""Collectives beside matmuls become one op of fusedcomm. One file per op matches and rewrites."""

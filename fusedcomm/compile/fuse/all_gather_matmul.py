@@ -1,4 +1,4 @@
-"""all_gather -> views -> matmuls becomes one fusedcomm::all_gather_matmul; what else reads it gets its by-product."""
+"""all_gather -> views -> matmuls becomes one fusedcomm::all_gather_matmul; other readers get its by-product."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AllGatherMatmulMatch:
 
 
 def match(start: Node) -> AllGatherMatmulMatch:
-    """Raises CannotFuse."""
+    """The match for the collective that starts here. Raises CannotFuse."""
     found = match_gather.read(start)
     (reader, first), *more = sorted(found.consumers(), key=lambda each: found.copies(each[0].layout))
     products = [first]

@@ -1,4 +1,4 @@
-"""all_to_all_single -> views -> matmul becomes fusedcomm::all_to_all_matmul; what else reads it gets its by-product."""
+"""all_to_all_single -> views -> matmul becomes fusedcomm::all_to_all_matmul; other readers get its by-product."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AllToAllMatmulMatch:
 
 
 def match(start: Node) -> AllToAllMatmulMatch:
-    """Raises CannotFuse."""
+    """The match for the collective that starts here. Raises CannotFuse."""
     found = match_gather.read(start)
     matches = [AllToAllMatmulMatch(found, reader, product) for reader, product in found.consumers()]
     uncopied = [each for each in matches if not found.copies(each.reader.layout)]

@@ -1,4 +1,4 @@
-"""Collectives that stand beside matmuls become our ops: find, match, rewrite, over one graph."""
+"""Collectives that stand beside matmuls become ops of fusedcomm: find, match and rewrite, over one graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.rewrite import Rewriter, erased, held_outputs
 from fusedcomm.compile.graph.sort import sort
 
-MODULES = (  # where two want one collective, the first takes it
+MODULES = (  # if two match one collective, the first takes it
     matmul_all_to_all,
     all_to_all_matmul,
     all_gather_matmul,
@@ -36,17 +36,17 @@ OPS = tuple(module.OP for module in MODULES)
 
 @dataclass(frozen=True)
 class Fused:
-    """What has been rewritten: one of our ops for one or more collectives and their matmuls."""
+    """One rewrite: an op of fusedcomm in place of one or more collectives and their matmuls."""
 
     op: str
     node: Node
     savings_us: dict[str, float]  # by the name of the collective's start
-    erased: tuple[str, ...]  # names of the nodes that have gone
+    erased: tuple[str, ...]  # names of the nodes that it removed
     created: tuple[Node, ...]
 
 
 class Fuser:
-    """Never breaks a graph: what cannot be done, for whatever reason, leaves it as it was, and ``reasons`` says why."""
+    """Fuses, and never breaks a graph: whatever cannot be done leaves it as it was, and ``reasons`` says why."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -54,17 +54,17 @@ class Fuser:
         self.reasons: dict[str, list[str]] = {}  # by the name of the collective's start
 
     def normalize(self, gathers: bool) -> bool:
-        """Whether anything has changed. ``gathers``: whether they too may become exchanges; see `normalize.find`."""
+        """Returns whether anything changed. ``gathers``: whether gathers may become exchanges; see `normalize.find`."""
         with held_outputs(self.graph):
             found = self._try("normalize", normalize.find, self.graph, gathers) or []
             starts = [self._try("normalize", normalize.rewrite, self.rewriter, exchange) for exchange in found]
         return any(start is not None for start in starts)
 
     def fuse(self, ops: Sequence[str] = OPS, reject: Callable[[Node], str | None] = lambda start: None) -> list[Fused]:
-        """``reject``: why a collective is to stay, or None."""
+        """``reject`` returns why a collective is to stay, or None."""
         found = []
         if writes_before_end(self.graph):
-            # an op reads its operands where the collective stands: they may be others by then
+            # An op reads its operands where the collective stands, and they may have been overwritten by then.
             reject = _writes_in_place
         with held_outputs(self.graph):
             for module in MODULES:
@@ -88,7 +88,7 @@ class Fuser:
         return Fused(module.OP, node, savings, tuple(names), tuple(self.rewriter.created))
 
     def _try(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
-        """None where it cannot be done, and the reason noted for the collective that args end with."""
+        """``act(*args)``, or None if it cannot be done; the reason is noted for the collective that args end with."""
         reasons: list[str] = []
         result = attempt(what, act, *args, reasons=reasons)
         if reasons and isinstance(args[-1], Node):

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @dataclass
 class Reader:
-    """A node that has the elements of what arrives, and what reads it other than to rearrange them."""
+    """A node that has the elements of what arrives, and those of its users that do not only rearrange them."""
 
     node: Node
     layout: Layout
@@ -34,7 +34,7 @@ class SentDims:
     """The dims in which an op takes x."""
 
     dims: list[list[Factor]]
-    batch: list[list[Factor]]  # of a batched w
+    batch: list[list[Factor]]  # batch dims of a batched w
     gather_dim: int
     scatter_dim: int | None
 
@@ -46,12 +46,12 @@ class Gathered:
     collective: Collective
     x: Node  # what is sent, before any node that only rearranges it
     x_layout: Layout
-    blocks: Factor  # of an all_gather: sources
+    blocks: Factor  # the same as ``sources`` in an all_gather
     sources: Factor
     readers: list[Reader]
 
     def consumers(self) -> list[tuple[Reader, Product]]:
-        """The matmuls that multiply what arrives, rows as rows."""
+        """The matmuls that multiply what arrives, which is their left operand."""
         found, reasons = [], []
         for reader in self.readers:
             for user in reader.users:
@@ -106,7 +106,7 @@ class Gathered:
         num_lead = next(i for i, dim in enumerate(dims) if first_k in dim)
         last_of_rows = before is first_k and self.sources not in received.dims[-1]
         if num_lead == 0 or last_of_rows:
-            dims.insert(num_lead, [])  # of size 1: there must be a row, and what the sources are the rows of
+            dims.insert(num_lead, [])  # of size 1: there must be a row, and a dim along which the sources come
             num_lead += 1
         batch = [[f for f in dim if f is not self.blocks] for dim in dims[: num_lead - 1]]
         if batched and product(sizes(batch)) != received.shape[0]:
@@ -138,7 +138,7 @@ class Gathered:
         return [*rest[:at], self.blocks, *rest[at:]]
 
     def others(self, fused: Iterable[Node]) -> list[Reader]:
-        """Who else reads what arrives: they read the op's by-product instead."""
+        """What else reads what arrives. These readers get the op's by-product instead."""
         fused = set(fused)
         readers = [Reader(r.node, r.layout, [u for u in r.users if u not in fused]) for r in self.readers]
         return [reader for reader in readers if reader.users]
@@ -147,7 +147,7 @@ class Gathered:
     def rearranged(
         rewriter: Rewriter, call: Node, order: list[Factor], others: Sequence[Reader]
     ) -> list[tuple[Reader, Node]]:
-        """The by-product of an op's call, as each of ``others`` has it."""
+        """The by-product of an op's call, rearranged as each of ``others`` has it."""
         if not others:
             return []
         by_product = rewriter.call(operator.getitem, call, 1)
@@ -155,7 +155,7 @@ class Gathered:
 
 
 def read(start: Node) -> Gathered:
-    """Raises CannotFuse."""
+    """The collective that starts here, with all that is made of what arrives. Raises CannotFuse."""
     collective = collectives.read(start)
     path = path_back(collective.sent, through_casts=False)
     x_layout = Layout.of(value(path[0]).shape)
@@ -164,7 +164,7 @@ def read(start: Node) -> Gathered:
 
 
 def replace(gathered: Gathered, results: Iterable[tuple[Node, Node]], others: Iterable[tuple[Reader, Node]]) -> None:
-    """The op's results stand for the matmuls, and its by-product, rearranged, for what others read."""
+    """Put the op's results in place of the matmuls, and its by-product, rearranged, in place of what others read."""
     for reader, node in others:
         for user in reader.users:
             user.replace_input_with(reader.node, node)
@@ -176,7 +176,7 @@ def replace(gathered: Gathered, results: Iterable[tuple[Node, Node]], others: It
 
 
 def depends_on(node: Node, nodes: set[Node]) -> bool:
-    """Whether any of ``nodes`` leads to ``node``."""
+    """Whether ``node`` is computed from any of ``nodes``."""
     first = min(nodes)
     stack, seen = [node], set()
     while stack:
@@ -191,7 +191,7 @@ def depends_on(node: Node, nodes: set[Node]) -> bool:
 
 def _readers(wait: Node, received: Layout) -> list[Reader]:
     readers = [Reader(wait, received)]
-    for reader in readers:  # grows
+    for reader in readers:  # the list grows meanwhile
         for user, following in derived(reader.node):
             try:
                 if following is None:

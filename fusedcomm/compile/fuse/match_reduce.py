@@ -21,11 +21,11 @@ REDUCE_OPS = ("sum", "avg")
 class Reduced:
     collective: Collective
     product: Product
-    bias: Node | None  # what is added once, after the reduction
+    bias: Node | None  # added once, after the reduction
 
 
 def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
-    """Also what arrives, with the nodes that only rearrange it; and the factor that tells the blocks apart."""
+    """The reduction; what arrives, with the nodes that only rearrange it; and the factor that tells blocks apart."""
     collective = collectives.read(start)
     if collective.reduce_op not in REDUCE_OPS:
         raise CannotFuse(f"reduce_op must be sum or avg, got {collective.reduce_op}")
@@ -43,7 +43,7 @@ def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
 
 
 def _bias_of_all(bias: Node, collective: Collective) -> Node:
-    """b where every rank adds b / group_size before the sum, as DTensor writes a replicated bias."""
+    """The bias b, if every rank adds b / group_size before the sum, as DTensor writes a replicated bias."""
     if bias.target is aten.div.Tensor and collective.reduce_op == "sum" and bias.args[1] == collective.group_size:
         return bias.args[0]  # type: ignore[return-value]
     raise CannotFuse("every rank adds its bias before the reduction")

@@ -1,4 +1,4 @@
-"""matmul -> views -> all_reduce becomes fusedcomm::matmul_all_reduce; a sum of matmuls, one over a longer K."""
+"""matmul -> views -> all_reduce becomes fusedcomm::matmul_all_reduce; a sum of matmuls becomes one over a longer K."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIND = "all_reduce"
 @dataclass(frozen=True)
 class MatmulAllReduceMatch:
     reduced: Reduced
-    layout: Layout  # of the collective's result
+    layout: Layout  # layout of the collective's result
 
     @property
     def collectives(self) -> list[Collective]:
@@ -33,7 +33,7 @@ class MatmulAllReduceMatch:
 
 
 def match(start: Node) -> MatmulAllReduceMatch:
-    """Raises CannotFuse."""
+    """The match for the collective that starts here. Raises CannotFuse."""
     found, received, _ = match_reduce.read(start)
     return MatmulAllReduceMatch(found, received[0][1])
 

@@ -1,6 +1,6 @@
 """matmul -> views -> all_to_all_single -> views becomes fusedcomm::matmul_all_to_all.
 
-Several of them with the same x, as the linears of q, k and v, become one: its weight has theirs side by side.
+Several chains with the same x, as those of q, k and v, become one op, whose weight has their weights side by side.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Part:
     blocks: Factor
     sources: Factor
     target: Node  # the last node that only rearranges what arrives
-    layout: Layout  # of target
+    layout: Layout  # target's layout
 
     @property
     def before(self) -> Factor | None:
-        """What the sources are put before; None: they come last."""
+        """The factor before which the sources are put; None if they come last."""
         order = self.layout.order
         return dict(pairwise(order)).get(self.sources)
 
     @property
     def result(self) -> list[Factor]:
-        """The order in which the op writes: y's, without the blocks, and with the sources in their place."""
+        """The order in which the op writes: y's order without the blocks, and with the sources in their place."""
         order = [f for f in self.product.y.order if f is not self.blocks]
         at = len(order) if self.before is None else order.index(self.before)
         return [*order[:at], self.sources, *order[at:]]
@@ -84,7 +84,7 @@ class MatmulAllToAllMatch:
 
 
 def match(start: Node) -> MatmulAllToAllMatch:
-    """Raises CannotFuse."""
+    """The match for the collective that starts here. Raises CannotFuse."""
     first = _part(start)
     parts = [first]
     if not first.product.batched and first.like(first):
@@ -125,7 +125,7 @@ def rewrite(rewriter: Rewriter, match: MatmulAllToAllMatch) -> Node:
 def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
     first, group_size = parts[0], parts[0].collective.group_size
     rows = group_factors(first.product.y.dims[-2], [f for f in (first.before,) if f is not None])
-    widths = [quotient(part.product.y.shape[-1], group_size) for part in parts]  # of one rank's block
+    widths = [quotient(part.product.y.shape[-1], group_size) for part in parts]  # columns of one rank's block
     total = sum(width for width in widths if width is not None)
     start = min(part.collective.start for part in parts)
     collectives.hoist([operand for part in parts for operand in part.product.operands], start)
@@ -171,7 +171,7 @@ def _call(
 
 
 def _side_by_side(rewriter: Rewriter, ws: Sequence[Node], group_size: int) -> Node:
-    """[K, R * sum of widths]: each rank's block has its columns of every w. As nn.Linear's weights lie, if those do."""
+    """[K, R * sum of widths]: each rank's block has its columns of every w. Strides are nn.Linear's if the ws' are."""
     k = size_of(value(ws[0]).shape[0])
     if all(value(w).stride(0) == 1 for w in ws):
         rows = [rewriter.call(aten.permute.default, w, [1, 0]) for w in ws]
@@ -199,14 +199,14 @@ def _part(start: Node) -> Part:
 
 
 def _same_as(x: Node) -> list[Node]:
-    """x, and the same view written again: graphs for inference repeat it for each linear."""
+    """x, and other nodes that are the same view: graphs for inference repeat it for each linear."""
     if x.target is not aten.reshape.default or not isinstance(origin := x.args[0], Node):
         return [x]
     return [user for user in origin.users if user.target is x.target and user.args == x.args]
 
 
 def _start_after(node: Node) -> Node | None:
-    """The all_to_all to which node, a matmul, leads and nothing else."""
+    """The all_to_all to which node leads, if node is a matmul and leads to nothing else."""
     if node.target not in MATMULS:
         return None
     last = follow(node, Layout.of(value(node).shape))[-1][0]

@@ -1,4 +1,4 @@
-"""matmul -> views -> reduce_scatter becomes fusedcomm::matmul_reduce_scatter; a sum of matmuls, one over a longer K."""
+"""matmul -> views -> reduce_scatter becomes fusedcomm::matmul_reduce_scatter; a sum of matmuls, one with a longer K."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MatmulReduceScatterMatch:
     reduced: Reduced
     blocks: Factor
     target: Node  # the last node that only rearranges what arrives
-    layout: Layout  # of target
+    layout: Layout  # target's layout
 
     @property
     def collectives(self) -> list[Collective]:
@@ -35,7 +35,7 @@ class MatmulReduceScatterMatch:
 
 
 def match(start: Node) -> MatmulReduceScatterMatch:
-    """Raises CannotFuse."""
+    """The match for the collective that starts here. Raises CannotFuse."""
     found, received, blocks = match_reduce.read(start)
     product = found.product
     columns = product.y.dims[-1]

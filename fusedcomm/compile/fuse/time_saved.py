@@ -1,8 +1,8 @@
-"""About how much time a fused op saves per call, from sizes alone: what the program would wait for without it.
+"""Estimates from sizes alone how much time a fused op saves per call: what the program would wait for without it.
 
-A rough use of the planner's model (`cost`), to rank collectives by: the plain collective, as far as the matmul is long
-enough to hide it, and the layout copies that go. Tuned numbers, if the group has come together and has them.
-"""
+The planner's model (`cost`) is used roughly, to rank collectives: it gives the time of the plain collective, as far as
+the matmul is long enough to hide it, and of the layout copies that are saved. Its numbers are tuned ones, if the group
+has come together and has them. """
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusedcomm.compile.graph.views import value
 from fusedcomm.cost.model import DEFAULTS, Constants
 from fusedcomm.runtime import members
 
-LAYOUT_COPIES = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # at most: before it is sent, after it arrives
+LAYOUT_COPIES = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # at most, before sending and after arrival
 
 
 def saving_us(collective: Collective, products: Sequence[Product]) -> float:
@@ -29,7 +29,7 @@ def saving_us(collective: Collective, products: Sequence[Product]) -> float:
     sent_bytes = math.prod(map(hint, sent.shape)) * sent.dtype.itemsize
     all_bytes = sent_bytes * (group_size if collective.kind == "all_gather" else 1)
     exchange = constants.collective(collective.kind, all_bytes / group_size, group_size)
-    if constants.device_type == "cpu":  # nothing runs beside the matmul: what goes is the way through gloo
+    if constants.device_type == "cpu":  # nothing runs beside the matmul, so all of gloo's time is saved
         return exchange * 1e6
     matmul = sum(_matmul(product, constants) for product in products)
     copies = LAYOUT_COPIES.get(collective.kind, 0) * constants.copy(all_bytes)

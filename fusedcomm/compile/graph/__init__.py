@@ -1,1 +1,1 @@
-"""What a pass reads and writes of an FX graph: collectives, layouts, views, matmuls, and new nodes."""
+"""What a pass reads from and writes to an FX graph: collectives, layouts, views, matmuls, and new nodes."""

@@ -11,7 +11,7 @@ from fusedcomm.compile.graph.layout import CannotFuse
 
 
 def attempt(what: str, act: Callable[..., Any], *args: Any, reasons: list[str] | None = None) -> Any:
-    """None where it cannot be done; ``reasons`` then gets why. What nobody expected is warned of once."""
+    """``act(*args)``, or None if it cannot be done; ``reasons`` then gets why. A failure nobody expects warns once."""
     try:
         return act(*args)
     except CannotFuse as reason:

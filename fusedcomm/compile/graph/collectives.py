@@ -17,9 +17,9 @@ from fusedcomm.runtime import group
 
 functional = torch.ops._c10d_functional
 POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
-WAITS = ("wait_tensor", "wait_tensors")  # the second, which torch 2.11 to 2.13 lack, is of coalesced collectives
+WAITS = ("wait_tensor", "wait_tensors")  # torch 2.11 to 2.13 lack the second, which is for coalesced collectives
 
-# per start: our name for it, and where its group_name stands
+# for each start: its kind, and the index of its group_name among the arguments
 STARTS = {
     functional.all_to_all_single.default: ("all_to_all", 3),
     functional.all_gather_into_tensor.default: ("all_gather", 2),
@@ -44,7 +44,7 @@ class Collective:
         return self.start.args[0]  # type: ignore[return-value]
 
     def received(self, sent: Layout) -> tuple[Layout, Factor, Factor]:
-        """The result's layout, and the factors by which the blocks of what is sent, and the sources, are told apart."""
+        """The result's layout, the factor that tells the blocks of what is sent apart, and that of the sources."""
         sources = Factor(self.group_size)
         if self.kind == "all_gather":
             return sent.insert(0, sources), sources, sources
@@ -56,7 +56,7 @@ class Collective:
 
 
 def kind_of(node: Node) -> str | None:
-    """What kind of collective node starts; any that torch has, whether we can fuse it or not."""
+    """The kind of collective that node starts, whether it can be fused or not; None if it starts none."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     if node.target in STARTS:
@@ -79,7 +79,7 @@ def find(graph: Graph, kind: str) -> list[Node]:
 
 
 def read(start: Node) -> Collective:
-    """Raises CannotFuse where none of our ops could stand for it."""
+    """The collective of this start. Raises CannotFuse where no op of fusedcomm could stand for it."""
     kind, at = STARTS[start.target]  # type: ignore[index]
     if start.kwargs:
         raise CannotFuse("its arguments are given by name")
@@ -99,10 +99,10 @@ def read(start: Node) -> Collective:
 
 
 def hoist(nodes: Iterable[Node], start: Node) -> None:
-    """Move nodes, and what they are computed from, before start, which an op that reads them is to stand for.
+    """Move nodes, and what they are computed from, before start: an op that reads them will stand there.
 
-    So that the op keeps start's place among the other collectives, which all ranks must keep; unless nodes wait for one
-    of those themselves.
+    The op then keeps start's place among the other collectives, which all ranks must keep. Nothing is moved if one of
+    the nodes to be moved itself waits for a collective.
     """
     late: set[Node] = set()
     stack = list(nodes)
@@ -117,7 +117,7 @@ def hoist(nodes: Iterable[Node], start: Node) -> None:
 
 
 def size_of_group(group_name: str) -> int:
-    """Raises CannotFuse."""
+    """The number of ranks in the group. Raises CannotFuse."""
     try:
         return group.find(group_name).size()
     except ValueError:
@@ -129,7 +129,7 @@ def rank_in(group_name: str) -> int:
 
 
 def memberships() -> list[tuple[str, int, list[int]]]:
-    """Name, this rank's index and the ranks of every group: what graphs of one code can differ in between processes."""
+    """Every group's name, this rank's index in it, and its ranks: graphs of one code differ between ranks by these."""
     groups = (pg for pg in c10d._world.pg_map if pg.rank() >= 0)
     return sorted((pg.group_name, pg.rank(), c10d.get_process_group_ranks(pg)) for pg in groups)
 

@@ -17,7 +17,7 @@ def is_builtin(node: Node) -> bool:
 
 
 def has_effects(node: Node) -> bool:
-    """Beyond memory: random numbers, checks and prints stay in the order of the program, and its inputs in theirs."""
+    """Whether node does more than write memory. Random ops, checks, prints and inputs keep the program's order."""
     if node.op in ("get_attr", "output"):
         return False
     if node.op != "call_function":
@@ -34,7 +34,7 @@ def has_effects(node: Node) -> bool:
 
 
 def has_messages(nodes: Iterable[Node]) -> bool:
-    """From point to point: the peer's graph is another, so no plan is common to both, and none may be made."""
+    """Whether any node sends from point to point: the peer's graph is another, so no plan is common to all ranks."""
     return any(kind_of(node) in POINT_TO_POINT for node in nodes)
 
 
@@ -51,7 +51,7 @@ def writes_before_end(graph: Graph) -> bool:
 
 def is_write(node: Node) -> bool:
     if node.op in ("call_method", "call_module"):
-        return True  # as far as can be told
+        return True  # nothing tells whether it writes
     if node.op != "call_function":
         return False
     if isinstance(node.target, HigherOrderOperator):

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
-ASSUMED_SIZE = 4096  # of each symbol
+ASSUMED_SIZE = 4096  # stands for each symbol
 Size: TypeAlias = "int | sympy.Expr"
 
 
@@ -42,7 +42,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Per dim its factors, the outermost first. A dim of size 1 has none."""
+    """The factors of each dim, the outermost first. A dim of size 1 has none."""
 
     _dims: tuple[tuple[Factor, ...], ...]
 
@@ -92,7 +92,7 @@ class Layout:
         return Layout(tuple(self._dims[d] for d in dims))
 
     def leading(self, dim: int, size: Size) -> Factor:
-        """The factor that cuts dim into as many blocks."""
+        """The factor that cuts ``dim`` into ``size`` blocks."""
         (factor, *more), _ = take(list(self.dims[dim]), size)
         if more:
             raise CannotFuse(f"the {size} blocks of dim {dim} are not one part of any dim")
@@ -102,12 +102,12 @@ class Layout:
         return Layout(tuple(tuple(f for f in dim if f is not factor) for dim in self.dims))
 
     def insert(self, dim: int, factor: Factor) -> Layout:
-        """Factor becomes the outermost one of dim."""
+        """The layout with ``factor`` as the outermost one of ``dim``."""
         return Layout(tuple((factor, *fs) if d == dim else fs for d, fs in enumerate(self.dims)))
 
 
 def take(factors: list[Factor], size: Size) -> tuple[list[Factor], list[Factor]]:
-    """The first factors with product size, the last of them split if need be; and the rest."""
+    """The first factors, whose product is ``size``, the last of them split if need be; and the other factors."""
     taken: list[Factor] = []
     while size != 1:
         if not factors:
@@ -155,7 +155,7 @@ def hint(size: int | torch.SymInt) -> int:
 
 
 def assumed(size: int | torch.SymInt) -> int:
-    """To plan with: equal on all ranks, whatever sizes each has traced its graph with."""
+    """A size to plan with. It is equal on all ranks, whatever sizes each has traced its graph with."""
     return size if isinstance(size, int) else _assumed(sympy.sympify(size_of(size)))
 
 

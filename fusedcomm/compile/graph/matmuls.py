@@ -21,14 +21,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Product:
-    """``node = sum(x @ w for x, w in zip(xs, ws)) + bias``: several where a sum of matmuls is one, over a longer K."""
+    """``node = sum(x @ w for x, w in zip(xs, ws)) + bias``; a sum of several matmuls is one over a longer K."""
 
-    node: Node  # what has the sum as its value, in the order of y
+    node: Node  # its value is the sum, in the order of y
     xs: tuple[Node, ...]
     ws: tuple[Node, ...]
     bias: Node | None
-    y: Layout  # [M, N] or [batch, M, N] of one matmul
-    layout: Layout  # of node
+    y: Layout  # one matmul's result, [M, N] or [batch, M, N]
+    layout: Layout  # node's layout
 
     @property
     def batched(self) -> bool:
@@ -36,7 +36,7 @@ class Product:
 
     @property
     def operands(self) -> list[Node]:
-        """But for x."""
+        """All operands but x."""
         return [*self.ws, *([] if self.bias is None else [self.bias])]
 
     def x(self, rewriter: Rewriter, rows: list[list[Factor]]) -> Node:
@@ -52,7 +52,7 @@ class Product:
 
 
 def matmul(node: Node) -> Product:
-    """Reads mm, addmm, bmm or baddbmm. Raises CannotFuse where none of our ops computes it."""
+    """Reads mm, addmm, bmm or baddbmm. Raises CannotFuse where no op of fusedcomm computes it."""
     if node.op != "call_function" or node.target not in MATMULS:
         raise CannotFuse(f"what is exchanged is not the result of a matmul but of {name_of(node)}")
     *bias, x, w = node.args
@@ -66,7 +66,7 @@ def matmul(node: Node) -> Product:
 
 
 def producer(node: Node, sums: bool = False) -> Product:
-    """The product that node is: of one matmul, with a bias or not; with ``sums`` also the sum of several."""
+    """The product that node is: one matmul, with or without a bias; with ``sums`` also the sum of several."""
     if node.op == "call_function" and node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
         a, b = node.args
         if isinstance(a, Node) and isinstance(b, Node):
@@ -78,7 +78,7 @@ def producer(node: Node, sums: bool = False) -> Product:
 
 
 def _branch(node: Node, user: Node) -> Product:
-    """What node is, where nothing but user needs it."""
+    """The product that node is, if nothing but user needs it."""
     path = path_back(node, through_casts=False)
     found = producer(path[0], sums=True)
     check_single_use(path, user)
@@ -86,7 +86,7 @@ def _branch(node: Node, user: Node) -> Product:
 
 
 def check_single_use(path: list[Node], user: Node) -> None:
-    """Nothing reads the path's nodes but the next one, and user the last."""
+    """Raises CannotFuse unless only the next node reads each node of the path, and only user the last."""
     for node, follower in zip(path, [*path[1:], user], strict=True):
         others = [u for u in node.users if u is not follower and joined_by(u) is not follower]
         if others:
@@ -104,7 +104,7 @@ def _sum(node: Node, a: Product, b: Product) -> Product:
 
 
 def _with_bias(node: Node, operand: Node, bias: Node) -> Product | None:
-    """operand is a matmul's result, viewed, and bias one number per column."""
+    """The product, if operand is a matmul's result, viewed, and bias is one number per column."""
     if value(bias).ndim != 1 or value(node).shape != value(operand).shape or value(node).dtype != value(bias).dtype:
         return None
     path = path_back(operand, through_casts=False)

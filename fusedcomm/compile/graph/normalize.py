@@ -1,6 +1,6 @@
-"""`shard_dim_alltoall`, and all_gather + own part as torch's DTensor writes it on CPU, become `all_to_all_single`.
+"""`shard_dim_alltoall`, and an all_gather whose own part DTensor keeps on CPU, become `all_to_all_single`.
 
-The exchange then sends each rank's part only, R times less than a gather, and the other passes know it.
+An exchange sends only each rank's part, R times less than a gather, and the other passes know it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rank p gets block p of x; what arrives is told apart by ``sources``."""
+    """Rank p gets block p of x. The factor ``sources`` tells apart what arrives."""
 
     x: Node
     blocks: Factor
     sources: Factor
-    before: Layout  # of x
-    after: Layout  # of the node that becomes it
+    before: Layout  # layout of x
+    after: Layout  # layout of ``node``, which the exchange replaces
     node: Node
-    start: Node  # before which it is written
+    start: Node  # the exchange is written before this node
     group_name: str
 
 
 def find(graph: Graph, gathers: bool) -> list[Exchange]:
-    """``gathers``: also gathers of which each rank keeps its own part, as DTensor writes them on CPU meshes.
+    """``gathers``: find also gathers of which each rank keeps its own part, as DTensor writes them on CPU meshes.
 
-    By one rank's graph a program in which every rank keeps, say, part 0 looks alike on rank 0. So gather and part must
-    come from one call of the program (`from_one_call`), as they do in `DTensor.redistribute`. And where this rank is in
-    several groups of that size, the part can be its own in another of them; those gathers stay, on all ranks of a mesh.
-    """
+    On rank 0, a program in which every rank keeps part 0 has the same graph. So the gather and the part must come from
+    one call of the program (`from_one_call`), as they do in `DTensor.redistribute`. If this rank is in several groups
+    of that size, the part can be its own in another of them; such gathers stay, on all ranks of a mesh. """
     found = []
     for node in [*_shard_dim_alltoalls(graph), *(collectives.find(graph, "all_gather") if gathers else [])]:
         try:
@@ -52,7 +51,7 @@ def find(graph: Graph, gathers: bool) -> list[Exchange]:
 
 
 def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:
-    """Returns the start of the all_to_all_single."""
+    """Write the exchange, and return the start of its all_to_all_single."""
     blocks, sources, rest = exchange.blocks, exchange.sources, exchange.before.without(exchange.blocks)
     sent = Layout(((blocks,), *rest.dims))
     received = Layout(((sources,), *rest.dims))
@@ -70,7 +69,7 @@ def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:
 
 
 def _shard_dim_alltoalls(graph: Graph) -> list[Node]:
-    if not hasattr(torch.ops._dtensor, "shard_dim_alltoall"):  # torch.distributed.tensor is not imported: none here
+    if not hasattr(torch.ops._dtensor, "shard_dim_alltoall"):  # torch.distributed.tensor is not imported
         return []
     return list(graph.find_nodes(op="call_function", target=torch.ops._dtensor.shard_dim_alltoall.default))
 
@@ -85,7 +84,7 @@ def _of_shard_dim_alltoall(node: Node) -> Exchange:
 
 
 def _of_gather(start: Node) -> Exchange | None:
-    """A gather of whose result only the part is used that an all_to_all would have brought; None where more is."""
+    """A gather as an exchange, if only the part of its result is used that an exchange brings; else None."""
     gather = collectives.read(start)
     if value(gather.sent).device.type != "cpu":
         return None
@@ -105,21 +104,21 @@ def _of_gather(start: Node) -> Exchange | None:
 
 
 def from_one_call(a: Node, b: Node) -> bool:
-    """Whether both are what one node of the graph that dynamo traced has become, in the forward or the backward."""
+    """Whether both nodes come from the same node of the graph that dynamo traced, in the forward or the backward."""
     stacks = [node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or [] for node in (a, b)]
     names = [[name for name, _ in stack] for stack in stacks]
     return names[0] == names[1] != []
 
 
 def _has_other_of_size(group_name: str) -> bool:
-    """Whether this rank is in groups of as many ranks that are not the same ones."""
+    """Whether this rank is in a group of other ranks that has the same size."""
     ranks = {name: members for name, _, members in collectives.memberships()}
     own = ranks[group_name]
     return any(len(members) == len(own) and set(members) != set(own) for members in ranks.values())
 
 
 def part_of(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
-    """(node, dim, index) of the one part of num_parts equal ones that is used."""
+    """(node, dim, index) of the part that is used, if it is a single one of num_parts equal parts."""
     if user.target in SPLITS and len(user.users) == 1 and len(user.meta["val"]) == num_parts:
         part = next(iter(user.users))
         dim = split_dim(user)

@@ -1,4 +1,4 @@
-"""New nodes in a graph, with the metadata that later passes need; taken back if what they are made for fails."""
+"""Adds nodes to a graph, with the metadata that later passes need, and removes them if their purpose fails."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Rewriter:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.created: list[Node] = []  # by the last `before`
+        self.created: list[Node] = []  # the nodes that the last `before` added
         self._like: Node | None = None
         self._symbols: dict[sympy.Expr, Node] | None = None
 
     @contextmanager
     def before(self, node: Node, like: Node) -> Iterator[None]:
-        """New nodes stand before ``node`` and say that they come from where ``like`` does. All or none are added."""
+        """New nodes stand before ``node``, with the origin of ``like`` in their metadata. All or none are added."""
         self.created, self._like = [], like
         try:
             with self.graph.inserting_before(node):
@@ -44,7 +44,7 @@ class Rewriter:
             raise
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A call whose sizes may be symbolic."""
+        """Add a call, whose sizes may be symbolic."""
         args = tree_map(lambda a: self.size(a) if isinstance(a, sympy.Expr) else a, args)
         node = self.graph.call_function(target, args, kwargs)
         self.created.append(node)
@@ -60,7 +60,7 @@ class Rewriter:
         return node
 
     def size(self, size: Size) -> int | Node:
-        """A node whose value is size."""
+        """A node whose value is ``size``."""
         if isinstance(size, int) or size.is_Integer:
             return int(size)
         if self._symbols is None:
@@ -85,7 +85,7 @@ class Rewriter:
         return self.call(aten.reshape.default, node, list(shape))
 
     def arrange(self, node: Node, order: Sequence[Factor], layout: Layout) -> Node:
-        """node, which has the factors in that order, in the given layout."""
+        """``node``, whose factors are in ``order``, rearranged to ``layout``."""
         runs = consecutive(order, layout.order)
         if len(runs) > 1:
             now = sorted(runs, key=lambda run: list(order).index(run[0]))
@@ -99,7 +99,7 @@ class Rewriter:
         return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def result(self, new: Node, old: Node) -> Node:
-        """new, to stand for old: cast to its dtype, and laid out as it is where the user sees that."""
+        """``new`` made to stand for ``old``: cast to its dtype, and with its strides where the user sees them."""
         like, val = old.meta["val"], new.meta["val"]
         if val.dtype != like.dtype:
             new = self.call(torch.ops.prims.convert_element_type.default, new, like.dtype)
@@ -116,7 +116,7 @@ class Rewriter:
 
 @contextmanager
 def held_outputs(graph: Graph) -> Iterator[None]:
-    """Each result held by a node of its own: to replace one argument of the output node means to look at all."""
+    """Each result gets a node of its own, since replacing one argument of the output node means looking at all."""
     output = graph.output_node()
     with graph.inserting_before(output):
         held = {node: graph.call_function(returned, (node,)) for node in output.all_input_nodes}
@@ -138,11 +138,11 @@ def _is_visible(node: Node) -> bool:
     """Whether node, or a view of it, is what the user's function returns."""
     (output,) = node.graph.find_nodes(op="output")
     visible = output.meta.get("user_visible_output_idxs")
-    if visible is None:  # not Inductor's graph, whose views copy where they must
+    if visible is None:  # in Inductor's graph, where it is set, views copy where they must
         return True
     results = {output.args[0][i].args[0] for i in visible}  # type: ignore[index]
     views = [node]
-    for view in views:  # grows
+    for view in views:  # the list grows meanwhile
         if view in results:
             return True
         views += [user for user in view.users if _is_view(user)]
@@ -157,7 +157,7 @@ def _is_view(node: Node) -> bool:
 
 
 def consecutive(order: Sequence[Factor], wanted: Sequence[Factor]) -> list[list[Factor]]:
-    """wanted, cut into as few runs as there are that follow each other in order too."""
+    """``wanted`` cut into as few runs as possible whose factors follow each other in ``order`` too."""
     follows = dict(pairwise(order))
     runs: list[list[Factor]] = []
     for factor in wanted:
@@ -169,7 +169,7 @@ def consecutive(order: Sequence[Factor], wanted: Sequence[Factor]) -> list[list[
 
 
 def group_factors(factors: Sequence[Factor], breaks: Sequence[Factor]) -> list[list[Factor]]:
-    """Consecutive factors as one dim each; a new dim begins at each of ``breaks``. At least one dim."""
+    """Consecutive factors joined to dims; a new dim begins at each of ``breaks``. There is at least one dim."""
     dims: list[list[Factor]] = []
     for factor in factors:
         if not dims or factor in breaks:
@@ -184,7 +184,7 @@ def sizes(dims: Sequence[Sequence[Factor]]) -> list[Size]:
 
 @contextmanager
 def erased() -> Iterator[list[str]]:
-    """Names of the nodes that rewrites erase meanwhile."""
+    """Collects the names of the nodes that rewrites erase meanwhile."""
     global _erased
     names: list[str] = []
     _erased = names
@@ -195,13 +195,13 @@ def erased() -> Iterator[list[str]]:
 
 
 def replace_node(old: Node, new: Node) -> None:
-    """new stands for old everywhere; what only old needed goes."""
+    """Put new in old's place everywhere, and erase what only old needed."""
     old.replace_all_uses_with(new)
     erase_unused(old)
 
 
 def erase_unused(node: Node) -> None:
-    """Erase node, and with it what only it used."""
+    """Erase node, and whatever only it used."""
     unused = [node]
     while unused:
         node = unused.pop()

@@ -11,9 +11,9 @@ from fusedcomm.compile.graph.effects import has_effects
 
 
 def sort(graph: Graph) -> None:
-    """Every node behind its inputs, and else in the order that they have, as random ops have among themselves.
+    """Put every node behind its inputs, and otherwise keep the order; nodes with effects keep theirs strictly.
 
-    For graphs that write at the end only.
+    The graph may write to memory at its end only.
     """
     nodes = list(graph.nodes)
     index = {node: i for i, node in enumerate(nodes)}

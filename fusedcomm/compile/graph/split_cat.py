@@ -1,4 +1,4 @@
-"""cat(parts of t): all parts of one tensor, equal ones, joined along another dim. torch moves blocks of a dim so."""
+"""cat(parts of t): all parts of one tensor, of equal size, joined along another dim. torch moves a dim's blocks so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Join:
 
 
 def join_of(cat: Node) -> Join | None:
-    """What cat joins, if that is every part of one tensor in its order."""
+    """What cat joins, if that is every part of one tensor, in order."""
     parts, *dims = args_of(cat) or ((),)
     if cat.target is not aten.cat.default or not isinstance(parts, (list, tuple)) or not parts:
         return None
@@ -48,7 +48,7 @@ def join_of(cat: Node) -> Join | None:
 
 
 def joined_by(user: Node) -> Node | None:
-    """The cat to which a split, or a slice, goes and nothing else."""
+    """The cat that is all that a split, or a slice, leads to."""
     if user.target in SPLITS:
         cats = {cat for part in user.users for cat in part.users}
     elif user.target is SLICE:
@@ -74,7 +74,7 @@ def args_of(node: Node) -> tuple[Any, ...]:
 
 
 def _part(part: Any) -> tuple[Any, ...]:
-    """(tensor, dim, where the part begins, its size), or nothing."""
+    """(tensor, dim, where the part begins, its size), or () if it is no part of a tensor."""
     if not isinstance(part, Node) or not isinstance(part.meta.get("val"), Tensor):
         return ()
     args = args_of(part)
@@ -82,7 +82,7 @@ def _part(part: Any) -> tuple[Any, ...]:
         split, index = args
         dim = split_dim(split)
         parts = split.meta["val"]
-        if split.target is aten.split.Tensor:  # the first is as long as all but the last
+        if split.target is aten.split.Tensor:  # all parts but the last are as long as the first
             return args_of(split)[0], dim, index * size_of(parts[0].shape[dim]), size_of(parts[index].shape[dim])
         sizes = [size_of(each.shape[dim]) for each in parts]
         return args_of(split)[0], dim, sum(sizes[:index]), sizes[index]

@@ -41,7 +41,7 @@ def value(node: Node) -> Tensor:
 
 
 def source(node: Any) -> Node | None:
-    """The tensor whose elements node has, all of them, perhaps in another order or dtype; None where it computes."""
+    """The tensor that has the same elements as node, perhaps in another order or dtype; None where node computes."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target in SAME | PERMUTES | RESHAPES | CASTS:
@@ -62,8 +62,8 @@ def is_cast(node: Node) -> bool:
 
 
 def derived(node: Node) -> Iterator[tuple[Node, Node | None]]:
-    """Per user of node: the user, and the node that by it only rearranges node, if that is all it does."""
-    rearranges: dict[Node, bool] = {}  # of R slices one cat joins, the cat is looked at once
+    """For each user of node: the user, and the node that rearranges node through it, or None if it does more."""
+    rearranges: dict[Node, bool] = {}  # one cat may join R slices, and is looked at once
     for user in node.users:
         following = joined_by(user) or user
         is_first = following not in rearranges
@@ -94,7 +94,7 @@ def advance(node: Node, layout: Layout) -> Layout:
 
 
 def path_back(node: Node, through_casts: bool) -> list[Node]:
-    """From the node where the chain that leads to ``node`` begins, to it."""
+    """The nodes of the chain that leads to ``node``, from where it begins."""
     path = [node]
     while (origin := source(path[0])) is not None and (through_casts or not is_cast(path[0])):
         path.insert(0, origin)
@@ -109,10 +109,10 @@ def along(path: list[Node], layout: Layout) -> Layout:
 
 
 def follow(node: Node, layout: Layout) -> list[tuple[Node, Layout]]:
-    """node and, as long as only one node reads the last, those that rearrange it further."""
+    """node, and the nodes that rearrange it further, as long as each is the only reader of the one before."""
     found = [(node, layout)]
     while True:
-        if not found[-1][0].users:  # one of our ops for it would be removed, perhaps not on every rank
+        if not found[-1][0].users:  # an op in its place would be removed, perhaps not on every rank
             raise CannotFuse("nothing reads its result")
         nexts = list(derived(found[-1][0]))
         if len(nexts) != 1 or (following := nexts[0][1]) is None or is_cast(following):

@@ -1,7 +1,7 @@
 """The process groups of a mesh, of each dim and of all dims together, made before any graph is compiled.
 
-A graph is perhaps compiled on one rank only, while others find it in their cache: nothing may be made then. All here
-but the names of the groups is equal on all ranks of the mesh, so that passes which go by it decide alike on them.
+A graph may be compiled on one rank only, while the others find it in their cache, so no group can be made then.
+Everything here but the names of the groups is equal on all ranks of the mesh, so that passes which use it decide alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MeshGroup:
 
     name: str
     dims: tuple[int, ...]  # ascending
-    order: tuple[int, ...] | None  # dims, such that ranks of all such groups are in row-major order of coordinates
+    order: tuple[int, ...] | None  # dims in the order in which coordinates are row-major in every such group, if any
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FlattenedMesh:
 
 
 def flatten(meshes: DeviceMesh | Sequence[DeviceMesh]) -> tuple[FlattenedMesh, ...]:
-    """Makes the groups that are not there yet: to be called on all ranks, for the same meshes in the same order.
+    """Make the groups that are missing. To be called on all ranks, for the same meshes in the same order.
 
     Raises ValueError for what is no mesh, or a mesh without this rank.
     """
@@ -75,7 +75,7 @@ def _flatten(mesh: DeviceMesh) -> FlattenedMesh:
 
 
 def _order(ranks: np.ndarray, dims: tuple[int, ...]) -> tuple[int, ...] | None:
-    """See MeshGroup. None where no order of dims makes global ranks ascend in every group."""
+    """The ``order`` of a MeshGroup; None if no order of dims makes global ranks ascend in every group."""
     first = np.moveaxis(ranks, dims, range(len(dims))).reshape(*(ranks.shape[d] for d in dims), -1)[..., 0]
     strides = [np.take(first, 1, axis).flat[0] - first.flat[0] for axis in range(len(dims))]
     order = tuple(dims[i] for i in sorted(range(len(dims)), key=lambda i: -strides[i]))

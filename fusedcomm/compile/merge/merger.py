@@ -1,8 +1,8 @@
 """Collectives that follow each other over different dims of one mesh become one over these dims together.
 
-As DTensor writes them, for example, one mesh dim at a time. What may become what, and why no more is sent, is in
-`mesh_moves`; the groups are there already (`flattened_mesh`). A chain begins with a collective; each next one gets what
-the last has brought, rearranged, and nothing else does. Reductions then add in another order.
+DTensor, for example, communicates one mesh dim at a time. `mesh_moves` says what may become what, and why no more is
+sent; the groups exist already (`flattened_mesh`). A chain begins with a collective. Each next collective, and nothing
+else, reads what the last one has brought, rearranged. Merged reductions add in another order.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ class Chain:
     collectives: tuple[Collective, ...]
     moves: Moves
     target: Node
-    layout: Layout  # of target
+    layout: Layout  # target's layout
 
 
 class Merger:
-    """Never breaks a graph: what cannot be merged stays, and ``reasons`` says why.
+    """Merges, and never breaks a graph: what cannot be merged stays, and ``reasons`` says why.
 
-    ``fuse_ops``: no fewer collectives than without merging are left to be fused by these.
+    ``fuse_ops``: merging must not leave fewer collectives that these ops can fuse.
     """
 
     def __init__(self, graph: Graph, fuse_ops: Sequence[str] = ()) -> None:
         self.graph = graph
         self.rewriter = Rewriter(graph)
         self.modules = [module for module in fuser.MODULES if module.OP in fuse_ops]
-        self.into: dict[str, str] = {}  # by the name of a start that has gone: that of the one of which it is part
+        self.into: dict[str, str] = {}  # from the name of a start that is gone to that of the merged one
         self.reasons: dict[str, list[str]] = {}  # by the name of the start
 
     def merge(self, mesh: FlattenedMesh) -> None:
-        """All chains over dims of mesh."""
+        """Merge all chains over dims of the mesh."""
         before, obstacle = len(self.into), _obstacle(self.graph)
         with held_outputs(self.graph):
             for start in [node for node in self.graph.nodes if _is_over(node, mesh)]:
@@ -83,7 +83,7 @@ class Merger:
             made, result = _emit(self.rewriter, chain)
         created = self.rewriter.created
         for node in created[: created.index(list(made.values())[-1]) + 1]:
-            start.prepend(node)  # the first one's place among other collectives, which all ranks keep
+            start.prepend(node)  # keeps the first one's place among other collectives, as all ranks must
         chain.target.replace_all_uses_with(result)
         if num_fused > 0 and self._num_fused(made.values(), chain.x, old_users) < num_fused:
             result.replace_all_uses_with(chain.target)
@@ -97,7 +97,7 @@ class Merger:
         return True
 
     def _num_fused(self, starts: Iterable[Node], x: Node, old_users: list[Node]) -> int:
-        """How many of the merged collectives can be fused, once the old ones, which read x as well, have gone."""
+        """How many merged collectives can be fused once the old ones, which also read x, are gone."""
         with x.graph.inserting_before(x):
             other = x.graph.placeholder("other")
         other.meta.update(x.meta)
@@ -116,7 +116,7 @@ class Merger:
 
 
 def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:
-    """The chains from start that are better merged, the best first. Raises CannotFuse if there is none."""
+    """The chains from start that are better merged, the best first. Raises CannotFuse if there are none."""
     first = collectives.read(start)
     path = path_back(first.sent, through_casts=False)
     try:
@@ -124,12 +124,12 @@ def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:
     except CannotFuse:
         if len(path) == 1:
             raise
-        # dims of the first node may hide what is exchanged; if they only make a chain shorter, it stays shorter
+        # The dims of the path's first node may hide what is exchanged. A chain that they only shorten stays short.
         return _find(path[-1:], first, mesh)
 
 
 def _find(path: list[Node], first: Collective, mesh: FlattenedMesh) -> list[Chain]:
-    """The chains that begin with what the path begins with."""
+    """The chains that start from the first node of the path."""
     x_layout = Layout.of(value(path[0]).shape)
     moves, members, node = Moves(mesh, along(path, x_layout)).then(first), [first], first.wait
     found: list[Chain] = []
@@ -150,7 +150,10 @@ def _find(path: list[Node], first: Collective, mesh: FlattenedMesh) -> list[Chai
 
 
 def _next(node: Node, moves: Moves) -> tuple[Moves, Node, Collective | None]:
-    """With what follows node, and the node that this brings. Raises CannotFuse where the chain ends."""
+    """The moves with what follows node, the node that it brings, and its collective, if it is one.
+
+    Raises CannotFuse where the chain ends.
+    """
     users = list(node.users)
     if len(users) != 1:
         raise CannotFuse(f"what arrives goes to {', '.join(map(name_of, users[:3]))}" if users else "nothing reads it")
@@ -169,7 +172,7 @@ def _next(node: Node, moves: Moves) -> tuple[Moves, Node, Collective | None]:
 
 
 def _emit(rewriter: Rewriter, chain: Chain) -> tuple[dict[str, Node], Node]:
-    """The merged collectives' starts by kind, and what stands for the chain's target."""
+    """The merged collectives' starts by kind, and the node that stands for the chain's target."""
     node, layout, made = chain.x, chain.x_layout, {}
     for kind, group in chain.moves.merged():
         sent, received = _sent_and_received(chain.moves, kind, group, layout)
@@ -207,7 +210,7 @@ def _start(rewriter: Rewriter, moves: Moves, kind: str, group: MeshGroup, sent: 
         splits = [1] * size
         return rewriter.call(functional.all_to_all_single.default, sent, splits, splits, group.name)
     reduce_op, divisor = moves.reduction(group)
-    if divisor != 1:  # before the sum, which else might overflow where the averages do not
+    if divisor != 1:  # before the sum, which might overflow where the averages do not
         sent = rewriter.call(aten.div.Tensor, sent, divisor)
     if kind == "all_reduce":
         return rewriter.call(functional.all_reduce.default, sent, reduce_op, group.name)
@@ -223,8 +226,8 @@ def _is_over(node: Node, mesh: FlattenedMesh) -> bool:
 
 
 def _obstacle(graph: Graph) -> str | None:
-    """To merging anything."""
-    if writes_before_end(graph):  # the merged ones read their operand where the first one stands
+    """Why nothing in the graph can be merged, or None."""
+    if writes_before_end(graph):  # a merged collective reads its operand where the chain's first stands
         return "the graph writes in place"
     if has_messages(graph.nodes):
         return "the graph sends messages from point to point"

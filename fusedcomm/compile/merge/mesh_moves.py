@@ -1,22 +1,21 @@
-"""What a chain of collectives over dims of one mesh does to a tensor: per mesh dim one move, and these commute.
+"""What a chain of collectives over dims of one mesh does to a tensor: one move per mesh dim, and these moves commute.
 
-Let rank c, whose coordinate in mesh dim d is c[d], hold x_c. What it has in the end is x_p, where
-    all_gather      p[d] is told by new elements, the sources
-    all_to_all      so it is, and of x the block c[d] is taken
-    reduce_scatter  all p[d] are reduced, and of x the block c[d] is taken
+Let rank c, whose coordinate in mesh dim d is c[d], hold x_c. In the end it has x_p, where, for each d,
+    all_gather      p[d] is the index of a new factor, the sources
+    all_to_all      likewise, and only block c[d] of x is taken
+    reduce_scatter  all p[d] are reduced, and only block c[d] of x is taken
     all_reduce      all p[d] are reduced
 The order of mesh dims does not matter if every block is cut from x itself and all reductions can be done as one. Moves
-of one kind are one collective over the flattened group; a reduce_scatter and an all_gather of one dim are an
-all_reduce; an all_gather, or an all_reduce, of which each rank keeps its own part, is an all_to_all, or a
-reduce_scatter.
+of one kind are one collective over the flattened group. A reduce_scatter and an all_gather over one mesh dim are an
+all_reduce. If each rank keeps only its own part, an all_gather is an all_to_all, and an all_reduce a reduce_scatter.
 
-Two of one kind never send less than one does. With R = a b ranks, and the size of what each has as 1:
-    all_gather      (a - 1) + a (b - 1) = R - 1                         as one
-    reduce_scatter  (1 - 1/a) + (1 - 1/b) / a = 1 - 1/R                 as one
+Two collectives of one kind never send less than the merged one does. For R = a b ranks, each with a tensor of size 1:
+    all_gather      (a - 1) + a (b - 1) = R - 1                         the same merged
+    reduce_scatter  (1 - 1/a) + (1 - 1/b) / a = 1 - 1/R                 the same merged
     all_to_all      (1 - 1/a) + (1 - 1/b) >= 1 - 1/R                    all_reduce: twice that
-Of several kinds, what makes the tensor smaller comes first, and what makes it larger last, so that the others send no
-more than before. Only an all_reduce in place of a reduce_scatter and an all_gather can make those between them larger:
-`traffic` tells.
+If there are several kinds, what makes the tensor smaller comes first, and what makes it larger last, so that the others
+send no more than before. Only an all_reduce in place of a reduce_scatter and an all_gather can make those between them
+larger; `traffic` shows it.
 """
 
 from __future__ import annotations
@@ -34,33 +33,33 @@ from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
 from fusedcomm.redistribution.sharding import REDUCE_OPS
 from fusedcomm.redistribution.steps import merged_op
 
-KINDS = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")  # as they are sent
-PART = "part"  # of an own part: nothing is sent, and less is left
+KINDS = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")  # in the order in which they are sent
+PART = "part"  # each rank keeps its own part: nothing is sent, and less is left
 
 
 @dataclass(frozen=True)
 class Move:
     kind: str
-    blocks: Factor | None = None  # of x
-    sources: Factor | None = None  # of what arrives
+    blocks: Factor | None = None  # cut from x
+    sources: Factor | None = None  # tell apart what arrives
     reduce_op: str | None = None
 
 
 @dataclass(frozen=True)
 class Moves:
-    """``sent``: the kinds and numbers of ranks of the chain as it is."""
+    """``sent`` has the kind and number of ranks of each collective of the chain as it is."""
 
     mesh: FlattenedMesh
-    layout: Layout  # of what the chain has made of x so far
+    layout: Layout  # layout of what the chain has made of x so far
     by_dim: tuple[tuple[int, Move], ...] = ()
     sent: tuple[tuple[str, int], ...] = ()
 
     def at(self, layout: Layout) -> Moves:
-        """What has arrived is rearranged."""
+        """The moves after what has arrived is rearranged."""
         return replace(self, layout=layout)
 
     def then(self, collective: Collective) -> Moves:
-        """Raises CannotFuse where it does not commute."""
+        """The moves with one more collective. Raises CannotFuse where it does not commute."""
         group = self.mesh.named(collective.group_name)
         if group is None:
             raise CannotFuse("its group is of no dims of the mesh")
@@ -82,11 +81,10 @@ class Moves:
         return Moves(self.mesh, layout, tuple(moves.items()), sent)
 
     def own_part(self, dim: int, num_parts: int, index: int) -> Moves:
-        """Only part ``index`` along dim of what has arrived is used, which is this rank's in one mesh dim.
+        """The moves if only part ``index`` along dim of what has arrived is used, which is this rank's in one mesh dim.
 
-        That it is not of another mesh dim must show in sizes, as ranks may have equal coordinates: whatever is done for
-        one rank must be for all. So must that not all ranks keep, say, part 0: see `normalize.find`.
-        """
+        Sizes must tell which mesh dim that is, because a rank may have equal coordinates in several, and what is done
+        on one rank must be done on all. Nor may it be that all ranks keep, say, part 0: see `normalize.find`. """
         moves = dict(self.by_dim)
         kept = [d for d, move in moves.items() if move.kind in ("all_to_all", "reduce_scatter")]
         groups = [group for group in self.mesh.groups if self._size(group.dims) == num_parts]
@@ -102,9 +100,9 @@ class Moves:
         return Moves(self.mesh, self.layout.without(blocks), tuple(moves.items()), (*self.sent, (PART, num_parts)))
 
     def merged(self) -> list[tuple[str, MeshGroup]]:
-        """The collectives that do it, at most one of each kind, in their order. Raises CannotFuse.
+        """The collectives that do these moves, at most one of each kind, in their order. Raises CannotFuse.
 
-        But for all_reduce, moves commute only if a rank's place in the group of a mesh dim is its coordinate.
+        Moves other than all_reduce commute only if a rank's place in the group of a mesh dim is its coordinate.
         """
         if any(kind != "all_reduce" for kind, _ in self.sent):
             _order_of(self.mesh.of(d for d, _ in self.by_dim))
@@ -117,23 +115,23 @@ class Moves:
 
     @property
     def is_better_merged(self) -> bool:
-        """Fewer collectives and no more sent, or as many and less."""
+        """Whether merging leaves fewer collectives that send no more, or as many that send less."""
         before, after = (_number(self.sent), traffic(self.sent)), self.cost(self.sent)
         return after < before and after[1] <= before[1]
 
     def cost(self, chain: Sequence[tuple[str, int]]) -> tuple[int, Fraction]:
-        """How many collectives are left of a chain that begins with what is merged here, and what they send."""
+        """The collectives left of a chain that begins with what is merged here, and what they send."""
         left = [(kind, self._size(group.dims)) for kind, group in self.merged()] + list(chain[len(self.sent) :])
         return _number(left), traffic(left)
 
     def kind_over(self, group_name: str) -> str:
-        """The kind of the merged collective of which one over that group is part."""
+        """The kind of the merged collective that contains one over that group."""
         group = self.mesh.named(group_name)
         assert group is not None
         return dict(self.by_dim)[group.dims[0]].kind
 
     def reduction(self, group: MeshGroup) -> tuple[str, int]:
-        """The reduce_op over a group of ``merged``, and by what its operand is divided before."""
+        """The reduce_op over a group of ``merged``, and the number by which its operand is divided first."""
         moves = dict(self.by_dim)
         ops = [str(moves[d].reduce_op) for d in group.dims]
         if len(set(ops)) == 1:
@@ -163,7 +161,7 @@ class Moves:
 
 
 def traffic(sent: Sequence[tuple[str, int]]) -> Fraction:
-    """What a rank sends in a chain of collectives, of kinds and over numbers of ranks, in sizes of its first tensor."""
+    """What a rank sends in a chain of collectives (kind, number of ranks), in units of its first tensor."""
     total, size = Fraction(0), Fraction(1)
     for kind, num_ranks in sent:
         others = Fraction(num_ranks - 1, num_ranks)
@@ -181,7 +179,7 @@ def _number(sent: Sequence[tuple[str, int]]) -> int:
 
 
 def _after(move: Move | None, collective: Collective, blocks: Factor | None, size: int) -> tuple[Move, Factor | None]:
-    """The move of one mesh dim with the collective after it, and the factor by which what arrives is told apart."""
+    """The move of one mesh dim after one more collective, and the factor that tells apart what arrives."""
     kind = collective.kind
     if move is not None:
         if (move.kind, kind) != ("reduce_scatter", "all_gather"):

@@ -1,7 +1,7 @@
 """Collectives of one kind and group that start close together become one: one latency instead of several.
 
-It pays where the link is what the compute stream waits for, and the tensors are so small that packing and unpacking
-them takes less than the latencies.
+This pays where the compute stream waits for the link, and the tensors are so small that packing and unpacking them
+takes less than the latencies that are saved.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.timeline import Line, Timeline
 
 aten = torch.ops.aten
-LEAST_GAIN = 0.001  # of the total: for less nothing more is tried
-MOST_BYTES = 64 << 20  # that a bucket sends
+LEAST_GAIN = 0.001  # share of the total; for a smaller gain nothing more is tried
+MOST_BYTES = 64 << 20  # the most that a bucket sends
 ALIGNMENT = 16  # bytes: where a tensor must begin for the fastest loads
 
 
@@ -33,9 +33,9 @@ Bucket: TypeAlias = "tuple[str, ...]"  # names of the starts, in their order
 
 
 def find(program: Program, order: Sequence[int], timeline: Timeline, estimator: Estimator) -> list[Bucket]:
-    """Buckets that would make exposed collectives of a program in ``order``, which is ``timeline``, end earlier.
+    """Buckets that make exposed collectives end earlier. ``timeline`` is that of the program in ``order``.
 
-    None at all if that cannot be by `LEAST_GAIN` of the whole.
+    There are none if they could save less than `LEAST_GAIN` of the whole.
     """
     if writes_before_end(program.graph):  # a bucket reads operands later than their collectives would
         return []
@@ -73,12 +73,12 @@ class _Open:
         self.saved_ms = 0.0
 
     def takes(self, member: Collective, position: Mapping[Node, int], estimator: Estimator) -> bool:
-        """Whether member is in it now: it starts before any other is waited for, and saves more than packing takes."""
+        """Add member if it starts before another is waited for, and saves more than packing takes. Returns whether."""
         sent_bytes = _sent_bytes(member)
         total, number = self.sent_bytes + sent_bytes, len(self.names) + 1
         apart_ms = self.apart_ms + estimator.transfer(self.kind, sent_bytes, self.group_name).ms
         together_ms = estimator.transfer(self.kind, total, self.group_name).ms + estimator.copy_ms(total)
-        if self.kind in ("all_gather", "all_to_all"):  # what arrives is apart by rank
+        if self.kind in ("all_gather", "all_to_all"):  # what arrives lies by rank, so results are copied out
             received = total * (self.group_size if self.kind == "all_gather" else 1)
             together_ms += number * estimator.copy_ms(received / number)
         if position[member.start] > self.first_wait or total > MOST_BYTES or together_ms >= apart_ms:
@@ -90,7 +90,10 @@ class _Open:
 
 
 def rewrite(graph: Graph, found: Sequence[Bucket]) -> dict[str, Bucket]:
-    """The buckets by the names of their starts. The graph is in the order in which they were found."""
+    """Merge what is in each bucket; returns the buckets by the names of their starts.
+
+    The graph must be in the order in which the buckets were found.
+    """
     nodes = {node.name: node for node in graph.nodes}
     rewriter, made = Rewriter(graph), {}
     for bucket in found:
@@ -107,7 +110,7 @@ def rewrite(graph: Graph, found: Sequence[Bucket]) -> dict[str, Bucket]:
 
 
 def _before_exposed(timeline: Timeline) -> set[str]:
-    """Names of the collectives without a gap on their link before an exposed one, and the exposed ones."""
+    """Names of the exposed collectives, and of those that come before them on their link without a gap."""
     links: dict[str, list[Line]] = {}
     for line in timeline.collectives:
         links.setdefault(line.link, []).append(line)
@@ -124,11 +127,11 @@ def _before_exposed(timeline: Timeline) -> set[str]:
 
 
 def _member(start: Node) -> Collective | None:
-    """What start begins, if it can be sent with others."""
+    """The collective that start begins, if it can be sent with others."""
     try:
         collective = read(start)
         sent, received = value(collective.sent), value(collective.wait)
-    except (CannotFuse, KeyError, IndexError, ValueError):  # of a form or a group that is not known
+    except (CannotFuse, KeyError, IndexError, ValueError):  # its form or its group is not known
         return None
     if not all(isinstance(size, int) for size in (*sent.shape, *received.shape)):
         return None
@@ -162,7 +165,7 @@ def _start(rewriter: Rewriter, members: Sequence[Collective]) -> Node:
 
 
 def _results(rewriter: Rewriter, members: Sequence[Collective], received: Node) -> list[Node]:
-    """What each member's wait returned: contiguous, as that is."""
+    """What stands for each member's wait, and is contiguous, as the wait's result is."""
     first = members[0]
     if first.kind == "all_gather":
         received = rewriter.reshape(received, [first.group_size, value(received).numel() // first.group_size])

@@ -1,7 +1,8 @@
 """What must stay before what, beyond what the arguments of the nodes say: writes, effects, messages.
 
 A node that writes to memory stays after everything that touched this memory before it, and before everything that
-touches it afterwards. A wait touches what its start reads, and writes what it writes: until then the collective may.
+touches it afterwards. A wait touches what its start reads, and writes what its start writes: until the wait, the
+collective may still do so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fusedcomm.compile.overlap.memory import Memory
 
 
 def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memory: Memory) -> list[list[int]]:
-    """Per node the indices of those that it must stay after."""
+    """For each node, the indices of those that it must stay after."""
     index = {node: i for i, node in enumerate(nodes)}
     before = [{index[each] for each in node.all_input_nodes} for node in nodes]
     writes = [_writes(node, index, memory) for node in nodes]
@@ -51,7 +52,7 @@ def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memo
 
 
 def _writes(node: Node, index: dict[Node, int], memory: Memory) -> set[int]:
-    """The storages that node writes to, but for those that it makes."""
+    """The storages that node writes to, except those that it makes."""
     if node.op in ("placeholder", "get_attr", "output"):
         return set()
     schema = getattr(node.target, "_schema", None)

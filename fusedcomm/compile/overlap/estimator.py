@@ -1,4 +1,4 @@
-"""How long each node of a graph takes, without running any: by formulas and a few constants of the machine.
+"""How long each node of a graph takes. Nothing is run: formulas and a few constants of the machine give the times.
 
     matmul             `cost.model.Constants.matmul`: max(FLOP / rate, bytes / memory bandwidth) + overhead, in tiles
     attention,         the same from torch's FLOP formulas (torch.utils.flop_counter), without tiles
@@ -7,11 +7,11 @@
     view, wait, ...    0
     collective         on GPUs the alpha-beta model of `cost.links`; inside a node with tuned numbers, and on CPUs,
                        `cost.model.Constants.collective`
-    our ops            the matmul beside what it sends; the best of `cost.model.estimate`, as the planner chooses
+    fused ops          the matmul beside what it sends; the best of `cost.model.estimate`, as the planner chooses
 
-The numbers are default ones of `cost`, those that `fusedcomm tune` measured, or the user's own, by node. Of Inductor's
-config come ``intra_node_bw``, where it is set and nothing is tuned, and ``inter_node_bw``, GB/s of one rank, one way.
-They are read when an Estimator is made: it never changes, and two with the same digest say the same.
+The numbers are the default ones of `cost`, those that `fusedcomm tune` measured, or the user's own, by node. Inductor's
+config gives ``intra_node_bw``, if it is set and nothing is tuned, and ``inter_node_bw``, in GB/s of one rank, one way.
+They are read when an Estimator is made. An Estimator never changes, and two with the same digest give the same times.
 
 Ranks must agree, or they order their collectives differently: see `Estimator.agreed`.
 """
@@ -51,11 +51,11 @@ WHAT = "fusedcomm agreement on estimates"
 
 
 class Estimator:
-    """What nodes cost. Never changes; equal to another of the same digest.
+    """What nodes cost. An Estimator never changes, and equals another one with the same digest.
 
-    ``constants``: of ``device_type``, the default ones unless given. ``ranks_per_node``: global ranks 0 to that - 1 are
-    the first node, and so on. ``times``: ms by the name of a node, which count instead of an estimate. Raises
-    ValueError.
+    ``constants`` are those of ``device_type``, the default ones unless given. ``ranks_per_node``: global ranks 0 to
+    ranks_per_node - 1 are the first node, and so on. ``times`` are ms by the name of a node, and count instead of
+    estimates. Raises ValueError.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Estimator:
 
     @staticmethod
     def of(graph: Graph) -> Estimator:
-        """For the device of the graph's tensors, with the tuned numbers of the first of its groups that has some."""
+        """An Estimator for the device of the graph's tensors, with tuned numbers of the first group that has some."""
         device_type = device_type_of(graph)
         device = torch.device(device_type)
         names = dict.fromkeys(name for node in graph.nodes if (name := group_name_of(node)))
@@ -120,7 +120,7 @@ class Estimator:
 
     @property
     def _facts(self) -> dict[str, Any]:
-        """All that changes what it says, as JSON."""
+        """Everything on which its estimates depend, as JSON."""
         return {
             "device_type": self.device_type,
             "ranks_per_node": self.ranks_per_node,
@@ -143,7 +143,7 @@ class Estimator:
         return _told(found, self.times[node.name]) if node.name in self.times else found
 
     def transfer(self, kind: str, sent_bytes: float, group_name: str) -> Transfer:
-        """What a collective takes whose start is given ``sent_bytes``. A group that is not known counts as a node."""
+        """The Transfer of a collective whose start is given ``sent_bytes``. An unknown group counts as one node."""
         at = self._reach(group_name) or links.Reach(links.INTRA, self.ranks_per_node, self.ranks_per_node - 1)
         if at.group_size == 1:
             return Transfer(at.link, group_name, 0.0, 0.0)
@@ -159,7 +159,7 @@ class Estimator:
         return Transfer(at.link, group_name, 1e3 * latency, 1e3 * wire)
 
     def copy_ms(self, num_bytes: float) -> float:
-        """A kernel that reads and writes that many bytes."""
+        """The time of a kernel that reads and writes that many bytes."""
         return 1e3 * self.constants.copy(num_bytes)
 
     def can_fuse(self, group_name: str) -> bool:
@@ -174,7 +174,7 @@ class Estimator:
         try:
             exchange = exchange_of(op, *plain)
             dtype = self._dtype_name(plain[0].dtype)
-        except (ValueError, KeyError):  # sizes that are not known, or a dtype that it would not take either
+        except (ValueError, KeyError):  # sizes are not known, or the op would not take the dtype
             return self._unknown_fused(op, plain)
         chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
         kind = KINDS[op]
@@ -208,10 +208,10 @@ class Estimator:
         return self.fused(schema.name.split("::")[1], args)
 
     def _unknown_fused(self, op: str, args: list[Any]) -> NodeCost:
-        """From the numbers of elements alone."""
+        """An estimate from the numbers of elements alone."""
         kind, (x, ws) = KINDS[op], args[:2]
         num_columns = sum(w.shape[-1] for w in pytree.tree_leaves(ws) if isinstance(w, Tensor))
-        numel = x.numel() * (args[-2] if kind == "all_gather" else 1)  # of the matmul's input
+        numel = x.numel() * (args[-2] if kind == "all_gather" else 1)  # elements of the matmul's input
         compute_ms = 1e3 * self._roofline(2.0 * numel * num_columns, 0, x.dtype)
         out_bytes = numel // max(1, x.shape[-1]) * num_columns * x.dtype.itemsize
         sent_bytes = out_bytes if op.startswith("matmul") else node_work.num_bytes(x)
@@ -248,7 +248,7 @@ class Estimator:
         return both + constants.matmul_overhead
 
     def _rate(self, dtype: torch.dtype) -> float:
-        """FLOP per second. 8 bit: twice that of 16 bit; others as float32."""
+        """FLOP per second. 8-bit dtypes have twice the rate of 16-bit ones; others have that of float32."""
         rates = self.constants.matmul_flops
         if dtype.itemsize == 1:
             return 2 * rates["bfloat16"]
@@ -258,7 +258,7 @@ class Estimator:
             return rates["float32"]
 
     def _dtype_name(self, dtype: torch.dtype) -> str:
-        """Raises KeyError."""
+        """The dtype's name in `cost`. Raises KeyError."""
         return "tf32" if self.tf32 and dtype == torch.float32 else planner.dtype_name(dtype, "cpu")
 
     @property
@@ -274,11 +274,12 @@ class Estimator:
     # what ranks agree on
 
     def agreed(self, group: Any = None) -> Estimator:
-        """The same on all ranks: where they differ, of each number the median of the ranks that have it.
+        """An Estimator that is equal on all ranks. Where ranks differ, a number is the median of the ranks that have
+        it.
 
-        A collective on ``group`` (None: WORLD), bounded by FUSEDCOMM_TIMEOUT_S; one small vote where nothing differs.
-        Raises PeerTimeoutError, which names who did not come, and ValueError, on all ranks alike, where ranks differ in
-        what has no median.
+        This is a collective on ``group`` (None: WORLD), bounded by FUSEDCOMM_TIMEOUT_S, and one small vote if nothing
+        differs. Raises PeerTimeoutError, which names the ranks that did not come, and ValueError, on all ranks alike,
+        if ranks differ in what has no median.
         """
         pg = _peers(group)
         if pg is None:
@@ -302,16 +303,16 @@ class Estimator:
 
 
 def reach(group_name: str, ranks_per_node: int) -> links.Reach | None:
-    """None for a group that this process does not know."""
+    """The group's reach, or None for a group that this process does not know."""
     try:
         ranks = dist.get_process_group_ranks(group.find(group_name))
-    except (ValueError, KeyError):  # KeyError: destroyed since
+    except (ValueError, KeyError):  # KeyError: it was destroyed
         return None
     return links.reach_of(tuple(sorted(ranks)), ranks_per_node, dist.get_world_size())
 
 
 def group_name_of(node: Node) -> str | None:
-    """The group of a start or of one of our ops; None for other nodes."""
+    """The group of a start or of an op of fusedcomm; None for other nodes."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     for i, arg in enumerate(node.target._schema.arguments):
@@ -327,14 +328,14 @@ def _values(node: Node) -> Iterator[Any]:
 
 
 def _inductor_bandwidths() -> tuple[float | None, float | None]:
-    """GB/s inside a node and between nodes; None: not set."""
+    """GB/s inside a node and between nodes, or None where it is not set."""
     from torch._inductor import config  # takes a second
 
     return config.intra_node_bw, config.inter_node_bw
 
 
 def _within(constants: Constants, intra_node_bw: float | None) -> Constants:
-    """With that bandwidth, in GB/s, for collectives inside a node, and as the most that stores to peers get."""
+    """``constants`` with that bandwidth, in GB/s, for collectives inside a node, and as a bound for stores to peers."""
     if constants.device_type == "cpu" or constants.source == TUNED or not intra_node_bw:
         return constants
     bandwidth = 1e9 * intra_node_bw
@@ -347,7 +348,7 @@ def _within(constants: Constants, intra_node_bw: float | None) -> Constants:
 
 
 def _matmul_seconds(constants: Constants, exchange: Exchange, dtype: str) -> float:
-    """What the plain matmul beside the collective takes."""
+    """The time of the plain matmul beside the collective."""
     if exchange.gathers:
         ns = [shape[-1] for shape in exchange.out_shapes]
     else:
@@ -357,11 +358,11 @@ def _matmul_seconds(constants: Constants, exchange: Exchange, dtype: str) -> flo
 
 
 def _told(found: NodeCost, ms: float) -> NodeCost:
-    """With the user's number for what the node takes."""
+    """The cost, with the user's number for the time that the node takes."""
     if found.transfer is None:
         return NodeCost(ms)
     transfer = _at_most(found.transfer, ms)
-    if found.compute_ms > 0:  # one of our ops
+    if found.compute_ms > 0:  # an op of fusedcomm
         return NodeCost(min(found.compute_ms, ms), transfer, ms)
     transfer = replace(transfer, wire_ms=ms - transfer.latency_ms)
     return NodeCost(transfer=transfer, fused_ms=None if found.fused_ms is None else ms)
@@ -385,7 +386,7 @@ def _store(pg: dist.ProcessGroup, purpose: str) -> dist.Store:
 
 
 def _median(values: list[Any]) -> Any:
-    """The median of JSON values, by key; a yes where all say yes, the first of texts in their order."""
+    """The median of JSON values, by key. Of booleans it is whether all are true, of texts the first in their order."""
     first = values[0]
     if isinstance(first, dict):
         keys = sorted({key for value in values for key in value})
@@ -399,9 +400,9 @@ def _median(values: list[Any]) -> Any:
 
 
 def _is_awaited(start: Node) -> bool:
-    """Whether nothing reads the result but a wait: else the start itself takes all the time."""
+    """Whether only waits read the result of a functional collective; otherwise the start itself takes all the time."""
     readers = list(start.users)
-    for user in readers:  # grows
+    for user in readers:  # the list grows meanwhile
         if user.target is operator.getitem:
             readers += user.users
         elif getattr(user.target, "_opname", None) not in WAITS:
@@ -416,7 +417,7 @@ def device_type_of(graph: Graph) -> str:
 
 
 def agreed_ones(own: Estimator | None = None) -> tuple[Estimator, ...]:
-    """One per type of device: ``own``, or with what `fusedcomm tune` has measured for the largest tuned group."""
+    """An agreed Estimator per type of device: ``own``, or one with the tuned numbers of the largest tuned group."""
     found = []
     for device_type in DEFAULTS:  # each rank agrees as often as the others, whatever it has itself
         if own is not None and own.device_type == device_type:

@@ -3,8 +3,8 @@
 Inductor moves kernels when it fuses pointwise ops (a fused kernel stands where its first op stood, and pulls up what
 any of them needs, such as a wait) and when it looks for an order of less memory. So each whole kernel of a graph that
 was `mark`ed is made to come after the one before it, by the same edges without data that Inductor puts between
-collectives, from each start to its wait: where nothing is in flight Inductor finds the order of least memory as it
-would without us. Pointwise kernels and reductions get no edge: they fuse, and move, as far as
+collectives, from each start to its wait: where nothing is in flight, Inductor finds the order of least memory as it
+would without this pass. Pointwise kernels and reductions get no edge: they fuse, and move, as far as
 the others leave them room.
 
 Importing this imports Inductor, which takes a second.
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
 _MARK = "fusedcomm_order"
-# what Inductor's cache takes for a pass over kernels that has a uuid: the first until torch 2.12, the second since
+# A pass over kernels that has a uuid must be of this class for Inductor's cache: the former in newer torch, else the
+# latter.
 _Base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 
 def mark(graph: Graph) -> None:
-    """The graph's order is to be kept as it is now, from each start to its last wait."""
+    """Let the graph's order be kept as it is now, from each start to its last wait."""
     nodes = list(graph.nodes)
     index = {node: i for i, node in enumerate(nodes)}
     last_wait = {start: i for i, node in enumerate(nodes) for start in starts_of(node, index)}
@@ -50,7 +51,7 @@ def is_marked(graph: Graph) -> bool:
 
 
 class KeepOrder(_Base):  # type: ignore[misc]
-    """Runs right before Inductor fuses, after the pass that was set before, if any."""
+    """A pass that runs right before Inductor fuses, and after the pass that was set before, if any."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -62,7 +63,7 @@ class KeepOrder(_Base):  # type: ignore[misc]
         return nodes
 
     def uuid(self) -> Any:
-        """None where the pass before has none: Inductor must cache nothing then."""
+        """A key for Inductor's cache, or None if the pass before has none: then Inductor must cache nothing."""
         key = files.cache_key(torch.__version__)
         if self.before is None:
             return key
@@ -78,12 +79,12 @@ def install() -> None:
     global _set
     remove()
     keep_order = KeepOrder(config._pre_fusion_custom_pass)
-    # Inductor looks at the class alone: a plain function makes it cache nothing.
+    # Inductor looks only at the class: for a plain function it caches nothing.
     config._pre_fusion_custom_pass = _set = keep_order if keep_order.uuid() is not None else keep_order.__call__
 
 
 def remove() -> None:
-    """What was set before `install()` comes back, unless somebody has set another pass since, which stays."""
+    """Put back what was set before `install()`, unless somebody has set another pass since, which stays."""
     global _set
     current: Any = config._pre_fusion_custom_pass
     if _set is not None and current is _set:
@@ -92,7 +93,7 @@ def remove() -> None:
 
 
 def _is_whole(node: BaseSchedulerNode) -> bool:
-    """One call or one template: not what Inductor makes of pointwise ops, nor a part of another kernel's result."""
+    """Whether node is one call or template: not what Inductor makes of pointwise ops, nor a part of a result."""
     whole = isinstance(node.node, (ir.ExternKernel, ir.TemplateBuffer)) and not isinstance(node.node, ir.MultiOutput)
     return whole and bool(node.outputs)
 
@@ -101,7 +102,7 @@ def _keep(nodes: list[BaseSchedulerNode]) -> None:
     kernels: list[Any] = [node for node in nodes if _is_whole(node)]
     pairs = [(first, second) for first, second in pairwise(kernels) if _in_flight(first)]
     for first, second in pairs:
-        # an op's name in place of a buffer's, as nothing is mutated
+        # mutating_buf gets an op's name in place of a buffer's, as nothing is mutated.
         second.add_fake_dep(WeakDep(first.outputs[0].get_name(), mutating_buf=second.get_name(), is_fake=True))
     if pairs:
         _find_ancestors(nodes)
@@ -112,9 +113,9 @@ def _in_flight(kernel: Any) -> bool:
 
 
 def _find_ancestors(nodes: list[BaseSchedulerNode]) -> None:
-    """Again, with the new edges: by them Inductor tells whether a fusion would make a cycle.
+    """Find ancestors again, with the new edges: by them Inductor tells whether a fusion would make a cycle.
 
-    As Scheduler.compute_ancestors does, which cannot once ops of a foreach stand in one node.
+    Scheduler.compute_ancestors does the same, but cannot once ops of a foreach stand in one node.
     """
     found: dict[str, OrderedSet[str]] = {}
     for node in nodes:

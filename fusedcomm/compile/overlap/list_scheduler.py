@@ -1,15 +1,16 @@
-"""A better order of a program: starts early, waits late, what does not depend on a collective beside it.
+"""Finds a better order of a program: collectives start early, are waited for late, and have other compute beside them.
 
-List scheduling along the order as it is, with the simulator's clock. At each step:
+This is list scheduling along the order as it is, with the simulator's clock. At each step:
 
-1. A collective whose result is needed soon is started, as soon as its operand can be had: so early that, one after the
-   other on their link, all end in time; and never so early that memory exceeds the budget.
-2. The first node that can run does. A wait can run when its collective has ended, so what depends on it is left aside
-   meanwhile, and what comes later runs; but nothing that takes much longer than what is left to wait for.
-3. If nothing can, or memory has no room for anything but the next node of the old order, that one runs: it waits.
+1. A collective whose result is needed soon is started, as soon as its operand can be had: so early that all collectives
+   on its link, one after the other, end in time; and never so early that memory exceeds the budget.
+2. The first node that can run does. A wait can run when its collective has ended. Until then, what depends on it is
+left
+   aside and what comes later runs, but nothing that takes much longer than what is left to wait for.
+3. If no node can run, or memory has room for the next node of the old order only, that one runs, and waits.
 
-Whatever was left aside can be made up for at any time, which leads back to the memory of the old order; only what was
-started or computed early cannot, so this is checked against all of the old order that it passes.
+What was left aside can be run at any time, which leads back to the memory of the old order. What was started or
+computed early cannot be taken back, so its memory is checked against all of the old order that it passes.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ import numpy as np
 from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.simulator import Clock
 
-_AHEAD = 400  # nodes of the old order by which one may run early beside a wait
-_LONGER = 1.5  # times what is left to wait for: what runs meanwhile may take
-_TRIED = 4  # starts on a link that are due but that memory has no room for
-_PROLOGUE = 64  # nodes that may run early with a start
+_AHEAD = 400  # how many nodes of the old order a node may pass to run beside a wait
+_LONGER = 1.5  # what runs beside a wait may take this many times what is left to wait for
+_TRIED = 4  # how many due starts of a link are tried while memory has no room for the first
+_PROLOGUE = 64  # the most nodes that may run early with a start
 _ROUNDING = 1e-9  # ms
-_MARGIN = 1.0  # of its own time, by which a collective starts earlier than it must
+_MARGIN = 1.0  # how much earlier than it must a collective starts, in units of its own time
 
 
 def reorder(program: Program, base: Sequence[int], budget: int) -> list[int]:
-    """Indices in their new order; ``base`` is a valid one. ``budget``: bytes that the peak should not exceed."""
+    """Indices in their new order. ``base`` is a valid order; ``budget``: bytes that the peak should not exceed."""
     return _ListScheduler(program, base, budget).order()
 
 
 class _ListScheduler:
-    """Everything here goes by the position in the old order."""
+    """Finds the order; all nodes are given by their positions in the old one."""
 
     def __init__(self, program: Program, base: Sequence[int], budget: int) -> None:
         self.base, self.budget = list(base), budget
@@ -52,22 +53,22 @@ class _ListScheduler:
         self.clock, self.computed_ms = Clock(), 0.0
         self.result: list[int] = []
         self.done = [False] * len(self.base)
-        self.first = 0  # not done yet
-        self.reached = 0  # nodes before it have run, or are aside
-        self.aside: dict[int, int] = {}  # bytes that a node will allocate
+        self.first = 0  # the first node that is not done
+        self.reached = 0  # all nodes before it have run, or are aside
+        self.aside: dict[int, int] = {}  # bytes that a node left aside will allocate
         self.aside_bytes = 0
         self.missing = [len(each) for each in self.before]
         self.ready = [p for p, count in enumerate(self.missing) if count == 0]
         self.waiting: set[int] = set()  # waits whose collectives have started and not ended
-        self.needed: list[tuple[int, int]] = []  # a heap: when what they bring is needed, and they, or what is none now
+        self.needed: list[tuple[int, int]] = []  # heap of (when its result is needed, wait); some no longer wait
         light = light_nodes(program)
         self.light = [light[i] for i in self.base]
         self.need = needs(program, base)
         self.prologues = {s: self._prologue(s) for s in self.starts}
-        self.lacking: dict[int, int] = {}  # start that is due: inputs that it cannot compute early itself
+        self.lacking: dict[int, int] = {}  # how many inputs, not in its prologue, a start still lacks
         self.lacked_by: dict[int, list[int]] = {}
         self.to_start = self._start_times()
-        self.due: dict[str, deque[int]] = {}  # per link; one of the first is next, once memory has room for it
+        self.due: dict[str, deque[int]] = {}  # starts per link; one of the first is next, once memory has room for it
 
     def order(self) -> list[int]:
         while self.first < len(self.base):
@@ -91,7 +92,7 @@ class _ListScheduler:
         p = self.ready[0]
         if p == self.first:
             return heapq.heappop(self.ready)
-        need, wait = self.needed[0]  # what is left aside is behind a wait
+        need, wait = self.needed[0]  # only what is behind a wait is left aside
         if need > p:
             return heapq.heappop(self.ready) if self._fits(p) else self.first
         if self._may_run_early(p, wait):
@@ -99,7 +100,7 @@ class _ListScheduler:
         return wait if self.live.live < self.budget else self.first
 
     def _may_run_early(self, p: int, wait: int) -> bool:
-        """Whether node p may run beside a collective though it comes after what needs that one."""
+        """Whether node p may run beside a collective, although it comes after what needs the collective's result."""
         left = max(self.clock.left(start) for start in self.waits_for[wait])
         if p - wait > _AHEAD or self.costs[p].compute_ms > _LONGER * left:
             return False
@@ -176,7 +177,7 @@ class _ListScheduler:
         self.due.setdefault(transfer.link, deque()).append(start)
 
     def _allocates_early(self, nodes: Sequence[int]) -> bool:
-        """If memory has room for the results of nodes all the way to where they were, it is taken."""
+        """Take memory for the results of nodes, up to where the nodes were, if there is room; returns whether."""
         held = max(0, self.live.live - int(self.profile[self.first])) if self.first < len(self.profile) else 0
         added = [(p, self.memory.made(self.base[p])) for p in nodes]
         total = sum(size for _, size in added)
@@ -188,13 +189,13 @@ class _ListScheduler:
         return True
 
     def _start_times(self) -> list[tuple[float, int]]:
-        """A heap of (compute that must have been done, start): the latest in time, less a margin.
+        """A heap of (compute that must have been done, start): the latest that is in time, less a margin.
 
-        From the last to the first: a collective ends before it is needed and before the next one on its link begins.
-        One that is needed late only, as a sum of gradients is, has its turn where it was.
+        It is made from the last to the first: a collective ends before it is needed, and before the next one on its
+        link begins. One whose result is needed much later, as a sum of gradients is, stays near where it was.
         """
         clock = np.cumsum([0.0, *(cost.compute_ms for cost in self.costs)])
-        late = [0.0] * len(self.base)  # by when the node must have ended for the next that computes to be in time
+        late = [0.0] * len(self.base)  # when the node must have ended, so that the next that computes is in time
         jobs = []
         for p in reversed(range(len(self.base))):
             late[p] = min(
@@ -222,7 +223,7 @@ class _ListScheduler:
         return np.array([live.run(i) for i in self.base], dtype=np.int64)
 
     def _prologue(self, start: int) -> list[int]:
-        """What takes little time and must run before start does, in order; not what takes more."""
+        """The nodes that must run before start does and take little time, in order."""
         found: set[int] = set()
         stack, left_ms = [start], 0.5 * self.costs[start].transfer.ms  # type: ignore[union-attr]
         while stack:
@@ -239,7 +240,7 @@ class _ListScheduler:
 
 
 def needs(program: Program, base: Sequence[int]) -> list[int]:
-    """By position in ``base``: the first that computes with the result, through what takes next to no time."""
+    """By position in ``base``: the first node that computes with the result, past nodes that take next to no time."""
     position = {i: p for p, i in enumerate(base)}
     light = light_nodes(program)
     need = [len(base)] * len(base)
@@ -250,7 +251,7 @@ def needs(program: Program, base: Sequence[int]) -> list[int]:
 
 
 def light_nodes(program: Program) -> list[bool]:
-    """By index: takes next to no time of the compute stream."""
+    """By index: whether the node takes next to no time of the compute stream."""
     transfers = [program.costs[start].transfer for start in program.starts]
     limit_ms = 0.1 * sum(t.ms for t in transfers if t is not None) / max(1, len(transfers))
     return [cost.compute_ms <= limit_ms and cost.fused_ms is None for cost in program.costs]
@@ -261,15 +262,16 @@ def defer(
 ) -> list[int]:
     """Returns ``base`` with compute that is needed only later moved from before an exposed start to behind it.
 
-    ``exposed_ms``: by index of the start, as ``order``, what `reorder` makes of base, leaves it. As much as hides the
-    collective, of what is nearest before it in order; and none for whose operands memory has no room until then.
+    ``exposed_ms`` has, by index of the start, what is exposed in ``order``, which `reorder` makes of ``base``. As much
+    compute moves as hides the collective, from what is nearest before it in ``order``; a node stays if memory has no
+    room for its operands until then.
     """
     position, placed = {i: p for p, i in enumerate(base)}, {i: p for p, i in enumerate(order)}
     need, light, memory = needs(program, base), light_nodes(program), program.memory
     live = memory.track()
     used = np.array([live.run(i) for i in base], dtype=np.int64)
-    last = {storage: p for p, i in enumerate(base) for storage in memory.touches[i]}  # use of a storage
-    to = list(range(len(base)))  # position behind which each node goes
+    last = {storage: p for p, i in enumerate(base) for storage in memory.touches[i]}  # last use of a storage
+    to = list(range(len(base)))  # the position behind which each node goes
     for first, left in sorted((placed[i], ms) for i, ms in exposed_ms.items()):
         start = position[order[first]]
         waited = min(

@@ -1,9 +1,9 @@
-"""The memory that an order of a graph needs: what each node allocates, and when what is last used is freed.
+"""The memory that an order of a graph needs: what each node allocates, and what is freed after its last use.
 
-Tensors that share a storage, as views do, are one; what a wait returns is what its start has allocated, and what the
-start reads lives until then. The fake tensors of a wait, and all those of a graph that was traced with real tensors,
-have storages of their own: there the schemas say which results are views. Inputs are the caller's, but for what a
-forward graph has saved for its backward, which is freed after its last use; results live until the end.
+Tensors that share a storage, as views do, count once. A wait returns what its start has allocated, and what the start
+reads lives until the wait. The fake tensors of a wait, and all those of a graph that was traced with real tensors, have
+storages of their own: there the schemas say which results are views. Inputs belong to the caller, except what a forward
+graph has saved for its backward, which is freed after its last use. Results live until the end.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from fusedcomm.compile.graph.layout import assumed
 
 
 class Memory:
-    """The storages of a graph, numbered; per node, by its index in ``nodes``, those it makes and those it touches."""
+    """The storages of a graph, numbered. Lists go by a node's index in ``nodes``."""
 
     def __init__(self, graph: Graph, nodes: Sequence[Node], waits_for: Sequence[Sequence[int]]) -> None:
         self.bytes: list[int] = []
-        self.makes: list[list[int]] = [[] for _ in nodes]
+        self.makes: list[list[int]] = [[] for _ in nodes]  # the storages that a node allocates
         self.touches: list[list[int]] = [[] for _ in nodes]  # live while the node runs, its own results included
-        self.of: list[list[int]] = [[] for _ in nodes]  # what the node's results are in
+        self.of: list[list[int]] = [[] for _ in nodes]  # the storages that hold the node's results
         index = {node: i for i, node in enumerate(nodes)}
         numbers: dict[int, int] = {}
         kept = _kept(graph)
-        in_place = writes_before_end(graph)  # then what may be a view must be taken for one
+        in_place = writes_before_end(graph)  # if so, what may be a view must be taken for one
         attributes: dict[str, list[int]] = {}
         self._starts_with: list[int] = []
         for i, node in enumerate(nodes):
@@ -62,7 +62,7 @@ class Memory:
                 self.uses[storage] += 1  # never freed
 
     def _shared(self, node: Node, index: dict[Node, int], in_place: bool) -> list[int]:
-        """The storages that node's results are in where they are views, by the node's target."""
+        """The storages that hold node's results if these are views, as the node's target says."""
         if node.target is operator.getitem and isinstance(node.args[0], Node):
             items, at = self.of[index[node.args[0]]], node.args[1]
             return [items[at]] if isinstance(at, int) and at < len(items) else []
@@ -114,7 +114,7 @@ class Tracker:
 
 
 def num_bytes(val: Tensor) -> int:
-    """The size of the storage, as far as val reaches; symbolic sizes as `layout.assumed` has them."""
+    """The size of the storage, as far as val reaches; symbolic sizes are those of `layout.assumed`."""
     sizes, strides = [assumed(s) for s in val.shape], [assumed(s) for s in val.stride()]
     if 0 in sizes:
         return 0
@@ -125,15 +125,15 @@ def num_bytes(val: Tensor) -> int:
 def _storage(val: Tensor) -> int:
     try:
         return int(val.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a sparse or an opaque tensor: it shares nothing that we know of
+    except (NotImplementedError, RuntimeError):  # a sparse or an opaque tensor shares nothing that is known
         return id(val)
 
 
 def _viewed(node: Node, in_place: bool) -> list[Node]:
-    """What node's results are views of, or are, for sure: a reshape may copy; or, if ``in_place``, perhaps."""
+    """What node's results surely are, or are views of. A reshape, which may copy, counts only if ``in_place``."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
-    if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
+    if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say that it is a view
         return node.all_input_nodes
     viewed = _viewed_args(node.target, in_place)
     values = [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in viewed]
@@ -153,7 +153,7 @@ def _viewed_args(target: torch._ops.OpOverload, in_place: bool) -> list[tuple[in
 
 
 def _kept(graph: Graph) -> set[Node]:
-    """Inputs that the caller keeps, and results."""
+    """The inputs that the caller keeps, and the results."""
     inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     backward = any(node.name.startswith("tangents_") for node in inputs)
     owned = {node for node in inputs if not backward or node.name.startswith("primals_")}

@@ -24,12 +24,12 @@ class NodeCost:
     """What one node takes."""
 
     compute_ms: float = 0.0  # on the compute stream
-    transfer: Transfer | None = None  # of a start: asynchronous; of one of our ops: beside its matmul
-    fused_ms: float | None = None  # of one of our ops: all of it, with the link to itself
+    transfer: Transfer | None = None  # a start's is asynchronous; that of an op of fusedcomm runs beside its matmul
+    fused_ms: float | None = None  # all of an op of fusedcomm, or of a collective without a wait, alone on its link
 
     @property
     def ms(self) -> float:
-        """From when the node runs until its result can be read, alone."""
+        """The time from when the node runs until its result can be read, if nothing else runs."""
         if self.fused_ms is not None:
             return self.fused_ms
         return self.compute_ms + (self.transfer.ms if self.transfer is not None else 0.0)

@@ -5,9 +5,9 @@ Inductor makes one kernel of pointwise nodes that read each other, so such a nod
     reads      what no pointwise node makes
     writes     its result, if anything but a pointwise node reads it
 
-with views looked through. It is a local rule: what two nodes of one kernel both read counts twice, and a reduction does
-not take its pointwise inputs, nor a matmul its epilogue, into its kernel. All others read their inputs and write their
-results; lookups in a table read as much as they write.
+where views are looked through. The rule is local: what two nodes of one kernel both read counts twice, and a reduction
+does not take its pointwise inputs, nor a matmul its epilogue, into its kernel. All other nodes read their inputs and
+write their results; lookups in a table read as much as they write.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Work(Enum):
     POINTWISE = auto()
     CONSTANT = auto()  # pointwise without inputs
     MATMUL = auto()
-    FLOPS = auto()  # whose FLOP torch knows
+    FLOPS = auto()  # torch knows its FLOP
     LOOKUP = auto()
-    MOVE = auto()  # any other
+    MOVE = auto()  # any other node
     START = auto()
-    FUSED = auto()  # one of our ops
+    FUSED = auto()  # an op of fusedcomm
 
 
 FUSABLE = (Work.POINTWISE, Work.CONSTANT)
@@ -49,10 +49,10 @@ _CASTS = {aten._to_copy, torch.ops.prims.convert_element_type}
 _CONSTANTS = {"full", "zeros", "ones", "arange", "scalar_tensor", "iota", "full_like", "zeros_like", "ones_like"}
 _CONSTANTS |= {"new_full", "new_zeros", "new_ones"}
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}
-_ALLOCATIONS = ("empty", "new_empty", "sym_", "_assert", "device", "dtype")  # and what else runs on the host
-_X = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0, aten.matmul: 0}  # where x stands, then w
+_ALLOCATIONS = ("empty", "new_empty", "sym_", "_assert", "device", "dtype")  # and other names of what runs on the host
+_X = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0, aten.matmul: 0}  # index of x; w is next
 _ATTENTION = "_scaled_dot_product_flash_attention"
-_SAME_FLOPS = {  # as those that torch knows
+_SAME_FLOPS = {  # ops that have the FLOP of others, which torch knows
     f"{_ATTENTION}_for_cpu": _ATTENTION,
     f"{_ATTENTION}_for_cpu_backward": f"{_ATTENTION}_backward",
     "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
@@ -71,7 +71,7 @@ def work_of(node: Any) -> Work:
 
 @functools.lru_cache(maxsize=4096)
 def _work(target: Any) -> Work:
-    """NOTHING for starts."""
+    """The Work of a target; NOTHING for starts."""
     if target is operator.getitem:
         return Work.VIEW
     if not isinstance(target, torch._ops.OpOverload):
@@ -98,7 +98,7 @@ def _work(target: Any) -> Work:
 
 
 def flops_formula(target: Any) -> Any:
-    """torch's, of shapes; None where it has none."""
+    """torch's formula, which takes shapes; None where it has none."""
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(target, "overloadpacket", target)
@@ -107,19 +107,19 @@ def flops_formula(target: Any) -> Any:
 
 
 def flops(node: Node) -> float:
-    """By torch's formula; 0 where that cannot tell."""
+    """FLOP by torch's formula; 0 where it cannot tell."""
     formula = flops_formula(node.target)
     if formula is None:
         return 0.0
     args, kwargs = pytree.tree_map(stand_in, (node.args, node.kwargs))
     try:
         return float(formula(*args, **kwargs, out_val=pytree.tree_map(stand_in, node.meta.get("val"))))
-    except Exception:  # of torch's: arguments that it does not expect
+    except Exception:  # torch's formula got arguments that it does not expect
         return 0.0
 
 
 def stand_in(each: Any) -> Any:
-    """For a node or its value: no data, and sizes that are plain ints."""
+    """What stands for a node or its value: no data, and sizes that are plain ints."""
     if isinstance(each, Node):
         return pytree.tree_map(stand_in, each.meta.get("val"))
     if isinstance(each, Tensor):
@@ -144,7 +144,7 @@ def _pair(args: tuple[Any, ...], at: int) -> tuple[Any, Any]:
 
 
 def num_bytes(val: Any) -> int:
-    """The size of a node's value: of a tensor, or of several; 0 where it is none."""
+    """The size of a node's value: a tensor, or several; 0 for anything else."""
     if isinstance(val, Tensor):
         return math.prod(map(assumed, val.shape)) * val.dtype.itemsize
     return sum(map(num_bytes, val)) if isinstance(val, list | tuple) else 0
@@ -155,7 +155,7 @@ def bytes_of(node: Node) -> int:
 
 
 def traffic(node: Node, work: Work) -> tuple[int, bool]:
-    """Bytes read and written, and whether the node ends a kernel: whether it writes."""
+    """Bytes read and written, and whether the node ends a kernel, that is, whether it writes."""
     if work in FUSABLE:
         read = 0 if work is Work.CONSTANT else sum(map(_read, node.all_input_nodes))
         return (read + bytes_of(node), True) if _is_written(node) else (read, False)
@@ -173,11 +173,11 @@ def _read(source: Node) -> int:
         origin = origin.all_input_nodes[0]
     if work_of(origin) in FUSABLE:
         return 0
-    return min(bytes_of(source), bytes_of(origin))  # of a part, that part; of an expanded tensor, what it has
+    return min(bytes_of(source), bytes_of(origin))  # a part counts as that part, an expanded tensor as what it has
 
 
 def _is_written(node: Node) -> bool:
-    """Whether a user, perhaps of a view, is none that reads the result inside the kernel."""
+    """Whether any user, perhaps of a view, does not read the result inside the kernel."""
     users = list(node.users)
     while users:
         user = users.pop()

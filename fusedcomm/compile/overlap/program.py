@@ -51,7 +51,7 @@ class Program:
 
 
 def _shape(nodes: list[Node]) -> list[tuple[object, list[int]]]:
-    """What tells a graph from another, but for the names of its nodes."""
+    """What tells graphs apart, except the names of their nodes."""
     index = {node: i for i, node in enumerate(nodes)}
     return [
         (node.target if node.op == "call_function" else node.op, [index[each] for each in node.all_input_nodes])
@@ -60,7 +60,7 @@ def _shape(nodes: list[Node]) -> list[tuple[object, list[int]]]:
 
 
 def starts_of(node: Node, index: dict[Node, int]) -> list[int]:
-    """What node waits for: starts of collectives, also through the getitem of a coalesced one."""
+    """The starts of collectives that node waits for, also through the getitem of a coalesced one."""
     if not _waits(node):
         return []
     found = []

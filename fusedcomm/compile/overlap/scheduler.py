@@ -1,15 +1,15 @@
-"""Collectives beside compute: fused where a matmul stands beside them and it pays, else started early and waited late.
+"""Collectives beside compute: fused where a matmul stands beside them and it pays, else started early, waited for late.
 
     report = fusedcomm.compile.overlap.schedule(gm)
     print(report)
 
-Every step is tried on a copy and judged by the simulator: first the order alone (`list_scheduler`); then our ops for
-what is still exposed (`fuse`); then one collective for several (`buckets`). What does not shorten the total, or needs
-more memory than the budget, is not done. So the graph that comes out is never slower than the one that went in, as far
-as the estimates are right.
+Every step is tried on a copy and judged by the simulator: first the order alone (`list_scheduler`); then ops of
+fusedcomm for what is still exposed (`fuse`); then one collective for several (`buckets`). A step that does not shorten
+the total, or needs more memory than the budget, is not taken. So the graph that comes out is never slower than the one
+that went in, as far as the estimates are right.
 
-The result depends on the graph and the estimator alone. Ranks whose graphs and estimators are the same, see
-`Estimator.agreed`, order the collectives of each group the same.
+The result depends on the graph and the estimator alone. Ranks whose graphs and estimators are equal (see
+`Estimator.agreed`) order the collectives of each group alike.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from fusedcomm.compile.overlap.timeline import Line, Timeline
 aten = torch.ops.aten
 
 _ROUNDS = 3
-_MORE_PERCENT, _MORE_BYTES = 5, 1 << 30  # than the peak as it comes: the larger of the two, as torch's scheduler has it
-_NEAR = 8  # collectives that the same compute can hide
+_MORE_PERCENT, _MORE_BYTES = 5, 1 << 30  # by which the peak may rise: the larger of the two, as in torch's scheduler
+_NEAR = 8  # successive collectives that the same compute can hide
 _ROUNDING = 1e-6  # ms
 
 
@@ -52,11 +52,11 @@ class OverlapReport:
     before: Timeline
     after: Timeline
     fused: list[Fused] = field(default_factory=list)
-    buckets: dict[str, buckets.Bucket] = field(default_factory=dict)  # old starts by the name of the one for all
+    buckets: dict[str, buckets.Bucket] = field(default_factory=dict)  # merged starts, by the name of the new one
     reasons: dict[str, list[str]] = field(default_factory=dict)  # why a collective is not fused, by its start's name
 
     def line(self, start: str) -> Line | None:
-        """Where the collective is that started at the node of this name, on the timeline after; None if it is fused."""
+        """The line, on the timeline after, of the collective that this start began; None if it is fused."""
         return self._lines.get(start)
 
     @cached_property
@@ -85,17 +85,18 @@ def schedule(
     bucket: bool = True,
     fuse: bool = True,
 ) -> OverlapReport:
-    """Change gm in place: the same values in less time, as the simulator counts it.
+    """Change gm in place, so that it gives the same values in less time, as the simulator counts it.
 
     Args:
         gm: plain FX, of aten ops and functional collectives, with fake or real tensors in ``meta["val"]``. Fake process
-            groups do.
-        estimator: what nodes take; `Estimator.of(gm.graph)` by default. Must be equal on all ranks. Nodes whose times
-            are the user's own are moved only, neither fused nor merged.
-        memory_budget_bytes: that the peak must not exceed, as `simulate` counts it; where it is already higher, it does
-            not rise. By default 5 % or 1 GiB more than the peak of gm as it comes, whichever is more.
+            groups are enough.
+        estimator: what nodes take; `Estimator.of(gm.graph)` by default. It must be equal on all ranks. Nodes whose
+        times
+            are the user's own are only moved, neither fused nor merged.
+        memory_budget_bytes: the peak that must not be exceeded, as `simulate` counts it; if it is exceeded already, the
+            peak does not rise. By default 5 % or 1 GiB more than the peak of gm as it comes, whichever is more.
         bucket: whether collectives may be merged.
-        fuse: whether our ops may stand for collectives and matmuls.
+        fuse: whether ops of fusedcomm may replace collectives and matmuls.
     """
     if memory_budget_bytes is not None and memory_budget_bytes < 0:
         raise ValueError(f"memory_budget_bytes must be at least 0, got {memory_budget_bytes}")
@@ -108,7 +109,7 @@ def schedule(
 def schedule_graph(
     graph: Graph, estimator: Estimator, budget: int | None, bucket: bool, ops: Sequence[str]
 ) -> OverlapReport:
-    """`schedule` with those of our ops that may be used."""
+    """`schedule`, where ``ops`` are the ops of fusedcomm that may be used."""
     program = Program(graph, estimator.cost)
     before = run(program, range(len(program)))
     if budget is None:
@@ -127,9 +128,9 @@ def schedule_graph(
 
 
 def order_again(graph: Graph, estimator: Estimator) -> None:
-    """The best order alone, after others have changed the graph; in no more memory than it needs as it is.
+    """Put the graph in the best order after others have changed it, in no more memory than it needs as it is.
 
-    What adds a collective's result to a matmul's is taken apart, or the matmul could not run beside the collective.
+    An addmm that adds a collective's result is taken apart: the matmul could not run beside the collective otherwise.
     """
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
         _take_apart(graph, node)
@@ -173,7 +174,7 @@ class _Plan:
         return _Plan.of(Program(graph, self.estimator.cost), self.estimator, self.budget)
 
     def moved_to(self, graph: Graph) -> _Plan:
-        """For another graph, to which the same has been done."""
+        """The plan for another graph, to which the same has been done."""
         program = self.program.moved_to(graph)
         if program is None:
             return self.of_trial(graph)
@@ -191,7 +192,7 @@ class _Plan:
 
 
 def _best_order(program: Program, budget: int) -> tuple[list[int], Timeline]:
-    """The order as it is, or a faster one within the budget; of two as fast, the one that hides more collectives."""
+    """The order as it is, or a faster one within the budget; if as fast, the one that hides more collectives."""
     base = list(range(len(program)))
     best, before = base, run(program, base)
     timeline = before
@@ -219,7 +220,7 @@ def _hidden(timeline: Timeline) -> int:
 
 
 def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
-    """`shard_dim_alltoall`, which torch runs at once, as a start and a wait, if that is faster."""
+    """Write `shard_dim_alltoall`, which torch runs at once, as a start and a wait, if that is faster."""
     found = normalize.find(plan.graph, gathers=False)
     if not found or plan.estimator.times.keys() & {each.node.name for each in found}:
         return plan
@@ -233,7 +234,7 @@ def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
 
 
 def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan, list[Fused]]:
-    """Our ops for those collectives for which it pays; the plan of the graph with them."""
+    """Fuse the collectives for which it pays. Returns the plan of the graph with the fused ops."""
     if has_messages(plan.program.nodes):
         return plan, []
     lines = {line.node: line for line in plan.timeline.collectives}
@@ -246,7 +247,7 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
 
     compute_ms = {node.name: cost.compute_ms for node, cost in zip(plan.program.nodes, plan.program.costs, strict=True)}
     told: dict[str, str] = {}
-    losses: dict[str, float] = {}  # what an op takes more than what computed in its place
+    losses: dict[str, float] = {}  # how much longer an op takes than what computed in its place
     all_fused = copy.deepcopy(plan.graph)
     for each in Fuser(all_fused).fuse(ops, reject):
         if any(name in plan.estimator.times for name in each.erased):
@@ -273,13 +274,13 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
 
 
 def _with_savings(fused: Fused, losses: dict[str, float], lines: dict[str, Line]) -> Fused:
-    """What is saved against the best order without it."""
+    """``fused`` with what it saves against the best order without it."""
     saved = {start: max(0.0, lines[start].exposed_ms - losses[start]) for start in fused.savings_us if start in losses}
     return replace(fused, savings_us=fused.savings_us | {start: ms * 1e3 for start, ms in saved.items()})
 
 
 def _sets_to_keep(losses: dict[str, float], lines: dict[str, Line]) -> list[dict[str, str]]:
-    """Collectives to leave unfused, and why: the slowest to fuse of those that compute can hide, or none.
+    """Collectives to leave unfused, and why: either the slowest to fuse of those that compute can hide, or none.
 
     In each window of 8 successive collectives they are those that fusing slows most, up to the time that compute hides
     in that window today.
@@ -303,7 +304,7 @@ def _sets_to_keep(losses: dict[str, float], lines: dict[str, Line]) -> list[dict
 
 
 def _bucket_exposed(plan: _Plan) -> tuple[_Plan, dict[str, buckets.Bucket]]:
-    """One collective for several, if that makes the whole faster. The plan has been applied, and is again."""
+    """Merge collectives, if that makes the whole faster. The plan has been applied, and is applied again."""
     found = buckets.find(plan.program, plan.order, plan.timeline, plan.estimator)
     if not found:
         return plan, {}

@@ -2,10 +2,11 @@
 
 The compute stream runs the nodes one after the other. The start of a collective takes no time on it: the collective
 runs on its link, after those of its group that started before. What several groups send over one link at once shares
-its bandwidth evenly. A wait holds the compute stream until the collective has ended; that time is exposed. One of
-our ops computes and sends at the same time, and is exposed as far as it takes longer than its matmul.
+bandwidth evenly. A wait holds the compute stream until the collective has ended; that time is exposed. An op
+of fusedcomm computes and sends at the same time, and is exposed as far as it takes longer than its matmul.
 
-Left out: the SMs and the memory bandwidth that a collective takes from compute, and the launches on the host.
+The simulator leaves out the SMs and the memory bandwidth that a collective takes from compute, and launches on the
+host.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from fusedcomm.compile.overlap.node_cost import Transfer
 from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.timeline import Line, Timeline
 
-_EPSILON = 1e-9  # ms: what is left of a transfer by rounding
+_EPSILON = 1e-9  # ms: less is left of a transfer by rounding alone
 
 
 class Clock:
-    """The time of the compute stream, and what is on the links meanwhile. Collectives go by any key."""
+    """The time of the compute stream, and what is on the links meanwhile. Any key can identify a collective."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,7 +47,7 @@ class Clock:
             queue[0].began = self.now
 
     def newly_ended(self) -> list[Any]:
-        """What has ended since the last call."""
+        """The collectives that have ended since the last call."""
         found, self._new = self._new, []
         return found
 
@@ -58,7 +59,7 @@ class Clock:
         return self._ended[key]
 
     def left(self, key: Any) -> float:
-        """About how long until it ends, if nothing else starts."""
+        """About how long the collective takes to end, if nothing else starts."""
         for queue in self._queues.values():
             ahead = 0.0
             for job in queue:
@@ -69,7 +70,7 @@ class Clock:
         return 0.0
 
     def wait(self, key: Any) -> float:
-        """Until it has ended; returns how long that took."""
+        """Wait until the collective has ended; returns how long that took."""
         before = self.now
         while key not in self._ended:
             self._step(float("inf"))
@@ -80,7 +81,7 @@ class Clock:
             self._step(until)
 
     def _step(self, until: float) -> None:
-        """To the next time at which a collective's latency has passed or it has ended, at most until."""
+        """Go on to when the next latency has passed or the next collective has ended, but at most to ``until``."""
         heads = [queue[0] for queue in self._queues.values() if queue]
         sharing: dict[str, int] = {}
         for job in heads:
@@ -130,7 +131,7 @@ def run(program: Program, order: Sequence[int]) -> Timeline:
     memory, live = [], program.memory.track()
 
     def hold(start: int, at_least: float = 0.0) -> None:
-        """The compute stream, until start has ended and not before at_least."""
+        """Hold the compute stream until start has ended, but at least until at_least."""
         begin = clock.now
         clock.wait(start)
         clock.compute(at_least - clock.now)
@@ -151,7 +152,7 @@ def run(program: Program, order: Sequence[int]) -> Timeline:
             hold(i, begin + cost.fused_ms)
         for start in program.waits_for[i]:
             hold(start)
-    for start in exposed:  # nobody waits for it
+    for start in exposed:  # some may have no wait
         hold(start)
     lines = [_line(program, clock, start, ms) for start, ms in exposed.items()]
     return Timeline(
@@ -175,7 +176,7 @@ def _line(program: Program, clock: Clock, start: int, exposed_ms: float) -> Line
 
 
 def _hidden_by(lines: list[Line], computed: list[tuple[str, float, float]]) -> list[Line]:
-    """With the names of what computes while each collective runs. Both are in order of their starts, or nearly."""
+    """The lines, with the names of what computes meanwhile. Both are in order of their starts, or nearly."""
     ends = [end for _, _, end in computed]
     found = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""The timeline of a graph: what computes, what each collective waits for, memory; as a trace and as a picture."""
+"""The timeline of a graph: what computes, what waits for each collective, and memory; as a trace and as a picture."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Span = tuple[float, float]  # ms
-COLOURS = {"compute": "#004488", "collective": "#ddaa33", "exposed": "#bb5566"}  # told apart in grey, too
-_PIXELS = 1500  # of the time axis: about what a picture has
+COLOURS = {"compute": "#004488", "collective": "#ddaa33", "exposed": "#bb5566"}  # different in grey, too
+_PIXELS = 1500  # about how many the time axis of a picture has
 _DPI = 150
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One collective, or one of our ops, on the timeline."""
+    """One collective, or one op of fusedcomm, on the timeline."""
 
     node: str
     kind: str
@@ -30,9 +30,9 @@ class Line:
     start_ms: float
     end_ms: float
     alone_ms: float  # what it takes with its link to itself
-    wire_ms: float  # of these: on what groups share
+    wire_ms: float  # the part of it on the wire, which groups share
     exposed_ms: float
-    hidden_by: tuple[str, ...] = ()  # what computes meanwhile
+    hidden_by: tuple[str, ...] = ()  # nodes that compute meanwhile
 
     @property
     def hidden(self) -> bool:
@@ -41,25 +41,25 @@ class Line:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``total_ms = compute_ms + exposed_ms``."""
+    """The times of a graph in one order; ``total_ms = compute_ms + exposed_ms``."""
 
     total_ms: float
     compute_ms: float
     exposed_ms: float
     collectives: list[Line]
     peak_bytes: int
-    compute: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # name, start, end
-    waits: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # what is exposed, start, end
-    memory: list[tuple[float, int]] = field(repr=False, default_factory=list)  # from when on, bytes
+    compute: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # (name, start, end)
+    waits: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # (exposed collective, start, end)
+    memory: list[tuple[float, int]] = field(repr=False, default_factory=list)  # (time from which they are live, bytes)
 
     @property
     def comm_ms(self) -> float:
-        """What all collectives take, each alone."""
+        """The time of all collectives, each alone on its link."""
         return sum(line.alone_ms for line in self.collectives)
 
     @property
     def bound_ms(self) -> float:
-        """No order is faster: all compute, all that one link carries, or all of one group."""
+        """No order is faster than this: the time of all compute, of all that one link carries, or of one group."""
         busy: dict[tuple[str, str], float] = {}
         for line in self.collectives:
             for who, ms in ((("link", line.link), line.wire_ms), (("group", line.group), line.alone_ms)):
@@ -80,7 +80,7 @@ class Timeline:
 
 
 def plot_both(before: Timeline, after: Timeline, file: Any) -> None:
-    """One above the other, on the same axes of time and memory. ``file`` and errors: as `Timeline.plot` has them."""
+    """Write both, one above the other, with the same axes of time and memory; the rest is as in `Timeline.plot`."""
     _draw({"before: ": before, "after: ": after}, file)
 
 
@@ -162,7 +162,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, pixel: float) -> None:
         spans.setdefault((rows[line.link, line.group], "collective"), []).append((line.start_ms, line.end_ms))
     for node, start, end in timeline.waits:
         line = of[node]
-        if line.start_ms < end and start < line.end_ms:  # it may have been in its group's queue first
+        if line.start_ms < end and start < line.end_ms:  # the collective may have been in its group's queue first
             during = max(start, line.start_ms), min(end, line.end_ms)
             spans.setdefault((rows[line.link, line.group], "exposed"), []).append(during)
     for (y, what), each in spans.items():
@@ -174,7 +174,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, pixel: float) -> None:
 
 
 def _merged(spans: Iterable[Span], pixel: float) -> list[Span]:
-    """In order of time. What is narrower than a pixel becomes one with what it touches."""
+    """The spans in order of time. A span narrower than a pixel is joined to one that it touches."""
     found: list[Span] = []
     for start, end in sorted(spans):
         narrow = found and (end - start < pixel or found[-1][1] - found[-1][0] < pixel)
@@ -186,7 +186,7 @@ def _merged(spans: Iterable[Span], pixel: float) -> list[Span]:
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, pixel: float, most: int) -> None:
-    """``most``: bytes at the top of the axis."""
+    """``most``: the bytes at the top of the axis."""
     unit, size = next((unit, size) for unit, size in _UNITS.items() if most >= size or size == 1)
     points = _most_per_pixel(timeline.memory, pixel)
     times = [ms for ms, _ in points] + [timeline.total_ms]
@@ -204,7 +204,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, pixel: float, most: int) -> Non
 
 
 def _most_per_pixel(memory: Sequence[tuple[float, int]], pixel: float) -> list[tuple[float, int]]:
-    """The most in each pixel's time, then what it is at its end."""
+    """The most memory in each pixel's time, then the memory at its end."""
     found: list[tuple[float, int]] = []
     column, last = -1, 0
     for ms, num_bytes in memory:
