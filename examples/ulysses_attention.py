@@ -53,7 +53,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same model and data on every rank
     plain = Block().to(device)
     x, target = torch.randn(2, BATCH, TOKENS, HIDDEN, device=device)
-    # Before the group: what torch.optim imports would keep it alive, and with it the threads of gloo (torch 2.13).
+    # The optimizer comes before the group: what torch.optim imports would keep gloo's threads alive (torch 2.13).
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
 
     dist.init_process_group()

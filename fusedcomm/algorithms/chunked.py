@@ -4,7 +4,8 @@ A push makes one matmul per peer, the next peer's first and the own chunk last. 
 first. Both make one matmul for all chunks where rows are few; a gather also where its sums need float32.
 
 The code is written once, and a transport moves the chunks. On a CPU the matmul writes straight into the peer's slot.
-With CUDA, cuBLAS runs on the current stream and the copies on another. """
+With CUDA, cuBLAS runs on the current stream and the copies on another.
+"""
 
 from __future__ import annotations
 

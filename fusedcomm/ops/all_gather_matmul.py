@@ -143,7 +143,7 @@ register_autocast(OP)
 
 
 class _AllGatherMatmul(torch.autograd.Function):
-    """register_autograd has no gradients for Tensor?[]: here the tensors are arguments of their own."""
+    """register_autograd gives no gradients for Tensor?[], so here the tensors are arguments of their own."""
 
     @staticmethod
     def forward(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -191,14 +191,14 @@ class _AllGatherMatmul(torch.autograd.Function):
 def _grad_x(
     ctx: Any, grad_outs: Sequence[Tensor | None], ws: Sequence[Tensor], grad_gathered: Tensor | None
 ) -> Tensor | None:
-    """One matmul_reduce_scatter for all weights: of the concatenated gradients and weights."""
+    """The gradient of x, by one matmul_reduce_scatter of the concatenated gradients and weights."""
     used = [(g, w) for g, w in zip(grad_outs, ws, strict=True) if g is not None]
     grad_x = None
     if used:
         grad = used[0][0] if len(used) == 1 else torch.cat([g for g, _ in used], -1)
         w = used[0][1] if len(used) == 1 else torch.cat([w for _, w in used], -1)
         grad_x = torch.ops.fusedcomm.matmul_reduce_scatter(grad, w.mT, None, "sum", ctx.gather_dim, *ctx.group)
-    if grad_gathered is not None and ctx.saved_gathered:  # what was not asked for is empty, and constant
+    if grad_gathered is not None and ctx.saved_gathered:  # otherwise it is empty, and constant
         part = reference.reduce_scatter(grad_gathered, "sum", ctx.gather_dim, *ctx.group)
         grad_x = part if grad_x is None else grad_x + part
     return grad_x
@@ -214,7 +214,7 @@ def _autograd(
     group_size: int,
     group_name: str,
 ) -> tuple[list[Tensor], Tensor]:
-    check_tensors(x, ws, biases)  # as many biases as weights: below they are one list
+    check_tensors(x, ws, biases)  # there are as many biases as weights: below they are one list
     tensors = (x, *ws, *biases)
     *outs, gathered = _AllGatherMatmul.apply(*tensors, gather_dim, return_gathered, group_size, group_name)
     return outs, gathered

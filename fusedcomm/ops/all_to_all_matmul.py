@@ -145,7 +145,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_exchanged: Tensor | None) -> t
             grad_w = gradients.of_w(exchanged.flatten(ctx.num_lead), grad, ctx.w_layout)
         if ctx.needs_input_grad[2]:
             grad_bias = gradients.of_bias(grad)
-    if grad_exchanged is not None and ctx.saved_exchanged and ctx.needs_input_grad[0]:  # else it is empty, and constant
+    if grad_exchanged is not None and ctx.saved_exchanged and ctx.needs_input_grad[0]:  # or it is empty, and constant
         back = reference.exchange(grad_exchanged, scatter_dim, gather_dim, *ctx.group)
         grad_x = back if grad_x is None else grad_x + back
     return grad_x, grad_w, grad_bias, None, None, None, None, None

@@ -1,9 +1,9 @@
 """FUSEDCOMM_CHECK=1: before a call all ranks compare it, whatever its algorithm. Where it differs, nothing is sent and
-all raise the same error.
+all ranks raise the same error.
 
-Stricter than the ops: a bias and a by-product must be asked for by all ranks or by none, and chunked may not meet
-fused. Strides may differ. It costs some milliseconds, as the ranks meet at the store of the process group. While a CUDA
-graph is captured the check runs once; its replays are not checked.
+The check is stricter than the ops: a bias and a by-product must be asked for by all ranks or by none, and chunked may
+not meet fused. Strides may differ. It costs some milliseconds, as the ranks meet at the store of the process group.
+While a CUDA graph is captured the check runs once; its replays are not checked.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fusedcomm.runtime.vote import agree
 def same_call(
     record: flight_recorder.Record, plan: Plan, ours: Member, fingerprint: int, *, bias: Any, by_product: bool
 ) -> None:
-    """A bounded collective. ``bias``: of the call, a tensor or None, or a list of such.
+    """Compare the call with the other ranks', in a bounded collective. ``bias``: a tensor or None, or a list of these.
 
-    Raises PeerMismatchError where the calls differ and PeerTimeoutError where a rank does not come. Nothing has been
+    Raises PeerMismatchError where the calls differ, and PeerTimeoutError where a rank does not come. Nothing has been
     sent then, and the group can go on.
     """
     if plan.algorithm != "unfused":
-        ours.enter(record.op, fingerprint)  # a rank that knows of an error does not come
+        ours.enter(record.op, fingerprint)  # raises here if this rank knows of an error: it does not come to the vote
     record.state = flight_recorder.CHECKING
     facts = {"call": facts_of(record, plan, bias, by_product)}
     found = agree(PrefixStore("check", ours.store), ours.rank, ours.group_size, facts, what=record.op)
@@ -41,7 +41,7 @@ def same_call(
 
 
 def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: bool) -> dict[str, Any]:
-    """The call as JSON; what explains most of a difference first."""
+    """The call as JSON. The fields that explain most of a difference come first."""
     return {
         "op": record.op,
         **record.arguments,
@@ -57,8 +57,8 @@ def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: 
 
 
 def compare(calls_by_rank: list[dict[str, Any]], rank: int, record: flight_recorder.Record) -> None:
-    """Raise what differs first; the same text on all ranks."""
-    for field in calls_by_rank[rank]:  # equal on all ranks, if op is
+    """Raise for the first field that differs, with the same text on all ranks."""
+    for field in calls_by_rank[rank]:  # the fields are equal on all ranks if op is
         values = [call.get(field) for call in calls_by_rank]
         others = [r for r, value in enumerate(values) if value != values[rank]]
         if others:

@@ -47,7 +47,7 @@ def run(
 ) -> Any:
     """Plan a call and run it: ``algorithms[name](call, x, w, bias, **options)``, or on all ranks alike ``unfused()``.
 
-    ``w`` and ``bias``: a tensor each, or lists. ``out``: where to put the result; of an algorithm that takes it.
+    ``w`` and ``bias`` are a tensor each, or lists. ``out`` is where an algorithm that takes it puts the result.
     """
     if out is not None:
         check_out(out, x, exchange.out_shape)
@@ -73,15 +73,15 @@ def run(
                     if loading is not None and name == "fused":
                         ours.loaded.add(loading)
                     return result
-            return unfused()  # the lock is ours alone: gloo's waits may be long
+            return unfused()  # without the lock, as gloo's waits may be long
 
 
 def _workspace_for(
     record: flight_recorder.Record, plan: Plan, ours: Member, fingerprint: int, bias: Any, by_product: bool
 ) -> Workspace | None:
-    """None if the call runs unfused. With FUSEDCOMM_CHECK all ranks compare the call first.
+    """The workspace, or None if the call runs unfused. With FUSEDCOMM_CHECK all ranks compare the call first.
 
-    A call that fails here has sent nothing: the next one takes its number.
+    A call that fails here has sent nothing, so the next one takes its number.
     """
     ours.count(record, plan.algorithm)
     try:
@@ -112,15 +112,16 @@ def by_product(gathered: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _layouts(*args: Any) -> list[Any]:
-    """What kernels are specialised on besides shapes."""
+    """What kernels are specialised on: shape, strides and alignment of tensors, and other options."""
     leaves = pytree.tree_leaves(args)
     return [(t.shape, t.stride(), t.data_ptr() % 16) if isinstance(t, Tensor) else t for t in leaves]
 
 
 def _loading(name: str, op: str, call: tuple[Any, ...], ours: Member) -> str:
-    """The first call of each kind runs fused unless chunked is forced: that loads the kernels, which a capture cannot.
+    """The algorithm to run. The first call of a kind runs fused unless chunked is forced, as a capture loads no
+    kernels.
 
-    chunked and fused keep the same protocol, so a rank for which it is the first one fits the others.
+    chunked and fused keep the same protocol, so a rank that makes its first call fits the others.
     """
     if call in ours.loaded:
         return name

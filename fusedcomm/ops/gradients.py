@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class WeightLayout(NamedTuple):
-    """How w lies. ``transposed``: as nn.Linear's weight.mT; its gradient must lie so too, or autograd copies it."""
+    """How w lies. ``transposed``: as nn.Linear's weight.mT; the gradient must lie likewise, or autograd copies it."""
 
     batched: bool
     transposed: bool

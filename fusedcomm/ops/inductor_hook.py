@@ -1,7 +1,7 @@
-"""Inductor gets to know the lowerings of the ops as soon as a program imports it, which takes a second.
+"""Registers the lowerings of the ops with Inductor as soon as a program imports it, which takes a second.
 
-Inductor asks nobody for lowerings, and a graph can be compiled without `fusedcomm.compile`; so the import of its table
-is what they wait for.
+Inductor asks nobody for lowerings, and a graph can be compiled without `fusedcomm.compile`. So the import of Inductor's
+table of lowerings is when the ops' are registered.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def install() -> None:
 
 
 def _register() -> None:
-    """Also where `lowering` itself is what imports the table, and so is half imported: it registers at its end."""
+    """If `lowering` itself imports the table, it is half imported now: then it registers at its own end."""
     try:
         from fusedcomm.ops import lowering  # noqa: F401
-    except Exception as error:  # programs that compile none of the ops must still be compiled
+    except Exception as error:  # a program without these ops must still compile
         log.warning("Inductor lowers the ops of fusedcomm as plain fallbacks, in no fixed order: %s", error)
 
 
 class _AfterTable:
-    """A finder that finds the table where it is; it is gone once that is imported."""
+    """A finder that finds the table where it is. It is removed once the table is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name == TABLE else None

@@ -28,9 +28,9 @@ def new_or_given(x: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
 
 
 def define_out(op: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
-    """Define ``op.out``: the same call, its result in a contiguous tensor of the caller's.
+    """Define ``op.out``: the same call, which puts its result into a contiguous tensor of the caller.
 
-    ``kernel`` and ``fake``: the op's own, which take ``out`` besides.
+    ``kernel`` and ``fake`` are the op's own, which take ``out`` too.
     """
     args = str(getattr(torch.ops.fusedcomm, op).default._schema).partition("(")[2].removesuffix(") -> Tensor")
     tags = [getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "out") if hasattr(torch.Tag, name)]

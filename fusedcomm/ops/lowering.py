@@ -1,6 +1,6 @@
 """How Inductor lowers the fused ops: as collectives, which it keeps in the order of the program among all others.
 
-Importing this registers them, and imports Inductor, which takes a second.
+Importing this module registers the lowerings, and imports Inductor, which takes a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAIR_OPS = ("all_to_all_matmul", "all_gather_matmul")  # a result, or a list of 
 
 def _register() -> None:
     """Tell Inductor how to lower the five ops. Graphs that it has lowered before stay as they are."""
-    if not hasattr(ir, "_CollectiveKernel"):  # private; without it ops are plain fallbacks, of no fixed order
+    if not hasattr(ir, "_CollectiveKernel"):  # it is private; without it ops are plain fallbacks, in no fixed order
         return
     for ops, lower in ((OUT_OPS, _lower_out), (PAIR_OPS, _lower_pair)):
         for op in ops:
@@ -70,14 +70,14 @@ def _out_kernel() -> Any:
 
 
 def _constrain(node: Node, x: Any, w: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """x contiguous, and w, or each of a list, with K or N contiguous: written so by its producer, not copied after."""
+    """x contiguous, and every w with K or N contiguous: the producer writes them so, and nothing is copied."""
     like = pytree.tree_map_only(Node, lambda n: n.meta["val"], node.args[1])
     w = [_matrix(*each) for each in zip(w, like, strict=True)] if isinstance(w, Sequence) else _matrix(w, like)
     return (ir.ExternKernel.require_contiguous(x), w, *args), kwargs
 
 
 def _matrix(w: Any, like: Tensor) -> Any:
-    """w as it lies, if it does; else, as the traced program has it, [..., K, N] or the transpose of [..., N, K]."""
+    """w as it is if K or N is contiguous; else as traced, [..., K, N] or the transpose of [..., N, K]."""
     lies = ir.is_storage_and_layout(w) and not isinstance(w.get_layout(), ir.FlexibleLayout)
     if lies and any(_is_one(stride) for stride in w.get_stride()[-2:]):
         return w

@@ -54,7 +54,7 @@ def matmul_all_reduce(
 
 
 def exchange_of(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int) -> Exchange:
-    """Check a call and work out its geometry, of x with some rows more where R divides no dim. Raises ValueError."""
+    """Check a call and work out its geometry, with a few more rows of x where R divides no dim. Raises ValueError."""
     check_tensors(x, [w], [bias])
     exchange = shapes.of(shapes.matmul_all_reduce, x.shape, w.shape, reduce_op, group_size)
     check_bias(bias, w.shape[-1])
@@ -104,7 +104,7 @@ def _fake(
     out: Tensor | None = None,
 ) -> Tensor:
     check_tensors(x, [w], [bias])
-    shapes.check_all_reduce(x.shape, w.shape, reduce_op, group_size)  # which dim is cut is no business of a graph's
+    shapes.check_all_reduce(x.shape, w.shape, reduce_op, group_size)  # a graph does not depend on which dim is cut
     check_bias(bias, w.shape[-1])
     return new_or_given(x, [*x.shape[:-1], w.shape[-1]], out)
 

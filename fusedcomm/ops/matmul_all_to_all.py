@@ -133,7 +133,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
     ctx.num_columns = 1 if out_shape is None else len(out_shape)
     ctx.x_shape, ctx.w_layout, ctx.num_n = x.shape, gradients.layout_of(w), w.shape[-1]
-    ctx.exchange = (scatter_dim, gather_dim, group_size, group_name)  # back
+    ctx.exchange = (scatter_dim, gather_dim, group_size, group_name)  # the exchange back
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -347,7 +347,8 @@ def _new_group(name: str, ranks: tuple[int, ...], backend: str, device_type: str
     """A group with the timeout of ``like``.
 
     It is not made by new_group. That names a group of some ranks by the number of groups that a rank has, and ranks
-    with different numbers would wait for each other under different names. """
+    with different numbers would wait for each other under different names.
+    """
     timeout = _timeout(like, device_type)
     bound = timedelta(seconds=env.timeout_s())
     connects = backend == "gloo"  # gloo connects when the group is made, other backends when it is used

@@ -182,7 +182,8 @@ def exchanged(step: Step) -> tuple[float, float]:
     """Elements that a rank sends in an exchange on average, and those that the busiest rank sends or receives.
 
     They are those of the group whose other coordinates are 0. Each rank sends each other what that one needs of its
-    box. A mesh dim cuts at most one tensor dim, so the sum over the others is a product over tensor dims. """
+    box. A mesh dim cuts at most one tensor dim, so the sum over the others is a product over tensor dims.
+    """
     before, after, group = step.before, step.after, step.mesh_dims
     sizes = [before.mesh_shape[i] if i in group else 1 for i in range(len(before.mesh_shape))]
     sent = received = shared = _ONE

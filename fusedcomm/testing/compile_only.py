@@ -2,10 +2,9 @@
 
     python -m fusedcomm.testing.compile_only FOLDER
 
-Runs the launch functions on tensors without memory (device "meta") under a driver that names a
-target and launches nothing; so arguments, specialization and tile sizes are those of a real launch.
-Writes each kernel's PTX to FOLDER and prints what it needs as JSON, one object per kernel. Must run
-without TRITON_INTERPRET.
+It runs the launch functions on tensors without memory (device "meta") under a driver that names a target and launches
+nothing; so arguments, specialization and tile sizes are those of a real launch. It writes each kernel's PTX to FOLDER
+and prints what the kernel needs as JSON, one object per kernel. It must run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ COUNTED = {
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What one kernel was made into. ``stack`` > 0: spilled registers; ``spills_in_loops``: accesses in main loops."""
+    """What a kernel was compiled to. ``stack`` > 0: spilled registers; ``spills_in_loops``: accesses in main loops."""
 
     name: str
     arch: int
@@ -69,7 +68,7 @@ class KernelReport:
 
 
 class CompilerDriver:
-    """Stands in for a GPU's driver: names a target, has no device to launch on."""
+    """Stands in for a GPU's driver: it names a target, and has no device to launch on."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -101,7 +100,7 @@ class MetaWorkspace:
 
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Any]]:
-    """Launches inside the block compile for ``arch``; gives the compiled kernels."""
+    """Launches inside the block only compile, for ``arch``; gives the list of compiled kernels."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -163,7 +162,7 @@ class PushRound:
 class GatherRound:
     """A call of all_gather_matmul, or with a scatter_dim of all_to_all_matmul, whose round is compiled."""
 
-    shape: tuple[int, ...]  # of each rank's x
+    shape: tuple[int, ...]  # shape of each rank's x
     n: int
     gather_dim: int
     scatter_dim: int | None = None
@@ -191,7 +190,7 @@ class GatherRound:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
     def _w_shape(self) -> tuple[int, ...]:
-        """K: what is left of x's last dims after a leading dim for the batches, and one for the rows."""
+        """w's shape. K is what is left of x's last dims after a leading dim for the batches, and one for the rows."""
         shape = list(self.shape)
         shape[self.gather_dim] *= GROUP_SIZE
         if self.scatter_dim is not None:
@@ -206,7 +205,7 @@ class GatherRound:
 
 
 def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> None:
-    """matmul_reduce_scatter of 4096 rows per rank."""
+    """Launch the reduction of a matmul_reduce_scatter with 4096 rows per rank."""
     exchange = shapes.matmul_reduce_scatter((4 * 4096, 1024), (1024, 4096), "sum", 0, GROUP_SIZE)
     (spans,) = exchange.rounds(1 << 62)
     out = torch.empty(exchange.out_shape, dtype=dtype, device="meta")
@@ -221,13 +220,13 @@ def finish() -> None:
 
 START = PushRound((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the start program
 LINEAR = PushRound((16384,), 4096, 8192, 0, 1, transposed=True, bias=True)
-TOKENS = GatherRound((4096, 4096), 8192, 0)  # of sequence parallelism
+TOKENS = GatherRound((4096, 4096), 8192, 0)  # the gather of sequence parallelism
 ULYSSES = GatherRound((4, 16384, 8, 128), 4096, 2, 1)  # back from heads to tokens
 PACKED_QKV = PushRound((4, 4096), 4096, 12288, 1, 3, (3, 32, 128), bias=True)
 
 
 def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every row of the tile tables where it needs most (a bias), and every way to load."""
+    """Launches with every row of the tile tables where it needs most (with a bias), and with every way to load."""
     yield "push", START.push
     yield "push transposed bias", LINEAR.push
     yield "push fp16 packed bias", dataclasses.replace(PACKED_QKV, dtype=torch.float16).push
@@ -255,7 +254,7 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def gathers() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Rows, batches or K gathered; every row of the tile tables; every way to load w."""
+    """Launches that gather rows, batches or K, with every row of the tile tables and every way to load w."""
     yield "gather", TOKENS.gather
     yield "gather rows transposed bias", dataclasses.replace(TOKENS, transposed=True, bias=True).gather
     yield "gather rows batched fp16", GatherRound((16, 1024, 4096), 8192, 1, batched=True, dtype=torch.float16).gather

@@ -1,7 +1,6 @@
 """Finds places in PTX where data could be overtaken by the flag that announces them.
 
-Follows every path through a kernel with a few facts about what has happened on it. All of these
-must hold:
+This follows every path through a kernel with a few facts about what has happened on it. All of these must hold:
 
     data stores -> bar.sync -> counter (acq_rel) -> bar.sync -> flag (release.sys)    a push
     poll (acquire.sys) -> bar.sync -> data loads, cp.async too                        reads
@@ -40,7 +39,7 @@ class PathFacts:
 
 
 def violations(ptx: str, reads_after_wait: bool = False) -> list[str]:
-    """One line per instruction that a path reaches too early. ``reads_after_wait``: loads too."""
+    """One line per instruction that a path reaches too early. ``reads_after_wait``: check loads too."""
     instructions, labels = _parse(ptx)
     found: set[tuple[int, str]] = set()
     seen: set[tuple[int, PathFacts]] = set()
@@ -55,7 +54,7 @@ def violations(ptx: str, reads_after_wait: bool = False) -> list[str]:
         if problem:
             found.add((instruction.line, f"line {instruction.line}: {instruction.op}: {problem}"))
         if instruction.op.startswith("bra"):
-            # names are unique, but for those that inline assembly repeats in scopes of its own
+            # Names are unique, except those that inline assembly repeats in scopes of its own.
             targets = labels[instruction.operands.strip()]
             work.append((min(targets, key=lambda target: abs(target - at)), facts))
         if instruction.predicated or not instruction.op.startswith(("bra", "ret")):
@@ -89,7 +88,7 @@ def _step(instruction: Instruction, facts: PathFacts, reads_after_wait: bool) ->
 
 
 def _reads_data(op: str) -> bool:
-    """TMA loads are of weights: peers' chunks are read by ordinary loads, or by cp.async into shared memory."""
+    """Whether an op reads peers' chunks: by ordinary loads, or cp.async into shared memory. TMA loads read weights."""
     return (op.startswith("ld.") and "global" in op and not _WORD.search(op)) or op.startswith(
         ("cp.async.ca", "cp.async.cg")
     )

@@ -30,7 +30,7 @@ from fusedcomm.runtime.vote import agree
 
 WAIT_S = 60  # bound of waits that are to succeed: on a GPU a peer may be compiling its kernels
 ABSENT_S = 5  # bound of waits that are to fail
-SLACK_S = 10  # beyond it, for a busy machine
+SLACK_S = 10  # beyond that bound, for a busy machine
 CALLS = 3  # back to back with fresh data: both slots are used again
 CASES = ((MatmulSize(37, 29, 31), torch.float32), (MatmulSize(3 * 13, 17, 23, batch=3), torch.bfloat16))
 
@@ -40,14 +40,14 @@ class Skipped(Exception):
 
 
 class Wrong(Exception):
-    """What a check has found. Raised on all ranks alike: who left alone would leave the others waiting."""
+    """What a check has found. It is raised on all ranks: a rank that left alone would leave the others waiting."""
 
 
 @dataclass(frozen=True)
 class SelftestCheck:
     name: str
     proves: str
-    run: Callable[[torch.device], str]  # says what it has seen; raises what is wrong
+    run: Callable[[torch.device], str]  # returns what it has seen; raises what is wrong
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CheckResult:
 
 
 def run_check(name: str, device: torch.device) -> CheckResult:
-    """One check, in all ranks of WORLD. Raises PeerTimeoutError if a rank does not come to the vote."""
+    """Run one check, in all ranks of WORLD. Raises PeerTimeoutError if a rank does not come to the vote."""
     check, start = CHECKS[name], time.monotonic()
     vote: dict[str, Any] = {"status": "passed", "found": ""}
     with settings(TIMEOUT_S=str(WAIT_S)):
@@ -75,7 +75,7 @@ def run_check(name: str, device: torch.device) -> CheckResult:
         except Exception as error:
             vote = {"status": "failed", "found": f"rank {dist.get_rank()}: {type(error).__name__}: {error}"}
     votes = _meet(_world(), vote | {"at": time.time()}, _vote_s(), name)
-    # what others suffered when a rank left the check came later
+    # The first failure is the cause: what other ranks suffered when a rank left the check came later.
     failed = [each for each in votes if each["status"] == "failed"]
     worst = min(failed, key=lambda each: each["at"]) if failed else votes[0]
     return CheckResult(name, check.proves, worst["status"], worst["found"], time.monotonic() - start)
@@ -83,7 +83,7 @@ def run_check(name: str, device: torch.device) -> CheckResult:
 
 @contextmanager
 def settings(**env: str) -> Iterator[None]:
-    """``FUSEDCOMM_<name>`` inside; a group keeps those of its first call."""
+    """Set ``FUSEDCOMM_<name>`` inside. A group keeps the settings of its first call."""
     saved = dict(os.environ)
     os.environ.update({f"FUSEDCOMM_{name}": value for name, value in env.items()})
     try:
@@ -97,7 +97,7 @@ def settings(**env: str) -> Iterator[None]:
 def own_group(**env: str) -> Iterator[ProcessGroup]:
     """A group of all ranks that votes under these settings, and is gone afterwards.
 
-    The vote on the check ends first: NCCL's watchdog would end the process, and what the check has found.
+    Its time-out is longer than the vote on the check: NCCL's watchdog would end the process before the check reports.
     """
     with settings(**env):
         group = dist.new_group(timeout=timedelta(seconds=2 * _vote_s()))
@@ -133,7 +133,7 @@ class ExactCall:
         return [y.detach(), *grads]
 
     def expected(self) -> list[Tensor]:
-        """The same by the program of all ranks in this process, in float64: no communication to trust."""
+        """The same tensors by the program of all ranks, in this process and in float64: no communication to trust."""
         xs, ws = ([t.double().requires_grad_() for t in ts] for ts in (self.xs, self.ws))
         outs = self.bench.program(xs, ws)
         y = outs[self.rank]
@@ -162,7 +162,7 @@ class ExactCall:
 
 
 def _divisible(bench: OpBench, size: MatmulSize, num_ranks: int) -> MatmulSize:
-    """What the group divides times the number of ranks; the rest as odd as it is."""
+    """The size that the group divides is multiplied by the number of ranks; the others stay as odd as they are."""
     rows, k, n = (each * (num_ranks if bench.cut == cut else 1) for cut, each in _cuts(size))
     return MatmulSize(rows, k, n, size.batch)
 
@@ -279,7 +279,7 @@ def _runnable(group: ProcessGroup, device: torch.device) -> tuple[list[str], dic
 
 
 def _with_workspace(device: torch.device) -> list[str]:
-    """The algorithms that wait by our own flags."""
+    """The algorithms that wait by the flags of a workspace. Raises Skipped if there are none."""
     with own_group() as group:
         can, cannot = _runnable(group, device)
     if algorithms := [name for name in can if name != "unfused"]:
@@ -295,7 +295,7 @@ def _must_hold(group: ProcessGroup, wrong: str | None, algorithm: str) -> None:
 
 
 def _must_be_right(calls: Sequence[ExactCall], group: ProcessGroup, algorithm: str) -> None:
-    """Back to back, all of them whatever the first ones give: peers make them all."""
+    """Make all calls back to back, whatever the first ones give, because the peers make them all."""
     found = [(data.bench.op, data.wrong(group)) for data in calls]
     _must_hold(group, next((f"{op}: {wrong}" for op, wrong in found if wrong), None), algorithm)
 
@@ -307,7 +307,7 @@ def _must_be_right_after_reset(data: ExactCall, group: ProcessGroup, algorithm: 
 
 
 def _error_of(data: ExactCall, group: ProcessGroup) -> Exception | None:
-    """On a GPU waits report when the host asks."""
+    """The PeerError of a call, or None. On a GPU waits report only when the host asks."""
     x, w = (t.detach() for t in data.inputs())
     try:
         getattr(fusedcomm, data.bench.op)(x, w, *data.bench.dims(x), group)

@@ -52,10 +52,10 @@ class VirtualGroup:
         return results
 
     def load(self, fn: Callable[..., Any], fingerprint: int, *args: Any) -> None:
-        """``fn(workspace, *args)``, a call of one or two rounds, by one rank after the other: each finds all flags set.
+        """Run ``fn(workspace, *args)``, of one or two rounds, by one rank after the other; each finds all flags set.
 
-        Loads every kernel as this group's size specialises it, and fills the ranks' memory pools. Leaves nothing in
-        the workspaces.
+        This loads every kernel as this group's size specialises it, and fills the ranks' memory pools. It leaves
+        nothing in the workspaces.
         """
         self._clear()
         with self._on_device():
@@ -89,7 +89,7 @@ class VirtualGroup:
             torch.cuda.synchronize(self.device)
 
     def _clear(self) -> None:
-        """Workspaces as new: no flags, no data, epoch 0."""
+        """Make the workspaces as new: no flags, no data, epoch 0."""
         self._synchronize()
         with self._on_device():
             for workspace in self.workspaces:
@@ -104,6 +104,6 @@ class VirtualGroup:
             with torch.cuda.stream(stream):
                 a = torch.ones(16, 16, dtype=torch.bfloat16, device=self.device)
                 torch.mm(a, a)
-                torch.addmm(a[0], a, a)  # cublasLt has one of its own
+                torch.addmm(a[0], a, a)  # cublasLt has a workspace of its own
                 torch.empty(2 * workspace.slot_bytes, dtype=torch.uint8, device=self.device)
         self._synchronize()

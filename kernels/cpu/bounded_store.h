@@ -1,5 +1,6 @@
-// A group's store, every call of it bounded: where the store's host cannot be reached, a call blocks for as long as TCP
-// tries (minutes), whatever time-out the store has. So each runs on a thread of its own, which is left if it is late.
+// A group's store, with all calls bounded: where the store's host cannot be reached, a call blocks for as long as TCP
+// tries (minutes), whatever time-out the store has. So each call runs on a thread of its own, which is left behind if
+// it is late.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -22,7 +23,7 @@ class BoundedStore {
 
   explicit BoundedStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
-  // Calls that have not returned then throw DistStoreError.
+  // A call that has not returned by the deadline throws DistStoreError.
   void set_deadline(Clock::time_point deadline) { deadline_ = deadline; }
 
   std::chrono::milliseconds timeout() const { return store_->getTimeout(); }

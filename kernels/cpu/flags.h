@@ -21,7 +21,7 @@ inline void signal_word(uintptr_t address, int64_t value) {
   __atomic_store_n(reinterpret_cast<int64_t*>(address), value, __ATOMIC_RELEASE);
 }
 
-// Broken words are kind | epoch << 8. A peer that failed in a later round has completed this one: it is still good.
+// Broken words are kind | epoch << 8. A peer that failed in a later round has completed this one, which is still good.
 inline bool any_broken(uintptr_t words, int64_t num_words, int64_t epoch) {
   for (int64_t i = 0; i < num_words; ++i) {
     const int64_t word = load_word(words + static_cast<uintptr_t>(i) * sizeof(int64_t));
@@ -30,7 +30,8 @@ inline bool any_broken(uintptr_t words, int64_t num_words, int64_t epoch) {
   return false;
 }
 
-// Waits for the signal of the round `epoch`, until a peer fails in it, or for the deadline; the flag last seen.
+// Waits for the signal of round `epoch`, but only until a peer fails in it or until the deadline. Returns the last
+// flag.
 inline int64_t wait_word(uintptr_t address, int64_t epoch, uintptr_t broken, int64_t num_broken, double timeout_s) {
   int64_t flag = load_word(address);
   if ((flag >> kFingerprintBits) >= epoch) return flag;

@@ -16,8 +16,8 @@ inline bool interpreter_ends() {
 }
 
 // A daemon thread that comes back when the interpreter ends stays here until the process has ended: before 3.14 Python
-// would end the thread, and the destructors on its stack would end the process by std::terminate. Not the main thread,
-// which ends the interpreter.
+// would end the thread, and the destructors on its stack would end the process by std::terminate. The main thread,
+// which ends the interpreter, does not stay.
 inline void take_gil(PyThreadState* state) {
   while (interpreter_ends() && syscall(SYS_gettid) != getpid()) pause();
   PyEval_RestoreThread(state);

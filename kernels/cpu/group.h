@@ -17,11 +17,11 @@ struct Group {
   int rank;
   int size;
   c10::intrusive_ptr<c10d::Store> store;
-  uint64_t identity;  // 0: set by set_group_info, which torch never changes
+  uint64_t identity;  // 0 for a group from set_group_info, which torch never changes
 };
 
-// A number for the process group that has this name now, 0 if none has. Names are reused, and so are addresses, and
-// a reference from C++, weak ones included, would keep the store and its server alive: hence a Python weak reference.
+// A number for the process group that has this name now, or 0 if none has. Names and addresses are reused, and any
+// reference from C++, even a weak one, would keep the store and its server alive. So a Python weak reference is kept.
 inline uint64_t process_group_identity(const std::string& name) {
   namespace py = pybind11;
   struct Known {

@@ -9,7 +9,7 @@ namespace fusedcomm {
 
 constexpr uintptr_t kHugePage = 2u << 20;
 
-// Advice for the whole huge pages inside [address, address + num_bytes); without effect where the system has none.
+// Asks for huge pages inside [address, address + num_bytes); without effect where the system has none.
 inline void prefer_huge_pages(uintptr_t address, uintptr_t num_bytes) {
   const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t end = (address + num_bytes) / kHugePage * kHugePage;

@@ -1,9 +1,10 @@
 // How the ranks of a group find each other's segments through the group's store.
 //
-// A store may hold keys of earlier attempts, of killed processes, of an earlier group of the same name. So every
+// A store may hold keys from earlier attempts, killed processes, or an earlier group of the same name. So every
 // attempt of a rank carries a fresh random ticket, and a rank takes part only in an attempt that all ranks confirm:
 //
-//   offer/<rank>          what the rank offers, its ticket included; between attempts, when it gave up the last one
+//   offer/<rank>          what the rank offers, its ticket included; between attempts, the time when it gave up the
+//                         last one, or 0
 //   agreed/<id>/<rank>    the rank has read the offers whose tickets hash to <id>. Its own fresh ticket is one of them,
 //                         so what all ranks have set belongs to the present attempt of each
 //   mapped/<id>/<rank>    "ok" once the rank has mapped everything, else why it cannot; ends the attempt on all ranks
@@ -31,7 +32,7 @@ namespace fusedcomm {
 struct Offer {
   SegmentAddress pad;  // made for the attempt: its id is the ticket
   SegmentAddress buffer;
-  uint64_t offset;         // of the tensor's storage in the buffer
+  uint64_t offset;         // where the tensor's storage begins in the buffer
   uint64_t host;           // hash of the boot id
   uint64_t pid_namespace;  // hash of its name
 };
@@ -48,7 +49,7 @@ inline std::string list_ranks(const std::vector<int>& ranks) {
   return text;
 }
 
-constexpr std::chrono::seconds kStoreGrace{2};  // for the store to answer, once the time is over
+constexpr std::chrono::seconds kStoreGrace{2};  // how long the store may take to answer when the time is over
 
 // One attempt. Each of its two waits is bounded, and the destructor withdraws what it has posted.
 class Rendezvous {
@@ -58,11 +59,11 @@ class Rendezvous {
   Rendezvous& operator=(const Rendezvous&) = delete;
   ~Rendezvous();
 
-  // Every rank's offer of this attempt.
+  // Returns every rank's offer of this attempt.
   std::vector<Offer> exchange(const Offer& mine);
 
-  // Ends the attempt once every rank has called this: each rank's error, "ok" for none. A rank that has exchanged
-  // offers calls this whatever went wrong since; if it just left, its peers would wait in vain.
+  // Ends the attempt once every rank has called this. Returns each rank's error, "ok" for none. A rank that has
+  // exchanged offers calls this whatever went wrong since; if it just left, its peers would wait in vain.
   std::vector<std::string> acknowledge(const std::string& error);
 
  private:
@@ -158,7 +159,7 @@ inline void Rendezvous::start_wait() {
   store_.set_deadline(deadline_ + kStoreGrace);
 }
 
-// False once the time is over.
+// Returns false once the time is over.
 inline bool Rendezvous::wait_a_little() {
   const auto now = Clock::now();
   if (now >= deadline_) return false;
@@ -187,7 +188,7 @@ inline std::vector<Offer> Rendezvous::exchange(const Offer& mine) {
   std::vector<Offer> offers;
   do {
     const std::vector<Offer> seen = read_offers();
-    // Checked after the read: a rank replaces its offer only when the attempt is agreed, or it has given up.
+    // This is checked after the read: a rank replaces its offer only when the attempt is agreed, or it has given up.
     if (!offers.empty() && store_.check(all(&Rendezvous::agreed_key))) {
       start_wait();
       return offers;
@@ -210,7 +211,7 @@ inline std::vector<std::string> Rendezvous::acknowledge(const std::string& error
   posted_.push_back(mapped_key(group_.rank));
   while (!store_.check(all(&Rendezvous::mapped_key))) {
     if (!wait_a_little()) {
-      // Not withdrawn: it would name this rank as missing in its peers' errors, and they must not succeed later.
+      // This is not withdrawn: peers would name this rank as missing in their errors, and they must not succeed later.
       store_.set(mapped_key(group_.rank), c10::str("rank ", group_.rank, " gave up waiting for its peers"));
       posted_.pop_back();
       throw_timeout("map the memory of all ranks", [this](int r) { return store_.check({mapped_key(r)}); });

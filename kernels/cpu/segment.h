@@ -1,4 +1,5 @@
-// Anonymous shared memory. A segment is a memfd: the kernel frees it with its last user, however that one ends. It is
+// Anonymous shared memory. A segment is a memfd: the kernel frees it with its last user, however that process ends. It
+// is
 // sealed in its size: if it could be cut off under the ranks that have mapped it, their next access would kill them.
 #pragma once
 
@@ -19,7 +20,7 @@
 namespace fusedcomm {
 
 // Where a peer finds a segment: /proc/<pid>/fd/<fd>. The random id is in the memfd's name, so that a number that
-// means something else by now (or on another host) is told from the segment before it is mapped.
+// means something else by now (or on another host) is told apart from the segment before it is mapped.
 struct SegmentAddress {
   uint64_t id;
   uint64_t num_bytes;

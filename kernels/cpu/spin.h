@@ -19,7 +19,7 @@ inline void cpu_pause() {
 #endif
 }
 
-// Pauses for some microseconds, then yields, then sleeps: more ranks than cores must progress.
+// Pauses for some microseconds, then yields, then sleeps, so that more ranks than cores make progress.
 //     for (Spin spin(timeout_s, gil); !ready();)
 //       if (!spin.again()) return timed_out;
 class Spin {
@@ -33,7 +33,7 @@ class Spin {
     deadline_ = start_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   }
 
-  // Waits a little. False once the time is over; after the last sleep the caller always looks once more.
+  // Waits a little. Returns false once the time is over; after the last sleep the caller always looks once more.
   bool again() {
     if (pauses_left_ > 0) {
       --pauses_left_;

@@ -22,7 +22,8 @@ namespace symm_mem = c10d::symmetric_memory;
 constexpr const char* kBackend = "FUSEDCOMM_CPU";
 
 // What rendezvous() returns: this rank's view of the segments of all ranks. The pad has one 32-bit word per (channel,
-// src_rank), 1 from signal to wait, and belongs to this handle alone: groups that share a buffer share no signals.
+// src_rank), which is 1 from signal to wait. It belongs to this handle alone: groups that share a buffer share no
+// signals.
 class Handle final : public symm_mem::SymmetricMemory {
  public:
   using Segments = std::vector<std::shared_ptr<Segment>>;
@@ -44,7 +45,7 @@ class Handle final : public symm_mem::SymmetricMemory {
   int get_rank() override { return rank_; }
   int get_world_size() override { return group_size_; }
   c10::Device get_device() override { return c10::Device(c10::kCPU); }
-  // Not in the interface of every torch release, so not marked `override`.
+  // These are not in the interface of every torch release, so they are not marked `override`.
   size_t get_offset() { return offset_; }
   bool world_within_direct_access() { return true; }
 
@@ -123,7 +124,7 @@ void Handle::wait_signal(int src_rank, int channel, size_t timeout_ms) {
               "no signal from rank ", src_rank);
 }
 
-// A signal to each peer, then a wait for each peer's.
+// Sends a signal to each peer, then waits for each peer's.
 void Handle::barrier(int channel, size_t timeout_ms) {
   check_channel(channel);
   WithoutGil gil;
@@ -149,7 +150,7 @@ void Handle::barrier(int channel, size_t timeout_ms) {
 }
 
 // Leaves no signal of a barrier that failed, so that it can be tried again: between two ranks each signal is taken by
-// its receiver or withdrawn. A peer that has taken mine had sent its own before.
+// its receiver or withdrawn. A peer that has taken this rank's signal had sent its own before.
 void Handle::undo_barrier(int channel, int num_sent, int num_received) const {
   for (int step = 1; step <= num_sent; ++step) {
     const int peer = (rank_ + step) % group_size_;
@@ -225,7 +226,7 @@ class Allocator final : public symm_mem::SymmetricMemoryAllocator {
  private:
   using Allocations = std::map<uintptr_t, Allocation>;  // by address
 
-  // The allocation this address is in.
+  // Returns the allocation that contains this address.
   Allocations::iterator find(void* ptr);
   c10::intrusive_ptr<Handle> connect(const Group& group, const std::shared_ptr<Segment>& buffer, size_t offset);
 
@@ -254,7 +255,7 @@ void* Allocator::alloc(size_t size, int, const std::optional<std::string>& group
   return segment->base();
 }
 
-// The memory stays while a handle of it does.
+// The memory stays as long as a handle of it does.
 void Allocator::free(void* ptr) noexcept {
   Allocations::node_type freed;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -268,7 +269,8 @@ size_t Allocator::get_alloc_size(void* ptr) {
   return it->second.segment->num_bytes();
 }
 
-// Collective, unless this rank holds a handle for (allocation, live group). Null for other memory, as torch wants it.
+// This is a collective, unless this rank holds a handle for (allocation, live group). It returns null for memory that
+// is not allocated here, as torch wants it.
 c10::intrusive_ptr<symm_mem::SymmetricMemory> Allocator::rendezvous(void* ptr,
                                                                     const std::optional<std::string>& group_name) {
   std::shared_ptr<Segment> buffer;
@@ -295,7 +297,7 @@ c10::intrusive_ptr<symm_mem::SymmetricMemory> Allocator::rendezvous(void* ptr,
     }
   }
   auto handle = connect(group, buffer, offset);
-  CachedHandle replaced{group.identity, offset, handle};  // the stale handle goes after the lock
+  CachedHandle replaced{group.identity, offset, handle};  // the stale handle is released after the lock
   std::lock_guard<std::mutex> lock(mutex_);
   const auto it = find(ptr);
   if (it != allocations_.end() && it->second.segment == buffer) std::swap(it->second.handles[*name], replaced);
@@ -343,7 +345,7 @@ c10::intrusive_ptr<Handle> Allocator::connect(const Group& group, const std::sha
 
 }  // namespace
 
-// A backend that someone else has registered for CPU stays the one in use; set_backend(kBackend) selects ours.
+// A backend that someone else has registered for CPU stays the one in use; set_backend(kBackend) selects this one.
 void register_symmetric_memory() {
   static const auto allocator = c10::make_intrusive<Allocator>();
   symm_mem::register_availability(kBackend, allocator);

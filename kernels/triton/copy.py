@@ -21,7 +21,7 @@ def _copy(
     chunk,
     tensor,
     peer,
-    span,  # of the tensor; the chunk is contiguous
+    span,  # Span of the tensor; the chunk is contiguous
     TO_CHUNK: tl.constexpr,
     POISON: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
@@ -67,8 +67,8 @@ def pack_kernel(
 ):
     """slot[rank][i] of each dst_rank = tensor.flatten()[pack(i, dst_rank)]; signal it: own chunk first, then rank + 1.
 
-    Waits for nothing: a slot is free by rule 1 of the protocol. Programs are counted, not tiles: the own signal then
-    says that every program has read the epoch, which a kernel beside this one may count on from there.
+    The kernel waits for nothing: a slot is free by rule 1 of the protocol. It counts programs, not tiles: the own
+    signal then says that every program has read the epoch, which a kernel beside this one may count on from there.
     """
     epoch = next_push(segments_ptr, rank, GROUP_SIZE)
     call = (segments_ptr, rank, epoch, fingerprint, tl.num_programs(0))
@@ -97,11 +97,11 @@ def unpack_kernel(
     END_ROUND: tl.constexpr,
     NUM_SLOTS: tl.constexpr = 2,
 ):
-    """out.flatten()[unpack(i, src)] = slot[src][i] for every src_rank: own, then as they send.
+    """out.flatten()[unpack(i, src)] = slot[src][i] for every src_rank: own data first, then in the order of sending.
 
-    Waits, bounded, for what push_matmul_kernel, pack_kernel or signal_kernel of each src_rank signals; every
-    program waits for every source, even if it has nothing to copy from it (end_round). On failure each program
-    writes NaN where it would have written data.
+    The kernel waits, bounded, for what push_matmul_kernel, pack_kernel or signal_kernel of each src_rank signals. Every
+    program waits for every source, even if it has nothing to copy from it (end_round). On failure each program writes
+    NaN where it would have written data.
     """
     round = next_round(segments_ptr, rank, fingerprint)
     epoch = round[3]

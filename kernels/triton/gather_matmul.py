@@ -1,4 +1,4 @@
-"""Matmul of what every rank has sent, source by source as they arrive."""
+"""Matmul of what every rank has sent, source by source as the chunks arrive."""
 
 import triton
 import triton.language as tl
@@ -91,7 +91,7 @@ def _operands(
 @triton.jit
 def _add_sources(
     acc,
-    first_step,  # of source_rank
+    first_step,  # step of source_rank
     num_steps,
     slot,
     operands,
@@ -165,11 +165,11 @@ def gather_matmul_kernel(
 ):
     """out[batches * M + rows] = sum over src_rank of slot[src_rank] @ w[batches][columns] + bias.
 
-    Unless SPLIT_K the sources own different rows, and are done one after the other. SPLIT_K: each owns a part of K;
-    a tile sums over them in the order of source_rank, the same in every run, and is rounded once.
+    Without SPLIT_K the sources own different rows, and are done one after the other. With SPLIT_K each source owns a
+    part of K; a tile sums over them in the order of source_rank, the same in every run, and is rounded once.
 
-    Waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals; every program waits for every
-    source (end_round). On failure each program writes NaN where it would have written data.
+    The kernel waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals; every program waits for
+    every source (end_round). On failure each program writes NaN where it would have written data.
 
     Chunks are loaded by pointer: peers wrote them by ordinary stores, which TMA loads (the async proxy) would see
     only behind a proxy fence.
@@ -184,7 +184,7 @@ def gather_matmul_kernel(
 
     if SPLIT_K:
         num_all = tiles_in_chunk
-        # The first tile takes the sources as they arrive; then all are there.
+        # The first tile takes the sources as they arrive; after it, all are there.
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         at = tile_of_chunk(program, num_m, num_n, GROUP_M)
         operands = _operands(w, at, 0, sizes, w_strides, W_TMA, W_TRANSPOSED, ROWS_IN_RUNS, BLOCK_M, BLOCK_N)
@@ -241,7 +241,7 @@ def gather_matmul_kernel(
                 src_rank, next_round(segments_ptr, rank, fingerprint), failed, FLAGS, GROUP_SIZE, NUM_SLOTS
             )
             chunk = slot + tl.cast(src_rank, tl.int64) * chunk_numel
-            # tiles are dealt out through all chunks: no program begins each of them
+            # Tiles are dealt out through all chunks, so that no program is the first in each of them.
             first = (program + num_programs - (step * tiles_in_chunk) % num_programs) % num_programs
             for tile in range(first, tl.where(failed, 0, tiles_in_chunk), num_programs):
                 at = tile_of_chunk(tile, num_m, num_n, GROUP_M)

@@ -13,7 +13,7 @@ def begin_push_kernel(
     rank,
     GROUP_SIZE: tl.constexpr,
 ):
-    """Before the first copy of a round to a peer: copies cannot tell the peers what a failure means for them."""
+    """Run before the first copy of a round to a peer: copies cannot tell the peers what a failure means for them."""
     next_push(segments_ptr, rank, GROUP_SIZE)
 
 
@@ -46,9 +46,9 @@ def wait_source_kernel(
     GROUP_SIZE: tl.constexpr,
     NUM_SLOTS: tl.constexpr = 2,
 ):
-    """Wait, bounded, for what src_rank signals: what follows on the stream may read its chunk.
+    """Wait, bounded, for what src_rank signals, so that what follows on the stream may read its chunk.
 
-    Judges nothing and ends nothing: finish_kernel does, after the reads.
+    This judges nothing and ends nothing: finish_kernel does, after the reads.
     """
     round = next_round(segments_ptr, rank, fingerprint)
     wait_source(src_rank, round, round[3] < 0, FLAGS, GROUP_SIZE, NUM_SLOTS)
@@ -67,9 +67,9 @@ def finish_kernel(
     END_ROUND: tl.constexpr,
     NUM_SLOTS: tl.constexpr = 2,
 ):
-    """After the last read of a slot on this stream: out = NaN if any of it may be wrong.
+    """Set out to NaN if any of it may be wrong. Run after the last read of a slot on this stream.
 
-    Waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals.
+    The kernel waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals.
     """
     round = next_round(segments_ptr, rank, fingerprint)
     failed = wait_all(round, FLAGS, GROUP_SIZE, NUM_SLOTS)

@@ -8,7 +8,7 @@ from fusedcomm.kernels.triton.primitives import INTERPRET, rounded, span_index, 
 
 @triton.jit
 def num_tiles(span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
-    """Tiles of a Span. IN_RUNS: none crosses the end of a run of ``inner`` consecutive indices."""
+    """The number of tiles of a Span. With IN_RUNS none crosses the end of a run of ``inner`` consecutive indices."""
     size, inner = span[0], span[2]
     return tl.cdiv(size, inner) * tl.cdiv(inner, BLOCK) if IN_RUNS else tl.cdiv(size, BLOCK)
 
@@ -30,7 +30,7 @@ def tile_range(tile, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
 
 @triton.jit
 def tile_indices(first, peer, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
-    """Where the indices of a tile lie [BLOCK], 64 bits wide; in a run visibly consecutive."""
+    """Where the indices of a tile lie [BLOCK], 64 bits wide; in a run the compiler sees that they are consecutive."""
     offsets = tl.arange(0, BLOCK)
     if IN_RUNS:
         indices = span_index(first, peer, span[1], span[2], span[3], span[4]) + offsets
@@ -41,7 +41,7 @@ def tile_indices(first, peer, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
 
 @triton.jit
 def tile_of_chunk(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Batch, tile row and tile column."""
+    """The batch, tile row and tile column of a tile."""
     tile_m, tile_n = tile_coords(tile % (num_m * num_n), num_m, num_n, GROUP_M)
     return tile // (num_m * num_n), tile_m, tile_n
 
@@ -55,7 +55,7 @@ def load_block(ptr, rows, row_stride, columns, column_stride, mask):
 def multiply(a, b, acc, ALLOW_TF32: tl.constexpr):
     """acc + a @ b, in fp32."""
     PRECISION: tl.constexpr = "tf32" if ALLOW_TF32 else "ieee"
-    if INTERPRET:  # its dot is wrong on bf16
+    if INTERPRET:  # the interpreter's dot is wrong on bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
@@ -81,10 +81,10 @@ def matmul_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x[x_rows] @ w[:, w_columns] in fp32 [BLOCK_M, BLOCK_N]; anything where a mask is false.
+    """x[x_rows] @ w[:, w_columns] in fp32 [BLOCK_M, BLOCK_N]. Where a mask is false, the result can be anything.
 
-    Descriptors fill what lies beyond K with zeros; beyond K of one batch lies the next batch of w,
-    so the host uses them for batched w only if BLOCK_K divides K (0 * inf would be NaN).
+    Descriptors fill what lies beyond K with zeros. But beyond K of one batch lies the next batch of w, so the host uses
+    them for batched w only if BLOCK_K divides K (0 * inf would be NaN).
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     ks = tl.arange(0, BLOCK_K)
@@ -138,7 +138,7 @@ def store_tile(
     IN_RUNS: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    """Add the bias, round, store. Ordinary stores: no async proxy stands between the data and a flag."""
+    """Add the bias, round, store. The stores are ordinary ones: no async proxy stands between the data and a flag."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     if HALVES:  # fewer registers and half the shared memory at a time

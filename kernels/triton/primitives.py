@@ -1,7 +1,7 @@
 """What every kernel here is made of: signal, bounded wait, failure, tile order, Span maps.
 
-The only file with PTX-level matters. What differs between the GPU and the Triton interpreter is
-decided here, once.
+Only this file deals with PTX, and only here, once, is it decided what differs between the GPU and the Triton
+interpreter.
 
 Control flow must be the same in all threads of a program, and two threads that load a word that a
 peer is about to write, or read the clock, may see different values. So whatever decides a branch
@@ -67,7 +67,7 @@ def span_index(i, peer, start, inner, outer_stride, peer_stride):
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """fp32 to DTYPE, to the nearest, or to even."""
+    """fp32 rounded to DTYPE, to the nearest value, or to even."""
     if INTERPRET:
         value = _without_lost_bits(value, DTYPE)
     return value.to(DTYPE)
@@ -75,7 +75,7 @@ def rounded(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def _without_lost_bits(value, DTYPE: tl.constexpr):
-    """The interpreter cuts bf16 off instead of rounding: here the bits that it cuts off are 0."""
+    """``value`` where the bits are 0 that the interpreter cuts off, as it does not round to bf16."""
     if DTYPE.is_bf16():
         bits = value.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -108,7 +108,7 @@ def flags_of(segment, epoch, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_
 
 @triton.jit
 def block_barrier():
-    """Barrier of all threads of a program; orders what they wrote before it for the block.
+    """Barrier of all threads of a program. It orders what they wrote before it for the block.
 
     Triton does not pipeline loops that hold a tl.debug_barrier, and a persistent loop must hold
     one. Only kernels without warp specialization may use this: barrier 0 takes all threads.
@@ -121,12 +121,11 @@ def block_barrier():
 
 @triton.jit
 def signal(flag_ptr, value):
-    """Release at system scope: who acquires ``value`` sees all that this block wrote before.
+    """Release at system scope: whoever acquires ``value`` sees all that this block wrote before.
 
-    The barrier puts the stores of all threads before the release of the one that signals. Our
-    kernels write peers' memory with ordinary stores only; one that used TMA stores (the async
-    proxy) would have to complete them first, in the thread that issued them
-    (cp.async.bulk.wait_group 0).
+    The barrier puts the stores of all threads before the release of the one that signals. The kernels here write peers'
+    memory with ordinary stores only. A kernel that used TMA stores (the async proxy) would have to complete them first,
+    in the thread that issued them (cp.async.bulk.wait_group 0).
     """
     block_barrier()
     tl.atomic_xchg(flag_ptr, tl.cast(value, tl.int64), sem="release", scope="sys")
@@ -134,25 +133,25 @@ def signal(flag_ptr, value):
 
 @triton.jit
 def back_off():
-    """Between two polls: many programs wait, and each poll of theirs goes to the memory that peers write to."""
+    """Pause between two polls: many programs wait, and each of their polls goes to memory that peers write to."""
     if not INTERPRET:
         tl.inline_asm_elementwise("nanosleep.u32 64; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def poll(ptrs, mask=None):
-    """Acquire at system scope; the same value in every thread. A read-modify-write of nothing."""
+    """Acquire words at system scope by a read-modify-write that changes nothing; every thread gets the same values."""
     return tl.atomic_add(ptrs, tl.cast(0, tl.int64), mask=mask, sem="acquire", scope="sys")
 
 
 @triton.jit
 def poll_broken(segment, rank, epoch, expired, GROUP_SIZE: tl.constexpr):
-    """Whether any rank has given up on this workspace by round ``epoch``; giving it up itself where ``expired``.
+    """Whether any rank has given up on this workspace by round ``epoch``. If ``expired``, this rank gives it up too.
 
     A peer that failed in a later round has completed this one: its data are good.
 
-    That the clock has run out is told to the block through memory: ``expired`` may differ between
-    threads, the word that one of them writes does not.
+    The block is told through memory that the clock has run out: ``expired`` may differ between threads, but the word
+    that one of them writes does not.
     """
     RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
     ranks = tl.arange(0, RANKS)
@@ -164,7 +163,7 @@ def poll_broken(segment, rank, epoch, expired, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def given_up(words, epoch):
-    """broken[src]: kind | epoch << 8; 0 while src_rank goes on."""
+    """Whether broken[src] says so: it is kind | epoch << 8, or 0 while src_rank goes on."""
     return (words != 0) & ((words >> KIND_BITS) <= epoch)
 
 
@@ -172,8 +171,8 @@ def given_up(words, epoch):
 def wait(flag_ptr, segment, rank, epoch, skip, GROUP_SIZE: tl.constexpr):
     """Acquire the flag that a peer sets by ``signal`` in round ``epoch``; returns its last value.
 
-    Ends early where the workspace is broken or its time-out is over (then it is broken); ``skip``
-    looks only once.
+    It ends early if the workspace is broken, or if its time-out is over, which breaks it. With ``skip`` it looks only
+    once.
     """
     deadline = tl.load(word(segment, TIMEOUT)) + clock_ns()
     flag = poll(flag_ptr)
@@ -200,16 +199,16 @@ def fail(
 ):
     """Judge why a wait failed. The first program to do so fills the record and breaks all ranks.
 
-    A mismatch is judged before ``broken``: the peer that has found it too has broken this workspace
-    already. A peer that has left a round will not signal again: that is the cause, not that it is
-    missing. Nobody is to blame where the flag that this rank gave up on has come since.
+    A mismatch is judged before ``broken``: the peer that has found it too has broken this workspace already. A peer
+    that has left a round will not signal again: its leaving is the cause, not its silence. Nobody is to blame if the
+    flag that this rank gave up on has come since.
     """
     RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
     ranks = tl.arange(0, RANKS)
     mask = ranks < GROUP_SIZE
     flags = poll(flags_of(segment, epoch, FLAGS, GROUP_SIZE, NUM_SLOTS) + ranks, mask)
     arrived = (flags >> FINGERPRINT_BITS) >= epoch
-    now = (flags >> FINGERPRINT_BITS) == epoch  # a later one is of a rank that has failed and goes on
+    now = (flags >> FINGERPRINT_BITS) == epoch  # a later flag comes from a rank that has failed and goes on
     mismatched = (mask & now & (flags != flag_value(epoch, fingerprint))).to(tl.int64)
     missing = (mask & (arrived == 0) & (ranks != rank)).to(tl.int64)
     words = poll(word(segment, BROKEN) + ranks, mask)
@@ -244,11 +243,11 @@ def fail(
 
 @triton.jit
 def give_up_earlier(segments_ptr, segment, rank, epoch, GROUP_SIZE: tl.constexpr):
-    """If this rank has failed by round ``epoch``, the peers are told that it has given up on the round before that too.
+    """If this rank has failed by round ``epoch``, tell the peers that it has given up on the round before that too.
 
-    By each program, for what it stores itself. The own word stays; a kernel beside this one can only write a later
-    round there, or what it adds to a word of round 0: so all threads decide alike. The exchange acquires: it has
-    reached the peers before the next store.
+    Each program tells them for what it stores itself. This rank's own word is never changed here. A concurrent kernel
+    can only write a later round to it, or set a word of round 0, so all threads take the same branch. The exchange
+    acquires, so it has reached the peers before the next store.
     """
     own = tl.load(word(segment, BROKEN) + rank)
     failed = own >> KIND_BITS
@@ -264,9 +263,9 @@ def give_up_earlier(segments_ptr, segment, rank, epoch, GROUP_SIZE: tl.constexpr
 
 @triton.jit
 def is_broken(segment, rank, epoch, GROUP_SIZE: tl.constexpr):
-    """For readers after their last read: a peer that gave up may have overwritten the slot.
+    """Whether what has been read may be wrong: a peer that gave up may have overwritten the slot.
 
-    The data have been read: their stores, which needed them, come before the barrier.
+    Readers ask after their last read. The stores that needed the data come before the barrier, so the data are read.
     """
     block_barrier()
     return poll_broken(segment, rank, epoch, False, GROUP_SIZE)

@@ -146,9 +146,8 @@ def push_matmul_kernel(
 ):
     """slot[rank] of each dst_rank = x[batches, rows] @ w[batches][:, columns] + bias; signal it.
 
-    Waits for nothing: a slot is free by rule 1 of the protocol. Reads the epoch on the device, so
-    that a replayed graph moves on. Programs share the tiles of all chunks; a chunk must have at
-    least one element.
+    The kernel waits for nothing: a slot is free by rule 1 of the protocol. It reads the epoch on the device, so that a
+    replayed graph moves on. Programs share the tiles of all chunks; a chunk must have at least one element.
     """
     tl.assume(K > 0)
     epoch = next_push(segments_ptr, rank, GROUP_SIZE)
@@ -161,7 +160,7 @@ def push_matmul_kernel(
     stored_tile = tl.program_id(0) - num_programs
     num_stored = 0  # tiles of stored_rank's chunk that are stored but not reported
     stored_rank = rank
-    # Flattened: the loads of a tile are under way while the tile before it is stored.
+    # The loop is flattened: the loads of a tile are under way while the tile before it is stored.
     for tile in tl.range(tl.program_id(0), tiles_in_chunk * GROUP_SIZE, num_programs, flatten=USE_TMA):
         computed = _find(tile, rank, num_m, num_n, tiles_in_chunk, GROUP_SIZE, GROUP_M)
         acc = _multiply(
@@ -186,8 +185,8 @@ def push_matmul_kernel(
             BLOCK_K,
         )
 
-        # Found again from a counter of its own: nothing of the next tile's loads then depends on
-        # this tile's store.
+        # The stored tile is found again from a counter of its own, so that the next tile's loads do not depend on this
+        # tile's store.
         stored_tile += num_programs
         stored = _find(stored_tile, rank, num_m, num_n, tiles_in_chunk, GROUP_SIZE, GROUP_M)
         dst_rank = stored[0]

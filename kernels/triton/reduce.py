@@ -36,7 +36,8 @@ def reduce_kernel(
 ):
     """out.flatten()[start + i] = sum of slot[src][i] over src_rank 0 .. R-1 (/ R) + bias[i % num_bias], 0 <= i < size.
 
-    Waits, bounded, for what push_matmul_kernel or signal_kernel of each src_rank signals, and ends the round. On
+    The kernel waits, bounded, for what push_matmul_kernel or signal_kernel of each src_rank signals, and ends the
+    round. On
     failure each program writes NaN where it would have written data.
     """
     round = next_round(segments_ptr, rank, fingerprint)

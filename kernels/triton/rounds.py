@@ -23,7 +23,7 @@ from fusedcomm.kernels.triton.primitives import (
 def next_round(segments_ptr, rank, fingerprint):
     """The round after the last one that has ended, as the functions below take it.
 
-    Read on the device, so that a replayed graph moves on.
+    The epoch is read on the device, so that a replayed graph moves on.
     """
     segment = tl.load(segments_ptr + rank)
     epoch = tl.load(word(segment, EPOCH)) + 1
@@ -32,15 +32,15 @@ def next_round(segments_ptr, rank, fingerprint):
 
 @triton.jit
 def next_push(segments_ptr, rank, GROUP_SIZE: tl.constexpr):
-    """The epoch of the round to push, by every program before its first store to a peer.
+    """The epoch of the round to push. Every program calls this before its first store to a peer.
 
-    Round e goes where the peers have read round e - 2: their signals of e - 1, which I have waited for, say so. Not if
-    this rank has failed in a round f < e and goes on with what is queued: then it tells those that still read f - 1.
+    Round e overwrites the slot of round e - 2. That is safe once every peer has signalled e - 1. A rank that failed in
+    round f never waited, so it first warns peers still reading f - 1.
     """
     segment = tl.load(segments_ptr + rank)
     last_epoch = word(segment, EPOCH)
     give_up_earlier(segments_ptr, segment, rank, tl.load(last_epoch), GROUP_SIZE)
-    return tl.load(last_epoch) + 1  # again: held over the branch it costs main loops a register
+    return tl.load(last_epoch) + 1  # loaded again: held over the branch, it costs main loops a register
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def report(
     GROUP_SIZE: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
 ):
-    """Count parts of dst_rank's chunk that this program has stored; who completes the chunk signals it.
+    """Count parts of dst_rank's chunk that this program has stored. The program that completes the chunk signals it.
 
     Each program's release and the last one's acquire are on the same word, so that the signal
     covers the stores of all.
@@ -81,7 +81,7 @@ def source_rank(step, rank, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def wait_source(src_rank, round, failed, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_SLOTS: tl.constexpr):
-    """Wait, bounded, for src_rank's signal; whether the round has failed by now. If it had, look only once."""
+    """Wait, bounded, for src_rank's signal. Returns whether the round has failed by now; if it had, looks only once."""
     _, segment, rank, epoch, fingerprint = round
     flags = flags_of(segment, epoch, FLAGS, GROUP_SIZE, NUM_SLOTS)
     flag = wait(flags + src_rank, segment, rank, epoch, failed, GROUP_SIZE)
@@ -90,7 +90,7 @@ def wait_source(src_rank, round, failed, FLAGS: tl.constexpr, GROUP_SIZE: tl.con
 
 @triton.jit
 def wait_all(round, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_SLOTS: tl.constexpr):
-    """Wait for every source; whether the round has failed."""
+    """Wait for every source. Returns whether the round has failed."""
     failed = round[3] < 0
     for step in range(GROUP_SIZE):
         src_rank = source_rank(step, round[2], GROUP_SIZE)
@@ -100,7 +100,7 @@ def wait_all(round, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_SLOTS: tl
 
 @triton.jit
 def must_poison(round, failed, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_SLOTS: tl.constexpr):
-    """After the last read: whether what this program has written may be wrong. Then all ranks are told."""
+    """Whether what this program has written may be wrong, asked after its last read. If so, all ranks are told."""
     segments_ptr, segment, rank, epoch, fingerprint = round
     failed = failed | is_broken(segment, rank, epoch, GROUP_SIZE)
     if failed:
@@ -110,9 +110,9 @@ def must_poison(round, failed, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NU
 
 @triton.jit
 def end_round(round):
-    """By every program of the kernel that ends a round, after its last read; the last program counts the epoch.
+    """Called by every program of the kernel that ends a round, after its last read; the last one counts the epoch.
 
-    Each must have waited for every source: then all of them have signalled when the epoch is counted.
+    Each program must have waited for every source, so that all have signalled when the epoch is counted.
     """
     segment, epoch = round[1], round[3]
     block_barrier()  # the reads of all threads come before the arrival of one

@@ -2,7 +2,8 @@
 
 The planner's model (`cost`) is used roughly, to rank collectives: it gives the time of the plain collective, as far as
 the matmul is long enough to hide it, and of the layout copies that are saved. Its numbers are tuned ones, if the group
-has come together and has them. """
+has come together and has them.
+"""
 
 from __future__ import annotations
 

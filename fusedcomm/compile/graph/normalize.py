@@ -40,7 +40,8 @@ def find(graph: Graph, gathers: bool) -> list[Exchange]:
 
     On rank 0, a program in which every rank keeps part 0 has the same graph. So the gather and the part must come from
     one call of the program (`from_one_call`), as they do in `DTensor.redistribute`. If this rank is in several groups
-    of that size, the part can be its own in another of them; such gathers stay, on all ranks of a mesh. """
+    of that size, the part can be its own in another of them; such gathers stay, on all ranks of a mesh.
+    """
     found = []
     for node in [*_shard_dim_alltoalls(graph), *(collectives.find(graph, "all_gather") if gathers else [])]:
         try:

@@ -84,7 +84,8 @@ class Moves:
         """The moves if only part ``index`` along dim of what has arrived is used, which is this rank's in one mesh dim.
 
         Sizes must tell which mesh dim that is, because a rank may have equal coordinates in several, and what is done
-        on one rank must be done on all. Nor may it be that all ranks keep, say, part 0: see `normalize.find`. """
+        on one rank must be done on all. Nor may it be that all ranks keep, say, part 0: see `normalize.find`.
+        """
         moves = dict(self.by_dim)
         kept = [d for d, move in moves.items() if move.kind in ("all_to_all", "reduce_scatter")]
         groups = [group for group in self.mesh.groups if self._size(group.dims) == num_parts]

@@ -386,7 +386,7 @@ def _store(pg: dist.ProcessGroup, purpose: str) -> dist.Store:
 
 
 def _median(values: list[Any]) -> Any:
-    """The median of JSON values, by key. Of booleans it is whether all are true, of texts the first in their order."""
+    """The median of JSON values, by key. A boolean is true if all are, a text is the first in order."""
     first = values[0]
     if isinstance(first, dict):
         keys = sorted({key for value in values for key in value})

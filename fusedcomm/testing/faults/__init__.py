@@ -1,15 +1,15 @@
 """Faults injected into ranks at named steps of the protocol, and what must come of each: docs/faults.md.
 
     cells.py           the matrix: algorithm / op / fault / step
-    protocol_steps.py  what is replaced, inside a rank and for one call, to be at a step
+    protocol_steps.py  the functions that are replaced, inside a rank and for one call, to be at a step
     injections.py      what goes wrong there
     known_calls.py     calls whose right results are known, and memory around them
-    rank.py            a cell in one rank: the call, what it gives, the memory around it, the way back
-    rank_reports.py    what a rank tells of them
+    rank.py            a cell in one rank: the call, its result, the memory around it, the way back
+    rank_reports.py    what a rank reports about them
     judge.py           whether the ranks' reports are what the fault allows
     matrix.py          cells in pools of ranks, several at a time
 
-Production code knows nothing of it: a step is a function of it that is replaced as long as the faulty call runs.
+Production code knows nothing of faults: a step is one of its functions, which is replaced while the faulty call runs.
 """
 
 from fusedcomm.testing.faults.cells import CELLS, Cell, select

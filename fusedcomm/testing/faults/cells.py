@@ -13,10 +13,10 @@ OPS = tuple(PROGRAMS)
 PUSHES = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")
 TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0}  # long for a busy machine; the interpreter is slow
 
-HARMLESS = ("delay", "pause", "gc", "repeat", "fork", "threads")  # all results are right
-CALLS = ("another-op", "another-shape", "another-dtype", "one-more", "one-fewer")  # the victim calls otherwise
+HARMLESS = ("delay", "pause", "gc", "repeat", "fork", "threads")  # all results must be right
+CALLS = ("another-op", "another-shape", "another-dtype", "one-more", "one-fewer")  # what the victim calls instead
 MISMATCHES = CALLS[:3]
-STOPS = ("pause", "stop", "kill")  # the parent takes part
+STOPS = ("pause", "stop", "kill")  # the parent process lets the victim go on, or kills it
 RAISES = ("raise", "interrupt", "memory")  # the victim leaves its call
 FIRST_CALL, LATER_CALL, CALL = "first-call", "later-call", "call"
 
@@ -43,7 +43,7 @@ class Cell:
 
     @property
     def victim(self) -> int:
-        """Its rank in the group."""
+        """The victim's rank in the group."""
         return self.group_size - 1
 
     @property
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def no_workspace(self) -> bool:
-        """A rank cannot make its memory: all run unfused, until a reset."""
+        """Whether a rank cannot make its memory, so that all ranks run unfused until a reset."""
         return self.fault == "memory" and self.step != "result"
 
     @property
@@ -70,7 +70,7 @@ class Cell:
 
     @property
     def num_calls(self) -> int:
-        """From the faulty one on, by each rank."""
+        """How many calls each rank makes, from the faulty one on."""
         if self.harmless:
             return 4  # both slots are used again
         return 1 if self.algorithm == "unfused" else 2  # gloo's groups are of no use after an error
@@ -82,7 +82,7 @@ class Cell:
 
     @property
     def stops_peers(self) -> bool:
-        """Whether the peers cannot complete the call either: not all of the victim's signals are sent."""
+        """Whether the peers cannot complete the call either, because not all of the victim's signals are sent."""
         if self.fault in ("drop", "one-more"):
             return False
         if self.op == "matmul_all_reduce":  # the second round is still to come
@@ -144,15 +144,17 @@ CELLS = tuple(
 
 
 def select(patterns: Sequence[str] = (), quick: bool = False) -> list[Cell]:
-    """Cells that match one of ``patterns``: of the shell, for a whole name or for whole parts of it that follow each
-    other. ``quick``: a slice of them.
+    """Cells that match one of ``patterns``, as the shell has them, for a whole name or for successive whole parts of
+    it.
+
+    ``quick``: a slice of these cells.
     """
     chosen = [cell for cell in CELLS if not patterns or any(fnmatchcase(f"/{cell}/", f"*/{p}/*") for p in patterns)]
     return _slice(chosen) if quick else chosen
 
 
 def _slice(cells: Sequence[Cell]) -> list[Cell]:
-    """Few cells that have every fault, step and op of each algorithm."""
+    """A few cells that have every fault, step and op of each algorithm."""
     chosen: list[Cell] = []
     for algorithm in TIMEOUT_S:
         here = [cell for cell in cells if cell.algorithm == algorithm]

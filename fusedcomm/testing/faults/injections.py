@@ -1,4 +1,4 @@
-"""What goes wrong at a step. Each takes what the rank would do there (``go_on``) and the time-out."""
+"""What goes wrong at a step. Each function takes what the rank would do there (``go_on``) and the time-out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from fusedcomm.testing.faults.protocol_steps import GoOn
 
-EARLY, LATE = 0.25, 1.5  # of the time-out: who comes then is in time, or is not
+EARLY, LATE = 0.25, 1.5  # times the time-out: a rank that comes then is in time, or too late
 REFUSED = 7  # exit code of a forked child that was told to be no rank
 
 
@@ -31,7 +31,7 @@ def delay(go_on: GoOn, timeout_s: float) -> Any:
 
 
 def stop(go_on: GoOn, timeout_s: float) -> Any:
-    """SIGSTOP. The parent sees it; it kills the rank, or lets it go on: in time, or after the peers' time-outs."""
+    """SIGSTOP. The parent sees it and kills the rank, or lets it go on, in time or after the peers' time-outs."""
     os.kill(os.getpid(), signal.SIGSTOP)
     return go_on()
 
@@ -54,7 +54,7 @@ def run_out_of_memory(go_on: GoOn, timeout_s: float) -> Any:
 
 
 def interrupt(go_on: GoOn, timeout_s: float) -> Any:
-    """Ctrl-C, as a program has it that did not choose to ignore it."""
+    """Ctrl-C, as in a program that does not ignore it."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -64,15 +64,15 @@ def interrupt(go_on: GoOn, timeout_s: float) -> Any:
 
 
 def collect_garbage(go_on: GoOn, timeout_s: float) -> Any:
-    """What was freed too early is gone, and its memory has other numbers."""
+    """Collect what was freed too early, and fill its memory with other numbers."""
     gc.collect()
     taken = [torch.full((1 << exponent,), float("nan")) for exponent in range(4, 16) for _ in range(4)]
-    taken.clear()  # not before all are made: one block would be overwritten again and again
+    taken.clear()  # only when all are made, or one block would be overwritten again and again
     return go_on()
 
 
 def fork(go_on: GoOn, timeout_s: float) -> Any:
-    """A child that would take the rank's place is told that it is no rank; the parent goes on."""
+    """Fork a child that would take the rank's place. It is told that it is no rank, and the parent goes on."""
     child = os.fork()
     if child == 0:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)  # ends it if it hangs, even without a parent

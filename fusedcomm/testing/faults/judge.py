@@ -34,11 +34,11 @@ class Verdict:
     wrong_numbers: int = 0
     hung: bool = False
     worst: float | None = None
-    found: tuple[str, ...] = ()  # what is against the promise
+    found: tuple[str, ...] = ()  # what breaks the promise
 
 
 def judge(cell: Cell, reports: Mapping[int, RankReport]) -> Verdict:
-    """``reports``: of every rank of the group that lives, by its rank there."""
+    """``reports`` has the report of every living rank of the group, by its rank there."""
     found = list(_objections(cell, reports))
     outcomes = [outcome for report in reports.values() for outcome in (*report.outcomes, report.after) if outcome]
     wrong = sum(outcome.kind == WRONG for outcome in outcomes)
@@ -55,7 +55,7 @@ def failed(cell: Cell, text: str) -> Verdict:
 
 
 def _first_errors(cell: Cell, reports: Mapping[int, RankReport]) -> dict[int, CallOutcome | None]:
-    """What each rank but the victim, which may sleep through its time-out, raised first."""
+    """What each rank raised first, except the victim, which may sleep through its time-out."""
     return {
         rank: next((o for o in report.outcomes if o.kind not in (RIGHT, WRONG)), None)
         for rank, report in reports.items()
@@ -83,7 +83,7 @@ def _harmless(cell: Cell, report: RankReport) -> Iterator[str]:
 
 
 def _around(cell: Cell, report: RankReport) -> Iterator[str]:
-    """What holds whatever the calls gave: memory, and the way back."""
+    """What must hold whatever the calls gave: memory, and the way back."""
     if not report.reached:
         yield f"step {cell.step} was not reached"
     yield from report.memory
@@ -111,7 +111,7 @@ def _way_back(cell: Cell, rank: int, after: CallOutcome | None) -> Iterator[str]
 
 
 def _ended(cell: Cell, rank: int, what: str, outcome: CallOutcome) -> Iterator[str]:
-    """In time, and neither with a wrong result nor with an error of others."""
+    """A call must end in time, and neither with a wrong result nor with an error of another kind."""
     stopped_s = LATE * cell.timeout_s if cell.fault == "stop" and rank == cell.victim else 0.0
     if outcome.seconds > stopped_s + cell.timeout_s + SLACK_S:
         yield f"{what} must end within {stopped_s + cell.timeout_s:g} + {SLACK_S:g} s, took {outcome.seconds:.1f} s"
@@ -122,19 +122,19 @@ def _ended(cell: Cell, rank: int, what: str, outcome: CallOutcome) -> Iterator[s
 
 
 def _survivor(cell: Cell, report: RankReport) -> Iterator[str]:
-    """A peer of the victim: an error at the latest in the second call, which names the victim."""
+    """A peer of the victim must raise an error that names the victim, at the latest in the second call."""
     error = next((o for o in report.outcomes if o.kind != RIGHT), None)
     if error is None:
         if cell.fault == "stop" and not cell.stops_peers:
             return  # it had all that it needed, or got it once the victim went on
         yield "must raise, all calls were right"
         return
-    if cell.algorithm == "unfused":  # what the backend says
+    if cell.algorithm == "unfused":  # the error is the backend's
         if error.kind != OTHER_ERROR or error.error not in BACKEND_ERRORS:
             yield f"must raise the backend's error, got {_said(error)}"
     else:
         yield from _peer_error(cell, error, "PeerMismatchError" if cell.fault in MISMATCHES else "PeerTimeoutError")
-        # of a dropped signal a peer may hear from the one that has missed it; of one call more, also from others
+        # A peer may hear of a dropped signal from the peer that missed it, and of one call more also from others.
         alone = cell.fault != "one-more"
         if cell.fault != "drop" and (cell.victim not in error.peers or (alone and len(error.peers) > 1)):
             yield f"must name rank {cell.victim}{' alone' * alone}, got {list(error.peers)}"
@@ -143,7 +143,7 @@ def _survivor(cell: Cell, report: RankReport) -> Iterator[str]:
 
 
 def _victim(cell: Cell, report: RankReport) -> Iterator[str]:
-    """Alive: what was injected comes out as it is; a call that its peers gave up on gives no result."""
+    """A living victim: what was injected comes out as it is, and a call that its peers gave up on gives no result."""
     first = next((o for o in report.outcomes if o.index == 0), None)
     errors = [o for o in report.outcomes if o.kind != RIGHT]
     if cell.fault in RAISES:
@@ -163,7 +163,7 @@ def _victim(cell: Cell, report: RankReport) -> Iterator[str]:
 
 
 def _peer_error(cell: Cell, error: CallOutcome, must: str | None) -> Iterator[str]:
-    """Its type, and that its fields and its text say op, round and peers."""
+    """The error must have the right type, and its fields and its text must name op, round and peers."""
     if error.kind != PEER_ERROR or (must is not None and error.error != must):
         yield f"must raise {must or 'a PeerError'}, got {_said(error)}"
         return

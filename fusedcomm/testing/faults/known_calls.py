@@ -15,7 +15,7 @@ from fusedcomm.bench.timing import difference
 from fusedcomm.runtime.segment import NUM_SLOTS
 from fusedcomm.runtime.workspace import Workspace
 
-SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults: growth is cheap, and guards are checked byte by byte
+SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults, so that growth is cheap and guards are quickly checked
 SMALL = MatmulSize(rows=13, k=5, n=7)
 OTHER = MatmulSize(rows=19, k=11, n=8)
 LARGE = MatmulSize(rows=61, k=58, n=59)  # needs more than SLOT_BYTES, whichever part is sent
@@ -25,7 +25,7 @@ BAND = 64  # elements
 
 @dataclass(frozen=True)
 class KnownCall:
-    """Integers so small that every sum is exact in every dtype and order. Equal on all ranks."""
+    """A call on integers so small that every sum is exact in every dtype and order. It is equal on all ranks."""
 
     op: str
     group_size: int
@@ -54,7 +54,7 @@ class KnownCall:
 
 
 class Guarded:
-    """Tensors of this rank, each in the middle of a larger one; neither they nor what is around them may change."""
+    """Tensors of this rank, each in the middle of a larger one. Neither they nor what is around them may change."""
 
     def __init__(self) -> None:
         self._whole: list[tuple[Tensor, Tensor]] = []
@@ -73,7 +73,7 @@ class Guarded:
 class GuardedSegment:
     """This rank's segment of a workspace, filled with a pattern where no call writes: beyond what its slots hold.
 
-    ``idle``: no call is made at all, and the header and all of the slots must stay.
+    ``idle``: no call is made at all, so the header and all of the slots must stay as they are.
     """
 
     def __init__(self, workspace: Workspace, idle: bool = False) -> None:

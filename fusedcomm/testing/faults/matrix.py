@@ -1,6 +1,6 @@
-"""Cells in pools of ranks. Most of a cell's time is waiting, so several pools work at a time.
+"""Runs cells in pools of ranks. Most of a cell's time is waiting, so several pools work at a time.
 
-A killed rank is not replaced: a pool starts with some more than a cell needs, and ends when too few are left.
+A killed rank is not replaced: a pool starts with a few more ranks than a cell needs, and ends when too few are left.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fusedcomm.testing.faults.rank import Around, run_in_rank
 from fusedcomm.testing.faults.rank_reports import RankReport
 
 WORKERS = 6
-MOST_RANKS = 3  # of a cell
-MOST_KILLS = 3  # in a pool, which has so many ranks more
+MOST_RANKS = 3  # the most that a cell needs
+MOST_KILLS = 3  # kills in a pool, which has as many spare ranks
 CELL_S = 90.0  # bound of a cell: one that takes longer hangs
-STOP_S = 30.0  # until the victim is at its step
+STOP_S = 30.0  # how long the victim may take to come to its step
 
 
 def run_cells(
@@ -38,7 +38,7 @@ def run_cells(
     around: Around = nullcontext,
     cell_s: float = CELL_S,
 ) -> list[Verdict]:
-    """The verdicts, in the order of ``cells``. Pools are made by this thread, the main one: it outlives them.
+    """The verdicts, in the order of ``cells``. This thread, the main one, makes the pools, because it outlives them.
 
     ``around``: gives the context inside which ranks run a cell; tests switch protections off there.
     """
@@ -66,14 +66,14 @@ def run_cells(
                     each.result()
                     if left:
                         serving.add(executor.submit(serve, _Ranks(num_ranks, cache)))
-        except BaseException:  # of a worker, or Ctrl-C: the executor waits for the cells that run, and for no more
+        except BaseException:  # a worker's, or Ctrl-C: the executor waits for the running cells only
             left.clear()
             raise
     return [verdicts[cell] for cell in cells]
 
 
 class _Ranks:
-    """A pool, and who lives in it."""
+    """A pool, and the ranks that live in it."""
 
     def __init__(self, num_ranks: int, cache: str) -> None:
         env = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1", "FUSEDCOMM_CACHE_DIR": cache}
@@ -102,7 +102,7 @@ def _run_cell(ranks: _Ranks, cell: Cell, around: Around, cell_s: float) -> Verdi
 
 
 def _stop(ranks: _Ranks, rank: int, cell: Cell) -> bool:
-    """Once the victim has stopped itself, end it or let it go on; whether it has."""
+    """When the victim has stopped itself, end it or let it go on. Returns whether it has stopped."""
     deadline = time.monotonic() + STOP_S
     while not _is_stopped(ranks.pool.pid(rank)):
         if time.monotonic() > deadline:
@@ -117,5 +117,5 @@ def _stop(ranks: _Ranks, rank: int, cell: Cell) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """What Linux says of the process; other systems have no symmetric memory on CPUs."""
+    """Whether Linux says that the process is stopped. Other systems have no symmetric memory on CPUs."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-GoOn = Callable[[], Any]  # what the rank would do at the step
-Fault = Callable[[GoOn], Any]  # does it once, twice or not at all, later or otherwise
+GoOn = Callable[[], Any]  # does what the rank would do at the step
+Fault = Callable[[GoOn], Any]  # goes on once, twice or not at all, later, or after something else
 
-FIRST = {  # of a group's first call
+FIRST = {  # steps of a group's first call
     "vote": "fusedcomm.runtime.topology:probe",
     "allocate": "fusedcomm.runtime.workspace:Workspace.initialise",
     "rendezvous": "fusedcomm.runtime.members:Member._rendezvous",
 }
-GROWTH = {  # of a call that needs a larger workspace
+GROWTH = {  # steps of a call that needs a larger workspace
     "grow": "fusedcomm.runtime.members:Member._come_together",
     "grow-allocate": "fusedcomm.runtime.workspace:Workspace.initialise",
 }
@@ -32,7 +32,7 @@ CHUNKED = {
     "read": "fusedcomm.runtime.workspace:Round.received",
     "end": "fusedcomm.runtime.workspace:Workspace._epoch_word",
 }
-LAUNCHES = {  # of `fused`: before a kernel
+LAUNCHES = {  # steps of `fused`, before each kernel
     f"launch-{name}": f"fusedcomm.algorithms.kernel_launch:{name}"
     for name in ("push", "pack", "gather_matmul", "reduce", "unpack")
 }

@@ -39,13 +39,13 @@ from fusedcomm.testing.faults.rank_reports import (
 )
 from fusedcomm.testing.selftest import settings
 
-MEET_S = 30.0  # bound of what is to succeed
+MEET_S = 30.0  # bound of waits that must succeed
 Around = Callable[[Cell], AbstractContextManager[object]]
 P = ParamSpec("P")
 
 
 def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Around = nullcontext) -> RankReport | None:
-    """Called by all ranks that live, members of the group or not. ``around``: what is switched off, in tests."""
+    """Run the cell. All living ranks call this, members of the group or not. ``around``: what tests switch off."""
     logging.getLogger("fusedcomm").setLevel(logging.ERROR)  # fallbacks are part of what is tried
     gloo_s = cell.timeout_s if cell.algorithm == "unfused" else MEET_S
     group = dist.new_group(list(group_ranks), timeout=timedelta(seconds=gloo_s))
@@ -96,7 +96,7 @@ class _Rank:
         self.results: list[tuple[KnownCall, Tensor]] = []
 
     def run(self, around: Around) -> RankReport:
-        """``around``: from the faulty call on."""
+        """``around`` holds from the faulty call on."""
         segments = self._come_together()
         with around(self.cell):
             return self._faulty(segments)
@@ -119,7 +119,7 @@ class _Rank:
         return KnownCall(self.cell.op, self.cell.group_size, LARGE if self.cell.grows else KnownCall.size, seed=seed)
 
     def _come_together(self) -> list[GuardedSegment]:
-        """Both groups have a workspace, unless the fault is in making it; what must not change is marked."""
+        """Give both groups a workspace, unless the fault is in making it, and mark what must not change."""
         with fusedcomm.force_algorithm("chunked"):
             warm = KnownCall("matmul_all_to_all", self.cell.group_size, seed=50)
             self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.other))
@@ -136,7 +136,7 @@ class _Rank:
         return segments
 
     def _calls(self) -> Iterator[CallOutcome]:
-        """The faulty call and the next one; where all must succeed, some back to back."""
+        """The faulty call and the next one, or several back to back where all must succeed."""
         with self._bounded():
             for i in range(self.cell.num_calls):
                 call = self._changed(self._known(i)) if i == 0 else self._known(i)
@@ -146,7 +146,7 @@ class _Rank:
                     self._meet(survivors=self.cell.fault == "kill")
 
     def _changed(self, call: KnownCall) -> KnownCall | None:
-        """What this rank calls where the others make ``call``; None: nothing."""
+        """What this rank calls where the others make ``call``, or None if it makes no call."""
         fault, victim = self.cell.fault, self.is_victim
         if fault == "one-more":
             return call if victim else None
@@ -194,7 +194,7 @@ class _Rank:
             yield lambda go_on: go_on()
 
     def _threads(self) -> list[CallOutcome]:
-        """Two threads at once. On one group the order of calls differs between ranks: so they make the same calls."""
+        """Calls from two threads at once. On one group their order differs between ranks, so all calls are the same."""
         groups = (self.group, self.other if self.cell.step == "other-group" else self.group)
         outcomes: list[CallOutcome] = []
 
@@ -221,7 +221,7 @@ class _Rank:
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Waits inside have the cell's time-out, those of the workspace that is there already too."""
+        """Waits inside have the cell's time-out, also those of a workspace that exists already."""
         for member in members.members(self.group):
             if member.workspace is not None:
                 member.workspace.timeout_s = self.cell.timeout_s
@@ -231,7 +231,7 @@ class _Rank:
 
     @_timed
     def _after_reset(self) -> CallOutcome:
-        """A call after ``fusedcomm.reset``, planned as before; and the other group still works."""
+        """A call after ``fusedcomm.reset``, planned as before. The other group must still work."""
         calls = (
             (self.cell.algorithm, self.group, self._known(seed=60)),
             ("chunked", self.other, KnownCall("matmul_all_to_all", self.cell.group_size, seed=61)),
@@ -264,7 +264,7 @@ class _Rank:
         return found + [f"the result of call {call.seed} has changed after it" for call in late]
 
     def _meet(self, survivors: bool = False) -> None:
-        """All members, or all but the victim, are here."""
+        """Return when all members, or all but the victim, are here."""
         size = self.group.size() - survivors
         with settings(TIMEOUT_S=str(MEET_S)):
             agree(store(self.group, f"faults/{size}"), self.rank, size, {}, what="fusedcomm faults")

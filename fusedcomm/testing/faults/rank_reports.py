@@ -1,4 +1,4 @@
-"""What a rank tells of a cell."""
+"""What a rank reports about a cell."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class CallOutcome:
 
     kind: str
     text: str = ""
-    error: str = ""  # its type
+    error: str = ""  # type of the error
     op: str = ""
     epoch: int = 0
     peers: tuple[int, ...] = ()
     called: str = ""  # the op that was called
     epoch_before: int = 0
     seconds: float = 0.0
-    index: int = 0  # of the call
+    index: int = 0  # index of the call
 
 
 @dataclass(frozen=True)
