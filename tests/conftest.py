@@ -20,7 +20,7 @@ from tests.helpers import compilers as kernel_compilers
 _CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
 os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine would change plans
 
-TIMEOUT_S = "20"  # of waits between ranks; a test that hangs is over long before its own limit
+TIMEOUT_S = "20"  # bound of waits between ranks; a test that hangs is over long before its own limit
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +56,7 @@ def shared_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPat
 def compilers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[kernel_compilers.Compilers]:
-    """By target; begun before the first test, for tests/kernels/test_compile_only.py."""
+    """The processes by target. They begin before the first test, for tests/kernels/test_compile_only.py."""
     started = kernel_compilers.start(request.session, tmp_path_factory)
     yield started
     for compiler in started.values():

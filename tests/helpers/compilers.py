@@ -1,6 +1,7 @@
 """Processes that compile the Triton kernels, one for each architecture and version of Triton.
 
-A minute's work of one core each, begun with the test session, behind what else the machine has to do.
+It is a minute's work of one core each. It begins with the test session, and gives way to all else that the machine
+does.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ Compilers = dict[Target, Compiler]
 
 
 def start(session: pytest.Session, factory: pytest.TempPathFactory) -> Compilers:
-    """For all that the selected tests ask for."""
+    """Start the compilers of all targets that the selected tests ask for."""
     params = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
     asked = {each["target"] for each in params if isinstance(each.get("target"), Target)}
     return {target: Compiler(factory.mktemp(str(target)), target) for target in asked if target.is_there()}

@@ -1,4 +1,4 @@
-"""Machines for the doctor's tests: an NVML of made-up GPUs, and ranks that answer what they are told to."""
+"""Machines for the doctor's tests: an NVML of made-up GPUs, and ranks that give made-up answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Fabric(ctypes.Structure):
 
 @dataclass
 class Nvml:
-    """As the module pynvml, as far as it is asked. A handle is the GPU's index."""
+    """Stands for the module pynvml, as far as the doctor asks it. A handle is the GPU's index."""
 
     num_gpus: int = 2
     mig: int = 0
@@ -133,7 +133,10 @@ def shared(ranks: Callable[[int], RankPool]) -> type[checks.CheckRanks]:
 
 
 def canned(answers: dict[str, Any]) -> type[checks.CheckRanks]:
-    """checks.CheckRanks without processes: a function's answer, or exception, is that of its name."""
+    """checks.CheckRanks without processes.
+
+    A check's answer, or the exception it raises, is given by its function's name.
+    """
 
     class Canned(checks.CheckRanks):
         def run(self, limit_s: float, fn: Callable[..., Any], *args: Any) -> Any:

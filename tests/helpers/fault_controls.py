@@ -18,7 +18,7 @@ from fusedcomm.testing.faults import Cell
 
 
 def ignore_broken_words() -> Any:
-    """A rank enters a call that its peers have given up on."""
+    """A rank enters a call although its peers have given up on it."""
     return mock.patch.object(Workspace, "breakers", lambda self, epoch: {})
 
 
@@ -50,7 +50,7 @@ def wait_for_nobody() -> Any:
 
 
 def count_no_rounds() -> Any:
-    """One slot, whose flags say of every later round that it is this one."""
+    """There is one slot, whose flags say of every later round that it has arrived."""
     return mock.patch.object(segment, "NUM_SLOTS", 1)
 
 
@@ -87,7 +87,7 @@ def take_children_for_ranks() -> Any:
 
 @dataclass(frozen=True)
 class Control:
-    """With ``off`` the cell must fail, and say ``found``."""
+    """If ``off`` is switched off, the cell must fail and say ``found``."""
 
     off: Any
     cell: Cell
@@ -117,7 +117,7 @@ CONTROLS = {
 
 @contextmanager
 def off_in_its_cell(cell: Cell) -> Iterator[None]:
-    """Around a cell in a rank."""
+    """A context around a cell in a rank."""
     control = NO_DEADLINE if cell == NO_DEADLINE.cell else CONTROLS.get(str(cell))
     context: AbstractContextManager[Any] = nullcontext() if control is None else control.off()
     with context:

@@ -43,7 +43,7 @@ class Fragment:
 
     name: str
     make: Callable[[int], tuple[Program, list[tuple[int, ...]]]]
-    forward: list[str]  # ops of ours, one for each call
+    forward: list[str]  # ops of fusedcomm, one for each call
     backward: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # collectives that stay, in either graph
     grad: bool = True

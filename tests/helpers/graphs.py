@@ -17,7 +17,7 @@ from tests.helpers.fragments import FRAGMENTS, Fragment
 
 @contextmanager
 def recorded_graphs() -> Iterator[list[Graph]]:
-    """Every graph that Inductor compiles, forward before backward; nothing comes from a cache."""
+    """Every graph that Inductor compiles, forward before backward. Nothing comes from a cache."""
     import torch._functorch.config as functorch_config
     from torch._inductor import config
 
@@ -47,14 +47,14 @@ def collectives_of(graph: Graph) -> list[str]:
 
 
 def arguments(fragment: Fragment, shapes: list[tuple[int, ...]], rank: int) -> list[Tensor]:
-    """Small integers: every sum is exact in float32, and those of half precision are the same in any order."""
+    """Small integers, so that every sum is exact in float32, and sums in half precision are the same in any order."""
     generator = torch.Generator().manual_seed(rank)
     args = [torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes]
     return [arg.requires_grad_(fragment.grad and i not in fragment.frozen) for i, arg in enumerate(args)]
 
 
 def run(fragment: Fragment, program: Callable[..., Any], args: list[Tensor]) -> list[Tensor]:
-    """Outputs, then gradients of a loss that weighs every element differently."""
+    """The outputs, then the gradients of a loss that weighs every element differently."""
     params = list(program.parameters()) if isinstance(program, nn.Module) else []
     inputs = [t for t in (*args, *params) if t.requires_grad]
     with ExitStack() as stack:

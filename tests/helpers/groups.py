@@ -33,7 +33,7 @@ WITH_FEW_FUSED = [
 
 @contextmanager
 def fresh_group(**env: str) -> Iterator[Any]:
-    """A group of all ranks that has voted under these settings, and is gone afterwards."""
+    """A group of all ranks that votes under these settings, and is gone afterwards."""
     saved = dict(os.environ)
     os.environ.update({f"FUSEDCOMM_{name}": value for name, value in env.items()})
     group = dist.new_group()
@@ -67,7 +67,7 @@ def check(group: Any, problem: Problem, out: Any, seed: int = 0) -> None:
 
 
 def check_values(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str | None, calls: int) -> None:
-    """``calls`` back to back with fresh data: both slots are used again, and again."""
+    """Make ``calls`` calls back to back with fresh data, so that both slots are used several times."""
     size = dist.get_world_size()
     wants = [expected(problem, size, dtype, seed)[rank] for seed in range(calls)]
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
@@ -78,7 +78,7 @@ def check_values(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str
 
 
 def non_contiguous(t: torch.Tensor) -> torch.Tensor:
-    """Same values, every stride doubled."""
+    """The same values, with every stride doubled."""
     wide = torch.full([2 * size for size in t.shape], float("nan"), dtype=t.dtype)
     view = wide[tuple(slice(None, None, 2) for _ in t.shape)]
     view.copy_(t)
@@ -91,7 +91,9 @@ def member_of(group: Any) -> members.Member:
 
 
 def check_bad_input(rank: int, op: str, arguments: dict[str, Any], message: str) -> None:
-    """A ValueError with the same text on CPU and meta tensors, and nothing sent. x, w and bias: shapes, or lists."""
+    """Check that there is a ValueError with the same text on CPU and meta tensors, and that nothing is sent. x, w and
+    bias are shapes, or lists.
+    """
 
     def tensors(shapes: Any, device: str) -> Any:
         if isinstance(shapes, list):

@@ -23,7 +23,7 @@ PORT = 29400  # in a namespace all ports are free
 
 
 class NoHosts(Exception):
-    """Why this machine cannot have them."""
+    """Why this machine cannot have two hosts."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[list[Host]]:
-    """Until the end of the block; then what still runs on them is killed."""
+    """The hosts exist until the end of the block. Then what still runs on them is killed."""
     if shutil.which("ip") is None:
         raise NoHosts("the command ip is not installed (Debian: iproute2)")
     if os.geteuid() != 0:
@@ -65,12 +65,15 @@ def two_hosts() -> Iterator[list[Host]]:
 
 
 def set_link(device: str, up: bool) -> None:
-    """For a process on that host."""
+    """Connect or cut the link, for a process on that host."""
     _ip("link", "set", device, "up" if up else "down")
 
 
 def torchrun(hosts: list[Host], module: str, check: str, folder: Path, timeout_s: float) -> list[Any]:
-    """``python -m module check folder`` in every rank of both hosts; what each wrote to folder/result.RANK, as JSON."""
+    """Run ``python -m module check folder`` in every rank of both hosts.
+
+    Returns what each wrote to folder/result.RANK, as JSON.
+    """
     started: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + timeout_s
     try:
@@ -107,7 +110,7 @@ def _ip(*arguments: str) -> str:
 
 
 def _left_behind() -> list[Host]:
-    """By tests that have ended without a chance to remove theirs: pytest-timeout does that."""
+    """Namespaces left by tests that had no chance to remove theirs, as pytest-timeout ended them."""
     found = re.findall(r"^(fusedcomm-(\d+)-(\d))\b", _ip("netns", "list"), re.MULTILINE)
     return [Host(int(number), name) for name, pid, number in found if not Path("/proc", pid).exists()]
 
@@ -125,7 +128,7 @@ def _end(host: Host) -> None:
     for pid in host.pids():
         try:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # ended since
+        except ProcessLookupError:  # it has ended by now
             continue
 
 

@@ -43,11 +43,11 @@ WAIT_S = 60.0  # for ranks that wait for each other beside the link
 
 @contextmanager
 def new_groups(names: list[str], timeout_s: float = WAIT_S) -> Iterator[dict[str, Any]]:
-    """Those of MEMBERS that this rank is in."""
+    """The groups of MEMBERS that this rank is in."""
     made = {name: dist.new_group(MEMBERS[name], timeout=timedelta(seconds=timeout_s)) for name in names}
     mine = {name: group for name, group in made.items() if dist.get_rank() in MEMBERS[name]}
     yield mine
-    dist.barrier()  # gloo of a peer may still send
+    dist.barrier()  # gloo of a peer may still be sending
     for group in mine.values():
         dist.destroy_process_group(group)
 
@@ -79,7 +79,7 @@ def plans(group: Any) -> list[list[str]]:
 
 
 def values(rank: int, folder: Path) -> dict[str, Any]:
-    """All ops in all groups, forward and backward; what was planned, by group."""
+    """Run all ops in all groups, forward and backward. Returns what was planned, by group."""
     found = {}
     with new_groups(list(MEMBERS)) as groups:
         for name, group in groups.items():
@@ -100,7 +100,7 @@ REDISTRIBUTED = [
 
 
 def redistributed(rank: int, folder: Path) -> int:
-    """On a mesh of (hosts, ranks of a host); how many."""
+    """Redistribute on a mesh of (hosts, ranks of a host). Returns how many cases were run."""
     mesh = init_device_mesh("cpu", (2, RANKS_PER_HOST))
     coordinate = mesh.get_coordinate()
     for seed, (before, after) in enumerate(REDISTRIBUTED):
@@ -148,7 +148,7 @@ def differing(rank: int, difference: Difference) -> Iterator[None]:
 
 
 def disagreeing(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """By difference and group: what was voted and planned, or the error."""
+    """What was voted and planned, or the error, by difference and group."""
     found: dict[str, dict[str, Any]] = {name: {} for name in DIFFERENCES}
     for name, difference in DIFFERENCES.items():
         with new_groups(["whole", "host 0", "host 1"]) as groups:
@@ -175,11 +175,11 @@ GLOO_S = 3.0
 VOTE_S = 1.0  # on host 1, where no vote can succeed
 BACK_S = 60.0
 LARGER = Problem("larger", (1024, 2), 512, 0, 1)  # 2 MiB per peer: more than a slot of the first workspace
-STEPS = ("growth", "reset", "close", "first call")  # that need the store
+STEPS = ("growth", "reset", "close", "first call")  # calls that need the store
 
 
 def meet(rank: int, folder: Path, point: str) -> None:
-    """All ranks, by files: the link is cut."""
+    """Bring all ranks together by files, as the link is cut."""
     (folder / f"{point}.{rank}").touch()
     deadline = time.monotonic() + WAIT_S
     while len(list(folder.glob(f"{point}.*"))) < dist.get_world_size():
@@ -199,12 +199,12 @@ def error_of(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def num_blocked() -> int:
-    """Calls of the store that were given up, and have not returned."""
+    """The number of store calls that were given up and have not returned."""
     return sum(thread.name == STORE_THREAD for thread in threading.enumerate())
 
 
 def until_error(group: Any, problem: Problem) -> dict[str, Any]:
-    """The error of the call that failed; the others gave right values."""
+    """The error of the call that failed. The calls before it gave right values."""
     deadline = time.monotonic() + WAIT_S
     while (found := error_of(lambda: check(group, problem, call(group, problem))))["text"] is None:
         assert time.monotonic() < deadline, "no call has failed"
@@ -221,7 +221,7 @@ def until_success(call: Callable[[], Any]) -> float:
 
 
 def cut(rank: int, folder: Path) -> dict[str, Any]:
-    """Rank 2 cuts the link while calls run. What fails, how and when; what goes on; and the way back."""
+    """Rank 2 cuts the link while calls run. Returns what fails, how and when, what goes on, and the way back."""
     found: dict[str, Any] = {}
     problem, (here, there) = PROBLEMS[0], ("host 0", "host 1")
     cross = dist.new_group(timeout=timedelta(seconds=GLOO_S))
@@ -237,7 +237,7 @@ def cut(rank: int, folder: Path) -> dict[str, Any]:
         found["across"] = until_error(cross, problem)
         meet(rank, folder, "failed")
         for each in PROBLEMS * 3:
-            check_gradients(inside, each)  # of memory that is there: needs no store
+            check_gradients(inside, each)  # memory that is there already, so this needs no store
         meet(rank, folder, "inside")
         steps = (
             lambda: check(inside, LARGER, call(inside, LARGER)),

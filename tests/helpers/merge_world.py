@@ -39,7 +39,7 @@ WITHOUT_ORDER = {
 
 @dataclass(frozen=True)
 class World:
-    """As rank 0 sees it: its groups' names stand for all groups of their mesh dims."""
+    """A world as rank 0 sees it. The names of rank 0's groups stand for all groups of their mesh dims."""
 
     mesh: Any  # a DeviceMesh
     flat: FlattenedMesh
@@ -73,22 +73,22 @@ def fake_world(ranks: Any) -> Iterator[World]:
 
 
 def traced(program: Callable[..., Any], *shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> GraphModule:
-    """In aten ops, with fake tensors; without results that nothing reads, as torch.compile's graphs are."""
+    """The program in aten ops, with fake tensors. Results that nothing reads go, as in torch.compile's graphs."""
     module = make_fx(program, tracing_mode="fake")(*(torch.empty(shape, dtype=dtype) for shape in shapes))
     module.graph.eliminate_dead_code()
     for node in module.graph.nodes:
-        node.meta["source_fn_stack"] = [("redistribute", "redistribute")]  # as if of one call of DTensor's
+        node.meta["source_fn_stack"] = [("redistribute", "redistribute")]  # as if one call of DTensor made them all
     return module
 
 
 def inputs(world: World, shape: tuple[int, ...], seed: int = 0) -> list[list[Tensor]]:
-    """Integers, of which averages over up to 6 ranks, a few times over, are integers too."""
+    """Integers whose averages over up to 6 ranks are integers too, even several times over."""
     generator = torch.Generator().manual_seed(seed)
     return [[torch.randint(-3, 4, shape, generator=generator).double() * 6**5] for _ in range(world.ranks.size)]
 
 
 def sent(graph: Graph, world: World) -> list[tuple[str, tuple[int, ...], float]]:
-    """Per collective its kind, mesh dims, and how many elements a rank sends."""
+    """For each collective its kind, mesh dims, and how many elements a rank sends."""
     found = []
     for node in graph.nodes:
         if node.target in STARTS:
@@ -107,7 +107,7 @@ def kinds(graph: Graph, world: World) -> list[tuple[Any, ...]]:
 
 
 def simulate(graph: Graph, world: World, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Per rank what the graph returns, given ``inputs[rank]``. Inputs are left as they are."""
+    """What the graph returns on each rank, given ``inputs[rank]``. The inputs stay as they are."""
     values: dict[Any, list[Any]] = {}
     placeholders = iter(zip(*inputs, strict=True))
     for node in graph.nodes:
@@ -187,7 +187,7 @@ class Calls:
 
 
 def random_steps(rng: random.Random, world: World) -> tuple[list[Any], tuple[int, ...]]:
-    """Mostly over each dim once, and of sums: others rarely merge."""
+    """Steps that mostly go over each dim once, and mostly sum: others rarely merge."""
     groups = [group.dims for group in world.flat.groups if len(group.dims) < 3]
     dims = [(d,) for d, size in enumerate(world.flat.sizes) if size > 1]
     rng.shuffle(dims)

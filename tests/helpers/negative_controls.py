@@ -29,12 +29,12 @@ LIMIT_S = 240  # a protection against hangs that is off makes a hang
 @dataclass(frozen=True)
 class Control:
     file: str
-    on: str  # stands once in the file
+    on: str  # this text stands once in the file
     off: str
     test: str
 
     def run(self) -> str | None:
-        """Why this control is none, or None: the test has failed, and not for another reason than a failed test."""
+        """Why this is no control, or None if the test has failed, and failed as a test and not in another way."""
         with tempfile.TemporaryDirectory(prefix="fusedcomm-control-") as folder:
             copy_sources(Path(folder))
             source = Path(folder, self.file)

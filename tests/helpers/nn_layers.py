@@ -1,4 +1,4 @@
-"""The layers of fusedcomm.nn as tests run them: what each replaces, and what of it a rank holds."""
+"""The layers of fusedcomm.nn as tests run them: what each replaces, and what part of that a rank holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ HIDDEN, HEADS, HEAD_DIM, TOKENS = 12, 4, 3, 8
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, the plain one that it replaces, and where its input, output and parameters are sharded (None: alike)."""
+    """A layer, the plain one that it replaces, and the dims in which input, output and parameters are sharded (None:
+    not).
+    """
 
     name: str
     sizes: tuple[int, int]  # in_features and out_features

@@ -21,7 +21,7 @@ from fusedcomm.launch.ranks import RankPool
 
 @dataclass(frozen=True)
 class _Body:
-    """What is sent to the ranks: a function cannot be pickled whose name in its module means the test around it."""
+    """What is sent to the ranks. A function cannot be pickled if its name in its module means the test around it."""
 
     module: str
     name: str

@@ -113,7 +113,7 @@ NAMED = {str(problem): problem for problem in ALL_PROBLEMS}
 
 @dataclass(frozen=True)
 class Combination:
-    """A problem as it runs once: all of them are opchecked, and their values and gradients compared."""
+    """A problem as it runs once. All combinations are opchecked, and their values and gradients compared."""
 
     problem: Problem
     dtype: torch.dtype
@@ -126,7 +126,10 @@ class Combination:
 
 
 def _combinations() -> list[Combination]:
-    """Each problem with each algorithm; dtypes and sizes take turns. The interpreter is slow: small groups for it."""
+    """Each problem with each algorithm, where dtypes and sizes take turns.
+
+    The interpreter is slow, so its groups are small.
+    """
     made = []
     for i, problem in enumerate(ALL_PROBLEMS):
         for j, algorithm in enumerate(ALGORITHMS):
@@ -139,7 +142,7 @@ COMBINATIONS = _combinations()
 
 
 def loss_weights(problem: Problem, outs: list[Tensor], rank: int, group_size: int) -> list[Tensor]:
-    """What each rank multiplies its results with, by output; of a replicated result it is the same on all ranks."""
+    """What each rank multiplies its results by, per output. For a replicated result it is the same on all ranks."""
     shift = 0 if problem.op == "matmul_all_reduce" else rank
     scale = group_size if problem.reduce_op == "avg" else 1
     return [scale * ((torch.arange(out.numel()).view(out.shape) + shift + 3 * i) % 5 - 2) for i, out in enumerate(outs)]
@@ -152,9 +155,9 @@ def expected_gradients(
     dtype: torch.dtype = torch.float32,
     used: Sequence[int] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of this rank's x, weights and biases, through the program of the whole group, in float64.
+    """The gradients of this rank's x, weights and biases, through the program of the whole group, in float64.
 
-    ``used``: of a list, the results that the loss takes.
+    ``used``: which results of a list the loss takes.
 
     matmul_all_reduce takes its gradient to be replicated: the loss is that of one model, not the sum of every rank's.
     """

@@ -1,7 +1,7 @@
-"""What a scheduled graph must keep, worked out without the pass: writes, random numbers, values, memory, bytes sent.
+"""What a scheduled graph must keep, found without the pass: writes, random numbers, values, memory, bytes sent.
 
-`Accesses` reads aliases off the operators' schemas, where the pass reads storages off fake tensors. `executed` runs a
-graph as one of R ranks that all hold the same data; collectives take their operands at the start, or late, at the wait.
+`Accesses` reads aliases from the operators' schemas, where the pass reads storages from fake tensors. `executed` runs a
+graph as one of R ranks that all hold the same data. Collectives take their operands at the start, or late, at the wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.helpers.random_graphs import RANDOM_OPS, Peers, functional
 
 WAIT = functional.wait_tensor.default
 INPUTS = ("placeholder", "get_attr")
-Root = tuple[Node, int]  # a result: of which node, which of its tensors
+Root = tuple[Node, int]  # a result: its node, and which of the node's tensors it is
 
 
 def is_start(node: Node) -> bool:
@@ -36,11 +36,11 @@ def group_of(node: Node) -> str:
 
 
 class Accesses:
-    """Per node of an unchanged graph, what memory it reads and writes."""
+    """What memory each node of an unchanged graph reads and writes."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = list(nodes)
-        self.roots: dict[Node, list[list[Root]]] = {}  # per result, what memory it is in
+        self.roots: dict[Node, list[list[Root]]] = {}  # for each result, the memory that it is in
         self.touched: dict[Node, set[Root]] = {}
         self.written: dict[Node, set[Root]] = {}
         for node in self.nodes:
@@ -85,7 +85,7 @@ class Accesses:
         return {root for each in written if isinstance(each, Node) for root in self._all(each)}
 
     def violations(self, new: Sequence[Node]) -> list[str]:
-        """What the order ``new`` breaks, as far as nodes are in both."""
+        """What the order ``new`` breaks, for nodes that are in both."""
         at = {node: i for i, node in enumerate(new)}
         kept = [node for node in self.nodes if node in at]
         found = [f"{n} is before its input {a}" for n in new for a in n.all_input_nodes if at[a] > at[n]]
@@ -144,7 +144,7 @@ def peak_bytes(gm: GraphModule) -> int:
 
 
 def executed(gm: GraphModule, inputs: Sequence[Tensor], groups: Sequence[Peers], *, late: bool) -> list[Tensor]:
-    """Results, and the inputs after it. ``late``: collectives take their operands at the wait."""
+    """The results, and the inputs afterwards. ``late``: collectives take their operands at the wait."""
     own = [tensor.clone() for tensor in inputs]
     torch.manual_seed(0)
     results = _OneOfEqualRanks(gm, groups, late).run(*own)
@@ -152,7 +152,7 @@ def executed(gm: GraphModule, inputs: Sequence[Tensor], groups: Sequence[Peers],
 
 
 class _OneOfEqualRanks(Interpreter):
-    """Until the wait, the result of a collective is garbage."""
+    """Runs a graph. The result of a collective is garbage until the wait."""
 
     def __init__(self, gm: GraphModule, groups: Sequence[Peers], late: bool) -> None:
         super().__init__(gm)
@@ -189,7 +189,7 @@ class _OneOfEqualRanks(Interpreter):
 
 
 def received(name: str, x: Tensor, args: Sequence[Any], group: Peers) -> Tensor:
-    """If all peers send the same; of uneven splits, what this rank sends."""
+    """The result of a collective if all peers send the same. With uneven splits they send what this rank sends."""
     r = group.size
     if name.startswith("all_reduce"):
         return x * r if args[0] == "sum" else x.clone()
@@ -206,7 +206,7 @@ def received(name: str, x: Tensor, args: Sequence[Any], group: Peers) -> Tensor:
 
 
 def fused(name: str, args: Sequence[Any], group: Peers) -> Any:
-    """What an op of ours returns, if all peers hold the same."""
+    """What an op of fusedcomm returns, if all peers hold the same."""
     x, w, bias, r = args[0], args[1], args[2], group.size
     if name == "matmul_all_reduce":
         return _plus(received("all_reduce", x @ w, args[3:4], group), bias)

@@ -27,7 +27,7 @@ class Problem:
 
     name: str
     x_shape: tuple[int, ...]
-    n: int | tuple[int, ...]  # a tuple: a list of weights
+    n: int | tuple[int, ...]  # a tuple stands for a list of weights
     gather_dim: int | None = None
     scatter_dim: int | None = None
     out_shape: tuple[int, ...] | None = None
@@ -35,7 +35,7 @@ class Problem:
     bias: bool | tuple[bool, ...] = False
     transposed: bool = False  # w is stored as nn.Linear stores its weight
     op: str = "matmul_all_to_all"
-    k_dims: int = 1  # of the exchanged x: all_to_all_matmul flattens them
+    k_dims: int = 1  # dims of the exchanged x that all_to_all_matmul flattens
     reduce_op: str = "sum"
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Problem:
         return shape
 
     def bias_sizes(self, group_size: int) -> list[int | None]:
-        """[N] beside each w, or [N / R] of what is scattered along N."""
+        """[N] for each w, or [N / R] where N is scattered."""
         x, ws, _ = self.sizes(group_size)
         own_part = self.op == "matmul_reduce_scatter" and self.scatter_dim % len(x) == len(x) - 1
         flags = self.bias if isinstance(self.bias, tuple) else (self.bias,) * len(ws)
@@ -86,7 +86,7 @@ class Problem:
         return make(x.shape, *w_shapes, *self.arguments(group_size), group_size)
 
     def arguments(self, group_size: int) -> list[Any]:
-        """What the dispatcher op takes between the bias and the group, but for the by-product."""
+        """The arguments of the dispatcher op between the bias and the group, except the by-product."""
         arguments: dict[str, list[Any]] = {
             "matmul_all_to_all": [self.sizes(group_size)[2], self.gather_dim, self.scatter_dim],
             "all_to_all_matmul": [self.gather_dim, self.scatter_dim],
@@ -97,7 +97,7 @@ class Problem:
         return arguments[self.op]
 
     def call(self, inputs: Inputs, group: Any = None, **options: Any) -> Any:
-        """Through the function that users call; every rank of ``group`` calls it."""
+        """Call the function that users call. Every rank of ``group`` calls it."""
         args, kwargs = self._user_arguments(inputs, group)
         return getattr(fusedcomm, self.op)(*args, **kwargs, **options)
 
@@ -116,7 +116,10 @@ class Problem:
         return [x, w, *dims, group], options
 
     def dispatched(self, inputs: Inputs, by_product: bool = False) -> tuple[Any, ...]:
-        """Arguments of ``torch.ops.fusedcomm.<op>`` on WORLD. ``by_product``: ask for the second result, if any."""
+        """The arguments of ``torch.ops.fusedcomm.<op>`` on WORLD.
+
+        ``by_product``: ask for the second result, if there is one.
+        """
         x, w, bias = inputs
         if self.op == "all_gather_matmul" and isinstance(w, Tensor):
             w, bias = [w], [bias]
@@ -166,7 +169,7 @@ def integers(problem: Problem, rank: int, group_size: int, dtype: torch.dtype = 
     ws = [_integers(shape, 1000 * seed + 100 + 10 * i + rank).to(dtype) for i, shape in enumerate(w_shapes)]
     if problem.transposed:
         ws = [w.mT.contiguous().mT for w in ws]
-    bias_seed = 1000 * seed + 200 + (0 if problem.op == "matmul_all_reduce" else rank)  # there all ranks have the same
+    bias_seed = 1000 * seed + 200 + (0 if problem.op == "matmul_all_reduce" else rank)  # or one on all ranks
     sizes = problem.bias_sizes(group_size)
     biases = [None if size is None else _integers([size], bias_seed + 10 * i).to(dtype) for i, size in enumerate(sizes)]
     return (x.to(dtype), ws, biases) if isinstance(problem.n, tuple) else (x.to(dtype), ws[0], biases[0])
@@ -177,7 +180,7 @@ def _integers(shape: list[int], seed: int) -> Tensor:
 
 
 def flat(inputs: Inputs) -> list[Tensor | None]:
-    """x, the weights, the biases."""
+    """x, the weights and the biases in one list."""
     x, w, bias = inputs
     if isinstance(w, Tensor):
         return [x, w, bias]
@@ -197,7 +200,10 @@ def unflat(problem: Problem, tensors: Sequence[Tensor | None]) -> Inputs:
 def whole_group(
     problem: Problem, inputs: Sequence[Sequence[Tensor | None]], group_size: int
 ) -> tuple[list[list[Tensor]], list[Tensor] | None]:
-    """The program of all ranks on one: each rank's results, and its exchanged or gathered x. ``inputs``: by `flat`."""
+    """Run the program of all ranks in one process.
+
+    Returns each rank's results, and its exchanged or gathered x. ``inputs`` is made by `flat`.
+    """
     num_ws = len(problem.ns)
     xs, ws, biases = [i[0] for i in inputs], [i[1 : 1 + num_ws] for i in inputs], [i[1 + num_ws :] for i in inputs]
 
@@ -248,7 +254,7 @@ def _doubles(problem: Problem, rank: int, group_size: int, seed: int) -> list[Te
 
 
 def exact(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """In ``dtype``, with nothing lost: else the test's numbers are too large."""
+    """The values in ``dtype``, where nothing may be lost: otherwise the test's numbers are too large."""
     rounded = t.to(dtype)
     assert torch.equal(rounded.double(), t.double())
     return rounded

@@ -14,7 +14,10 @@ from fusedcomm.redistribution import mesh_groups
 
 @contextmanager
 def left_as_found(**env: str) -> Iterator[pytest.MonkeyPatch]:
-    """As if WORLD were new. Groups that are made meanwhile are destroyed; settings of fusedcomm hold meanwhile."""
+    """A context in which WORLD is as new.
+
+    Groups made inside are destroyed at its end, and settings of fusedcomm hold inside.
+    """
     before = list(c10d._world.pg_map)
     mesh_groups._worlds.clear()
     mesh_groups._meshes.clear()

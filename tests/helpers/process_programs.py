@@ -35,7 +35,7 @@ def start(rank: int, port: int) -> None:
 
 
 def use(calls: int = 3) -> None:
-    """Forward and backward, with values checked."""
+    """Run an op forward and backward, and check its values."""
     import fusedcomm
 
     with fusedcomm.force_algorithm("chunked", strict=True):
@@ -56,7 +56,10 @@ def keep_symmetric_memory() -> None:
 
 
 def in_child(end: Callable[[], object]) -> int:
-    """The exit code of a forked child that does that and ends as interpreters end; -9: it hangs, and was killed."""
+    """The exit code of a forked child that does this and ends as interpreters end.
+
+    It is -9 if the child hung and was killed.
+    """
     child = os.fork()
     if child == 0:
         end()
@@ -75,7 +78,9 @@ def in_child(end: Callable[[], object]) -> int:
 
 
 def left_open(rank: int, port: int) -> None:
-    """With a group, a workspace and memory of its own; fusedcomm was imported after init_process_group."""
+    """The process ends with a group, a workspace and memory of its own. fusedcomm was imported after
+    init_process_group.
+    """
     assert "fusedcomm" not in sys.modules
     start(rank, port)
     use()
@@ -99,7 +104,7 @@ def destroyed(rank: int, port: int) -> None:
 
 
 def closed(rank: int, port: int) -> None:
-    """As it should be; then once more."""
+    """The process closes all as it should, and then once more."""
     import fusedcomm
 
     start(rank, port)
@@ -111,7 +116,7 @@ def closed(rank: int, port: int) -> None:
 
 
 def modules_gone(rank: int, port: int) -> None:
-    """Loaded again, and taken away, before what they have made is."""
+    """Modules are loaded again, and taken away before what they have made."""
     start(rank, port)
     use()
     keep_symmetric_memory()
@@ -127,7 +132,7 @@ def modules_gone(rank: int, port: int) -> None:
 
 
 class WaitsAtTheEnd:
-    """Its last reference is a builtin's, which goes when the interpreter ends."""
+    """An object whose last reference is a builtin's, which goes when the interpreter ends."""
 
     def __init__(self) -> None:
         from fusedcomm.kernels.cpu import native
@@ -141,12 +146,12 @@ class WaitsAtTheEnd:
 
 
 def waits_at_the_end(rank: int, port: int) -> None:
-    """The main thread, in a destructor."""
+    """The main thread waits, in a destructor."""
     builtins.kept_to_the_end = WaitsAtTheEnd()  # type: ignore[attr-defined]
 
 
 def thread_works(rank: int, port: int) -> None:
-    """The main thread has ended when another one makes calls."""
+    """Another thread makes calls when the main thread has ended."""
     start(rank, port)
     use()
 
@@ -158,7 +163,7 @@ def thread_works(rank: int, port: int) -> None:
 
 
 def leaves(rank: int, port: int, how: Callable[[], object], late_s: float = 0.0) -> None:
-    """Rank 0 leaves, ``how``; rank 1 calls, ``late_s`` later, and is told in time."""
+    """Rank 0 leaves, as ``how`` says. Rank 1 calls ``late_s`` later, and is told in time."""
     import fusedcomm
     from fusedcomm.runtime import members
 
@@ -232,7 +237,7 @@ def all_refused() -> None:
 
 
 def forks(rank: int, port: int) -> None:
-    """Children that end as they like disturb nobody, but can take no part in the group."""
+    """Children that end in any way disturb nobody, but can take no part in the group."""
     import fusedcomm
 
     assert in_child(lambda: None) == 0

@@ -1,4 +1,4 @@
-"""What programs of users are made of: sizes, collectives as torch and libraries write them."""
+"""The parts that programs of users are made of: sizes, and collectives as torch and libraries write them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def heads_first(t: Tensor, r: int) -> Tensor:
-    """[b, t, h, d] of my tokens -> [b, R t, h / R, d]: the way of xDiT and long-context-attention."""
+    """[b, t, h, d] of this rank's tokens -> [b, R t, h / R, d], in the way of xDiT and long-context-attention."""
     b, tokens, heads, dim = t.shape
     t = t.reshape(b, tokens, r, heads // r, dim).transpose(0, 2).contiguous()
     t = AllToAll.apply(t)
@@ -65,7 +65,7 @@ def heads_first(t: Tensor, r: int) -> Tensor:
 
 
 def tokens_first(t: Tensor, r: int) -> Tensor:
-    """Back: [b, R t, h / R, d] -> [b, t, h, d]."""
+    """The way back: [b, R t, h / R, d] -> [b, t, h, d]."""
     b, tokens, heads, dim = t.shape
     t = t.reshape(b, r, tokens // r, heads, dim).transpose(0, 3).transpose(0, 1).contiguous()
     t = AllToAll.apply(t.reshape(r, heads, tokens // r, b, dim))
@@ -73,7 +73,7 @@ def tokens_first(t: Tensor, r: int) -> Tensor:
 
 
 def deepspeed(t: Tensor, scatter_dim: int, gather_dim: int, r: int) -> Tensor:
-    """[t, b, h, d], the sequence first: the way of DeepSpeed-Ulysses."""
+    """[t, b, h, d], with the sequence first, in the way of DeepSpeed-Ulysses."""
     shape = list(t.shape)
     shape[scatter_dim] //= r
     if scatter_dim < 2:
@@ -87,7 +87,7 @@ def deepspeed(t: Tensor, scatter_dim: int, gather_dim: int, r: int) -> Tensor:
 
 
 def veomni(t: Tensor, scatter_dim: int, gather_dim: int, r: int) -> Tensor:
-    """[t, h, d], packed sequences: the way of VeOmni; dims 0 and 1 change places."""
+    """[t, h, d] for packed sequences, in the way of VeOmni: dims 0 and 1 change places."""
     if scatter_dim == 1:
         t = t.reshape(t.shape[0], r, t.shape[1] // r, *t.shape[2:]).transpose(0, 1).contiguous()
         return AllToAll.apply(t.flatten(0, 1))

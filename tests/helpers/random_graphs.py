@@ -1,8 +1,8 @@
 """Random FX graphs that compute something: collectives of several groups, matmuls, views, writes, random numbers.
 
-Small integers in every tensor, so that sums are exact in any order. The same seed and sizes of groups make the same
-graph on every rank, but for the names of groups. No graph has a race: what a collective reads is not written, and what
-it writes is not touched, until its wait.
+Every tensor holds small integers, so that sums are exact in any order. The same seed and sizes of groups make the same
+graph on every rank, except for the names of groups. No graph has a race: what a collective reads is not written, and
+what it writes is not touched, until its wait.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class _Builder:
         self.last_input: Node | None = None
         self.values: list[Node] = []  # tensors that can be read
         self.bounds: dict[int, float] = {}  # by storage: the largest absolute value
-        self.pending: list[tuple[Node, list[Node]]] = []  # results of starts not waited for, what they read
+        self.pending: list[tuple[Node, list[Node]]] = []  # starts not waited for yet, and what they read
         self.reads: dict[int, int] = {}  # by storage: how many collectives under way read it
-        self.waited: dict[int, int] = {}  # storages of waits: of what was waited for, which is the same memory
+        self.waited: dict[int, int] = {}  # storages of waits, by what was waited for, which is the same memory
         self.touched: set[int] = set()  # storages that collectives under way write in place
 
     def build(self, steps: int, unwaited: bool) -> GraphModule:
@@ -71,7 +71,7 @@ class _Builder:
         moves: list[Callable[[], Any]] = [self.pointwise] * 3 + [self.matmul] * 3 + [self.view] * 3 + [self.wait] * 4
         moves += [self.collective] * 4 + [self.chain, self.draw, self.cast, self.reduce, self.cat]
         moves += [self.coalesced, self.constant, self.sharded_layers, self.gradients, self.experts]
-        if self.rng.random() < 0.5:  # else it can be fused and merged too
+        if self.rng.random() < 0.5:  # otherwise it can be fused and merged too
             moves += [self.write] * 2 + [self.in_place]
         for _ in range(steps):
             self.rng.choice(moves)()
@@ -110,7 +110,7 @@ class _Builder:
         self.values.append(node)
 
     def call(self, target: Any, *args: Any, bound: float | None = None, **kwargs: Any) -> Node:
-        """Adds a node. ``bound``: of its values; None: a view."""
+        """Add a node. ``bound``: the largest absolute value, or None for a view."""
         node = self.graph.call_function(target, args, kwargs)
         vals = pytree.tree_map_only(Node, lambda n: n.meta["val"], (args, kwargs))
         with self.mode:
@@ -157,7 +157,7 @@ class _Builder:
         return node if node is not None else self.placeholder([8, 4], torch.float32)
 
     def small(self, node: Node, factor: float) -> Node:
-        """node, clamped if factor times its values would not be exact."""
+        """The node, clamped if ``factor`` times its values would not be exact."""
         if self.bound(node) * factor <= LIMITS[node.meta["val"].dtype]:
             return node
         return self.call(aten.clamp.default, node, -2, 2, bound=2)
@@ -253,7 +253,7 @@ class _Builder:
     # writes
 
     def write(self) -> None:
-        """Into any value that no collective under way reads: an input, an intermediate, through a view."""
+        """Write to any value that no collective under way reads: an input, an intermediate, through a view."""
         x = self.pick(lambda val: self.reads.get(self.memory(val), 0) == 0 and val.numel() > 0)
         if x is None:
             return
@@ -382,7 +382,7 @@ class _Builder:
             x = self.call(aten.clamp.default, y, -1, 1, bound=1)
 
     def gradients(self) -> None:
-        """Matmuls, the result of each summed over the group; a few are needed at the end only."""
+        """Matmuls whose results are summed over the group. A few of them are needed at the end only."""
         group, kind = self.group(), self.rng.choice(["reduce_scatter", "all_reduce"])
         for _ in range(self.rng.randint(2, 4)):
             x = self.placeholder([group.size * self.rng.choice([1, 2]), 4], torch.float32)

@@ -1,4 +1,6 @@
-"""Random redistributions of DTensors, and what each rank must hold after: by torch.chunk from the whole tensor."""
+"""Random redistributions of DTensors, and what each rank must hold afterwards: torch.chunk cuts it from the whole
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def held(self, coordinate: Sequence[int]) -> Tensor:
-        """What the rank there holds before: its part of the reduction, of that its shards."""
+        """What the rank at a coordinate holds before: the shards of its part of the reduction."""
         parts = self._parts()
         for i in self._partial_dims():
             parts = parts[coordinate[i]]
@@ -45,7 +47,7 @@ class Case:
         return [i for i, placement in enumerate(self.before) if placement.is_partial()]
 
     def _parts(self) -> Tensor:
-        """Small integers, [size of each partial mesh dim, *shape]; of avg such that no division rounds."""
+        """Small integers, [size of each partial mesh dim, *shape]. Averages are such that no division rounds."""
         sizes = [self.mesh_shape[i] for i in self._partial_dims()]
         generator = torch.Generator().manual_seed(self.seed)
         parts = torch.randint(-2, 3, (*sizes, *self.shape), generator=generator)

@@ -1,7 +1,7 @@
 """A simulated world that carries out redistribution steps, and an oracle of what each rank must hold after them.
 
-All ranks of a mesh are in one process: each packs, the collective is made here from nothing but its definition, each
-unpacks. The oracle knows neither boxes nor groups: it holds the whole tensor, or all its parts, and cuts it by
+All ranks of a mesh are in one process: each packs and unpacks, and the collective is made here from its definition
+alone. The oracle knows neither boxes nor groups: it holds the whole tensor, or all its parts, and cuts it by
 torch.chunk, one mesh dim after the other.
 """
 
@@ -66,7 +66,7 @@ class Oracle:
 
 
 def with_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tells whole numbers apart as far as the dtype can."""
+    """The values in ``dtype``, where whole numbers stay different as far as the dtype can tell them apart."""
     if dtype == torch.bool:
         return (values * 40503 >> 4) % 2 == 1
     if dtype.is_complex:
@@ -145,7 +145,10 @@ def groups_of(step: Step) -> list[list[Coordinate]]:
 
 
 def carry_out(step: Step, held: Locals, rng: random.Random, shuffle: bool) -> Locals:
-    """All ranks; groups whose ranks are shuffled against the mesh; what was sent is what ``step.traffic`` says."""
+    """Carry out a step for all ranks, in groups whose ranks are shuffled against the mesh.
+
+    Checks that what was sent is what ``step.traffic`` says.
+    """
     result: Locals = {}
     for members in groups_of(step):
         size = len(members)
@@ -161,7 +164,7 @@ def carry_out(step: Step, held: Locals, rng: random.Random, shuffle: bool) -> Lo
 
 
 class approx(float):
-    """Equal but for rounding of what is divided by a number of ranks."""
+    """Equality, except for rounding of what is divided by a number of ranks."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float | int) and math.isclose(self, other, rel_tol=1e-12, abs_tol=1e-12)
@@ -186,7 +189,7 @@ class Plan:
 
 
 def parts_of(sharding: Sharding, rng: random.Random) -> Tensor:
-    """Whole numbers whose reductions are exact in bfloat16; without reductions all differ."""
+    """Whole numbers whose reductions are exact in bfloat16. Without reductions all of them differ."""
     sizes = [size if op else 1 for size, op in zip(sharding.mesh_shape, sharding.partial, strict=True)]
     shape = (*sizes, *sharding.shape)
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
@@ -230,7 +233,7 @@ def random_mesh(rng: random.Random) -> tuple[int, ...]:
 
 
 def random_ops(rng: random.Random) -> list[str]:
-    """Any mix of these can be reduced exactly, though not all at once."""
+    """Ops any mix of which can be reduced exactly, though not all at once."""
     return rng.choice([["sum"], ["avg"], ["sum", "avg"], ["max"], ["min"], ["product"], ["sum", "max"], ["max", "min"]])
 
 
@@ -250,14 +253,14 @@ def random_sharding(rng: random.Random, shape: list[int], mesh: tuple[int, ...],
 
 
 def moved(rng: random.Random, placed: Placements, ndim: int) -> Placements:
-    """Some mesh dims do another thing; none becomes partial."""
+    """A sharding in which some mesh dims do something else. None of them becomes partial."""
     free: Placements = [None, *range(ndim)]
     chosen = rng.sample(range(len(placed)), rng.randint(1, len(placed)))
     return [rng.choice(free) if i in chosen else p for i, p in enumerate(placed)]
 
 
 def random_shape(rng: random.Random, mesh: tuple[int, ...], *all_placed: Placements, ndim: int) -> list[int]:
-    """Half of them cut evenly."""
+    """A shape; half of the shapes are cut evenly."""
     if rng.random() < 0.5:
         return [rng.choice([0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13]) for _ in range(ndim)]
     shape = []
@@ -268,7 +271,7 @@ def random_shape(rng: random.Random, mesh: tuple[int, ...], *all_placed: Placeme
 
 
 def random_plan(seed: int) -> tuple[Plan, random.Random]:
-    """One step, or where none does it two or three, and what draws the rest of the case."""
+    """A plan of one step, or of two or three where no single step does it, and what draws the rest of the case."""
     rng = random.Random(seed)
     mesh, ndim = random_mesh(rng), rng.choice([0, 1, 1, 2, 2, 3, 4])
     ops = random_ops(rng)

@@ -21,7 +21,7 @@ from tests.soak.known_values import KnownValues
 from tests.soak.outcome import SoakOutcome
 
 LATE_S = 0.003
-SHARE = 0.3  # of signals and waits that are late
+SHARE = 0.3  # share of signals and waits that are late
 
 
 @contextmanager
@@ -52,20 +52,20 @@ def signal_before_data() -> Iterator[None]:
 
 @contextmanager
 def late_reads() -> Iterator[None]:
-    """What has arrived is copied out by a thread; before the results are compared, but nobody else waits for it."""
+    """A thread copies out what has arrived. It ends before the results are compared, but nobody else waits for it."""
     with _late_reads(joined=False):
         yield
 
 
 @contextmanager
 def late_reads_joined() -> Iterator[None]:
-    """They come before this rank's next signal, as the protocol has it."""
+    """The late reads come before this rank's next signal, as the protocol wants."""
     with _late_reads(joined=True):
         yield
 
 
 class _Arrived(CpuTransport):
-    """After the waits."""
+    """What has arrived, once the waits are over."""
 
     def wait(self, round: workspace.Round, src_rank: int) -> None:
         pass
@@ -112,7 +112,7 @@ def _late_reads(joined: bool) -> Iterator[None]:
 
 @contextmanager
 def wrong_element() -> Iterator[None]:
-    """One of a float16 matmul_reduce_scatter, on rank 1 of a group."""
+    """One element of a float16 matmul_reduce_scatter is wrong, on rank 1 of a group."""
     results = invoke.results
 
     def spoiled(data: KnownValues, rank: int, *args: Any) -> list[torch.Tensor]:
@@ -128,7 +128,7 @@ def wrong_element() -> Iterator[None]:
 def run_without(
     rank: int, fault: Callable[[], Any], seed: int, index: int, steps: Sequence[int] | None = None, wait_s: int = 90
 ) -> SoakOutcome:
-    """A program under ``fault``, with many delays."""
+    """Run a program under ``fault``, with many delays."""
     with ExitStack() as patches:
         patches.enter_context(mock.patch.dict(worker.WAIT_S, cpu=wait_s))
         patches.enter_context(fault())

@@ -29,7 +29,7 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def names(self, namespace: str) -> list[str]:
-        """Without the waits."""
+        """The names, without the waits."""
         names = [name.split("::") for name, _ in self.calls]
         return [name for space, name in names if space == namespace and name != "wait_tensor"]
 
@@ -41,7 +41,7 @@ class Dispatched(TorchDispatchMode):
         return sum(name in MATMULS for name in self.names("aten"))
 
     def collective_bytes(self, group_size: int) -> float:
-        """Bytes that this rank sends to others in plain collectives, each done in the least that it takes."""
+        """Bytes that this rank sends to others in plain collectives, if each sends as little as it can."""
         sent = 0.0
         for name, args in self.calls:
             if not name.startswith("_c10d_functional::") or name.endswith("wait_tensor"):
@@ -72,7 +72,7 @@ SENTINEL = 0xA7  # in every byte: what no test sends
 
 @contextmanager
 def pushed() -> Iterator[Pushed]:
-    """Fills each part of a peer's slot with a sentinel when it is asked for; what differs at the signal was sent."""
+    """Fill each part of a peer's slot with a sentinel when it is asked for. What differs at the signal was sent."""
     seen, filled = Pushed(), []
     part, signal = workspace.Round.part, workspace.Round.signal
 

@@ -36,7 +36,7 @@ def make(numel: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Any]:
 
 
 def footprint() -> tuple[int, int]:
-    """Our mappings and our file descriptors in this process."""
+    """The mappings of symmetric memory and the file descriptors of this process."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("/memfd:fusedcomm-")
     num_fds = 0

@@ -46,7 +46,7 @@ class VirtualRank:
         return self.word(self.layout.broken, self.group_size).tolist()
 
     def assert_idle(self, epoch: int, failed: bool = False) -> None:
-        """Between calls: ``epoch`` rounds are over, nothing is half counted."""
+        """Check that nothing is half counted between calls: ``epoch`` rounds are over."""
         assert self.epoch == epoch and bool(self.record.any()) == failed
         assert int(self.word(self.layout.arrivals)) == 0
         assert not self.word(self.layout.tiles_done, self.group_size).any()
@@ -66,9 +66,10 @@ def virtual_ranks(group_size: int, slot_bytes: int, num_slots: int = 2) -> list[
 
 
 def sizes_and_names(names: Iterable[str], on_all: Iterable[str]) -> list[Any]:
-    """Every case on 1 and 3 ranks, and some on 2 and 4 too: the interpreter is slow, and a third peer is as the second.
+    """Every case on 1 and 3 ranks, and some on 2 and 4 too: the interpreter is slow, and a third peer is like the
+    second.
 
-    The others are soak tests. Of the former those on more than 2 ranks are thorough.
+    The other combinations are soak tests. Cases listed first that have more than 2 ranks are thorough.
     """
     names, on_all = list(names), set(on_all)
     assert on_all <= set(names)
@@ -95,7 +96,10 @@ def guarded(shape: list[int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor,
 
 
 def assert_results(padded: list[tuple[Tensor, tuple[Tensor, Tensor]]], expected: list[Tensor]) -> None:
-    """Bit-equal, and nothing written beside the results; ``padded``: as ``guarded`` makes them."""
+    """Check that results are bit-equal and nothing is written beside them.
+
+    ``padded``: the tensors that ``guarded`` makes.
+    """
     for (out, guards), value in zip(padded, expected, strict=True):
         torch.testing.assert_close(out, value, rtol=0, atol=0)
         assert all(torch.isnan(guard).all() for guard in guards)

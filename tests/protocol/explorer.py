@@ -39,9 +39,11 @@ class Outcome:
 
 
 def explore(model: Model[S], max_states: int = 2_000_000) -> Outcome:
-    """Every step takes its rank forward, so there are no cycles: who can always move comes to an end."""
+    """Explore all states. Every step takes its rank forward, so there are no cycles: a rank that can always move comes
+    to an end.
+    """
     was_enabled = gc.isenabled()
-    gc.disable()  # states refer to no state: to look for cycles among them takes a third of the time
+    gc.disable()  # states refer to no state: looking for cycles among them takes a third of the time
     try:
         return _explore(model, max_states)
     finally:
@@ -58,7 +60,7 @@ def _explore(model: Model[S], max_states: int) -> Outcome:
         try:
             own, faults = model.moves(state)
             own = list(own)
-            # A fault may not come: it must not be what ends a wait.
+            # A fault need not come, so it must not be what ends a wait.
             if not own and not model.finished(state):
                 raise Violation("deadlock: every rank waits")
         except Violation as violation:

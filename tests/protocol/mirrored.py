@@ -1,4 +1,6 @@
-"""The functions that the model mirrors: by its part, the digest of each (tests/protocol/mirrors.py)."""
+"""The functions that the model mirrors: for each part of the model, the digest of each function
+(tests/protocol/mirrors.py).
+"""
 
 from __future__ import annotations
 

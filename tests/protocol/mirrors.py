@@ -28,7 +28,7 @@ def digest(source: str, text: str | None = None) -> str:
 
 
 def complaints(mirrors: dict[str, dict[str, str]], table: str) -> list[str]:
-    """What has changed, and what to do. ``mirrors``: digest by source, by the part of the model."""
+    """What has changed, and what to do about it. ``mirrors`` has digests by source, for each part of the model."""
     found = []
     for part, sources in mirrors.items():
         for source, known in sources.items():
@@ -49,7 +49,7 @@ def _normal_python(text: str, name: str) -> str:
 
 
 def _dump(node: object) -> str:
-    """As ast.dump, but the same in all versions of Python, and without what a function does not do."""
+    """Like ast.dump, but equal in all versions of Python, and without what does not change what a function does."""
     if isinstance(node, list):
         return "[" + " ".join(_dump(each) for each in node if not _is_text(each)) + "]"
     if isinstance(node, ast.JoinedStr):
@@ -66,7 +66,7 @@ def _is_text(node: object) -> bool:
 
 
 def _normal_cpp(text: str, name: str) -> str:
-    """From the line that defines the function to the brace that closes it, on a line of its own."""
+    """The text from the line that defines the function to the brace that closes it, on a line of its own."""
     code = re.sub(r"//[^\n]*", "", text)
     found = re.search(rf"^( *)[^\n;=]*\b{re.escape(name)}\([^;]*?\{{\n.*?^\1\}}", code, re.MULTILINE | re.DOTALL)
     if found is None:

@@ -52,8 +52,9 @@ class ProtocolModel:
         return all(rank.status != RUNNING or self._done(r, rank) for r, rank in enumerate(state.ranks))
 
     def moves(self, state: State) -> tuple[list[tuple[str, State]], list[tuple[str, State]]]:
-        # Reduction: an ``enter`` that can find nothing touches no word that others see. It commutes with all their
-        # steps, nothing undoes it and no check looks at it: the other orders reach the same states. So it goes first.
+        # This is a reduction. An ``enter`` that can find nothing touches no word that others see. It commutes with all
+        # their steps, nothing undoes it and no check looks at it, so the other orders reach the same states. So it goes
+        # first.
         for r in range(self.size):
             if (step := self._free_enter(r, state.ranks[r])) is not None:
                 return [(_label(r, step), sent(state, r))], []
@@ -108,7 +109,7 @@ class ProtocolModel:
         return step if step is not None and step.what == "enter" and found_nothing else None
 
     def _inside(self, r: int, rank: Rank) -> Step | None:
-        """A step of the call of the first segment that the rank is in and may still leave."""
+        """A step of the call of the first segment, for a rank that is in it and may still leave."""
         step = self._next_receive(r, rank) or self._next_send(r, rank)
         if step is None or step.what in ("enter", "arrive", "depart") or step.segment > 0 or rank.error:
             return None
@@ -117,7 +118,7 @@ class ProtocolModel:
     # calls
 
     def _enter(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
-        """On a device an error is raised if the host looks now, not if the call was queued before it failed."""
+        """On a device an error is raised if the host looks now, but not if the call was queued before it failed."""
         if not self.scenario.device and self._given_up(state, r, step):
             yield ", finds it broken", self._fail(state, r, rank, step)
             return
@@ -154,7 +155,7 @@ class ProtocolModel:
             yield "", received(state, r) if good else self._wait_failed(state, r, rank, step)
         elif self.scenario.timeouts and not self._strict(state, step):
             after = state
-            if self.scenario.device:  # its programs tell each other by their own word
+            if self.scenario.device:  # its programs tell each other by their rank's own word
                 after = state._replace(broken=with_word(state.broken, self._broken(step.segment, r, r), 1))
             yield ", time-out", self._wait_failed(after, r, rank, step)
 
@@ -204,7 +205,7 @@ class ProtocolModel:
         return f"rank {r}: breaks the header of {dst}, round {epoch}", after
 
     def _raised(self, state: State, r: int, rank: Rank) -> State:
-        """Every further call raises too: on to the next reset, or the end."""
+        """Every further call raises too, until the next reset or the end."""
         sends, receives = self.programs[r]
         resets = [i for i, step in enumerate(receives) if step.what == "arrive" and i >= rank.received]
         done = (receives[resets[0]].after, resets[0]) if resets else (len(sends), len(receives))
@@ -212,12 +213,15 @@ class ProtocolModel:
         return put(state, r, left)
 
     def _given_up(self, state: State, r: int, step: Step) -> bool:
-        """A peer that failed in a later round is taken to have completed this one."""
+        """Whether a peer has given up on the round.
+
+        One that failed in a later round is taken to have completed this one.
+        """
         first = self._broken(step.segment, r, 0)
         return any(0 < word <= step.epoch + 1 for word in state.broken[first : first + self.size])
 
     def _strict(self, state: State, step: Step) -> bool:
-        """Nothing can go wrong: no fault is allowed, or all ranks have come through a reset."""
+        """Whether nothing can go wrong: no fault is allowed, or all ranks have come through a reset."""
         return not self.scenario.faulty or (step.segment > 0 and all(rank.status == RUNNING for rank in state.ranks))
 
     # resets
@@ -240,7 +244,7 @@ class ProtocolModel:
             yield ", time-out", put(state, r, rank._replace(status=RAISED))
 
     def _cleared(self, state: State, r: int, old_segment: int) -> State:
-        """With the header of r's next segment cleared."""
+        """The state with the header of r's next segment cleared."""
         segment = old_segment + 1 if self.rules.new_segment else 0
         num_flags = self.rules.num_slots * self.size
         first, words = (segment * self.size + r) * num_flags, (segment * self.size + r) * self.size

@@ -1,10 +1,10 @@
 """The inside of a rank on a device: kernels of several programs that share a counter, the arrivals and the epoch.
 
-Two ranks without faults. A kernel that sends stores a part per program into each chunk; who completes a chunk by the
-counter signals it. A kernel that receives waits for every source, the own one too; the last program that arrives counts
-the epoch. The pack of a gather runs beside its matmul.
+There are two ranks without faults. A kernel that sends stores a part per program into each chunk. The program that
+completes a chunk, by the counter, signals it. A kernel that receives waits for every source, the own one too; the last
+program that arrives counts the epoch. The pack of a gather runs beside its matmul.
 
-Mirrors kernels/triton/rounds.py, copy.py and fusedcomm/algorithms/fused.py (tests/protocol/mirrored.py).
+This mirrors kernels/triton/rounds.py, copy.py and fusedcomm/algorithms/fused.py (tests/protocol/mirrored.py).
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from tests.protocol.state import with_word
 class ProgramRules:
     """Every default is what the code does."""
 
-    num_programs: tuple[int, int] = (2, 1)  # of each kernel, by rank: more of both would be too many states
-    last_signals: bool = True  # not the first that has stored
+    num_programs: tuple[int, int] = (2, 1)  # programs of each kernel, by rank: more of both would be too many states
+    last_signals: bool = True  # the last program, not the first that has stored
     clears_counter: bool = True
     waits_for_own: bool = True
-    last_counts_epoch: bool = True  # not the first that arrives
-    joins: bool = True  # the pack, before the next round
+    last_counts_epoch: bool = True  # the last program, not the first that arrives
+    joins: bool = True  # the pack ends before the next round
 
 
 class Kernel(NamedTuple):
     sends: bool
-    epoch: int  # of its round: what its programs must find in the header
-    after: tuple[int, ...]  # kernels of this rank that come before
+    epoch: int  # the round that its programs must find in the header
+    after: tuple[int, ...]  # kernels of this rank that come before it
 
 
 class State(NamedTuple):
-    """By rank; ``counts`` also by dst_rank, ``flags`` and ``parts`` by owner, slot and source. Words are epochs."""
+    """The state by rank. ``counts`` go also by dst_rank, ``flags`` and ``parts`` by owner, slot and source.
+
+    Words are epochs.
+    """
 
     steps: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][kernel][program]: steps done
     epochs: tuple[int, ...]
@@ -45,7 +48,7 @@ class State(NamedTuple):
     parts: tuple[tuple[int, ...], ...]
 
 
-# Of each chunk; "signal" also clears the counter before, and is passed over by who has not completed the chunk.
+# steps for each chunk; "signal" also clears the counter first, and a program that has not completed the chunk skips it
 SEND = ("epoch", *(f"{what} {step}" for step in range(2) for what in ("store", "count", "signal")))
 RECEIVE = ("epoch", *(f"{what} {step}" for step in range(2) for what in ("wait", "read")), "arrive", "count epoch")
 
@@ -97,7 +100,7 @@ class ProgramModel:
         return _done(state, r, k, p)._replace(parts=with_word(state.parts, cell, parts))
 
     def _count(self, state: State, r: int, k: int, p: int, step: str) -> State:
-        """Also of the epoch, at the end: by the last program that has arrived."""
+        """Count at the end, the epoch too: the last program that has arrived does it."""
         if step == "epoch":
             return _done(state, r, k, p)._replace(
                 arrivals=with_word(state.arrivals, r, 0), epochs=with_word(state.epochs, r, self.kernels[k].epoch)

@@ -16,7 +16,7 @@ from fusedcomm.runtime.workspace import peers_of, sources_of
 
 @dataclass(frozen=True)
 class Rules:
-    """The protocol; every default is what the code does, and every other value a planted bug."""
+    """The rules of the protocol. Every default is what the code does, and every other value a planted bug."""
 
     num_slots: int = NUM_SLOTS
     data_before_flag: bool = True
@@ -27,20 +27,20 @@ class Rules:
     unfused_takes_epoch: tuple[int, ...] = ()  # ranks on which an unfused call takes an epoch
     waits_for: str = "at least"  # or "equal": the whole flag
     compares_fingerprints: bool = True
-    tells_peers: bool = True  # that it has given up
+    tells_peers: bool = True  # a rank tells that it has given up
     checks_broken_after_reads: bool = True
-    gives_up_earlier: bool = True  # a device that has failed in f, before it pushes f + 1: on f - 1 too
-    new_segment: bool = True  # after a reset
-    drains: bool = True  # the device, before it comes to a reset
-    clears_before_agreement: bool = True  # its own header, in a reset
+    gives_up_earlier: bool = True  # a device that failed in f says so on f - 1 too, before it pushes f + 1
+    new_segment: bool = True  # a reset makes a new segment
+    drains: bool = True  # a rank waits for its device before it comes to a reset
+    clears_before_agreement: bool = True  # a rank clears its own header in a reset
 
 
 class Round(NamedTuple):
     op: int
     empty: tuple[int, ...] = ()  # ranks whose chunks have no element
     beside: bool = False  # a gather on a device: the sends run on a stream beside the waits and reads
-    sums: bool = False  # waits for all chunks before it reads the first
-    slot: int | None = None  # where a captured copy writes and reads; None: by the epoch
+    sums: bool = False  # whether all chunks are waited for before the first is read
+    slot: int | None = None  # the slot where a captured copy writes and reads; None: by the epoch
 
 
 Call = tuple[Round, ...]
@@ -55,7 +55,7 @@ Script = tuple[Call, ...]
 
 
 def empty_from(*ranks: int) -> Call:
-    """A push of which these ranks have nothing to send."""
+    """A push for which these ranks have nothing to send."""
     return (Round(6, empty=ranks),)
 
 
@@ -71,11 +71,14 @@ def captured(slot: int) -> Call:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``scripts``: each rank's. Time-outs come in the first segment and in resets: after a reset all is strict."""
+    """``scripts`` has each rank's script.
+
+    Time-outs come in the first segment and in resets; after a reset all is strict.
+    """
 
     scripts: tuple[Script, ...]
     rules: Rules = field(default_factory=Rules)
-    device: bool = False  # queued work runs on after a failure; else the host raises
+    device: bool = False  # whether queued work runs on after a failure; otherwise the host raises
     timeouts: bool = False
     dies: tuple[int, ...] = ()  # ranks that may stop for ever, at any step
     leaves: tuple[int, ...] = ()  # ranks that may leave a call by an exception, at any step
@@ -100,7 +103,7 @@ class Step(NamedTuple):
     segment: int
     epoch: int
     op: int
-    slot: int  # of the data
+    slot: int  # the slot of the data
     after: int  # steps of the rank's other program that come before
 
 
@@ -145,7 +148,7 @@ def _sends(rules: Rules, round: Round, rank: int, size: int) -> Iterator[tuple[s
     for dst in peers_of(rank, size)[:-1]:
         empty = rank in round.empty
         signals = [] if empty and not rules.signals_empty_chunks else [("signal", dst)]
-        # One step stands for all words of a chunk: the protocol treats them alike, and each lies between its signals.
+        # One step stands for all words of a chunk. The protocol treats them alike, and each lies between its signals.
         writes = [] if empty else [("write", dst)]
         yield from (*writes, *signals) if rules.data_before_flag else (*signals, *writes)
 

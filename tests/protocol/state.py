@@ -6,25 +6,25 @@ from typing import NamedTuple, TypeVar
 
 W = TypeVar("W")
 
-RUNNING, DEAD, RAISED = 0, 1, 2  # RAISED: out of a reset
-Stamp = tuple[int, ...]  # of data (segment, epoch, op), of a flag (epoch, op); () in new memory
+RUNNING, DEAD, RAISED = 0, 1, 2  # RAISED: a reset has raised an error
+Stamp = tuple[int, ...]  # words: data (segment, epoch, op), a flag (epoch, op), or () in new memory
 
 
 class Rank(NamedTuple):
     sent: int = 0  # steps of its send program that are done
     received: int = 0
-    failed: bool = False  # a wait of this round
-    wrong: bool = False  # what has been read in this round
-    error: bool = False  # on record: the next check on the host raises it
+    failed: bool = False  # whether a wait of this round has failed
+    wrong: bool = False  # whether what it has read in this round is wrong
+    error: bool = False  # whether a failure is on record, which the next check on the host raises
     breaking: int = 0  # 1 + the rank to tell next that this one has given up; 0 if none
-    gave_up: tuple[int, int] = (0, 0)  # (segment, epoch) that it has given up in
-    leaving: bool = False  # by an exception
+    gave_up: tuple[int, int] = (0, 0)  # the (segment, epoch) that it has given up in
+    leaving: bool = False  # whether an exception makes it leave its call
     arrived: int = 0  # resets that its host has come to
     status: int = RUNNING
 
 
 class State(NamedTuple):
-    """Words of all segments, by ``ProtocolModel._cell`` and ``_broken``; ``broken`` holds epoch + 1, or 0."""
+    """The words of all segments, by ``ProtocolModel._cell`` and ``_broken``. ``broken`` holds epoch + 1, or 0."""
 
     ranks: tuple[Rank, ...]
     data: tuple[Stamp, ...]

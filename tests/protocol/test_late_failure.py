@@ -30,7 +30,7 @@ def pack(rank: virtual.VirtualRank, epoch: int) -> None:
 
 
 def copy_engine(rank: virtual.VirtualRank, epoch: int) -> None:
-    """As CudaTransport.pack: copies that are queued by the host, which knows nothing of a failure."""
+    """Pushes as CudaTransport.pack makes them: the host has queued the copies, and knows nothing of a failure."""
     signals.begin_push(rank)
     slot = rank.layout.slot(epoch, rank.slot_bytes) + rank.rank * 32
     for segment in rank.peers:
@@ -49,7 +49,7 @@ def go_on(rank: virtual.VirtualRank, push: Push) -> None:
 
 
 def go_on_after_an_empty_round(rank: virtual.VirtualRank, push: Push) -> None:
-    """Which pushes nothing, and signals alone: round 4 goes to the other slot, round 5 where round 1 was."""
+    """An empty round pushes nothing and only signals: round 4 goes to the other slot, round 5 to where round 1 was."""
     nothing, empty = torch.empty(0), Span(size=0, start=0, inner=1, outer_stride=0, peer_stride=0)
     kernel_launch.pack(nothing, empty, rank, virtual.FINGERPRINT)
     kernel_launch.unpack(nothing, empty, rank, virtual.FINGERPRINT)
@@ -105,7 +105,7 @@ def test_untold_it_would_take_round_3_for_round_1(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failure_in_an_earlier_round_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pushes of later rounds write where who reads finds the word of round 2, or of round 1, as it is."""
+    """Pushes of later rounds write where a reader finds the word of round 2, or of round 1, as it is."""
     _, (early, late) = read_beside_a_failed_peer(monkeypatch, pack)
     unpack(early)
     pack(early, 4)

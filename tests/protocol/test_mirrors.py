@@ -62,7 +62,7 @@ def recorded_steps(rank: int) -> Steps:
 
 
 def in_program_order(programs: Programs) -> Steps:
-    """A host that runs both programs, what it sends first."""
+    """The order of a host that runs both programs: what it sends comes first."""
     sends, receives = list(programs.sends), list(programs.receives)
     steps, received = [], 0
     while sends or receives:

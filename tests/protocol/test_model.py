@@ -40,12 +40,12 @@ def run(scenario: Scenario) -> Outcome:
 
 
 def with_another_op(*tail: Call) -> tuple[tuple[Call, ...], ...]:
-    """Three ranks, of which the last calls another op in its second call."""
+    """Three ranks, the last of which calls another op in its second call."""
     script = (PUSH, PUSH, *tail)
     return script, script, (PUSH, OTHER_OP, PUSH, *tail)
 
 
-# without faults: the time-outs are off, so that nothing but the protocol ends a wait
+# Without faults the time-outs are off, so that nothing but the protocol ends a wait.
 
 
 CALLS = {
@@ -217,14 +217,14 @@ def test_a_wait_without_a_bound_is_caught() -> None:
 
 
 def test_an_error_without_a_fault_is_caught() -> None:
-    """Scripts that differ, where the model is told that nothing is wrong."""
+    """The scripts differ, while the model is told that nothing is wrong."""
     outcome = run(Scenario(with_another_op()))
     assert outcome.violation is not None
     assert outcome.violation.startswith(SPURIOUS)
 
 
 def test_in_a_new_segment_late_writes_do_no_harm() -> None:
-    """Not even those of a device that the reset has not waited for."""
+    """Late writes do no harm in a new segment, not even those of a device that the reset has not waited for."""
     scenario = on_device(2, *RETRIED, timeouts=True)
     assert run(replace(scenario, rules=Rules(drains=False))).violation is None
 

@@ -23,8 +23,8 @@ from tests.soak.soak_ranks import SoakRanks, command
 
 RANKS = 4
 REPORT_CALLS = 1000
-MOST_TRIES = 200  # to shrink a program
-SLOW_TRIES = 20  # of one that ends with a time-out
+MOST_TRIES = 200  # the most runs to shrink a program
+SLOW_TRIES = 20  # the most runs to shrink one that ends with a time-out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def _soak(ranks: SoakRanks, args: argparse.Namespace) -> int:
 
 
 def _failed(ranks: SoakRanks, seed: int, index: int, outcome: SoakOutcome) -> int:
-    """Says what, and by how few steps it can be had again."""
+    """Say what failed, and by how few steps it can be had again."""
     _tell(outcome)
     _say(f"again: {command(ranks.device_type, ranks.size, seed, index)}")
     if world.under_torchrun() and outcome.broken:

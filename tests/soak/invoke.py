@@ -1,4 +1,4 @@
-"""A case by fusedcomm's ops: what is compared with ``KnownValues.expected``."""
+"""A case run by fusedcomm's ops. The results are compared with ``KnownValues.expected``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ LONGEST_S = 0.002
 
 
 class _Local(threading.local):
-    """Each thread draws from its own: its delays do not depend on how the threads of a run take turns."""
+    """Each thread draws from a generator of its own, so that its delays do not depend on how the threads take turns."""
 
     def __init__(self, seed: str) -> None:
         self.random = Random(f"{seed} jitter")
@@ -25,7 +25,7 @@ class _Local(threading.local):
 
 @contextmanager
 def jitter(seed: str, share: float) -> Iterator[None]:
-    """Every ``share``-th signal, wait or copy-out of this process is late. On a GPU: its launch is."""
+    """Every ``share``-th signal, wait or copy-out of this process is late. On a GPU its launch is late."""
     local = _Local(seed)
 
     def late(function: Callable[..., Any], first: bool) -> Callable[..., Any]:

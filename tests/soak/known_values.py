@@ -22,13 +22,13 @@ class SoakInputs:
     biases: list[Tensor | None]
 
     def trained(self, frozen: str) -> list[Tensor]:
-        """What gets gradients, if x, w or nothing is frozen."""
+        """The tensors that get gradients, if x, w or nothing is frozen."""
         x, ws = [] if frozen == "x" else [self.x], [] if frozen == "w" else self.ws
         return [*x, *ws, *(bias for bias in self.biases if bias is not None)]
 
 
 class KnownValues:
-    """Small integers that differ by rank, and by ``seed``: what an earlier call has left behind shows."""
+    """Small integers that differ by rank and by ``seed``, so that what an earlier call has left behind shows."""
 
     def __init__(self, case: SoakCase, seed: int) -> None:
         self.case = case
@@ -37,7 +37,7 @@ class KnownValues:
         generator = torch.Generator().manual_seed(seed)
         shape = (case.group_size, self.numel)
         self.numbers = torch.randint(-case.largest, case.largest + 1, shape, generator=generator, dtype=torch.float64)
-        if case.op == "matmul_all_reduce":  # one result, which all ranks have: so are its bias and its gradient
+        if case.op == "matmul_all_reduce":  # all ranks have one result, and so one bias and one gradient
             same = sum(map(math.prod, (case.x, *case.ws)))
             self.numbers[1:, same:] = self.numbers[0, same:]
 
@@ -117,7 +117,7 @@ def _matmuls(x: Tensor, inputs: SoakInputs) -> list[Tensor]:
 
 
 def _laid_out(t: Tensor, layout: str) -> Tensor:
-    """The same values."""
+    """The same values in another layout."""
     if layout == "transposed":
         return t.mT.contiguous().mT
     if layout == "strided":

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-MOST_FAILURES = 5  # of a rank that are reported
+MOST_FAILURES = 5  # how many failures of a rank are reported
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The process groups of a program in one rank: made, made anew, and gone at the end."""
+"""The process groups of a program in one rank: they are made, made anew, and gone at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.soak.random_program import MESH_DIMS, SoakGroup
 
 
 class SoakGroups:
-    """All ranks of WORLD make and destroy them in the same order; only members hold them."""
+    """The groups of a program. All ranks of WORLD make and destroy them in the same order; only members hold them."""
 
     def __init__(self, rank: int, groups: Sequence[SoakGroup], device: torch.device, timeout: timedelta) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
@@ -76,6 +76,6 @@ class SoakGroups:
         self._make(group)
 
     def destroy(self) -> None:
-        """When all ranks have come to the end."""
+        """Destroy the groups when all ranks have come to the end."""
         for made in [each for each in c10d._world.pg_map if each not in self.before]:
             dist.destroy_process_group(made)

@@ -1,4 +1,4 @@
-"""A random call of an op: shapes, dims, dtype, layouts. Drawn so that every sum in it is exact in its dtype."""
+"""A random call of an op: shapes, dims, dtype, layouts. It is drawn so that every sum in it is exact in its dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUTS = ("contiguous", "transposed", "strided")
 
 # All integers up to here, and their negatives, are exact.
 EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 24}
-LARGEST = 2  # of the inputs, or 1 where sums would be too large
+LARGEST = 2  # bound of the inputs, or 1 where sums would be too large
 SMALL_CALL = 1 << 11  # elements: what Triton's interpreter does in a fraction of a second
 
 Shape = tuple[int, ...]
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SoakCase:
-    """What every rank of a group gives to an op. Equal on all ranks; the values are not."""
+    """What every rank of a group gives to an op. It is equal on all ranks, but the values are not."""
 
     op: str
     group_size: int
@@ -33,7 +33,7 @@ class SoakCase:
     biases: tuple[bool, ...]
     dtype: torch.dtype = torch.float32
     listed: bool = False  # w is a list
-    k_dims: int = 1  # of x: all_to_all_matmul flattens them
+    k_dims: int = 1  # dims of x that all_to_all_matmul flattens
     gather_dim: int | None = None
     scatter_dim: int | None = None
     out_shape: Shape | None = None
@@ -41,12 +41,12 @@ class SoakCase:
     x_layout: str = "contiguous"
     w_layout: str = "contiguous"
     use: str = "forward"  # "backward": gradients too; "out": into a tensor of the caller's
-    frozen: str = ""  # in a backward: "x" or "w" needs no gradient
+    frozen: str = ""  # in a backward, "x" or "w" if that needs no gradient
     save: bool = True  # what is gathered, for the backward
     largest: int = LARGEST
 
     def __str__(self) -> str:
-        """What differs from the defaults."""
+        """The fields that differ from the defaults."""
         told = [f for f in fields(self) if f.name not in ("op", "dtype") and getattr(self, f.name) != f.default]
         facts = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in told)
         return f"{self.op}({str(self.dtype).removeprefix('torch.')}, {facts})"
@@ -83,7 +83,7 @@ class SoakCase:
 
     @property
     def bound(self) -> int:
-        """No partial sum of the call or of its backward is larger."""
+        """A bound of every partial sum of the call and of its backward."""
         reduced = self.group_size if self.op in REDUCES else 1
         bound = self.largest**2 * self.ws[0][-2] * reduced * self.factor + self.largest
         if self.use == "backward":
@@ -112,7 +112,7 @@ def draw(random: Random, group_size: int) -> SoakCase:
 
 
 def _size(random: Random) -> tuple[int, int, int]:
-    """Rows, K and N."""
+    """A size for rows, K and N."""
     kind = random.random()
     if kind < 0.8:
         return random.randint(0, 9), random.choice((0, *range(1, 13))), random.randint(1, 6)
@@ -124,7 +124,7 @@ def _size(random: Random) -> tuple[int, int, int]:
 def _draw_gather(random: Random, op: str, group_size: int, lead: list[int], k: int, n: int) -> SoakCase:
     ks = [k]
     if op == "all_to_all_matmul" and random.random() < 0.4:
-        ks = [random.randint(2, 6), random.randint(1, 6)]  # one head alone would not be needed to make up K
+        ks = [random.randint(2, 6), random.randint(1, 6)]  # a single head would not be needed to make up K
     x, num_ws = [*lead, *ks], random.choice((1, 1, 2, 3)) if op == "all_gather_matmul" else 1
     gather_dim, scatter_dim = random.sample(range(len(x)), 2)
     if op == "all_to_all_matmul":
@@ -174,7 +174,7 @@ def _either_sign(random: Random, dim: int, num_dims: int) -> int:
 
 
 def _exact(random: Random, case: SoakCase) -> SoakCase:
-    """In a random dtype of those that hold its sums."""
+    """The case in a random dtype of those that hold its sums."""
     for dtype in random.sample(list(EXACT), len(EXACT)):
         for largest in (LARGEST, 1):
             drawn = replace(case, dtype=dtype, largest=largest)

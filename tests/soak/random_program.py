@@ -1,7 +1,8 @@
-"""A random program over the ranks of one world: which groups there are, and who calls what on which, step by step.
+"""A random program over the ranks of one world: its groups, and who calls what on which group, step by step.
 
-Drawn from (seed, index) alone, so that all ranks draw the same one and a failing one can be run again. Every rank takes
-its steps in the same order, so nobody waits in a circle; ranks that are not in a step's group run ahead.
+The program is drawn from (seed, index) alone, so that all ranks draw the same one and a failing one can be run again.
+Every rank takes its steps in the same order, so nobody waits in a circle. Ranks that are not in a step's group run
+ahead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests.soak.random_call import SoakCase, draw
 
 NUM_STEPS = 200
 NUM_GROUPS = 4  # made by new_group, beside WORLD and a mesh
-CAPS = (1 << 11, 1 << 12, 1 << 14)  # of workspaces, so that calls run in rounds
+CAPS = (1 << 11, 1 << 12, 1 << 14)  # sizes of workspaces that make calls run in rounds
 FUSED_SHARE = {"cpu": 0.01, "cuda": 0.3}  # on a CPU it runs in Triton's interpreter
 JITTERS = (0.0, 0.02, 0.1)  # how often a rank sleeps within a round
 MESH_DIMS = ("outer", "inner")
@@ -40,7 +41,7 @@ class SoakCall:
     group: SoakGroup
     case: SoakCase
     algorithm: str | None  # None: the planner's choice
-    seed: int  # of the inputs: no two calls have the same
+    seed: int  # seed of the inputs: no two calls have the same
 
     def __str__(self) -> str:
         return f"{self.case} on {self.group}, {self.algorithm or 'planned'}"
@@ -71,7 +72,7 @@ class SoakProgram:
     jitter: float
 
     def only(self, numbers: Sequence[int]) -> SoakProgram:
-        """The steps of these numbers, as they were."""
+        """The steps of these numbers, unchanged."""
         kept = set(numbers)
         return replace(self, steps=tuple(step for step in self.steps if step.number in kept))
 

@@ -7,7 +7,9 @@ from itertools import pairwise
 
 
 def shrink(steps: Sequence[int], fails: Callable[[list[int]], bool], most_tries: int) -> list[int]:
-    """``steps`` must fail. Without any one of the steps returned it does not, unless there were no more tries."""
+    """``steps`` must fail. The steps returned fail, and do not without any one of them, unless there were no more
+    tries.
+    """
     kept, num_parts, tries = list(steps), 2, 0
     while len(kept) > 1 and tries < most_tries:
         for part in _parts(kept, num_parts):

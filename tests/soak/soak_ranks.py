@@ -15,12 +15,13 @@ from tests.soak.outcome import Failure, SoakOutcome
 from tests.soak.worker import run_program
 
 PROGRAM_S = {"cpu": 600, "cuda": 900}  # bound of one program: it is over by itself long before
-# Read at the first use of Triton and cuBLAS: a CPU has Triton's interpreter alone, and cuBLAS must repeat itself.
+# These are read at the first use of Triton and cuBLAS: a CPU has only Triton's interpreter, and cuBLAS must repeat
+# itself.
 SETTINGS = {"cpu": {"TRITON_INTERPRET": "1"}, "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}
 
 
 class SoakRanks:
-    """The ranks of torchrun; or our own, which are started anew after a program that broke."""
+    """The ranks of torchrun, or ranks that are started here, and anew after a program that broke."""
 
     def __init__(self, device_type: str, size: int) -> None:
         self.device_type, self.size = device_type, size
@@ -28,7 +29,7 @@ class SoakRanks:
         self._call: world.CallRanks | None = None
 
     def run(self, seed: int, index: int, steps: Sequence[int] | None = None, deadline: float = math.inf) -> SoakOutcome:
-        """The same on all ranks."""
+        """Run a program, the same on all ranks."""
         if self._call is None:
             os.environ.update(SETTINGS[self.device_type])
             ranks = world.ranks(self.device_type, self.size, PROGRAM_S[self.device_type])

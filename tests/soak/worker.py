@@ -1,4 +1,4 @@
-"""A program in one rank: every step, with this rank's own delays; results are compared a few steps later."""
+"""Runs a program in one rank: every step, with this rank's own delays. Results are compared a few steps later."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from tests.soak.program_groups import SoakGroups
 from tests.soak.random_program import SoakCall, SoakGroup, SoakProgram, SoakStep, draw_program
 
 WAIT_S = {"cpu": 90, "cuda": 120}  # bound of a wait: a peer may be in Triton's interpreter, or compiling kernels
-DELAY_S = 0.005  # at most, before a step
-LEAST_SLOT_BYTES = 1 << 12  # of workspaces without a cap, so that small calls already make them grow
+DELAY_S = 0.005  # the longest pause before a step
+LEAST_SLOT_BYTES = 1 << 12  # slots without a cap are so small that small calls already make them grow
 NUM_STREAMS = 3
 
 
@@ -49,9 +49,9 @@ def run_program(
     steps: Sequence[int] | None = None,
     deadline: float = math.inf,
 ) -> SoakOutcome:
-    """A collective of WORLD: what all ranks have found.
+    """Run a program, as a collective of WORLD, and return what all ranks have found.
 
-    ``steps``: what is left of a program that is cut down. ``deadline``: the outcome tells if it is over.
+    ``steps``: what is left of a program that is cut down. ``deadline``: the outcome says if it is over.
     """
     program = draw_program(seed, index, dist.get_world_size(), device_type)
     if steps is not None:
@@ -67,7 +67,7 @@ def run_program(
 def _meet(device_type: str, facts: dict[str, Any], what: str) -> list[dict[str, Any]]:
     """All ranks' facts, by WORLD's store alone."""
     assert dist.group.WORLD is not None
-    with settings(TIMEOUT_S=str(3 * WAIT_S[device_type])):  # who is late may have waited for who was later still
+    with settings(TIMEOUT_S=str(3 * WAIT_S[device_type])):  # a late rank may itself have waited
         return agree(store(dist.group.WORLD, "soak"), dist.get_rank(), dist.get_world_size(), facts, what=what)
 
 
@@ -75,14 +75,14 @@ class _Worker:
     def __init__(self, rank: int, program: SoakProgram, device: torch.device) -> None:
         self.rank, self.program, self.device = rank, program, device
         self.seed = f"{program.seed} {program.index} rank {rank}"
-        self.random = Random(self.seed)  # of the main thread
+        self.random = Random(self.seed)  # the main thread draws from it
         self.outcome = SoakOutcome()
         self.counting = Lock()
         self.results: list[_Result] = []  # still to be compared
         self.streams = [torch.cuda.Stream(device) for _ in range(NUM_STREAMS)] if device.type == "cuda" else []
 
     def run(self) -> SoakOutcome:
-        """A rank that fails leaves its program: its peers find out when they wait for it."""
+        """Run the steps. A rank that fails leaves its program, and its peers find out when they wait for it."""
         step: SoakStep | None = None
         try:
             with (
@@ -91,7 +91,7 @@ class _Worker:
                 ThreadPoolExecutor(1) as self.beside,
             ):
                 timeout = timedelta(seconds=2 * WAIT_S[self.device.type])
-                fusedcomm.close()  # WORLD's next workspace has our bounds
+                fusedcomm.close()  # WORLD's next workspace has the bounds set here
                 self.groups = SoakGroups(self.rank, self.program.groups, self.device, timeout)
                 for step in self.program.steps:
                     self._take(step)
@@ -124,7 +124,7 @@ class _Worker:
         calls = [call for call in step.calls if self.rank in call.group.ranks]
         if not calls:
             return
-        with fusedcomm.force_algorithm(calls[0].algorithm):  # of the whole process: calls on two threads have the same
+        with fusedcomm.force_algorithm(calls[0].algorithm):  # for all threads of the process
             beside = [self.beside.submit(self._run, step, call) for call in calls[1:]]
             self.results += [self._run(step, calls[0]), *(future.result() for future in beside)]
 
@@ -147,7 +147,7 @@ class _Worker:
 
     @contextmanager
     def _some_stream(self) -> Iterator[None]:
-        """The current one, or on a GPU another, which runs after it and before what follows on it."""
+        """The current stream, or on a GPU another one, which runs after it and before what follows on it."""
         stream = self.random.choice([None, *self.streams]) if self.streams else None
         if stream is None:
             yield
@@ -173,7 +173,7 @@ class _Worker:
         self._count("workspace", "calls of several rounds", group, int(plan.num_rounds > 1))
 
     def _count(self, kind: str, value: str, group: SoakGroup, number: int = 1) -> None:
-        """Once for all ranks of the group."""
+        """Count once for all ranks of the group."""
         if self.rank == group.ranks[0] and number:
             with self.counting:
                 self.outcome.tally[kind][value] += number
@@ -212,7 +212,7 @@ def _uninitialised_is_nan() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Fallbacks are part of the programs."""
+    """Hide the warnings of fallbacks, which are part of the programs."""
     log = logging.getLogger("fusedcomm")
     level = log.level
     log.setLevel(logging.ERROR)
