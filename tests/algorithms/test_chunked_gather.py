@@ -1,4 +1,4 @@
-"""`chunked` where K is gathered: in several rounds, and what is computed before the first wait."""
+"""`chunked` where K is gathered: calls in several rounds, and what is computed before the first wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ PROBLEMS = [problem for problem in ALL_PROBLEMS if problem.op in GATHERS]
 
 
 def check_in_rounds(rank: int, problems: list[Problem]) -> int:
-    """Thirds of every chunk, parts of K added whatever their size. How many parts came from a gathered x."""
+    """Calls whose rounds hold thirds of every chunk, with parts of K added whatever their size.
+
+    Returns how many parts came from a gathered x.
+    """
     from_gathered = 0
     rounds, part = exchange.Exchange.rounds, GatheredMatmul.part
 
@@ -49,7 +52,7 @@ def test_parts_of_k_in_rounds(ranks: Any, world_size: int) -> None:
 
 
 def order(rank: int, dtype: torch.dtype, kept: bool) -> list[str]:
-    """What a call with K gathered does."""
+    """The order of what a call with K gathered does."""
     did: list[str] = []
     wait, multiply = CpuTransport.wait, chunk_matmul._multiply
 
@@ -72,6 +75,6 @@ def order(rank: int, dtype: torch.dtype, kept: bool) -> list[str]:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_own_part_is_multiplied_before_the_first_wait(ranks: Any, kept: bool) -> None:
-    """Unless the sums would be rounded in between."""
+    """The own part is multiplied first, unless the sums would be rounded in between."""
     assert ranks(2).run(order, torch.float32, kept) == [["matmul", "wait"]] * 2
     assert ranks(2).run(order, torch.bfloat16, kept) == [["wait", "matmul"]] * 2

@@ -49,7 +49,7 @@ def member(device: str = "cuda:0", verdict: Topology = ABLE) -> Member:
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Append True: a CUDA graph is being captured."""
+    """Append True to say that a CUDA graph is being captured."""
     state = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[-1])
     return state
@@ -121,7 +121,9 @@ def decided(op: str, exchange: Exchange) -> str:
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
 def test_default_numbers_decide_as_the_rules_before_the_model(capturing: list[bool], group_size: int) -> None:
-    """GPUs, bf16: few rows or less than 64 KiB per peer unfused, from 16 MiB chunked, fused between. In its ranges."""
+    """GPUs with bf16: few rows or less than 64 KiB per peer are unfused, 16 MiB and more chunked, what is between
+    fused. The sizes are in the ranges of the rules.
+    """
     small, medium, large = "unfused", "fused", "chunked"
     for rows, k, n, algorithm in (
         (8, 4096, 4096, small),
@@ -150,7 +152,9 @@ def test_default_numbers_decide_as_the_rules_before_the_model(capturing: list[bo
 def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
     op: str, group_size: int, within: float
 ) -> None:
-    """As the rule before the model, whose choices the README's figures are of, 2 ranks; else it is near the best."""
+    """The choice is that of the rule before the model, on which the README's figures for 2 ranks rest, or else near the
+    best.
+    """
     program = PROGRAMS[op]
     forward = itertools.product(ops.ROWS, program.k, program.n)
     each = group_size if program.cut == "rows" else 1
@@ -162,7 +166,7 @@ def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
 
 
 def test_few_columns_are_unfused_on_a_cpu() -> None:
-    """Each chunk's matmul reads x again. Measured: 70 and 32 ms in float32, 16 and 9 in bfloat16."""
+    """Each chunk's matmul reads x again. It was measured: 70 and 32 ms in float32, 16 and 9 ms in bfloat16."""
     narrow = shapes.matmul_all_to_all((8192, 4096), (4096, 16), None, 0, 1, 2)
     for dtype in (FP32, BF16):
         assert planner.plan(OP, narrow, dtype, member("cpu")).algorithm == "unfused"
@@ -180,7 +184,7 @@ def test_a_reason_says_the_estimates_and_whose_numbers_they_are(capturing: list[
 
 
 def test_a_capture_never_plans_what_an_eager_call_has_not_loaded(capturing: list[bool]) -> None:
-    """A call that is unfused outside of a capture loads no kernels for one."""
+    """A call that is unfused outside of a capture loads no kernels that a capture could use."""
     for verdict, exchange in itertools.product((ABLE, TUNED), (DECODE, SMALL, LARGE)):
         capturing.append(False)
         eager = planner.plan(OP, exchange, BF16, member(verdict=verdict)).algorithm
@@ -315,7 +319,7 @@ def test_how_the_planners_bench_judges() -> None:
 
 @pytest.mark.parametrize(("device", "key"), [("cpu", "no_fused"), ("cuda", "no_workspace")])
 def test_without_triton(monkeypatch: pytest.MonkeyPatch, device: str, key: str) -> None:
-    """On a GPU not even chunked runs: its signals are kernels."""
+    """On a GPU not even chunked runs, because its signals are kernels."""
     gpu = SimpleNamespace(uuid="0", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     for installed in (True, False):

@@ -24,11 +24,11 @@ from tests.helpers.program_parts import all_gather, world
 
 
 def theirs(graph: Graph) -> None:
-    """Somebody else's pass."""
+    """A pass of somebody else."""
 
 
 def others(graph: Graph) -> None:
-    """Another one."""
+    """Another pass of somebody else."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_passes_set_since_stay(config: Any) -> None:
     fusedcomm.compile.disable()
     assert passes_of(config) == [theirs, others]
     fusedcomm.compile.enable()
-    config.post_grad_custom_pre_pass = others  # ours thrown out
+    config.post_grad_custom_pre_pass = others  # the passes of fusedcomm thrown out
     fusedcomm.compile.disable()
     assert config.post_grad_custom_pre_pass is others
 
@@ -93,7 +93,7 @@ def test_unknown_ops_are_refused(config: Any) -> None:
 
 
 def test_where_inductor_takes_one_pass_only(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torch 2.12: both run, in order, and a cache key needs both."""
+    """As in torch 2.12, there is one slot for a pass: both run, in order, and a cache key needs both."""
     from fusedcomm.compile import inductor
 
     monkeypatch.setattr(inductor, "_LISTS", False)
@@ -163,7 +163,10 @@ def own_part_of_a_gather(index: int) -> Callable[[Tensor, Tensor], Tensor]:
 @on_ranks(2)
 @pytest.mark.parametrize("part", ["own", "first", "other"])
 def test_a_gather_stays_of_which_the_program_itself_takes_a_part(rank: int, part: str) -> None:
-    """Whose part it is shows on one rank, not on all: the first is rank 0's own. DTensor's own calls are exchanges."""
+    """Whose part it is shows on one rank, not on all: the first part is rank 0's own.
+
+    DTensor's own calls become exchanges.
+    """
     x, w = torch.randn(4, 6) + rank, torch.randn(6, 8)
     program = own_part_of_a_gather({"own": rank, "first": 0, "other": 1 - rank}[part])
     with recorded_graphs() as graphs, fusedcomm.compile.enabled():
@@ -199,7 +202,7 @@ def test_a_result_that_nothing_reads(rank: int) -> None:
     ],
 )
 def test_a_pass_that_fails_leaves_the_graph(rank: int, module: str, function: str) -> None:
-    """A bug in a pass, half way through a rewrite: the graph as it was, right values, one warning."""
+    """A bug in a pass, half way through a rewrite, leaves the graph as it was: right values, and one warning."""
     import importlib
 
     from fusedcomm.compile.graph import attempt

@@ -43,7 +43,7 @@ def bandwidths() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    """8 nodes (dp) of 8 ranks (tp), of which this is rank 9; no peers, no devices."""
+    """8 nodes (dp) of 8 ranks (tp), without peers or devices. This process is rank 9."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -68,7 +68,7 @@ def costs(gm: GraphModule, estimator: Estimator) -> dict[str, NodeCost]:
 
 
 def moved_ms(num_bytes: float, launches: int = 1) -> float:
-    """On a default GPU: 1.6 TB/s read and 1.6 TB/s written, 3 us per kernel."""
+    """The time to move bytes on a default GPU: 1.6 TB/s read and 1.6 TB/s written, 3 us per kernel."""
     return num_bytes / 3.2e9 + launches * 3e-3
 
 
@@ -102,7 +102,7 @@ def test_a_group_by_hand_is_told_by_its_own_ranks() -> None:
 
 
 def test_collectives_by_hand(mesh: Any) -> None:
-    """ms: 10 us to launch, 2 us or 5 us a hop, 200 GB/s of NVLink or 50 GB/s of a network card."""
+    """Times in ms by hand: 10 us to launch, 2 us or 5 us a hop, 200 GB/s of NVLink or 50 GB/s of a network card."""
     estimator, tp, dp = Estimator("cuda"), name_of(mesh, "tp"), name_of(mesh, "dp")
     expected = {
         ("all_gather", tp): (0.010 + 7 * 0.002, 7 * MB / 200e6),
@@ -139,7 +139,7 @@ def test_a_ring_over_nodes_uses_the_cards_of_all_ranks_and_an_exchange_its_own(m
 
 
 def test_all_to_all_is_a_pairwise_exchange(mesh: Any) -> None:
-    """torch's analytic model takes it for an all_reduce of its input and its output: four times as long."""
+    """torch's analytic model takes it for an all_reduce of its input and its output, which takes four times as long."""
     estimator, tp = Estimator("cuda"), name_of(mesh, "tp")
     ring = estimator.transfer("all_reduce", 2 * 256 * MB, tp)
     assert ring.ms / estimator.transfer("all_to_all", 256 * MB, tp).ms == pytest.approx(4, rel=0.02)
@@ -300,7 +300,7 @@ def test_real_tensors_will_do() -> None:
     assert costs(gm, Estimator.of(gm.graph))["relu"].compute_ms > 0
 
 
-# ops of ours
+# ops of fusedcomm
 
 
 def test_an_op_of_ours_has_its_matmul_beside_what_it_sends(mesh: Any) -> None:
@@ -322,7 +322,7 @@ def test_an_op_of_ours_has_its_matmul_beside_what_it_sends(mesh: Any) -> None:
 
 @pytest.mark.parametrize("dim", ["dp", "tp"])
 def test_an_op_of_ours_that_runs_unfused_costs_so(mesh: Any, dim: str) -> None:
-    """Between nodes; or where the planner has too few rows."""
+    """An op runs unfused between nodes, or where the planner has too few rows."""
     group_name, estimator = name_of(mesh, dim), Estimator("cuda")
     with FakeTensorMode():
         x, w = torch.empty(64, 4096, dtype=BF16), torch.empty(4096, 4096, dtype=BF16)
@@ -444,7 +444,7 @@ def test_ranks_that_count_nodes_differently_hear_of_it(ranks: Callable[[int], Ra
 
 
 def _wait_alone(rank: int) -> tuple[list[int], float] | None:
-    """Rank 1 does not come to the first agreement, and does to the second."""
+    """Rank 1 does not come to the first agreement, but does to the second."""
     missed = None
     if rank == 0:
         saved = os.environ["FUSEDCOMM_TIMEOUT_S"]
@@ -469,7 +469,7 @@ def test_a_rank_that_does_not_come_is_named_in_bounded_time(ranks: Callable[[int
 
 
 def test_a_cost_is_cheap(mesh: Any) -> None:
-    """Negligible beside a pass of 1 ms per node."""
+    """The time is negligible beside a pass of 1 ms per node."""
     tp = name_of(mesh, "tp")
 
     def program(x: Tensor, w: Tensor) -> Any:

@@ -34,7 +34,9 @@ def calls(code: str) -> list[str]:
 
 
 def wait_late(graph: Graph, keep: bool) -> None:
-    """By hand: what waits for collectives, and all that reads it, at the end; they start where they did."""
+    """The order by hand: what waits for collectives, and all that reads it, comes at the end; collectives start where
+    they did.
+    """
     late: set[Node] = set()
     output = next(iter(graph.find_nodes(op="output")))
     for node in list(graph.nodes):
@@ -75,14 +77,17 @@ def check_start_program(rank: int) -> list[list[str]]:
 
 
 def matmuls_between(names: list[str]) -> list[int]:
-    """How many stand between each start and its wait, where waits come in the order of the starts."""
+    """How many matmuls stand between each start and its wait, where waits come in the order of the starts."""
     starts, waits = ([i for i, name in enumerate(names) if name == what] for what in ("start", "wait"))
     return [names[start:wait].count("mm") for start, wait in zip(starts, waits, strict=True)]
 
 
 def test_the_start_program_overlaps_without_fusing(ranks: Any) -> None:
-    """The last exchange has no matmul left to hide behind. The control: without the mark Inductor finds another order,
-    of less memory, and no start has a matmul before its wait."""
+    """The last exchange has no matmul left to hide behind.
+
+    In the control, without the mark, Inductor finds another order, of less memory, and no start has a matmul before its
+    wait.
+    """
     (kept, lost), other = ranks(2).run(check_start_program)
     assert other == [kept, lost]
     assert matmuls_between(kept) == [PAIRS - 1 - i for i in range(PAIRS)]
@@ -133,12 +138,12 @@ def test_what_fuses_leaves_the_others_in_place(ranks: Any) -> None:
 
 
 def theirs(nodes: list[Any]) -> list[Any]:
-    """Somebody else's pass, that Inductor caches nothing of."""
+    """A pass of somebody else, for which Inductor caches nothing."""
     return nodes
 
 
 class Theirs(inductor_order._Base):  # type: ignore[misc]
-    """One that says what it is."""
+    """A pass of somebody else with a uuid."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         return nodes
@@ -197,7 +202,7 @@ def outcomes(tag: Path, before: Any) -> tuple[int, int, int]:
 
 
 def test_cached_graphs(tmp_path: Path) -> None:
-    """The cache is used, apart for each pass before ours, and not where that one has no uuid."""
+    """The cache is used, with other entries for each pass that runs before, and not where that pass has no uuid."""
     assert [outcomes(tmp_path, None) for _ in range(2)] == [(0, 1, 0), (1, 0, 0)]
     assert [outcomes(tmp_path, Theirs()) for _ in range(2)] == [(0, 1, 0), (1, 0, 0)]
     assert outcomes(tmp_path, theirs) == (0, 0, 1)

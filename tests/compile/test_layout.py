@@ -21,7 +21,7 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)
 
 @st.composite
 def reshapes(draw: Any, shape: list[int]) -> list[int]:
-    """Another shape of as many elements."""
+    """Another shape with as many elements."""
     primes = [p for p, n in sympy.factorint(math.prod(shape)).items() for _ in range(n)]
     dims = [1] * draw(st.integers(1, 5))
     for prime in draw(st.permutations(primes)):
@@ -30,7 +30,7 @@ def reshapes(draw: Any, shape: list[int]) -> list[int]:
 
 
 def elements(order: list[Factor], first: list[Factor]) -> Tensor:
-    """Indices into a tensor that has the factors in the order of first, in that of order."""
+    """Indices into a tensor that has the factors in the order of ``first``, arranged in that of ``order``."""
     t = torch.arange(math.prod(f.size for f in first)).view([f.size for f in first] or [1])  # type: ignore[arg-type]
     return t.permute([first.index(f) for f in order]).flatten() if order else t
 

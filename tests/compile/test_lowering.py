@@ -22,7 +22,9 @@ CALLED = re.compile(r"torch\.ops\.(?:fusedcomm|_c10d_functional)\.(\w+\.\w+)\(")
 
 
 def codes_of(run: Callable[..., Any], program: Any, **settings: Any) -> tuple[Any, list[str]]:
-    """``run(compiled program)``, and what Inductor wrote for it: forward, then backward if that runs too."""
+    """What ``run(compiled program)`` returns, and the code that Inductor wrote: forward, then backward if that runs
+    too.
+    """
     import torch._functorch.config as functorch_config
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
@@ -34,7 +36,7 @@ def codes_of(run: Callable[..., Any], program: Any, **settings: Any) -> tuple[An
 
 
 def called(code: str) -> list[str]:
-    """Ops of fusedcomm and plain collectives, without the waits, in the order in which they run."""
+    """The ops of fusedcomm and plain collectives, without the waits, in the order in which they run."""
     return [name for name in CALLED.findall(code) if not name.startswith("wait_tensor")]
 
 
@@ -101,7 +103,7 @@ def test_operands_are_written_as_the_op_reads_them(rank: int) -> None:
 
 @contextmanager
 def without_lowerings() -> Iterator[None]:
-    """As if `register()` had never been called."""
+    """Inductor as if `register()` had never been called."""
     from torch._inductor import lowering
 
     tables: list[dict[Any, Any]] = [lowering.lowerings, lowering._maybe_layout_constraints]
@@ -115,7 +117,7 @@ def without_lowerings() -> Iterator[None]:
 
 
 def between_collectives(x: Tensor, w: Tensor) -> list[Tensor]:
-    """Nothing but their order in the program ties these to each other."""
+    """Collectives that nothing but their order in the program ties to each other."""
     world = dist.group.WORLD.group_name
     first = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, 2, world))
     outs = [fusedcomm.matmul_all_reduce(x, w), fusedcomm.all_gather_matmul(x, w, 0)]
@@ -150,7 +152,7 @@ def check_order(rank: int, lowered: bool) -> tuple[list[str], list[bool]]:
 
 
 def test_ops_keep_their_place_among_other_collectives(ranks: Any) -> None:
-    """Though Inductor is told to start collectives as early as it can."""
+    """They keep it although Inductor is told to start collectives as early as it can."""
     (order, collectives), other = ranks(2).run(check_order, True)
     assert other == (order, collectives)
     assert order == [
@@ -165,7 +167,7 @@ def test_ops_keep_their_place_among_other_collectives(ranks: Any) -> None:
 
 
 def test_without_our_lowering_they_would_not(ranks: Any) -> None:
-    """The control of the test above."""
+    """This is the control of the test above."""
     (order, collectives), _ = ranks(2).run(check_order, False)
     assert collectives == [False] * 3
     ops = [name.split(".")[0] for name in order]  # torch 2.11 calls .default, later ones .out
@@ -208,7 +210,7 @@ def test_symbolic_sizes(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_result_that_nothing_reads(rank: int) -> None:
-    """A later pass takes away what reads the op's result: the op still runs, on all ranks alike."""
+    """A later pass removes what reads the op's result, but the op still runs, on all ranks alike."""
 
     def drop(graph: torch.fx.Graph) -> None:
         (node,) = graph.find_nodes(op="call_function", target=torch.ops.fusedcomm.matmul_all_reduce.default)
@@ -223,7 +225,9 @@ def test_a_result_that_nothing_reads(rank: int) -> None:
 
 
 def cache_hits(rank: int, tag: str) -> tuple[int, int]:
-    """Hits and misses of a program whose graph is the same for every group but for what an op says of its group."""
+    """Cache hits and misses of a program whose graph is the same for every group, except for what an op says of its
+    group.
+    """
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

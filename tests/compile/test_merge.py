@@ -44,7 +44,7 @@ from tests.helpers.merge_world import (
 
 
 def merged(world: World, program: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Graph, Merger, Graph]:
-    """The graph merged, and as it was. Values are equal on all ranks, and no rank sends more."""
+    """The merged graph, and the graph as it was. Values are equal on all ranks, and no rank sends more."""
     plain, module = (traced(program, shape, dtype=torch.float64) for _ in range(2))
     merger = Merger(module.graph)
     merger.merge(world.flat)
@@ -116,7 +116,9 @@ def test_a_chain_becomes(cube: World, name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [*MESHES, *WITHOUT_ORDER])
 def test_random_chains(name: str) -> None:
-    """Collectives of any kind over any dims, rearranged between: equal on all ranks, never more sent or more calls."""
+    """Collectives of any kind over any dims, rearranged between, give equal values on all ranks, and never more bytes
+    or calls.
+    """
     check_random_chains(name, seeds=range(1))
 
 
@@ -243,7 +245,9 @@ def test_with_messages_all_stay(cube: World) -> None:
 
 
 def test_the_place_among_other_collectives(cube: World) -> None:
-    """Started where the first one was, and waited for where the last one was: what is between stays between."""
+    """The merged collective starts where the first one did and is waited for where the last one was, so what is between
+    stays between.
+    """
     calls = Calls(cube)
 
     def program(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -276,7 +280,7 @@ def test_a_symbolic_size_that_may_not_divide(cube: World) -> None:
 
 
 def test_symbolic_sizes(cube: World) -> None:
-    """That need not divide. Values are of other sizes than those that the graph was traced with."""
+    """Sizes need not divide. The values have other sizes than those that the graph was traced with."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def program(x: Tensor) -> tuple[Tensor, int]:
@@ -308,7 +312,7 @@ def own_part(calls: Calls, index: int, x: Tensor) -> Tensor:
     ],
 )
 def test_parts_of_a_reduction(ranks: Any, index: int, reason: str | None) -> None:
-    """On a mesh of 2 x 3 ranks a half is that of dim 0: an all_reduce of which each rank keeps its own."""
+    """On a mesh of 2 x 3 ranks a half is a part of dim 0: each rank keeps its own part of an all_reduce."""
     with fake_world(ranks) as world:
         module = traced(partial(own_part, Calls(world), index), (4, 6))
         merger = Merger(module.graph)
@@ -318,7 +322,7 @@ def test_parts_of_a_reduction(ranks: Any, index: int, reason: str | None) -> Non
 
 
 def test_a_part_that_the_program_itself_takes() -> None:
-    """It can be part 0 on all ranks."""
+    """The part can be part 0 on all ranks."""
     with fake_world([[0, 1, 2], [3, 4, 5]]) as world:
         module = traced(partial(own_part, Calls(world), 0), (4, 6))
         for node in module.graph.nodes:
@@ -328,7 +332,9 @@ def test_a_part_that_the_program_itself_takes() -> None:
 
 
 def test_blocks_that_a_view_hides() -> None:
-    """3 blocks of rows of [2, 3, 4] as [6, 4] are parts of no dim of it, but parts of a dim of the view."""
+    """3 blocks of rows of [2, 3, 4] as [6, 4] are not parts of one of its dims, but they are parts of a dim of the
+    view.
+    """
     with fake_world(MESHES["2x3"]) as world:
         calls = Calls(world)
         graph, merger, _ = merged(world, lambda x: calls.rs(calls.rs(x.view(6, 4), 1), 0), (2, 3, 4))
@@ -381,7 +387,7 @@ def test_a_merged_collective_is_fused(cube: World) -> None:
 
 
 def test_a_fusion_is_not_given_up(cube: World) -> None:
-    """The matmul's rows are in the order of mesh dims 1, 0: for one collective they had to be copied first."""
+    """The matmul's rows are in the order of mesh dims 1, 0, and would first have to be copied for one collective."""
     program = partial(product_scattered, Calls(cube), 1)
     module, alone = traced(program, (8, 6), (6, 4)), traced(program, (8, 6), (6, 4))
     merger = Merger(module.graph, OPS)
@@ -397,7 +403,7 @@ def test_a_fusion_is_not_given_up(cube: World) -> None:
 
 
 def test_both_sides_of_a_chain_are_fused(cube: World) -> None:
-    """Not an all_reduce, but as many collectives as matmuls that can hide them."""
+    """The chain becomes no all_reduce, but as many collectives as there are matmuls that can hide them."""
     calls = Calls(cube)
 
     def program(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -414,7 +420,7 @@ def test_both_sides_of_a_chain_are_fused(cube: World) -> None:
 
 
 def test_scheduled_as_well(cube: World) -> None:
-    """overlap=True: the merged collective is estimated by its group, and starts before the matmul that hides it."""
+    """With overlap=True the merged collective is estimated by its group, and starts before the matmul that hides it."""
     calls = Calls(cube)
 
     def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def tp(groups: list[Peers]) -> Peers:
 
 
 class Traced:
-    """A graph, node by node. ``own``: every value has memory of its own, as after tracing real tensors."""
+    """Traces a graph, node by node. ``own``: every value has memory of its own, as after tracing real tensors."""
 
     def __init__(self, own: bool = False) -> None:
         self.graph, self.root, self.own, self.mode = Graph(), torch.nn.Module(), own, FakeTensorMode()
@@ -68,7 +68,7 @@ class Traced:
         return node
 
     def add(self, op: str, target: Any, args: tuple[Any, ...]) -> None:
-        """A node without a known value."""
+        """Add a node without a known value."""
         if op == "call_module":
             self.root.add_module(target, torch.nn.ReLU(inplace=True))
         self.graph.create_node(op, target, args)
@@ -83,7 +83,7 @@ class Traced:
         return node
 
     def like(self, other: Node, target: Any, *args: Any) -> Node:
-        """A call whose result is as other's: faster than to compute it."""
+        """A call whose result is like ``other``'s, which is faster than to compute it."""
         node = self.graph.call_function(target, args)
         node.meta["val"] = other.meta["val"]
         return node
@@ -98,7 +98,7 @@ class Traced:
 
 
 def estimator(gm: GraphModule | None = None, **times: float) -> Estimator:
-    """``times``: ms by how names of nodes begin."""
+    """An Estimator. ``times``: ms by how names of nodes begin."""
     told = {name: ms for name in names(gm) for begin, ms in times.items() if name.startswith(begin)} if gm else {}
     return Estimator("cuda", ranks_per_node=4, times=told)
 
@@ -125,7 +125,7 @@ def with_positions(gm: GraphModule) -> GraphModule:
 
 
 def check_values(gm: GraphModule, groups: Sequence[Peers], times: Estimator, **options: Any) -> OverlapReport:
-    """Schedules gm; its results stay, strides too."""
+    """Schedule gm, and check that its results stay, with their strides."""
     args = inputs(gm, seed=0)
     want, twin = executed(with_positions(gm), args, groups, late=False), copy.deepcopy(gm)
     report = schedule(gm, estimator=times, **options)
@@ -139,7 +139,7 @@ def check_values(gm: GraphModule, groups: Sequence[Peers], times: Estimator, **o
 
 
 def planned(groups: list[Peers], rows: int, sizes: DimDynamic) -> tuple[list[str], list[str], list[tuple[str, ...]]]:
-    """Order, ops and buckets of a graph traced with so many rows, as a number or a symbol."""
+    """The order, ops and buckets of a graph traced with so many rows, as a number or a symbol."""
     r, name = groups[1].size, groups[1].name
 
     def waited(op: Any, *args: Any) -> Any:
@@ -168,7 +168,10 @@ def test_dynamic_sizes_are_planned_alike_whatever_they_were(groups: list[Peers])
 
 
 def messages(tp: Peers, op: str | None, n: int) -> GraphModule:
-    """An operand that is computed late, then some that could be sent first. ``op`` None: collectives alone."""
+    """A graph with an operand that is computed late, and some that could be sent before it.
+
+    If ``op`` is None it has only collectives.
+    """
     t = Traced()
     x, z, a, b = t.input(n, n), t.input(n, n), t.input(64), t.input(64)
     found = [t.waited(all_reduce, a, "sum", tp.name)]
@@ -201,7 +204,7 @@ def test_without_messages_they_do_not(tp: Peers) -> None:
 
 
 def summed_on_ranks(rank: int, write: bool) -> tuple[list[float], list[float], int]:
-    """all_reduce(x); x.add_(1); all_reduce(z): results before and after, and how many buckets."""
+    """The program all_reduce(x); x.add_(1); all_reduce(z): its results before and after, and the number of buckets."""
     t, name = Traced(), dist.group.WORLD.group_name
     x, z = t.input(64), t.input(64)
     first = t.call(all_reduce, x, "sum", name)
@@ -230,7 +233,7 @@ MUTATION = _Mutation()
 
 
 def touched_between(tp: Peers, touch: Callable[[Traced, Node], None]) -> tuple[OverlapReport, list[str]]:
-    """A gather, a touch of w, the product with w, two small sums: what became of it."""
+    """What became of a gather, a touch of w, the product with w, and two small sums."""
     t = Traced()
     w, gathered = t.input(N, N), t.waited(all_gather, t.input(N, N), tp.size, tp.name)
     touch(t, w)
@@ -349,7 +352,7 @@ def test_a_gather_stays_one_whatever_part_is_taken(part: int) -> None:
 
 
 def sent_beside_a_matmul(tp: Peers, read: str) -> GraphModule:
-    """A collective, a matmul, and what reads the collective's result."""
+    """A graph with a collective, a matmul, and what reads the collective's result."""
     t = Traced()
     x, z = t.input(64, 64), t.input(64, 64)
     if read == "shard_dim_alltoall":

@@ -24,7 +24,7 @@ def integers(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def start_program() -> tuple[Any, list[Tensor]]:
-    """So large that one exchange for all of them would not pay."""
+    """The start program, so large that one exchange for all of them would not pay."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -41,7 +41,10 @@ def check_start_program(rank: int, overlap: bool) -> tuple[list[str], list[str]]
 
 
 def test_matmuls_stand_between_starts_and_waits_of_the_start_program(ranks: Any) -> None:
-    """But for the last exchange: no matmul is left that it does not need. The control: as traced, none does."""
+    """The last exchange is the exception: it has no matmul left that does not need it.
+
+    In the control, as traced, no exchange has one.
+    """
     (names, statuses), other = ranks(2).run(check_start_program, True)
     assert other == (names, statuses)
     assert len(matmuls_between(names)) == PAIRS and all(matmuls_between(names)[:-1])
@@ -65,14 +68,14 @@ def check_backward(rank: int) -> list[list[int]]:
 
 
 def test_the_backward_of_the_start_program(ranks: Any) -> None:
-    """What comes back first has no matmul before it; the others have those of the ones before."""
+    """The first exchange back has no matmul before it. The others have those of the exchanges before."""
     first, second = ranks(2).run(check_backward)
     assert first == second and len(first) == 2
     assert sum(between > 0 for between in first[1]) >= PAIRS - 1
 
 
 def beside(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
-    """A product that does not need the exchange, and is added to what it brings: one addmm to Inductor."""
+    """A product that does not need the exchange is added to what it brings: Inductor makes one addmm of both."""
     group_name = dist.group.WORLD.group_name
     arrived = _c10d.wait_tensor(_c10d.all_to_all_single(u, [1, 1], [1, 1], group_name))
     return arrived + x @ w
@@ -110,7 +113,7 @@ def test_what_stays_exposed_is_fused(ranks: Any) -> None:
 
 
 def check_different_estimates(rank: int) -> list[str]:
-    """Each rank has its own idea of what takes long."""
+    """Each rank has its own estimate of what takes long."""
     program, args = start_program()
     times = {f"bmm{'' if i == 0 else f'_{i}'}": 1.0 + (rank + i) % 3 for i in range(PAIRS)}
     with fusedcomm.compile.enabled(fuse=(), overlap=True, estimator=Estimator("cpu", times=times)):
@@ -163,5 +166,5 @@ def check_one_hit_and_one_miss(rank: int, tag: str) -> bool:
 
 
 def test_a_rank_that_finds_its_graph_in_the_cache_and_one_that_does_not(ranks: Any, tmp_path: Any) -> None:
-    """Both have the same collectives, though one plans with 20000 rows what the other has planned with 8."""
+    """Both ranks have the same collectives, though one plans with 20000 rows what the other has planned with 8."""
     assert ranks(2).run(check_one_hit_and_one_miss, str(tmp_path)) == [True, False]

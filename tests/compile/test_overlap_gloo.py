@@ -46,7 +46,7 @@ class GatherIntoOut(TorchDispatchMode):
 
 @contextlib.contextmanager
 def several_groups() -> Iterator[list[Peers]]:
-    """All ranks, all of them again, and pairs of neighbours."""
+    """A group of all ranks, a second one of all ranks, and pairs of neighbours."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     made = [dist.new_group(), *(dist.new_group([i, i + 1]) for i in range(0, world_size, 2))]
     try:
@@ -65,7 +65,7 @@ def told(rng: random.Random, gm: GraphModule) -> Estimator:
 
 
 def values(gm: GraphModule, args: list[Tensor]) -> list[Tensor]:
-    """Results, and the inputs after it."""
+    """The results, and the inputs afterwards."""
     own = [tensor.clone() for tensor in args]
     torch.manual_seed(dist.get_rank())
     with GatherIntoOut():
@@ -74,7 +74,7 @@ def values(gm: GraphModule, args: list[Tensor]) -> list[Tensor]:
 
 
 def scheduled(rank: int, seeds: list[int], steps: int) -> tuple[int, int, int]:
-    """How many graphs got another order, buckets, ops of ours."""
+    """How many graphs got another order, buckets, or ops of fusedcomm."""
     moved = merged = fused = 0
     with several_groups() as groups:
         for seed in seeds:
@@ -111,7 +111,7 @@ def test_values_stay_for_long(ranks: Ranks) -> None:
 
 
 def differing(rank: int, agree: bool, seeds: list[int]) -> list[list[str]]:
-    """The order of collectives, where each rank measured other times."""
+    """The order of collectives where each rank has measured other times."""
     orders = []
     with several_groups() as groups:
         for seed in seeds:

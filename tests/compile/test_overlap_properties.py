@@ -33,7 +33,7 @@ Schedule = Callable[..., Any]
 
 @contextmanager
 def fake_world(rank: int) -> Iterator[list[Peers]]:
-    """4 nodes of 4 ranks: a group inside the node, one across nodes, and all."""
+    """4 nodes of 4 ranks, with a group inside the node, one across nodes, and one of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -53,7 +53,7 @@ def groups() -> Iterator[list[Peers]]:
 
 
 def told(rng: random.Random, gm: GraphModule) -> Estimator:
-    """On both links; most nodes take random times, or none do."""
+    """Times for an Estimator on both links. Most nodes have random times, or none has."""
     share, scale = rng.choice([0, 0.5, 1]), rng.choice([0.01, 1, 100])
     names = [node.name for node in gm.graph.nodes if node.op == "call_function" and rng.random() < share]
     times = {name: scale * rng.choice([0, 0.1, 1, 10]) * rng.random() for name in names}
@@ -67,7 +67,7 @@ def collectives(gm: GraphModule) -> Counter[tuple[str, str]]:
 def check(
     groups: list[Peers], seed: int, steps: int, percent: int, bucket: bool, fuse: bool, schedule: Schedule = schedule
 ) -> Any:
-    """The graph of this seed before and after."""
+    """The graph of this seed before and after, checked."""
     rng = random.Random(seed)
     while True:
         gm = build(rng, groups, steps, unwaited=True)
@@ -140,7 +140,7 @@ def test_many_random_graphs(groups: list[Peers]) -> None:
 
 
 def test_ranks_order_alike() -> None:
-    """Ranks 0 and 1 of one world know groups by other names, and have other splits."""
+    """Ranks 0 and 1 of one world know groups by other names, and have other splits, but order alike."""
     orders: list[list[Any]] = []
     for rank in (0, 1):
         with fake_world(rank) as groups:
@@ -157,7 +157,7 @@ def test_ranks_order_alike() -> None:
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_gather_stays_where_an_exchange_takes_longer(groups: list[Peers], fuse: bool) -> None:
-    """All but the own part of what is gathered is dropped; the passes that fuse send that part alone."""
+    """All but the own part of what is gathered is dropped. The passes that fuse send only that part."""
     graph, tp = Graph(), groups[1]
     with FakeTensorMode():
         x = graph.placeholder("x")
@@ -172,7 +172,7 @@ def test_a_gather_stays_where_an_exchange_takes_longer(groups: list[Peers], fuse
 
 
 def fails(groups: list[Peers], schedule: Schedule, text: str, num_seeds: int = 12) -> int:
-    """How many graphs are scheduled wrong for a reason that has text in it, by the check above, which else passes."""
+    """How many graphs the check above finds wrong, for a reason that has ``text`` in it."""
     count = 0
     for seed in range(num_seeds):
         try:
@@ -209,7 +209,7 @@ def call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def layers(groups: list[Peers], num_nodes: int) -> GraphModule:
-    """A weight gathered per layer between nodes, a sum per layer inside one; 14 nodes each."""
+    """Each of the layers gathers a weight between nodes and makes a sum inside one: 14 nodes each."""
     graph, dp, tp = Graph(), groups[0], groups[1]
 
     def placeholder(name: str, *shape: int) -> Node:
@@ -234,7 +234,7 @@ def layers(groups: list[Peers], num_nodes: int) -> GraphModule:
 
 
 def seconds_per_node(groups: list[Peers], num_nodes: int, comm_ms: float | None, repeats: int) -> float:
-    """``comm_ms``: what each collective takes, or as estimated."""
+    """``comm_ms``: what each collective takes; by default as estimated."""
     seconds = []
     for _ in range(repeats):
         gm = layers(groups, num_nodes)
@@ -247,7 +247,7 @@ def seconds_per_node(groups: list[Peers], num_nodes: int, comm_ms: float | None,
 
 @pytest.mark.thorough
 def test_time_is_linear(groups: list[Peers]) -> None:
-    """Where compute cannot hide the collectives; also where it can in the soak test."""
+    """Compute cannot hide the collectives here; in the soak test there are also graphs where it can."""
     assert seconds_per_node(groups, 8000, 100.0, 1) < 2 * seconds_per_node(groups, 2000, 100.0, 2)
 
 

@@ -28,7 +28,7 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
 class Costs:
-    """An estimator: costs by the name of the node; other nodes, and collectives, take no time."""
+    """Stands for an estimator: costs by the name of the node. Other nodes, and collectives, take no time."""
 
     def __init__(self, costs: Mapping[str, NodeCost] | None = None) -> None:
         self.costs = costs or {}
@@ -40,7 +40,7 @@ class Costs:
 
 
 class Builder:
-    """A graph of fake tensors, each op called as it is put in."""
+    """A graph of fake tensors, in which each op is called as it is added."""
 
     def __init__(self) -> None:
         self.graph, self.mode = Graph(), FakeTensorMode()
@@ -62,7 +62,7 @@ class Builder:
         return self.graph.call_function(target, args)
 
     def done(self, *results: Node, shared: bool = True) -> GraphModule:
-        """Not ``shared``: each val a storage of its own, as make_fx makes them of real tensors."""
+        """The graph. If not ``shared``, each value has a storage of its own, as make_fx gives them for real tensors."""
         self.graph.output(results)
         if not shared:
             for node in self.graph.nodes:
@@ -75,7 +75,7 @@ class Builder:
 
 
 def views(b: Builder) -> tuple[Node, ...]:
-    """neg, its view and what is written to it are one: 16 in, 16 neg, 16 exp."""
+    """neg, its view and what is written to it are one storage: 16 in, 16 neg, 16 exp."""
     y = b(aten.neg.default, b.input("x"))
     v = b(aten.view.default, y, [2, 2])
     b(aten.add_.Tensor, v, 1)
@@ -83,7 +83,7 @@ def views(b: Builder) -> tuple[Node, ...]:
 
 
 def freed(b: Builder) -> tuple[Node, ...]:
-    """x, and two of a chain at a time."""
+    """x, and two values of a chain at a time, are live."""
     y = b.input("x")
     for _ in range(5):
         y = b(aten.neg.default, y)
@@ -91,7 +91,10 @@ def freed(b: Builder) -> tuple[Node, ...]:
 
 
 def held_by_a_wait(b: Builder) -> tuple[Node, ...]:
-    """x; what is sent; 32 received; neg beside it. What is sent lives until the wait, though nobody else reads it."""
+    """x, what is sent, 32 received and neg beside it are live.
+
+    What is sent lives until the wait, though nothing else reads it.
+    """
     x = b.input("x")
     s = b(functional.all_gather_into_tensor.default, b(aten.exp.default, x), 2, "g")
     y = b(aten.neg.default, x)
@@ -99,7 +102,7 @@ def held_by_a_wait(b: Builder) -> tuple[Node, ...]:
 
 
 def view_of_a_wait(b: Builder) -> tuple[Node, ...]:
-    """x; 32 received, of which the view is no copy, though it is returned; 32 exp; 32 neg."""
+    """x, 32 received, 32 exp and 32 neg are live. The view of what is received is no copy, though it is returned."""
     s = b(functional.all_gather_into_tensor.default, b.input("x"), 2, "g")
     t = b(functional.wait_tensor.default, s)
     v = b(aten.view.default, t, [2, 4])
@@ -114,7 +117,7 @@ def backward(b: Builder) -> tuple[Node, ...]:
 
 
 def forward_of_the_same(b: Builder) -> tuple[Node, ...]:
-    """All three inputs are the caller's: 48, and two of a chain at a time."""
+    """All three inputs are the caller's: 48, and two values of a chain at a time."""
     weight, saved, other = b.input("primals_1"), b.input("exp"), b.input("primals_2")
     y = b(aten.mul.Tensor, saved, other)
     return (b(aten.mul.Tensor, b(aten.neg.default, y), weight),)
@@ -149,7 +152,7 @@ def test_peak(build: Callable[[Builder], tuple[Node, ...]], shared: bool) -> Non
 
 @st.composite
 def memory_programs(draw: st.DrawFn) -> tuple[Program, list[set[int]], list[int]]:
-    """A random program; per storage the nodes that touch it, as the generator knows them, and its bytes.
+    """A random program: the nodes that touch each storage, as the generator knows them, and its bytes.
 
     Node 0, the input, and the output touch what is never freed.
     """
@@ -189,7 +192,7 @@ def memory_programs(draw: st.DrawFn) -> tuple[Program, list[set[int]], list[int]
 @settings(max_examples=80, deadline=None)
 @given(memory_programs(), st.randoms(use_true_random=False))
 def test_peak_over_live_intervals(made: tuple[Program, list[set[int]], list[int]], chance: random.Random) -> None:
-    """In the order of the program, and in another that its dependencies allow."""
+    """The peak is right in the order of the program, and in another that its dependencies allow."""
     program, touched, sizes = made
     for order in (list(range(len(program))), topological(program.before, chance.choice)):
         place = {i: at for at, i in enumerate(order)}
@@ -332,7 +335,7 @@ def test_the_second_stays_after_the_first(build: Callable[[Builder], tuple[Node,
     index = {node: i for i, node in enumerate(program.nodes)}
 
     def as_early_as(before: Sequence[Sequence[int]]) -> bool:
-        """Whether the second can run before the first: the first last of all that can run."""
+        """Whether the second node can run before the first, if the first runs last of all that can run."""
         order = topological(before, lambda able: max(able, key=lambda i: (i != index[first], i != len(program) - 1)))
         return order.index(index[second]) < order.index(index[first])
 
@@ -376,7 +379,7 @@ def mutating(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_any_order_that_is_allowed_gives_the_same_values() -> None:
-    """Traced with real tensors. By arguments alone some orders do not."""
+    """The program is traced with real tensors. Some orders that arguments alone allow give other values."""
     gm = make_fx(mutating)(torch.ones(4), torch.ones(4))
     program = Program(gm.graph, Costs().cost)
     index = {node: i for i, node in enumerate(program.nodes)}

@@ -22,7 +22,7 @@ KINDS = ["push", "exchange", "gather", "reduce_scatter", "all_reduce"]
 
 
 def rearranged(rng: random.Random, t: Tensor, steps: int, keep_last: bool = False) -> Tensor:
-    """A few views and permutes, with copies or without; with ``keep_last`` not of the last dim."""
+    """The tensor after a few views and permutes, with copies or without; with ``keep_last`` not of the last dim."""
     for _ in range(steps):
         ndim = t.ndim - keep_last
         step = rng.choice(["permute", "flatten", "unflatten", "contiguous"])
@@ -43,7 +43,7 @@ def rearranged(rng: random.Random, t: Tensor, steps: int, keep_last: bool = Fals
 
 
 def blocks_first(rng: random.Random, t: Tensor, r: int) -> Tensor:
-    """Cut along any dim that r divides; the blocks come first."""
+    """The tensor cut along any dim that r divides, with the blocks first."""
     dim = rng.choice([d for d in range(t.ndim) if t.shape[d] % r == 0])
     t = t.unflatten(dim, (r, -1)).movedim(dim, 0)
     return t.flatten(0, 1) if rng.random() < 0.5 else t
@@ -58,7 +58,7 @@ def matmul(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def random_program(seed: int, kind: str, r: int) -> tuple[Callable[..., Any], list[tuple[int, ...]]]:
-    """The same on every rank. Arguments: x, w and bias."""
+    """A random program, the same on every rank. Its arguments are x, w and bias."""
     rng = random.Random(seed)
     rows = [rng.choice([1, 2, 3, 4, r, 2 * r]) for _ in range(rng.randint(1, 3))] + [r * rng.choice([1, 2])]
     rng.shuffle(rows)
@@ -94,7 +94,7 @@ def random_program(seed: int, kind: str, r: int) -> tuple[Callable[..., Any], li
 
 
 def fused(rank: int, kind: str, seeds: list[int]) -> int:
-    """How many of the programs got an op of ours. Small integers: sums are exact."""
+    """How many of the programs got an op of fusedcomm. Small integers make sums exact."""
     from torch._inductor.compile_fx import view_to_reshape
 
     r, report = dist.get_world_size(), CompileReport()

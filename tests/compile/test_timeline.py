@@ -151,7 +151,7 @@ class Exact:
             self.pass_time(name=name)
 
     def pass_time(self, *, until: Fraction | None = None, name: str = "") -> None:
-        """To that time, or until the collective of that name has ended."""
+        """Go on to that time, or until the collective of that name has ended."""
         while True:
             active = [job for i, job in enumerate(self.queued) if job[1] not in [each[1] for each in self.queued[:i]]]
             for job in active:
@@ -204,7 +204,7 @@ def test_times_are_those_of_exact_arithmetic(steps: list[Step]) -> None:
 
 
 def check_identities(found: Timeline) -> None:
-    """What holds of every timeline, recomputed from its spans."""
+    """Check what holds for every timeline, recomputed from its spans."""
     assert found.total_ms == pytest.approx(found.compute_ms + found.exposed_ms, abs=1e-6)
     assert found.compute_ms == pytest.approx(sum(end - begin for _, begin, end in found.compute), abs=1e-6)
     assert found.total_ms >= found.bound_ms - 1e-6
@@ -222,7 +222,7 @@ def check_identities(found: Timeline) -> None:
 
 @pytest.fixture(scope="module")
 def shown() -> Timeline:
-    """Two groups on one link, one on the other; hidden, exposed, fused; with memory."""
+    """Two groups on one link and one on the other, hidden, exposed and fused, with memory."""
     b = Builder()
     costs: dict[str, NodeCost] = {}
     y = b.input("x", 1024)

@@ -74,7 +74,7 @@ def test_without_overheads_and_with_endless_rates_nothing_takes_time(op: str) ->
 
 @pytest.mark.parametrize("op", CALLS)
 def test_every_algorithm_does_the_flops_once(op: str) -> None:
-    """Sizes that tiles divide, on as many SMs; a gather by the fused kernel has 7 of 8 SMs."""
+    """Sizes are such that tiles divide them, on as many SMs. A gather by the fused kernel has 7 of 8 SMs."""
     gathers = CALLS[op].gathers
     expected = {"unfused": FLOPS / 1e9, "chunked": FLOPS / 1e9, "fused": FLOPS / 1e9 * (8 / 7 if gathers else 1)}
     gpu = replace(GPU, matmul_flops=RATE, fused_flops=RATE)
@@ -86,7 +86,7 @@ def test_every_algorithm_does_the_flops_once(op: str) -> None:
 
 
 SENT = {"matmul_all_reduce": 6}  # chunks that a rank sends; 3 of the others
-COPIES = {  # of all 4 chunks by unfused: before and after the collective
+COPIES = {  # how often unfused copies all 4 chunks, before and after the collective
     "matmul_all_to_all": 1,  # rows are gathered: nothing to unpack
     "all_to_all_matmul": 1,  # rows are scattered: nothing to pack
     "all_gather_matmul": 0,
@@ -112,7 +112,7 @@ def test_unfused_pays_for_the_collective_and_its_copies(op: str) -> None:
 
 
 def test_a_batch_in_front_makes_layout_copies() -> None:
-    """[8, rows, columns]: neither of the exchanged dims is the first one; with one batch it is as good as the first."""
+    """[8, rows, columns]: neither of the exchanged dims is the first one. With one batch it counts as the first."""
     slow = replace(GPU, copy_bandwidth=1e9)
     for batches, copies in ((8, 2), (1, 1)):
         exchange = shapes.matmul_all_to_all((batches, 1024 // batches, 512), (512, 2048), None, 1, 2, 4)
@@ -122,7 +122,9 @@ def test_a_batch_in_front_makes_layout_copies() -> None:
 
 
 def test_chunked_hides_transfers_behind_matmuls_and_the_other_way_round() -> None:
-    """c = FLOPS / 4 / rate, l = latency + chunk / link: as long as the longer of both, and one of the shorter."""
+    """With c = FLOPS / 4 / rate and l = latency + chunk / link, the time is the longer of both sums, and one of the
+    shorter.
+    """
     op, chunk_flops = "matmul_all_to_all", FLOPS / 4
     link = {"link_bandwidth": CHUNK / 0.5, "link_latency": 0.5}  # l = 1 s
     for c in (0.25, 4.0):
@@ -142,7 +144,7 @@ def test_gathered_k_in_16_bit_is_one_matmul_after_all_have_arrived() -> None:
 
 
 def test_few_rows_read_w_once() -> None:
-    """16 rows, cut into 4: one matmul, bound by memory, then the transfers. The fused kernel reads w for each chunk."""
+    """16 rows are cut into 4: one matmul, bound by memory, then the transfers. The fused kernel reads w per chunk."""
     exchange = shapes.matmul_reduce_scatter((16, 1024), (1024, 8192), "sum", 0, 4)
     w_bytes, x_bytes, y_bytes = 4 * 1024 * 8192, 4 * 16 * 1024, 4 * 16 * 8192
     slow = replace(GPU, memory_bandwidth=1e9, link_latency=1.0)

@@ -65,7 +65,7 @@ def test_what_is_written_is_read_and_private(cache: Path, caplog: pytest.LogCapt
     assert tuned.read(CPU, 2) == FAST
     assert (file.stat().st_mode & 0o777, cache.stat().st_mode & 0o777) == (0o600, 0o700)
     assert list(cache.iterdir()) == [file]
-    assert tuned.read(CPU, 4) is None  # of other groups it says nothing
+    assert tuned.read(CPU, 4) is None  # it says nothing of other groups
     assert tuned.remove(CPU, 2)
     assert not tuned.remove(CPU, 2)
     assert not caplog.records
@@ -78,7 +78,7 @@ def test_a_key_is_of_one_machine_and_versions() -> None:
 
 
 class Payload:
-    """What runs if a pickle of it is loaded."""
+    """Runs if a pickle of it is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -221,7 +221,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(cache: Path, mo
 
 @contextlib.contextmanager
 def own_cache(directory: str) -> Iterator[list[str]]:
-    """In a rank: its cache, and what is logged."""
+    """The cache of a rank of its own, and what is logged."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -238,7 +238,7 @@ def own_cache(directory: str) -> Iterator[list[str]]:
 
 
 def plan_with(rank: int, directory: str, numbers: list[Constants | str | None]) -> tuple[str, list[str]]:
-    """A rank whose file has ``numbers[rank]``: the plan's reason in a new group, and what was logged."""
+    """The plan's reason in a new group of ranks whose files have ``numbers[rank]``, and what was logged."""
     mine = numbers[rank]
     with own_cache(f"{directory}/{rank}") as messages:
         if mine is not None:
@@ -299,7 +299,7 @@ def test_rank_0_writes_and_all_ranks_verify(ranks: Any, tmp_path: Path) -> None:
 def test_a_user_without_a_home_has_no_tuned_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in a container whose user is in no passwd: no op may fail for it."""
+    """In a container a user may be in no passwd; no op may fail for that."""
 
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -407,7 +407,7 @@ TINY = tune.TuneSizes(
 
 
 def tune_tiny(rank: int, directory: str, *args: str) -> tuple[int, str, str]:
-    """As under torchrun: this rank has RANK and a group."""
+    """Tune tiny sizes. This rank has RANK and a group, as under torchrun."""
     out, err, sizes_of = io.StringIO(), io.StringIO(), tune.TuneSizes.of
     with own_cache(directory), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         tune.TuneSizes.of = staticmethod(lambda device_type, quick: TINY)  # type: ignore[method-assign]

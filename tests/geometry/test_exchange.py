@@ -48,7 +48,7 @@ def test_chunks_land_where_the_reference_puts_them(problem: Problem, group_size:
 
 
 def test_span_of_every_small_tensor() -> None:
-    """All shapes up to 3 dims of 1 to 4, every split: the formula against indexing."""
+    """For all shapes up to 3 dims of 1 to 4, and every split, the formula agrees with indexing."""
     for ndim in (1, 2, 3):
         for sizes in itertools.product((1, 2, 4), repeat=ndim):
             for dim in [d for d in range(ndim) if sizes[d] % 2 == 0]:
@@ -66,7 +66,7 @@ def test_span_of_every_small_tensor() -> None:
 
 
 def test_long_interleaved_runs_are_multiplied_in_place() -> None:
-    """Runs of at least 128 rows or columns take the branch without gathering; both branches give the same."""
+    """Runs of at least 128 rows or columns take the branch without gathering. Both branches give the same."""
     for shape, out_shape, gather_dim, scatter_dim in [
         ((2, 512, 8), (4,), 0, 1),
         ((3, 8), (3, 512), 0, 2),

@@ -102,7 +102,7 @@ def test_every_matmul_is_on_the_tensor_cores(compiled: Compiled, arch: int) -> N
 
 
 def test_loads_are_tma_where_a_tile_is_a_box(compiled: Compiled, arch: int) -> None:
-    """Ragged strides, a ragged K of batches and short runs: loaded by pointer, still pipelined."""
+    """Ragged strides, a ragged K of batches, and short runs are loaded by pointer, and still pipelined."""
     by_pointer = {"push pointers", "push batched ragged", "push rows scattered"}
     for name, counts in pushes(compiled).items():
         by_tma = arch >= 90 and name not in by_pointer
@@ -112,7 +112,7 @@ def test_loads_are_tma_where_a_tile_is_a_box(compiled: Compiled, arch: int) -> N
 
 
 def test_gathers_load_chunks_ahead_by_pointer(compiled: Compiled, arch: int) -> None:
-    """cp.async is of the generic proxy, as the peers' stores are; w comes by TMA where blocks of K are whole.
+    """cp.async belongs to the generic proxy, as the peers' stores do; w comes by TMA where blocks of K are whole.
 
     Where neither has rows that begin on 16 bytes, single elements are loaded, and not ahead.
     """
@@ -154,7 +154,7 @@ def test_no_flag_overtakes_data(compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("name", ["push", "pack"])
 def test_data_end_in_count_and_signal(compiled: Compiled, target: Target, folder: Path, name: str) -> None:
-    """After the last store of data come a counter and a flag: nothing is left unreported, of a push or a chunk."""
+    """After the last store of data come a counter and a flag, so nothing of a push or a chunk is left unreported."""
     ptx = (folder / f"{name}.{target.arch}.ptx").read_text()
     last_store = ptx.rindex("st.global.v4")
     counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)

@@ -178,7 +178,10 @@ def test_every_span_shape(group_size: int, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["wide rows", "batched, batches", "heads", "packed qkv, long runs", "last K dim"])
 def test_half_precision_rounds_once(dtype: torch.dtype, name: str) -> None:
-    """Over all of K, whichever sources it comes from; and the test that fails with the interpreter's own bf16 dot."""
+    """There is one rounding over all of K, whichever sources it comes from.
+
+    This is also the test that fails with the interpreter's own bf16 dot.
+    """
     run(dataclasses.replace(cases(3)[name], dtype=dtype), 3)
 
 
@@ -242,7 +245,7 @@ DESCRIPTOR_CASES = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", DESCRIPTOR_CASES)
 def test_w_by_tensor_descriptor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of sm_90 and later: chunks by pointer, w by boxes."""
+    """This is the path of sm_90 and later: chunks by pointer, w by boxes."""
     made = []
 
     def counted(*args: Any, describe: Any = kernel_launch.describe_w) -> Any:
@@ -259,7 +262,7 @@ def test_w_by_tensor_descriptor(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("gather_dim", [0, 1], ids=["rows", "K"])
 def test_bfloat16_rounds_to_nearest_even(gather_dim: int) -> None:
-    """All of K first: 256 + 1 + 1 + 1 is 259, which lies half way between 258 and 260."""
+    """All of K comes before the rounding: 256 + 1 + 1 + 1 is 259, which lies half way between 258 and 260."""
     exchange = shapes.all_gather_matmul((4, 4 // (1 + gather_dim)), [(4, 3)], gather_dim, 2)
     (spans,) = exchange.rounds(1 << 40)
     ranks = gather_ranks(exchange, 2)
@@ -275,7 +278,7 @@ def test_bfloat16_rounds_to_nearest_even(gather_dim: int) -> None:
 
 
 def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K is no multiple of BLOCK_K: what follows K of one batch is the next batch, here infinite."""
+    """K is no multiple of BLOCK_K: behind K of one batch lies the next batch, which is infinite here."""
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(16, 16, 16, 2, 4, 1))
     monkeypatch.setattr(tiles, "architecture", lambda device: 90)
     x, w = torch.ones(2, 16, 24), torch.ones(2, 24, 16)
@@ -290,7 +293,9 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_of_k_add_up_in_one_order() -> None:
-    """Own data first, then rank - 1: in every tile, the first of a program (which waits) or a later one."""
+    """Own data come first, then those of rank - 1, in every tile: in the first one of a program, which waits, and in
+    later ones.
+    """
     exchange = shapes.all_gather_matmul((70, 1), [(3, 150)], 1, 3)
     (spans,) = exchange.rounds(1 << 40)
     ranks = gather_ranks(exchange, 4)
@@ -361,7 +366,7 @@ def test_time_out_names_who_is_missing(gather_dim: int) -> None:
 
 @both_ways
 def test_a_kernel_that_does_not_end_the_round_counts_nothing(gather_dim: int) -> None:
-    """Not even when it fails; the one that ends the round finds the failure, and does not wait again."""
+    """It counts nothing even if it fails. The kernel that ends the round finds the failure, and does not wait again."""
     ranks = simple_ranks(2, timeout_s=0.2)
     pack(ranks[0], 1)
     assert torch.isnan(gather(ranks[0], gather_dim, end_round=False)).all()
@@ -389,7 +394,10 @@ def test_mismatch_is_found_on_both_sides(gather_dim: int) -> None:
 @both_ways
 @pytest.mark.parametrize("arrived", [True, False])
 def test_broken_by_a_peer(arrived: bool, gather_dim: int) -> None:
-    """All data there: the peer that gave up may have overwritten them. Data missing: who did not send is named."""
+    """If all data are there, the peer that gave up may have overwritten them.
+
+    If data are missing, the error names who did not send.
+    """
     ranks = simple_ranks(3)
     for rank in ranks[: 3 if arrived else 2]:
         pack(rank, 1)
@@ -411,7 +419,9 @@ def test_a_peer_that_failed_later_has_completed_this_round(gather_dim: int) -> N
 
 @pytest.mark.parametrize("end_round", [True, False])
 def test_host_driven_reads(end_round: bool) -> None:
-    """wait_source before each read, finish after the last: nothing is poisoned, the round ends if asked."""
+    """There is a wait_source before each read and a finish after the last: nothing is poisoned, and the round ends if
+    asked.
+    """
     ranks = simple_ranks(3)
     for epoch in (1, 2, 3):
         for rank in ranks:

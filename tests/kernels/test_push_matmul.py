@@ -42,7 +42,7 @@ from tests.helpers.virtual_ranks import (
 
 @dataclass(frozen=True)
 class Case:
-    """x [*lead, k] @ w [k, n] (batched: [*lead[:-1], k, n]), viewed as out_shape; dims of that."""
+    """x [*lead, k] @ w [k, n] (batched: [*lead[:-1], k, n]), viewed as out_shape, and the dims of that."""
 
     lead: tuple[int, ...]
     k: int
@@ -143,7 +143,7 @@ def test_every_span_shape(group_size: int, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["columns", "packed qkv", "batched, columns", "transposed w"])
 def test_half_precision_rounds_once(dtype: torch.dtype, name: str) -> None:
-    """Also the test that fails where the interpreter's own bf16 dot is used."""
+    """This is also the test that fails where the interpreter's own bf16 dot is used."""
     case = cases(3)[name]
     run(Case(**{**case.__dict__, "dtype": dtype}), 3)
 
@@ -174,7 +174,7 @@ DESCRIPTOR_CASES = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", DESCRIPTOR_CASES)
 def test_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of sm_90 and later: a tile is one box of x and one of w."""
+    """This is the path of sm_90 and later: a tile is one box of x and one of w."""
     made = []
 
     def counted(*args: Any, describe: Any = kernel_launch.describe_x) -> Any:
@@ -190,7 +190,7 @@ def test_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K is no multiple of BLOCK_K: what follows K of one batch is the next batch, here infinite."""
+    """K is no multiple of BLOCK_K: behind K of one batch lies the next batch, which is infinite here."""
     monkeypatch.setattr(tiles, "architecture", lambda device: 90)
     monkeypatch.setattr(tiles, "BLOCK_K", 16)
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(16, 16, 16, 2, 4, 1))
@@ -287,7 +287,7 @@ def test_a_broken_workspace_waits_no_more_and_keeps_its_first_record() -> None:
 
 
 def test_mismatch_is_found_on_both_sides() -> None:
-    """The second rank is broken by the first, and must still say that it is a mismatch."""
+    """The first rank breaks the second, which must still say that it is a mismatch."""
     other = FINGERPRINT ^ 1
     ranks = case_ranks(2)
     push(ranks[0], 1)
@@ -304,7 +304,7 @@ def test_mismatch_is_found_on_both_sides() -> None:
 
 @pytest.mark.parametrize("arrived", [True, False])
 def test_broken_by_a_peer(arrived: bool) -> None:
-    """All data there: the peer that gave up is named. Data missing: who did not send is."""
+    """If all data are there, the error names the peer that gave up. If data are missing, it names who did not send."""
     ranks = case_ranks(3)
     for rank in ranks[: 3 if arrived else 2]:
         push(rank, 1)
@@ -325,7 +325,7 @@ def test_a_peer_that_left_is_the_cause_of_what_is_missing() -> None:
 
 
 def test_nobody_is_to_blame_for_a_flag_that_comes_with_the_deadline() -> None:
-    """The wait is over, the flag arrives before the judgement: the rank must not name itself."""
+    """The wait is over, and the flag arrives before the judgement: the rank must not name itself."""
     ranks = case_ranks(2)
     for rank in ranks:
         push(rank, 1)
@@ -335,7 +335,7 @@ def test_nobody_is_to_blame_for_a_flag_that_comes_with_the_deadline() -> None:
 
 
 def test_host_driven_rounds() -> None:
-    """signal and wait as kernels: rounds without data, signalled to all at once or one by one."""
+    """signal and wait run as kernels: rounds without data are signalled to all at once or one by one."""
     ranks = virtual_ranks(3, 0)
     for epoch in (1, 2, 3):
         for rank in ranks:
@@ -364,7 +364,7 @@ def test_host_driven_wait_that_fails() -> None:
 @pytest.mark.parametrize("algorithm", [chunked, fused], ids=["chunked", "fused"])
 @pytest.mark.parametrize("name", ["packed qkv", "no rows"])
 def test_a_virtual_group_is_as_new_after_load(algorithm: Any, name: str) -> None:
-    """Every rank's kernels run alone, which waits for nobody and leaves no flag, no data and no epoch."""
+    """Every rank's kernels run alone, wait for nobody, and leave no flag, no data and no epoch."""
     case = cases(2)[name]
     exchange = case.exchange(2)
     group = VirtualGroup(2, max(1, 2 * exchange.chunk_numel * 4), "cpu")

@@ -66,7 +66,7 @@ class Case:
 
 
 def oracle(case: Case, inputs: list[tuple[Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
-    """Every rank's result: partial sums in the dtype, added exactly (they are integers), divided and rounded once."""
+    """Every rank's result: partial sums in the dtype are added exactly, as integers, divided, and rounded once."""
     partials = [(x.double() @ w.double()).to(case.dtype).double() for x, w, _ in inputs]
     total = torch.stack(partials).sum(0)
     if case.reduce_op == "avg":
@@ -101,7 +101,7 @@ def run(case: Case, group_size: int, calls: int = 1) -> None:
 
 
 def cases(r: int) -> dict[str, Case]:
-    """Sizes that no tile divides; dims to scatter are multiples of r."""
+    """Cases at sizes that no tile divides. Dims to scatter are multiples of r."""
     return {
         "rows": Case((37 * r,), 29, 50, 0, bias=True),
         "columns": Case((37,), 29, 50 * r, 1, bias=True),
@@ -140,7 +140,7 @@ def test_half_precision(dtype: torch.dtype, name: str) -> None:
     "name", thorough_but(["rows"], ["rows", "columns", "interleaved rows", "batched, batches", "average, bias"])
 )
 def test_rounds_cut_a_call(name: str) -> None:
-    """A part of a chunk starts with a whole row: the bias fits."""
+    """A part of a chunk starts with a whole row, so that the bias fits."""
     case = cases(2)[name]
     part = case.exchange(2).chunk_numel // 3
     assert len(case.exchange(2).rounds(part)) >= 3
@@ -157,7 +157,7 @@ def test_calls_back_to_back_with_fresh_data(group_size: int) -> None:
 @pytest.mark.parametrize("max_chunk_numel", [1 << 40, 700])
 @pytest.mark.parametrize("name", ["rows", "columns", "batched, batches"])
 def test_what_was_reduced_is_gathered(name: str, max_chunk_numel: int) -> None:
-    """The two rounds of an all_reduce; the second one sends what the first one has added."""
+    """These are the two rounds of an all_reduce. The second one sends what the first one has added."""
     case, group_size = cases(3)[name], 3
     exchange = shapes.matmul_all_reduce(*case.operand_shapes(), "sum", group_size)
     ranks = reduce_ranks(exchange, 4, max_chunk_numel)
@@ -183,7 +183,7 @@ def test_what_was_reduced_is_gathered(name: str, max_chunk_numel: int) -> None:
 def reduced(
     partials: list[float], dtype: torch.dtype, scale: float = 1.0, bias: float | None = None
 ) -> list[list[float]]:
-    """What every rank makes of one number per rank; the same one in 5 columns."""
+    """What every rank makes of one number per rank, repeated in 5 columns."""
     group_size = len(partials)
     exchange = shapes.matmul_reduce_scatter((group_size, 1), (1, 5), "sum", 0, group_size)
     (spans,) = exchange.rounds(1 << 40)
@@ -209,7 +209,7 @@ def test_every_rank_adds_in_rank_order(partials: tuple[float, ...], total: float
 
 
 def test_the_sum_is_rounded_once() -> None:
-    """bfloat16 has steps of 2 from 256 on: 256 + 1 would stay 256 for ever."""
+    """bfloat16 has steps of 2 from 256 on, so 256 + 1, rounded each time, would stay 256 for ever."""
     assert reduced([256.0, 1.0, 1.0], torch.bfloat16) == [[258.0] * 5] * 3
     assert reduced([256.0, 1.0], torch.bfloat16, bias=1.0) == [[258.0] * 5] * 2
     assert reduced([256.0, 2.0, 2.0], torch.bfloat16, scale=1 / 3) == [[86.5] * 5] * 3  # 86.67

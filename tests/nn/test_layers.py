@@ -86,7 +86,7 @@ def test_one_head_on_one_rank(rank: int) -> None:
 
 @on_ranks(4)
 def test_groups(rank: int) -> None:
-    """Tensor parallel in pairs of four ranks, by each way to name a group; the pairs do not mix."""
+    """Tensor parallelism in pairs of four ranks, with each way to name a group. The pairs do not mix."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
@@ -126,7 +126,7 @@ def test_sum_replicated_gradients(rank: int) -> None:
 
 @on_ranks(2)
 def test_memory_saving(rank: int) -> None:
-    """save_gathered and save_exchanged: the same gradients from less memory."""
+    """save_gathered and save_exchanged give the same gradients from less memory."""
     for name, switch in (("column-sequence", "save_gathered"), ("out", "save_exchanged")):
         layer = BY_NAME[name]
         saved: list[list[int]] = []
@@ -149,7 +149,9 @@ def test_memory_saving(rank: int) -> None:
 
 @on_ranks(2)
 def test_column_parallel_of_a_replicated_input(rank: int) -> None:
-    """ColumnParallelLinear without sequence_dim: a frozen x costs no communication; no silent second derivative."""
+    """ColumnParallelLinear without sequence_dim: a frozen x costs no communication, and second derivatives are not
+    silent.
+    """
     module = ColumnParallelLinear(HIDDEN, 8)
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(6))
     if rank == 0:  # alone: nothing may wait for the other rank

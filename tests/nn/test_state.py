@@ -20,7 +20,7 @@ from tests.helpers.on_ranks import on_ranks
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_from_and_to_linear(rank: int, layer: Layer, world_size: int) -> None:
-    """What from_linear takes over, what to_linear gives back, and that both are copies."""
+    """from_linear takes the parameters over and to_linear gives them back; both copy."""
     linear = layer.plain(dtype=torch.bfloat16).eval()
     linear.bias.requires_grad_(False)
     module = layer.kind.from_linear(linear, **layer.options())
@@ -121,7 +121,7 @@ def test_state_dicts(ranks: Any) -> None:
 
 
 def state_dict_of_one_rank(rank: int) -> bool:
-    """If it communicated, the rank that calls it alone would wait until its time-out."""
+    """The state dict on one rank alone. If it communicated, that rank would wait until its time-out."""
     model = Nested().parallel()
     dist.barrier()
     if rank == 0:

@@ -147,7 +147,7 @@ def norms(model: Model) -> list[nn.Parameter]:
 
 
 class Ops(TorchDispatchMode):
-    """The fusedcomm ops that run inside, in order, and every collective that runs outside of them."""
+    """Records the fusedcomm ops that run inside, in order, and every collective that runs outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def sum_gradients(side: Side, case: Case) -> None:
 
 @contextmanager
 def fused_only(kind: str | None) -> Iterator[Ops]:
-    """chunked runs, and nothing communicates but fusedcomm's ops; with ``kind``, exactly those of OPS."""
+    """Check that chunked runs, and nothing communicates but fusedcomm's ops; with ``kind``, exactly those of OPS."""
     with fusedcomm.force_algorithm("chunked", strict=True), Ops() as ops:
         yield ops
     assert ops.collectives == []
@@ -276,7 +276,7 @@ def wrong_without_the_sum(rank: int, case: Case, also: bool) -> set[str]:
 
 @pytest.mark.parametrize("name", ["ulysses", "ulysses-gqa", "mlp-sequence", "mlp"])
 def test_exactly_the_partial_gradients_are_wrong_without_their_sum(ranks: Any, name: str) -> None:
-    """The negative control of the comparison, and the proof that no other gradient needs the sum."""
+    """This is the negative control of the comparison, and the proof that no other gradient needs the sum."""
     case = BY_NAME[name]
     partial = PARTIAL[name.removesuffix("-gqa")]
     kind = "attention" if "attention" in case.parts else "mlp"
@@ -301,7 +301,7 @@ def compare_errors(
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["ulysses", "ulysses-gqa", "mlp-sequence", "mlp", "block"])
 def test_under_autocast(rank: int, name: str, world_size: int) -> None:
-    """Against float64: at most twice the error that the plain model has under autocast, for the whole of a tensor."""
+    """The error against float64, over the whole of a tensor, is at most twice the plain model's under autocast."""
     case = BY_NAME[name]
     plain, ours = sides(rank, case)
     exact = Side(copy.deepcopy(plain.model).double(), plain.x.detach().double(), plain.target.double())
@@ -324,7 +324,7 @@ def test_under_autocast(rank: int, name: str, world_size: int) -> None:
 
 
 def unfused_ops_of_a_frozen_input(rank: int) -> list[str]:
-    """The control of ``fused_only``: where x needs no gradient, the backward's exchange is a plain collective."""
+    """This is the control of ``fused_only``: where x needs no gradient, the backward's exchange is plain."""
     _, ours = sides(rank, BY_NAME["ulysses"])
     layer = ours.model.attention.qkv
     with Ops() as ops:

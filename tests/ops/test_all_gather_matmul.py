@@ -19,7 +19,7 @@ OP = "all_gather_matmul"
 
 @on_ranks(3)
 def test_a_list_of_weights_shares_one_gather(rank: int) -> None:
-    """Also of one weight: a list gives a list, a tensor a tensor; many weights send no more than one."""
+    """A list of one weight gives a list too, a tensor gives a tensor, and many weights send no more than one."""
     x, ws = torch.randn(4, 8, requires_grad=True), [torch.randn(8, n, requires_grad=True) for n in (6, 3, 5)]
     biases = [torch.randn(6), None, torch.randn(5)]
     with fusedcomm.force_algorithm("chunked", strict=True):

@@ -21,7 +21,7 @@ OP = "all_to_all_matmul"
         ((2, 6, 4, 8), (16, 5), 3, 1, [2, 3, 4, 5]),  # K = the gathered head_dim alone
         ((2, 6, 1, 8), (8, 5), 1, 0, [1, 12, 1, 5]),  # as few dims as make up K: not 1 * 8
         ((2, 6, 4, 8), (2, 64, 5), 2, 1, [2, 3, 5]),  # a batched w leaves one dim of rows
-        ((2, 6, 4, 8), (4, 6, 8, 5), 0, 2, None),  # of two batch dims: (4, 6) beside rows 2, columns 8
+        ((2, 6, 4, 8), (4, 6, 8, 5), 0, 2, None),  # two batch dims: (4, 6) beside rows 2, columns 8
     ],
 )
 def test_as_few_dims_as_possible_make_up_k(

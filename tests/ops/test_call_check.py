@@ -39,7 +39,7 @@ class Difference:
     other: Problem | None = None
     dtype: torch.dtype = torch.float32
     by_product: bool = False
-    algorithms: tuple[str, ...] = ("unfused", "chunked")  # of all ranks, one after the other
+    algorithms: tuple[str, ...] = ("unfused", "chunked")  # errors of all ranks, one after the other
     other_algorithm: str | None = None
 
     def call(self, group: Any, rank: int) -> Any:
@@ -117,7 +117,7 @@ DIFFERENCES = {
 
 
 def check_difference(rank: int, name: str, algorithm: str) -> tuple[str, list[int], str, int]:
-    """The error of a third call; the group goes on without a reset."""
+    """Check the error of a third call. The group goes on without a reset."""
     difference = DIFFERENCES[name]
     with fresh_group(**CHECKED) as group, fusedcomm.force_algorithm(algorithm, strict=True):
         for seed in range(2):
@@ -198,7 +198,7 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
 
 @on_ranks(2)
 def test_without_it_a_difference_goes_unnoticed(rank: int) -> None:
-    """Negative control: two ranks that reduce differently get numbers, of which one must be wrong."""
+    """Negative control: two ranks that reduce differently get numbers, and one of these must be wrong."""
     problem = ONE_EACH["matmul_all_reduce"]
     other = dataclasses.replace(problem, reduce_op="avg")
     with fresh_group() as group, fusedcomm.force_algorithm("unfused", strict=True):
@@ -259,7 +259,7 @@ def test_the_store_does_not_grow_with_calls(rank: int) -> None:
 @pytest.mark.thorough
 @on_ranks(3)
 def test_compiled_steps_and_their_backward_are_checked(rank: int) -> None:
-    """A compiled step, its backward on another thread."""
+    """The check covers a compiled step, and its backward on another thread."""
     problem = NAMED["all_gather_matmul-batch-rows-gathered"]
     size = dist.get_world_size()
 
@@ -281,7 +281,7 @@ def test_compiled_steps_and_their_backward_are_checked(rank: int) -> None:
 
 @on_ranks(3)
 def test_a_broken_workspace_is_told_before_the_check(rank: int) -> None:
-    """What is broken is said first, by all ranks, at once."""
+    """All ranks first say what is broken, at once."""
     with fresh_group(**CHECKED) as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS))
         dist.barrier(group)

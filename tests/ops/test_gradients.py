@@ -30,7 +30,7 @@ from tests.helpers.thorough import ALL_ALGORITHMS
 
 
 def leaves(problem: Problem, rank: int, frozen: str = "", dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
-    """x, weights, biases. ``frozen``: letters of x, w, b."""
+    """x, the weights and the biases as leaves. ``frozen``: letters of x, w, b."""
     tensors = flat(integers(problem, rank, dist.get_world_size(), dtype))
     kinds = "x" + "w" * len(problem.ns) + "b" * len(problem.ns)
     return [
@@ -53,7 +53,7 @@ def check_gradients(
     frozen: str = "",
     **options: Any,
 ) -> None:
-    """Equal to those of autograd through the whole group's program, without communication, in float64."""
+    """Check that they equal those of autograd through the whole group's program, without communication, in float64."""
     size = dist.get_world_size()
     wants = expected_gradients(problem, rank, size, dtype)
     tensors = leaves(problem, rank, frozen, dtype)
@@ -70,7 +70,10 @@ def check_gradients(
 
 
 def quick() -> list[Combination]:
-    """All but most of the slow ones: of `fused`, half of those on 2 ranks, and of each op one on 3 and one on 4."""
+    """The quick combinations: all but most of the slow ones.
+
+    `fused` has half of those on 2 ranks, and per op one on 3 and one on 4.
+    """
     kept, seen = [], Counter[Any]()
     for c in COMBINATIONS:
         if c.algorithm == "fused":
@@ -92,7 +95,7 @@ def first_fused() -> list[Combination]:
 
 
 def marked() -> list[Any]:
-    """Those that are not quick are soak tests; the `fused` ones are thorough, but for the first of each op."""
+    """Combinations that are not quick are soak tests. Those of `fused` are thorough, but for the first of each op."""
     kept, fused = set(quick()), first_fused()
 
     def marks(c: Combination) -> Any:
@@ -119,14 +122,16 @@ def check_opcheck(rank: int, problem: Problem, dtype: torch.dtype, algorithm: st
 
 
 def opchecked() -> list[tuple[int, Combination]]:
-    """Half of all combinations, with few of the slow ones: `fused` and more than two ranks."""
+    """The combinations that are opchecked: half of all, with few of the slow ones, which are `fused` or on more than
+    two ranks.
+    """
     plain = [c for i, c in enumerate(COMBINATIONS) if c.algorithm == "chunked" or (c.algorithm == "unfused" and i % 2)]
     fused = [c for c in COMBINATIONS if c.algorithm == "fused" and c.group_size == 2][::11]
     return list(enumerate(fused + [c if i % 16 == 0 else replace(c, group_size=2) for i, c in enumerate(plain)]))
 
 
 def opchecks() -> list[Any]:
-    """Thorough, but for the first `chunked` problem of each op with each dtype."""
+    """They are thorough, but for the first `chunked` problem of each op with each dtype."""
     seen, params = set(), []
     for number, c in opchecked():
         kind = (c.problem.op, c.dtype)
@@ -208,7 +213,10 @@ def test_a_list_with_a_frozen_weight_and_an_unused_result(rank: int) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("name", ["all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"])
 def test_gradients_through_the_by_product(rank: int, name: str, asked: bool) -> None:
-    """A loss of the second result too: its gradient goes back through the plain collective; if not asked for, none."""
+    """The loss takes the second result too.
+
+    Its gradient goes back through the plain collective, and is none if not asked for.
+    """
     problem = NAMED[name]
     size = dist.get_world_size()
     tensors = leaves(problem, rank)
@@ -237,7 +245,7 @@ TWICE += ["matmul_reduce_scatter-batched-w", "matmul_all_reduce-nothing-divides"
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("name", TWICE)
 def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
-    """The op twice with the same x and w, x in another term too, and all of them views of one base."""
+    """The op runs twice with the same x and w, x is in another term too, and all of them are views of one base."""
     problem = NAMED[name]
     size = dist.get_world_size()
     tensors = flat(integers(problem, rank, size))
@@ -258,7 +266,7 @@ def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
 @pytest.mark.parametrize(("world_size", "min_piece"), [(2, 1), (2, 128), (3, 1)])
 @pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
 def test_chunks_multiplied_one_by_one(rank: int, problem: Problem, world_size: int, min_piece: int) -> None:
-    """The problems are small: the thresholds below which chunks are not multiplied one by one are lowered to them."""
+    """The problems are small, so thresholds are lowered below which chunks are not multiplied one by one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "FEW_ROWS", 0)
         patch.setattr(chunk_matmul, "_MIN_PIECE", min_piece)

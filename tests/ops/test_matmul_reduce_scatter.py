@@ -19,7 +19,10 @@ OP = "matmul_reduce_scatter"
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 def test_each_rank_adds_its_own_bias_to_the_average(rank: int, algorithm: str) -> None:
-    """Each rank adds its own, once, after the average; where N is scattered it is a part as long as the result's."""
+    """Each rank adds its own bias, once, after the average.
+
+    Where N is scattered the bias is a part as long as the result's.
+    """
     x, w = torch.full((4, 2), 3.0 * (rank + 1)), torch.ones(2, 6)
     own = torch.arange(6) + 100.0 * rank
     with fusedcomm.force_algorithm(algorithm, strict=True):

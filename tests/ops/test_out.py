@@ -19,7 +19,7 @@ OPS = ["matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce"]
 
 
 def arguments(problem: Problem, rank: int, seed: int = 0) -> tuple[Any, ...]:
-    """What the public function hands to the dispatcher."""
+    """The arguments that the public function hands to the dispatcher."""
     with Dispatched() as dispatched:
         problem.call(integers(problem, rank, dist.get_world_size(), seed=seed))
     return dispatched.arguments(f"fusedcomm::{problem.op}")

@@ -29,7 +29,7 @@ ONE_EACH = {
 @on_ranks(2)
 @pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
 def test_a_peer_that_never_calls(rank: int, op: str, algorithm: str) -> None:
-    """A rank that never calls: the others say so in time, name it, and are right again after a reset."""
+    """One rank never calls. The others say so in time, name it, and are right again after a reset."""
     problem = ONE_EACH[op]
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
         check(group, problem, call(group, problem))
@@ -104,7 +104,7 @@ ROUNDS = [
 @pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 @pytest.mark.parametrize("problem", ROUNDS, ids=str)
 def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, algorithm: str) -> None:
-    """Within the memory that was allowed, forward and backward."""
+    """The call stays within the memory that was allowed, forward and backward."""
     size = dist.get_world_size()
     inputs = integers(problem, rank, size)
     exchange = problem.exchange(*inputs[:2], size)
@@ -124,7 +124,7 @@ def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, 
 @on_ranks(3)
 @pytest.mark.parametrize("problem", ROUNDS, ids=str)
 def test_a_backward_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem) -> None:
-    """The same gradients as without a cap."""
+    """The gradients are those without a cap."""
     size = dist.get_world_size()
     grads = []
     for cap in (4096, 1 << 20):

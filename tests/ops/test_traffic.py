@@ -31,7 +31,9 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Row:
-    """In parts of (R - 1) / R of the largest tensor next to the collective: y, the exchanged or gathered x."""
+    """A row of a table, in parts of (R - 1) / R of the largest tensor next to the collective: y, the exchanged or
+    gathered x.
+    """
 
     op: str
     forward: float
@@ -74,7 +76,7 @@ TABLE = [
 
 
 def largest(problem: Problem, group_size: int) -> int:
-    """Bytes of the tensor next to the collective, where it is whole."""
+    """The bytes of the tensor next to the collective, where it is whole."""
     x, (w, *_), _ = problem.sizes(group_size)
     if problem.op in ("all_to_all_matmul", "all_gather_matmul"):
         return 4 * torch.Size(problem.gathered_shape(x, group_size)).numel()
@@ -195,7 +197,7 @@ def test_nothing_is_computed_for_a_frozen_input(rank: int, op: str, frozen: str)
 
 
 def kept_bytes(row: Row, rank: int) -> int:
-    """What is saved in memory that is not the caller's own."""
+    """The bytes saved in memory that is not the caller's own."""
     problem = PROBLEMS[row.op]
     tensors = leaves(problem, rank, row.frozen)
     with saved_for_backward() as saved:

@@ -39,7 +39,7 @@ def test_in_a_checkpoint(rank: int, name: str, use_reentrant: bool) -> None:
 
 
 def check_second_derivatives(rank: int, problem: Problem, frozen_x: bool, options: dict[str, Any]) -> None:
-    """d/d(x, w, bias) of sum(grad * v) for the loss sum(out ** 2 / 2), against the whole group's in float64.
+    """Check d/d(x, w, bias) of sum(grad * v) for the loss sum(out ** 2 / 2) against the whole group's in float64.
 
     matmul_all_reduce has the linear loss instead: that its gradient is replicated holds for the first derivative only.
     """
@@ -134,7 +134,7 @@ def test_autocast(rank: int, name: str, algorithm: str) -> None:
 
 
 def program_of(op: str) -> Callable[[Tensor, list[Tensor]], list[Tensor]]:
-    """x [2, tokens, 8], weights [8 or 16, 8]: the op between two others."""
+    """A program with x [2, tokens, 8] and weights [8 or 16, 8], in which the op stands between two others."""
 
     def matmul_all_to_all(x: Tensor, ws: list[Tensor]) -> list[Tensor]:
         return [fusedcomm.matmul_all_to_all(x.relu(), ws[0], 1, 2, bias=ws[0][0], out_shape=[4, 2]).sigmoid()]

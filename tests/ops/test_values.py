@@ -44,7 +44,7 @@ WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
 def test_values(ranks: Any, problem: Problem, world_size: int, algorithm: str) -> None:
-    """Exact integers; every problem of the table, fp32. `fused` and the other dtypes: test_gradients.py."""
+    """Integers are exact, for every problem of the table in fp32. `fused` and other dtypes: test_gradients.py."""
     ranks(world_size).run(check_values, problem, torch.float32, algorithm, CALLS if algorithm == "chunked" else 2)
 
 
@@ -135,7 +135,7 @@ def normal(problem: Problem, rank: int, group_size: int, dtype: torch.dtype) -> 
 
 
 def check_rounding(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str) -> Tensor:
-    """Against float64: at most twice the error that the reference has in the same dtype."""
+    """Check that the error against float64 is at most twice that of the reference in the same dtype."""
     size = dist.get_world_size()
     tensors = [normal(problem, r, size, dtype) for r in range(size)]
     want = whole_group(problem, [[t if t is None else t.double() for t in ts] for ts in tensors], size)[0][rank][0]
@@ -150,7 +150,7 @@ def check_rounding(rank: int, problem: Problem, dtype: torch.dtype, algorithm: s
 
 
 def rounding() -> list[Any]:
-    """The kernels convert both half precisions alike: with float16 they are soak tests."""
+    """The cases of rounding. The kernels convert both half precisions alike, so those with float16 are soak tests."""
     marks = {torch.float16: pytest.mark.soak}
     return [
         param
@@ -239,7 +239,7 @@ def check_by_product(rank: int, names: list[str], algorithm: str, dtype: torch.d
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("op", GATHERS)
 def test_by_products(ranks: Any, op: str, world_size: int, algorithm: str) -> None:
-    """Asked for: equal and not x itself. Not asked for: empty."""
+    """A by-product that was asked for is right and not x itself; one that was not asked for is empty."""
     ranks(world_size).run(check_by_product, [str(problem) for problem in TABLES[op]], algorithm, torch.float32)
 
 
@@ -277,7 +277,7 @@ TYPES += ["matmul_reduce_scatter-batch-scattered", "matmul_all_reduce-columns-di
 @on_ranks(2)
 @pytest.mark.parametrize("name", TYPES)
 def test_bad_types_and_groups_are_value_errors(rank: int, name: str) -> None:
-    """dtypes, devices and the group's size, by the dispatcher op, as compiled graphs call it."""
+    """dtypes, devices and the group's size are checked by the dispatcher op, as compiled graphs call it."""
     problem = NAMED[name]
     size = dist.get_world_size()
     op = getattr(torch.ops.fusedcomm, problem.op)

@@ -33,12 +33,12 @@ TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 COMMANDS = [path.stem for path in (ROOT / "fusedcomm/cli").glob("*.py") if "def add_parser(" in path.read_text()]
 SECTIONS = ("Problem", "The op", "Lower bound", "Algorithm", "Backward", "Numbers", "Limits and fallbacks")
 FOLDERS = ("fusedcomm", "kernels", "tests", "benchmarks", "examples", "docs")
-PATH = rf"(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w-]+\.(?:py|md|toml|h|cpp)"  # of a file outside of them the name alone
+PATH = rf"(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w-]+\.(?:py|md|toml|h|cpp)"  # for a file outside of these, the name alone
 HOLE = "\0"  # in a text: what varies
 DOTS = r"\.\.\.(?!\.)"  # the same in the docs
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 BENCH_BYTES = 2  # bfloat16
-MATMUL_FLOPS, LINK_BANDWIDTH, MEMORY_BANDWIDTH = 790e12, 450e9, 3.35e12  # of an H100; bytes per second
+MATMUL_FLOPS, LINK_BANDWIDTH, MEMORY_BANDWIDTH = 790e12, 450e9, 3.35e12  # of an H100, in bytes per second
 EXAMPLE_MS = {"roof": 10.0, "collective": 4.0, "baseline": 14.5, "ours": 11.0}
 
 
@@ -61,7 +61,7 @@ def code_blocks(op: str) -> tuple[str, str]:
 
 
 def table_rows(text: str, first_heading: str) -> Iterator[list[str]]:
-    """Cells of the rows of every table whose first heading is that."""
+    """The cells of the rows of every table whose first heading is ``heading``."""
     inside = False
     for line in text.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
@@ -221,7 +221,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def python_templates(tree: ast.AST) -> Iterator[str]:
-    """Every string but docstrings."""
+    """Every string but docstrings, with holes where values are put in."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         text = None if id(node) in docstrings else as_template(node)
@@ -291,7 +291,7 @@ def raised_texts(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_text_that_is_raised_is_explained() -> None:
-    """This holds for what users import; commands say what is wrong with their arguments themselves."""
+    """This holds for what users import. Commands say themselves what is wrong with their arguments."""
     quoted = quoted_texts()
     own = ("bench", "cli", "doctor", "launch", "testing")
     files = [path for path in sources() if path.relative_to(ROOT).parts[1] not in own]
@@ -312,7 +312,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def defined_in(path: Path) -> set[str]:
-    """Functions, classes and their members, and constants, dotted."""
+    """Functions, classes and their members, and constants, with dotted names."""
 
     def names(body: list[ast.stmt], prefix: str) -> Iterator[str]:
         for node in body:
@@ -326,7 +326,7 @@ def defined_in(path: Path) -> set[str]:
 
 
 def is_public_name(dotted: str) -> bool:
-    """``fusedcomm.x.y``, as users reach it."""
+    """Whether the name is ``fusedcomm.x.y``, as users reach it."""
     parts = dotted.split(".")
     for split in range(len(parts), 0, -1):
         try:
@@ -349,7 +349,7 @@ def words() -> set[str]:
 
 
 def wrong_name(span: str) -> str | None:
-    """Why what stands in backticks is not there, or None; what is not a name is not looked for."""
+    """Why what stands in backticks is not there, or None. What is no name is not looked for."""
     file = re.fullmatch(f"({PATH})(?::([\\w.]+))?", span.replace("<op>", OPS[0]))
     if file is not None:
         path = ROOT / file[1]

@@ -30,7 +30,7 @@ FIRST_NAMES = ("Call", "Case", "Group", "Match", "Problem", "Program", "Report",
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Files by module name: fusedcomm/, and kernels/ as fusedcomm.kernels."""
+    """The files by module name: fusedcomm/, and kernels/ as fusedcomm.kernels."""
     found = {}
     for folder, prefix in (("fusedcomm", ""), ("kernels", "fusedcomm.")):
         for file in sorted((root / folder).rglob("*.py")):
@@ -42,7 +42,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(name: str, files: dict[str, Path]) -> Iterator[tuple[str, int]]:
-    """Modules of the package that ``name`` imports, anywhere in it, and the lines."""
+    """The modules of the package that ``name`` imports, anywhere in it, and the lines."""
     for node in ast.walk(ast.parse(files[name].read_text())):
         if isinstance(node, ast.Import):
             asked = [alias.name for alias in node.names]
@@ -64,7 +64,7 @@ def room(module: str) -> str:
 
 
 def upward(root: Path) -> list[str]:
-    """Imports that do not go down, as ``file:line``."""
+    """The imports that do not go down, as ``file:line``."""
     files = modules(root)
     return [
         f"{files[name].relative_to(root)}:{line}: {room(name)} imports {target}"
@@ -132,7 +132,7 @@ def test_rooms_are_few_and_all_have_their_place() -> None:
 
 
 def test_no_module_has_the_name_of_its_folder_or_of_another() -> None:
-    """Ops have one stem in every folder, and commands the name of what they show."""
+    """An op has one stem in every folder, and a command the name of what it shows."""
     files = modules(ROOT)
     names = [name for name, file in files.items() if file.name not in ("__init__.py", "__main__.py")]
     assert not [name for name in names if len(set(name.split(".")[-2:])) == 1]

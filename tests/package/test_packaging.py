@@ -39,7 +39,7 @@ def test_import_leaves_triton_dtensor_and_nvml_alone() -> None:
 
 
 def test_kernels_are_imported_as_part_of_fusedcomm() -> None:
-    """From the repository root a plain ``import kernels`` works too, but not once installed."""
+    """A plain ``import kernels`` works from the repository root too, but not once fusedcomm is installed."""
     folders = ("fusedcomm", "kernels", "tests", "benchmarks", "examples")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 20
@@ -88,7 +88,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_installed(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python there, without the checkout: -S, as a .pth file would add that where it is installed as editable."""
+    """Run Python in that folder, without the checkout: -S, as a .pth file would add the checkout of an editable
+    install.
+    """
     path = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
     result = subprocess.run(
         [sys.executable, "-S", *arguments],
@@ -103,7 +105,7 @@ def run_installed(installed: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 def module_files() -> set[str]:
-    """Every Python file of the checkout that a wheel must have, as it is called there."""
+    """Every Python file of the checkout that a wheel must have, by its name there."""
     paths = [*(ROOT / "fusedcomm").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     files = [path.relative_to(ROOT).as_posix() for path in paths]
     return {f"fusedcomm/{file}" if file.startswith("kernels/") else file for file in files}

@@ -70,7 +70,7 @@ ALLOWED = {
 
 
 def dangerous(tree: ast.AST) -> set[str]:
-    """What a file imports or uses of DANGEROUS and UNPICKLES, by its own name; and ``shell=True``."""
+    """What a file imports or uses of DANGEROUS and UNPICKLES, by its own name, and ``shell=True``."""
     names = {name: name for name in ("eval", "exec", "__import__")}
     imported = []
     for node in ast.walk(tree):
@@ -171,7 +171,7 @@ def opened(pid: int, kind: str) -> dict[str, str]:
 
 
 def head(path: str, user: int) -> tuple[bytes, bytes]:
-    """The first 8 bytes of a file, and what went wrong, by a process of that user."""
+    """The first 8 bytes of a file as a process of that user reads them, and what went wrong."""
     other: dict[str, Any] = {} if user == os.geteuid() else {"user": user, "group": user, "extra_groups": []}
     done = subprocess.run(["head", "-c", "8", path], capture_output=True, check=False, **other)
     return done.stdout, done.stderr
@@ -207,7 +207,7 @@ def test_a_segment_has_no_name_and_is_its_users_and_keeps_its_size(ranks: Ranks)
 
 
 def test_memory_that_is_not_sealed_changes_its_size() -> None:
-    """Negative control."""
+    """Negative control: memory that is not sealed changes its size."""
     with open(os.memfd_create("test", os.MFD_ALLOW_SEALING), "r+b") as file:
         path = f"/proc/self/fd/{file.fileno()}"
         assert resized(path, 4096) and resized(path, 0)
@@ -234,7 +234,7 @@ def test_another_user_cannot_open_a_segment(ranks: Ranks) -> None:
 
 
 def listening(pids: list[int]) -> set[Any]:
-    """Addresses of the TCP and UDP sockets on which these processes take what comes."""
+    """The addresses of the TCP and UDP sockets on which these processes receive."""
     inodes = {target[len("socket:[") : -1] for pid in pids for target in opened(pid, "socket:[").values()}
     found = set()
     for protocol in ("tcp", "tcp6", "udp", "udp6"):
@@ -248,7 +248,7 @@ def listening(pids: list[int]) -> set[Any]:
 
 
 def reachable(addresses: set[Any]) -> set[Any]:
-    """Those that other hosts can reach."""
+    """The addresses that other hosts can reach."""
     return {each for each in addresses if not (getattr(each, "ipv4_mapped", None) or each).is_loopback}
 
 
@@ -355,7 +355,7 @@ def test_a_crash_before_the_file_is_replaced_leaves_the_old_one(cache: Path) -> 
 
 
 def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) -> None:
-    """A link of somebody else, in a directory that all can write, must not lead a write elsewhere."""
+    """A link of somebody else, in a directory that all can write to, must not lead a write elsewhere."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
     before = os.umask(0)
@@ -373,11 +373,11 @@ def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) 
 
 # Bounds of every peer index
 
-OUTSIDE = (-1, 2, 2**31 - 1, -(2**31))  # of a group of two
+OUTSIDE = (-1, 2, 2**31 - 1, -(2**31))  # peers of a group of two
 
 
 def call_with_ranks_outside(rank: int) -> tuple[dict[str, list[str]], list[int], int]:
-    """Errors of every function of a handle that takes a rank; then this rank's memory and its signals."""
+    """The errors of every function of a handle that takes a rank, then this rank's memory and its signals."""
     t, handle = make(4)
     t.fill_(rank)
     handle.barrier()
@@ -404,7 +404,7 @@ def test_a_handle_refuses_ranks_outside_the_group(ranks: Ranks) -> None:
 
 
 def virtual_round() -> tuple[list[Tensor], dict[str, Callable[[int], Any]]]:
-    """The segments of two virtual ranks, and what takes a rank on the first one's host."""
+    """The segments of two virtual ranks, and the functions that take a rank on the first one's host."""
     workspace, spans = VirtualGroup(2, 1 << 12, CPU).workspaces[0], SimpleNamespace(chunk_numel=8)
     workspace.timeout_s = 0.05
     round = Round(workspace, 1, spans, torch.float32, "op", 7)
@@ -429,7 +429,7 @@ def test_a_round_refuses_ranks_outside_the_group(name: str, peer: int) -> None:
 
 
 def test_a_round_takes_the_ranks_of_the_group() -> None:
-    """Negative control."""
+    """Negative control: ranks of the group are taken."""
     segments, functions = virtual_round()
     for peer in range(2):
         assert functions["part"](peer).shape == functions["received"](peer).shape == (8,)
@@ -441,7 +441,7 @@ def test_a_round_takes_the_ranks_of_the_group() -> None:
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 8, 72])
 def test_peer_indices_are_made_from_the_size_of_the_group(group_size: int) -> None:
-    """And what they lead to lies in the segment, each rank's apart from the others'."""
+    """What the indices lead to lies in the segment, and each rank's is apart from the others'."""
     layout, every = HeaderLayout(group_size), list(range(group_size))
     for rank in every:
         assert sorted(peers_of(rank, group_size)) == sorted(sources_of(rank, group_size)) == every

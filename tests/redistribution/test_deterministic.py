@@ -1,4 +1,4 @@
-"""Replicas are equal bit by bit: whoever holds an element after a reduction over several mesh dims holds the same."""
+"""Replicas are equal bit by bit: all holders of an element after a reduction over several mesh dims hold the same."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def bits(x: Tensor) -> Tensor:
 
 
 def num_different(nested: Any, after: list[Placement], outs: list[Tensor | None]) -> int:
-    """Elements that some holder has otherwise than the first: holders differ in mesh dims that do not shard."""
+    """The number of elements that some holder has otherwise than the first.
+
+    Holders differ in mesh dims that do not shard.
+    """
     holders: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for coordinate in np.ndindex(*np.array(nested).shape):
         place = tuple(c if isinstance(p, Shard) else -1 for p, c in zip(after, coordinate, strict=True))
@@ -101,7 +104,9 @@ def test_all_holders_of_an_element_have_the_same_bits(
 
 
 def test_replicas_of_torch_differ(ranks: Ranks) -> None:
-    """A mesh dim at a time, with groups whose ranks ascend: each row sums its three parts in another order."""
+    """torch goes one mesh dim at a time, with groups whose ranks ascend: each row sums its three parts in another
+    order.
+    """
     nested, before, after, shape = CASES[0]
     outs = ranks(8).run(reduced, nested, before, after, shape, "float32", "torch")
     assert num_different(nested, after, outs) > 50

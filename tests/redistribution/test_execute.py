@@ -111,7 +111,7 @@ def test_whole_numbers_are_averaged_towards_zero() -> None:
 
 
 def uneven_sum(parts: list[float], dtype: torch.dtype, op: str = "sum") -> Tensor:
-    """Each rank's part of a [1] tensor, reduced by a rank for itself."""
+    """Each rank's part of a [1] tensor that a rank reduces for itself."""
     ranks = len(parts)
     step = one(plan_of((1,), (ranks,), (op,), (0,)))
     assert step.sends_as == steps.ALL_TO_ALL
@@ -131,7 +131,7 @@ def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_parts_are_added_in_the_order_of_the_mesh() -> None:
-    """However the ranks of the process group are ordered."""
+    """The order of the ranks of the process group does not matter."""
     step = one(plan_of((3,), (2, 2), ("sum", "sum"), (0, 0)))
     parts = [1e8, 1.0, -1e8, 0.5]
     held = {rank: torch.full((3,), part) for rank, part in zip(world.coordinates((2, 2)), parts, strict=True)}
@@ -261,7 +261,7 @@ def traced(run: Callable[..., Tensor], local: Tensor) -> Tensor:
 
 
 def run_case(rank: int, mesh: tuple[int, ...], case: Case, shape: tuple[int, ...], order: tuple[int, ...]) -> None:
-    """Eager and in flight; in the order of the mesh traced too, and with other dtypes."""
+    """Run a case eagerly and in flight. In the order of the mesh it is also traced, and run with other dtypes."""
     in_order = order == tuple(range(len(order)))
     dtypes = [torch.float32, torch.bfloat16, torch.int64]
     if case.kind in (steps.SLICE, steps.ALL_GATHER, steps.ALL_TO_ALL):

@@ -45,7 +45,7 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 
 def members_of(mesh: Any, mesh_dims: tuple[int, ...], rank: int) -> list[int]:
-    """Row-major, by looking at every coordinate."""
+    """The members of a group in row-major order, found by looking at every coordinate."""
     mesh = np.array(mesh)
     (own,) = np.argwhere(mesh == rank)
     others = set(range(mesh.ndim)) - set(mesh_dims)
@@ -62,7 +62,7 @@ def gathered(flat: mesh_groups.FlatGroup) -> list[int]:
 
 
 def flat_groups(rank: int, nested: Any) -> dict[tuple[int, ...], tuple[str, list[int]]]:
-    """By mesh dims: the name and the members, checked against the mesh."""
+    """The name and the members of groups, checked against the mesh, by mesh dims."""
     with left_as_found():
         mesh = DeviceMesh("cpu", nested)
         found = {}
@@ -88,7 +88,7 @@ def test_every_set_of_mesh_dims_has_its_ranks_in_the_order_told(ranks: Ranks, ne
 
 @on_ranks(8)
 def test_groups_that_reduce_the_same_do_it_in_the_same_order(rank: int) -> None:
-    """With the middle dim replicated, the first and the last of the second mesh reduce in two orders."""
+    """Where the middle dim is replicated, the first and the last rank of the second mesh would reduce in two orders."""
     with left_as_found():
         alike = DeviceMesh("cpu", [[[0, 1], [2, 3]], [[6, 7], [4, 5]]])
         mixed = DeviceMesh("cpu", [[[0, 1], [6, 7]], [[4, 5], [2, 3]]])
@@ -209,7 +209,7 @@ def test_an_absent_rank_is_named_and_a_later_call_works(ranks: Ranks, use: str) 
 
 
 def two_meshes(rank: int, a: Any, b: Any, dims: list[tuple[int, ...]] | None) -> str:
-    """Rank 3 comes with another mesh than the others, or other dims; then with the same."""
+    """Rank 3 comes with another mesh than the others, or with other dims, and then with the same."""
     with left_as_found():
         meshes = [DeviceMesh("cpu", a), DeviceMesh("cpu", b)]
         if rank not in meshes[0].mesh:
@@ -452,7 +452,7 @@ def test_a_new_world_votes_again_and_an_equal_mesh_does_not(monkeypatch: pytest.
 
 
 def test_no_group_is_split_from_a_world_that_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's split is a collective of WORLD, the ranks outside among them."""
+    """NCCL's split is a collective of WORLD, with the ranks outside of the group among them."""
     seen, original = [], c10d._new_process_group_helper
 
     def helper(*args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ P = Partial()
 
 
 def mesh_of(shape: tuple[int, ...], *, named: bool = False) -> DeviceMesh:
-    """One per shape and process: groups are not made again by every test."""
+    """One mesh per shape and process, so that not every test makes groups again."""
     key = (shape, named)
     if key not in _meshes:
         names = tuple(f"dim{i}" for i in range(len(shape))) if named else None
@@ -69,7 +69,7 @@ def check(x: DTensor, case: Case) -> None:
 
 
 def random_values(rank: int, seeds: range, mesh_shapes: list[tuple[int, ...]]) -> int:
-    """How many of them communicated."""
+    """How many cases communicated."""
     sent = 0
     for seed in seeds:
         case = random_case(seed, mesh_shapes)
@@ -107,7 +107,7 @@ def torch_bug(rank: int) -> tuple[bool, bool]:
 
 
 def test_uneven_gather_over_a_flattened_mesh_which_torch_gets_wrong(ranks: Ranks) -> None:
-    """pytorch#194457: rows of the padding instead of the last ones, without an error."""
+    """pytorch#194457: torch gives rows of the padding instead of the last ones, without an error."""
     found = ranks(4).run(torch_bug)
     if torch.__version__ < "2.16":  # known of 2.11 to 2.15
         assert found == [(False, False)] * 4
@@ -123,7 +123,7 @@ def torch_scatters(rank: int) -> bool:
 
 
 def test_nested_scatter_over_a_flattened_mesh_which_torch_gets_wrong(ranks: Ranks) -> None:
-    """The whole tensor divides evenly, what an outer mesh dim leaves of it does not: rows come to other ranks."""
+    """The whole tensor divides evenly, but not what an outer mesh dim leaves of it: torch gives rows to other ranks."""
     found = ranks(8).run(torch_scatters)
     if torch.__version__.startswith("2.13"):
         assert found == [True, False, False, True, True, False, False, True]
@@ -206,7 +206,7 @@ def program(x: DTensor, w: DTensor) -> DTensor:
 
 @on_ranks(4)
 def test_averages_do_not_overflow(rank: int) -> None:
-    """Their sum is beyond float16."""
+    """The sum of the values is beyond float16."""
     mesh = mesh_of((2, 2))
     for placed, after in (
         ([Partial("avg")] * 2, [R, R]),
@@ -238,7 +238,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def test_what_torch_compile_calls_makes_all_groups_that_a_backward_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And tells meshes, sources and versions apart."""
+    """It also tells meshes, sources and versions apart."""
     from fusedcomm import files
     from fusedcomm.redistribution import dtensor, mesh_groups
 
@@ -265,7 +265,7 @@ def test_a_backward_from_the_cache_has_its_groups(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """A graph of an earlier run has its groups' names."""
+    """Compile without a cache, because a graph of an earlier run has its groups' names."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
@@ -284,7 +284,7 @@ def trained(run: Callable[..., DTensor], shape: tuple[int, int]) -> list[Tensor]
 
 
 def compiled(rank: int, shape: tuple[int, int]) -> tuple[int, list[str]]:
-    """Collectives of the eager program, forward and backward; the graphs of those of the compiled one."""
+    """The collectives of the eager program, forward and backward, and those in the graphs of the compiled one."""
     torch._dynamo.reset()
     with CommDebugMode() as comm:
         eager = trained(program, shape)
@@ -303,7 +303,7 @@ def test_it_compiles_into_one_graph_with_the_collectives_of_the_plan(ranks: Rank
 
 @on_ranks(4)
 def test_strided_shards_are_an_order_of_the_mesh_dims(rank: int) -> None:
-    """What FSDP makes of tensor-parallel weights: cut by the second mesh dim first."""
+    """This is what FSDP makes of tensor-parallel weights, which the second mesh dim cuts first."""
     mesh = mesh_of((2, 2))
     whole = torch.arange(32.0).reshape(8, 4)
     x = DTensor.from_local(
@@ -322,7 +322,7 @@ def test_strided_shards_are_an_order_of_the_mesh_dims(rank: int) -> None:
 
 
 def by_torch(rank: int) -> list[str]:
-    """What is left to torch: its values, and the reasons in the log."""
+    """What is left to torch has its values, and the log has the reasons."""
     mesh, heard = mesh_of((2, 2)), _Heard()
     logging.getLogger("fusedcomm").addHandler(heard)
     try:
@@ -345,7 +345,7 @@ def by_torch(rank: int) -> list[str]:
 
 @on_ranks(4)
 def test_classes_of_placements_that_only_torch_knows(rank: int) -> None:
-    """torch's partial norm: as a gradient, as what is given, as what stays, and compiled."""
+    """torch's partial norm is tried as a gradient, as what is given, as what stays, and compiled."""
     mesh, norm = mesh_of((2, 2)), _NormPartial(2)
     x = distribute_tensor(torch.ones(()), mesh, [R, R]).requires_grad_()
     z = distribute_tensor(torch.arange(1.0, 9.0), mesh, [S0, S0])

@@ -34,7 +34,7 @@ def links(mesh_shape: tuple[int, ...], ranks_per_node: int = 8, device_type: str
 
 
 def sharding(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[str]) -> Sharding:
-    """Mesh dims cut in their own order."""
+    """A Sharding in which mesh dims cut in their own order."""
     cuts = [[i for i, each in enumerate(placements) if each == f"S{dim}"] for dim in range(len(shape))]
     partial = [(each[1:] or "sum") if each[0] == "P" else None for each in placements]
     return Sharding.of(shape, mesh_shape, cuts, partial)
@@ -52,7 +52,7 @@ def kinds(of: RedistributionPlan) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def pairs(num_tensor_dims: int, num_mesh_dims: int) -> Iterator[tuple[Placements, Placements]]:
-    """All that have a plan."""
+    """All pairs of shardings that have a plan."""
     each = ["R", *(f"S{dim}" for dim in range(num_tensor_dims)), "P"]
     every = list(itertools.product(each, repeat=num_mesh_dims))
     for before, after in itertools.product(every, every):
@@ -64,7 +64,7 @@ def pairs(num_tensor_dims: int, num_mesh_dims: int) -> Iterator[tuple[Placements
 
 
 def test_reductions_of_several_mesh_dims_are_one_collective() -> None:
-    """Where mesh dims do not follow each other torch has one each."""
+    """Where mesh dims do not follow each other torch makes one collective for each."""
     found = plan((4, 4), (2, 2, 2), "P P P", "R S0 R")
     assert len(found.by_dim) == 3
     assert kinds(found) == [("all_reduce", (0, 1, 2)), ("slice", ())]
@@ -95,7 +95,7 @@ def test_shards_of_another_order_move_without_gathering() -> None:
 
 
 def test_uneven_reductions_into_shards_are_one_collective() -> None:
-    """10 rows on 2 x 2 ranks: 5 and 5, of them 3 and 2."""
+    """10 rows on 2 x 2 ranks are cut into 5 and 5, and these into 3 and 2."""
     found = plan((10,), (2, 2), "P P", "S0 S0")
     assert kinds(found) == [("reduce_scatter", (0, 1))]
     assert found.bytes == (7 + 8 + 7 + 8) / 4 * 4
@@ -103,7 +103,7 @@ def test_uneven_reductions_into_shards_are_one_collective() -> None:
 
 
 def test_uneven_reductions_are_padded_between_nodes() -> None:
-    """A ring adds up inside a node before it sends; in an exchange each rank sends its own part."""
+    """A ring adds up inside a node before it sends. In an exchange each rank sends its own part."""
     for size, way in ((8, (steps.ALL_TO_ALL, False)), (4, (steps.REDUCE_SCATTER, True))):
         (step,) = plan((4099, 4096), (8,), "P", "S0", links((8,), size)).steps
         assert (step.sends_as, step.is_padded) == way
@@ -111,14 +111,14 @@ def test_uneven_reductions_are_padded_between_nodes() -> None:
 
 
 def test_an_uneven_gather_need_not_pad() -> None:
-    """5 x 3 on 2 x 2, padded to 3 x 2, would send more than first gathering one dim, then the other."""
+    """5 x 3 on 2 x 2, padded to 3 x 2, would send more than gathering one dim first and then the other."""
     found = plan((5, 3), (2, 2), "S0 S1", "R R")
     assert [each.sends_as for each in found.steps] == [steps.ALL_TO_ALL]
     assert found.bytes == 3 * 15 / 4 * 4
 
 
 def test_what_is_partial_is_reduced_before_shards_are_gathered() -> None:
-    """By mesh dim the data grows first: 32 elements gathered, then 32 reduced."""
+    """One mesh dim at a time makes the data grow first: 32 elements are gathered, then 32 reduced."""
     found = plan((8, 8), (2, 2), "P S0", "S0 R")
     assert [each.kind for each in found.steps] == ["reduce_scatter", "all_to_all"]
     assert search._total(found.by_dim, 4, found.links).bytes == (32 + 32) * 4
@@ -204,7 +204,10 @@ def shuffled(rng: random.Random) -> tuple[Sharding, Sharding]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_lead_from_before_to_after(seed: int) -> None:
-    """In any order of cuts; none is worse than one mesh dim at a time, nor needs more than two collectives there."""
+    """The cuts are in any order.
+
+    No plan is worse than one mesh dim at a time, or needs more than two collectives there.
+    """
     rng = random.Random(seed)
     for _ in range(150):
         before, after = shuffled(rng)
@@ -222,14 +225,14 @@ def test_steps_lead_from_before_to_after(seed: int) -> None:
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 3)])
 def test_two_collectives_do_everything(shape: tuple[int, ...]) -> None:
-    """A reduce_scatter of all that is partial, and one exchange; so a plan that latency rules has no more."""
+    """The two are a reduce_scatter of all that is partial, and one exchange. A plan that latency rules has no more."""
     for before, after in itertools.islice(pairs(2, 3), None, None, 3):
         both = [sharding(shape, (2, 2, 2), each) for each in (before, after)]
         assert search.plan(*both, 1, links((2, 2, 2))).num_collectives <= 2, f"{before} -> {after}"
 
 
 def test_a_plan_knows_nothing_of_the_rank_or_the_process() -> None:
-    """The same from nothing but equal facts."""
+    """Equal facts alone give the same plan."""
     a = plan((4097, 63, 9), (2, 2, 2), "P S0 P", "R S2 S1")
     search.plan.cache_clear()
     steps.step.cache_clear()
@@ -282,7 +285,7 @@ def test_no_plan_sends_less_than_the_least() -> None:
 
 
 def test_plans_give_the_exact_result() -> None:
-    """By all ways of all kinds."""
+    """All ways of all kinds of steps are taken."""
     seen = exact(random.Random(0), 400)
     assert seen == {
         *((kind, kind, False) for kind in (steps.ALL_GATHER, steps.ALL_TO_ALL, steps.ALL_REDUCE)),
@@ -301,7 +304,7 @@ def test_plans_give_the_exact_result_in_many_cases(seed: int) -> None:
 
 @dataclass(frozen=True)
 class Planned(Plan):
-    """Its steps as they were planned: ``path`` does not say how they are sent."""
+    """The steps as they were planned: ``path`` does not say how they are sent."""
 
     planned: tuple[steps.Step, ...]
 
@@ -311,7 +314,10 @@ class Planned(Plan):
 
 
 def exact(rng: random.Random, num: int) -> set[tuple[str, str, bool]]:
-    """In a simulated world, against an oracle that cuts and reduces whole tensors. How steps were sent."""
+    """Check plans in a simulated world, against an oracle that cuts and reduces whole tensors.
+
+    Returns how steps were sent.
+    """
     seen = set()
     while num:
         before, after = shuffled(rng)
@@ -332,7 +338,9 @@ def exact(rng: random.Random, num: int) -> set[tuple[str, str, bool]]:
 
 
 def test_links_of_several_mesh_dims() -> None:
-    """2 nodes of 4: inside, across (1 card), and both (4 cards, that reach what a ring inside does)."""
+    """There are 2 nodes of 4, with groups inside, across (1 card), and both (4 cards, which reach what a ring inside
+    does).
+    """
     over = links((2, 4), ranks_per_node=4)
     latency, inside = DEFAULTS["cuda"].backend_latency["all_gather"], DEFAULTS["cuda"].backend_bandwidth["all_gather"]
     assert over.seconds("all_gather", 1e9, (1,)) == latency + 1e9 / inside
@@ -342,14 +350,14 @@ def test_links_of_several_mesh_dims() -> None:
 
 
 def test_links_of_a_mesh_in_another_order() -> None:
-    """Ranks of a node are successive wherever they stand in the mesh."""
+    """The ranks of a node are successive wherever they stand in the mesh."""
     ranks = (0, 4, 1, 5, 2, 6, 3, 7)  # [4, 2], transposed
     over = MeshLinks(ranks, (4, 2), 4, DEFAULTS["cuda"], 50e9)
     assert [over.reach(dims).link for dims in ((0,), (1,), (0, 1))] == ["intra", "inter", "inter"]
 
 
 def test_all_groups_of_a_mesh_dim_are_told_alike() -> None:
-    """3 ranks in nodes of 4: one group of three lies inside a node, another does not."""
+    """There are 3 ranks in nodes of 4: one group of three lies inside a node, another does not."""
     assert links((4, 3), ranks_per_node=4).reach((1,)).link == "inter"
 
 
@@ -358,7 +366,7 @@ def test_all_groups_of_a_mesh_dim_are_told_alike() -> None:
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (2, 8, 16)], ids=str)
 def test_planning_is_quick(mesh_shape: tuple[int, ...]) -> None:
-    """Goals: 20 ms for a new plan, 200 us for one that is known. This machine may be slower: five times that."""
+    """The goals are 20 ms for a new plan and 200 us for a known one. This machine may be slower: five times that."""
     over = links(mesh_shape)
     both = [sharding((4097, 4099, 63), mesh_shape, each) for each in (["P", "P", "S0"], ["R", "S1", "S1"])]
 
@@ -376,7 +384,7 @@ def test_planning_is_quick(mesh_shape: tuple[int, ...]) -> None:
 
 
 def test_a_search_ends() -> None:
-    """However many states there are: 4 mesh dims, 4 tensor dims."""
+    """A search ends however many states there are: 4 mesh dims, 4 tensor dims."""
     before, after = (sharding((4097, 99, 63, 5), (2, 2, 2, 2), each.split()) for each in ("P P P S3", "S0 S1 R S2"))
     over = links((2, 2, 2, 2), 4)
     one = search._Search(before, after, 4, over, steps_by_dim(before, after))

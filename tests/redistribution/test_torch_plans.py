@@ -27,7 +27,7 @@ def placed(placements: Placements) -> list[Any]:
 
 
 def worse_than_torch(mesh: Any, shape: tuple[int, ...], over: MeshLinks, share: int, first: int = 0) -> list[str]:
-    """One pair of ``share``."""
+    """What is worse than in torch, for one in ``share`` pairs of shardings."""
     mesh_shape, found = tuple(mesh.shape), []
     for before, after in itertools.islice(pairs(len(shape), len(mesh_shape)), first, None, share):
         theirs = redistribution_torch.collectives(mesh, shape, placed(before), placed(after))
@@ -54,7 +54,7 @@ MACHINES = {"cuda": (8, "cuda"), "two nodes": (4, "cuda"), "pairs": (2, "cuda"),
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_a_plan_is_never_worse_than_torchs(mesh_shape: tuple[int, ...]) -> None:
-    """In collectives, bytes or seconds; torch's with its own padding, and all flattened meshes."""
+    """No plan is worse in collectives, bytes or seconds. torch's have its own padding and all flattened meshes."""
     share, shapes = MESHES[mesh_shape]
     with redistribution_torch.world(math.prod(mesh_shape)):
         mesh = redistribution_torch.mesh(mesh_shape, flatten=True)
@@ -126,7 +126,7 @@ def test_worse_plans_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchs_collectives_are_those_that_it_starts() -> None:
-    """Their kinds and sizes; of all but exchanges, in whose place torch gathers on CPUs."""
+    """Kinds and sizes agree, except for exchanges, in whose place torch gathers on CPUs."""
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -60,7 +60,7 @@ def damage(workspace: Workspace) -> str | None:
 
 
 def test_slots_that_are_full_harm_no_guard() -> None:
-    """Negative control."""
+    """Negative control: slots that are full harm no guard."""
     workspace = guarded()
     for i in range(NUM_SLOTS):
         start, end = slot(workspace, i)
@@ -91,7 +91,7 @@ def test_no_constant_can_hide_behind_the_pattern() -> None:
 
 
 def write_past(workspace: Workspace, victim: int, side: str, num_bytes: int) -> None:
-    """Past the slot of the next round."""
+    """Write past the slot of the next round."""
     start, end = slot(workspace, workspace.epoch + 1)
     where = slice(start - num_bytes, start) if side == "before" else slice(end, end + num_bytes)
     workspace.buffers[victim][where] = 0

@@ -27,7 +27,7 @@ def exactly(got: Tensor, want: Tensor) -> None:
 
 
 class Stream:
-    """Runs what it was given, in order, when somebody waits for it."""
+    """Stands for a stream: runs what it was given, in order, when somebody waits for it."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], Any]] = []
@@ -64,7 +64,7 @@ class Event:
 
 
 class OnGpu(Tensor):
-    """A tensor of the made-up GPU: copies from it are made by the stream."""
+    """A tensor of the made-up GPU: the stream makes the copies from it."""
 
     is_cuda = True
     stream: Stream
@@ -129,7 +129,7 @@ def test_the_event_follows_the_copy_on_the_stream_and_the_source_is_kept_for_it(
 
 
 def test_the_copy_is_of_what_the_stream_had_written_by_then(gpu: Stream) -> None:
-    """The second write is the control: were the copy late, it would show."""
+    """The second write is the control: if the copy were late, it would show."""
     values = torch.zeros(3)
     gpu.add("write", lambda: values.fill_(1))
     copied = DeviceToHost(on_gpu(values))
@@ -400,7 +400,7 @@ def test_on_a_gpu_a_compiled_graph_passes_through_it() -> None:
 @needs_gpu
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_on_a_gpu_a_compiled_graph_waits_for_a_copy_that_it_is_given(backend: str) -> None:
-    """Each time: a wait that was only traced would be over after the first call."""
+    """The graph waits each time: a wait that was only traced would be over after the first call."""
 
     def end(copied: DeviceToHost, x: Tensor) -> Tensor:
         return copied.wait() + x

@@ -156,7 +156,7 @@ def test_an_error_leaves_a_dump_for_its_owner_alone(rank: int, tmp_path: Path) -
 
 @on_ranks(2)
 def test_without_a_directory_nothing_is_written_or_set(rank: int) -> None:
-    """Without FUSEDCOMM_DUMP_DIR: no file, no thread, no wake-up of ours."""
+    """Without FUSEDCOMM_DUMP_DIR there is no file, no thread, and no wake-up descriptor."""
     with fresh_group(TIMEOUT_S="20") as group:
         check(group, HEADS, call(group, HEADS))
     assert dumps.write("reason") is None

@@ -25,7 +25,7 @@ BY_NAME = {problem.name: problem for problem in PROBLEMS}
 
 
 class Left(Exception):
-    """Something that happens in the middle of a round: Ctrl-C, no memory, a compiler error."""
+    """Stands for something that happens in the middle of a round: Ctrl-C, no memory, a compiler error."""
 
 
 @on_ranks(3)
@@ -121,7 +121,7 @@ def test_a_forked_child_is_no_rank(rank: int) -> None:
 @pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 def test_a_peer_that_never_calls(rank: int, algorithm: str, warm: bool) -> None:
-    """A rank that never calls: the others say so in time, name it, and are right again after a reset."""
+    """One rank never calls. The others say so in time, name it, and are right again after a reset."""
     absent, problem = 1, BY_NAME["heads"]
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
         if warm:

@@ -31,12 +31,12 @@ def hosts() -> Iterator[list[Host]]:
 
 @pytest.fixture(scope="module")
 def found(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """By rank: what was planned; the values were compared there."""
+    """What was planned, by rank. The values were compared in the ranks."""
     return torchrun(hosts, "tests.helpers.hosts_world", "all", tmp_path_factory.mktemp("hosts"), RUN_S)
 
 
 def same_in(group: str, results: list[Any]) -> Any:
-    """What all ranks of a group have found alike; the others have nothing."""
+    """What all ranks of a group have found alike. The others have nothing."""
     by_rank = [results[rank][group] for rank in MEMBERS[group]]
     assert by_rank == by_rank[:1] * len(by_rank)
     assert all(group not in results[rank] for rank in range(4) if rank not in MEMBERS[group])
@@ -59,7 +59,7 @@ NO_NATIVE = "the native part is not there"
 BY_HOST = "FUSEDCOMM_ALGORITHM must be the same on all ranks, got [None, None, 'chunked', 'chunked'] by rank"
 BY_RANK = "FUSEDCOMM_ALGORITHM must be the same on all ranks, got [None, None, None, 'chunked'] by rank"
 IN_HOST_1 = "FUSEDCOMM_ALGORITHM must be the same on all ranks, got [None, 'chunked'] by rank"
-VOTED = {  # no_workspace, workspace_bytes and algorithm of: both hosts, host 1. Host 0 is always as with no difference
+VOTED = {  # no_workspace, workspace_bytes and algorithm of both hosts, then of host 1. Host 0 is as ever
     "nothing": ((ELSEWHERE, DEFAULT_BYTES, None), (None, DEFAULT_BYTES, None)),
     "no native part on host 1": (
         (f"rank 2: {NO_NATIVE}", DEFAULT_BYTES, None),
@@ -99,7 +99,7 @@ def test_a_link_that_is_cut_is_an_error_in_time_and_there_is_a_way_back(hosts: l
                 assert each[step]["type"] == "PeerTimeoutError"
                 assert f"the store of the process group does not answer rank {rank - 2}" in each[step]["text"]
                 assert VOTE_S <= each[step]["seconds"] < VOTE_S + STORE_GRACE_S + LATE_S
-            # negative control: without a bound of ours the call would still wait
+            # negative control: without fusedcomm's own bound the store's call would still wait
             assert (each[step]["blocked"] > 0) == (rank in MEMBERS["host 1"])
         assert max(each["back after"]) < BACK_S
         assert each["blocked"] == 0

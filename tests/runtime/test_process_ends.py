@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from tests.helpers.process_programs import NUM_RANKS, PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-RUN_S = 100  # of all ranks: long before pytest's own limit, which would leave them running
+RUN_S = 100  # bound of all ranks: long before pytest's own limit, which would leave them running
 CRASHES = ("Fatal", "terminate called", "Segmentation", "core dumped")
 QUICK = ("left_open", "destroyed", "modules_gone", "waits_at_the_end", "raises", "thread_waits", "forks")
 
@@ -68,7 +68,7 @@ def test_ranks_end_without_a_crash(name: str) -> None:
 
 @pytest.mark.parametrize("how", ["os.abort()", "import ctypes; ctypes.string_at(0)"])
 def test_a_crash_is_seen(how: str) -> None:
-    """Negative control."""
+    """Negative control: a crash is seen."""
     command = [sys.executable, "-X", "faulthandler", "-c", f"import os; {how}"]
     done = subprocess.run(command, capture_output=True, timeout=RUN_S)
     assert done.returncode in (-signal.SIGABRT, -signal.SIGSEGV)

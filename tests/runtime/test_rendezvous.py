@@ -60,7 +60,7 @@ def test_same_name_other_members(ranks: Ranks) -> None:
 
 
 def world_made_anew(rank: int) -> bool:
-    """WORLD destroyed and made again on one store: stale keys, one of a rendezvous that failed."""
+    """WORLD is destroyed and made again on one store, with stale keys, one of them of a rendezvous that failed."""
     register_fake_backend()
     store: Any = dist.distributed_c10d._get_default_store()
     t, handle = make(4)
@@ -164,7 +164,7 @@ NOBODY = 65534
 
 
 def replace_segment(num_bytes: int, seals: int, user: int) -> None:
-    """Puts other memory in the place of what this process has allocated, under the same name."""
+    """Put other memory in the place of what this process has allocated, under the same name."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed since
             name = os.readlink(f"/proc/self/fd/{fd}")
@@ -232,7 +232,7 @@ held: Any = None
 
 
 def attach(rank: int) -> None:
-    """Holds a tensor and a handle after the call has returned."""
+    """Hold a tensor and a handle after the call has returned."""
     global held
     held = make(1 << 16)
     held[0].fill_(rank)

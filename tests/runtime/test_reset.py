@@ -46,7 +46,7 @@ def cut_off_from_vote(number: int) -> Iterator[None]:
 
 
 def fails(group: Any, problem: Problem, rank: int, number: int) -> None:
-    """A call whose vote of that number rank 1 does not complete."""
+    """A call fails because rank 1 does not complete its vote of that number."""
     with pytest.raises(fusedcomm.PeerError) if rank == 1 else pytest.raises(fusedcomm.PeerTimeoutError):
         if rank == 1:
             with cut_off_from_vote(number):
@@ -57,7 +57,7 @@ def fails(group: Any, problem: Problem, rank: int, number: int) -> None:
 
 
 def check_half_a_vote(rank: int) -> None:
-    """The topology is known on rank 0 alone."""
+    """Only rank 0 knows the topology."""
     with fresh_group(TIMEOUT_S="2") as group, fusedcomm.force_algorithm("chunked", strict=True):
         fails(group, HEADS, rank, number=1)
         fusedcomm.reset(group)
@@ -111,7 +111,7 @@ def test_a_failed_call_keeps_neither_its_group_nor_its_tensors(rank: int) -> Non
 
 @on_ranks(2)
 def test_an_unfused_call_holds_up_no_other_thread(rank: int) -> None:
-    """A chunked and an unfused call of one group on two threads, which begin in another order on each rank."""
+    """Two threads make a chunked and an unfused call of one group, and begin in another order on each rank."""
     plan, answers = planner.plan, {}
 
     def small_is_unfused(op: str, exchange: Any, *args: Any) -> planner.Plan:
@@ -140,7 +140,7 @@ def test_an_unfused_call_holds_up_no_other_thread(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_child_of_before_the_first_call_is_no_rank_either(rank: int, tmp_path: Path) -> None:
-    """The child takes no part, over its parent's connections, and replaces none of its dumps."""
+    """The child takes no part over its parent's connections, and replaces none of its dumps."""
     folder = str(tmp_path)
     os.environ["FUSEDCOMM_DUMP_DIR"] = folder
     try:

@@ -21,7 +21,7 @@ from fusedcomm.launch.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 PROC = Path("/proc/self")
-LEEWAY_BYTES = 4 << 20  # of the allocators of C, torch and gloo
+LEEWAY_BYTES = 4 << 20  # what the allocators of C, torch and gloo may keep
 LEAK_BYTES = 2 * LEEWAY_BYTES
 
 
@@ -85,7 +85,7 @@ def closed(group: dist.ProcessGroup) -> None:
 
 
 def groups(rank: int, num_groups: int, use: Callable[[dist.ProcessGroup], None]) -> Held:
-    """Made, used and destroyed."""
+    """Groups are made, used and destroyed."""
 
     def once() -> None:
         group = dist.new_group()

@@ -310,7 +310,7 @@ def test_free_and_allocate_again(ranks: Ranks) -> None:
         assert result["good"]
         before, after = result["footprint"]
         assert before == after
-        assert result["new keys"] <= 8  # of the last rendezvous, and of gloo's barrier
+        assert result["new keys"] <= 8  # pads of the last rendezvous, and of gloo's barrier
         assert result["addresses"] < times  # addresses were used again
 
 

@@ -109,7 +109,7 @@ VOTE_S = 0.2
 
 
 def vote(store: HashStore) -> Exception:
-    """What rank 0 of two raises, in bounded time."""
+    """The error that rank 0 of two raises, in bounded time."""
     start = time.monotonic()
     with timeout(VOTE_S), pytest.raises(Exception) as raised:
         agree(store, 0, 2, {"fact": 1}, what="test vote")
@@ -129,7 +129,7 @@ def test_a_hostile_post_is_an_error_in_bounded_time(name: str) -> None:
 
 
 def test_a_vote_is_not_taken_for_hostile() -> None:
-    """Negative control: what rank 1 would have posted in an earlier vote only is late."""
+    """Negative control: a post of rank 1 from an earlier vote is only late."""
     store = HashStore()
     store.set("post/1", json.dumps(VALID))
     assert isinstance(vote(store), PeerTimeoutError)
@@ -194,7 +194,7 @@ def test_a_store_that_is_cut_off_ends_the_vote_in_time(calls: int, monkeypatch: 
 
 
 def test_a_store_that_answers_in_time_is_not_taken_for_cut_off() -> None:
-    """Negative control: its calls block as above, but not for long."""
+    """Negative control: the store's calls block as above, but not for long."""
     store = CutStore(3)
     threading.Timer(0.5, store.back.set).start()
     assert in_threads([voter(store, rank, 2, 3) for rank in range(2)]) == [[{"fact": 3}] * 2] * 2

@@ -37,7 +37,9 @@ ROUNDS = [
 
 
 def rounds() -> list[Any]:
-    """The kernels run two here, and more of every op in tests/ops/test_peer_faults.py; the rest are soak tests."""
+    """The rounds. The kernels run two here, and more of every op in tests/ops/test_peer_faults.py; the rest are soak
+    tests.
+    """
     return [
         param
         for problem in ROUNDS
@@ -55,7 +57,7 @@ def rounds() -> list[Any]:
 @on_ranks(2)
 @pytest.mark.parametrize(("problem", "algorithm"), rounds(), ids=str)
 def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, algorithm: str) -> None:
-    """A call at least four times the cap: exact, in at least eight rounds, within the memory that was allowed."""
+    """A call of at least four times the cap is exact, in at least eight rounds, within the memory that was allowed."""
     size = dist.get_world_size()
     cap = expected(problem, size)[rank].nbytes // 4
     with fresh_group(WORKSPACE_BYTES=str(cap)) as group, fusedcomm.force_algorithm(algorithm, strict=True):
@@ -78,7 +80,7 @@ def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, 
 
 
 def check_growth(rank: int, algorithm: str) -> None:
-    """Small, large, small: the workspace grows between calls and nothing is lost."""
+    """The calls are small, large, small: the workspace grows between them and nothing is lost."""
     small, large = Problem("small", (6, 8), 4, 0, 1), Problem("large", (600, 8), 512, 0, 1)
     with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
         sizes = []
@@ -216,7 +218,7 @@ def test_one_slot_instead_of_two_is_caught(ranks: Any, algorithm: str) -> None:
 
 
 def run_signal_first(rank: int, calls: int) -> int:
-    """The flag before the data: what a missing release would allow. Returns wrong calls."""
+    """The flag comes before the data, which a missing release would allow. Returns the number of wrong calls."""
     problem, wrong = BY_NAME["rows-gathered"], 0
     signal = workspace.Round.signal
     part = workspace.Round.part
@@ -259,7 +261,7 @@ def test_ranks_on_several_hosts_fall_back_together(rank: int) -> None:
 
 @on_ranks(2)
 def test_settings_that_differ_by_rank(rank: int) -> None:
-    """Settings that differ by rank: the smallest cap holds for all; two algorithms are an error on all."""
+    """If settings differ by rank, the smallest cap holds for all, and two algorithms are an error on all."""
     problem = Problem("rows", (64, 16), 32, 0, 1)
     with fresh_group(WORKSPACE_BYTES=str(20000 + 10000 * rank)) as group:
         check(group, problem, call(group, problem))

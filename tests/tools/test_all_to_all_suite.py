@@ -1,4 +1,4 @@
-"""`fusedcomm bench all-to-all`: every case, what its checks catch, what its figures are of."""
+"""`fusedcomm bench all-to-all`: every case, what its checks catch, and how its figures are made."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_every_element_has_a_number_of_its_own_in_every_dtype() -> None:
 
 
 def swap(blocks: Tensor, distance: int) -> Tensor:
-    """Two elements of rank 1's block for rank 0 in each other's place."""
+    """Swap two elements of rank 1's block for rank 0."""
     if dist.get_rank() == 1:
         flat = blocks.view(-1)
         flat[[0, distance]] = flat[[distance, 0]]
@@ -139,7 +139,7 @@ def measure_with_two_elements_swapped(rank: int, case: str, distance: int, calls
 
     def swapped_by_op(*args: Any) -> Tensor:
         y = fused(*args)
-        if rank == 0:  # of what came from rank 1
+        if rank == 0:  # elements that came from rank 1
             y.view(2, -1)[1, [0, distance]] = y.view(2, -1)[1, [distance, 0]]
         return y
 
@@ -275,7 +275,7 @@ def test_figures_of_planted_times(ranks: Callable[[int], RankPool]) -> None:
 
 
 def test_what_is_overlapped_is_of_differences_within_rounds() -> None:
-    """A slow moment that meets a whole round does not count."""
+    """Differences are taken within rounds, so a slow moment that meets a whole round does not count."""
     variant = Variant("case", "", "about", half_hidden, forty_ms, forty_ms_too)
     slow = torch.tensor([0.0, 50.0, 0.0, 7.0, 0.0], dtype=torch.float64)
     totals = {"case": 0.9 + 2 * slow, "forty_ms alone": 0.6 + slow, "forty_ms_too alone": 0.4 + slow}
@@ -287,7 +287,7 @@ def test_what_is_overlapped_is_of_differences_within_rounds() -> None:
 
 
 class Late:
-    """In place of DeviceToHost: logs the wait."""
+    """Stands for DeviceToHost, and logs the wait."""
 
     log: list[str]
 

@@ -1,4 +1,6 @@
-"""The graphs of benchmarks.overlap are the programs that they are said to be, and it tells what variants came to."""
+"""The graphs of benchmarks.overlap are the programs that they claim to be, and the command reports what variants came
+to.
+"""
 
 import json
 import math
@@ -32,7 +34,7 @@ def groups() -> Iterator[GroupNames]:
 
 
 def collectives(gm: GraphModule) -> Counter[tuple[str, str]]:
-    """By op and group name; every start has one wait."""
+    """The number of collectives by op and group name. Every start has one wait."""
     starts = [node for node in gm.graph.nodes if getattr(node.target, "namespace", "") == "_c10d_functional"]
     waits = [node for node in starts if node.target._opname == "wait_tensor"]
     starts = [node for node in starts if node not in waits]
@@ -43,7 +45,7 @@ def collectives(gm: GraphModule) -> Counter[tuple[str, str]]:
 
 
 def matmul_flops(gm: GraphModule) -> int:
-    """The flops of mm and bmm; attention apart."""
+    """The FLOP of mm and bmm, and of attention apart."""
 
     def shape(node: Any) -> torch.Size:
         return node.meta["val"].shape
@@ -100,7 +102,7 @@ def test_parts_are_those_of_aot_autograd(groups: GroupNames) -> None:
 
 
 def test_layers_share_no_memory_but_what_they_share(groups: GroupNames) -> None:
-    """Or the peak of more layers would be counted too small."""
+    """Otherwise the peak of more layers would be counted too small."""
     one, two = (build(overlap_graphs.llama(), groups, layers) for layers in (1, 2))
 
     def num_storages(gm: GraphModule) -> int:

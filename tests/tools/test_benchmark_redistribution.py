@@ -29,7 +29,7 @@ def test_it_writes_what_it_prints(
 
 
 def test_columns_are_counted_pair_by_pair() -> None:
-    """2 x 2 ranks and a matrix that all divide; torch has no flattened mesh."""
+    """The pairs are those of 2 x 2 ranks and a matrix that all divide. torch has no flattened mesh."""
     with redistribution_torch.world(4):
         mesh = redistribution_torch.mesh((2, 2), flatten=False)
         row = redistribution.compare(mesh, (8, 8), redistribution.PLAIN)

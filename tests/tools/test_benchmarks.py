@@ -1,4 +1,4 @@
-"""The benches through their own main: what they check, compute and write. No figure of such sizes means anything."""
+"""The benches through their own main: what they check, compute and write. Figures of such sizes mean nothing."""
 
 import json
 import subprocess
@@ -100,7 +100,7 @@ def test_a_block_bench_writes_what_it_prints(module: Any, tmp_path: Path, capsys
 
 
 def test_the_gain_of_a_block_is_of_differences_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow moment that meets a whole round does not count."""
+    """Differences are taken within rounds, so a slow moment that meets a whole round does not count."""
     slow = torch.tensor([0.0, 50.0, 0.0, 7.0, 0.0], dtype=torch.float64)
     seconds = {"baseline": 2.0 + slow, "ours": 1.2 + slow, "removed": 1.0 + slow}
     monkeypatch.setattr(block, "BlockData", MagicMock())

@@ -1,4 +1,4 @@
-"""`fusedcomm bench`: what it checks, computes and writes. No figure of such sizes means anything."""
+"""`fusedcomm bench`: what it checks, computes and writes. Figures of such sizes mean nothing."""
 
 import csv
 import json
@@ -137,7 +137,7 @@ def test_plain_collectives(world_size: int, tmp_path: Path) -> None:
 
 
 class LastElementWrong(AllGatherMatmul):
-    """On rank 1, from the ``first`` call on."""
+    """The last element is wrong on rank 1, from the ``first`` call on."""
 
     def __init__(self, first: int) -> None:
         self.first, self.calls = first, 0

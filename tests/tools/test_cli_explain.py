@@ -103,7 +103,7 @@ def line_of(text: str, mark: str) -> int:
 
 
 def table_rows(out: str) -> dict[str, str]:
-    """Per collective its row, without spaces and the rows into which long cells run over."""
+    """The row of each collective, without spaces and without the rows into which long cells run over."""
     found = re.findall(r"^ *inference +(all_reduce\S*) +(.*)$", out, re.MULTILINE)
     return {name: re.sub(" +", " ", rest).strip() for name, rest in found}
 
@@ -119,7 +119,7 @@ def test_a_table_and_json_say_what_became_of_every_collective(scripts: Path) -> 
     assert result.stdout.count("__main__ ['compiles.py', '--json', 'theirs'] 2\n") == 2
 
     rows = table_rows(result.stdout)
-    assert set(rows) == {"all_reduce", "all_reduce_1"}  # of rank 0 only
+    assert set(rows) == {"all_reduce", "all_reduce_1"}  # rank 0's only
     assert rows["all_reduce"].startswith("exposed matmul_all_reduce: the matmul's result is also")
     assert rows["all_reduce"].endswith(LEFT)
     assert re.fullmatch(rf"fused matmul_all_reduce (chunked|unfused) \d+ {FUSED}", rows["all_reduce_1"])
@@ -168,7 +168,7 @@ def test_in_ranks_of_torchrun_a_script_that_enables_the_passes_itself_and_the_lo
 
 @pytest.mark.thorough
 def test_the_exit_code_is_that_of_sys_exit_and_an_error_comes_after_the_report(scripts: Path) -> None:
-    """Both at once: most of it is one core's start."""
+    """Both are tested at once, because most of the time is the start of one core."""
     raises = start(scripts, "fusedcomm", "explain", "--nproc", "1", "--json", "rows.json", "ends.py", "raise")
     try:
         result = python_m(scripts, "fusedcomm", "explain", "ends.py", "exit")

@@ -31,7 +31,7 @@ def run_demo(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None) -> tuple[int, str, str]:
-    """As under torchrun: this rank has RANK and a group."""
+    """Run a small demo, with one wrong element on ``wrong_rank``. This rank has RANK and a group, as under torchrun."""
     start_program, ours = demo.start_program, fusedcomm.matmul_all_to_all
 
     def small(device: torch.device, dtype: torch.dtype, world_size: int) -> demo.DemoProblem:

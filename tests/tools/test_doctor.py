@@ -57,7 +57,7 @@ def few_atomics(rank: int) -> str:
 def test_the_command_on_this_machine(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In ranks with Triton's interpreter, so with our kernels too."""
+    """The command runs in ranks with Triton's interpreter, so it runs fusedcomm's kernels too."""
     monkeypatch.setattr(report, "CheckRanks", shared(ranks))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr(gpus, "survey", lambda: gpus.Machine(None, None, [], []))
@@ -120,7 +120,7 @@ def test_ranks_that_cannot_be_started_are_a_finding(monkeypatch: pytest.MonkeyPa
 
 
 def wrong_bytes(rank: int, optimize: int) -> str:
-    """``optimize``: as of ``python -O``, which drops ``assert``."""
+    """What the check of copies says of wrong bytes. ``optimize``: as ``python -O``, which drops ``assert``."""
     assert checks.__file__ is not None
     module = types.ModuleType("checks")
     source = Path(checks.__file__).read_text()
@@ -148,7 +148,7 @@ def test_one_wrong_byte_in_a_peers_memory_is_found(ranks: Ranks, optimize: int) 
 
 
 def planted_topology(rank: int, reason: str) -> GroupAnswer:
-    """The library's own verdict, of a group whose vote said so."""
+    """The library's own verdict for a group whose vote said so."""
     ours = dispatch.member
 
     def member(group_name: str, device: torch.device) -> Any:
@@ -192,7 +192,7 @@ DIFFERENCES: list[tuple[dict[str, Any], str, str]] = [
     ({"host": "other namespace"}, "containers", WARNING),
     ({"gpu": "uuid 0"}, "GPUs", ERROR),
     ({"gpus": ["uuid 0"]}, "GPUs by rank", ERROR),
-    ({"host": "other", "boot": "other", "visible": "1"}, "ranks", OK),  # of another host they may differ
+    ({"host": "other", "boot": "other", "visible": "1"}, "ranks", OK),  # on another host they may differ
 ]
 
 
@@ -232,7 +232,7 @@ DEVICES = [
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A machine whose GPUs are fine; what is returned says what its ranks answer, and can be changed."""
+    """A machine whose GPUs are fine. What is returned says what its ranks answer, and can be changed."""
     answers: dict[str, Any] = {
         "ask ['cpu']": CPU_GROUP,
         "ask ['cuda']": gpu_group(),
@@ -328,7 +328,7 @@ def test_a_bad_gpu_that_torch_does_not_see_is_no_error(
 
 
 def one_gpu_each(*uuids: str) -> GroupAnswer:
-    """As SLURM's --gpus-per-task=1 makes it; all ranks on one host."""
+    """All ranks are on one host with one GPU each, as SLURM's --gpus-per-task=1 makes it."""
     facts = [rank_facts(gpus=[uuid], gpu=None if rank else uuid) for rank, uuid in enumerate(uuids)]
     return GroupAnswer(facts, CPU_GROUP.verdicts)
 
@@ -361,7 +361,7 @@ def test_one_visible_gpu_has_no_peers_only_if_there_are_none(
 
 
 def doctor_in_rank(rank: int, visible: str, *args: str) -> tuple[int, str]:
-    """As under torchrun: this rank has RANK and a group. ``visible``: what rank 1 has in CUDA_VISIBLE_DEVICES."""
+    """Run the doctor. This rank has RANK and a group, as under torchrun. ``visible``: rank 1's CUDA_VISIBLE_DEVICES."""
     out = io.StringIO()
     with mock.patch.dict(os.environ), contextlib.redirect_stdout(out):
         os.environ["CUDA_VISIBLE_DEVICES"] = visible if rank == 1 else ""

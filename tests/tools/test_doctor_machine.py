@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def found(nvml: Nvml) -> dict[str, str]:
-    """Level and text by name."""
+    """The level and text of findings, by name."""
     return {each.name: f"{each.level}: {each.text}" for each in gpus.find(gpus.survey(nvml))}
 
 
@@ -67,7 +67,7 @@ def test_a_fault_of_a_gpu_is_found(machine: dict[str, Any], name: str, level: st
 
 
 def test_a_gpu_that_cannot_be_opened_does_not_hide_the_others() -> None:
-    refused = {1: NvmlError("Insufficient Permissions", gpus.NO_PERMISSION)}  # of another job's GPU
+    refused = {1: NvmlError("Insufficient Permissions", gpus.NO_PERMISSION)}  # a GPU of another job
     machine = gpus.survey(Nvml(num_gpus=3, refused=refused))
     assert [gpu.index for gpu in machine.gpus] == [0, 2]
     assert [(pair.a, pair.b, pair.path) for pair in machine.pairs] == [(0, 2, "NV18"), (2, 0, "NV18")]
@@ -212,7 +212,7 @@ def test_every_variable_of_fusedcomm_is_known() -> None:
     files = [path for folder in ("fusedcomm", "kernels") for path in (ROOT / folder).rglob("*.*")]
     texts = [path.read_text() for path in files if path.suffix in (".py", ".h", ".cpp")]
     read = {name for text in texts for name in re.findall(r"\"(FUSEDCOMM_[A-Z]+(?:_[A-Z]+)*)\"", text)}
-    assert read - {"FUSEDCOMM_CPU"} == set(env.SETTINGS)  # that is the name of our symmetric memory
+    assert read - {"FUSEDCOMM_CPU"} == set(env.SETTINGS)  # that is the name of fusedcomm's symmetric memory
 
 
 def test_the_value_of_every_variable_with_a_rule_is_shown() -> None:

@@ -48,7 +48,7 @@ WORKERS = 4  # in CI, on two cores: cells mostly wait, starting more ranks costs
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, Verdict]:
-    """The verdicts of the slice, and of the controls with their protections off; in the same ranks."""
+    """The verdicts of the slice, and of the controls with their protections off, in the same ranks."""
     cells = [*SLICE, *(control.cell for control in CONTROLS.values())]
     return {each.cell: each for each in run_cells(cells, workers=WORKERS, around=off_in_its_cell)}
 
@@ -146,7 +146,7 @@ def test_a_forked_child_that_hangs_is_ended() -> None:
 
 
 class NoRanks:
-    """For a matrix that runs nothing."""
+    """Stands for ranks in a matrix that runs nothing."""
 
     def __init__(self, num_ranks: int, cache: str) -> None:
         self.pool = MagicMock(dead=False)
@@ -243,7 +243,7 @@ def test_what_a_call_leaves_behind_is_judged(found: str, report: RankReport) -> 
 
 
 def judged(name: str, victim: list[CallOutcome], peer: list[CallOutcome], after: CallOutcome | None) -> Verdict:
-    """All peers give the same, and all ranks the same after it."""
+    """Judge a cell in which all peers give the same, and all ranks give the same after it."""
     (cell,) = select([name])
     outcomes = dict.fromkeys(range(cell.group_size), peer) | {cell.victim: victim}
     if cell.fault == "kill":
@@ -314,7 +314,7 @@ def test_first_calls_are_told_apart() -> None:
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
-    """The command runs nothing: these verdicts are what came of the first three cells."""
+    """The command runs nothing: these verdicts stand for those of the first three cells."""
     names = [str(cell) for cell in CELLS[:3]]
     made = [Verdict(names[0], True, worst=1.02), Verdict(names[1], True), Verdict(names[2], True, worst=0.4)]
     monkeypatch.setattr(faults, "select", lambda patterns, quick: list(CELLS[:3]) if patterns != ["none"] else [])

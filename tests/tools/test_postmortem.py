@@ -46,7 +46,7 @@ def wait_for_all(pool: RankPool, folder: Path) -> None:
 
 
 def dumped(pool: RankPool, folder: Path, enough: Callable[[list[Dump]], bool]) -> list[Dump]:
-    """Asks all ranks for dumps until they say what the test waits for."""
+    """Ask all ranks for dumps until they say what the test waits for."""
     wait_for_all(pool, folder)
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
@@ -62,7 +62,7 @@ def dumped(pool: RankPool, folder: Path, enough: Callable[[list[Dump]], bool]) -
 
 
 def alone(folder: str) -> None:
-    """Nobody reads what RankPool's own handler of SIGUSR1 writes: after some signals it would block."""
+    """Nobody reads what RankPool's own handler of SIGUSR1 writes, so after some signals it would block."""
     faulthandler.unregister(signal.SIGUSR1)
     os.environ["FUSEDCOMM_DUMP_DIR"] = folder
 
@@ -73,7 +73,7 @@ def verdicts(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
 
 
 def outside(go: Path) -> None:
-    """Where a data loader would be."""
+    """The process is outside, where a data loader would be."""
     while not go.exists():
         time.sleep(0.02)
 
@@ -249,7 +249,7 @@ def run_late(rank: int, folder: str, algorithm: str) -> None:
 def test_a_rank_that_is_late(
     pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
 ) -> None:
-    """The main threads of the others are in C++ all the time: in a wait of ours, or in gloo."""
+    """The main threads of the others are in C++ all the time, in a wait of fusedcomm or of gloo."""
     pool.start(run_late, str(tmp_path), algorithm)
 
     def both_wait(found: list[Dump]) -> bool:

@@ -49,7 +49,7 @@ def die_in_rank_0(rank: int, signum: int) -> None:
 
 
 def wait_for_store(rank: int) -> int:
-    """Needs no peer, only the store in the parent."""
+    """This needs no peer, only the store in the parent."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"alive{rank}", "1")
     time.sleep(0.5)

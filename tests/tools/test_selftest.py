@@ -95,7 +95,7 @@ def wrong_at_first(rank: int) -> Any:
 
 @contextlib.contextmanager
 def raises_in_chunked(rank: int) -> Iterator[None]:
-    """On rank 1 alone, before it calls: the other one waits for it."""
+    """Chunked raises on rank 1 alone, before it calls, so the other rank waits for it."""
     ours = ExactCall.call
 
     def raising(data: ExactCall, group: Any) -> list[Tensor]:
@@ -108,7 +108,7 @@ def raises_in_chunked(rank: int) -> Iterator[None]:
 
 
 def waits_for_nobody(rank: int) -> Any:
-    """Where an error is due, and not before."""
+    """A rank waits for nobody where an error is due, but not before."""
     ours = selftest._error_of
 
     def without_waits(*args: Any) -> Exception | None:
@@ -119,7 +119,7 @@ def waits_for_nobody(rank: int) -> Any:
 
 
 def no_native_part(rank: int) -> Any:
-    """Missing on one rank: the group has no peers' memory."""
+    """The native part is missing on one rank, so the group has no peers' memory."""
     return mock.patch.object(topology, "no_native", lambda: "not built" if rank == 1 else None)
 
 
@@ -139,7 +139,7 @@ def nothing_wrong(rank: int) -> Any:
 
 
 def selftest_in_rank(rank: int, plant: Callable[[int], Any], *checks: str) -> tuple[int, str]:
-    """As under torchrun: this rank has RANK and a group."""
+    """Run the selftest. This rank has RANK and a group, as under torchrun."""
     kept = {name: selftest.CHECKS[name] for name in checks}
     out = io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -213,7 +213,7 @@ def test_a_vote_outlasts_a_wait_and_a_check_is_over_before_its_ranks_are_ended()
 
 
 def optimised_in_rank(rank: int, plant: Callable[[int], Any], check: str) -> tuple[str, str]:
-    """As Python -O runs it: without assert statements."""
+    """Run it as Python -O does, without assert statements."""
     source = Path(selftest.__file__).read_text()
     optimised = types.ModuleType(selftest.__name__)
     with contextlib.ExitStack() as stack:

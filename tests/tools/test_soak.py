@@ -33,13 +33,13 @@ pytestmark = pytest.mark.thorough
 Ranks = Callable[[int], RankPool]
 
 SEED = 2026
-CONTROL_STEPS = 40  # of a program without a protection
-CALLS = {2: 1200, 3: 1000, 4: 2800}  # of CI, by world size
+CONTROL_STEPS = 40  # calls of a program without a protection
+CALLS = {2: 1200, 3: 1000, 4: 2800}  # calls in CI, by world size
 SECONDS = 400.0  # for them; they take less than a minute on two idle cores
 
 
 def soak(pool: RankPool, num_calls: int, end: float, seed: int = SEED) -> SoakOutcome:
-    """Programs until ``num_calls`` have been compared; what fails is told with the command that repeats it."""
+    """Run programs until ``num_calls`` have been compared. What fails is told with the command that repeats it."""
     total, index = SoakOutcome(), 0
     while total.num_calls < num_calls:
         assert time.monotonic() < end, f"the time was over after {total.num_calls} of {num_calls} calls"
@@ -86,7 +86,7 @@ def test_thousands_of_random_calls_in_smaller_worlds(ranks: Ranks, world_size: i
 
 @pytest.fixture(scope="module")
 def unprotected() -> Iterator[Callable[..., SoakOutcome]]:
-    """``run_without`` the first steps of a program, in two ranks that nobody else has."""
+    """Run the first steps of a program with ``run_without``, in two ranks that nobody else has."""
     pools: list[RankPool] = []
 
     def run(fault: Callable[[], Any], index: int, wait_s: int) -> SoakOutcome:
@@ -111,13 +111,13 @@ def unprotected() -> Iterator[Callable[..., SoakOutcome]]:
     ids=lambda fault: fault.__name__,
 )
 def test_a_missing_protection_gives_wrong_values(unprotected: Callable[..., SoakOutcome], fault: Any) -> None:
-    """Within a bounded number of calls."""
+    """The wrong values come within a bounded number of calls."""
     outcomes = (unprotected(fault, index, wait_s=5) for index in range(10))
     assert any("elements, first at" in failure.what for outcome in outcomes for failure in outcome.failures)
 
 
 def test_late_reads_that_signals_wait_for_are_right(unprotected: Callable[..., SoakOutcome]) -> None:
-    """Else the control above would show how it is late, not that it is."""
+    """Otherwise the control above would show how it is late, not that it is."""
     outcome = unprotected(soak_faults.late_reads_joined, 0, wait_s=90)
     assert outcome.num_calls >= CONTROL_STEPS // 2
     assert outcome.failures == []
@@ -160,7 +160,7 @@ def test_a_failure_is_told_shrunk_and_can_be_had_again(
 
 
 def run_dying(rank: int, *program: Any) -> SoakOutcome:
-    """The first time on this machine."""
+    """Run a program, except that the rank dies the first time."""
     try:
         Path(os.environ["FUSEDCOMM_CACHE_DIR"], f"died {rank}").touch(exist_ok=False)
     except FileExistsError:

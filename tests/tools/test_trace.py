@@ -62,7 +62,10 @@ def test_nothing_is_recorded_where_nobody_profiles() -> None:
 
 
 def rank_trace(base_us: float, offset: float) -> trace.Trace:
-    """A rank whose clock's base is ``base_us``; what it does starts ``offset`` after 1 s of the host's clock."""
+    """The trace of a rank whose clock's base is ``base_us``.
+
+    What it does starts ``offset`` after 1 s of the host's clock.
+    """
     start = 1e6 + offset - base_us
 
     def event(name: str, cat: str, ts: float, dur: float, tid: int = 7, **more: Any) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def rank_trace(base_us: float, offset: float) -> trace.Trace:
 
     events = [
         {"ph": "M", "name": "process_labels", "pid": 4711, "tid": 0, "ts": 0, "args": {"labels": "CPU"}},
-        event("aten::mm", "cpu_op", -50.0, 10.0),  # of the call before
+        event("aten::mm", "cpu_op", -50.0, 10.0),  # from the call before
         event("variant: baseline", "user_annotation", 0.0, 100.0),
         event("aten::mm", "cpu_op", 10.0, 50.0),
         event("gloo:all_to_all", "user_annotation", 60.0, 40.0, tid=8),
