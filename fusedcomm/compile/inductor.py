@@ -1,4 +1,4 @@
-"""Our passes among those that Inductor runs before and after its own, which may be other people's."""
+"""fusedcomm's passes among those that Inductor runs before and after its own, which may be other people's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.fx import Graph
 _LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 and 2.12 take one pass only
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())  # not in torch 2.11
 PRE, POST = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
-_replaced: dict[int, Any] = {}  # by id of our pass: the setting, what `add` set, and what was there
+_replaced: dict[int, Any] = {}  # by id of a pass that was added: the setting, what `add` set, and what was there
 
 
 class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
-    """Where Inductor takes one pass: all of them, in order."""
+    """All passes, in order, as one pass, for an Inductor that takes only one."""
 
     def __init__(self, passes: list[Any]) -> None:
         self.passes = passes
@@ -34,7 +34,7 @@ class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
 
 
 def add(custom_pass: Any, setting: str = PRE) -> None:
-    """Add a pass behind those that are set."""
+    """Add a pass behind those that are set already."""
     before = getattr(config, setting)
     now = _joined([*_passes(before), custom_pass])
     _replaced[id(custom_pass)] = (setting, now, before)
@@ -42,7 +42,7 @@ def add(custom_pass: Any, setting: str = PRE) -> None:
 
 
 def remove(custom_pass: Any) -> None:
-    """If nobody has set passes since, what was set before `add` comes back as it was; else only the pass goes."""
+    """If nobody has set passes since, what was set before `add` comes back as it was; otherwise only the pass goes."""
     setting, now, before = _replaced.pop(id(custom_pass))
     current = getattr(config, setting)
     if current is now:

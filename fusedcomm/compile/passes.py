@@ -1,4 +1,4 @@
-"""Everything that is done to one graph, as one pass of Inductor's, and a line of the report per collective."""
+"""Everything that is done to one graph, as one pass of Inductor's, with a line of the report per collective."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """What changes the graphs that come out."""
+    """Everything that changes the graphs that come out."""
 
     fuse: tuple[str, ...] = OPS
     overlap: tuple[Estimator, ...] = ()  # one per type of device, agreed on by all ranks; none: no scheduling
-    merge: tuple[FlattenedMesh, ...] = ()  # over whose dims collectives are merged
+    merge: tuple[FlattenedMesh, ...] = ()  # collectives are merged over the dims of these
 
     def estimator(self, graph: Graph) -> Estimator | None:
-        """For the device of the graph."""
+        """The Estimator for the device of the graph, if there is one."""
         device_type = device_type_of(graph)
         return next((each for each in self.overlap if each.device_type == device_type), None)
 
@@ -43,7 +43,7 @@ class Settings:
 
 
 class FusedcommPass(CustomGraphPass):
-    """Never breaks a program: what cannot be done, for whatever reason, leaves the graph as it was."""
+    """All of fusedcomm's passes. They never break a program: what cannot be done leaves the graph as it was."""
 
     def __init__(self, settings: Settings, report: CompileReport) -> None:
         self.settings = settings
@@ -61,7 +61,7 @@ class FusedcommPass(CustomGraphPass):
 
 
 class OrderPass(CustomGraphPass):
-    """The order once more, when Inductor's patterns are done: one makes an addition and a matmul one node, say."""
+    """Schedules once more after Inductor's patterns, which, for example, make an addition and a matmul one node."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -76,7 +76,7 @@ class OrderPass(CustomGraphPass):
 
 
 class _Run:
-    """Over one graph."""
+    """The passes over one graph, and the lines of its report."""
 
     def __init__(self, graph: Graph, settings: Settings) -> None:
         self.graph, self.settings = graph, settings
@@ -105,7 +105,7 @@ class _Run:
         }
 
     def _schedule(self) -> OverlapReport | None:
-        """None where it is not wanted, or failed."""
+        """The scheduler's report, or None where scheduling is not wanted, or has failed."""
         estimator = self.settings.estimator(self.graph)
         if estimator is None:
             return None
@@ -117,7 +117,7 @@ class _Run:
 
     def _merged(self, start: str, kind: str, source: str) -> CollectiveReport:
         into = self.merger.into[start]
-        while into in self.merger.into:  # of several meshes
+        while into in self.merger.into:  # several meshes may have merged it in turn
             into = self.merger.into[into]
         return CollectiveReport(self.phase, "merged", kind, source, start, reason=f"into {into}")
 
@@ -127,7 +127,7 @@ class _Run:
 
     def _left(self, start: str, kind: str, source: str, scheduled: OverlapReport | None) -> CollectiveReport:
         reasons = self.merger.reasons.get(start, []) + self.fuser.reasons.get(start, [])
-        reason = "; ".join(reasons) or f"no op of ours fuses {kind}"
+        reason = "; ".join(reasons) or f"no op of fusedcomm fuses {kind}"
         line = None if scheduled is None else scheduled.line(start)
         if line is None:
             return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason)
@@ -141,6 +141,6 @@ class _Run:
 
 
 def _phase(graph: Graph) -> str:
-    """By the names that AOTAutograd gives to inputs; torch 2.11 tells passes nothing else."""
+    """The phase, by the names that AOTAutograd gives to inputs: torch 2.11 tells passes nothing else."""
     names = " ".join(node.name for node in graph.find_nodes(op="placeholder"))
     return "backward" if "tangents_" in names else "forward" if "primals_" in names else "inference"

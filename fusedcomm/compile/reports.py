@@ -54,7 +54,7 @@ class CollectiveReport:
     collective: str  # all_to_all, all_gather, reduce_scatter, all_reduce, ...
     source: str  # file:line of the user's program, where torch has kept it
     node: str  # its name in the graph
-    op: str | None = None  # our op that stands for it
+    op: str | None = None  # the op of fusedcomm that stands for it
     reason: str = ""  # why it was left, or into which node it was merged
     saving_us: float = 0.0  # estimated, per run of the graph
     call: FusedCall | None = field(default=None, repr=False)

@@ -166,7 +166,7 @@ def double_precision(r: int) -> Any:
     return program, [(T, K), (K, N)]
 
 
-@near_miss("no op of ours fuses all_reduce_coalesced")
+@near_miss("no op of fusedcomm fuses all_reduce_coalesced")
 def coalesced(r: int) -> Any:
     def program(x: Tensor, w: Tensor) -> Any:
         return funcol.all_reduce_coalesced([x @ w, x @ w.relu()], "sum", world())
