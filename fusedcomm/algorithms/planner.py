@@ -36,9 +36,9 @@ log = logging.getLogger("fusedcomm")
 FORCED = "forced"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """What will run. Equal on all ranks."""
+    """What will run. Equal on all ranks. Its text is the same in a REPL and printed."""
 
     op: str
     algorithm: str
@@ -46,7 +46,7 @@ class Plan:
     slot_bytes: int = 0  # what one round needs
     num_rounds: int = 0
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
         return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
 
