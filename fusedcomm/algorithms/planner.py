@@ -36,9 +36,9 @@ log = logging.getLogger("fusedcomm")
 FORCED = "forced"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """How a call will run, as `explain` returns it. It is equal on all ranks; ``str()`` is one line.
+    """How a call will run, as `explain` returns it. It is equal on all ranks. Its text, in a REPL too, is one line.
 
     Attributes:
         op: the name of the op.
@@ -55,7 +55,7 @@ class Plan:
     slot_bytes: int = 0  # what one round needs
     num_rounds: int = 0
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
         return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
 

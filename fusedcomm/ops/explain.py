@@ -32,8 +32,8 @@ _OPS = {
 }
 
 
-def explain(op: str, *args: Any, verbose: bool = True, **kwargs: Any) -> Plan:
-    """The plan for ``fusedcomm.<op>(*args, **kwargs)``, printed unless ``verbose`` is False.
+def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
+    """The plan for ``fusedcomm.<op>(*args, **kwargs)``: its text says the algorithm and why. Nothing is printed.
 
     Tensors can be meta tensors (``torch.empty(..., device="meta")``): then the plan is that of the GPU if there is
     one, else of the CPU. Raises the op's ValueErrors. The first call on a group is a collective, as the op's own is.
@@ -51,8 +51,6 @@ def explain(op: str, *args: Any, verbose: bool = True, **kwargs: Any) -> Plan:
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan, _ = prepare(op, exchange, x.dtype, device, group_name)
-    if verbose:
-        print(plan)
     return plan
 
 
