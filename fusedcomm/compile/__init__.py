@@ -62,14 +62,6 @@ def enable(
             ``init_process_group``; merge is no mesh, or one without this rank; ranks differ in what estimates have no
             median of.
         PeerTimeoutError: a rank did not come to the agreement on estimates within ``FUSEDCOMM_TIMEOUT_S``.
-
-    Example, on each of 2 ranks::
-
-        import fusedcomm.compile
-
-        fusedcomm.compile.enable(fuse=["matmul_all_reduce"])
-        compiled = torch.compile(lambda x, w: x @ w)  # compiled at its first call
-        fusedcomm.compile.disable()
     """
     from fusedcomm.compile.merge.flattened_mesh import flatten
     from fusedcomm.compile.overlap.estimator import agreed_ones
@@ -131,14 +123,6 @@ def enabled(
     Raises:
         ValueError: as in `enable`.
         PeerTimeoutError: as in `enable`.
-
-    Example, on each of 2 ranks::
-
-        import fusedcomm.compile
-
-        with fusedcomm.compile.enabled() as report:
-            pass  # torch.compile(program)(x)
-        assert report.collectives == []
     """
     import torch._functorch.config as functorch_config
 

@@ -80,7 +80,7 @@ def test_pages_are_as_generated() -> None:
 def test_stale_pages_are_named_and_written_anew(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file, old, new in (
         ("fusedcomm/runtime/members.py", "Free the workspaces", "Free all workspaces"),
-        ("fusedcomm/geometry/spans.py", "import ", "import fusedcomm.errors\nimport "),
+        ("fusedcomm/geometry/spans.py", "\nimport ", "\nimport fusedcomm.errors\nimport "),
     ):
         text = (copy / file).read_text()
         assert old in text
@@ -117,7 +117,7 @@ def test_every_public_name_has_an_entry_with_its_signature() -> None:
     headings = re.findall(r"^##+ `([\w.]+)`$", text, re.M)
     assert sorted(headings) == sorted([*(name.rpartition(".")[2] for name in PUBLIC), *MEMBERS])
     written = {}
-    for name, call in re.findall(r"^```python\n([\w.]+)(\([^`]*?)\n```$", text, re.M):
+    for name, call in re.findall(r"^##+ .*\n\n```python\n([\w.]+)(\([^`]*?)\n```$", text, re.M):
         written[name] = ast.parse(f"def f{call}: ...").body[0].args
     for name, each in (CALLED | MEMBERS).items():
         signature = inspect.signature(each)
