@@ -15,11 +15,10 @@ BEGIN, END = "<!-- rooms: written by `make docs` -->", "<!-- end of rooms -->"
 def pages(root: Path) -> dict[str, str]:
     """The page by its path, with the section as the imports are now."""
     text = (root / PAGE).read_text()
-    section = f"{BEGIN}\n\n{drawn(root)}\n\n{END}"
-    changed, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: section, text, flags=re.S)
-    if count != 1:
-        raise ValueError(f"{PAGE} must have one section between {BEGIN} and {END}, got {count}")
-    return {PAGE: changed}
+    around = re.split(f"{re.escape(BEGIN)}.*?{re.escape(END)}", text, flags=re.S)
+    if len(around) != 2:
+        raise ValueError(f"{PAGE} must have one section between {BEGIN} and {END}, got {len(around) - 1}")
+    return {PAGE: f"{BEGIN}\n\n{drawn(root)}\n\n{END}".join(around)}
 
 
 def drawn(root: Path) -> str:
