@@ -14,9 +14,9 @@ RESET_FIRST = "Call fusedcomm.reset(group) on every rank before the next call"
 class PeerError(RuntimeError):
     """A call could not be completed with its peers.
 
-    The group's memory is unusable from then on: every later call on the group raises the error again, until all ranks
-    have called `reset`. With ``FUSEDCOMM_CHECK=1`` a mismatch is found before anything is sent, and the group can go
-    on.
+    The group's memory is unusable from then on: every later call that would use it raises the error again, until all
+    ranks have called `reset`. With ``FUSEDCOMM_CHECK=1`` a mismatch is found before anything is sent, and the group can
+    go on.
 
     Attributes:
         peers: the ranks in the group that did not come or made another call; empty where that is not known.

@@ -23,6 +23,7 @@ from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTime
 from fusedcomm.runtime import dumps, flight_recorder, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
+from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.runtime.topology import Topology
@@ -255,7 +256,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def reset(group: groups.Group = None) -> None:
+def reset(group: Group = None) -> None:
     """Make a group usable again after a `PeerError`, with a new workspace on each device.
 
     It is a collective: every rank of the group calls it, also one that saw no error.
@@ -281,7 +282,7 @@ def reset(group: groups.Group = None) -> None:
             each.reset(num_bytes)
 
 
-def close(group: groups.Group = None) -> None:
+def close(group: Group = None) -> None:
     """Free the workspaces of a group, on all devices; the next op makes a new one.
 
     It is a collective: every rank of the group calls it. A CUDA graph that has captured an op on the group must not be
@@ -300,7 +301,7 @@ def close(group: groups.Group = None) -> None:
             each.close()
 
 
-def synchronize(group: groups.Group = None) -> None:
+def synchronize(group: Group = None) -> None:
     """Wait for the ops on a group and raise what their waits for peers have found.
 
     On CUDA it waits for the device, whose kernels find errors after the call that started them has returned. On CPU a
@@ -322,7 +323,7 @@ def synchronize(group: groups.Group = None) -> None:
 
 
 @contextmanager
-def _all_members(op: str, group: groups.Group) -> Iterator[list[tuple[Member, int]]]:
+def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
     """The Members that all ranks of the group have, each with the largest slot of any rank; calls are counted anew.
 
     A bounded collective, also of ranks that have none. One that another rank lacks is dropped, to be voted on again:
