@@ -284,6 +284,12 @@ def quoted_texts() -> list[str]:
     return [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
 
 
+def test_every_section_of_troubleshooting_is_found_by_what_is_seen() -> None:
+    sections = re.findall(r"^## (.*)$", page("troubleshooting"), re.M)
+    linked = [re.findall(r"^\[(.*)\]\(#", where)[0] for _, where in table_rows(page("troubleshooting"), "what you see")]
+    assert linked == [section.partition(":")[0] for section in sections]
+
+
 def test_quoted_texts_are_texts_of_the_sources() -> None:
     quoted = quoted_texts()
     assert len(quoted) > 50

@@ -134,4 +134,3 @@ def test_counts_of_redistribution() -> None:
     ]
     assert len(expected) == 12 and list(table_rows(page("redistribution"), "mesh")) == expected
     assert all(each["met"] for each in report["goals"])
-
