@@ -93,29 +93,6 @@ def test_examples_in_a_fake_group_of_their_own_run(name: str) -> None:
     exec(compile(example, "example", "exec"), {})
 
 
-def run_compiled_example(rank: int, code: str) -> None:
-    """Without the caches of graphs, from which nothing is reported."""
-    import torch._functorch.config as functorch_config
-    import torch._inductor.config as inductor_config
-
-    import fusedcomm.compile
-
-    try:
-        with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
-            run_example(rank, code)
-        found = [(each.collective, each.status, each.op) for each in fusedcomm.compile.report().collectives]
-    finally:
-        fusedcomm.compile.disable()
-    assert found == [("all_to_all", "fused", "matmul_all_to_all")], found
-
-
-@pytest.mark.thorough
-def test_the_compiled_example_runs_and_is_fused(ranks: Callable[[int], RankPool]) -> None:
-    (example,) = (code for language, code in FENCED.findall(page("compile")) if language == "python")
-    assert example.count("assert") >= 2
-    ranks(2).run(run_compiled_example, example)
-
-
 def test_an_example_with_a_wrong_value_fails(ranks: Callable[[int], RankPool]) -> None:
     example, _ = code_blocks("matmul_all_to_all")
     wrong = example.replace("== 16", "== 17")
