@@ -318,7 +318,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def defined_in(path: Path) -> set[str]:
-    """Functions, classes and their members, and constants, dotted."""
+    """Functions, classes and their members, and constants, dotted; in C++ functions."""
+    if path.suffix != ".py":
+        return set(re.findall(r"^inline [\w ]*\b(\w+)\(", path.read_text(), re.M))
 
     def names(body: list[ast.stmt], prefix: str) -> Iterator[str]:
         for node in body:

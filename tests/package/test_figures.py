@@ -39,6 +39,8 @@ def test_speeds_of_the_ops() -> None:
         figures = [*(summaries[op][field] for field in fields), ragged]
         expected.append([f"`{op}`", *(f"{figure:.2f}" for figure in figures)])
     assert sorted(table_rows(page("benchmark"), "op")) == sorted(expected)
+    quoted = [row for row in table_rows((ROOT / "README.md").read_text(), "op") if len(row) == 5]
+    assert sorted(quoted) == sorted([op, mean, least, free, median] for op, mean, least, median, free, _ in expected)
 
 
 def test_speeds_at_decode_sizes() -> None:

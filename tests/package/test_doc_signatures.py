@@ -1,39 +1,13 @@
-"""Code in docs/ beside the examples of the ops: the compiled example runs, and functions have the arguments written."""
+"""Functions that docs/ names in indented blocks have the arguments that are written there."""
 
 import ast
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from fusedcomm.launch.ranks import RankPool
-from tests.package.test_docs import FENCED, PAGES, page, run_example
-
-
-def run_compiled_example(rank: int, code: str) -> None:
-    """Without the caches of graphs, from which nothing is reported."""
-    import torch._functorch.config as functorch_config
-    import torch._inductor.config as inductor_config
-
-    import fusedcomm.compile
-
-    try:
-        with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
-            run_example(rank, code)
-        found = [(each.collective, each.status, each.op) for each in fusedcomm.compile.report().collectives]
-    finally:
-        fusedcomm.compile.disable()
-    assert found == [("all_to_all", "fused", "matmul_all_to_all")], found
-
-
-@pytest.mark.thorough
-def test_the_compiled_example_runs_and_is_fused(ranks: Callable[[int], RankPool]) -> None:
-    (example,) = (code for language, code in FENCED.findall(page("compile")) if language == "python")
-    assert example.count("assert") >= 2
-    ranks(2).run(run_compiled_example, example)
+from tests.package.test_docs import PAGES
 
 
 def python_calls() -> Iterator[tuple[str, ast.arguments]]:

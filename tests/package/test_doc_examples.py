@@ -1,0 +1,87 @@
+"""Every Python example of the README and of docs/ runs: on 2 ranks, or in a fake group that it makes itself."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import nn
+
+import fusedcomm
+import fusedcomm.compile
+from fusedcomm.launch.ranks import RankError, RankPool
+from tests.helpers.problems import OPS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+
+
+def examples_of(page: Path) -> list[str]:
+    """The code that a page shows; an op's formulas are no program."""
+    return [code for code in EXAMPLE.findall(page.read_text()) if not code.startswith("# formulas")]
+
+
+EXAMPLES = {f"{page.stem}-{i}": code for page in PAGES for i, code in enumerate(examples_of(page))}
+COMPILED = {name for name, code in EXAMPLES.items() if "compile" in code and "FakeStore" not in code}
+ALONE = {name for name, code in EXAMPLES.items() if "FakeStore" in code}
+
+
+def run_example(rank: int, code: str) -> None:
+    """In a group that is there already, with a model for the fragments that change one."""
+    block = SimpleNamespace(qkv=nn.Linear(32, 96), out=nn.Linear(32, 32))
+    mlp = SimpleNamespace(up=nn.Linear(32, 64), down=nn.Linear(64, 32))
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(compile(code, "example", "exec"), {"fusedcomm": fusedcomm, "block": block, "mlp": mlp})
+
+
+def run_compiled_example(rank: int, code: str) -> str:
+    """What it prints."""
+    torch._dynamo.reset()
+    with redirect_stdout(io.StringIO()) as printed, inductor_config.patch(force_disable_caches=True):
+        run_example(rank, code)
+    fusedcomm.compile.disable()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - COMPILED - ALONE))
+def test_example_runs(name: str, ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(run_example, EXAMPLES[name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(COMPILED))
+def test_compiled_example_runs(name: str, ranks: Callable[[int], RankPool]) -> None:
+    printed, _ = ranks(2).run(run_compiled_example, EXAMPLES[name])
+    assert " fused " in printed and "exposed" not in printed
+
+
+@pytest.mark.parametrize("name", sorted(ALONE))
+def test_example_in_a_fake_group_runs(name: str) -> None:
+    assert EXAMPLES[name].count("assert") >= 3
+    exec(compile(EXAMPLES[name], "example", "exec"), {})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_ops_page_has_one_short_example_that_checks_shapes_and_values(op: str) -> None:
+    (example,) = examples_of(ROOT / "docs" / f"{op}.md")
+    assert len(example.splitlines()) <= 15
+    assert example.count("assert") >= 2
+
+
+def test_an_example_with_a_wrong_value_fails(ranks: Callable[[int], RankPool]) -> None:
+    example = EXAMPLES["matmul_all_to_all-0"]
+    wrong = example.replace("== 16", "== 17")
+    assert wrong != example
+    with pytest.raises(RankError) as raised:
+        ranks(2).run(run_example, wrong)
+    assert raised.value.exception_type == "AssertionError"
