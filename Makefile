@@ -8,14 +8,15 @@ OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatt
 OP ?= $(OPS)
 NATIVE_SOURCES := setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help setup demo test test-all lint bench figures soak clean
+.PHONY: help setup demo test test-all lint docs bench figures soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   the start program, unfused and fused, on this machine"
 	@echo "make test   the tests to run while editing: every capability, at most 8 minutes on 2 cores"
 	@echo "make test-all  the thorough ones, which make test leaves out: more parameters, and what takes long"
-	@echo "make lint   ruff, mypy, codespell"
+	@echo "make lint   ruff, mypy, codespell, and whether docs/api and the map of the rooms follow the sources"
+	@echo "make docs   docs/api from the docstrings, and the map of the rooms in docs/architecture.md from the imports"
 	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: OP=matmul_all_to_all for one;"
 	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
 	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
@@ -42,6 +43,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python -m docs.generate --check
+
+docs: $(VENV)/.made
+	$(BIN)/python -m docs.generate
 
 bench: $(VENV)/.built
 	$(if $(filter $(OPS),$(OP)),$(BIN)/python -m benchmarks.ops $(filter $(OPS),$(OP)) $(BENCH_ARGS))
@@ -73,7 +78,7 @@ soak: setup $(VENV)/.old_triton
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f kernels/cpu/*.so
-	find fusedcomm kernels tests benchmarks -name __pycache__ -type d -exec rm -rf {} +
+	find fusedcomm kernels tests benchmarks docs -name __pycache__ -type d -exec rm -rf {} +
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \

@@ -181,7 +181,7 @@ def check_rank(rank: int, device_type: str, absent_op: str, calls: int) -> dict[
                 done[str(algorithm)] = done.get(str(algorithm), 0) + calls
                 if algorithm is None:
                     args, options = case.arguments(inputs)
-                    plans[str(case)] = str(fusedcomm.explain(case.op, *args, verbose=False, **options))
+                    plans[str(case)] = str(fusedcomm.explain(case.op, *args, **options))
     fusedcomm.synchronize()
     case = first_of(absent_op, cuda)
     with fusedcomm.force_algorithm("chunked", strict=True):  # unfused would wait in the group's own collective

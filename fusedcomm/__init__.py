@@ -1,5 +1,7 @@
-"""Matmuls fused with their collectives, as torch ops. Importing this registers the ops, and their lowerings
-once a program imports Inductor; it does nothing else.
+"""Matmuls fused with the collectives next to them, as PyTorch ops.
+
+Importing this module registers the ops, and their lowerings once a program imports Inductor; it does nothing else.
+Every op takes a group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
 """
 
 from fusedcomm import nn

@@ -1,4 +1,8 @@
-"""What goes wrong between ranks. Bad arguments of one rank are ValueError; everything here names the peers."""
+"""Errors between ranks. A bad argument of one rank is a ValueError; the errors here name the peers.
+
+`chunked` and `fused` calls raise them, and so does what ranks do together: the first call of a group, `reset`, `close`
+and the agreements of `fusedcomm.compile.enable`. Every wait is bounded by ``FUSEDCOMM_TIMEOUT_S``.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,17 @@ RESET_FIRST = "Call fusedcomm.reset(group) on every rank before the next call"
 
 
 class PeerError(RuntimeError):
-    """A call could not be completed with its peers; the workspace is unusable until ``fusedcomm.reset(group)``.
+    """A call could not be completed with its peers.
 
-    ``peers`` are ranks in the group, ``op`` the op's name and ``epoch`` the round that failed (0: before the first).
+    The group's memory is unusable from then on: every later call that would use it raises the error again, until all
+    ranks have called `reset`. With ``FUSEDCOMM_CHECK=1`` a mismatch is found before anything is sent, and the group can
+    go on.
+
+    Attributes:
+        peers: the ranks in the group that did not come or made another call; empty where that is not known.
+        op: the name of the op or function that failed on this rank.
+        epoch: the number of the round that failed, counted since the group's workspace was made; 0 where ranks failed
+            to come together outside of a round.
     """
 
     def __init__(self, message: str, *, peers: Sequence[int], op: str, epoch: int) -> None:
@@ -28,11 +40,13 @@ class PeerError(RuntimeError):
 
 
 class PeerTimeoutError(PeerError):
-    """A peer did not signal within ``FUSEDCOMM_TIMEOUT_S``: dead, late, never called the op, or left it."""
+    """A peer did not signal within ``FUSEDCOMM_TIMEOUT_S``: it died, is late, never called the op, or left it by an
+    error.
+    """
 
 
 class PeerMismatchError(PeerError):
-    """A peer called another op, or this op with other shapes, dtype or dims."""
+    """A peer called another op, or this one with other shapes, dtype or dims."""
 
 
 def _rebuild(cls: type[PeerError], message: str, peers: list[int], op: str, epoch: int) -> PeerError:

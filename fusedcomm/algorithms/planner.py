@@ -36,9 +36,18 @@ log = logging.getLogger("fusedcomm")
 FORCED = "forced"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """What will run. Equal on all ranks."""
+    """How a call will run, as `explain` returns it. It is equal on all ranks. Its text, in a REPL too, is one line.
+
+    Attributes:
+        op: the name of the op.
+        algorithm: "unfused", "chunked" or "fused".
+        reason: why: a rule that excludes the others, an override, or the estimated times and whose numbers they are
+            from.
+        slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it runs unfused.
+        num_rounds: into how many rounds the call is cut so that each fits a slot; 0 where it runs unfused.
+    """
 
     op: str
     algorithm: str
@@ -46,16 +55,29 @@ class Plan:
     slot_bytes: int = 0  # what one round needs
     num_rounds: int = 0
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
         return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
 
 
 class force_algorithm:  # a function to its users: force_algorithm("fused"), or in a with statement
-    """Make every op of this process use ``name`` where it can run; None gives the choice back to the planner.
+    """Make every op of this process use an algorithm where it can run; in a ``with`` statement, inside it only.
 
-    Where it cannot run, `unfused` runs for that reason, or with ``strict`` a RuntimeError is raised. Call it alike on
-    every rank. In a ``with`` statement the earlier setting comes back at the end.
+    Where the algorithm cannot run, the call runs ``unfused`` and logs the reason once. Call it alike on every rank, as
+    the ranks of a call must run the same algorithm. It overrules ``FUSEDCOMM_ALGORITHM``.
+
+    Args:
+        name: "unfused", "chunked" or "fused"; None gives the choice back to ``FUSEDCOMM_ALGORITHM`` or the planner.
+        strict: whether a call that cannot run so raises RuntimeError with the reason instead.
+
+    Raises:
+        ValueError: name is none of these.
+
+    Example, on each of 2 ranks::
+
+        x, w = torch.ones(4, 8), torch.ones(8, 6)
+        with fusedcomm.force_algorithm("unfused"):
+            assert fusedcomm.matmul_all_reduce(x, w).shape == (4, 6)
     """
 
     current: tuple[str | None, bool] = (None, False)

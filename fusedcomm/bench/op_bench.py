@@ -159,7 +159,7 @@ class OpData:
             t.detach().normal_(generator=generator)
 
     def plan(self) -> fusedcomm.Plan:
-        return fusedcomm.explain(self.bench.op, self.x, self.w, *self.bench.dims(self.x), verbose=False)
+        return fusedcomm.explain(self.bench.op, self.x, self.w, *self.bench.dims(self.x))
 
     def variants(self) -> Variants:
         return {

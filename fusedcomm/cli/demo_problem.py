@@ -74,7 +74,6 @@ class DemoData:
             p.gather_dim,
             p.scatter_dim,
             out_shape=p.out_shape,
-            verbose=False,
         )
 
     def variants(self, *names: str) -> Variants:

@@ -1,9 +1,11 @@
-"""torch.compile: unchanged programs run with their collectives fused into the matmuls beside them.
+"""Passes for torch.compile: unchanged programs run with their collectives fused into the matmuls beside them::
 
-fusedcomm.compile.enable()                  # once; graphs compiled from now on
-compiled = torch.compile(program)
-compiled(x)
-print(fusedcomm.compile.report())           # every collective: fused, merged, or left and why
+    fusedcomm.compile.enable()                  # once; graphs compiled from now on
+    compiled = torch.compile(program)
+    compiled(x)
+    print(fusedcomm.compile.report())           # every collective: fused, merged, or left and why
+
+Graphs compiled from then on are looked at, forward and backward; the program stays as it is.
 """
 
 from __future__ import annotations
@@ -43,17 +45,23 @@ def enable(
 
     Args:
         fuse: the ops to use, of "matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter"
-            and "matmul_all_reduce"; all by default.
-        overlap: also start collectives early and wait for them late, merge small ones, and fuse only those that nothing
-            else hides: `fusedcomm.compile.overlap.schedule`. The ranks agree on the estimates here, so call it after
-            `init_process_group`; raises PeerTimeoutError where one does not come. What each rank then does follows from
-            its graph alone: ranks that share a group must compile equal graphs, equal sizes too if not dynamic.
-        estimator: what nodes take, for graphs on its type of device; by default tuned numbers if there are, else those
-            of `fusedcomm.cost`.
+            and "matmul_all_reduce"; None: all.
+        overlap: whether to start collectives early too and wait for them late, merge small ones, and fuse only those
+            that nothing else hides, as `fusedcomm.compile.overlap.schedule` does. The ranks agree on the estimates
+            here, so call it after ``init_process_group``. What each rank then does follows from its graph alone: ranks
+            that share a group must compile equal graphs, equal sizes too if not dynamic.
+        estimator: what nodes take, for graphs on its type of device; None: estimated from tuned numbers if there are,
+            else from the default ones (`fusedcomm/cost/model.py`).
         merge: the DeviceMesh, or several, over whose dims collectives are merged that follow each other, as DTensor
             writes them, one mesh dim at a time: one over these dims together, and never more bytes. A sum is then made
-            in another order. Makes the groups of all dims together here, and so is a collective of the mesh's ranks;
-            these must compile equal graphs. ValueError for what is no mesh, or one without this rank.
+            in another order. The groups of all dims together are made here, so that it is a collective of the mesh's
+            ranks; these must compile equal graphs.
+
+    Raises:
+        ValueError: fuse names what is no op; estimator comes without overlap; overlap comes before
+            ``init_process_group``; merge is no mesh, or one without this rank; ranks differ in what estimates have no
+            median of.
+        PeerTimeoutError: a rank did not come to the agreement on estimates within ``FUSEDCOMM_TIMEOUT_S``.
     """
     from fusedcomm.compile.merge.flattened_mesh import flatten
     from fusedcomm.compile.overlap.estimator import agreed_ones
@@ -72,7 +80,10 @@ def enable(
 
 
 def disable() -> None:
-    """Take the passes out again; other passes, set before or since, stay. The last `report()` stays readable."""
+    """Take the passes out again; other passes, set before or since, stay.
+
+    Graphs that are compiled already stay as they are, and the last `report()` stays readable.
+    """
     global _pass, _order_pass
     if _pass is not None:
         from fusedcomm.compile import inductor
@@ -94,12 +105,24 @@ def enabled(
     estimator: Estimator | None = None,
     merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
 ) -> Iterator[CompileReport]:
-    """`enable()` for what is compiled inside the with statement, backwards included; then what was before.
-
-    Yields the `report()` of the statement.
+    """Add the passes for what is compiled inside the ``with`` statement, backwards included; then restore what was
+    before.
 
     torch compiles a backward at its first use, which may come after the statement: inside it backwards are compiled
     together with their forwards (torch._functorch.config.force_non_lazy_backward_lowering).
+
+    Args:
+        fuse: as in `enable`.
+        overlap: as in `enable`.
+        estimator: as in `enable`.
+        merge: as in `enable`.
+
+    Yields:
+        The `report()` of the statement.
+
+    Raises:
+        ValueError: as in `enable`.
+        PeerTimeoutError: as in `enable`.
     """
     import torch._functorch.config as functorch_config
 
@@ -115,7 +138,7 @@ def enabled(
 
 
 def report() -> CompileReport:
-    """Every collective of the graphs compiled since the last `enable()`, by this process."""
+    """Return what became of every collective of the graphs compiled by this process since the last `enable()`."""
     from fusedcomm.compile.reports import CompileReport
 
     return CompileReport() if _report is None else _report

@@ -47,7 +47,22 @@ class FusedCall:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """One collective of one compiled graph."""
+    """One collective of one compiled graph.
+
+    Attributes:
+        graph: "forward", "backward" or "inference".
+        status: "fused"; "overlapped", if at most 1 % of its time is exposed; "exposed"; or "merged" into one that has a
+            line of its own.
+        collective: "all_to_all", "all_gather", "reduce_scatter", "all_reduce", ...
+        source: file:line of the program, where torch has kept it.
+        node: its name in the graph.
+        op: the op of fusedcomm that stands for it, or None.
+        reason: why it was left, or into which node it was merged.
+        saving_us: microseconds that fusing it saves per run of the graph, as the cost model (`fusedcomm/cost/model.py`)
+            estimates them.
+        call: the arguments of the op, from which `plan` follows.
+        plan: how the op runs: "unfused", "chunked" or "fused"; known after the first call of its group.
+    """
 
     graph: str  # "forward", "backward" or "inference"
     status: str  # "fused", "overlapped", "exposed", or "merged" into one that has a line of its own
@@ -71,9 +86,12 @@ class CollectiveReport:
 
 @dataclass
 class CompileReport:
-    """``.collectives``, graph by graph in the order in which they were compiled; ``str()`` is a table.
+    """What the passes did with each collective; ``str()`` is a table.
 
     A graph that Inductor takes from its cache is not looked at again: its collectives are not listed.
+
+    Attributes:
+        collectives: a list of `CollectiveReport`, graph by graph in the order in which they were compiled.
     """
 
     collectives: list[CollectiveReport] = field(default_factory=list)

@@ -214,7 +214,7 @@ def _plan(op: str, size: MatmulSize, dtype: torch.dtype, device_type: str) -> fu
     bench, device = PROGRAMS[op], "meta" if device_type == "cuda" else "cpu"
     x = torch.empty(bench.x_shape(size, dist.get_world_size()), dtype=dtype, device=device)
     w = torch.empty(size.k, size.n, dtype=dtype, device=device)
-    return fusedcomm.explain(op, x, w, *bench.dims(x), verbose=False)
+    return fusedcomm.explain(op, x, w, *bench.dims(x))
 
 
 def _by_key(ranks: list[dict[str, Any]], what: str) -> list[tuple[str, dict[int, Any]]]:

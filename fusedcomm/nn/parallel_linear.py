@@ -27,7 +27,7 @@ def saving_whole() -> Iterator[None]:
 
 
 class ParallelLinear(nn.Module):
-    """The base of the layers: ``nn.Linear(in_features, out_features)``, whose parameters a group holds.
+    """The base of the layers: an ``nn.Linear(in_features, out_features)`` whose parameters a group holds.
 
     A parameter is replicated, or sharded along one dim: rank r holds block r of R. Its name is nn.Linear's, and so are
     the initial values of the whole, if every rank has the same seed.
@@ -36,6 +36,25 @@ class ParallelLinear(nn.Module):
       ranks, its values are not. `fusedcomm.nn.full_state_dict` gives the whole.
     * ``load_state_dict`` takes that, or a plain nn.Linear's state dict, of which it takes this rank's shards.
     * Copies and pickles know the group by name and size; where there is no such group, ``forward`` raises ValueError.
+
+    Args:
+        in_features: the size of the whole input's last dim.
+        out_features: the size of the whole result's last dim.
+        bias: whether there is one.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        device: of the parameters, as in nn.Linear.
+        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+
+    Attributes:
+        in_features: the size of the whole input's last dim.
+        out_features: the size of the whole result's last dim.
+        weight: this rank's part of [out_features, in_features].
+        bias: this rank's part of [out_features], or None.
+        shard_dims: by the name of a parameter, the dim along which it is sharded; what is not named is replicated.
+        partial_gradients: the names of the replicated parameters whose gradient after a backward is this rank's part,
+            not yet the sum over ranks; `sum_replicated_gradients` adds them up.
+        group_size: R.
+        group_name: the name of the group.
     """
 
     shard_dims: ClassVar[dict[str, int]] = {}  # parameter -> the dim along which it is sharded
@@ -68,7 +87,10 @@ class ParallelLinear(nn.Module):
         return ()
 
     def reset_parameters(self) -> None:
-        """This rank's part of what nn.Linear draws. Without communication: every rank must have the same seed."""
+        """Draw the parameters anew, as nn.Linear does, and keep this rank's part.
+
+        It does not communicate, so every rank must have the same seed.
+        """
         like = {"device": self.weight.device, "dtype": self.weight.dtype}
         whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, **like)
         with torch.no_grad():
@@ -76,7 +98,10 @@ class ParallelLinear(nn.Module):
                 parameter.copy_(self._shard(name, getattr(whole, name)))
 
     def to_linear(self) -> nn.Linear:
-        """A plain nn.Linear with a copy of the whole parameters. A collective: every rank of the group calls it."""
+        """Return a plain nn.Linear with a copy of the whole parameters.
+
+        It is a collective where a parameter is sharded: every rank of the group calls it.
+        """
         like = {"device": "meta", "dtype": self.weight.dtype}
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, **like)
         for name, parameter in self.named_parameters(recurse=False):

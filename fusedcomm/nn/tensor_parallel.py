@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank holds a block of the features between a column-parallel and a row-parallel layer.
+"""Tensor parallelism: each rank holds a block of the features between a column-parallel and a row-parallel layer::
 
     y = row(act(column(x)))
 
@@ -52,19 +52,35 @@ class _TensorParallelLinear(ParallelLinear):
 
 
 class ColumnParallelLinear(_TensorParallelLinear):
-    """Replaces an nn.Linear by R that each make a block of its features. Equals, with and without ``sequence_dim``::
+    """Replace an nn.Linear by R that each make a block of its output features. With and without ``sequence_dim`` it
+    equals::
 
         return F.linear(all_gather(x, sequence_dim), weight, bias)  # one all_gather_matmul
         return F.linear(x, weight, bias)                            # its backward all-reduces the gradient of x
 
     Args:
-        in_features, out_features, bias: nn.Linear's; R must divide out_features.
-        sequence_dim: the dim of x along which its tokens are sharded, never the last one; negative ones count from
-            the end. None: all ranks pass the same x.
+        in_features: nn.Linear's.
+        out_features: nn.Linear's; R must divide it.
+        bias: whether there is one.
+        sequence_dim: the dim of x along which its tokens are sharded, never the last one; negative ones count from the
+            end. None: all ranks pass the same x.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        device: of the parameters, as in nn.Linear.
+        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
 
-    ``weight`` [out_features / R, in_features] and ``bias`` [out_features / R] are shards, and their gradients complete.
-    ``save_gathered = False`` gathers x again in the backward instead of keeping what the forward received.
+    Attributes:
+        weight: the shard [out_features / R, in_features]; its gradient is complete.
+        bias: the shard [out_features / R], or None; its gradient is complete.
+        save_gathered: True; set to False, the backward gathers x again and nothing that the forward received is kept.
+
+    Raises:
+        ValueError: R does not divide out_features, or group is no initialised group that contains this rank.
+
+    Example, on each of 2 ranks::
+
+        layer = fusedcomm.nn.ColumnParallelLinear(8, 6, sequence_dim=1)
+        assert layer.weight.shape == (3, 8)
+        assert layer(torch.ones(2, 4, 8)).shape == (2, 8, 3)  # [batch, tokens / R, 8] -> [batch, tokens, 6 / R]
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
@@ -74,11 +90,24 @@ class ColumnParallelLinear(_TensorParallelLinear):
     def from_linear(
         cls, linear: nn.Module, *, sequence_dim: int | None = None, group: Group = None
     ) -> ColumnParallelLinear:
-        """With a copy of this rank's shards of the parameters of ``linear``, which must be alike on all ranks."""
+        """Make the layer with a copy of this rank's shards of an nn.Linear's parameters.
+
+        Args:
+            linear: the nn.Linear, whose parameters must be alike on all ranks.
+            sequence_dim: as in the constructor.
+            group: as in the constructor.
+
+        Raises:
+            ValueError: linear is no nn.Linear, or R does not divide its out_features.
+        """
         return _from_linear(cls, linear, sequence_dim, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens / R, in_features], or without sequence_dim [..., in_features] -> [..., out_features / R]."""
+        """Return [batch, tokens, out_features / R] for x [batch, tokens / R, in_features].
+
+        Without ``sequence_dim`` return [..., out_features / R] for x [..., in_features]. Raises ValueError for an x of
+        another shape, and the errors of `all_gather_matmul`.
+        """
         self._check_x(x, self.in_features)
         group = self._group()
         if self.sequence_dim is not None:
@@ -89,19 +118,35 @@ class ColumnParallelLinear(_TensorParallelLinear):
 
 
 class RowParallelLinear(_TensorParallelLinear):
-    """Replaces an nn.Linear by R that each take a block of its input features. Equals, with and without sequence_dim::
+    """Replace an nn.Linear by R that each take a block of its input features. With and without ``sequence_dim`` it
+    equals::
 
         return reduce_scatter(x @ weight.mT, "sum", sequence_dim) + bias  # one matmul_reduce_scatter
         return all_reduce(x @ weight.mT, "sum") + bias                    # one matmul_all_reduce
 
     Args:
-        in_features, out_features, bias: nn.Linear's; R must divide in_features.
+        in_features: nn.Linear's; R must divide it.
+        out_features: nn.Linear's.
+        bias: whether there is one.
         sequence_dim: the dim of the result along which its tokens are sharded, never the last one; negative ones count
             from the end. None: all ranks get the whole result.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        device: of the parameters, as in nn.Linear.
+        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
 
-    ``weight`` [out_features, in_features / R] is a shard; its gradient is complete. ``bias`` [out_features] is
-    replicated; its gradient is complete without sequence_dim, and that of the rank's tokens with it.
+    Attributes:
+        weight: the shard [out_features, in_features / R]; its gradient is complete.
+        bias: the replicated [out_features], or None; its gradient is complete without ``sequence_dim``, and that of
+            this rank's tokens with it.
+
+    Raises:
+        ValueError: R does not divide in_features, or group is no initialised group that contains this rank.
+
+    Example, on each of 2 ranks::
+
+        layer = fusedcomm.nn.RowParallelLinear(6, 8, sequence_dim=1)
+        assert layer.weight.shape == (8, 3)
+        assert layer(torch.ones(2, 4, 3)).shape == (2, 2, 8)  # [batch, tokens, 6 / R] -> [batch, tokens / R, 8]
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
@@ -110,7 +155,16 @@ class RowParallelLinear(_TensorParallelLinear):
     def from_linear(
         cls, linear: nn.Module, *, sequence_dim: int | None = None, group: Group = None
     ) -> RowParallelLinear:
-        """With a copy of this rank's shard of the weight of ``linear``, which must be alike on all ranks."""
+        """Make the layer with a copy of this rank's shard of an nn.Linear's weight, and of its bias.
+
+        Args:
+            linear: the nn.Linear, whose parameters must be alike on all ranks.
+            sequence_dim: as in the constructor.
+            group: as in the constructor.
+
+        Raises:
+            ValueError: linear is no nn.Linear, or R does not divide its in_features.
+        """
         return _from_linear(cls, linear, sequence_dim, group)
 
     @property
@@ -118,7 +172,12 @@ class RowParallelLinear(_TensorParallelLinear):
         return ("bias",) if self.bias is not None and self.sequence_dim is not None else ()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, in_features / R] -> [batch, tokens / R, out_features], all tokens without sequence_dim."""
+        """Return [batch, tokens / R, out_features] for x [batch, tokens, in_features / R].
+
+        Without ``sequence_dim`` return [..., out_features] for x [..., in_features / R]. Raises ValueError for an x of
+        another shape or a number of tokens that R does not divide, and the errors of `matmul_reduce_scatter` or
+        `matmul_all_reduce`.
+        """
         self._check_x(x, self.in_features // self.group_size)
         w, group = self.weight.mT, self._group()
         if self.sequence_dim is not None:

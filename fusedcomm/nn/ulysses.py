@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism: outside attention a rank holds a block of the tokens, inside it a block of the heads.
+"""Ulysses sequence parallelism: outside attention a rank holds a block of the tokens, inside it a block of the heads::
 
     q, k, v = qkv(x)                # [batch, tokens / R, hidden] -> three of [batch, tokens, heads / R, head_dim]
     y = out(attention(q, k, v))     # [batch, tokens, heads / R, head_dim] -> [batch, tokens / R, hidden]
@@ -19,7 +19,7 @@ from fusedcomm.runtime.group import Group
 
 
 class UlyssesQKV(ParallelLinear):
-    """Replaces the nn.Linear that makes q, k and v, packed as ``[q | k | v]``, and the view into heads. Equals::
+    """Replace the nn.Linear that makes q, k and v, packed as ``[q | k | v]``, and the view into heads. It equals::
 
         y = F.linear(x, weight, bias)                         # [batch, tokens / R, (num_heads + 2 * num_kv_heads) * D]
         q, k, v = y.split([num_heads * D, num_kv_heads * D, num_kv_heads * D], -1)            # D = head_dim
@@ -29,11 +29,28 @@ class UlyssesQKV(ParallelLinear):
 
     Args:
         in_features: the size of x's last dim.
-        num_heads, head_dim: of q.
-        num_kv_heads: of k and v, which num_heads must be a multiple of; None: as many as q has. R must divide both.
+        num_heads: of q; R must divide it.
+        head_dim: the features of a head.
+        num_kv_heads: of k and of v; R must divide it, and num_heads must be a multiple of it. None: as many as q has.
+        bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        device: of the parameters, as in nn.Linear.
+        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
 
-    ``weight`` [out_features, in_features] and ``bias`` are replicated; each rank's gradients are those of its tokens.
+    Attributes:
+        weight: the replicated [(num_heads + 2 * num_kv_heads) * head_dim, in_features]; its gradient is that of this
+            rank's tokens.
+        bias: the replicated [(num_heads + 2 * num_kv_heads) * head_dim], or None; its gradient likewise.
+
+    Raises:
+        ValueError: a number of heads is less than 1 or not divisible as said here, or group is no initialised group
+            that contains this rank.
+
+    Example, on each of 2 ranks::
+
+        layer = fusedcomm.nn.UlyssesQKV(8, num_heads=4, head_dim=2, num_kv_heads=2)
+        q, k, v = layer(torch.ones(2, 3, 8))  # [batch, tokens / R, 8]
+        assert q.shape == (2, 6, 2, 2) and k.shape == v.shape == (2, 6, 1, 2)  # [batch, tokens, heads / R, head_dim]
     """
 
     def __init__(
@@ -59,7 +76,17 @@ class UlyssesQKV(ParallelLinear):
     def from_linear(
         cls, linear: nn.Module, num_heads: int, num_kv_heads: int | None = None, *, group: Group = None
     ) -> UlyssesQKV:
-        """With a copy of the parameters of ``linear``, which must be alike on all ranks."""
+        """Make the layer with a copy of an nn.Linear's parameters.
+
+        Args:
+            linear: the nn.Linear, whose parameters must be alike on all ranks.
+            num_heads: as in the constructor.
+            num_kv_heads: as in the constructor; head_dim follows from linear's out_features.
+            group: as in the constructor.
+
+        Raises:
+            ValueError: linear is no nn.Linear, or its out_features is no multiple of num_heads + 2 * num_kv_heads.
+        """
         linear = as_linear(linear)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(num_heads, num_kv_heads)
@@ -77,9 +104,10 @@ class UlyssesQKV(ParallelLinear):
         return ("weight", "bias") if self.bias is not None else ("weight",)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[batch, tokens / R, in_features] -> q, k, v, each [batch, tokens, heads / R, head_dim], views of one tensor.
+        """Return q, k and v, each [batch, tokens, heads / R, head_dim], for x [batch, tokens / R, in_features].
 
-        Any number of batch dims. Raises ValueError as `matmul_all_to_all` does.
+        They are views of one tensor; where num_kv_heads differs, k and v are, and q is one of its own. There may be any
+        number of batch dims. Raises the errors of `matmul_all_to_all`.
         """
         group = self._group()
         if self.num_kv_heads == self.num_heads:
@@ -102,7 +130,7 @@ class UlyssesQKV(ParallelLinear):
 
 
 class UlyssesOut(ParallelLinear):
-    """Replaces the nn.Linear behind attention, and the view that joins the heads. Equals::
+    """Replace the nn.Linear behind attention, and the view that joins the heads. It equals::
 
         heads = exchange(x, gather_dim=-2, scatter_dim=1)  # [batch, tokens / R, num_heads, head_dim]
         return F.linear(heads.flatten(-2), weight, bias)
@@ -110,12 +138,29 @@ class UlyssesOut(ParallelLinear):
     in one `all_to_all_matmul`.
 
     Args:
-        num_heads, head_dim: of the attention; R must divide num_heads.
+        num_heads: of the attention; R must divide it.
+        head_dim: the features of a head.
         out_features: the size of the result's last dim.
+        bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        device: of the parameters, as in nn.Linear.
+        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
 
-    ``weight`` [out_features, num_heads * head_dim] and ``bias`` are replicated; each rank's gradients are those of its
-    tokens. ``save_exchanged = False`` exchanges x again in the backward instead of keeping what the forward received.
+    Attributes:
+        weight: the replicated [out_features, num_heads * head_dim]; its gradient is that of this rank's tokens.
+        bias: the replicated [out_features], or None; its gradient likewise.
+        save_exchanged: True; set to False, the backward exchanges x again and nothing that the forward received is
+            kept.
+
+    Raises:
+        ValueError: num_heads is less than 1 or R does not divide it, or group is no initialised group that contains
+            this rank.
+
+    Example, on each of 2 ranks::
+
+        layer = fusedcomm.nn.UlyssesOut(num_heads=4, head_dim=2, out_features=8)
+        y = layer(torch.ones(2, 6, 2, 2))  # [batch, tokens, heads / R, head_dim]
+        assert y.shape == (2, 3, 8)  # [batch, tokens / R, out_features]
     """
 
     save_exchanged: bool = True
@@ -138,7 +183,16 @@ class UlyssesOut(ParallelLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Module, num_heads: int, *, group: Group = None) -> UlyssesOut:
-        """With a copy of the parameters of ``linear``, which must be alike on all ranks."""
+        """Make the layer with a copy of an nn.Linear's parameters.
+
+        Args:
+            linear: the nn.Linear, whose parameters must be alike on all ranks.
+            num_heads: as in the constructor; head_dim follows from linear's in_features.
+            group: as in the constructor.
+
+        Raises:
+            ValueError: linear is no nn.Linear, or its in_features is no multiple of num_heads.
+        """
         linear = as_linear(linear)
         _check_heads(num_heads, num_heads)
         head_dim = _head_dim("in_features", linear.in_features, num_heads, "num_heads")
@@ -152,9 +206,10 @@ class UlyssesOut(ParallelLinear):
         return ("weight", "bias") if self.bias is not None else ("weight",)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, heads / R, head_dim] -> [batch, tokens / R, out_features]. Any number of batch dims.
+        """Return [batch, tokens / R, out_features] for x [batch, tokens, heads / R, head_dim].
 
-        Raises ValueError where R does not divide the tokens, and as `all_to_all_matmul` does.
+        There may be any number of batch dims. Raises ValueError for an x of another shape or a number of tokens that R
+        does not divide, and the errors of `all_to_all_matmul`.
         """
         columns = [self.num_heads // self.group_size, self.head_dim]
         if x.ndim < 3 or list(x.shape[-2:]) != columns:

@@ -13,10 +13,21 @@ from fusedcomm.runtime.group import Group, find, resolve
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()``, with the whole parameter in place of each shard, as the plain model has them.
+    """Return ``model.state_dict()``, with the whole parameter in place of each shard, as the plain model has them.
 
-    A collective, layer after layer: every rank calls it, with the same layers in the same order. The result, on the
-    parameters' device, is whole on every rank; what was not gathered is the model's own memory, as in state_dict().
+    It is a collective, layer after layer: every rank calls it, with the same layers in the same order. What was not
+    gathered is the model's own memory, as in ``state_dict()``.
+
+    Args:
+        model: any module with layers of `fusedcomm.nn`.
+
+    Returns:
+        The same dict on every rank, on the parameters' device.
+
+    Example, on each of 2 ranks::
+
+        model = torch.nn.Sequential(fusedcomm.nn.ColumnParallelLinear(8, 6), fusedcomm.nn.RowParallelLinear(6, 8))
+        assert fusedcomm.nn.full_state_dict(model)["0.weight"].shape == (6, 8)
     """
     with saving_whole():
         return model.state_dict()
@@ -34,19 +45,28 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
         RowParallelLinear without sequence_dim                          weight (shard), bias
 
     A model's other parameters need it too where they act on a rank's tokens alone, for instance those of the norms
-    between these layers under sequence parallelism: name them in ``also``. Not needed where a wrapper reduces gradients
-    over the same ranks already, as DistributedDataParallel does; its average is 1 / R of this sum.
+    between these layers under sequence parallelism: name them in ``also``. It is not needed where a wrapper reduces
+    gradients over the same ranks already, as DistributedDataParallel does; its average is 1 / R of this sum.
 
-    A collective per parameter, in the order of model.parameters(), then of ``also``. Parameters without a gradient are
-    left out; they must be the same on all ranks. With gradient accumulation, call it after the last backward.
+    It is a collective per parameter, in the order of model.parameters(), then of ``also``. Parameters without a
+    gradient are left out; they must be the same on all ranks. With gradient accumulation, call it after the last
+    backward.
 
     Args:
-        model: any module with ParallelLinear layers.
-        also: other parameters, summed over ``group``.
-        group: of ``also``; a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        model: any module with layers of `fusedcomm.nn`.
+        also: other parameters, whose gradients are summed over ``group``.
+        group: that of ``also``: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for
+            WORLD.
 
     Raises:
         ValueError: a parameter in ``also`` belongs to a layer for which its gradient is complete.
+
+    Example, on each of 2 ranks::
+
+        layer = fusedcomm.nn.UlyssesOut(num_heads=4, head_dim=2, out_features=8)
+        layer(torch.ones(2, 6, 2, 2)).sum().backward()
+        fusedcomm.nn.sum_replicated_gradients(layer)
+        assert (layer.bias.grad == 12).all()  # 2 x 6 tokens, half of them on each rank
     """
     works = []
     for parameter, group_name in _partial(model, list(also), group).items():

@@ -52,27 +52,48 @@ def all_gather_matmul(
     bias: Biases = None,
     save_gathered: bool = True,
 ) -> Tensor | list[Tensor]:
-    """The gather of x and the matmul of what arrives, overlapped. Same result on every rank as::
+    """Gather x from the ranks and multiply it by w, or by several, while it arrives. It equals, for R ranks::
 
         gathered = torch.cat(every_ranks_x, gather_dim)  # in rank order
         return gathered @ w + bias                       # for lists: [gathered @ w + b for w, b in zip(w, bias)]
 
     Args:
-        x: at least 2-D, e.g. [batch, tokens / R, K]; float32, float16 or bfloat16.
-        w: [K, N], or [..., K, N] with exactly the batch dims of the gathered x; or a list of such, whose N may differ
-            and which share one gather.
+        x: at least 2-D, e.g. [batch, tokens / R, K]; float32, float16 or bfloat16, on CPU or CUDA.
+        w: [K, N], or [..., K, N] with exactly the batch dims of the gathered x; of x's dtype and device. Or a list of
+            such, whose N may differ and which share one gather.
         gather_dim: a dim of x; negative ones count from the end. If it is the last one, K is R times x's size there,
-            and sums stay in float32 across sources, own data first.
+            and `chunked` and `fused` keep sums in float32 across sources, own data first.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        bias: [N], added before the one rounding from float32; for a list of w, None or a list of [N] or None.
-        save_gathered: keep the gathered x for grad w, R times as large as x; otherwise the backward gathers x again.
+        bias: [N], of x's dtype and device, added before the one rounding from float32; for a list of w, None or a list
+            of [N] or None.
+        save_gathered: whether the gathered x, R times as large as x, is kept for grad w; otherwise the backward gathers
+            x again, by a plain collective.
 
-    Returns: the result, or for a list of w the list of results.
+    Returns:
+        A contiguous tensor [..., N] of the gathered x's leading dims; for a list of w the list of results.
 
-    Every rank of the group must call it with the same shapes, dtype and dims. Autocast casts its tensors as it does
-    torch.matmul's. Reverse-mode autograd: grad x is `matmul_reduce_scatter` of the results' gradients.
+    Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
+    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
 
-    Raises: as `matmul_all_to_all`.
+    Reverse-mode autograd gives what it gives for the program above: grad x is `matmul_reduce_scatter` of the results'
+    gradients, one for a list of w; grad w and grad bias are this rank's own.
+
+    Raises:
+        ValueError: an argument is not as described here; raised before anything is sent.
+        PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
+            raises it.
+        PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
+        RuntimeError: the call cannot be made here: inside a torch.func transform, in a process that was forked from a
+            rank, or in the capture of a CUDA graph before a first call with these shapes.
+
+    A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
+    errors.
+
+    Example, on each of 2 ranks::
+
+        x, w_gate, w_up = torch.ones(2, 4, 8), torch.ones(8, 6), torch.ones(8, 5)  # [batch, tokens / R, K], [K, N]
+        gate, up = fusedcomm.all_gather_matmul(x, [w_gate, w_up], gather_dim=1)
+        assert gate.shape == (2, 8, 6) and up.shape == (2, 8, 5)  # [batch, tokens, N]
     """
     refuse_transforms(OP)
     group_size, group_name = resolve(group)

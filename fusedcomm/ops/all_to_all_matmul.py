@@ -37,26 +37,49 @@ def all_to_all_matmul(
     bias: Tensor | None = None,
     save_exchanged: bool = True,
 ) -> Tensor:
-    """The exchange of x and the matmul of what arrives, overlapped. Same result on every rank as::
+    """Exchange x between the ranks and multiply what arrives by w, overlapped. It equals, for R ranks::
 
         blocks = x.chunk(R, scatter_dim)                    # block p goes to rank p
         exchanged = torch.cat(received_blocks, gather_dim)  # in rank order
         return exchanged.flatten(-c) @ w + bias             # its last c dims, as few as make up K
 
     Args:
-        x: at least 2-D, e.g. [batch, tokens, heads / R, head_dim]; float32, float16 or bfloat16.
-        w: [K, N], or [..., K, N] with exactly the batch dims of the exchanged x; then one dim of x is rows.
-        gather_dim, scatter_dim: dims of x, different; negative ones count from the end. x's size at scatter_dim must be
-            divisible by the group's size R. The exchanged x is R times larger at gather_dim, and R times smaller at
-            scatter_dim. Where the gathered dim is part of K, sums stay in float32 across sources, own data first.
+        x: at least 2-D, e.g. [batch, tokens, heads / R, head_dim]; float32, float16 or bfloat16, on CPU or CUDA.
+        w: [K, N], or [..., K, N] with exactly the batch dims of the exchanged x, which then has one dim of rows; of x's
+            dtype and device.
+        gather_dim: a dim of x, along which the received blocks are concatenated; negative ones count from the end.
+            Where it is part of K, `chunked` and `fused` keep sums in float32 across sources, own data first.
+        scatter_dim: another dim of x, along which it is cut; R must divide x's size there.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        bias: [N], added before the one rounding from float32.
-        save_exchanged: keep the exchanged x for grad w, as large as x; otherwise the backward exchanges x again.
+        bias: [N], of x's dtype and device, added before the one rounding from float32.
+        save_exchanged: whether the exchanged x, as large as x, is kept for grad w; otherwise the backward exchanges x
+            again, by a plain collective.
 
-    Every rank of the group must call it with the same shapes, dtype and dims. Autocast casts its tensors as it does
-    torch.matmul's. Reverse-mode autograd: grad x is `matmul_all_to_all` of the result's gradient.
+    Returns:
+        A contiguous tensor of the exchanged x's shape, with [N] in place of the dims that make up K.
 
-    Raises: as `matmul_all_to_all`.
+    Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
+    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+
+    Reverse-mode autograd gives what it gives for the program above: grad x is `matmul_all_to_all` of the result's
+    gradient; grad w and grad bias are this rank's own.
+
+    Raises:
+        ValueError: an argument is not as described here; raised before anything is sent.
+        PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
+            raises it.
+        PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
+        RuntimeError: the call cannot be made here: inside a torch.func transform, in a process that was forked from a
+            rank, or in the capture of a CUDA graph before a first call with these shapes.
+
+    A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
+    errors.
+
+    Example, on each of 2 ranks::
+
+        x, w = torch.ones(2, 8, 1, 3), torch.ones(6, 5)  # [batch, tokens, heads / R, head_dim], [heads * head_dim, N]
+        y = fusedcomm.all_to_all_matmul(x, w, gather_dim=-2, scatter_dim=1)
+        assert y.shape == (2, 4, 5)  # [batch, tokens / R, N]
     """
     refuse_transforms(OP)
     group_size, group_name = resolve(group)

@@ -32,11 +32,29 @@ _OPS = {
 }
 
 
-def explain(op: str, *args: Any, verbose: bool = True, **kwargs: Any) -> Plan:
-    """The plan for ``fusedcomm.<op>(*args, **kwargs)``, printed unless ``verbose`` is False.
+def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
+    """Return how ``fusedcomm.<op>(*args, **kwargs)`` would run, and why, without running it.
 
-    Tensors can be meta tensors (``torch.empty(..., device="meta")``): then the plan is that of the GPU if there is
-    one, else of the CPU. Raises the op's ValueErrors. The first call on a group is a collective, as the op's own is.
+    The arguments behind op are those of the call. Tensors can be meta tensors (``torch.empty(..., device="meta")``):
+    then the plan is that of the GPU if there is one, else of the CPU. The first call on a group is a collective, as the
+    op's own is.
+
+    Args:
+        op: the name of one of the five ops.
+
+    Returns:
+        A `Plan`, equal on all ranks; it prints as one line.
+
+    Raises:
+        ValueError: op is no op, or an argument is not as the op takes it.
+        PeerTimeoutError: a peer did not come to the first call on the group within ``FUSEDCOMM_TIMEOUT_S``.
+        RuntimeError: `force_algorithm` with ``strict`` asks for an algorithm that cannot run.
+
+    Example, on each of 2 ranks::
+
+        x, w = torch.empty(64, 8, device="meta"), torch.empty(8, 6, device="meta")
+        plan = fusedcomm.explain("matmul_all_reduce", x, w)
+        assert plan.algorithm in ("unfused", "chunked", "fused") and plan.reason
     """
     if op not in _OPS:
         raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
@@ -51,8 +69,6 @@ def explain(op: str, *args: Any, verbose: bool = True, **kwargs: Any) -> Plan:
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan, _ = prepare(op, exchange, x.dtype, device, group_name)
-    if verbose:
-        print(plan)
     return plan
 
 

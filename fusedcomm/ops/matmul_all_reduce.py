@@ -29,24 +29,46 @@ lib.define(
 def matmul_all_reduce(
     x: Tensor, w: Tensor, group: Group = None, *, reduce_op: str = "sum", bias: Tensor | None = None
 ) -> Tensor:
-    """The matmul and the reduction of its result to all ranks, overlapped. Same result on every rank as::
+    """Multiply x by w and reduce the result over the ranks to all of them, overlapped. It equals, for R ranks::
 
         y = sum(every_ranks_x @ every_ranks_w)  # over ranks, in rank order; "avg": divided by R
         return y + bias
 
     Args:
-        x: [..., K], at least 2-D; float32, float16 or bfloat16.
-        w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]).
+        x: [..., K], at least 2-D; float32, float16 or bfloat16, on CPU or CUDA.
+        w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: "sum" or "avg".
-        bias: [N], added once, to the sum; the same on every rank.
+        bias: [N], of x's dtype and device, added once, to the sum; the same on every rank.
 
-    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more: `chunked` and `fused`
-    are bit-equal from run to run and between ranks. Every rank of the group must call it with the same shapes and
-    dtype. Autocast casts its tensors as it does torch.matmul's. Reverse-mode autograd, without communication: the
-    result's gradient is taken to be the same on all ranks, as in tensor parallelism.
+    Returns:
+        A contiguous tensor of y's shape [..., N], the same on every rank.
 
-    Raises: as `matmul_all_to_all`.
+    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more, so that the results of
+    `chunked` and `fused` are bit-equal from run to run and between ranks.
+
+    Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
+    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+
+    Reverse-mode autograd communicates nothing: the result's gradient g is taken to be the same on all ranks, as in
+    tensor parallelism, so that grad x is ``g @ w.mT`` and grad w ``x.mT @ g``, divided by R for "avg".
+
+    Raises:
+        ValueError: an argument is not as described here; raised before anything is sent.
+        PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
+            raises it.
+        PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
+        RuntimeError: the call cannot be made here: inside a torch.func transform, in a process that was forked from a
+            rank, or in the capture of a CUDA graph before a first call with these shapes.
+
+    A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
+    errors.
+
+    Example, on each of 2 ranks::
+
+        x, w = torch.ones(2, 8, 3), torch.ones(3, 5)  # [batch, tokens, K / R], [K / R, N]
+        y = fusedcomm.matmul_all_reduce(x, w)
+        assert y.shape == (2, 8, 5) and (y == 6).all()  # [batch, tokens, N], summed over K
     """
     refuse_transforms(OP)
     group_size, group_name = resolve(group)

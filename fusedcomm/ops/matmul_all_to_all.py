@@ -38,31 +38,46 @@ def matmul_all_to_all(
     bias: Tensor | None = None,
     out_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """The matmul and the exchange of its result, overlapped. Same result on every rank as::
+    """Multiply x by w and exchange the result between the ranks, overlapped. It equals, for R ranks::
 
         y = (x @ w + bias).view(*x.shape[:-1], *out_shape)
         blocks = y.chunk(R, scatter_dim)               # block p goes to rank p
         return torch.cat(received_blocks, gather_dim)  # in rank order: DTensor Shard(gather_dim) -> Shard(scatter_dim)
 
     Args:
-        x: [..., K], at least 2-D; float32, float16 or bfloat16.
-        w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]).
-        gather_dim, scatter_dim: dims of y, different; negative ones count from the end. y's size at scatter_dim must
-            be divisible by the group's size R. The result is R times larger at gather_dim, and R times smaller at
-            scatter_dim.
+        x: [..., K], at least 2-D; float32, float16 or bfloat16, on CPU or CUDA.
+        w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
+        gather_dim: a dim of y, along which the received blocks are concatenated; negative ones count from the end.
+        scatter_dim: another dim of y, along which it is cut; R must divide y's size there.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        bias: [N], added before the one rounding from float32.
+        bias: [N], of x's dtype and device, added before the one rounding from float32.
         out_shape: sizes that view y's last dim, with product N, e.g. [heads, head_dim] or [3, heads, head_dim].
 
-    Every rank of the group must call it with the same shapes, dtype and dims. Autocast casts its tensors as it does
-    torch.matmul's. Reverse-mode autograd: grad x is `all_to_all_matmul` of the result's gradient, and the exchanged
-    gradient, its by-product, makes grad w and grad bias, which are this rank's.
+    Returns:
+        A contiguous tensor of y's shape, with R times its size at gather_dim and 1 / R of its size at scatter_dim.
+
+    Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
+    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+
+    Reverse-mode autograd gives what it gives for the program above: grad x is `all_to_all_matmul` of the result's
+    gradient, and the exchanged gradient, its by-product, makes grad w and grad bias, which are this rank's own.
 
     Raises:
-        ValueError: bad arguments, before anything is sent.
-        PeerTimeoutError: a peer did not come within FUSEDCOMM_TIMEOUT_S (CUDA: at the next call or `synchronize`).
-        PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims.
-        Where it runs unfused (see `fusedcomm.explain`), such errors are those of the group's own collectives.
+        ValueError: an argument is not as described here; raised before anything is sent.
+        PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
+            raises it.
+        PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
+        RuntimeError: the call cannot be made here: inside a torch.func transform, in a process that was forked from a
+            rank, or in the capture of a CUDA graph before a first call with these shapes.
+
+    A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
+    errors.
+
+    Example, on each of 2 ranks::
+
+        x, w = torch.ones(2, 4, 8), torch.ones(8, 6)  # [batch, tokens / R, K], [K, N]
+        y = fusedcomm.matmul_all_to_all(x, w, gather_dim=1, scatter_dim=-2, out_shape=[2, 3])
+        assert y.shape == (2, 8, 1, 3)  # [batch, tokens, heads / R, head_dim]
     """
     refuse_transforms(OP)
     group_size, group_name = resolve(group)

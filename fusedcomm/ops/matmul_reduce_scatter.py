@@ -36,26 +36,47 @@ def matmul_reduce_scatter(
     reduce_op: str = "sum",
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The matmul and the reduction of its result, overlapped. Same result on every rank as::
+    """Multiply x by w and reduce the result over the ranks to a block for each, overlapped. It equals, for R ranks::
 
         y = sum(every_ranks_x @ every_ranks_w)      # over ranks, in rank order; "avg": divided by R
         return y.chunk(R, scatter_dim)[rank] + bias
 
     Args:
-        x: [..., K], at least 2-D; float32, float16 or bfloat16.
-        w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]).
-        scatter_dim: a dim of y; negative ones count from the end. y's size there must be divisible by the group's
-            size R.
+        x: [..., K], at least 2-D; float32, float16 or bfloat16, on CPU or CUDA.
+        w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
+        scatter_dim: a dim of y, along which it is cut; negative ones count from the end. R must divide y's size there.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: "sum" or "avg".
-        bias: [N], or [N / R] where N is scattered: added to what this rank gets.
+        bias: [N], or [N / R] where N is scattered; added to what this rank gets.
 
-    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more: `chunked` and `fused`
-    are bit-equal from run to run. Every rank of the group must call it with the same shapes, dtype and dims. Autocast
-    casts its tensors as it does torch.matmul's. Reverse-mode autograd: grad x is `all_gather_matmul` of the result's
-    gradient, and the gathered gradient, its by-product, makes grad w.
+    Returns:
+        A contiguous tensor of y's shape, with 1 / R of its size at scatter_dim.
 
-    Raises: as `matmul_all_to_all`.
+    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more, so that the results of
+    `chunked` and `fused` are bit-equal from run to run.
+
+    Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
+    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+
+    Reverse-mode autograd gives what it gives for the program above: grad x is `all_gather_matmul` of the result's
+    gradient, and the gathered gradient, its by-product, makes grad w. Grad bias is that of this rank's block alone.
+
+    Raises:
+        ValueError: an argument is not as described here; raised before anything is sent.
+        PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
+            raises it.
+        PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
+        RuntimeError: the call cannot be made here: inside a torch.func transform, in a process that was forked from a
+            rank, or in the capture of a CUDA graph before a first call with these shapes.
+
+    A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
+    errors.
+
+    Example, on each of 2 ranks::
+
+        x, w = torch.ones(2, 8, 3), torch.ones(3, 5)  # [batch, tokens, K / R], [K / R, N]
+        y = fusedcomm.matmul_reduce_scatter(x, w, scatter_dim=1)
+        assert y.shape == (2, 4, 5) and (y == 6).all()  # [batch, tokens / R, N], summed over K
     """
     refuse_transforms(OP)
     group_size, group_name = resolve(group)

@@ -26,31 +26,50 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """``dtensor.redistribute(device_mesh, placements, ...)``, by the fewest, largest collectives.
+    """Redistribute a DTensor by the fewest, largest collectives. It equals::
 
-    Equal values, shapes and placements, differentiable any number of times, and can be compiled. Where torch
-    communicates a mesh dim at a time, this takes at once what it can, also of uneven shards, in any order: mostly one
-    collective, and never more than torch. Reductions over several mesh dims give replicas that are equal bit by bit.
-    See `redistribute_plan` for what it does.
+        return dtensor.redistribute(device_mesh, placements, async_op=async_op,
+                                    forward_dtype=forward_dtype, backward_dtype=backward_dtype)
 
-    The first call on a mesh, and the first that takes certain mesh dims at once, is a collective of all its ranks: it
-    makes process groups. A rank that is not in the mesh gets its empty part back.
+    Values, shapes and placements are those of torch; it is differentiable any number of times and can be compiled.
+    Where torch communicates a mesh dim at a time, this takes at once what it can, also of uneven shards, in any order:
+    mostly one collective, and never more than torch. Reductions over several mesh dims give replicas that are equal bit
+    by bit.
+
+    The first call on a mesh, and the first that takes certain mesh dims at once, is a collective of all its ranks, as
+    it makes process groups. A rank that is not in the mesh gets its empty part back.
 
     Args:
+        dtensor: a DTensor of any shape and dtype, evenly sharded or not.
         device_mesh: that of the dtensor, which is the default.
-        placements: one per dim of the mesh: Replicate(), Shard(dim), or the Partial that is there already.
-        async_op: do not wait for the last collective where its result needs no rearranging; what uses it waits.
-        forward_dtype: the dtype that is sent, and that of the result. By default the dtensor's.
-        backward_dtype: the dtype in which gradients are sent. By default the dtensor's.
+        placements: a list with one per dim of the mesh: Replicate(), Shard(dim), or the Partial that is there already;
+            it must be given.
+        async_op: whether the call returns without waiting for the last collective where its result needs no
+            rearranging; what uses the result waits.
+        forward_dtype: the dtype that is sent, and that of the result; None: the dtensor's.
+        backward_dtype: the dtype in which gradients are sent; None: the dtensor's.
+
+    Returns:
+        A DTensor on the same mesh, with these placements; its local tensor is contiguous where a plan of fusedcomm made
+        it.
+
+    What only torch knows is left to torch and logged once with the reason: other placements, sizes unknown when a graph
+    is compiled, ranks not ascending along a mesh dim that shards.
 
     Raises:
         ValueError: another mesh, too few or too many placements, a dim out of range, a Partial that is not there,
-            reduce ops that no order makes exact together, an average of integers; and of this rank alone: a local
-            tensor that has not the shape of its part.
+            reduce ops that no order makes exact together, an average of integers; on this rank alone: a local tensor
+            that has not the shape of its part.
         PeerTimeoutError: a rank of the mesh did not come to a first call within ``FUSEDCOMM_TIMEOUT_S``.
 
-    What only torch knows is torch's to do, logged once with the reason: other placements, sizes unknown when a graph is
-    compiled, ranks not ascending along a mesh dim that shards.
+    Example, on each of 2 ranks::
+
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        x = DTensor.from_local(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)])  # [8, 6] in all
+        y = fusedcomm.redistribute(x, placements=[Shard(1)])
+        assert y.to_local().shape == (8, 3)
     """
     from fusedcomm.redistribution.dtensor import check_mesh, version
 
@@ -68,11 +87,19 @@ def redistribute_plan(
     *,
     forward_dtype: torch.dtype | None = None,
 ) -> RedistributionPlan:
-    """What `redistribute` does with these arguments, which see: steps with groups, bytes and estimated times.
+    """Return what `redistribute` does with these arguments, without sending the tensor.
 
-    The same on all ranks; sends nothing, but the first call on a mesh is a collective. ``print`` it.
+    The plan is the same on all ranks. The first call on a mesh is a collective of its ranks.
 
-    Raises ValueError as `redistribute` does, and for what that leaves to torch.
+    Args:
+        dtensor: as in `redistribute`.
+        device_mesh: as in `redistribute`.
+        placements: as in `redistribute`.
+        forward_dtype: as in `redistribute`; bytes depend on it.
+
+    Raises:
+        ValueError: as in `redistribute`, and for what that leaves to torch.
+        PeerTimeoutError: a rank of the mesh did not come to the first call within ``FUSEDCOMM_TIMEOUT_S``.
     """
     from fusedcomm.redistribution.dtensor import check_mesh, plan_of
 

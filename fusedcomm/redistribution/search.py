@@ -54,7 +54,24 @@ FREE = PlanCost(0.0, 0, 0.0)
 
 @dataclass(frozen=True)
 class RedistributionPlan:
-    """``steps`` lead from ``before`` to ``after``; ``by_dim`` do too, one mesh dim at a time: printed to compare."""
+    """What `redistribute` does, as `redistribute_plan` returns it.
+
+    ``str()`` has a line per step, their sum, and for comparison the sum of one mesh dim at a time. Times are those of
+    the cost model (`fusedcomm/cost/links.py`), not measured.
+
+    Attributes:
+        steps: what is done in turn; each has a ``kind`` ("slice", "all_gather", "all_to_all", "all_reduce" or
+            "reduce_scatter") and ``mesh_dims``, the dims of the mesh over whose ranks it communicates.
+        by_dim: the steps of one mesh dim at a time.
+        before: how the tensor lies on the mesh; its str() are the placements.
+        after: how it lies afterwards.
+        itemsize: bytes of an element.
+        links: which links the groups of the mesh have, and how fast they are taken to be.
+        cost: what the steps take together.
+        num_collectives: the number of steps that communicate.
+        bytes: bytes that a rank sends, on average.
+        seconds: estimated time of the busiest rank.
+    """
 
     before: Sharding
     after: Sharding

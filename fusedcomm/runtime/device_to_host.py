@@ -13,23 +13,32 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class DeviceToHost:
-    """A copy of ``source`` to the host, under way: ``DeviceToHost(t).wait()`` equals ``t.detach().cpu()``.
+    """Copy a tensor to the host without making the host wait: ``DeviceToHost(t).wait()`` equals ``t.detach().cpu()``.
 
-    CUDA: the copy goes into pinned memory, on the current stream of the source's device, so after all that this
-    stream was given before. The host does not wait. What the stream is given later can write to the source, and
-    the source can be freed at once; who writes to it on another stream makes that stream wait for this one.
+    On CUDA the copy goes into pinned memory, on the current stream of the source's device, so after all that this
+    stream was given before. What the stream is given later can write to the source, and the source can be freed at
+    once; who writes to it on another stream makes that stream wait for this one. On CPU the copy is made before this
+    returns, and the source can be written to at once.
 
-    CPU: the copy is made here, before this returns. The host pays for it, and the source can be written to at once.
+    The result is detached, contiguous and a plain tensor of the source's shape and dtype. A source that is the result
+    of a functional collective is waited for first: by the stream on CUDA, by the host on CPU. In code that
+    torch.compile compiles, this is an ordinary copy, done where it is written, and nothing is refused: a copy of a
+    wrapper is a wrapper. In a ``with`` statement the end waits, unless an exception is on its way.
 
-    The result is detached, contiguous and a plain tensor. A source that is the result of a functional collective is
-    waited for first: by the stream on CUDA, by the host on CPU. Other wrappers, as DTensor, are refused: pass the
-    tensor inside. In code that torch.compile compiles, this is an ordinary copy, done where it is written, and
-    nothing is refused: a copy of a wrapper is a wrapper.
+    Args:
+        source: a dense tensor on CPU or CUDA, of any shape and dtype; of a wrapper as DTensor, the tensor inside.
+        blocking: whether a host that waits sleeps until the device wakes it; otherwise it spins, which may answer some
+            microseconds sooner and takes a whole core.
 
-    Raises RuntimeError while a CUDA graph is captured: nobody could wait for the copies of its replays.
+    Raises:
+        ValueError: source is no dense tensor on CPU or CUDA, or a wrapper.
+        RuntimeError: a CUDA graph is captured: nobody could wait for the copies of its replays.
 
-    ``blocking``: whether a host that waits sleeps until the device wakes it, or spins, which may answer some
-    microseconds sooner and takes a whole core. Raises ValueError for what is not a dense tensor on CPU or CUDA.
+    Example, on each of 2 ranks::
+
+        copy = fusedcomm.DeviceToHost(torch.arange(3))
+        total = sum(range(3))  # other work of the host
+        assert copy.wait().sum() == total
     """
 
     def __init__(self, source: Tensor, *, blocking: bool = True) -> None:
@@ -44,7 +53,10 @@ class DeviceToHost:
             self._host = source.clone(memory_format=torch.contiguous_format).as_subclass(Tensor)
 
     def wait(self) -> Tensor:
-        """The tensor on the host, complete; the same one every time. A failure on the device is raised here."""
+        """Wait for the copy and return the tensor on the host, the same one every time.
+
+        A failure on the device is raised here.
+        """
         done = self._done  # other threads may wait too
         if done is not None:
             done.synchronize()
@@ -57,7 +69,11 @@ class DeviceToHost:
         return done is None or done.query()
 
     def lazy(self) -> Any:
-        """A `LazyTensor`, which waits when it is first used. In compiled code the tensor itself."""
+        """A stand-in for the tensor, which waits when it is first used; in compiled code the tensor itself.
+
+        It serves in attributes, operators, conversions and functions of torch, but is no instance of torch.Tensor. An
+        in-place operator gives back the tensor in its place.
+        """
         return self._host if torch.compiler.is_compiling() else LazyTensor(self)
 
     def __enter__(self) -> DeviceToHost:

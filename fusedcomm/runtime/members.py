@@ -23,6 +23,7 @@ from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTime
 from fusedcomm.runtime import dumps, flight_recorder, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
+from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.runtime.topology import Topology
@@ -255,25 +256,65 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def reset(group: groups.Group = None) -> None:
-    """Build a new workspace for a group after a PeerError. A collective: every rank calls it.
+def reset(group: Group = None) -> None:
+    """Make a group usable again after a `PeerError`, with a new workspace on each device.
 
-    Raises PeerTimeoutError if a rank does not come within FUSEDCOMM_TIMEOUT_S; it can be called again.
+    It is a collective: every rank of the group calls it, also one that saw no error.
+
+    Args:
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    Raises:
+        ValueError: group is not an initialised group that contains this rank.
+        PeerTimeoutError: a rank did not come within ``FUSEDCOMM_TIMEOUT_S``; the call can be made again.
+        PeerMismatchError: a rank called `close` instead.
+
+    Example, on each of 2 ranks::
+
+        try:
+            y = fusedcomm.matmul_all_reduce(torch.ones(4, 8), torch.ones(8, 6))
+        except fusedcomm.PeerError as error:
+            print(error.peers)
+            fusedcomm.reset()
     """
     with _all_members("fusedcomm.reset", group) as found:
         for each, num_bytes in found:
             each.reset(num_bytes)
 
 
-def close(group: groups.Group = None) -> None:
-    """Free the workspace of a group; the next op makes a new one. A collective. Do not replay its CUDA graphs."""
+def close(group: Group = None) -> None:
+    """Free the workspaces of a group, on all devices; the next op makes a new one.
+
+    It is a collective: every rank of the group calls it. A CUDA graph that has captured an op on the group must not be
+    replayed afterwards.
+
+    Args:
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    Raises:
+        ValueError: group is not an initialised group that contains this rank.
+        PeerTimeoutError: a rank did not come within ``FUSEDCOMM_TIMEOUT_S``; the call can be made again.
+        PeerMismatchError: a rank called `reset` instead.
+    """
     with _all_members("fusedcomm.close", group) as found:
         for each, _ in found:
             each.close()
 
 
-def synchronize(group: groups.Group = None) -> None:
-    """Wait for the ops on this rank's device and raise what their waits found (PeerTimeoutError, PeerMismatchError)."""
+def synchronize(group: Group = None) -> None:
+    """Wait for the ops on a group and raise what their waits for peers have found.
+
+    On CUDA it waits for the device, whose kernels find errors after the call that started them has returned. On CPU a
+    call raises its errors itself. It is no collective: a rank may call it alone.
+
+    Args:
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    Raises:
+        ValueError: group is not an initialised group that contains this rank.
+        PeerTimeoutError: a peer did not come to an op within ``FUSEDCOMM_TIMEOUT_S``.
+        PeerMismatchError: a peer called another op, or one with other shapes, dtype or dims.
+    """
     for each in members(groups.find(groups.resolve(group)[1])):
         if each.device.type == "cuda":
             torch.cuda.synchronize(each.device)
@@ -282,7 +323,7 @@ def synchronize(group: groups.Group = None) -> None:
 
 
 @contextmanager
-def _all_members(op: str, group: groups.Group) -> Iterator[list[tuple[Member, int]]]:
+def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
     """The Members that all ranks of the group have, each with the largest slot of any rank; calls are counted anew.
 
     A bounded collective, also of ranks that have none. One that another rank lacks is dropped, to be voted on again:

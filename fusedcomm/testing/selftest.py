@@ -151,7 +151,7 @@ class ExactCall:
 
     def plan(self, group: ProcessGroup) -> fusedcomm.Plan:
         x, w = self.inputs()
-        return fusedcomm.explain(self.bench.op, x, w, *self.bench.dims(x), group, verbose=False)
+        return fusedcomm.explain(self.bench.op, x, w, *self.bench.dims(x), group)
 
     def _grad(self, shape: tuple[int, ...], rank: int) -> Tensor:
         return self._integers(shape, 2, 0 if self.bench.same_grad_on_all_ranks else rank)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import re
@@ -278,12 +280,15 @@ def explain_meta(rank: int) -> Any:
     x, w = torch.empty(4, 8, device="meta"), torch.empty(8, 6, device="meta")
     with pytest.raises(ValueError, match=r"op must be one of matmul_all_to_all, .*, got 'matmul'"):
         fusedcomm.explain("matmul", x, w, 0, 1)
-    return fusedcomm.explain(OP, x, w, 0, 1, dist.group.WORLD, verbose=False)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        plan = fusedcomm.explain(OP, x, w, 0, 1, dist.group.WORLD)
+    return plan, printed.getvalue()
 
 
-def test_explain_takes_meta_tensors(ranks: Any) -> None:
-    first, second = ranks(2).run(explain_meta)
-    assert first == second
+def test_explain_takes_meta_tensors_and_prints_nothing(ranks: Any) -> None:
+    (first, printed), second = ranks(2).run(explain_meta)
+    assert ((first, printed), printed) == (second, "")
+    assert repr(first) == str(first)  # what a REPL shows
     assert str(first).startswith(f"{OP}: chunked (estimated ")
     assert first.reason.endswith(", default numbers")
 

@@ -103,7 +103,7 @@ class Problem:
 
     def plan(self, inputs: Inputs, group: Any = None) -> fusedcomm.Plan:
         args, kwargs = self._user_arguments(inputs, group)
-        return fusedcomm.explain(self.op, *args, **kwargs, verbose=False)
+        return fusedcomm.explain(self.op, *args, **kwargs)
 
     def _user_arguments(self, inputs: Inputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
         x, w, bias = inputs

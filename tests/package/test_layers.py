@@ -1,66 +1,23 @@
-"""The rooms of the package stand above each other, and nothing imports upward: not inside functions, not for types.
-
-A room is a file in the root of the package or a folder right under it. tests/, benchmarks/, examples/ stand above all.
-"""
+"""The rooms of the package stand above each other, and nothing imports upward: not inside functions, not for types."""
 
 from __future__ import annotations
 
 import ast
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from docs.generate.imports import LAYERS, imports, modules, room
+
 ROOT = Path(__file__).parents[2]
 
-# Lowest first: a room imports only rooms that stand before it.
-LAYERS = (
-    *("errors", "env", "files", "machine", "redact", "reference"),
-    *("geometry", "kernels", "cost", "runtime", "algorithms", "ops", "nn", "redistribution"),
-    "__init__",  # what `import fusedcomm` offers
-    *("compile", "launch", "bench", "testing", "doctor", "cli", "__main__"),
-)
 MOST_ROOMS = 24  # benchmarks/ and tests/ beside them
 MOST_FILES_IN_ROOT = 8
 COMMAND_ROOMS = ("cli",)  # a command has the name of what it shows
 FIRST_NAMES = ("Call", "Case", "Group", "Match", "Problem", "Program", "Report", "Row", "Size")
-
-
-def modules(root: Path) -> dict[str, Path]:
-    """Files by module name: fusedcomm/, and kernels/ as fusedcomm.kernels."""
-    found = {}
-    for folder, prefix in (("fusedcomm", ""), ("kernels", "fusedcomm.")):
-        for file in sorted((root / folder).rglob("*.py")):
-            if folder == "fusedcomm" and "kernels" in file.relative_to(root).parts:
-                continue  # a link, where sources are used without being installed
-            name = prefix + ".".join(file.relative_to(root).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = file
-    return found
-
-
-def imports(name: str, files: dict[str, Path]) -> Iterator[tuple[str, int]]:
-    """Modules of the package that ``name`` imports, anywhere in it, and the lines."""
-    for node in ast.walk(ast.parse(files[name].read_text())):
-        if isinstance(node, ast.Import):
-            asked = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"imports must be absolute: {files[name]}:{node.lineno}"
-            asked = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for each in asked:
-            target = each if each in files else each.rpartition(".")[0]
-            if target in files and target != name:
-                yield target, node.lineno
-
-
-def room(module: str) -> str:
-    first, _, rest = module.partition(".")
-    assert first == "fusedcomm"
-    return rest.partition(".")[0] or "__init__"
 
 
 def upward(root: Path) -> list[str]:

@@ -84,7 +84,7 @@ def test_a_rank_without_memory_makes_all_run_unfused(rank: int) -> None:
 
     def plan() -> planner.Plan:
         args = (*integers(problem, rank, dist.get_world_size())[:2], 0, 1, group)
-        return fusedcomm.explain("matmul_all_to_all", *args, verbose=False)
+        return fusedcomm.explain("matmul_all_to_all", *args)
 
     with fresh_group() as group:
         with pytest.MonkeyPatch.context() as patch:

@@ -68,7 +68,6 @@ def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, 
             problem.scatter_dim,
             group,
             out_shape=problem.sizes(size)[2],
-            verbose=False,
         )
         assert plan.num_rounds >= 8
         held = member_of(group).workspace
@@ -101,7 +100,7 @@ def test_a_row_that_fits_no_slot_runs_unfused_with_the_reason(rank: int) -> None
     with fresh_group(WORKSPACE_BYTES="8192") as group:
         check(group, problem, call(group, problem))
         args = (*integers(problem, rank, dist.get_world_size())[:2], 0, 1, group)
-        plan = fusedcomm.explain("matmul_all_to_all", *args, verbose=False)
+        plan = fusedcomm.explain("matmul_all_to_all", *args)
         assert plan.algorithm == "unfused"
         assert "one row for every peer takes 32768 bytes" in plan.reason
         with (
@@ -252,7 +251,7 @@ def test_ranks_on_several_hosts_fall_back_together(rank: int) -> None:
     with fresh_group(HOST_ID=f"host {rank // 2}") as group:
         check(group, problem, call(group, problem))
         args = (*integers(problem, rank, 4)[:2], problem.gather_dim, problem.scatter_dim, group)
-        plan = fusedcomm.explain("matmul_all_to_all", *args, out_shape=problem.sizes(4)[2], verbose=False)
+        plan = fusedcomm.explain("matmul_all_to_all", *args, out_shape=problem.sizes(4)[2])
         assert plan == planner.Plan("matmul_all_to_all", "unfused", "rank 2 is on another host than rank 0")
         assert member_of(group).workspace is None
 

@@ -134,7 +134,7 @@ class _Worker:
         with self._some_stream():
             inputs = data.inputs(rank, self.device)
             args, options = invoke.arguments(call.case, inputs, handle)
-            plan = fusedcomm.explain(call.case.op, *args, **options, verbose=False)
+            plan = fusedcomm.explain(call.case.op, *args, **options)
             before = self.groups.workspace(group)
             epoch = before.epoch if before else 0
             result = _Result(step, call, data, rank, invoke.results(data, rank, inputs, handle))

@@ -65,7 +65,7 @@ def measure_suite(rank: int, cases: Sequence[str], size: SuiteSize, device_type:
         with console.progress(rank == 0, WARMUP + rounds, "checking values", "round") as on_round:
             _check(data, calls)
             totals = measure_rounds(calls, HOST, rounds=rounds, warmup=WARMUP, on_round=on_round, check=_wrong)
-        plan = str(explain("matmul_all_to_all", data.x, data.w, 0, -1, verbose=False))
+        plan = str(explain("matmul_all_to_all", data.x, data.w, 0, -1))
         rows = [_row(variant, calls, totals, rounds) for variant in variants]
         return SuiteReport(data.num_ranks, plan, data.moduli, rows)
     finally:

@@ -51,11 +51,29 @@ WHAT = "fusedcomm agreement on estimates"
 
 
 class Estimator:
-    """What nodes cost. Never changes; equal to another of the same digest.
+    """How long the nodes of a graph take, from formulas and constants (`fusedcomm/cost/model.py`,
+    `fusedcomm/cost/links.py`).
 
-    ``constants``: of ``device_type``, the default ones unless given. ``ranks_per_node``: global ranks 0 to that - 1 are
-    the first node, and so on. ``times``: ms by the name of a node, which count instead of an estimate. Raises
-    ValueError.
+    An Estimator never changes, and equals another of the same digest. `docs/overlap.md` has the formulas.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        constants: of that device_type; None: the default ones, which are data-sheet figures and guesses.
+        ranks_per_node: global ranks 0 to that - 1 are the first node, and so on.
+        times: ms by the name of a node, which count in place of an estimate.
+
+    Attributes:
+        device_type: "cuda" or "cpu".
+        constants: the constants that it estimates with.
+        ranks_per_node: how many successive global ranks are a node.
+        inter_bandwidth: bytes per second of one rank between nodes, one way; Inductor's ``inter_node_bw`` where that is
+            set.
+        tf32: whether float32 matmuls count as TF32, as torch's setting was.
+        times: ms by the name of a node.
+
+    Raises:
+        ValueError: device_type is another one or not that of constants, ranks_per_node is less than 1, or a time is
+            negative or not finite.
     """
 
     def __init__(
@@ -97,7 +115,9 @@ class Estimator:
 
     @staticmethod
     def of(graph: Graph) -> Estimator:
-        """For the device of the graph's tensors, with the tuned numbers of the first of its groups that has some."""
+        """Make one for the device of the graph's tensors, with the tuned numbers of the first of its groups that has
+        some.
+        """
         device_type = device_type_of(graph)
         device = torch.device(device_type)
         names = dict.fromkeys(name for node in graph.nodes if (name := group_name_of(node)))
@@ -106,6 +126,7 @@ class Estimator:
         return Estimator(device_type, constants=next((each for each in measured if each is not None), None))
 
     def digest(self) -> str:
+        """Return a text that is equal for Estimators that say the same."""
         return self._digest
 
     def __eq__(self, other: object) -> bool:
@@ -133,6 +154,7 @@ class Estimator:
     # what a node costs
 
     def cost(self, node: Node) -> NodeCost:
+        """Return what a node takes: ms on the compute stream, and ms of a transfer beside it."""
         kind = node_work.work_of(node)
         if kind is Work.START:
             found = self._start(node)
@@ -143,7 +165,9 @@ class Estimator:
         return _told(found, self.times[node.name]) if node.name in self.times else found
 
     def transfer(self, kind: str, sent_bytes: float, group_name: str) -> Transfer:
-        """What a collective takes whose start is given ``sent_bytes``. A group that is not known counts as a node."""
+        """Return what a collective takes whose start is given ``sent_bytes``; a group that is not known counts as a
+        node.
+        """
         at = self._reach(group_name) or links.Reach(links.INTRA, self.ranks_per_node, self.ranks_per_node - 1)
         if at.group_size == 1:
             return Transfer(at.link, group_name, 0.0, 0.0)
@@ -159,7 +183,7 @@ class Estimator:
         return Transfer(at.link, group_name, 1e3 * latency, 1e3 * wire)
 
     def copy_ms(self, num_bytes: float) -> float:
-        """A kernel that reads and writes that many bytes."""
+        """Return what a kernel takes that reads and writes that many bytes."""
         return 1e3 * self.constants.copy(num_bytes)
 
     def can_fuse(self, group_name: str) -> bool:
@@ -274,11 +298,17 @@ class Estimator:
     # what ranks agree on
 
     def agreed(self, group: Any = None) -> Estimator:
-        """The same on all ranks: where they differ, of each number the median of the ranks that have it.
+        """Return an Estimator that is the same on all ranks: where they differ, of each number the median of the ranks
+        that have it.
 
-        A collective on ``group`` (None: WORLD), bounded by FUSEDCOMM_TIMEOUT_S; one small vote where nothing differs.
-        Raises PeerTimeoutError, which names who did not come, and ValueError, on all ranks alike, where ranks differ in
-        what has no median.
+        It is a collective; one small vote where nothing differs.
+
+        Args:
+            group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+        Raises:
+            ValueError: ranks differ in what has no median, device_type or ranks_per_node; raised on all ranks alike.
+            PeerTimeoutError: a rank did not come within ``FUSEDCOMM_TIMEOUT_S``; the error names it.
         """
         pg = _peers(group)
         if pg is None:

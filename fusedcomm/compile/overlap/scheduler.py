@@ -47,7 +47,15 @@ _ROUNDING = 1e-6  # ms
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """What `schedule` did. ``str()`` is a table."""
+    """What `schedule` did; ``str()`` is a table.
+
+    Attributes:
+        before: the `Timeline` of the graph as it came.
+        after: the `Timeline` of the graph as it is now.
+        fused: the ops that stand for collectives and their matmuls; each has ``op``, its name, and ``savings_us``.
+        buckets: merged collectives: the nodes that started them, by the name of the one that does for all.
+        reasons: why a collective is not fused, by the name of the node that starts it.
+    """
 
     before: Timeline
     after: Timeline
@@ -56,7 +64,9 @@ class OverlapReport:
     reasons: dict[str, list[str]] = field(default_factory=dict)  # why a collective is not fused, by its start's name
 
     def line(self, start: str) -> Line | None:
-        """Where the collective is that started at the node of this name, on the timeline after; None if it is fused."""
+        """Return where the collective is that started at the node of this name, on the timeline after; None if it is
+        fused.
+        """
         return self._lines.get(start)
 
     @cached_property
@@ -85,17 +95,26 @@ def schedule(
     bucket: bool = True,
     fuse: bool = True,
 ) -> OverlapReport:
-    """Change gm in place: the same values in less time, as the simulator counts it.
+    """Change an FX graph in place so that it has the same values in less time, as the simulator counts it.
+
+    Collectives are moved, merged, or fused with the matmuls beside them. The graph that comes out is never slower than
+    the one that went in, as far as the estimates are right.
 
     Args:
         gm: plain FX, of aten ops and functional collectives, with fake or real tensors in ``meta["val"]``. Fake process
             groups do.
-        estimator: what nodes take; `Estimator.of(gm.graph)` by default. Must be equal on all ranks. Nodes whose times
-            are the user's own are moved only, neither fused nor merged.
-        memory_budget_bytes: that the peak must not exceed, as `simulate` counts it; where it is already higher, it does
-            not rise. By default 5 % or 1 GiB more than the peak of gm as it comes, whichever is more.
+        estimator: what nodes take; None: ``Estimator.of(gm.graph)``. It must be equal on all ranks
+            (`Estimator.agreed`). Nodes whose times are the user's own are moved only, neither fused nor merged.
+        memory_budget_bytes: bytes that the peak must not exceed, as `simulate` counts it; where it is already higher,
+            it does not rise. None: 5 % or 1 GiB more than the peak of gm as it comes, whichever is more.
         bucket: whether collectives may be merged.
-        fuse: whether our ops may stand for collectives and matmuls.
+        fuse: whether ops of fusedcomm may stand for collectives and matmuls.
+
+    Returns:
+        An `OverlapReport` with the timelines before and after.
+
+    Raises:
+        ValueError: memory_budget_bytes is negative.
     """
     if memory_budget_bytes is not None and memory_budget_bytes < 0:
         raise ValueError(f"memory_budget_bytes must be at least 0, got {memory_budget_bytes}")

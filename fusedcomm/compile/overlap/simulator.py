@@ -118,7 +118,12 @@ def _less(ms: float, passed: float) -> float:
 
 
 def simulate(gm: GraphModule, estimator: Estimator | None = None) -> Timeline:
-    """The timeline of a graph in the order in which it is. ``estimator``: `Estimator.of(gm.graph)` by default."""
+    """Return the timeline of a graph in the order in which it is.
+
+    Args:
+        gm: as in `schedule`.
+        estimator: what nodes take; None: ``Estimator.of(gm.graph)``.
+    """
     program = Program(gm.graph, (estimator or Estimator.of(gm.graph)).cost)
     return run(program, range(len(program)))
 

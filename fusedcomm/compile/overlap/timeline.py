@@ -21,7 +21,21 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 @dataclass(frozen=True)
 class Line:
-    """One collective, or one of our ops, on the timeline."""
+    """One collective, or one op of fusedcomm, on a `Timeline`.
+
+    Attributes:
+        node: the name of the node that starts it.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", ..., or the name of the op.
+        group: the name of its group.
+        link: "intra" inside a node, "inter" between nodes.
+        start_ms: when it begins.
+        end_ms: when it has ended.
+        alone_ms: what it takes with its link to itself.
+        wire_ms: the part of alone_ms that groups on one link share.
+        exposed_ms: how long the compute stream waits for it.
+        hidden_by: the names of the nodes that compute meanwhile.
+        hidden: whether at most 1 % of alone_ms is exposed.
+    """
 
     node: str
     kind: str
@@ -41,7 +55,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``total_ms = compute_ms + exposed_ms``."""
+    """When what of a graph computes, communicates and waits, in ms: ``total_ms = compute_ms + exposed_ms``.
+
+    Attributes:
+        total_ms: from the beginning of the graph to its end.
+        compute_ms: how long the compute stream computes.
+        exposed_ms: how long the compute stream waits for collectives.
+        collectives: a list of `Line`.
+        peak_bytes: the most memory that is held at one time.
+        compute: (name, start, end) of the nodes that compute.
+        waits: (name, start, end) of the waits that are exposed.
+        memory: (ms, bytes): from when on how many bytes are held.
+        comm_ms: what all collectives take, each alone.
+        bound_ms: a lower bound of any order: all compute, all that one link carries, or all of one group.
+    """
 
     total_ms: float
     compute_ms: float
@@ -67,14 +94,22 @@ class Timeline:
         return max(self.compute_ms, *busy.values()) if busy else self.compute_ms
 
     def to_trace(self, file: str | os.PathLike[str] | IO[str]) -> None:
-        """Write it as a trace for chrome://tracing or Perfetto. ``file``: a path or a text file."""
+        """Write the timeline as a trace for chrome://tracing or Perfetto.
+
+        Args:
+            file: a path or a text file.
+        """
         with open(file, "w") if isinstance(file, str | os.PathLike) else nullcontext(file) as out:
             json.dump({"displayTimeUnit": "ms", "traceEvents": _trace_events(self)}, out)
 
     def plot(self, file: Any) -> None:
-        """Write a picture. ``file``: a path, whose suffix says the format, or a binary file for a PNG.
+        """Write a picture of the timeline.
 
-        Raises ImportError where there is no matplotlib.
+        Args:
+            file: a path, whose suffix says the format, or a binary file for a PNG.
+
+        Raises:
+            ImportError: there is no matplotlib.
         """
         _draw({"": self}, file)
 

@@ -1,0 +1,189 @@
+"""docs/generate: what it writes follows from the sources, and the public docstrings say what a caller must know."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import networkx
+import pytest
+import torch
+
+import fusedcomm
+from docs.generate import api, imports, rooms
+from docs.generate.__main__ import main
+from docs.generate.docstrings import markdown, summary
+from fusedcomm.launch.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = re.compile(r"^Example, on each of 2 ranks::\n\n((?:    .*\n|\n)+)", re.M)
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """The names that the reference has, and what they are."""
+    for module in api.MODULES:
+        found = importlib.import_module(module)
+        for name in found.__all__:
+            if not inspect.ismodule(getattr(found, name)):
+                yield f"{module}.{name}", getattr(found, name)
+    for dotted in (each for names in api.RETURNED.values() for each in names):
+        module, _, name = dotted.rpartition(".")
+        yield dotted, getattr(importlib.import_module(module), name)
+
+
+def members(of: Any) -> Iterator[tuple[str, Any]]:
+    """Its own public methods, bound as they are called."""
+    for name, found in vars(of).items() if inspect.isclass(of) else ():
+        if not name.startswith("_") and callable(getattr(of, name)) and getattr(of, name).__doc__:
+            yield f"{of.__name__}.{name}", getattr(of, name) if isinstance(found, classmethod | staticmethod) else found
+
+
+PUBLIC = dict(public())
+CALLED = {name: each for name, each in PUBLIC.items() if not dataclasses.is_dataclass(each)}  # by users
+MEMBERS = dict(pair for each in PUBLIC.values() for pair in members(each))
+
+
+def section(docstring: str, heading: str) -> str:
+    """What is indented below the heading."""
+    found = re.search(rf"^{heading}:\n((?:    .*\n?)+)", docstring, re.M)
+    return found[1] if found else ""
+
+
+def entries(docstring: str, heading: str) -> set[str]:
+    return set(re.findall(r"^    (\w+): ", section(docstring, heading), re.M))
+
+
+def parameters(of: Any) -> list[str]:
+    named = inspect.signature(of).parameters.values()
+    return [each.name for each in named if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "kernels")
+    for folder in ("fusedcomm", "kernels", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    return tmp_path
+
+
+def test_stale_pages_are_named_and_written_anew(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All others are as generated, or they would be named too."""
+    for file, old, new in (
+        ("fusedcomm/runtime/members.py", "Free the workspaces", "Free all workspaces"),
+        ("fusedcomm/geometry/spans.py", "\nimport ", "\nimport fusedcomm.errors\nimport "),
+    ):
+        text = (copy / file).read_text()
+        assert old in text
+        (copy / file).write_text(text.replace(old, new, 1))
+    (copy / "docs/api/gone.md").write_text("")
+    assert main(["--check"], copy) == 1
+    stale = ["docs/api/README.md", "docs/api/fusedcomm.md", "docs/architecture.md"]
+    expected = [f"{path} is stale: run make docs" for path in stale]
+    expected.append("docs/api/gone.md is about no public module any more: run make docs")
+    assert capsys.readouterr().err.splitlines() == expected
+    assert main([], copy) == 0
+    assert not (copy / "docs/api/gone.md").exists()
+    assert "Free all workspaces" in (copy / "docs/api/fusedcomm.md").read_text()
+    assert "room_geometry --> room_errors" in (copy / "docs/architecture.md").read_text()
+
+
+def test_a_page_without_a_place_for_the_map_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / rooms.PAGE).write_text(f"# Architecture\n{rooms.BEGIN}\n")
+    with pytest.raises(ValueError, match=r"must have one section between .* got 0"):
+        rooms.pages(tmp_path)
+
+
+def test_the_map_has_the_arrows_that_do_not_follow_from_others() -> None:
+    graph = imports.arrows(ROOT)
+    drawn = re.findall(r"^    room_(\w+) --> room_(\w+)$", (ROOT / rooms.PAGE).read_text(), re.M)
+    expected = networkx.transitive_reduction(networkx.DiGraph([(a, b) for a in graph for b in graph[a]])).edges
+    assert sorted(drawn) == sorted((a.strip("_"), b.strip("_")) for a, b in expected)
+    listed = re.findall(r"^\| \[`.*\| (.*) \|$", (ROOT / rooms.PAGE).read_text(), re.M)
+    assert [set(re.findall(r"\w+", each)) for each in listed] == [graph[each] for each in reversed(imports.LAYERS)]
+
+
+def test_every_public_name_has_an_entry_with_its_signature() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / api.FOLDER).glob("[!R]*.md"))
+    headings = re.findall(r"^##+ `([\w.]+)`$", text, re.M)
+    assert sorted(headings) == sorted([*(name.rpartition(".")[2] for name in PUBLIC), *MEMBERS])
+    written: dict[str, Any] = {}
+    for name, call in re.findall(r"^##+ .*\n\n```python\n([\w.]+)(\([^`]*?)\n```$", text, re.M):
+        (function,) = ast.parse(f"def f{call}: ...").body
+        assert isinstance(function, ast.FunctionDef)
+        written[name] = function.args
+    for name, each in (CALLED | MEMBERS).items():
+        signature = inspect.signature(each)
+        skipped = 1 if name in MEMBERS and list(signature.parameters)[:1] == ["self"] else 0
+        expected = list(signature.parameters.values())[skipped:]
+        args = written[name]
+        plain = [each.name for each in expected if each.kind is each.POSITIONAL_OR_KEYWORD]
+        assert [arg.arg for arg in args.args] == plain, name
+        assert [arg.arg for arg in args.kwonlyargs] == [e.name for e in expected if e.kind is e.KEYWORD_ONLY], name
+        defaults = [e.default for e in expected if e.default is not e.empty]
+        found = [*args.defaults, *(default for default in args.kw_defaults if default)]
+        assert [ast.literal_eval(default) for default in found] == defaults, name
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_docstring_names_parameters_and_attributes(name: str) -> None:
+    each = PUBLIC[name]
+    docstring = inspect.getdoc(each) or ""
+    assert docstring
+    is_class = inspect.isclass(each)
+    if name in CALLED and not (is_class and issubclass(each, Exception)):
+        assert entries(docstring, "Args") == set(parameters(each))
+    if is_class:
+        fields = {field.name for field in dataclasses.fields(each)} if dataclasses.is_dataclass(each) else set()
+        named = {key for key in fields | properties(each) if not key.startswith("_")}
+        assert named <= set().union(*(entries(inspect.getdoc(base) or "", "Attributes") for base in each.__mro__))
+
+
+def properties(of: type) -> set[str]:
+    return {key for key, value in vars(of).items() if isinstance(value, property | cached_property)}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if "matmul" in name])
+def test_an_op_says_its_program_shapes_errors_and_an_example(name: str) -> None:
+    docstring = inspect.getdoc(PUBLIC[name]) or ""
+    assert re.match(r"[^:]*It equals, for R ranks::\n\n    ", docstring)
+    assert re.search(r"^    w: \[K, N\]", section(docstring, "Args"), re.M)
+    assert "contiguous tensor" in section(docstring, "Returns")
+    assert entries(docstring, "Raises") == {"ValueError", "PeerTimeoutError", "PeerMismatchError", "RuntimeError"}
+    assert EXAMPLE.search(docstring + "\n")
+
+
+def examples() -> dict[str, str]:
+    found = {name: EXAMPLE.findall(inspect.getdoc(each) + "\n") for name, each in PUBLIC.items()}
+    return {name: inspect.cleandoc("\n" + code[0]) for name, code in found.items() if code}
+
+
+def run_examples(rank: int, found: dict[str, str]) -> None:
+    for name, code in found.items():
+        exec(compile(code, f"the example of {name}", "exec"), {"torch": torch, "fusedcomm": fusedcomm})
+
+
+def test_examples_in_docstrings_run(ranks: Callable[[int], RankPool]) -> None:
+    found = examples()
+    assert len(found) > 10
+    ranks(2).run(run_examples, found)
+
+
+def test_docstrings_become_markdown() -> None:
+    docstring = (
+        "Do `f` as ``g()`` does::\n\n    f(1)\n\n    f(2)\n\nArgs:\n    x: [K],\n        wrapped: so.\n    y: `z`.\n\n"
+        "Returns:\n    A tensor [K]: new."
+    )
+    expected = (
+        "Do [`f`](#f) as `g()` does:\n\n```python\nf(1)\n\nf(2)\n```\n\n"
+        "**Parameters**\n\n- `x`: [K],\n  wrapped: so.\n- `y`: `z`.\n\n**Returns**\n\nA tensor [K]: new."
+    )
+    link = {"f": "#f"}.get
+    assert markdown(docstring, link) == expected
+    assert summary(docstring, link) == "Do [`f`](#f) as `g()` does."
