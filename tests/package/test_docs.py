@@ -368,7 +368,14 @@ def test_files_that_the_sources_name_exist() -> None:
 def command_lines() -> list[str]:
     """Commands stand in indented blocks; two spaces end one."""
     pattern = r"^    (?:torchrun .* -m )?fusedcomm (.+?)(?:  .*)?$"
-    return [line for path in PAGES for line in re.findall(pattern, path.read_text(), re.M)]
+    return [line for path in TEXTS for line in re.findall(pattern, path.read_text(), re.M)]
+
+
+def test_the_readme_shows_every_command_and_targets_of_make_exist() -> None:
+    shown = re.findall(r"^    fusedcomm (\w+)", (ROOT / "README.md").read_text(), re.M)
+    assert sorted(set(shown)) == sorted(COMMANDS)
+    targets = [each for path in TEXTS for each in re.findall(r"^    (make [a-z-]+)", path.read_text(), re.M)]
+    assert len(targets) > 5 and not [each for each in targets if wrong_name(each)]
 
 
 def test_commands_can_be_called_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
