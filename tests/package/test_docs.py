@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from fusedcomm import cli
 from fusedcomm.bench import table
@@ -22,7 +20,6 @@ from fusedcomm.bench.table import AnyRow
 from fusedcomm.bench.timing import Timing
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.launch.ranks import RankError, RankPool
 from tests.helpers.problems import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -71,35 +68,6 @@ def table_rows(text: str, first_heading: str) -> Iterator[list[str]]:
             inside = True
         elif inside and set(cells[0]) != {"-"}:
             yield cells
-
-
-def run_example(rank: int, code: str) -> None:
-    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
-        exec(compile(code, "example", "exec"), {})
-
-
-def test_examples_run_and_their_shapes_and_values_hold(ranks: Callable[[int], RankPool]) -> None:
-    for op in OPS:
-        example, _ = code_blocks(op)
-        assert len(example.splitlines()) <= 15
-        assert example.count("assert") >= 2
-        ranks(2).run(run_example, example)
-
-
-@pytest.mark.parametrize("name", ["overlap", "redistribution"])
-def test_examples_in_a_fake_group_of_their_own_run(name: str) -> None:
-    (example,) = (code for language, code in FENCED.findall(page(name)) if language == "python")
-    assert example.count("assert") >= 3
-    exec(compile(example, "example", "exec"), {})
-
-
-def test_an_example_with_a_wrong_value_fails(ranks: Callable[[int], RankPool]) -> None:
-    example, _ = code_blocks("matmul_all_to_all")
-    wrong = example.replace("== 16", "== 17")
-    assert wrong != example
-    with pytest.raises(RankError) as raised:
-        ranks(2).run(run_example, wrong)
-    assert raised.value.exception_type == "AssertionError"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -261,6 +229,12 @@ def quoted_texts() -> list[str]:
     return [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
 
 
+def test_every_section_of_troubleshooting_is_found_by_what_is_seen() -> None:
+    sections = re.findall(r"^## (.*)$", page("troubleshooting"), re.M)
+    linked = [re.findall(r"^\[(.*)\]\(#", where)[0] for _, where in table_rows(page("troubleshooting"), "what you see")]
+    assert linked == [section.partition(":")[0] for section in sections]
+
+
 def test_quoted_texts_are_texts_of_the_sources() -> None:
     quoted = quoted_texts()
     assert len(quoted) > 50
@@ -394,7 +368,14 @@ def test_files_that_the_sources_name_exist() -> None:
 def command_lines() -> list[str]:
     """Commands stand in indented blocks; two spaces end one."""
     pattern = r"^    (?:torchrun .* -m )?fusedcomm (.+?)(?:  .*)?$"
-    return [line for path in PAGES for line in re.findall(pattern, path.read_text(), re.M)]
+    return [line for path in TEXTS for line in re.findall(pattern, path.read_text(), re.M)]
+
+
+def test_the_readme_shows_every_command_and_targets_of_make_exist() -> None:
+    shown = re.findall(r"^    fusedcomm (\w+)", (ROOT / "README.md").read_text(), re.M)
+    assert sorted(set(shown)) == sorted(COMMANDS)
+    targets = [each for path in TEXTS for each in re.findall(r"^    (make [a-z-]+)", path.read_text(), re.M)]
+    assert len(targets) > 5 and not [each for each in targets if wrong_name(each)]
 
 
 def test_commands_can_be_called_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,10 @@
-"""benchmarks.redistribution writes what it prints, and the README quotes what it wrote."""
+"""benchmarks.redistribution writes what it prints."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,31 +45,3 @@ def test_columns_are_counted_pair_by_pair() -> None:
     assert row.fewer_percent == pytest.approx(100 * statistics.mean(ours < theirs for theirs, ours in found))
     assert row.collectives == pytest.approx(statistics.mean(ours for _, ours in found))
     assert row.worst_more_collectives == max(ours - theirs for theirs, ours in found) <= 0
-
-
-def quoted(flat: dict[str, Any], plain: dict[str, Any]) -> str:
-    mesh, shape = tuple(flat["mesh_shape"]), " x ".join(map(str, flat["shape"]))
-    ours = [
-        (f"{row['fewer_percent']:.0f} %", _counts(row), _ratio(row, "bytes"), _ratio(row, "time"))
-        for row in (flat, plain)
-    ]
-    return f"| {mesh}, {shape} | {flat['pairs']} | {' | '.join(ours[0])} | {', '.join(ours[1])} |"
-
-
-def _counts(row: dict[str, Any]) -> str:
-    return f"{row['torch_collectives']:.2f} -> {row['collectives']:.2f}"
-
-
-def _ratio(row: dict[str, Any], of: str) -> str:
-    return f"{row[f'{of}_ratio']:.2f}"
-
-
-def test_the_readme_quotes_the_results() -> None:
-    report = json.loads((ROOT / "benchmarks" / "results" / "redistribution.json").read_text())
-    rows = {(row["torch"], *row["mesh_shape"], "of", *row["shape"]): row for row in report["rows"]}
-    readme, num = (ROOT / "README.md").read_text(), 0
-    for key, row in rows.items():
-        if key[0] == redistribution.FLATTENED:
-            assert quoted(row, rows[(redistribution.PLAIN, *key[1:])]) in readme
-            num += 1
-    assert num == 6 and all(goal["met"] for goal in report["goals"])

@@ -1,0 +1,144 @@
+"""The figures in docs/ are those of the files in benchmarks/results/."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks import redistribution
+from tests.helpers.problems import OPS
+from tests.package.test_docs import ROOT, page, table_rows
+
+NUM_VARIANTS = 7
+TRACED, TORCH, TORCH_BUCKETED, MOVED, UNFUSED, FUSED, BOUND = range(NUM_VARIANTS)  # of a graph in overlap.json
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def goal(report: Any, name: str) -> float:
+    return next(each["value"] for each in report["goals"] if each["name"] == name)
+
+
+def rounded(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def text_of(name: str) -> str:
+    """A page without its line breaks."""
+    return " ".join(page(name).split())
+
+
+def tables(name: str, first_heading: str, num_cells: int) -> list[list[str]]:
+    return [row for row in table_rows(page(name), first_heading) if len(row) == num_cells]
+
+
+def test_speeds_of_the_ops() -> None:
+    summaries = {each["op"]: each for each in results("cpu-2-ranks-ops")["summary"]}
+    fields = ("speedup_mean", "speedup_minimum", "over_roof_median", "free_exchange")
+    expected = []
+    for op in OPS:
+        ragged = goal(results(f"cpu-2-ranks-ragged-{op}"), "ragged/aligned speed of auto, minimum")
+        figures = [*(summaries[op][field] for field in fields), ragged]
+        expected.append([f"`{op}`", *(f"{figure:.2f}" for figure in figures)])
+    assert sorted(table_rows(page("benchmark"), "op")) == sorted(expected)
+    quoted = [row for row in table_rows((ROOT / "README.md").read_text(), "op") if len(row) == 5]
+    assert sorted(quoted) == sorted([op, mean, least, free, median] for op, mean, least, median, free, _ in expected)
+
+
+def test_speeds_at_decode_sizes() -> None:
+    reports = [results(f"cpu-2-ranks-decode-{op}") for op in OPS]
+    means = [goal(each, "base/auto, geometric mean") for each in reports]
+    least = min(goal(each, "base/auto, minimum") for each in reports)
+    text = f"between {min(means):.2f} and {max(means):.2f}, depending on the op, and the least is {least:.2f}"
+    assert text in text_of("benchmark")
+
+
+def test_what_a_ulysses_block_recovers() -> None:
+    rows = list(table_rows(page("benchmark"), "machine"))
+    assert len(rows) == 4
+    for machine, dtype, pages, share, spread, file in rows:
+        report = results(file.removesuffix(".json"))
+        assert all(word in report["machine"]["cpu"] for word in machine.removeprefix("2 cores of an ").split())
+        assert report["huge_pages"] == (pages == "huge for all")
+        row = next(each for each in report["rows"] if each["dtype"] == dtype)
+        assert share == f"{row['gain']:.2f}"
+        assert spread == " to ".join(f"{each:.2f}" for each in row["drawn_anew"])
+
+
+def test_speeds_under_torch_compile() -> None:
+    rows = results("cpu-2-ranks-compile")["rows"]
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+
+    def medians(ratio: str) -> list[str]:
+        return [f"{row[ratio]['median']:.2f}" for row in rows]
+
+    plain, exchange, by_hand = map(medians, ("plain_over_compiled", "plain_over_exchange", "op_over_compiled"))
+    text = text_of("benchmark")
+    assert f"runs {plain[0]} times faster in float32, and {plain[1]} times in bfloat16" in text
+    assert f"{exchange[0]} and {exchange[1]} times, comes from exchanging parts" in text
+    assert f"takes {by_hand[0]} and {by_hand[1]} times as long as the compiled program" in text
+    (percent,) = (each["value"] for each in results("cpu-compile-time")["goals"] if "% of compile" in each["name"])
+    assert f"The passes take {percent:.1f} % of the time that compiling 32 layers takes" in text
+    per_layer = {f"{each['ms_per_layer']:.0f}" for each in results("cpu-compile-pass-time")["pass"]}
+    assert per_layer == {"14"} and "The passes take 14 ms of compile time" in text
+
+
+def test_speeds_with_other_pages() -> None:
+    reports = [results(f"cpu-2-ranks-{pages}-pages") for pages in ("default", "huge")]
+    mean = [f"{goal(each, 'base/auto, geometric mean'):.2f}" for each in reports]
+    least = [f"{goal(each, 'base/auto, minimum'):.2f}" for each in reports]
+    text = f"was {mean[0]} by default and {mean[1]} with huge pages for all; the least was {least[0]} and {least[1]}."
+    assert text in text_of("benchmark")
+
+
+def overlap_rows(cells: Callable[[list[Any]], list[str]]) -> Iterator[list[str]]:
+    """A row per graph, whose variants are given by their position: an old file has other names for them."""
+    rows = results("overlap")["rows"]
+    for first in range(0, len(rows), NUM_VARIANTS):
+        variants, case = rows[first : first + NUM_VARIANTS], rows[first]["case"]
+        assert all(each["case"] == case for each in variants)
+        yield [f"{case['model']} {case['part']}", str(case["layers"]), *cells(variants)]
+
+
+COMPARED = (TRACED, TORCH, TORCH_BUCKETED, UNFUSED, FUSED)
+
+
+def test_simulated_times_of_overlap() -> None:
+    exposed = overlap_rows(lambda row: [rounded(row[each]["exposed_ms"]) for each in COMPARED])
+    total = overlap_rows(lambda row: [rounded(row[each]["total_ms"]) for each in (*COMPARED, BOUND)])
+    first, second = tables("overlap", "graph", 7), tables("overlap", "graph", 8)
+    assert first == list(exposed) and second == list(total)
+    for row in (*first, *second):  # what the page says of all 17 graphs
+        torch, bucketed, _, fused = map(float, row[3:7])
+        assert fused < min(torch, bucketed), row
+    assert "On each of the 17 graphs" in page("overlap") and len(first) == 17
+
+
+def test_what_else_overlap_hides_and_takes() -> None:
+    def cells(row: list[Any]) -> list[str]:
+        traced, torch, moved = row[TRACED], row[TORCH], row[MOVED]
+        counts = [str(each) for each in (traced["collectives"], traced["hideable"], torch["hidden"], moved["hidden"])]
+        peaks = [f"{row[each]['peak_over_percent'] + 0.0:+.1f}" for each in (TORCH, FUSED)]
+        seconds = [f"{row[each]['pass_s']:.1f}" for each in (TORCH, TORCH_BUCKETED, FUSED)]
+        return [*counts, *peaks, *seconds]
+
+    assert tables("overlap", "graph", 11) == list(overlap_rows(cells))
+
+
+def test_counts_of_redistribution() -> None:
+    report = results("redistribution")
+    expected = [
+        [
+            f"({', '.join(map(str, row['mesh_shape']))})",
+            " x ".join(map(str, row["shape"])),
+            str(row["pairs"]),
+            f"{row['fewer_percent']:.0f} %",
+            *(f"{row[each]:.2f}" for each in ("torch_collectives", "collectives", "bytes_ratio", "time_ratio")),
+        ]
+        for torch in (redistribution.FLATTENED, redistribution.PLAIN)
+        for row in report["rows"]
+        if row["torch"] == torch
+    ]
+    assert len(expected) == 12 and list(table_rows(page("redistribution"), "mesh")) == expected
+    assert all(each["met"] for each in report["goals"])
