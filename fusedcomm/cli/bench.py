@@ -101,9 +101,9 @@ def run(args: argparse.Namespace) -> int:
     if args.what == SUITE:
         return all_to_all.run(args)
     device_type = args.device or world.default_device_type()
-    if problem := _wrong_arguments(args, device_type):
-        return console.fail("bench", problem, code=2)
     world_size = args.world_size or world.default_world_size(device_type)
+    if problem := _wrong_arguments(args, device_type, world_size):
+        return console.fail("bench", problem, code=2)
     options = Options(
         device_type=device_type,
         rounds=args.rounds,
@@ -123,10 +123,10 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
+def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
-    if device_type == "cuda" and (missing := world.missing_gpus(args.world_size)):
-        return f"--device cuda: {missing}"
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return problem
     if args.graph and device_type == "cpu":
         return "--graph replays CUDA graphs: it needs --device cuda, got cpu"
     if args.graph and "backward" in getattr(args, "direction", ()):

@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     device_type = args.device or world.default_device_type()
     world_size = args.world_size or world.default_world_size(device_type)
-    if problem := _wrong_arguments(args, device_type):
+    if problem := _wrong_arguments(args, device_type, world_size):
         return console.fail("demo", problem, code=2)
     dtype = DTYPES[args.dtype or ("bfloat16" if device_type == "cuda" else "float32")]
     try:
@@ -78,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
+def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
-    if device_type == "cuda" and (missing := world.missing_gpus(args.world_size)):
-        return f"--device cuda: {missing}"
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return problem
     if args.plot and (missing := plots.missing()):
         return f"--plot: {missing}"
     for name, file in (("json", args.json), ("plot", args.plot)) if world.is_rank_0() else ():

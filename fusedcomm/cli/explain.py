@@ -18,6 +18,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from fusedcomm.launch import console, world
+from fusedcomm.launch.ranks import end_with_parent
 
 if TYPE_CHECKING:
     from fusedcomm.compile.reports import CollectiveReport, CompileReport
@@ -34,6 +35,8 @@ def add_parser(commands: Any) -> None:
         "The exit code is the script's.",
     )
     parser.add_argument("--nproc", type=console.positive, default=2, metavar="N", help="ranks to start (default: 2)")
+    console.add_oversubscribe(parser)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of the ranks that this command starts
     parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE")
     parser.add_argument("script", metavar="script.py")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -45,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("explain", problem, code=2)
     if not world.under_torchrun():
         return _start_ranks(args)
+    if args.parent is not None:
+        end_with_parent(args.parent)
     json_file = Path(args.json).absolute() if args.json else None  # the script may change the directory
     with _enabled() as reports, _printed(reports, json_file) if world.is_rank_0() else contextlib.nullcontext():
         _run_script(args.script, args.script_args)
@@ -52,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_arguments(args: argparse.Namespace) -> str | None:
+    bounded = not (world.under_torchrun() or args.oversubscribe) and world.default_device_type() == "cpu"
+    if bounded and (problem := world.too_many("--nproc", args.nproc, 2)):
+        return problem
     for name, mode in ((args.script, "r"), (args.json, "a")):
         try:
             if name:
@@ -69,7 +77,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which says so at length
     options = ["--standalone", f"--nproc-per-node={args.nproc}", "--module", "fusedcomm", "explain"]
-    options += ["--json", args.json] if args.json else []
+    options += ["--parent", str(os.getpid()), *(["--json", args.json] if args.json else [])]
     try:
         torchrun.run(torchrun.parse_args([*options, args.script, *args.script_args]))
     except ChildFailedError as error:

@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fusedcomm.launch import console
+from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime.topology import no_native
@@ -58,6 +58,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--workers", type=console.positive, metavar="N", default=WORKERS, help=f"cells that run at a time ({WORKERS})"
     )
+    console.add_oversubscribe(parser)
     parser.add_argument("--list", action="store_true", help="print the names of the cells, and run none")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.set_defaults(run=run)
@@ -97,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
 def _cannot_run(args: argparse.Namespace) -> str | None:
     if missing := no_native():
         return missing
+    if not args.oversubscribe and (problem := world.too_many("--workers", args.workers, WORKERS)):
+        return problem
     if problem := console.not_writable(args.json):
         return f"--json {problem}"
     return None

@@ -71,8 +71,8 @@ def _world_size(args: argparse.Namespace, device_type: str) -> int:
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    if device_type == "cuda" and (missing := world.missing_gpus(args.world_size)):
-        return f"--device cuda: {missing}"
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return problem
     if args.world_size not in (None, world_size):
         return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
     if world.is_rank_0() and (problem := console.not_writable(args.json)):

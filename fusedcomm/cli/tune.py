@@ -89,8 +89,8 @@ def _world_size(asked: int | None, device_type: str) -> int:
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    if device_type == "cuda" and (missing := world.missing_gpus(world_size)):
-        return f"--device cuda: {missing}"
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return problem
     if world_size < 2:
         return f"--world-size must be at least 2, for one rank exchanges nothing, got {world_size}"
     if world.is_rank_0() and (problem := console.not_writable(args.json)):

@@ -86,8 +86,8 @@ def _limit_s(size: SuiteSize, device_type: str, world_size: int, rounds: int) ->
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int, size: SuiteSize) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
-    if device_type == "cuda" and (missing := world.missing_gpus(world_size)):
-        return f"--device cuda: {missing}"
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return problem
     if args.world_size not in (None, world_size):
         return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
     if world_size < 2:
