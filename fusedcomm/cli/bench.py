@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.what == SUITE:
         return all_to_all.run(args)
     device_type = args.device or world.default_device_type()
-    world_size = args.world_size or world.default_world_size(device_type)
+    world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):
         return console.fail("bench", problem, code=2)
     options = Options(

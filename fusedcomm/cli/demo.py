@@ -39,7 +39,7 @@ class DemoResult:
     plan: str
     algorithm: str
     huge_pages: bool  # asked for by torch's own CPU allocations
-    times: dict[str, Timing]
+    times: dict[str, Timing]  # none of one rank, which exchanges nothing
     lanes: Sequence[trace.TraceRange] = ()  # of the program by hand and of fusedcomm's, if asked for
 
 
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     device_type = args.device or world.default_device_type()
-    world_size = args.world_size or world.default_world_size(device_type)
+    world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):
         return console.fail("demo", problem, code=2)
     dtype = DTYPES[args.dtype or ("bfloat16" if device_type == "cuda" else "float32")]
@@ -82,6 +82,8 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
     """What would otherwise come up in the ranks, or after all is measured."""
     if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
         return problem
+    if args.plot and world_size == 1:
+        return "--plot needs at least 2 ranks, for one exchanges nothing, got 1"
     if args.plot and (missing := plots.missing()):
         return f"--plot: {missing}"
     for name, file in (("json", args.json), ("plot", args.plot)) if world.is_rank_0() else ():
@@ -109,22 +111,18 @@ def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> 
 
 def report(result: DemoResult) -> dict[str, Any]:
     """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
-    roof, unfused, dtensor = (result.times[name].median for name in (ROOF, UNFUSED, DTENSOR))
-    facts = asdict(result)
+    facts, times = asdict(result), {name: timing.median for name, timing in result.times.items()}
     del facts["lanes"]
-    return {
-        **run_facts(),
-        **facts,
-        "ratios": {
-            name: {
-                "faster_than_matmul_and_all_to_all": unfused / t.median,
-                "faster_than_dtensor": dtensor / t.median,
-                "time_over_roof": t.median / roof,
-                "exposed_communication": t.median - roof,
-            }
-            for name, t in result.times.items()
-        },
+    ratios = {
+        name: {
+            "faster_than_matmul_and_all_to_all": times[UNFUSED] / time,
+            "faster_than_dtensor": times[DTENSOR] / time,
+            "time_over_roof": time / times[ROOF],
+            "exposed_communication": time - times[ROOF],
+        }
+        for name, time in times.items()
     }
+    return {**run_facts(), **facts, "ratios": ratios}
 
 
 def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot: bool) -> DemoResult:
@@ -137,7 +135,7 @@ def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot:
     with console.progress(rank == 0, rounds + 1, "checking values", "round") as on_round:
         check_values(variants, data.check)
         data.randomize()
-        times = measure(variants, device, rounds=rounds, on_round=on_round)
+        times = measure(variants, device, rounds=rounds, on_round=on_round) if world_size > 1 else {}
     lanes = trace.ranges(trace.record({name: variants[name] for name in (UNFUSED, OURS)}, device)) if plot else []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
     huge_pages = world.torch_asks_for_huge_pages()
@@ -146,6 +144,10 @@ def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot:
 
 def _print(result: DemoResult) -> None:
     out = console.stdout()
+    if not result.times:
+        out.print(f"1 rank ({result.device}): {result.problem}")
+        out.print("values are right; one rank exchanges nothing, so there is no speed-up to show: start 2 or more")
+        return
     out.print(f"{result.world_size} ranks ({result.device}), each: {result.problem}")
     out.print(f"values equal on all ranks; slowest rank, median of {result.rounds} rounds")
     out.print(_table(result.times))

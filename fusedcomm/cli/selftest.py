@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -46,7 +45,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     device_type = args.device or world.default_device_type()
-    world_size = _world_size(args, device_type)
+    world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):
         return console.fail("selftest", problem, code=2)
     start = time.monotonic()
@@ -62,12 +61,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         console.write_json(args.json, {**run_facts(), **asdict(report)})
     return 0 if passed else 1
-
-
-def _world_size(args: argparse.Namespace, device_type: str) -> int:
-    if world.under_torchrun():
-        return int(os.environ["WORLD_SIZE"])
-    return args.world_size or world.default_world_size(device_type)
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:

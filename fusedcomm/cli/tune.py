@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -62,7 +61,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     device_type = args.device or world.default_device_type()
-    world_size = _world_size(args.world_size, device_type)
+    world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):
         return console.fail("tune", problem, code=2)
     if args.show or args.reset:
@@ -80,12 +79,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         console.write_json(args.json, report(result, device_type, world_size, args.quick))
     return 0
-
-
-def _world_size(asked: int | None, device_type: str) -> int:
-    if world.under_torchrun():
-        return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    return asked or world.default_world_size(device_type)
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:

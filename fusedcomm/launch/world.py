@@ -41,6 +41,13 @@ def default_world_size(device_type: str) -> int:
     return torch.cuda.device_count() if device_type == "cuda" else 2
 
 
+def world_size_of(asked: int | None, device_type: str) -> int:
+    """How many ranks a command has: torchrun's, else as many as are asked for, else one per GPU, or 2."""
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return asked or default_world_size(device_type)
+
+
 def cannot_start(device_type: str, world_size: int, oversubscribe: bool) -> str | None:
     """Why a command does not start so many ranks here, or None; torchrun's have been started already."""
     if device_type == "cuda":

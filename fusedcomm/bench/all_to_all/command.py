@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -56,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0, 1 for wrong values or a failure in a rank, 2 for wrong arguments."""
     device_type = args.device or world.default_device_type()
-    started = os.environ["WORLD_SIZE"] if world.under_torchrun() else None
-    world_size = int(started or args.world_size or world.default_world_size(device_type))
+    world_size = world.world_size_of(args.world_size, device_type)
     dim = args.dim or _rounded_up(DIM[device_type], world_size)
     size = SuiteSize(dim, args.compute, args.dtype or DTYPE[device_type])
     if problem := _wrong_arguments(args, device_type, world_size, size):
