@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fusedcomm.doctor import across_ranks
 from fusedcomm.doctor.across_ranks import GroupAnswer
-from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING
+from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING, Finding, told_once
 from fusedcomm.doctor.report import GPU_S, STAGES, diagnose
 from fusedcomm.launch import console, world
 from fusedcomm.redact import redact
@@ -67,27 +67,26 @@ def _print(report: dict[str, Any], quick: bool) -> None:
     out = console.stdout()
     _print_facts(out, report)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    table.add_column("", no_wrap=True)
-    table.add_column("what", no_wrap=True)
-    table.add_column("found", overflow="fold")
+    table.add_column("area", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("what")
+    table.add_column("found -> what to do", overflow="fold")
     section = ""
-    for finding in report["findings"]:
-        text = Text(finding["text"])
-        if finding["advice"] and finding["level"] != OK:
-            text.append(f"\n-> {finding['advice']}", style="italic")
-        heading = finding["section"] if finding["section"] != section else ""
-        section = finding["section"]
-        table.add_row(heading, Text(finding["level"], style=STYLES[finding["level"]]), finding["name"], text)
+    findings = told_once(Finding(**each) for each in report["findings"])
+    for finding in findings:
+        text = Text(finding.text)
+        if finding.advice and finding.level != OK:
+            text.append(f"\n-> {finding.advice}", style="italic")
+        heading = finding.section if finding.section != section else ""
+        section = finding.section
+        table.add_row(heading, Text(finding.level, style=STYLES[finding.level]), Text(finding.name), text)
     out.print(table)
-    counts = {level: sum(finding["level"] == level for finding in report["findings"]) for level in LEVELS}
-    for level in (WARNING, ERROR):
-        if counts[level]:
-            out.print(f"{level}: {LEVELS[level]}")
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
+    out.print("; ".join(f"{level}: {LEVELS[level]}" for level in LEVELS if counts[level]))
     if quick:
         out.print("nothing was tried (--quick)")
-    errors = f"{counts[ERROR]} errors, {counts[WARNING]} warnings"
-    out.print(f"{errors}: exit code {report['exit_code']}")
+    errors, warnings = (f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in (ERROR, WARNING))
+    out.print(f"{errors}, {warnings}: exit code {report['exit_code']}")
 
 
 def _print_facts(out: Console, report: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedcomm.doctor import postmortem
+from fusedcomm.doctor.findings import ranks_text
 from fusedcomm.doctor.postmortem import Postmortem, RecordedCall
 from fusedcomm.launch import console
 
@@ -56,9 +57,9 @@ def _print(report: Postmortem) -> None:
         earlier = f", {newest - dump.time:.0f} s before the last" if newest - dump.time >= 1 else ""
         reasons.setdefault(f"{dump.why.partition(':')[0]}{earlier}", []).append(dump.rank)
     for why, ranks in reasons.items():
-        out.print(f"{postmortem.ranks_text(ranks)}: {why}", markup=False)
+        out.print(f"{ranks_text(ranks)}: {why}", markup=False)
     if report.silent:
-        out.print(f"{postmortem.ranks_text(report.silent)}: no dump", markup=False)
+        out.print(f"{ranks_text(report.silent)}: no dump", markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("group", "rank", "last call", "runs", "is", "for"):
         table.add_column(heading, justify="right" if heading in ("rank", "for") else "left")
