@@ -56,17 +56,19 @@ def _print(report: Postmortem) -> None:
     for dump in report.dumps:
         earlier = f", {newest - dump.time:.0f} s before the last" if newest - dump.time >= 1 else ""
         reasons.setdefault(f"{dump.why.partition(':')[0]}{earlier}", []).append(dump.rank)
+    out.print("why ranks have written their dumps:")
     for why, ranks in reasons.items():
         out.print(f"{ranks_text(ranks)}: {why}", markup=False)
     if report.silent:
         out.print(f"{ranks_text(report.silent)}: no dump", markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("group", "rank", "last call", "runs", "is", "for"):
-        table.add_column(heading, justify="right" if heading in ("rank", "for") else "left")
+    for heading in ("group", "rank", "last call", "algorithm", "state", "duration"):
+        table.add_column(heading, justify="right" if heading in ("rank", "duration") else "left")
     for group in report.groups:
         for i, rank in enumerate(group.ranks):
             table.add_row(Text(group.name) if i == 0 else "", str(rank), *map(Text, _cells(group.last.get(rank))))
     out.print(table)
+    out.print("verdict:")
     for verdict in report.verdicts:
         out.print(verdict, markup=False)
 

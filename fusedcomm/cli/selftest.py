@@ -104,9 +104,9 @@ def _in_rank(rank: int, name: str, device_type: str) -> CheckResult:
 
 def _print(report: SelftestReport) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("check", ""):
+    for heading in ("check", "result"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("proves", "found"):
+    for heading in ("what must hold", "found"):
         table.add_column(heading, overflow="fold")
     for result in report.checks:
         status = Text(result.status, style=STYLES[result.status])

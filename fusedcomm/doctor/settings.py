@@ -136,7 +136,9 @@ def _of_fusedcomm() -> list[Finding]:
             try:
                 env.SETTINGS[name]()
             except ValueError as error:
-                findings.append(Finding("settings", name, ERROR, str(error), "correct it or unset it: until then every op fails"))
+                findings.append(
+                    Finding("settings", name, ERROR, str(error), "correct it or unset it: until then every op fails")
+                )
         else:
             near = difflib.get_close_matches(name, env.SETTINGS, n=1)
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(env.SETTINGS))}"
