@@ -20,7 +20,7 @@ from fusedcomm.testing.faults import Cell, Verdict, run_cells, select
 from fusedcomm.testing.faults.cells import OPS
 from fusedcomm.testing.faults.matrix import WORKERS
 
-LEGEND = """A cell is one fault, in one rank, at one step of one op (--list names them; docs/faults.md explains).
+LEGEND = """A cell is one fault, in one rank, at one step of one op (--list names them; see docs/faults.md).
 It survives if every rank gets right values, or an error in time."""
 
 
