@@ -27,6 +27,10 @@ from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
 
 TIMEOUT_S = 600
+NOT_KEPT = (
+    "This machine did other things while it was measured: nothing is kept. End what else runs here, or give the ranks "
+    "CPUs of their own (taskset), and try again"
+)
 UNITS = {"flops": (1e9, "GFLOP/s"), "bandwidth": (1e9, "GB/s"), "overhead": (1e-6, "us"), "latency": (1e-6, "us")}
 
 
@@ -41,6 +45,7 @@ class TuneResult:
     constants: Constants | None = None
     points: tuple[tune.Point, ...] = ()
     samples: tuple[tune.Sample, ...] = ()
+    noise: float | None = None
 
 
 def add_parser(commands: Any) -> None:
@@ -66,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("tune", problem, code=2)
     if args.show or args.reset:
         return _stored(args, device_type, world_size) if world.is_rank_0() else 0
+    if world.is_rank_0() and (problem := _cannot_keep()):
+        return console.fail("tune", problem)
     try:
         with world.ranks(device_type, world_size, TIMEOUT_S) as call:
             result = call(_measure, device_type, args.quick)
@@ -88,6 +95,15 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return f"--world-size must be at least 2, for one rank exchanges nothing, got {world_size}"
     if world.is_rank_0() and (problem := console.not_writable(args.json)):
         return f"--json {problem}"
+    return None
+
+
+def _cannot_keep() -> str | None:
+    """Why what will be measured could not be written, found out before the work."""
+    try:
+        tuned.make_directory()
+    except OSError as error:
+        return f"cannot write {error.filename}: {error.strerror}; set FUSEDCOMM_CACHE_DIR to a directory of yours"
     return None
 
 
@@ -139,6 +155,8 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
             found = tune.tune(ours, quick, on_done)
     except members.WorkspaceUnavailable as reason:
         return TuneResult(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
+    except tune.Unreliable as reason:
+        return TuneResult(failed=f"{reason}. {NOT_KEPT}")
     assert dist.group.WORLD is not None
     try:
         file = tune.write_for_all(found.constants, device, dist.group.WORLD)
@@ -146,7 +164,7 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
         return TuneResult(failed=str(error))
     seconds = time.perf_counter() - start
     name = tuned.key(device, ours.group_size)["device"]
-    return TuneResult("", name, str(file), seconds, found.constants, found.points, found.samples)
+    return TuneResult("", name, str(file), seconds, found.constants, found.points, found.samples, found.noise)
 
 
 def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
@@ -159,6 +177,7 @@ def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -
         "world_size": world_size,
         "quick": quick,
         "seconds": result.seconds,
+        "noise": result.noise,
         "file": Path(result.file).name,
         "digest": result.constants.digest,
         "constants": result.constants.to_json(),
@@ -171,9 +190,7 @@ def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -
 
 def right(sample: tune.Sample) -> bool:
     """The estimates say which algorithm was the fastest."""
-    return min(sample.estimated, key=sample.estimated.__getitem__) == min(
-        sample.measured, key=sample.measured.__getitem__
-    )
+    return sample.chosen == min(sample.measured, key=sample.measured.__getitem__)
 
 
 def _print(result: TuneResult, world_size: int) -> None:
@@ -181,6 +198,7 @@ def _print(result: TuneResult, world_size: int) -> None:
     out = console.stdout()
     out.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
     out.print(_table(result.constants, DEFAULTS[result.constants.device_type]))
+    out.print(f"noise: one matmul, measured again and again among the rest, differed by {result.noise:.0%}")
     good = sum(map(right, result.samples))
     out.print(f"of {len(result.samples)} small calls measured, the estimates name the fastest algorithm in {good}")
     k, n = tune.CROSSOVER_K_N
