@@ -23,15 +23,21 @@ STYLES = {OK: "green", ABSENT: "dim", WARNING: "yellow", ERROR: "bold red"}
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="this machine, its settings, and which algorithms will be used, or why not",
+        help="check this machine and its settings; say which algorithms will be used, or why not",
         description="Looks at versions, GPUs and settings, tries in processes of its own what fusedcomm needs, and "
-        "asks the planner which algorithms it will use; in the ranks of torchrun, for those. Changes nothing. "
-        "Exit code 0 if all that is there is usable (no GPU is no error), else 1.",
+        "asks the planner which algorithms it will use; under torchrun, for its ranks. Changes nothing. "
+        "Prints a table with a line per finding, and what to do about it. "
+        "Exit code: 0 if all that is there is usable (no GPU is no error), 1 if not, 2 for wrong arguments.",
+        epilog="example: fusedcomm doctor --quick --json doctor.json",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    parser.add_argument("--quick", action="store_true", help="try nothing: only look, and ask the planner")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     parser.add_argument(
-        "--no-redact", action="store_true", help="show names of hosts and users, addresses, serial numbers and values"
+        "--quick", action="store_true", help="try nothing: only look, and ask the planner (default: try too)"
+    )
+    parser.add_argument(
+        "--no-redact",
+        action="store_true",
+        help="show names of hosts and users, addresses, serial numbers and values (default: hidden)",
     )
     parser.set_defaults(run=run)
 

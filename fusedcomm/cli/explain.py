@@ -29,16 +29,17 @@ WIDTH = 160  # of lines where no terminal says its own
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "explain",
-        help="a script's compiled collectives: fused, or left and why",
-        description="Runs a script that calls torch.compile, with fusedcomm.compile.enable() before it, and prints "
-        "what became of every collective in its graphs; in ranks that it starts itself, or in those of torchrun. "
-        "The exit code is the script's.",
+        help="run a script; say which of its compiled collectives are fused, or why not",
+        description="Runs a script that calls torch.compile, with fusedcomm.compile.enable() before it, in ranks that "
+        "it starts or in those of torchrun. Prints a table of what became of every collective in the script's graphs. "
+        "Exit code: the script's, or 2 for wrong arguments.",
+        epilog="example: fusedcomm explain --nproc 2 train.py --steps 3",
     )
     parser.add_argument("--nproc", type=console.positive, default=2, metavar="N", help="ranks to start (default: 2)")
     console.add_oversubscribe(parser)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of the ranks that this command starts
-    parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE")
-    parser.add_argument("script", metavar="script.py")
+    parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE, as JSON")
+    parser.add_argument("script", metavar="script.py", help="the script to run")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     parser.set_defaults(run=run)
 

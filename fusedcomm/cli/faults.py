@@ -44,24 +44,31 @@ class FaultRow:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "faults",
-        help="delayed, stopped, killed and failing ranks: errors in time, no wrong number",
-        description="Injects faults into ranks that it starts on this machine's CPUs, each at a step of a call, and "
-        "checks what comes of it. Exit code 0 if every cell survived, else 1.",
+        help="delay, stop, kill and fail ranks on purpose; check that errors come in time",
+        description="Injects faults into ranks that it starts on this machine's CPUs: a cell is one fault at one step "
+        "of a call. Checks that every rank gets right values, or an error in time. Prints a table with a line per "
+        "fault; all cells take some minutes. Exit code: 0 if every cell survived, 1 if not, 2 for wrong arguments.",
+        epilog="example: fusedcomm faults --only '*/kill/*'",
     )
     parser.add_argument(
         "--only",
         metavar="PATTERN",
         action="append",
         default=[],
-        help="cells whose name, or parts of it that follow each other, match a pattern of the shell; can be repeated",
+        help="cells whose name, or parts of it that follow each other, match a pattern of the shell; can be repeated "
+        "(default: all cells)",
     )
-    parser.add_argument("--quick", action="store_true", help="a slice: every fault, step and op at least once")
+    parser.add_argument("--quick", action="store_true", help="fewer cells: every fault, step and op at least once")
     parser.add_argument(
-        "--workers", type=console.positive, metavar="N", default=WORKERS, help=f"cells that run at a time ({WORKERS})"
+        "--workers",
+        type=console.positive,
+        metavar="N",
+        default=WORKERS,
+        help=f"cells that run at a time (default: {WORKERS})",
     )
     console.add_oversubscribe(parser)
     parser.add_argument("--list", action="store_true", help="print the names of the cells, and run none")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     parser.set_defaults(run=run)
 
 

@@ -20,12 +20,14 @@ from fusedcomm.launch import console
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "postmortem",
-        help="which rank of a hung or failed run is behind, in which op, waiting for what",
+        help="say which rank of a hung or failed run is behind, in which op, waiting for what",
         description="Reads what ranks have written into FUSEDCOMM_DUMP_DIR, when a call failed or on SIGUSR1. "
-        "Exit code 0 if there is a verdict, 1 if there is no dump.",
+        "Prints each rank's last call, and a verdict: who is behind, and who waits for whom. "
+        "Exit code: 0 if there is a verdict, 1 if there is no dump, 2 for wrong arguments.",
+        epilog="example: fusedcomm postmortem dumps",
     )
     parser.add_argument("dir", metavar="DIR", help="where the files rank0.json, rank1.json, ... are")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     parser.set_defaults(run=run)
 
 

@@ -34,11 +34,13 @@ class SelftestReport:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "selftest",
-        help="values, time-outs, errors and fallbacks on this machine, in under a minute",
-        description="Checks what fusedcomm promises, in ranks that it starts, on GPUs if there are two or more, "
-        "or in the ranks of torchrun. No rank is killed. Exit code 0 if nothing failed, else 1.",
+        help="check results, time-outs, errors and fallbacks here, in under a minute",
+        description="Checks what fusedcomm promises, in ranks that it starts or in those of torchrun: results and "
+        "gradients of every op, time-outs, errors and fallbacks. No rank is killed. Prints a table with a line per "
+        "check. Exit code: 0 if nothing failed, 1 if something did, 2 for wrong arguments.",
+        epilog="example: fusedcomm selftest --device cpu",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     console.add_rank_arguments(parser)
     parser.set_defaults(run=run)
 

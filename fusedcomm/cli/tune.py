@@ -51,15 +51,24 @@ class TuneResult:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
-        help="measure this machine for the planner",
-        description="Measures matmuls, links and collectives on the GPUs present, else on CPU ranks; by itself, or in "
-        "the ranks of torchrun. What it finds decides how calls run, in programs started after it with as many ranks.",
+        help="measure this machine, so that the planner chooses by its numbers",
+        description="Measures matmuls, links and collectives, which takes a minute, and keeps the numbers in the "
+        "user's cache directory: they decide by which algorithm calls run, in programs that are started later with "
+        "as many ranks. Prints them beside the default ones. Other programs must not run meanwhile: what a busy "
+        "machine measures is not kept. Exit code: 0, 1 if nothing was kept, 2 for wrong arguments.",
+        epilog="example: fusedcomm tune && fusedcomm tune --show",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
-    what.add_argument("--show", action="store_true", help="print the numbers in use and where they come from")
-    what.add_argument("--reset", action="store_true", help="remove the measured numbers: back to the default ones")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    what.add_argument("--quick", action="store_true", help="measure fewer sizes and rounds (default: all)")
+    what.add_argument(
+        "--show", action="store_true", help="measure nothing: print the numbers in use and where they come from"
+    )
+    what.add_argument(
+        "--reset",
+        action="store_true",
+        help="measure nothing: remove the measured numbers, so that default ones are used",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     console.add_rank_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -43,13 +43,28 @@ DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--dim", type=console.positive, metavar="N", help="N x 16 N is exchanged (2048; 256 on CPU)")
-    parser.add_argument("--compute", type=console.positive, default=1, metavar="N", help="unrelated matmuls (1)")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, float32 on CPU")
-    parser.add_argument("--rounds", type=console.positive, default=15, metavar="N", help="measured (15)")
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        choices=CASES,
+        default=list(CASES),
+        metavar="NAME",
+        help=f"{', '.join(CASES)} (default: all)",
+    )
+    parser.add_argument(
+        "--dim", type=console.positive, metavar="N", help="N x 16 N elements are exchanged (default: 2048; 256 on CPU)"
+    )
+    parser.add_argument(
+        "--compute", type=console.positive, default=1, metavar="N", help="unrelated matmuls (default: 1)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of the data (default: bfloat16 on GPUs, float32 on CPU)",
+    )
+    parser.add_argument("--rounds", type=console.positive, default=15, metavar="N", help="measurements (default: 15)")
     console.add_rank_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
