@@ -10,6 +10,10 @@
                 calls differ in nothing that we do, its median
 
 Times are those of `bench.timing`: the slowest rank's, the median over rounds, so the constants are equal on all ranks.
+
+A reference, one matmul, is measured among the variants of every measurement: how much its times differ is the noise of
+all. Where that is large, where more bytes take less time, or where the estimates choose slow algorithms for the calls
+that were measured, nothing is kept: the machine did other things too.
 """
 
 from __future__ import annotations
@@ -47,6 +51,11 @@ LONGEST_S = 0.1  # of one call: CPUs can be slow in 16 bit
 ROUNDS, QUICK_ROUNDS = 7, 3
 CROSSOVER_K_N = (1024, 4096)
 CROSSOVER_ROWS = tuple(1 << power for power in range(17))
+REFERENCE_CALLS = 8  # of the reference in one measurement: some milliseconds on a CPU
+FEWEST_REFERENCES = 10
+MOST_NOISE = 0.25  # of the reference's median; chosen: a machine that does nothing else stays far below it
+MOST_LOSS = 0.1  # of the time of calls; chosen: algorithms that are this close are equally good
+LEAST_S = 1e-7  # of an overhead or a latency: nothing that a rank starts takes less
 FINGERPRINT = 0x7475  # of the workspace's call that makes it large enough
 Points = Sequence[tuple[float, float, float]]  # x, y, and what an error of y is relative to
 
@@ -117,6 +126,10 @@ class Sample:
     measured: dict[str, float]
     estimated: dict[str, float]
 
+    @property
+    def chosen(self) -> str:
+        return min(self.estimated, key=self.estimated.__getitem__)
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -125,10 +138,16 @@ class Tuned:
     constants: Constants
     points: tuple[Point, ...]
     samples: tuple[Sample, ...]
+    noise: float  # of the reference, as a share of its median
+
+
+class Unreliable(Exception):
+    """What was measured must not be kept; raised alike on all ranks."""
 
 
 def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done: None) -> Tuned:
-    """A collective. Raises WorkspaceUnavailable on all ranks where not every algorithm can run, ValuesDiffer.
+    """A collective. Raises on all ranks alike: WorkspaceUnavailable where not every algorithm can run, ValuesDiffer,
+    Unreliable.
 
     ``on_done`` gets the number of parts measured, of NUM_PARTS.
     """
@@ -136,9 +155,36 @@ def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done
     constants = replace(model.DEFAULTS[ours.device.type], source=model.TUNED)
     for done, part in enumerate(PARTS):
         constants = part(bench, constants)
+        check_noise(bench.references)
         on_done(done + 1)
-    samples = (replace(each, estimated=estimate(each, constants, ours.group_size)) for each in bench.samples)
-    return Tuned(constants, tuple(bench.points), tuple(samples))
+    samples = tuple(replace(each, estimated=estimate(each, constants, ours.group_size)) for each in bench.samples)
+    check_choices(samples)
+    return Tuned(constants, tuple(bench.points), samples, noise(bench.references))
+
+
+def noise(references: Sequence[float]) -> float:
+    """From the first to the last decile of a reference's times, as a share of their median."""
+    deciles = statistics.quantiles(references, n=10, method="inclusive")
+    return (deciles[-1] - deciles[0]) / statistics.median(references)
+
+
+def check_noise(references: Sequence[float]) -> None:
+    """What is refused is refused early; a few references say too little."""
+    if len(references) >= FEWEST_REFERENCES and (found := noise(references)) > MOST_NOISE:
+        raise Unreliable(
+            f"one matmul, measured {len(references)} times among the rest, differed by {found:.0%} of its median "
+            f"(first to last decile), and must differ by at most {MOST_NOISE:.0%}"
+        )
+
+
+def check_choices(samples: Sequence[Sample]) -> None:
+    """By the time that calls take with the algorithm of the least estimate, over that of the fastest measured."""
+    losses = [each.measured[each.chosen] / min(each.measured.values()) - 1 for each in samples]
+    if losses and (found := statistics.mean(losses)) > MOST_LOSS:
+        raise Unreliable(
+            f"with the algorithms that the estimates choose, the {len(losses)} calls measured take {found:.0%} longer "
+            f"than with the fastest ones, and must take at most {MOST_LOSS:.0%} longer"
+        )
 
 
 class _Bench:
@@ -147,6 +193,10 @@ class _Bench:
         self.device, self.num_ranks = ours.device, ours.group_size
         self.samples: list[Sample] = []
         self.points: list[Point] = []
+        self.references: list[float] = []  # times of the reference, one per measurement
+        m, k, n = sizes.probe
+        dtype = "bfloat16" if ours.device.type == "cuda" else "float32"  # bfloat16 takes as long with TF32 as without
+        self._x, self._w = self.random(m, k, dtype=dtype), self.random(k, n, dtype=dtype)
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
         """How long one call of each takes."""
@@ -158,8 +208,13 @@ class _Bench:
 
             return calls
 
+        def reference() -> None:
+            for _ in range(REFERENCE_CALLS):
+                torch.mm(self._x, self._w)
+
         named = {str(i): repeated(variant) for i, variant in enumerate(variants.values())}
-        times = measure(named, self.device, rounds=self.rounds, warmup=2)
+        times = measure({**named, "reference": reference}, self.device, rounds=self.rounds, warmup=2)
+        self.references.append(times["reference"].median)
         return {key: times[str(i)].median / repeat for i, key in enumerate(variants)}
 
     def random(self, *shape: int, dtype: str = "float32") -> Tensor:
@@ -322,7 +377,7 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
         num_chunks = bench.num_ranks * (2 if op == "matmul_all_reduce" else 1)
         for name in names:
             points[name].append((num_chunks, times[name] - estimates[name], times[name]))
-    call = {name: max(statistics.median(y for _, y, _ in points[name]), 0.0) for name in names}
+    call = {name: max(statistics.median(y for _, y, _ in points[name]), LEAST_S) for name in names}
     call["chunked"], chunk = affine(points["chunked"])
     return replace(constants, call_overhead={**constants.call_overhead, **call}, chunk_overhead=chunk)
 
@@ -347,16 +402,19 @@ NUM_PARTS = len(PARTS)
 
 
 def line(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Bandwidth and latency from times by number of bytes."""
+    """Bandwidth and latency from times by number of bytes. Raises Unreliable."""
     latency, per_byte = affine([(num_bytes, t, t) for num_bytes, t in seconds.items()])
-    if per_byte == 0:  # the times of a machine that does other things too
-        most = max(seconds)
-        return most / seconds[most], 0.0
+    if per_byte <= LEAST_S / max(seconds):
+        times = ", ".join(f"{num_bytes}: {t * 1e6:.0f} us" for num_bytes, t in seconds.items())
+        raise Unreliable(f"more bytes must take more time, got {times}")
     return 1 / per_byte, latency
 
 
 def affine(points: Points) -> tuple[float, float]:
-    """a, b of y = a + b x, both at least 0, of least squares of the errors, each relative to its third number."""
+    """a, b of y = a + b x, both at least LEAST_S (b: over the largest x), of least squares of the errors, each
+    relative to its third number.
+    """
+    least = LEAST_S / max(x for x, _, _ in points)
     weights = [1 / scale**2 for _, _, scale in points]
     total = sum(weights)
     x_mean = sum(w * x for w, (x, _, _) in zip(weights, points, strict=True)) / total
@@ -365,11 +423,11 @@ def affine(points: Points) -> tuple[float, float]:
     moved = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y, _) in zip(weights, points, strict=True))
     b = moved / spread if spread else 0.0
     a = y_mean - b * x_mean
-    if b < 0:
-        return max(y_mean, 0.0), 0.0
-    if a < 0:
+    if b < least:
+        return max(y_mean, LEAST_S), least
+    if a < LEAST_S:
         square = sum(w * x * x for w, (x, _, _) in zip(weights, points, strict=True))
-        return 0.0, max(sum(w * x * y for w, (x, y, _) in zip(weights, points, strict=True)) / square, 0.0)
+        return LEAST_S, max(sum(w * x * y for w, (x, y, _) in zip(weights, points, strict=True)) / square, least)
     return a, b
 
 

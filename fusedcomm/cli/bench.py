@@ -33,9 +33,12 @@ from fusedcomm.launch.ranks import RankError
 
 ROUND_S = 60  # of a size, at most
 WIDTH = 200  # of the widest table
+DTYPE_HELP = "of the data (default: bfloat16 on GPUs, float32 and bfloat16 on CPU)"
+ROUNDS_HELP = "measurements of each variant (default: 9)"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "ours"
 SUITE = "all-to-all"
+EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."
 MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
 
 
@@ -51,49 +54,77 @@ class BenchResults:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="speed of the ops and of plain collectives, over sizes",
-        description="Runs on the GPUs present, else on 2 CPU ranks of one thread; by itself, or in the ranks of "
-        "torchrun. Checks all values, then prints times of the slowest rank side by side.",
+        help="measure the ops, or plain collectives, over sizes",
+        description="Measures ops of fusedcomm beside what users have today, or collectives alone, on GPUs or on CPU "
+        "ranks of one thread. Checks all values first, then prints times of the slowest rank side by side. "
+        f"fusedcomm bench WHAT --help has the options. {EXIT_CODES}",
+        epilog="example: fusedcomm bench ops --json result.json",
     )
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     common = _common_arguments()
     for name in (*PROGRAMS, "ops"):
         text = "all five ops" if name == "ops" else f"against {PROGRAMS[name].baseline_text}"
-        _add_op_arguments(what.add_parser(name, help=text, parents=[common]))
+        describe = {"help": text, "description": f"Measures {name}, {text}, and prints a table. {EXIT_CODES}"}
+        example = f"example: fusedcomm bench {name} -b 1M -e 64M --dtype bfloat16"
+        _add_op_arguments(what.add_parser(name, **describe, epilog=example, parents=[common]))
     for name in (*COLLECTIVES, "collectives"):
         text = "all plain collectives" if name == "collectives" else "of torch.distributed, alone"
-        what.add_parser(name, help=text, parents=[common])
-    all_to_all.add_arguments(what.add_parser(SUITE, help="ways to overlap an all_to_all with other work"))
+        describe = {"help": text, "description": f"Measures {name}, {text}, and prints a table. {EXIT_CODES}"}
+        what.add_parser(name, **describe, epilog=f"example: fusedcomm bench {name} -b 1M -e 64M", parents=[common])
+    text = "ways to overlap an all_to_all with other work"
+    describe = {"help": text, "description": f"Measures {text}, and prints a table. {EXIT_CODES}"}
+    all_to_all.add_arguments(what.add_parser(SUITE, **describe, epilog="example: fusedcomm bench all-to-all --dim 512"))
     parser.set_defaults(run=run)
 
 
 def _common_arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     sizes = parser.add_argument_group("sizes in bytes (64K, 1M, 1G), as nccl-tests has them")
-    sizes.add_argument("-b", "--minbytes", type=_bytes, metavar="BYTES", help="smallest size exchanged")
-    sizes.add_argument("-e", "--maxbytes", type=_bytes, metavar="BYTES", help="largest (default: the smallest)")
-    sizes.add_argument("-f", "--stepfactor", type=_factor, default=2.0, metavar="F", help="from size to size (2)")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="bfloat16 on GPUs, float32 and bfloat16 on CPU")
-    parser.add_argument("--rounds", "-n", type=console.positive, default=9, metavar="N", help="measured (9)")
-    parser.add_argument("--warmup", "-w", type=console.positive, default=2, metavar="N", help="rounds before (2)")
-    parser.add_argument("--check", action="store_true", help="check the result of every measured call too")
-    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
+    sizes.add_argument(
+        "-b",
+        "--minbytes",
+        type=_bytes,
+        metavar="BYTES",
+        help="smallest size exchanged (default: sizes that the command chooses)",
+    )
+    sizes.add_argument(
+        "-e", "--maxbytes", type=_bytes, metavar="BYTES", help="largest size exchanged (default: the smallest)"
+    )
+    sizes.add_argument(
+        "-f", "--stepfactor", type=_factor, default=2.0, metavar="F", help="from size to size (default: 2)"
+    )
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help=DTYPE_HELP)
+    parser.add_argument("--rounds", "-n", type=console.positive, default=9, metavar="N", help=ROUNDS_HELP)
+    parser.add_argument(
+        "--warmup", "-w", type=console.positive, default=2, metavar="N", help="rounds before them (default: 2)"
+    )
+    parser.add_argument("--check", action="store_true", help="check every measured call too (default: before timing)")
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs, on GPUs only (default: call the ops)")
     console.add_rank_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="write every figure, and what it depends on")
-    parser.add_argument("--csv", metavar="FILE", help="write a line per row")
+    parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
+    parser.add_argument("--csv", metavar="FILE", help="also write a line per row, as CSV")
     return parser
 
 
 def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", nargs=3, type=console.positive, metavar=("ROWS", "K", "N"), action="append")
-    parser.add_argument("-K", type=console.positive, help="of sizes given in bytes (1024; 4096 where K is exchanged)")
-    parser.add_argument("-N", type=console.positive, help="of sizes given in bytes (4096; 1024 where K is exchanged)")
-    parser.add_argument("--batch", type=console.positive, default=0, metavar="B", help="x is [B, rows / B, K]")
-    parser.add_argument("--pass", dest="direction", nargs="+", choices=tuple(MATMULS), default=["forward"])
-    parser.add_argument("--algorithm", nargs="+", choices=ALGORITHMS, default=[AUTO], help="default: the planner's")
-    parser.add_argument("--plot", metavar="DIR", help="write PNGs: ratio, roofline, and lanes of each op")
+    shape = "x is [ROWS, K], w is [K, N]; can be repeated (default: four corners of few and many rows, K and N)"
+    shapes = ("ROWS", "K", "N")
+    parser.add_argument("--shape", nargs=3, type=console.positive, metavar=shapes, action="append", help=shape)
+    k = "K of sizes given in bytes (default: 1024, or 4096 where K is exchanged)"
+    n = "N of sizes given in bytes (default: 4096, or 1024 where K is exchanged)"
+    parser.add_argument("-K", type=console.positive, help=k)
+    parser.add_argument("-N", type=console.positive, help=n)
+    batch = "x is [B, rows / B, K] (default: 0, x is [rows, K])"
+    parser.add_argument("--batch", type=console.positive, default=0, metavar="B", help=batch)
+    direction = "what is measured (default: forward)"
     parser.add_argument(
-        "--trace", metavar="FILE", help="write a trace of all ranks for Perfetto: the last size of each op"
+        "--pass", dest="direction", nargs="+", choices=tuple(MATMULS), default=["forward"], help=direction
+    )
+    algorithm = "how the ops run (default: auto, the planner's choice)"
+    parser.add_argument("--algorithm", nargs="+", choices=ALGORITHMS, default=[AUTO], help=algorithm)
+    parser.add_argument("--plot", metavar="DIR", help="also draw PNG files: ratio, roofline, and lanes of each op")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="also write a trace of all ranks for Perfetto: the last size of each op"
     )
 
 
@@ -101,9 +132,9 @@ def run(args: argparse.Namespace) -> int:
     if args.what == SUITE:
         return all_to_all.run(args)
     device_type = args.device or world.default_device_type()
-    if problem := _wrong_arguments(args, device_type):
+    world_size = world.world_size_of(args.world_size, device_type)
+    if problem := _wrong_arguments(args, device_type, world_size):
         return console.fail("bench", problem, code=2)
-    world_size = args.world_size or world.default_world_size(device_type)
     options = Options(
         device_type=device_type,
         rounds=args.rounds,
@@ -123,10 +154,10 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _wrong_arguments(args: argparse.Namespace, device_type: str) -> str | None:
+def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
-    if device_type == "cuda" and (missing := world.missing_gpus(args.world_size)):
-        return f"--device cuda: {missing}"
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return problem
     if args.graph and device_type == "cpu":
         return "--graph replays CUDA graphs: it needs --device cuda, got cpu"
     if args.graph and "backward" in getattr(args, "direction", ()):

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fusedcomm.doctor import across_ranks
 from fusedcomm.doctor.across_ranks import GroupAnswer
-from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING
+from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING, Finding, told_once
 from fusedcomm.doctor.report import GPU_S, STAGES, diagnose
 from fusedcomm.launch import console, world
 from fusedcomm.redact import redact
@@ -23,15 +23,21 @@ STYLES = {OK: "green", ABSENT: "dim", WARNING: "yellow", ERROR: "bold red"}
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="this machine, its settings, and which algorithms will be used, or why not",
+        help="check this machine and its settings; say which algorithms will be used, or why not",
         description="Looks at versions, GPUs and settings, tries in processes of its own what fusedcomm needs, and "
-        "asks the planner which algorithms it will use; in the ranks of torchrun, for those. Changes nothing. "
-        "Exit code 0 if all that is there is usable (no GPU is no error), else 1.",
+        "asks the planner which algorithms it will use; under torchrun, for its ranks. Changes nothing. "
+        "Prints a table with a line per finding, and what to do about it. "
+        "Exit code: 0 if all that is there is usable (no GPU is no error), 1 if not, 2 for wrong arguments.",
+        epilog="example: fusedcomm doctor --quick --json doctor.json",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-    parser.add_argument("--quick", action="store_true", help="try nothing: only look, and ask the planner")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     parser.add_argument(
-        "--no-redact", action="store_true", help="show names of hosts and users, addresses, serial numbers and values"
+        "--quick", action="store_true", help="try nothing: only look, and ask the planner (default: try too)"
+    )
+    parser.add_argument(
+        "--no-redact",
+        action="store_true",
+        help="show names of hosts and users, addresses, serial numbers and values (default: hidden)",
     )
     parser.set_defaults(run=run)
 
@@ -67,27 +73,26 @@ def _print(report: dict[str, Any], quick: bool) -> None:
     out = console.stdout()
     _print_facts(out, report)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    table.add_column("", no_wrap=True)
-    table.add_column("what", no_wrap=True)
-    table.add_column("found", overflow="fold")
+    table.add_column("area", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("what")
+    table.add_column("found -> what to do", overflow="fold")
     section = ""
-    for finding in report["findings"]:
-        text = Text(finding["text"])
-        if finding["advice"] and finding["level"] != OK:
-            text.append(f"\n-> {finding['advice']}", style="italic")
-        heading = finding["section"] if finding["section"] != section else ""
-        section = finding["section"]
-        table.add_row(heading, Text(finding["level"], style=STYLES[finding["level"]]), finding["name"], text)
+    findings = told_once(Finding(**each) for each in report["findings"])
+    for finding in findings:
+        text = Text(finding.text)
+        if finding.advice and finding.level != OK:
+            text.append(f"\n-> {finding.advice}", style="italic")
+        heading = finding.section if finding.section != section else ""
+        section = finding.section
+        table.add_row(heading, Text(finding.level, style=STYLES[finding.level]), Text(finding.name), text)
     out.print(table)
-    counts = {level: sum(finding["level"] == level for finding in report["findings"]) for level in LEVELS}
-    for level in (WARNING, ERROR):
-        if counts[level]:
-            out.print(f"{level}: {LEVELS[level]}")
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
+    out.print("; ".join(f"{level}: {LEVELS[level]}" for level in LEVELS if counts[level]))
     if quick:
         out.print("nothing was tried (--quick)")
-    errors = f"{counts[ERROR]} errors, {counts[WARNING]} warnings"
-    out.print(f"{errors}: exit code {report['exit_code']}")
+    errors, warnings = (f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in (ERROR, WARNING))
+    out.print(f"{errors}, {warnings}: exit code {report['exit_code']}")
 
 
 def _print_facts(out: Console, report: dict[str, Any]) -> None:

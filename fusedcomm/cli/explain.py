@@ -18,6 +18,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from fusedcomm.launch import console, world
+from fusedcomm.launch.ranks import end_with_parent
 
 if TYPE_CHECKING:
     from fusedcomm.compile.reports import CollectiveReport, CompileReport
@@ -28,14 +29,17 @@ WIDTH = 160  # of lines where no terminal says its own
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "explain",
-        help="a script's compiled collectives: fused, or left and why",
-        description="Runs a script that calls torch.compile, with fusedcomm.compile.enable() before it, and prints "
-        "what became of every collective in its graphs; in ranks that it starts itself, or in those of torchrun. "
-        "The exit code is the script's.",
+        help="run a script; say which of its compiled collectives are fused, or why not",
+        description="Runs a script that calls torch.compile, with fusedcomm.compile.enable() before it, in ranks that "
+        "it starts or in those of torchrun. Prints a table of what became of every collective in the script's graphs. "
+        "Exit code: the script's, or 2 for wrong arguments.",
+        epilog="example: fusedcomm explain --nproc 2 train.py --steps 3",
     )
     parser.add_argument("--nproc", type=console.positive, default=2, metavar="N", help="ranks to start (default: 2)")
-    parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE")
-    parser.add_argument("script", metavar="script.py")
+    console.add_oversubscribe(parser)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of the ranks that this command starts
+    parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE, as JSON")
+    parser.add_argument("script", metavar="script.py", help="the script to run")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     parser.set_defaults(run=run)
 
@@ -45,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("explain", problem, code=2)
     if not world.under_torchrun():
         return _start_ranks(args)
+    if args.parent is not None:
+        end_with_parent(args.parent)
     json_file = Path(args.json).absolute() if args.json else None  # the script may change the directory
     with _enabled() as reports, _printed(reports, json_file) if world.is_rank_0() else contextlib.nullcontext():
         _run_script(args.script, args.script_args)
@@ -52,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_arguments(args: argparse.Namespace) -> str | None:
+    bounded = not (world.under_torchrun() or args.oversubscribe) and world.default_device_type() == "cpu"
+    if bounded and (problem := world.too_many("--nproc", args.nproc, 2)):
+        return problem
     for name, mode in ((args.script, "r"), (args.json, "a")):
         try:
             if name:
@@ -69,7 +78,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which says so at length
     options = ["--standalone", f"--nproc-per-node={args.nproc}", "--module", "fusedcomm", "explain"]
-    options += ["--json", args.json] if args.json else []
+    options += ["--parent", str(os.getpid()), *(["--json", args.json] if args.json else [])]
     try:
         torchrun.run(torchrun.parse_args([*options, args.script, *args.script_args]))
     except ChildFailedError as error:

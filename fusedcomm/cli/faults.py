@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fusedcomm.launch import console
+from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime.topology import no_native
@@ -20,7 +20,8 @@ from fusedcomm.testing.faults import Cell, Verdict, run_cells, select
 from fusedcomm.testing.faults.cells import OPS
 from fusedcomm.testing.faults.matrix import WORKERS
 
-TABLE_WIDTH = 150
+LEGEND = """A cell is one fault, in one rank, at one step of one op (--list names them; see docs/faults.md).
+It survives if every rank gets right values, or an error in time."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,31 @@ class FaultRow:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "faults",
-        help="delayed, stopped, killed and failing ranks: errors in time, no wrong number",
-        description="Injects faults into ranks that it starts on this machine's CPUs, each at a step of a call, and "
-        "checks what comes of it. Exit code 0 if every cell survived, else 1.",
+        help="delay, stop, kill and fail ranks on purpose; check that errors come in time",
+        description="Injects faults into ranks that it starts on this machine's CPUs: a cell is one fault at one step "
+        "of a call. Checks that every rank gets right values, or an error in time. Prints a table with a line per "
+        "fault; all cells take some minutes. Exit code: 0 if every cell survived, 1 if not, 2 for wrong arguments.",
+        epilog="example: fusedcomm faults --only '*/kill/*'",
     )
     parser.add_argument(
         "--only",
         metavar="PATTERN",
         action="append",
         default=[],
-        help="cells whose name, or parts of it that follow each other, match a pattern of the shell; can be repeated",
+        help="cells whose name, or parts of it that follow each other, match a pattern of the shell; can be repeated "
+        "(default: all cells)",
     )
-    parser.add_argument("--quick", action="store_true", help="a slice: every fault, step and op at least once")
+    parser.add_argument("--quick", action="store_true", help="fewer cells: every fault, step and op at least once")
     parser.add_argument(
-        "--workers", type=console.positive, metavar="N", default=WORKERS, help=f"cells that run at a time ({WORKERS})"
+        "--workers",
+        type=console.positive,
+        metavar="N",
+        default=WORKERS,
+        help=f"cells that run at a time (default: {WORKERS})",
     )
+    console.add_oversubscribe(parser)
     parser.add_argument("--list", action="store_true", help="print the names of the cells, and run none")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     parser.set_defaults(run=run)
 
 
@@ -81,11 +90,12 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("faults", str(error))
     seconds = time.monotonic() - start
     rows = summary(cells, verdicts)
-    out = console.wide_stdout(TABLE_WIDTH)
+    out = console.stdout()
     out.print(table(rows))
+    out.print(LEGEND)
     for verdict in verdicts:
         for text in verdict.found:
-            out.print(f"{verdict.cell}: {text}", markup=False)
+            out.print(f"FAILED {verdict.cell}: {text}", markup=False)
     out.print(f"{total(verdicts)}; {seconds:.0f} s")
     if args.json:
         facts = run_facts() | {"total": total(verdicts)}
@@ -97,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
 def _cannot_run(args: argparse.Namespace) -> str | None:
     if missing := no_native():
         return missing
+    if not args.oversubscribe and (problem := world.too_many("--workers", args.workers, WORKERS)):
+        return problem
     if problem := console.not_writable(args.json):
         return f"--json {problem}"
     return None
@@ -134,12 +146,11 @@ def table(rows: Sequence[FaultRow]) -> Table:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("fault", "algorithm"):
         made.add_column(heading, no_wrap=True)
-    ops = (op.replace("matmul_", "matmul\n").replace("_matmul", "\nmatmul") for op in OPS)
-    for heading in (*ops, "tried", "survived", "wrong\nnumbers", "hangs", "worst time\n/ time-out"):
+    for heading in ("cells\ntried", "cells\nsurvived", "wrong\nnumbers", "hangs", "slowest error\n/ time-out"):
         made.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         counts = (row.tried, row.survived, row.wrong_numbers, row.hangs)
-        made.add_row(row.fault, row.algorithm, *row.ops.values(), *map(str, counts), _times(row.worst))
+        made.add_row(row.fault, row.algorithm, *map(str, counts), _times(row.worst))
     return made
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedcomm.doctor import postmortem
+from fusedcomm.doctor.findings import ranks_text
 from fusedcomm.doctor.postmortem import Postmortem, RecordedCall
 from fusedcomm.launch import console
 
@@ -19,12 +20,14 @@ from fusedcomm.launch import console
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "postmortem",
-        help="which rank of a hung or failed run is behind, in which op, waiting for what",
+        help="say which rank of a hung or failed run is behind, in which op, waiting for what",
         description="Reads what ranks have written into FUSEDCOMM_DUMP_DIR, when a call failed or on SIGUSR1. "
-        "Exit code 0 if there is a verdict, 1 if there is no dump.",
+        "Prints each rank's last call, and a verdict: who is behind, and who waits for whom. "
+        "Exit code: 0 if there is a verdict, 1 if there is no dump, 2 for wrong arguments.",
+        epilog="example: fusedcomm postmortem dumps",
     )
     parser.add_argument("dir", metavar="DIR", help="where the files rank0.json, rank1.json, ... are")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     parser.set_defaults(run=run)
 
 
@@ -55,17 +58,19 @@ def _print(report: Postmortem) -> None:
     for dump in report.dumps:
         earlier = f", {newest - dump.time:.0f} s before the last" if newest - dump.time >= 1 else ""
         reasons.setdefault(f"{dump.why.partition(':')[0]}{earlier}", []).append(dump.rank)
+    out.print("why ranks have written their dumps:")
     for why, ranks in reasons.items():
-        out.print(f"{postmortem.ranks_text(ranks)}: {why}", markup=False)
+        out.print(f"{ranks_text(ranks)}: {why}", markup=False)
     if report.silent:
-        out.print(f"{postmortem.ranks_text(report.silent)}: no dump", markup=False)
+        out.print(f"{ranks_text(report.silent)}: no dump", markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("group", "rank", "last call", "runs", "is", "for"):
-        table.add_column(heading, justify="right" if heading in ("rank", "for") else "left")
+    for heading in ("group", "rank", "last call", "algorithm", "state", "duration"):
+        table.add_column(heading, justify="right" if heading in ("rank", "duration") else "left")
     for group in report.groups:
         for i, rank in enumerate(group.ranks):
             table.add_row(Text(group.name) if i == 0 else "", str(rank), *map(Text, _cells(group.last.get(rank))))
     out.print(table)
+    out.print("verdict:")
     for verdict in report.verdicts:
         out.print(verdict, markup=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,18 +34,20 @@ class SelftestReport:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "selftest",
-        help="values, time-outs, errors and fallbacks on this machine, in under a minute",
-        description="Checks what fusedcomm promises, in ranks that it starts, on GPUs if there are two or more, "
-        "or in the ranks of torchrun. No rank is killed. Exit code 0 if nothing failed, else 1.",
+        help="check results, time-outs, errors and fallbacks here, in under a minute",
+        description="Checks what fusedcomm promises, in ranks that it starts or in those of torchrun: results and "
+        "gradients of every op, time-outs, errors and fallbacks. No rank is killed. Prints a table with a line per "
+        "check. Exit code: 0 if nothing failed, 1 if something did, 2 for wrong arguments.",
+        epilog="example: fusedcomm selftest --device cpu",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     console.add_rank_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     device_type = args.device or world.default_device_type()
-    world_size = _world_size(args, device_type)
+    world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):
         return console.fail("selftest", problem, code=2)
     start = time.monotonic()
@@ -64,15 +65,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _world_size(args: argparse.Namespace, device_type: str) -> int:
-    if world.under_torchrun():
-        return int(os.environ["WORLD_SIZE"])
-    return args.world_size or world.default_world_size(device_type)
-
-
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    if device_type == "cuda" and (missing := world.missing_gpus(args.world_size)):
-        return f"--device cuda: {missing}"
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return problem
     if args.world_size not in (None, world_size):
         return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
     if world.is_rank_0() and (problem := console.not_writable(args.json)):
@@ -111,9 +106,9 @@ def _in_rank(rank: int, name: str, device_type: str) -> CheckResult:
 
 def _print(report: SelftestReport) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("check", ""):
+    for heading in ("check", "result"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("proves", "found"):
+    for heading in ("what must hold", "found"):
         table.add_column(heading, overflow="fold")
     for result in report.checks:
         status = Text(result.status, style=STYLES[result.status])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -28,6 +27,10 @@ from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
 
 TIMEOUT_S = 600
+NOT_KEPT = (
+    "This machine did other things while it was measured: nothing is kept. End what else runs here, or give the ranks "
+    "CPUs of their own (taskset), and try again"
+)
 UNITS = {"flops": (1e9, "GFLOP/s"), "bandwidth": (1e9, "GB/s"), "overhead": (1e-6, "us"), "latency": (1e-6, "us")}
 
 
@@ -42,31 +45,43 @@ class TuneResult:
     constants: Constants | None = None
     points: tuple[tune.Point, ...] = ()
     samples: tuple[tune.Sample, ...] = ()
+    noise: float | None = None
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
-        help="measure this machine for the planner",
-        description="Measures matmuls, links and collectives on the GPUs present, else on CPU ranks; by itself, or in "
-        "the ranks of torchrun. What it finds decides how calls run, in programs started after it with as many ranks.",
+        help="measure this machine, so that the planner chooses by its numbers",
+        description="Measures matmuls, links and collectives, which takes a minute, and keeps the numbers in the "
+        "user's cache directory: they decide by which algorithm calls run, in programs that are started later with "
+        "as many ranks. Prints them beside the default ones. Other programs must not run meanwhile: what a busy "
+        "machine measures is not kept. Exit code: 0, 1 if nothing was kept, 2 for wrong arguments.",
+        epilog="example: fusedcomm tune && fusedcomm tune --show",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
-    what.add_argument("--show", action="store_true", help="print the numbers in use and where they come from")
-    what.add_argument("--reset", action="store_true", help="remove the measured numbers: back to the default ones")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    what.add_argument("--quick", action="store_true", help="measure fewer sizes and rounds (default: all)")
+    what.add_argument(
+        "--show", action="store_true", help="measure nothing: print the numbers in use and where they come from"
+    )
+    what.add_argument(
+        "--reset",
+        action="store_true",
+        help="measure nothing: remove the measured numbers, so that default ones are used",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     console.add_rank_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     device_type = args.device or world.default_device_type()
-    world_size = _world_size(args.world_size, device_type)
+    world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):
         return console.fail("tune", problem, code=2)
     if args.show or args.reset:
         return _stored(args, device_type, world_size) if world.is_rank_0() else 0
+    if world.is_rank_0() and (problem := _cannot_keep()):
+        return console.fail("tune", problem)
     try:
         with world.ranks(device_type, world_size, TIMEOUT_S) as call:
             result = call(_measure, device_type, args.quick)
@@ -82,19 +97,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _world_size(asked: int | None, device_type: str) -> int:
-    if world.under_torchrun():
-        return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    return asked or world.default_world_size(device_type)
-
-
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    if device_type == "cuda" and (missing := world.missing_gpus(world_size)):
-        return f"--device cuda: {missing}"
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return problem
     if world_size < 2:
         return f"--world-size must be at least 2, for one rank exchanges nothing, got {world_size}"
     if world.is_rank_0() and (problem := console.not_writable(args.json)):
         return f"--json {problem}"
+    return None
+
+
+def _cannot_keep() -> str | None:
+    """Why what will be measured could not be written, found out before the work."""
+    try:
+        tuned.make_directory()
+    except OSError as error:
+        return f"cannot write {error.filename}: {error.strerror}; set FUSEDCOMM_CACHE_DIR to a directory of yours"
     return None
 
 
@@ -146,6 +164,8 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
             found = tune.tune(ours, quick, on_done)
     except members.WorkspaceUnavailable as reason:
         return TuneResult(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
+    except tune.Unreliable as reason:
+        return TuneResult(failed=f"{reason}. {NOT_KEPT}")
     assert dist.group.WORLD is not None
     try:
         file = tune.write_for_all(found.constants, device, dist.group.WORLD)
@@ -153,7 +173,7 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
         return TuneResult(failed=str(error))
     seconds = time.perf_counter() - start
     name = tuned.key(device, ours.group_size)["device"]
-    return TuneResult("", name, str(file), seconds, found.constants, found.points, found.samples)
+    return TuneResult("", name, str(file), seconds, found.constants, found.points, found.samples, found.noise)
 
 
 def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
@@ -166,6 +186,7 @@ def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -
         "world_size": world_size,
         "quick": quick,
         "seconds": result.seconds,
+        "noise": result.noise,
         "file": Path(result.file).name,
         "digest": result.constants.digest,
         "constants": result.constants.to_json(),
@@ -178,9 +199,7 @@ def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -
 
 def right(sample: tune.Sample) -> bool:
     """The estimates say which algorithm was the fastest."""
-    return min(sample.estimated, key=sample.estimated.__getitem__) == min(
-        sample.measured, key=sample.measured.__getitem__
-    )
+    return sample.chosen == min(sample.measured, key=sample.measured.__getitem__)
 
 
 def _print(result: TuneResult, world_size: int) -> None:
@@ -188,6 +207,7 @@ def _print(result: TuneResult, world_size: int) -> None:
     out = console.stdout()
     out.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
     out.print(_table(result.constants, DEFAULTS[result.constants.device_type]))
+    out.print(f"noise: one matmul, measured again and again among the rest, differed by {result.noise:.0%}")
     good = sum(map(right, result.samples))
     out.print(f"of {len(result.samples)} small calls measured, the estimates name the fastest algorithm in {good}")
     k, n = tune.CROSSOVER_K_N

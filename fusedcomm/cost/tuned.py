@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,16 @@ def write(constants: Constants, device: torch.device, group_size: int) -> Path:
     """Replace the file in one step: a reader finds either the old file or the new one, whole. Raises OSError."""
     holds_for = key(device, group_size)
     content = {"version": VERSION, "key": holds_for, "constants": constants.to_json()}
-    file = path_of(holds_for)
-    file.parent.parent.mkdir(parents=True, exist_ok=True)
-    file.parent.mkdir(mode=0o700, exist_ok=True)
-    return files.replace(file, json.dumps(content, indent=2))
+    make_directory()
+    return files.replace(path_of(holds_for), json.dumps(content, indent=2))
+
+
+def make_directory() -> None:
+    """The cache directory, in which this user can then write. Raises OSError."""
+    folder = env.cache_dir()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def remove(device: torch.device, group_size: int) -> bool:

@@ -19,7 +19,7 @@ import fusedcomm
 from fusedcomm import env
 from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, ranks_text
 from fusedcomm.machine import version
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
@@ -42,7 +42,7 @@ class AlgorithmVerdict:
     reason: str
 
     def __str__(self) -> str:
-        return f"will be used: {self.reason}" if self.used else f"not used because {self.reason}"
+        return f"used for {self.reason}" if self.used else f"not used: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def find_differences(group: GroupAnswer) -> list[Finding]:
         advice = "give all ranks of a host the same, and use cuda:LOCAL_RANK: torch tells GPUs apart by number"
         findings += _must_be_equal("CUDA_VISIBLE_DEVICES", visible, WARNING, "differs between ranks of a host", advice)
         if len({fact["host"] for fact in here.values()}) > 1:
-            text = f"ranks {sorted(here)} are on one machine, in several PID namespaces: they cannot share memory"
+            text = f"{ranks_text(sorted(here))} are on one machine, in several PID namespaces: they cannot share memory"
             findings.append(Finding("ranks", "containers", WARNING, text, "one container for all ranks of a host"))
     gpus = [rank["gpu"] for rank in ranks if rank["gpu"]]
     if len(set(gpus)) < len(gpus):
@@ -132,7 +132,7 @@ def find_verdicts(group: GroupAnswer, primary: str | None) -> list[Finding]:
                 level = ABSENT
             elif group.num_hosts > 1:
                 level, advice = ABSENT, "groups whose ranks are on one host can"
-        findings.append(Finding("verdict", f"{verdict.device} {verdict.algorithm}", level, str(verdict), advice))
+        findings.append(Finding("algorithms", f"{verdict.device} {verdict.algorithm}", level, str(verdict), advice))
     return findings
 
 
@@ -192,9 +192,9 @@ def _verdicts(device_type: str, num_ranks: int) -> list[AlgorithmVerdict]:
     for name, calls in chosen.items():
         cannot = _cannot(name, device_type, num_ranks)
         if calls:
-            reason = f"for {len(calls)} of {total} calls that were looked at, as {calls[len(calls) // 2]}"
+            reason = f"{len(calls)} of {total} example calls, such as {calls[len(calls) // 2]}"
         else:
-            reason = cannot or f"the planner takes {most}: {chosen[most][0].partition(' (')[2][:-1]}"
+            reason = cannot or f"the planner chooses {most}: {chosen[most][0].partition(' (')[2][:-1]}"
         verdicts.append(AlgorithmVerdict(device_type, name, bool(calls), cannot is None, reason))
     return verdicts
 
@@ -224,7 +224,7 @@ def _by_key(ranks: list[dict[str, Any]], what: str) -> list[tuple[str, dict[int,
 def _must_be_equal(name: str, values: dict[int, Any], level: str, text: str, advice: str) -> list[Finding]:
     if len(set(values.values())) <= 1:
         return []
-    return [Finding("ranks", name, level, f"{text}: {', '.join(f'{r}: {v}' for r, v in values.items())}", advice)]
+    return [Finding("ranks", name, level, f"{text}: {by_value(values)}", advice)]
 
 
 def _hash(text: str) -> str:

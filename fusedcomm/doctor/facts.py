@@ -44,7 +44,9 @@ def version_findings(found: dict[str, str | None], num_gpus: int) -> list[Findin
     if reason := topology.no_native():
         findings.append(Finding("versions", "native part", WARNING, reason, "needed on CPU only"))
     if not findings:
-        findings.append(Finding("versions", "packages", OK, "all there, the native part too"))
+        findings.append(
+            Finding("versions", "packages", OK, "all that is needed is installed, and the native part can be loaded")
+        )
     return findings
 
 

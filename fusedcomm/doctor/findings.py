@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 OK, ABSENT, WARNING, ERROR = "ok", "absent", "warning", "error"
-SECTIONS = ("versions", "system", "gpus", "topology", "settings", "cache", "ranks", "checks", "verdict")
+SECTIONS = ("versions", "system", "gpus", "topology", "settings", "cache", "ranks", "checks", "algorithms")
+REFERRED = 40  # characters: a shorter text is told again
 LEVELS = {
     OK: "usable",
     ABSENT: "not there, or not used, by design",
@@ -31,3 +33,51 @@ def in_order(findings: list[Finding]) -> list[Finding]:
 def exit_code(findings: list[Finding]) -> int:
     """0 where all that was found is usable or absent by design."""
     return int(any(finding.level == ERROR for finding in findings))
+
+
+def told_once(findings: Iterable[Finding]) -> list[Finding]:
+    """As they are shown: what is found of several things is one line, and what a line above says is referred to."""
+    told: list[Finding] = []
+    for finding in findings:
+        for above in told:
+            if above.level != OK and above.text != finding.text and len(above.text) > REFERRED:
+                finding = replace(finding, text=finding.text.replace(above.text, f"see {above.name}, above"))
+        same = next((each for each in told if _same(each, finding)), None)
+        if same is None:
+            told.append(finding)
+        else:
+            level = max(same.level, finding.level, key=list(LEVELS).index)
+            told[told.index(same)] = replace(same, name=_joined(same.name, finding.name), level=level)
+    return told
+
+
+def _same(a: Finding, b: Finding) -> bool:
+    return (a.section, a.text, a.advice) == (b.section, b.text, b.advice)
+
+
+def _joined(names: str, name: str) -> str:
+    """``GPU 0, 1``."""
+    kind, _, rest = name.partition(" ")
+    return f"{names}, {rest if rest and names.startswith(f'{kind} ') else name}"
+
+
+def by_value(values: Mapping[int, object]) -> str:
+    """``rank 0: a, ranks 1 to 3: not set``, of what each rank has."""
+    ranks: dict[object, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault("not set" if value is None else value, []).append(rank)
+    return ", ".join(f"{ranks_text(each)}: {value}" for value, each in ranks.items())
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 2``, ``ranks 0 to 3 and 7``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [text for run in runs for text in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))]
+    if len(ranks) == 1:
+        return f"rank {texts[0]}"
+    return f"ranks {' and '.join(filter(None, (', '.join(texts[:-1]), texts[-1])))}" if ranks else "no rank"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fusedcomm.doctor.findings import ranks_text
 from fusedcomm.runtime.dumps import SCHEMA, SIGUSR1
 from fusedcomm.runtime.flight_recorder import CHECKING, DONE, FAILED, RUNNING, VOTING
 
@@ -319,10 +320,3 @@ def _joined(path: Sequence[Wait]) -> str:
     first, *rest = path
     texts = [f"which waits in group {w.call.group!r}, {w.call}, for rank {w.awaited}" for w in rest]
     return ", ".join([str(first), *texts])
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0, 1 and 3``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"

@@ -13,7 +13,7 @@ import torch
 from fusedcomm.doctor import across_ranks, cache, checks, facts, gpus, pci, settings
 from fusedcomm.doctor.across_ranks import GroupAnswer
 from fusedcomm.doctor.checks import CheckRanks
-from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, exit_code, in_order
+from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, exit_code, in_order
 from fusedcomm.doctor.gpus import Gpu, Machine, Pair
 from fusedcomm.machine import environment
 
@@ -89,7 +89,7 @@ def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Call
             _check_ranks(report, ranks, "cpu", CPU_S)
     on_stage(3)
     if num_gpus == 0:
-        report.findings.append(Finding("verdict", "cuda", ABSENT, "not used because torch sees no GPU"))
+        report.findings.append(Finding("algorithms", "cuda", ABSENT, "not used: torch sees no GPU"))
     else:
         _look_at_gpus(report, num_gpus, quick, theirs)
     _judge(report, machine, num_gpus)
@@ -109,9 +109,11 @@ def _look_at_gpus(report: DoctorReport, num_gpus: int, quick: bool, theirs: Grou
             report.findings.append(_verdict_of_one_gpu(report, theirs))
         return
     if isinstance(theirs, GroupAnswer) and not judged:
-        seen = ", ".join(map(str, theirs.gpus_by_rank.values()))
-        text = f"not used because each rank needs a GPU of its own; GPUs by rank: {seen}"
-        report.findings.append(Finding("verdict", "cuda", ERROR, text, "start as many ranks on a host as it has GPUs"))
+        seen = by_value(theirs.gpus_by_rank)
+        text = f"not used: each rank needs a GPU of its own, got GPUs of {seen}"
+        report.findings.append(
+            Finding("algorithms", "cuda", ERROR, text, "start as many ranks on a host as it has GPUs")
+        )
     with CheckRanks(min(num_gpus, MAX_GPU_RANKS), "cpu:gloo,cuda:nccl") as ranks:
         if theirs is None:
             _heard(report, _ask(ranks, "cuda", GPU_S))
@@ -126,12 +128,12 @@ def _verdict_of_one_gpu(report: DoctorReport, theirs: GroupAnswer | Exception | 
         here = theirs.on_host_of_rank_0()
         seen = {uuid for rank in here for uuid in rank["gpus"]}
         if len(here) > 1 and max(len(seen), len(report.gpus)) > 1:
-            text = f"not used because each of the {len(here)} ranks on this host sees one GPU"
-            return Finding("verdict", "cuda", ERROR, text, advice)
+            text = f"not used: each of the {len(here)} ranks on this host sees one GPU"
+            return Finding("algorithms", "cuda", ERROR, text, advice)
     if len(report.gpus) > 1:
-        text = f"chunked and fused are not used because torch sees one of the machine's {len(report.gpus)} GPUs"
-        return Finding("verdict", "cuda", WARNING, text, advice)
-    return Finding("verdict", "cuda", ABSENT, "chunked and fused are not used because one GPU has no peers")
+        text = f"chunked and fused are not used: torch sees one of the machine's {len(report.gpus)} GPUs"
+        return Finding("algorithms", "cuda", WARNING, text, advice)
+    return Finding("algorithms", "cuda", ABSENT, "chunked and fused are not used: one GPU has no peers")
 
 
 def _ask(ranks: CheckRanks, device_type: str, limit_s: float) -> GroupAnswer | Exception:
@@ -144,7 +146,7 @@ def _ask(ranks: CheckRanks, device_type: str, limit_s: float) -> GroupAnswer | E
 def _heard(report: DoctorReport, answer: GroupAnswer | Exception) -> None:
     if isinstance(answer, Exception):
         text = f"unknown: the ranks could not be asked: {checks.brief(answer)}"
-        report.findings.append(Finding("verdict", "group", ERROR, text, "every op on a group fails in the same way"))
+        report.findings.append(Finding("algorithms", "group", ERROR, text, "no op on a group works until this does"))
         return
     report.groups.append(answer)
 

@@ -100,7 +100,13 @@ RULES = (
         "fewer SMs than the GPU says: kernels that wait may not all be resident",
         "unset it",
     ),
-    Rule("FUSEDCOMM_ALGORITHM", bool, WARNING, "every op runs so where it can; the planner is not asked", "unset it"),
+    Rule(
+        "FUSEDCOMM_ALGORITHM",
+        bool,
+        WARNING,
+        "every op runs by this algorithm where it can; the planner is not asked",
+        "unset it",
+    ),
     Rule(
         "FUSEDCOMM_CHECK", _on, WARNING, "every call waits for all ranks to compare it first: for debugging", "unset it"
     ),
@@ -110,13 +116,16 @@ RULES = (
 
 def find(num_gpus: int) -> list[Finding]:
     """What the environment does."""
+    wrong = _of_fusedcomm()
     findings = [
         Finding("settings", rule.name, _level(rule.level, num_gpus), rule.text, rule.advice)
         for rule in RULES
         if rule.name in os.environ and rule.bad(os.environ[rule.name])
+        if rule.name not in {finding.name for finding in wrong}
     ]
-    findings += _of_fusedcomm()
-    return findings or [Finding("settings", "environment", OK, "no variable that breaks things")]
+    return findings + wrong or [
+        Finding("settings", "environment", OK, "no variable is set that breaks or slows things")
+    ]
 
 
 def _of_fusedcomm() -> list[Finding]:
@@ -127,7 +136,9 @@ def _of_fusedcomm() -> list[Finding]:
             try:
                 env.SETTINGS[name]()
             except ValueError as error:
-                findings.append(Finding("settings", name, ERROR, str(error), "every op fails until it is right"))
+                findings.append(
+                    Finding("settings", name, ERROR, str(error), "correct it or unset it: until then every op fails")
+                )
         else:
             near = difflib.get_close_matches(name, env.SETTINGS, n=1)
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(env.SETTINGS))}"
@@ -150,7 +161,9 @@ def find_limits(num_gpus: int, kernel: str, proc: Path = Path("/proc"), shm: Pat
         text = f"{locked // 1024} KiB of memory may be locked; NCCL over InfiniBand needs more"
         findings.append(Finding("system", "ulimit -l", WARNING, text, "ulimit -l unlimited"))
     findings += _shm(num_gpus, shm) + _namespaces(num_gpus, proc)
-    return findings or [Finding("system", "limits", OK, "kernel, open files, shared memory")]
+    return findings or [
+        Finding("system", "limits", OK, "the kernel and the limits of open files and shared memory suffice")
+    ]
 
 
 def _shm(num_gpus: int, shm: Path) -> list[Finding]:

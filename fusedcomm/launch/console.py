@@ -46,9 +46,16 @@ def progress(here: bool, total: int, first: str, then: str) -> Iterator[Callable
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of every command that starts ranks: on what, and how many."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="GPUs, if there are two or more")
-    world_size = "ranks to start (all GPUs, or 2 on CPU)"
+    device = "where to run (default: cuda if there are two GPUs or more, else cpu)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
+    world_size = "ranks to start (default: one per GPU, or 2 on CPU; under torchrun its own)"
     parser.add_argument("--world-size", type=positive, metavar="N", help=world_size)
+    add_oversubscribe(parser)
+
+
+def add_oversubscribe(parser: argparse.ArgumentParser) -> None:
+    text = "start more ranks on CPU than there are CPUs for them (default: refused, but for 2)"
+    parser.add_argument("--oversubscribe", action="store_true", help=text)
 
 
 def fail(command: str, text: str, code: int = 1) -> int:

@@ -15,6 +15,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -83,7 +85,6 @@ class _Setup:
     threads: int
     timeout_s: float
     parent: int
-    pdeathsig: bool
 
 
 @dataclass
@@ -137,10 +138,8 @@ class RankPool:
                     threads,
                     timeout_s,
                     parent=os.getpid(),
-                    # It fires when the creating thread ends: only the main one lives long enough
-                    pdeathsig=threading.current_thread() is threading.main_thread(),
                 )
-                self._ranks.append(_spawn(setup, env or {}))
+                self._ranks.append(_in_lasting_thread(partial(_spawn, setup, env or {})))
             self._running = True
             self.join()
         except BaseException:
@@ -280,12 +279,40 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: An
 
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 _environ_lock = threading.Lock()
+_starter: tuple[threading.Thread, queue.SimpleQueue[Callable[[], None]]] | None = None
 
 
 @atexit.register
 def _reap() -> None:
     for pool in list(_pools):
         pool._kill_all()
+
+
+def _in_lasting_thread(start: Callable[[], _Rank]) -> _Rank:
+    """``start()`` in the one thread that starts all ranks and lives as long as this process.
+
+    PR_SET_PDEATHSIG fires when the thread ends that made the process, which the caller's may do earlier.
+    """
+    global _starter
+    if _starter is None or not _starter[0].is_alive():  # as in a forked child
+        jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+        def run_jobs() -> None:
+            while True:
+                jobs.get()()
+
+        _starter = threading.Thread(target=run_jobs, name="start_ranks", daemon=True), jobs
+        _starter[0].start()
+    started: Future[_Rank] = Future()
+
+    def job() -> None:
+        try:
+            started.set_result(start())
+        except BaseException as error:
+            started.set_exception(error)
+
+    _starter[1].put(job)
+    return started.result()
 
 
 @contextlib.contextmanager
@@ -339,7 +366,8 @@ def _read_trace(traces: Connection) -> str:
 
 
 def _rank_main(setup: _Setup, tasks: Connection, traces: Connection) -> None:
-    _end_with_parent(setup)
+    end_with_parent(setup.parent)
+    _watch_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
     faulthandler.enable(traces.fileno(), all_threads=True)
     signal.signal(signal.SIGUSR1, lambda *args: None)  # fusedcomm.runtime.dumps listens to Python's handlers
@@ -354,8 +382,8 @@ def _rank_main(setup: _Setup, tasks: Connection, traces: Connection) -> None:
         dist.destroy_process_group()
 
 
-def _end_with_parent(setup: _Setup) -> None:
-    """The thread covers every parent; the signal also a rank that hangs with the GIL held."""
+def _watch_parent() -> None:
+    """Where there is no PR_SET_PDEATHSIG: a rank that is stopped, or hangs with the GIL held, does not end by this."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -364,9 +392,13 @@ def _end_with_parent(setup: _Setup) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
-    if setup.pdeathsig and sys.platform == "linux":
+
+
+def end_with_parent(parent: int) -> None:
+    """SIGKILL for this process when the thread ends that has started it; at once, if process ``parent`` has ended."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != setup.parent:
+        if os.getppid() != parent:
             os._exit(1)
 
 

@@ -41,6 +41,38 @@ def default_world_size(device_type: str) -> int:
     return torch.cuda.device_count() if device_type == "cuda" else 2
 
 
+def world_size_of(asked: int | None, device_type: str) -> int:
+    """How many ranks a command has: torchrun's, else as many as are asked for, else one per GPU, or 2."""
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return asked or default_world_size(device_type)
+
+
+def cannot_start(device_type: str, world_size: int, oversubscribe: bool) -> str | None:
+    """Why a command does not start so many ranks here, or None; torchrun's have been started already."""
+    if device_type == "cuda":
+        missing = missing_gpus(world_size)
+        return missing and f"--device cuda: {missing}"
+    return None if under_torchrun() or oversubscribe else too_many("--world-size", world_size, 2)
+
+
+def too_many(option: str, asked: int, always: int) -> str | None:
+    """Why ``asked`` are more than this process has CPUs for, or None; as many as ``always`` are never too many."""
+    num_cpus = available_cpus()
+    most = max(always, num_cpus)
+    if asked <= most:
+        return None
+    return (
+        f"{option} must be at most {most} here, got {asked}: this process may use {num_cpus} CPUs, "
+        "and ranks that share a CPU are slow; --oversubscribe starts them nevertheless"
+    )
+
+
+def available_cpus() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def missing_gpus(world_size: int | None) -> str | None:
     """Why this machine's ranks cannot have a GPU each, or None."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1))

@@ -88,7 +88,7 @@ def test_each_case_alone(case: str, shared_ranks: int, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(("shared_ranks", "dtype"), [(3, "bfloat16"), (2, "float16")], indirect=["shared_ranks"])
 def test_all_cases_in_one_run(shared_ranks: int, dtype: str, tmp_path: Path) -> None:
     file = tmp_path / "suite.json"
-    assert run_suite("--world-size", str(shared_ranks), "--dtype", dtype, "--json", str(file)) == 0
+    assert run_suite("--world-size", str(shared_ranks), "--oversubscribe", "--dtype", dtype, "--json", str(file)) == 0
     report = json.loads(file.read_text())
     check_report(report)
     assert [row["case"] for row in report["rows"]] == [variant.case for variant in VARIANTS]
@@ -206,7 +206,10 @@ def measure_async_with_two_elements_swapped(rank: int, *args: Any) -> None:
         (("--device", "cuda"), "--device cuda: each rank needs a GPU of its own, got 1 ranks and 0 GPUs"),
         (("--device", "cuda", "--world-size", "2"), "each rank needs a GPU of its own, got 2 ranks and 0 GPUs"),
         (("--world-size", "1"), "--world-size must be at least 2, got 1"),
-        (("--world-size", "5"), "16 times --dim must be divisible by the number of ranks, 5, got --dim 6"),
+        (
+            ("--world-size", "5", "--oversubscribe"),
+            "16 times --dim must be divisible by the number of ranks, 5, got --dim 6",
+        ),
         (("--json", "/none/x.json"), "--json /none/x.json: No such file or directory"),
     ],
 )

@@ -113,7 +113,7 @@ def test_sizes_in_bytes_are_of_what_is_exchanged(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("shared_ranks")
 def test_sizes_that_the_ranks_do_not_divide_grow(tmp_path: Path) -> None:
-    options = ("--shape", "32", "16", "20", "--world-size", "3", "--dtype", "float32")
+    options = ("--shape", "32", "16", "20", "--world-size", "3", "--oversubscribe", "--dtype", "float32")
     rows = {row["op"]: (row["rows"], row["k"], row["n"]) for row in bench(tmp_path, "ops", *options)["rows"]}
     assert rows == {
         "matmul_all_to_all": (32, 16, 21),
@@ -127,8 +127,8 @@ def test_sizes_that_the_ranks_do_not_divide_grow(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("shared_ranks")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_plain_collectives(world_size: int, tmp_path: Path) -> None:
-    options = ("-b", "96", "-e", "200", "--dtype", "float32", "--check", "--world-size", str(world_size))
-    rows = bench(tmp_path, "collectives", *options)["rows"]
+    options = ("-b", "96", "-e", "200", "--dtype", "float32", "--check", "--oversubscribe")
+    rows = bench(tmp_path, "collectives", *options, "--world-size", str(world_size))["rows"]
     assert [(row["op"], row["num_bytes"]) for row in rows] == [(op, b) for op in plain.COLLECTIVES for b in (96, 192)]
     for row in rows:
         factor = BUS[plain.COLLECTIVES[row["op"]]](world_size)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import jsonschema
 import numpy
@@ -23,6 +24,8 @@ from fusedcomm.cli import demo, main
 from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
 from fusedcomm.launch import world
 from fusedcomm.testing import RankPool
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "demo.json").read_text())
 
 
 def run_demo(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +71,7 @@ def test_demo_prints_a_plain_table_and_writes_json(tmp_path: Path) -> None:
     assert len(numpy.unique(pixels)) > 3
 
     report = json.loads(file.read_text())
-    jsonschema.validate(report, json.loads((Path(__file__).parents[1] / "schemas" / "demo.json").read_text()))
+    jsonschema.validate(report, SCHEMA)
     # On the CPU wheel "+cpu" is in the metadata of some installs and missing in others
     torch_version = importlib.metadata.version("torch")
     assert report["versions"]["torch"].split("+")[0] == torch_version.split("+")[0]
@@ -98,6 +101,36 @@ def test_in_ranks_of_torchrun_only_rank_0_prints(ranks: Callable[[int], RankPool
     assert (code_0, code_1) == (0, 0)
     assert OURS in out_0
     assert not out_1
+
+
+def small_demo_of_one_rank(rank: int, file: str) -> tuple[int, str]:
+    start_program, out = demo.start_program, io.StringIO()
+    small = demo.DemoProblem((2, 9, 16), (2, 16, 64), (16, 4), 1, -2, torch.float32)
+    with mock.patch.object(demo, "start_program", lambda *args: small), contextlib.redirect_stdout(out):
+        code = main(["demo", "--rounds", "2", "--device", "cpu", "--json", file])
+    assert demo.start_program is start_program
+    return code, out.getvalue()
+
+
+def test_one_rank_has_no_speed_up_to_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = demo.DemoResult("x 2x9x16", 1, demo.CPU, 2, "unfused", "unfused", False, {})
+    demo._print(found)
+    out = capsys.readouterr().out
+    assert "values are right; one rank exchanges nothing" in out and "x vs" not in out
+    jsonschema.validate(json.loads(json.dumps(demo.report(found))), SCHEMA)
+    assert main(["demo", "--device", "cpu", "--world-size", "1", "--plot", str(tmp_path / "x.png")]) == 2
+    assert "--plot needs at least 2 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_one_rank_has_its_values_checked(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    [(code, out)] = ranks(1).run(small_demo_of_one_rank, str(file))
+    assert code == 0
+    assert "values are right; one rank exchanges nothing" in out and "x vs" not in out
+    report = json.loads(file.read_text())
+    jsonschema.validate(report, SCHEMA)
+    assert report["times"] == report["ratios"] == {}
 
 
 @pytest.mark.thorough

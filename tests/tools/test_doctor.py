@@ -65,14 +65,14 @@ def test_the_command_on_this_machine(
     assert main(["doctor", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     assert not set("\x1b\r") & set(out)
-    assert "not used because torch sees no GPU" in out and "0 errors" in out and "exit code 0" in out
+    assert "not used: torch sees no GPU" in out and "0 errors" in out and "exit code 0" in out
     found = json.loads(file.read_text())
     jsonschema.validate(found, SCHEMA)
     by_name = {(each["section"], each["name"]): each["level"] for each in found["findings"]}
     names = ("cpu symmetric memory", "cpu unfused", "cpu chunked", "cpu fused")
     assert {name: by_name["checks", name] for name in names} == dict.fromkeys(names, OK)
-    assert by_name["verdict", "cpu chunked"] == OK
-    assert by_name["verdict", "cuda"] == by_name["gpus", "GPUs"] == ABSENT
+    assert by_name["algorithms", "cpu chunked"] == OK
+    assert by_name["algorithms", "cuda"] == by_name["gpus", "GPUs"] == ABSENT
     with shared(ranks)(2) as both:
         finding = both.check("atomics", "", 30, few_atomics)
     assert (finding.level, finding.text) == (OK, "6 rounds of signal and wait between 2 ranks")
@@ -163,11 +163,11 @@ def test_the_verdict_is_the_planners(ranks: Ranks) -> None:
     good = ranks(2).run(across_ranks.ask, ["cpu"])[0]
     assert {(each.algorithm, each.can_run) for each in good.verdicts} >= {("chunked", True), ("unfused", True)}
     (used,) = [each for each in good.verdicts if each.algorithm == "chunked"]
-    assert str(used).startswith("will be used: for ")
+    assert str(used).startswith("used for ")
     bad = ranks(2).run(planted_topology, "rank 1: planted")[0]
     texts = {each.algorithm: str(each) for each in bad.verdicts}
-    assert texts["chunked"] == texts["fused"] == "not used because rank 1: planted"
-    assert texts["unfused"].startswith("will be used: for 30 of 30 calls")
+    assert texts["chunked"] == texts["fused"] == "not used: rank 1: planted"
+    assert texts["unfused"].startswith("used for 30 of 30 example calls")
     as_primary = {each.name: each.level for each in across_ranks.find_verdicts(bad, "cpu")}
     assert as_primary == {"cpu unfused": OK, "cpu chunked": ERROR, "cpu fused": ABSENT}
     beside_gpus = {each.name: each.level for each in across_ranks.find_verdicts(bad, "cuda")}
@@ -261,14 +261,16 @@ def test_two_good_gpus(two_gpus: dict[str, Any]) -> None:
         "cuda fused",
         "cpu chunked",
     }
-    assert levels(found, "verdict") == dict.fromkeys(["cpu chunked", "cuda unfused", "cuda chunked", "cuda fused"], OK)
+    assert levels(found, "algorithms") == dict.fromkeys(
+        ["cpu chunked", "cuda unfused", "cuda chunked", "cuda fused"], OK
+    )
     quick = diagnosed(quick=True)
-    assert not levels(quick, "checks") and levels(quick, "verdict") == levels(found, "verdict")
+    assert not levels(quick, "checks") and levels(quick, "algorithms") == levels(found, "algorithms")
 
 
 BROKEN: list[tuple[str, Any, tuple[str, str, str]]] = [
-    ("ask ['cuda']", gpu_group(can_run=False), ("verdict", "cuda chunked", ERROR)),
-    ("ask ['cuda']", RankError([RankFailure(1, "died", None, "SIGABRT", "")]), ("verdict", "group", ERROR)),
+    ("ask ['cuda']", gpu_group(can_run=False), ("algorithms", "cuda chunked", ERROR)),
+    ("ask ['cuda']", RankError([RankFailure(1, "died", None, "SIGABRT", "")]), ("algorithms", "group", ERROR)),
     ("devices", RankError([RankFailure(0, "did not answer", None, "hung", "")]), ("checks", "cuda devices", ERROR)),
     ("devices", [{**DEVICES[0], "cooperative_launch": False}], ("checks", "GPU 0", WARNING)),
     ("peer_copies", AssertionError("GPU 0 -> 1: wrong bytes arrived"), ("checks", "cuda peer copies", ERROR)),
@@ -294,7 +296,7 @@ def test_one_gpu_is_absent_by_design(two_gpus: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr(gpus, "survey", lambda: gpus.Machine(None, None, [], []))
     two_gpus |= {"devices": DEVICES[:1], "atomics_on_one_gpu": "works"}
     found = diagnosed()
-    assert levels(found, "verdict")["cuda"] == ABSENT
+    assert levels(found, "algorithms")["cuda"] == ABSENT
     assert levels(found, "checks")["cuda atomics"] == OK
     assert found.as_json()["exit_code"] == 0
 
@@ -310,7 +312,7 @@ def test_a_machine_without_nvlink_is_no_error(two_gpus: dict[str, Any], monkeypa
     two_gpus["ask ['cuda']"] = gpu_group(can_run=False)
     found = diagnosed()
     assert levels(found, "gpus") == {"NVLink": ABSENT}
-    assert levels(found, "verdict")["cuda fused"] == ABSENT
+    assert levels(found, "algorithms")["cuda fused"] == ABSENT
     assert found.as_json()["exit_code"] == 0
 
 
@@ -353,7 +355,7 @@ def test_one_visible_gpu_has_no_peers_only_if_there_are_none(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     two_gpus["devices"] = DEVICES[:1]
     found = diagnosed(quick=True, theirs=theirs)
-    (verdict,) = [each for each in found.findings if (each.section, each.name) == ("verdict", "cuda")]
+    (verdict,) = [each for each in found.findings if (each.section, each.name) == ("algorithms", "cuda")]
     assert verdict.level == level and text in verdict.text
 
 
@@ -374,7 +376,7 @@ def test_in_ranks_of_torchrun_rank_0_tells_of_all(ranks: Ranks, tmp_path: Path) 
     file = tmp_path / "doctor.json"
     (code_0, out_0), (code_1, out_1) = ranks(2).run(doctor_in_rank, "-1", "--json", str(file))
     assert (code_0, code_1, out_1) == (0, 0, "")
-    assert "differs between ranks of a host: 0: , 1: -1" in " ".join(out_0.split())
+    assert "differs between ranks of a host: rank 0: , rank 1: -1" in " ".join(out_0.split())
     found = json.loads(file.read_text())
     jsonschema.validate(found, SCHEMA)
     assert not [each for each in found["findings"] if each["section"] == "checks"]
@@ -403,7 +405,7 @@ def test_ranks_agree_on_gpus_before_they_ask_about_them(ranks: Ranks) -> None:
     answers = ranks(2).run(gpus_in_rank_0_alone)
     assert [{verdict.device for verdict in each.verdicts} for each in answers] == [{"cpu"}] * 2
     (finding,) = across_ranks.find_differences(answers[0])
-    assert finding.level == ERROR and finding.text.endswith("0: 2, 1: 0")
+    assert finding.level == ERROR and finding.text.endswith("rank 0: 2, rank 1: 0")
 
 
 def ask_alone(rank: int) -> tuple[str, bool] | None:

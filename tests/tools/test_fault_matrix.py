@@ -328,6 +328,7 @@ def test_the_command_prints_a_table_and_writes_json(
     file = tmp_path / "faults.json"
     assert cli.main(["faults", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100 and "It survives if" in printed
     assert "3 of 3 cells survived, 0 wrong numbers, 0 hangs, worst time to an error 1.02 time-outs" in printed
     written = json.loads(file.read_text())
     assert [each["cell"] for each in written["cells"]] == [verdict.cell for verdict in made_up]

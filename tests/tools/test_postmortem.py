@@ -281,7 +281,7 @@ def run_mismatch(rank: int, folder: str) -> None:
 def test_a_mismatch(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pool.run(run_mismatch, str(tmp_path))
     said = verdicts(capsys, tmp_path)
-    assert "ranks 0, 1 and 2: PeerMismatchError" in said
+    assert "why ranks have written their dumps: ranks 0 to 2: PeerMismatchError" in said
     text = "call 2 differs: op is matmul_all_to_all on ranks 0 and 2 and matmul_all_reduce on rank 1"
     assert text in said
 

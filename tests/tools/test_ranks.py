@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +166,17 @@ def test_ranks_end_with_their_parent(end: str, tmp_path: Path) -> None:
             parent.kill()
         assert parent.wait(30) == (-signal.SIGKILL if end == "time.sleep(60)" else 0)
     wait_until_dead(pids)
+
+
+@pytest.mark.thorough
+def test_ranks_outlive_the_thread_that_asked_for_them() -> None:
+    made: list[RankPool] = []
+    thread = threading.Thread(target=lambda: made.append(RankPool(1)))
+    thread.start()
+    thread.join()
+    time.sleep(0.5)
+    with made[0] as pool:
+        assert [int(result[0]) for result in pool.run(total, 1)] == [1]
 
 
 @pytest.mark.thorough

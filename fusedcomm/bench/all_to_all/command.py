@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -44,20 +43,34 @@ DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--dim", type=console.positive, metavar="N", help="N x 16 N is exchanged (2048; 256 on CPU)")
-    parser.add_argument("--compute", type=console.positive, default=1, metavar="N", help="unrelated matmuls (1)")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, float32 on CPU")
-    parser.add_argument("--rounds", type=console.positive, default=15, metavar="N", help="measured (15)")
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        choices=CASES,
+        default=list(CASES),
+        metavar="NAME",
+        help=f"{', '.join(CASES)} (default: all)",
+    )
+    parser.add_argument(
+        "--dim", type=console.positive, metavar="N", help="N x 16 N elements are exchanged (default: 2048; 256 on CPU)"
+    )
+    parser.add_argument(
+        "--compute", type=console.positive, default=1, metavar="N", help="unrelated matmuls (default: 1)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of the data (default: bfloat16 on GPUs, float32 on CPU)",
+    )
+    parser.add_argument("--rounds", type=console.positive, default=15, metavar="N", help="measurements (default: 15)")
     console.add_rank_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0, 1 for wrong values or a failure in a rank, 2 for wrong arguments."""
     device_type = args.device or world.default_device_type()
-    started = os.environ["WORLD_SIZE"] if world.under_torchrun() else None
-    world_size = int(started or args.world_size or world.default_world_size(device_type))
+    world_size = world.world_size_of(args.world_size, device_type)
     dim = args.dim or _rounded_up(DIM[device_type], world_size)
     size = SuiteSize(dim, args.compute, args.dtype or DTYPE[device_type])
     if problem := _wrong_arguments(args, device_type, world_size, size):
@@ -86,8 +99,8 @@ def _limit_s(size: SuiteSize, device_type: str, world_size: int, rounds: int) ->
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int, size: SuiteSize) -> str | None:
     """What would otherwise come up in the ranks, or after all is measured."""
-    if device_type == "cuda" and (missing := world.missing_gpus(world_size)):
-        return f"--device cuda: {missing}"
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return problem
     if args.world_size not in (None, world_size):
         return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
     if world_size < 2:

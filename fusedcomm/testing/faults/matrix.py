@@ -38,7 +38,7 @@ def run_cells(
     around: Around = nullcontext,
     cell_s: float = CELL_S,
 ) -> list[Verdict]:
-    """The verdicts, in the order of ``cells``. This thread, the main one, makes the pools, because it outlives them.
+    """The verdicts, in the order of ``cells``.
 
     ``around``: gives the context inside which ranks run a cell; tests switch protections off there.
     """
@@ -46,6 +46,12 @@ def run_cells(
     num_ranks = MOST_RANKS + min(MOST_KILLS, -(-kills // workers))
     left = deque(cells)
     verdicts: dict[Cell, Verdict] = {}
+    pools: list[RankPool] = []
+
+    def ranks() -> _Ranks:
+        made = _Ranks(num_ranks, cache)
+        pools.append(made.pool)
+        return made
 
     def serve(ranks: _Ranks) -> None:
         with ranks.pool as pool:
@@ -59,15 +65,18 @@ def run_cells(
 
     with tempfile.TemporaryDirectory(prefix="fusedcomm-faults-") as cache, ThreadPoolExecutor(workers) as executor:
         try:
-            serving = {executor.submit(serve, _Ranks(num_ranks, cache)) for _ in range(min(workers, len(cells)))}
+            serving = {executor.submit(serve, ranks()) for _ in range(min(workers, len(cells)))}
             while serving:
                 done, serving = wait(serving, return_when=FIRST_COMPLETED)
                 for each in done:
                     each.result()
                     if left:
-                        serving.add(executor.submit(serve, _Ranks(num_ranks, cache)))
-        except BaseException:  # a worker's, or Ctrl-C: the executor waits for the running cells only
+                        serving.add(executor.submit(serve, ranks()))
+        except BaseException:  # a worker's, Ctrl-C or SIGTERM: the executor waits for the running cells only
             left.clear()
+            for pool in pools:
+                for rank in range(pool.world_size):
+                    pool.kill(rank)
             raise
     return [verdicts[cell] for cell in cells]
 

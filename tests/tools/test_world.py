@@ -1,0 +1,127 @@
+"""How many ranks a command starts, and that none outlives it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fusedcomm.cli import main
+from fusedcomm.launch import world
+from tests.tools.test_ranks import wait_until_dead
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = (
+    ["bench", "ops", "--world-size"],
+    ["bench", "all-to-all", "--world-size"],
+    ["demo", "--world-size"],
+    ["selftest", "--world-size"],
+    ["tune", "--world-size"],
+    ["explain", "--nproc"],
+    ["faults", "--workers"],
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_worlds_are_bounded_by_the_cpus(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(world, "available_cpus", lambda: 8)
+    monkeypatch.setattr(world, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(world, "ranks", None)
+    script = [str(ROOT / "examples/tensor_parallel_mlp.py")] * (command[0] == "explain")
+    assert main([*command, "9", *script]) == 2
+    expected = f"{command[-1]} must be at most 8 here, got 9: this process may use 8 CPUs, and ranks that share a CPU"
+    assert expected in capsys.readouterr().err
+
+
+def test_two_ranks_are_never_too_many_and_oversubscribe_allows_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "available_cpus", lambda: 1)
+    assert world.cannot_start("cpu", 2, False) is None
+    assert "at most 2 here, got 3" in str(world.cannot_start("cpu", 3, False))
+    assert world.cannot_start("cpu", 3, True) is None
+    monkeypatch.setenv("RANK", "0")
+    assert world.cannot_start("cpu", 3, False) is None
+
+
+SLEEPS = "import os, pathlib, time\npathlib.Path(os.environ['RANK']).touch()\ntime.sleep(600)\n"
+
+
+def children(pid: int) -> list[int]:
+    """Those that are running ranks: with torch in their memory."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(child) for file in found for child in file.read_text().split()]
+    return [child for child in pids if "libtorch" in Path(f"/proc/{child}/maps").read_text()]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def run(pids: list[int]) -> bool:
+    """Whether all are in a rank's own code, which ignores Ctrl-C."""
+    ignored = [re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text()) for pid in pids]
+    return all(int(each[1], 16) >> signal.SIGINT - 1 & 1 for each in ignored if each)
+
+
+def started(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A command, and the 2 ranks that it has started."""
+    env = {name: text for name, text in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(ROOT)}
+    command = subprocess.Popen([sys.executable, "-m", "fusedcomm", *args], cwd=folder, env=env, stderr=subprocess.PIPE)
+    wait_for(lambda: command.poll() is not None or len(children(command.pid)) == 2)
+    return command, children(command.pid)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("running", [False, True], ids=["starting", "running"])
+def test_ranks_end_with_a_command(signum: signal.Signals, running: bool, tmp_path: Path) -> None:
+    command, pids = started(tmp_path, "bench", "ops", "--device", "cpu", "--rounds", "10000")
+    wait_for(lambda: run(pids) or not running)
+    command.send_signal(signum)
+    assert command.wait(10) == (143 if signum is signal.SIGTERM else -signal.SIGKILL)
+    wait_until_dead(pids, timeout_s=5 if running else 30)  # a rank that is starting ends when it has imported torch
+
+
+@pytest.mark.thorough
+def test_stopped_ranks_end_with_a_command(tmp_path: Path) -> None:
+    command, pids = started(tmp_path, "bench", "ops", "--device", "cpu", "--rounds", "10000")
+    wait_for(lambda: run(pids))
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    command.kill()
+    command.wait(10)
+    wait_until_dead(pids)
+
+
+@pytest.mark.thorough
+def test_ranks_of_explain_end_with_it(tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    command, pids = started(tmp_path, "explain", "sleeps.py")
+    wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    command.kill()
+    command.wait(10)
+    wait_until_dead(pids)
+
+
+def death_signal(rank: int) -> int:
+    import ctypes
+
+    found = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(found), 0, 0, 0)  # PR_GET_PDEATHSIG
+    return found.value
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_ranks_get_a_signal_when_their_parent_ends(ranks: Callable[[int], object]) -> None:
+    assert ranks(2).run(death_signal) == [signal.SIGKILL] * 2  # type: ignore[attr-defined]
