@@ -9,18 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from fusedcomm.launch import console
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime.topology import no_native
 from fusedcomm.testing.faults import Cell, Verdict, run_cells, select
 from fusedcomm.testing.faults.cells import OPS
 from fusedcomm.testing.faults.matrix import WORKERS
-
-TABLE_WIDTH = 150
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("faults", str(error))
     seconds = time.monotonic() - start
     rows = summary(cells, verdicts)
-    out = console.wide_stdout(TABLE_WIDTH)
-    out.print(table(rows))
+    out = console.stdout()
+    out.print(table(rows), crop=False)
     for verdict in verdicts:
         for text in verdict.found:
             out.print(f"{verdict.cell}: {text}", markup=False)
@@ -131,16 +127,22 @@ def _share(verdicts: Sequence[Verdict]) -> str:
 
 
 def table(rows: Sequence[FaultRow]) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("fault", "algorithm"):
-        made.add_column(heading, no_wrap=True)
-    ops = (op.replace("matmul_", "matmul\n").replace("_matmul", "\nmatmul") for op in OPS)
-    for heading in (*ops, "tried", "survived", "wrong\nnumbers", "hangs", "worst time\n/ time-out"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        counts = (row.tried, row.survived, row.wrong_numbers, row.hangs)
-        made.add_row(row.fault, row.algorithm, *row.ops.values(), *map(str, counts), _times(row.worst))
-    return made
+    columns = [
+        Column("fault", "what is done to a rank", lambda row: row.fault, left=True),
+        Column("algorithm", "of the call that it meets", lambda row: row.algorithm, left=True),
+        *(_op_column(op) for op in OPS),
+        Column("tried", "cells: a fault at one step of one call", lambda row: str(row.tried)),
+        Column("survived", "an error in time, or right values", lambda row: str(row.survived)),
+        Column("wrong\nvalues", "cells in which a rank got wrong values", lambda row: str(row.wrong_numbers)),
+        Column("hangs", "cells in which a rank was not back in time", lambda row: str(row.hangs)),
+        Column("worst time\n/ time-out", "the longest time to an error", lambda row: _times(row.worst)),
+    ]
+    return Table(columns, rows)
+
+
+def _op_column(op: str) -> Column:
+    head = op.replace("matmul_", "matmul\n").replace("_matmul", "\nmatmul")
+    return Column(head, "survived / tried of this op", lambda row: row.ops[op], drop=1)
 
 
 def _times(worst: float | None) -> str:
