@@ -12,13 +12,15 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from benchmarks import block, compile_time, ops, overlap, planner_choices, redistribution, start_program
 from fusedcomm.bench import table
 from fusedcomm.bench.all_to_all import command, suite
 from fusedcomm.bench.measure import OpRow
+from fusedcomm.bench.op_bench import AUTO, BASELINE, ROOF
 from fusedcomm.bench.plain import COLLECTIVES, CollectiveRow
 from fusedcomm.bench.timing import Timing
 from fusedcomm.cli import demo, doctor, faults, postmortem, selftest, tune
-from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
+from fusedcomm.cli import demo_problem as names
 from fusedcomm.compile.reports import CollectiveReport, CompileReport
 from fusedcomm.cost.model import DEFAULTS, TUNED
 from fusedcomm.doctor.postmortem import GroupReport, Postmortem, RecordedCall
@@ -55,6 +57,15 @@ def call(rank: int) -> RecordedCall:
     )  # fmt: skip
 
 
+CASE = overlap.GraphCase("llama-70b", 128, "forward")
+FORCED = (BASELINE, "fused", "chunked", "unfused", AUTO)
+
+
+def program_row() -> start_program.ProgramRow:
+    times = dict.fromkeys(start_program.TIMED, LATE)
+    return start_program.ProgramRow("bfloat16", 16, times, *[start_program.Ratio(1.85, 1.7, 2.0)] * 4)
+
+
 def explained() -> CompileReport:
     node, where = "all_gather_into_tensor_coalesced_12", "/somewhere/else/that/is/long/ulysses_attention.py:41"
     lines = [
@@ -75,7 +86,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "bench of a collective": lambda: table.table([collective_row(op) for op in COLLECTIVES], "all_reduce"),
     "summary of a bench": lambda: table.summary_table(table.summary([op_row(op=op) for op in OPS])),
     "bench all-to-all": lambda: command.table([suite_row("competing", "serialised"), suite_row("fused", "")]),
-    "demo": lambda: demo._table(dict.fromkeys((DTENSOR, UNFUSED, OURS, ROOF), LATE)),
+    "demo": lambda: demo._table(dict.fromkeys((names.DTENSOR, names.UNFUSED, names.OURS, names.ROOF), LATE)),
     "doctor": lambda: doctor.findings_table(FINDINGS),
     "doctor, GPUs": lambda: doctor._matrix(GPUS),
     "explain": lambda: explained().__rich__(),
@@ -84,6 +95,53 @@ TABLES: dict[str, Callable[[], Table]] = {
     ),
     "postmortem": lambda: postmortem.table(REPORT),
     "selftest": lambda: selftest.table([CheckResult(c.name, c.proves, "skipped", "no " * 30) for c in CHECKS.values()]),
+    "benchmark of ops": lambda: Table(
+        ops.columns_of([ROOF, BASELINE, AUTO]),
+        [ops.SizeRow(65536, 16384, 16384, "bfloat16", "unfused", dict.fromkeys((ROOF, BASELINE, AUTO), LATE))],
+    ),
+    "benchmark of few rows": lambda: Table(
+        ops.columns_of(FORCED), [ops.SizeRow(64, 16384, 16384, "bfloat16", "unfused", dict.fromkeys(FORCED, LATE))]
+    ),
+    "benchmark of ragged sizes": lambda: Table(
+        ops.RAGGED_COLUMNS, [ops.RaggedRow(65536, 16384, 16384, "bfloat16", LATE, 0.95, 0.95)]
+    ),
+    "benchmark of a block": lambda: Table(
+        block.COLUMNS, [block.BlockRow("bfloat16", LATE, LATE, LATE, 0.75, (-0.75, 0.8), (-0.55, 1.8))]
+    ),
+    "benchmark of the start program": lambda: Table(start_program.COLUMNS, [program_row()]),
+    "benchmark of the planner": lambda: Table(
+        planner_choices.columns_of(FORCED[1:-1]),
+        [
+            planner_choices.ChoiceRow(
+                *("matmul_reduce_scatter", 65536, 16384, 16384, "bfloat16", True, "tuned"),
+                *(dict.fromkeys(FORCED, 1.23), dict.fromkeys(FORCED, 1.23)),
+                *("unfused", "chunked"),
+            )
+        ],
+    ),
+    "benchmark of compile time": lambda: Table(
+        compile_time.COLUMNS, [compile_time.PassRow(128, 123456, 1024, 1024, LATE)]
+    ),
+    "benchmark of overlap": lambda: Table(
+        overlap.COLUMNS,
+        [
+            overlap.OverlapRow(
+                CASE, overlap.MOVED, 5, 800, 9.0, 99999, 2048, 2048, 1234.56, 9999.99, 100.5, 123456, 0, 99.99
+            )
+        ],
+    ),
+    "benchmark of budgets": lambda: Table(overlap.BUDGET_COLUMNS, [overlap.OverlapRow(CASE, overlap.OURS, 20, 0, 0.0)]),
+    "benchmark of redistribution": lambda: Table(
+        redistribution.COLUMNS,
+        [
+            redistribution.PairsRow(
+                (2, 8, 16), (4097, 8190, 63), redistribution.PLAIN, 9999, 99.9, 2.5, 1.25, 0.5, 1.0, 0.5, 1.0, 0
+            )
+        ],
+    ),
+    "benchmark of plans": lambda: Table(
+        redistribution.PLAN_COLUMNS, [redistribution.PlanTime((2, 8, 16), (4097, 8190, 63), 9999, 12.34, 99.9, 123.4)]
+    ),
     "tune": lambda: tune._table(replace(DEFAULTS["cuda"], source=TUNED), DEFAULTS["cuda"]),
 }
 
