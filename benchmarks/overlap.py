@@ -177,7 +177,8 @@ class CaseGraph:
         """As traced, and as fusedcomm schedules it below."""
         file = directory / f"overlap-{self.case.model}-{self.case.part}.png"
         _, gm = self.ours(OURS, BUDGET)
-        plot_both(self.traced, simulate(gm, self.estimator), file)
+        title = f"{self.case}: the order of the program, and fusedcomm's; simulated, nothing was run"
+        plot_both(self.traced, simulate(gm, self.estimator), file, title)
         return file
 
 

@@ -34,7 +34,7 @@ from fusedcomm.launch.ranks import RankError
 
 ROUND_S = 60  # of a size, at most
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-OURS = "ours"
+OURS = "fusedcomm"
 SUITE = "all-to-all"
 MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
 
