@@ -130,7 +130,7 @@ def table(rows: Sequence[FaultRow]) -> Table:
     columns = [
         Column("fault", "what is done to a rank", lambda row: row.fault, left=True),
         Column("algorithm", "of the call that it meets", lambda row: row.algorithm, left=True),
-        *(_op_column(op) for op in OPS),
+        *map(_op_column, OPS, range(1, len(OPS) + 1)),
         Column("tried", "cells: a fault at one step of one call", lambda row: str(row.tried)),
         Column("survived", "an error in time, or right values", lambda row: str(row.survived)),
         Column("wrong\nvalues", "cells in which a rank got wrong values", lambda row: str(row.wrong_numbers)),
@@ -140,9 +140,9 @@ def table(rows: Sequence[FaultRow]) -> Table:
     return Table(columns, rows)
 
 
-def _op_column(op: str) -> Column:
+def _op_column(op: str, drop: int) -> Column:
     head = op.replace("matmul_", "matmul\n").replace("_matmul", "\nmatmul")
-    return Column(head, "survived / tried of this op", lambda row: row.ops[op], drop=1)
+    return Column(head, "survived / tried of this op", lambda row: row.ops[op], drop=drop)
 
 
 def _times(worst: float | None) -> str:

@@ -41,7 +41,7 @@ def as_text(renderable: Any) -> str:
 class Column:
     """A column of a table. ``head`` says what it holds and its unit, in one or two lines; ``about``: its legend.
 
-    ``drop``: 0 if it is never left out; else columns with larger numbers are left out before it.
+    ``drop``: 0 if it is never left out; else columns with larger numbers go before it, and equal ones with it.
     """
 
     head: str
@@ -75,8 +75,8 @@ class Table:
     def shown(self, width: int) -> list[Column]:
         """The columns that fit, or those that always stay."""
         kept = list(self.columns)
-        while sum(self._widths(kept, 0)) - GAP > width and (last := max(kept, key=lambda column: column.drop)).drop:
-            kept.remove(last)
+        while sum(self._widths(kept, 0)) - GAP > width and (last := max(column.drop for column in kept)):
+            kept = [column for column in kept if column.drop != last]
         return kept
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
