@@ -32,11 +32,14 @@ from benchmarks.common import (
     at_least,
     has_huge_pages,
     listed,
+    ms,
     pages,
     refuse_wrong_pages,
+    tabulated,
 )
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
@@ -156,16 +159,22 @@ class BlockRow:
     drawn_anew: tuple[float, float]
     single_rounds: tuple[float, float]
 
-    def __str__(self) -> str:
-        ms = "".join(f"{t.median * 1e3:12.1f}" for t in (self.baseline, self.ours, self.removed))
-        spreads = "".join(f"{f'{low:.2f} .. {high:.2f}':>18s}" for low, high in (self.drawn_anew, self.single_rounds))
-        return f"{self.dtype:10s}{ms}{self.baseline.median / self.ours.median:12.3f}{self.gain:8.2f}{spreads}"
 
-
-HEADING = (
-    f"{'dtype':10s}{'baseline ms':>12s}{'ours ms':>12s}{'removed ms':>12s}{'base/ours':>12s}{'gain':>8s}"
-    f"{'drawn anew':>18s}{'single rounds':>18s}"
+SPREAD = "P10 .. P90 of gain"
+COLUMNS = (
+    Column("dtype", "of all tensors", lambda row: row.dtype, left=True),
+    Column("baseline\nms", "the block of today, forward and backward", lambda row: ms(row.baseline.median, 1)),
+    Column("fusedcomm\nms", "the block with the fused ops", lambda row: ms(row.ours.median, 1)),
+    Column("removed\nms", "the block without its exchanges: no values", lambda row: ms(row.removed.median, 1)),
+    Column("speed-up", "baseline / fusedcomm", lambda row: f"{row.baseline.median / row.ours.median:.3f}"),
+    Column("gain", "(baseline - fusedcomm) / (baseline - removed), within rounds", lambda row: f"{row.gain:.2f}"),
+    Column("gain of rounds\ndrawn anew", f"{SPREAD}: how well this run knows it", lambda row: _range(row.drawn_anew)),
+    Column("gain of\nsingle rounds", f"{SPREAD} of each round", lambda row: _range(row.single_rounds), drop=1),
 )
+
+
+def _range(spread: tuple[float, float]) -> str:
+    return f"{spread[0]:.2f} .. {spread[1]:.2f}"
 
 
 def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds: int) -> BlockRow:
@@ -208,17 +217,17 @@ def _main(block: Block, args: argparse.Namespace) -> int:
     rows: list[BlockRow] = []
     with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
         huge_pages = call(has_huge_pages)
-        for dtype in args.dtype:
-            row = call(measure_block, block, dtype, device_type, args.rounds)
-            if row is not None:
-                if not rows:
-                    print(block, *([pages(huge_pages)] if device_type == "cpu" else []), HEADING, sep="\n")
-                print(row, flush=True)
-                rows.append(row)
+        if world.is_rank_0():
+            print(block, *([pages(huge_pages)] if device_type == "cpu" else []), sep="\n", flush=True)
+        with tabulated(COLUMNS, rows, len(args.dtype)) as add:
+            for dtype in args.dtype:
+                row = call(measure_block, block, dtype, device_type, args.rounds)
+                if row is not None:
+                    add(row)
     if not rows:  # torchrun's other ranks
         return 0
     goals = [at_least(f"gain, {row.dtype}", row.gain, block.goal) for row in rows]
-    print("", *goals, sep="\n")
+    print(*goals, sep="\n")
     if args.json:
         facts = {"block": block.name, "sizes": asdict(block), "rounds": args.rounds, "huge_pages": huge_pages}
         console.write_json(args.json, run_facts() | facts | listed(rows=rows, goals=goals))

@@ -9,13 +9,15 @@ that is measured gets the same pages: what overlap alone gains.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from fusedcomm.launch import world
+from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column, Table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,6 +44,28 @@ def at_most(name: str, value: float, bound: float | None) -> Goal:
     return Goal(name, value) if bound is None else Goal(name, value, f"<= {bound:g}", value <= bound)
 
 
+@contextlib.contextmanager
+def tabulated(
+    columns: Sequence[Column], rows: list[Any], total: int, title: str = ""
+) -> Iterator[Callable[[Any], None]]:
+    """Prints ``rows`` at the end, those before a failure too. Yields what adds one, up to ``total``."""
+    with console.progress(world.is_rank_0(), total, "measuring", "measured") as on_done:
+
+        def add(row: Any) -> None:
+            rows.append(row)
+            on_done(len(rows))
+
+        try:
+            yield add
+        finally:
+            if rows:
+                console.stdout().print(Table(columns, rows, title), crop=False)
+
+
+def ms(seconds: float, digits: int = 3) -> str:
+    return f"{seconds * 1e3:.{digits}f}"
+
+
 def listed(**lists: Sequence[Any]) -> dict[str, list[dict[str, Any]]]:
     """The JSON of lists of dataclasses, by name."""
     return {name: [asdict(each) for each in every] for name, every in lists.items()}
@@ -53,12 +77,12 @@ def has_huge_pages(rank: int) -> bool:
 
 
 def pages(huge_pages: bool) -> str:
-    setting = "huge for all" if huge_pages else "torch's default, huge for the results of our ops"
+    setting = "huge for all" if huge_pages else "torch's default, huge for the results of fusedcomm's ops"
     return f"pages: {setting} (transparent_hugepage: {world.system_huge_pages()})"
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
-    parser.add_argument("--huge-pages", action="store_true", help="torch asks for them as our op does; on CPU")
+    parser.add_argument("--huge-pages", action="store_true", help="torch asks for them as fusedcomm does; on CPU")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", metavar="FILE")
 

@@ -41,10 +41,11 @@ from torch.fx import Graph, GraphModule
 from torch.nn import functional as F
 
 import fusedcomm.compile
-from benchmarks.common import Goal, at_most
+from benchmarks.common import Goal, at_most, ms
 from fusedcomm.bench.timing import Timing
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch import console
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 
 NUM_RANKS = 8
@@ -209,12 +210,16 @@ class PassRow:
     def ms_per_layer(self) -> float:
         return self.seconds.median * 1e3 / self.layers
 
-    def __str__(self) -> str:
-        fused = f"{self.fused} of {self.collectives}"
-        return f"{self.layers:6d}{self.nodes:9d}{fused:>14s}{self.seconds.median * 1e3:10.1f}{self.ms_per_layer:14.2f}"
 
-
-HEADING = f"{'layers':>6s}{'nodes':>9s}{'fused':>14s}{'pass ms':>10s}{'ms per layer':>14s}"
+COLUMNS = (
+    Column("layers", "of the transformer", lambda row: str(row.layers)),
+    Column("nodes", "of both graphs, forward and backward", lambda row: str(row.nodes)),
+    Column("fused", "of the collectives", lambda row: f"{row.fused} of {row.collectives}"),
+    Column("pass\nms", "median over rounds", lambda row: ms(row.seconds.median, 1)),
+    Column(
+        "pass\nms / layer", "the same per layer: constant if the pass scales", lambda row: f"{row.ms_per_layer:.2f}"
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -234,7 +239,7 @@ class WholeRow:
 
     def __str__(self) -> str:
         times = f"plain {self.plain:.1f} s, compiled {self.compiled:.1f} s, of it the pass {self.in_pass:.2f} s"
-        return f"\ncompile, {self.layers} layers, {self.fused} fused: {times}"
+        return f"compile, {self.layers} layers, {self.fused} fused: {times}"
 
 
 def measure_pass(layers: Sequence[int], tokens_dim: int, rounds: int) -> list[PassRow]:
@@ -290,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     with fake_group():
         rows = measure_pass(args.layers, args.tokens_dim, args.rounds)
-        print(HEADING, *rows, sep="\n", flush=True)
+        console.stdout().print(Table(COLUMNS, rows), crop=False)
         whole = measure_whole(args.whole, args.tokens_dim) if args.whole else None
     if whole is not None:
         print(whole)

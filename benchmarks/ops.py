@@ -6,10 +6,6 @@
 What each op equals, and its shapes, stand in fusedcomm/bench/op_programs.py. rows, K and N are those of the local
 matmul; its time alone is the roof.
 
-roof      the local matmul alone
-baseline  the matmul and the collective, with the layout copies that it needs
-auto      fusedcomm.<op>, the planner's choice
-
 By default all sizes forward, then ragged sizes: what is left of the speed per flop of their aligned neighbour.
 --backward  forward and backward; the roof is three matmuls
 --decode    few rows: the baseline, every algorithm forced, and what the planner chooses
@@ -39,13 +35,16 @@ from benchmarks.common import (
     at_least,
     at_most,
     has_huge_pages,
+    ms,
     pages,
     refuse_wrong_pages,
+    tabulated,
 )
 from fusedcomm.bench.op_bench import AUTO, BASELINE, ROOF, MatmulSize, OpBench, OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
@@ -102,18 +101,6 @@ class SizeRow:
     def ratios(self) -> dict[str, float]:
         return {"speedup": self.speedup} | ({"over_roof": self.over_roof} if ROOF in self.times else {})
 
-    @property
-    def heading(self) -> str:
-        # roof, baseline, auto as in earlier results
-        names = "".join(f"{'base' if name == BASELINE else name} ms".rjust(12) for name in self.times)
-        ratios = f"{'base/auto':>12s}" + (f"{'auto/roof':>12s}" if ROOF in self.times else "")
-        return f"{_shape_heading()}{'plan':8s}{names}{ratios}"
-
-    def __str__(self) -> str:
-        ms = "".join(f"{t.median * 1e3:12.3f}" for t in self.times.values())
-        ratios = "".join(f"{ratio:12.2f}" for ratio in self.ratios.values())
-        return f"{_shape(self)}{self.algorithm:8s}{ms}{ratios}"
-
     def report(self) -> dict[str, Any]:
         facts = asdict(self)
         return facts | facts.pop("times") | self.ratios
@@ -131,25 +118,46 @@ class RaggedRow:
     auto_kept: float
     roof_kept: float
 
-    def __str__(self) -> str:
-        return f"{_shape(self)}{self.auto.median * 1e3:20.3f}{self.auto_kept:12.2f}{self.roof_kept:12.2f}"
-
     def report(self) -> dict[str, Any]:
         return asdict(self)
 
 
-RAGGED_HEADING = (
-    f"{'rows':>5s} {'K':>5s} {'N':>5s}  {'dtype':9s}{'auto ms':>20s}{'auto keeps':>12s}{'roof keeps':>12s}"
-    "  of the speed per flop at "
+LOCAL_MATMUL = "the local matmul is [rows, K] @ [K, N]"
+SHAPE_COLUMNS = (
+    Column("rows", LOCAL_MATMUL, lambda row: str(row.rows)),
+    Column("K", LOCAL_MATMUL, lambda row: str(row.k)),
+    Column("N", LOCAL_MATMUL, lambda row: str(row.n)),
+    Column("dtype", "of all tensors", lambda row: row.dtype, left=True),
+)
+TIMES = {
+    ROOF: ("matmul\nalone ms", "the roof: no exchange at all", 3),
+    BASELINE: ("baseline\nms", "the matmul and the collective, with the layout copies that it needs", 1),
+    AUTO: ("fusedcomm\nms", "fusedcomm.<op>, the algorithm that the planner chooses", 0),
+}
+RAGGED_COLUMNS = (
+    *SHAPE_COLUMNS,
+    Column("fusedcomm\nms", TIMES[AUTO][1], lambda row: ms(row.auto.median)),
+    Column("fusedcomm\nkeeps", "its speed per flop / that at the aligned size", lambda row: f"{row.auto_kept:.2f}"),
+    Column("matmul\nkeeps", "so of the matmul alone", lambda row: f"{row.roof_kept:.2f}"),
 )
 
 
-def _shape_heading() -> str:
-    return f"{'rows':>5s} {'K':>5s} {'N':>5s}  {'dtype':9s}"
+def columns_of(names: Sequence[str]) -> list[Column]:
+    """Of a table with the times ``names``."""
+    columns = [
+        *SHAPE_COLUMNS,
+        Column("plan", "the algorithm of fusedcomm ms", lambda row: row.algorithm, drop=2, left=True),
+    ]
+    columns += map(_time_column, names)
+    columns.append(Column("speed-up", "baseline / fusedcomm", lambda row: f"{row.speedup:.2f}"))
+    if ROOF in names:
+        columns.append(Column("time /\nmatmul", "fusedcomm / matmul alone", lambda row: f"{row.over_roof:.2f}"))
+    return columns
 
 
-def _shape(row: SizeRow | RaggedRow) -> str:
-    return f"{row.rows:5d} {row.k:5d} {row.n:5d}  {row.dtype:9s}"
+def _time_column(name: str) -> Column:
+    head, about, drop = TIMES.get(name, (f"{name}\nms", "the op with that algorithm forced", 4))
+    return Column(head, about, lambda row: ms(row.times[name].median), drop=drop)
 
 
 # In every rank
@@ -231,13 +239,17 @@ def summary(bench: OpBench, rows: Sequence[SizeRow], ragged: Sequence[RaggedRow]
     if rows:
         speedups = [row.speedup for row in rows]
         found += [
-            at_least("base/auto, geometric mean", math.exp(statistics.fmean(map(math.log, speedups))), mean),
-            at_least("base/auto, minimum", min(speedups), minimum),
+            at_least("baseline / fusedcomm, geometric mean", math.exp(statistics.fmean(map(math.log, speedups))), mean),
+            at_least("baseline / fusedcomm, minimum", min(speedups), minimum),
         ]
         if mode != "decode":
-            found.append(at_most("auto/roof, median", statistics.median(row.over_roof for row in rows), over_roof))
+            found.append(
+                at_most("fusedcomm / matmul alone, median", statistics.median(row.over_roof for row in rows), over_roof)
+            )
     if ragged:
-        found.append(at_least("ragged/aligned speed of auto, minimum", min(r.auto_kept for r in ragged), goals.ragged))
+        found.append(
+            at_least("ragged / aligned speed of fusedcomm, minimum", min(r.auto_kept for r in ragged), goals.ragged)
+        )
     return found
 
 
@@ -285,25 +297,27 @@ def _run(bench: OpBench, args: argparse.Namespace) -> int:
         print_here = world.is_rank_0()
         if print_here:
             print(bench.op, *([pages(huge_pages)] if device_type == "cpu" else []), sep="\n", flush=True)
-        for dtype, size in itertools.product(args.dtype, sizes_of(bench, mode, args) if mode != "ragged" else []):
-            if mode == "decode":
-                row = call(measure_decode, bench, size, dtype, device_type, args.rounds)
-            else:
-                row = call(measure_row, bench, size, dtype, device_type, args.rounds, mode == "backward")
-            if print_here:
-                print(row if rows else f"{row.heading}\n{row}", flush=True)
-                rows.append(row)
+        names = (BASELINE, *ALGORITHMS[device_type], AUTO) if mode == "decode" else (ROOF, BASELINE, AUTO)
+        sizes = list(itertools.product(args.dtype, sizes_of(bench, mode, args) if mode != "ragged" else []))
+        with tabulated(columns_of(names), rows, len(sizes)) as add:
+            for dtype, size in sizes:
+                if mode == "decode":
+                    row = call(measure_decode, bench, size, dtype, device_type, args.rounds)
+                else:
+                    row = call(measure_row, bench, size, dtype, device_type, args.rounds, mode == "backward")
+                if print_here:
+                    add(row)
         aligned = sizes_of(bench, mode, args)[0] if args.shape else replace(ALIGNED, batch=args.batch)
-        for dtype in args.dtype if mode in ("forward", "ragged") else []:
-            found = call(measure_ragged, bench, aligned, dtype, device_type, args.rounds)
-            if print_here:
-                if not ragged:
-                    print(f"\n{RAGGED_HEADING}{aligned.rows} {aligned.k} {aligned.n}")
-                print(*found, sep="\n", flush=True)
-                ragged += found
+        title = f"ragged sizes beside {aligned.rows} x {aligned.k} @ {aligned.k} x {aligned.n}"
+        dtypes = args.dtype if mode in ("forward", "ragged") else []
+        with tabulated(RAGGED_COLUMNS, ragged, len(dtypes), title) as add:
+            for dtype in dtypes:
+                found = call(measure_ragged, bench, aligned, dtype, device_type, args.rounds)
+                for each in found if print_here else []:
+                    add(each)
     if print_here:
         goals = summary(bench, rows, ragged, mode)
-        print("", *goals, sep="\n")
+        print(*goals, sep="\n")
         if args.json:
             facts = {"op": bench.op, "mode": mode, "rounds": args.rounds, "huge_pages": huge_pages}
             lists: dict[str, Sequence[SizeRow | RaggedRow]] = {"rows": rows, "ragged": ragged}

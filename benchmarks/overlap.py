@@ -10,19 +10,19 @@ without garbage collection.
 
 as traced        the program's order: each collective is waited for where it starts
 torch            torch's schedule_overlap_bucketing without bucketing; torch, bucketed: with it, and its pre-bucketing
-ours, moved      schedule(bucket=False, fuse=False); ours, unfused: schedule(fuse=False); ours: all of it
+fusedcomm        schedule(); moved: schedule(bucket=False, fuse=False); unfused: schedule(fuse=False)
 bound            no order is faster: all compute, or all that a link or a group carries, of the graph as traced
 
-collectives      in the graph, and ops of ours that stand for one
+collectives      in the graph, and ops of fusedcomm that stand for one
 hideable         of the graph as traced: those with compute that they neither need nor are needed for, each alone at
                  least as long as itself
 hidden           exposed for at most 1 % of what they take alone: also under the wait for another, so hidden can be
                  more than hideable
-exposed          the compute stream waits for them, or an op of ours takes longer than its matmul
+exposed          the compute stream waits for them, or an op of fusedcomm takes longer than its matmul
 over bound       of the total. It can be below 0: fewer collectives have less latency than the bound counts, and ops of
-                 ours use a link better than the collectives that it counts
+                 fusedcomm use a link better than the collectives that it counts
 
-The second table is ours with other budgets for the peak.
+The second table is fusedcomm with other budgets for the peak.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.simulator import simulate
 from fusedcomm.compile.overlap.timeline import Timeline, plot_both
 from fusedcomm.launch import console
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 
 MODELS = {
@@ -55,9 +56,9 @@ LAYERS, QUICK_LAYERS = (4, 32, 128), (4,)
 BUDGETS = (0, 5, 20)  # percent over the peak as traced
 BUDGET = 5
 TRACED, TORCH, TORCH_BUCKETED, BOUND = "as traced", "torch", "torch, bucketed", "bound"
-MOVED, UNFUSED, OURS = "ours, moved", "ours, unfused", "ours"
+MOVED, UNFUSED, OURS = "fusedcomm, moved", "fusedcomm, unfused", "fusedcomm"
 EXPOSED = {"forward": 5.0, "joint": 10.0}  # at most, of a Llama's communication, in percent
-GROWTH = 1.5  # at most, of ours' seconds per node, from fewer layers to more
+GROWTH = 1.5  # at most, of the seconds per node of fusedcomm, from fewer layers to more
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,28 @@ class OverlapRow:
     pass_s: float = 0.0
     error: str | None = None  # why there are no figures
 
-    def __str__(self) -> str:
-        if self.error:
-            return f"{self.variant:18s}{self.error}"
-        pass_s = f"{self.pass_s:.2f}" if self.pass_s else ""
-        counts = f"{self.nodes:8d}{self.collectives:13d}{self.hideable:10d}{self.hidden:8d}"
-        times = f"{self.exposed_ms:13.2f}{self.total_ms:10.2f}{self.over_bound_percent:14.1f}"
-        return f"{self.variant:18s}{counts}{times}{self.peak_mib:11.0f}{pass_s:>9s}"
 
-
-HEADING = f"{'':18s}{'nodes':>8s}{'collectives':>13s}{'hideable':>10s}{'hidden':>8s}{'exposed ms':>13s}"
-HEADING += f"{'total ms':>10s}{'% over bound':>14s}{'peak MiB':>11s}{'pass s':>9s}"
+COLUMNS = (
+    Column("variant", "of the graph; torch is its own scheduler", lambda row: row.variant, left=True),
+    Column("nodes", "of the graph", lambda row: str(row.nodes), drop=4),
+    Column("collectives", "in the graph, fused ones too", lambda row: str(row.collectives), drop=2),
+    Column("hideable", "as traced: collectives with enough compute beside them", lambda row: str(row.hideable), drop=1),
+    Column("hidden", "collectives exposed for at most 1 % of their time", lambda row: str(row.hidden)),
+    Column("exposed\nms", "the compute stream waits", lambda row: f"{row.exposed_ms:.2f}"),
+    Column("total\nms", "compute and exposed", lambda row: f"{row.total_ms:.2f}"),
+    Column(
+        "above\nbound %", "of the total: no order is faster than the bound", lambda row: f"{row.over_bound_percent:.1f}"
+    ),
+    Column("peak\nMiB", "of memory", lambda row: f"{row.peak_mib:.0f}"),
+    Column("pass\ns", "processor time of the scheduler", lambda row: f"{row.pass_s:.2f}" if row.pass_s else "", drop=3),
+)
+BUDGET_COLUMNS = (
+    Column("graph", "the model, its part and its size", lambda row: str(row.case), left=True),
+    Column("budget\n%", "that the peak of memory may grow", lambda row: str(row.budget_percent)),
+    Column("peak\n%", "by how much it grew", lambda row: f"{row.peak_over_percent:.1f}"),
+    Column("exposed\nms", "the compute stream waits", lambda row: f"{row.exposed_ms:.2f}"),
+    Column("total\nms", "compute and exposed", lambda row: f"{row.total_ms:.2f}"),
+)
 
 
 class CaseGraph:
@@ -162,10 +174,11 @@ class CaseGraph:
         )
 
     def plot(self, directory: Path) -> Path:
-        """As traced, and ours below."""
+        """As traced, and as fusedcomm schedules it below."""
         file = directory / f"overlap-{self.case.model}-{self.case.part}.png"
         _, gm = self.ours(OURS, BUDGET)
-        plot_both(self.traced, simulate(gm, self.estimator), file)
+        title = f"{self.case}: the order of the program, and fusedcomm's; simulated, nothing was run"
+        plot_both(self.traced, simulate(gm, self.estimator), file, title)
         return file
 
 
@@ -225,9 +238,11 @@ def summary(rows: Sequence[OverlapRow], budgets: Sequence[OverlapRow]) -> list[G
             if case.part == part and case.model.startswith("llama") and OURS in each
         ]
         if shares:
-            goals.append(at_most(f"exposed, % of communication, ours, llama {part}, largest", max(shares), percent))
+            goals.append(
+                at_most(f"exposed, % of communication, fusedcomm, llama {part}, largest", max(shares), percent)
+            )
     slower = max(row.total_ms - cases[row.case][TRACED].total_ms for row in _ours(rows))
-    goals.append(at_most("total, ours - as traced, ms, largest", slower, 0.0))
+    goals.append(at_most("total, fusedcomm - as traced, ms, largest", slower, 0.0))
     over = max(row.peak_over_percent - row.budget_percent for row in (*_ours(rows), *budgets))
     goals.append(at_most("peak over its budget, %, largest", over, 0.0))
     return goals + _pass_times(cases)
@@ -243,13 +258,13 @@ def _pass_times(cases: dict[GraphCase, dict[str, OverlapRow]]) -> list[Goal]:
         for each in cases.values()
         if OURS in each and TORCH_BUCKETED in each
     ]
-    goals = [at_most("pass, ours / torch, bucketed, largest", max(ratios), 1.0)] if ratios else []
+    goals = [at_most("pass, fusedcomm / torch, bucketed, largest", max(ratios), 1.0)] if ratios else []
     growths = []
     for first, last in itertools.product(cases, cases):
         if (first.model, first.part) == (last.model, last.part) and first.layers < last.layers:
             growths.append(_seconds_per_node(cases[last]) / _seconds_per_node(cases[first]))
     if growths:
-        goals.append(at_most("pass per node, ours, more / fewer layers, largest", max(growths), GROWTH))
+        goals.append(at_most("pass per node, fusedcomm, more / fewer layers, largest", max(growths), GROWTH))
     return goals
 
 
@@ -262,32 +277,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[OverlapRow] = []
     budgets: list[OverlapRow] = []
     plots: list[Path] = []
+    tables: list[Table] = []
+    out = console.stdout()
     if args.plot:
         Path(args.plot).mkdir(parents=True, exist_ok=True)
     with overlap_graphs.world() as groups:
         for case in cases_of(args):
             graph = CaseGraph(case, groups)
-            print(f"\n{case}", HEADING, sep="\n", flush=True)
-            for row in graph.rows():
-                print(row, flush=True)
-                rows.append(row)
+            found = list(graph.rows())
+            rows += found
+            tables.append(Table(COLUMNS, [row for row in found if not row.error], str(case), has_legend=False))
+            out.print(tables[-1], crop=False)
+            for row in found:
+                if row.error:
+                    out.print(f"{row.variant}: {row.error}", markup=False)
             budgets += [graph.ours(OURS, percent)[0] for percent in BUDGETS]
             if args.plot and case.layers == min(args.layers):
                 plots.append(graph.plot(Path(args.plot)))
-    print("", BUDGET_HEADING, *map(budget_line, budgets), sep="\n")
+    out.print(console.Legend(tables))
+    out.print(Table(BUDGET_COLUMNS, budgets, "other budgets of memory"), crop=False)
     goals = summary(rows, budgets)
-    print("", *map(goal_line, goals), *plots, sep="\n")
+    print(*map(goal_line, goals), *plots, sep="\n")
     if args.json:
         console.write_json(args.json, run_facts() | listed(rows=rows, budgets=budgets, goals=goals))
     return 0
-
-
-BUDGET_HEADING = f"{'budgets':34s}{'budget %':>10s}{'peak %':>9s}{'exposed ms':>13s}{'total ms':>10s}"
-
-
-def budget_line(row: OverlapRow) -> str:
-    percents = f"{row.budget_percent:10d}{row.peak_over_percent:9.1f}"
-    return f"{row.case!s:34s}{percents}{row.exposed_ms:13.2f}{row.total_ms:10.2f}"
 
 
 def goal_line(goal: Goal) -> str:
@@ -308,7 +321,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", nargs="+", type=int, metavar="L", help=f"{LAYERS}; the third: one graph alone")
     parser.add_argument("--quick", action="store_true", help=f"layers {QUICK_LAYERS}")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", metavar="DIR", help="write a picture of each smallest graph, as traced and ours")
+    parser.add_argument("--plot", metavar="DIR", help="write a picture of each smallest graph, as traced and scheduled")
     args = parser.parse_args(argv)
     args.layers = args.layers or (QUICK_LAYERS if args.quick else LAYERS)
     return args

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import DTYPES
-from benchmarks.ops import ALGORITHMS, DECODE_CALLS, TIMEOUT_S, sizes_of
+from benchmarks.common import DTYPES, ms, tabulated
+from benchmarks.ops import ALGORITHMS, DECODE_CALLS, SHAPE_COLUMNS, TIMEOUT_S, sizes_of
 from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
 from fusedcomm.bench.op_bench import MatmulSize, OpBench, OpData
@@ -32,6 +32,7 @@ from fusedcomm.bench.timing import ValuesDiffer, check_values, measure_rounds
 from fusedcomm.cost.model import DEFAULT, DEFAULTS, estimate
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime import members
@@ -62,12 +63,27 @@ class ChoiceRow:
         """Time of ``choice`` over that of the fastest."""
         return self.measured[choice] / min(self.measured.values())
 
-    def __str__(self) -> str:
-        times = "".join(
-            f"{self.measured[name] * 1e3:11.3f}{self.estimated[name] * 1e3:11.3f}" for name in self.measured
+
+def columns_of(names: Sequence[str]) -> list[Column]:
+    """Of a table of what ``names`` of algorithms took."""
+
+    def times(name: str) -> tuple[Column, Column]:
+        measured = Column(f"{name}\nms", "measured", lambda row: ms(row.measured[name]), drop=1)
+        return measured, Column(
+            f"{name}\nestimate ms", "what the planner reckons with", lambda row: ms(row.estimated[name]), drop=2
         )
-        size = f"{self.op:22s}{self.rows:5d} {self.k:5d} {self.n:5d}  {self.dtype:9s}"
-        return f"{size}{times}  {self.choice:8s}{self.behind(self.choice):6.2f}"
+
+    return [
+        Column("op", "fusedcomm.<op>", lambda row: row.op, left=True),
+        *SHAPE_COLUMNS,
+        *itertools.chain.from_iterable(map(times, names)),
+        Column("choice", "the planner's", lambda row: row.choice, left=True),
+        Column(
+            "choice /\nfastest",
+            "time of the choice / that of the fastest; 1 is right",
+            lambda row: f"{row.behind(row.choice):.2f}",
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -157,23 +173,28 @@ def _default_plan(op: str, exchange: Exchange, dtype: str, ours: members.Member)
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     device_type = world.default_device_type()
-    shapes = list(itertools.product((False, True), args.op, args.dtype))
+    cases = [
+        (decode, op, dtype, size)
+        for decode, op, dtype in itertools.product((False, True), args.op, args.dtype)
+        for size in sizes_of(PROGRAMS[op], "decode" if decode else "forward", args)
+    ]
     rows: list[ChoiceRow] = []
     try:
-        with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S) as call:
-            for decode, op, dtype in shapes:
-                for size in sizes_of(PROGRAMS[op], "decode" if decode else "forward", args):
-                    row = call(measure_row, PROGRAMS[op], size, dtype, decode, device_type, args.rounds)
-                    if world.is_rank_0():
-                        print(row if rows else f"{_heading(row)}\n{row}", flush=True)
-                        rows.append(row)
+        with (
+            world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S) as call,
+            tabulated(columns_of(ALGORITHMS[device_type]), rows, len(cases)) as add,
+        ):
+            for decode, op, dtype, size in cases:
+                row = call(measure_row, PROGRAMS[op], size, dtype, decode, device_type, args.rounds)
+                if world.is_rank_0():
+                    add(row)
     except (ValuesDiffer, RankError) as error:
         print(f"planner_choices: {error}", file=sys.stderr)
         return 1
     if not world.is_rank_0():
         return 0
     found = summaries(rows)
-    print("", *found, sep="\n")
+    print(*found, sep="\n")
     if args.json:
         facts = {"rounds": args.rounds, "rows": [asdict(row) for row in rows], "summaries": [asdict(s) for s in found]}
         console.write_json(args.json, run_facts() | facts)
@@ -186,12 +207,6 @@ def summaries(rows: Sequence[ChoiceRow]) -> list[ChoiceSummary]:
     if numbers != DEFAULT:
         found.append(ChoiceSummary.of(DEFAULT, [row.behind(row.default_choice) for row in rows]))
     return found
-
-
-def _heading(row: ChoiceRow) -> str:
-    times = "".join(f"{name:>8s} ms{'estimated':>11s}" for name in row.measured)
-    size = f"{'op':22s}{'rows':>5s} {'K':>5s} {'N':>5s}  {'dtype':9s}"
-    return f"{row.numbers} numbers\n{size}{times}  {'choice':8s}{'behind':>6s}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,13 +4,13 @@
 
 Each mesh dim is replicated, sharded on either dim of a matrix, or partial (only before, or before and after). Pairs
 that are equal, or need nothing sent, are left out. Nothing is run: torch's plans are read from its private planner, its
-bytes worked out from the padded shapes that it gives to collectives, and times are those of our model, of GPUs in nodes
-of 4: a mesh of 8 ranks lies in two. Only the time of planning is measured: processor time.
+bytes worked out from the padded shapes that it gives to collectives, and times are those of fusedcomm's model, of GPUs
+in nodes of 4: a mesh of 8 ranks lies in two. Only the time of planning is measured: processor time.
 
 torch            flattened: every flattened mesh exists, so it merges what it can; else none does, as is usual
 fewer            the share of pairs with fewer collectives than torch
-collectives      mean per pair, torch's and ours
-bytes, time      ours / torch's, per pair: mean, and the largest, which must not be above 1
+collectives      mean per pair, torch's and fusedcomm's
+bytes, time      fusedcomm's / torch's, per pair: mean, and the largest, which must not be above 1
 cold             planning without any cache; cached: the planner's answer when it is known, wall clock
 """
 
@@ -30,10 +30,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import redistribution_torch
-from benchmarks.common import Goal, at_most, listed
+from benchmarks.common import Goal, at_most, listed, tabulated
 from fusedcomm.cost.links import INTER_BANDWIDTH
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.launch import console
+from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.redistribution import search, steps
 from fusedcomm.redistribution.search import RedistributionPlan
@@ -66,17 +67,27 @@ class PairsRow:
     worst_time_ratio: float
     worst_more_collectives: int
 
-    def __str__(self) -> str:
-        mesh, shape = ("x".join(map(str, each)) for each in (self.mesh_shape, self.shape))
-        counts = f"{self.pairs:7d}{self.fewer_percent:9.1f}{self.torch_collectives:9.2f}{self.collectives:7.2f}"
-        num_bytes = f"{self.bytes_ratio:10.3f}{self.worst_bytes_ratio:9.3f}"
-        return (
-            f"{mesh:8s}{shape:11s}{self.torch:14s}{counts}{num_bytes}{self.time_ratio:9.3f}{self.worst_time_ratio:9.3f}"
-        )
+
+def _times(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
-HEADING = f"{'mesh':8s}{'tensor':11s}{'torch':14s}{'pairs':>7s}{'fewer %':>9s}{'torch':>9s}{'ours':>7s}"
-HEADING += f"{'bytes':>10s}{'largest':>9s}{'time':>9s}{'largest':>9s}"
+MESH = Column("mesh", "ranks along each of its dims", lambda row: _times(row.mesh_shape), left=True)
+TENSOR = Column("tensor", "its shape", lambda row: _times(row.shape), left=True)
+RATIO = "fusedcomm / torch, per pair"
+COLUMNS = (
+    MESH,
+    TENSOR,
+    Column("torch's mesh", "flattened: torch merges what it can", lambda row: row.torch, left=True),
+    Column("pairs", "of placements, before and after", lambda row: str(row.pairs), drop=1),
+    Column("fewer\n%", "of the pairs, with fewer collectives than torch", lambda row: f"{row.fewer_percent:.1f}"),
+    Column("torch", "collectives per pair, mean", lambda row: f"{row.torch_collectives:.2f}"),
+    Column("fusedcomm", "collectives per pair, mean", lambda row: f"{row.collectives:.2f}"),
+    Column("bytes\nmean", RATIO, lambda row: f"{row.bytes_ratio:.3f}"),
+    Column("bytes\nlargest", RATIO, lambda row: f"{row.worst_bytes_ratio:.3f}", drop=2),
+    Column("time\nmean", RATIO, lambda row: f"{row.time_ratio:.3f}"),
+    Column("time\nlargest", RATIO, lambda row: f"{row.worst_time_ratio:.3f}", drop=3),
+)
 
 
 @dataclass(frozen=True)
@@ -88,12 +99,15 @@ class PlanTime:
     largest_ms: float
     cached_us: float
 
-    def __str__(self) -> str:
-        mesh, shape = ("x".join(map(str, each)) for each in (self.mesh_shape, self.shape))
-        return f"{mesh:8s}{shape:14s}{self.plans:7d}{self.median_ms:11.2f}{self.largest_ms:9.2f}{self.cached_us:11.2f}"
 
-
-PLAN_HEADING = f"{'mesh':8s}{'tensor':14s}{'plans':>7s}{'cold ms':>11s}{'largest':>9s}{'cached us':>11s}"
+PLAN_COLUMNS = (
+    MESH,
+    TENSOR,
+    Column("plans", "that were timed", lambda row: str(row.plans)),
+    Column("cold\nms", "planning without any cache, median", lambda row: f"{row.median_ms:.2f}"),
+    Column("slowest\nms", "so, the slowest plan", lambda row: f"{row.largest_ms:.2f}"),
+    Column("cached\nmicroseconds", "the planner's answer when it is known", lambda row: f"{row.cached_us:.2f}"),
+)
 
 Pair = tuple[tuple[str, ...], tuple[str, ...]]
 
@@ -185,7 +199,9 @@ def summary(rows: Sequence[PairsRow], times: Sequence[PlanTime]) -> list[Goal]:
     flattened = [row for row in rows if row.torch == FLATTENED]
     return [
         at_most(
-            "collectives, ours - torch's flattened, largest", max(row.worst_more_collectives for row in flattened), 0
+            "collectives, fusedcomm - torch's flattened, largest",
+            max(row.worst_more_collectives for row in flattened),
+            0,
         ),
         at_most("bytes, ours / torch's flattened, largest", _worst(flattened, "worst_bytes_ratio"), 1.0),
         at_most("time, ours / torch's flattened, largest", _worst(flattened, "worst_time_ratio"), 1.0),
@@ -205,24 +221,22 @@ FLATTENED, PLAIN = "flattened", "not flattened"
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     rows: list[PairsRow] = []
-    print(HEADING)
-    for mesh_shape in MESHES[1:] if args.quick else MESHES:
-        for torch in (FLATTENED, PLAIN):
+    meshes = list(itertools.product(MESHES[1:] if args.quick else MESHES, (FLATTENED, PLAIN)))
+    with tabulated(COLUMNS, rows, len(meshes) * len(SHAPES)) as add:
+        for mesh_shape, torch in meshes:
             with redistribution_torch.world(math.prod(mesh_shape)):
                 mesh = redistribution_torch.mesh(mesh_shape, flatten=torch == FLATTENED)
                 for shape in SHAPES:
-                    rows.append(compare(mesh, shape, torch))
-                    print(rows[-1], flush=True)
+                    add(compare(mesh, shape, torch))
     cases: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     cases = [(mesh_shape, shape, 1) for mesh_shape in MESHES for shape in SHAPES]
     cases += [(LARGE_MESH, shape, 4) for shape in LARGE_SHAPES]
-    times = []
-    print("", PLAN_HEADING, sep="\n")
-    for mesh_shape, shape, share in cases:
-        times.append(plan_times(mesh_shape, shape, share * (40 if args.quick else 1)))
-        print(times[-1], flush=True)
+    times: list[PlanTime] = []
+    with tabulated(PLAN_COLUMNS, times, len(cases)) as add:
+        for mesh_shape, shape, share in cases:
+            add(plan_times(mesh_shape, shape, share * (40 if args.quick else 1)))
     goals = summary(rows, times)
-    print("", *map(goal_line, goals), sep="\n")
+    print(*map(goal_line, goals), sep="\n")
     if args.json:
         console.write_json(args.json, run_facts() | listed(rows=rows, times=times, goals=goals))
     return 0

@@ -5,13 +5,13 @@
 
 roof      the matmuls alone
 plain     torch.compile(program, fullgraph=True)
-exchange  so with our `normalize` alone: where DTensor gathers every part to keep one, as it does on CPU, parts are
-          exchanged. What plain / compiled is more than plain / exchange, the fused ops have gained
+exchange  so with fusedcomm's `normalize` alone: where DTensor gathers every part to keep one, as it does on CPU, parts
+          are exchanged. What plain / compiled is more than plain / exchange, the fused ops have gained
 compiled  as plain, in fusedcomm.compile.enabled()
 op        fusedcomm.matmul_all_to_all, called by hand and not compiled
 
 Each is compiled anew, caches off. Of the ratios the median, P10 and P90 over the ratios within a round. Pages: as
-benchmarks/common.py says; a result is allocated by Inductor in compiled, by us in op.
+benchmarks/common.py says; a result is allocated by Inductor in compiled, by fusedcomm in op.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ from benchmarks.common import (
     at_least,
     has_huge_pages,
     listed,
+    ms,
     pages,
     refuse_wrong_pages,
+    tabulated,
 )
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, difference, measure_rounds
 from fusedcomm.cli.demo_problem import DTENSOR_LOGGER
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
@@ -223,22 +226,42 @@ class ProgramRow:
     op_over_compiled: Ratio
     compiled_over_roof: Ratio
 
-    @property
-    def ratios(self) -> list[Ratio]:
-        return [getattr(self, field.name) for field in fields(self) if field.type == "Ratio"]
 
-    def __str__(self) -> str:
-        ms = "".join(f"{each.median * 1e3:13.1f}" for each in self.times.values())
-        return f"{self.dtype:9s}{self.fused:6d}{ms}" + "".join(f"  {ratio!s:>20s}" for ratio in self.ratios)
+TIMES = {
+    ROOF: "the matmuls alone",
+    PLAIN: "the program under torch.compile",
+    EXCHANGE: "so, with parts exchanged where DTensor gathers",
+    COMPILED: "so, in fusedcomm.compile.enabled()",
+    OP: "fusedcomm.matmul_all_to_all, called by hand",
+}
+RATIOS: dict[str, Callable[[ProgramRow], Ratio]] = {
+    "plain /\ncompiled": lambda row: row.plain_over_compiled,
+    "plain /\nexchange": lambda row: row.plain_over_exchange,
+    "op /\ncompiled": lambda row: row.op_over_compiled,
+    "compiled /\nroof": lambda row: row.compiled_over_roof,
+}
 
 
-HEADING = f"{'dtype':9s}{'fused':>6s}" + "".join(f"{name} ms".rjust(13) for name in TIMED)
-HEADING += "".join(f"{name:>22s}" for name in ("plain/compiled", "plain/exchange", "op/compiled", "compiled/roof"))
+def _time_column(name: str) -> Column:
+    return Column(f"{name}\nms", TIMES[name], lambda row: ms(row.times[name].median, 1))
+
+
+def _ratio_column(head: str, drop: int) -> Column:
+    about = "median of the ratios within a round (P10 .. P90 of them)"
+    return Column(head, about, lambda row: str(RATIOS[head](row)), drop=drop)
+
+
+COLUMNS = (
+    Column("dtype", "of all tensors", lambda row: row.dtype, left=True),
+    Column("fused", "pairs that became fused ops", lambda row: str(row.fused)),
+    *map(_time_column, TIMED),
+    *map(_ratio_column, RATIOS, (0, 2, 1, 3)),
+)
 
 
 def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str, rounds: int) -> ProgramRow:
     device = world.rank_device(device_type)
-    logging.getLogger(DTENSOR_LOGGER).setLevel(logging.ERROR)  # that it gathers is what the heading says
+    logging.getLogger(DTENSOR_LOGGER).setLevel(logging.ERROR)  # that it gathers is what the docstring says
     data = ProgramData(sizes, DTYPES[dtype], device)
     variants = data.variants()
     check_values(variants, data.check)
@@ -279,17 +302,17 @@ def _main(args: argparse.Namespace) -> int:
     rows: list[ProgramRow] = []
     with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
         huge_pages = call(has_huge_pages)
-        for dtype in args.dtype:
-            row = call(measure_program, sizes, dtype, device_type, args.rounds)
-            if row is not None:
-                if not rows:
-                    print(sizes, *([pages(huge_pages)] if device_type == "cpu" else []), HEADING, sep="\n")
-                print(row, flush=True)
-                rows.append(row)
+        if world.is_rank_0():
+            print(sizes, *([pages(huge_pages)] if device_type == "cpu" else []), sep="\n", flush=True)
+        with tabulated(COLUMNS, rows, len(args.dtype)) as add:
+            for dtype in args.dtype:
+                row = call(measure_program, sizes, dtype, device_type, args.rounds)
+                if row is not None:
+                    add(row)
     if not rows:  # torchrun's other ranks
         return 0
     goals = summary(rows)
-    print("", *goals, sep="\n")
+    print(*goals, sep="\n")
     if args.json:
         facts = {"program": "compile", "sizes": asdict(sizes), "rounds": args.rounds, "huge_pages": huge_pages}
         console.write_json(args.json, run_facts() | facts | listed(rows=rows, goals=goals))

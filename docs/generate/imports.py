@@ -14,7 +14,7 @@ LAYERS = (
     *("errors", "env", "files", "machine", "redact", "reference"),
     *("geometry", "kernels", "cost", "runtime", "algorithms", "ops", "nn", "redistribution"),
     "__init__",  # what `import fusedcomm` offers
-    *("compile", "launch", "bench", "testing", "doctor", "cli", "__main__"),
+    *("launch", "compile", "bench", "testing", "doctor", "cli", "__main__"),
 )
 
 

@@ -112,6 +112,10 @@ class OpBench(abc.ABC):
         n = size.n + (-size.n % num_ranks if self.cut == "n" else 0)
         return replace(size, rows=rows, k=k, n=n)
 
+    def exchanged_bytes(self, size: MatmulSize, dtype: torch.dtype) -> int:
+        """As nccl-tests counts a size: of the larger of what a rank gives to the collective and gets from it."""
+        return size.rows * (size.k if self.gathers else size.n) * dtype.itemsize
+
     def ragged(self, size: MatmulSize, num_ranks: int) -> list[MatmulSize]:
         """Neighbours of an aligned size: more rows, fewer K, fewer N, and all of it. Odd where the group allows it."""
         rows = size.rows + self._row_step(size, num_ranks)
@@ -144,8 +148,7 @@ class OpData:
 
     @property
     def exchanged_bytes(self) -> int:
-        """As nccl-tests counts a size: of the larger of what a rank gives to the collective and gets from it."""
-        return self.size.rows * (self.size.k if self.bench.gathers else self.size.n) * self.dtype.itemsize
+        return self.bench.exchanged_bytes(self.size, self.dtype)
 
     def randomize(self) -> None:
         """Inputs for timing, after the checks: GPUs draw less power, so run faster, on integers.

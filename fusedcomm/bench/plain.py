@@ -56,6 +56,11 @@ class CollectiveRow:
         return self.algbw * BUS[COLLECTIVES[self.op]](self.group_size)
 
 
+def block_numel(num_bytes: int, dtype: torch.dtype, num_ranks: int) -> int:
+    """The elements of each rank's block, of at least ``num_bytes`` over all blocks."""
+    return max(math.ceil(num_bytes / dtype.itemsize / num_ranks), 1)
+
+
 def measure_collective(rank: int, op: str, num_bytes: int, dtype: str, options: Options) -> list[CollectiveRow]:
     device = world.rank_device(options.device_type)
     data = CollectiveData(COLLECTIVES[op], num_bytes, DTYPES[dtype], device)
@@ -77,7 +82,7 @@ class CollectiveData:
     def __init__(self, kind: str, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.kind, self.dtype, self.device = kind, dtype, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.block = max(math.ceil(num_bytes / dtype.itemsize / self.num_ranks), 1)
+        self.block = block_numel(num_bytes, dtype, self.num_ranks)
         self.num_bytes = self.block * self.num_ranks * dtype.itemsize
         self.local = self._of(self.rank)
         self.source = self._integers(self.block * self.num_ranks, self.rank)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import csv
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
-
-from rich import box
-from rich.table import Table
 
 from fusedcomm.bench.measure import OpRow
 from fusedcomm.bench.plain import CollectiveRow
 from fusedcomm.bench.timing import Timing
+from fusedcomm.launch.console import Column, Table
 
 AnyRow = OpRow | CollectiveRow
-Column = tuple[str, Callable[[Any], str]]
+OTHERS = "--json and --csv have them"
+LOCAL_MATMUL = "the local matmul is [rows, K] @ [K, N]; with batches, rows is batches x rows of each"
+PASS = "forward, backward alone, or both; a backward has two matmuls"
+ALGORITHM = "asked for; behind the colon the one that ran, if that differs"
+NCCL_TESTS = "as nccl-tests has it"
 
 
 def _ms(seconds: float) -> str:
@@ -32,61 +34,90 @@ def num_bytes(count: float) -> str:
     return f"{count:.3g} GiB"
 
 
-OP_COLUMNS: Sequence[Column] = (
-    ("rows", lambda r: f"{r.batch} x {r.rows // r.batch}" if r.batch else str(r.rows)),
-    ("K", lambda r: str(r.k)),
-    ("N", lambda r: str(r.n)),
-    ("dtype", lambda r: r.dtype),
-    ("pass", lambda r: r.direction),
-    ("size", lambda r: num_bytes(r.num_bytes)),
-    ("algorithm", lambda r: r.algorithm if r.algorithm == r.planned else f"{r.algorithm}: {r.planned}"),
-    ("roof\nms", lambda r: _ms(r.roof.median)),
-    ("collective\nms", lambda r: _ms(r.collective.median)),
-    ("baseline\nms", lambda r: _ms(r.baseline.median)),
-    ("ours\nms", lambda r: _ms(r.ours.median)),
-    ("+-\n%", lambda r: f"{100 * r.ours.variation:.0f}"),
-    ("baseline\n/ ours", lambda r: f"{r.ratio:.2f}"),
-    ("over\nroof %", lambda r: f"{r.percent_over_roof:.0f}"),
-    ("exposed\nms", lambda r: _ms(r.exposed)),
-    ("overlap", lambda r: "-" if r.overlap_efficiency is None else f"{r.overlap_efficiency:.2f}"),
-    ("TFLOP/s", lambda r: f"{r.tflops:.3g}"),
-    ("algbw\nGB/s", lambda r: f"{r.algbw:.3g}"),
-    ("busbw\nGB/s", lambda r: f"{r.busbw:.3g}"),
+OP_COLUMNS = (
+    Column("rows", LOCAL_MATMUL, lambda r: f"{r.batch} x {r.rows // r.batch}" if r.batch else str(r.rows)),
+    Column("K", LOCAL_MATMUL, lambda r: str(r.k)),
+    Column("N", LOCAL_MATMUL, lambda r: str(r.n)),
+    Column("dtype", "of all tensors", lambda r: r.dtype, left=True),
+    Column("pass", PASS, lambda r: r.direction, left=True),
+    Column("exchanged", f"bytes that the collective moves, {NCCL_TESTS}", lambda r: num_bytes(r.num_bytes), drop=5),
+    Column(
+        "algorithm",
+        ALGORITHM,
+        lambda r: r.algorithm if r.algorithm == r.planned else f"{r.algorithm}: {r.planned}",
+        left=True,
+    ),
+    Column("matmul\nalone ms", "the roof: no exchange at all", lambda r: _ms(r.roof.median), drop=2),
+    Column("collective\nalone ms", "with the copies that it needs", lambda r: _ms(r.collective.median), drop=6),
+    Column("baseline\nms", "today's program: matmul and collective, unfused", lambda r: _ms(r.baseline.median), drop=1),
+    Column("fusedcomm\nms", "the op, all of it", lambda r: _ms(r.ours.median)),
+    Column(
+        "spread\n%",
+        "standard deviation of fusedcomm ms over rounds, of its mean",
+        lambda r: f"{100 * r.ours.variation:.0f}",
+        drop=4,
+    ),
+    Column("speed-up", "baseline ms / fusedcomm ms", lambda r: f"{r.ratio:.2f}"),
+    Column(
+        "above\nmatmul %",
+        "how much longer fusedcomm ms is than matmul alone ms",
+        lambda r: f"{r.percent_over_roof:.0f}",
+        drop=3,
+    ),
+    Column("exposed\nms", "fusedcomm ms - matmul alone ms: communication not hidden", lambda r: _ms(r.exposed), drop=7),
+    Column(
+        "overlap\nshare",
+        "(matmul + collective - fusedcomm) / the smaller of the first two: 1: it is hidden, 0: nothing is",
+        lambda r: "-" if r.overlap_efficiency is None else f"{r.overlap_efficiency:.2f}",
+        drop=8,
+    ),
+    Column("TFLOP/s", "flops of all matmuls / fusedcomm ms", lambda r: f"{r.tflops:.3g}", drop=9),
+    Column("algbw\nGB/s", "exchanged / fusedcomm ms", lambda r: f"{r.algbw:.3g}", drop=10),
+    Column("busbw\nGB/s", f"what crosses a link, {NCCL_TESTS}", lambda r: f"{r.busbw:.3g}", drop=11),
 )
-COLLECTIVE_COLUMNS: Sequence[Column] = (
-    ("collective", lambda r: r.op),
-    ("dtype", lambda r: r.dtype),
-    ("size", lambda r: num_bytes(r.num_bytes)),
-    ("copy\nms", lambda r: _ms(r.copy.median)),
-    ("P10\nms", lambda r: _ms(r.time.p10)),
-    ("P50\nms", lambda r: _ms(r.time.median)),
-    ("P90\nms", lambda r: _ms(r.time.p90)),
-    ("P99\nms", lambda r: _ms(r.time.p99)),
-    ("+-\n%", lambda r: f"{100 * r.time.variation:.0f}"),
-    ("over\ncopy", lambda r: f"{r.over_copy:.2f}"),
-    ("algbw\nGB/s", lambda r: f"{r.algbw:.3g}"),
-    ("busbw\nGB/s", lambda r: f"{r.busbw:.3g}"),
+QUANTILES = "quantiles over rounds of the slowest rank; P50 is the median"
+COLLECTIVE_COLUMNS = (
+    Column("collective", "its name in torch.distributed", lambda r: r.op, left=True),
+    Column("dtype", "of the tensor", lambda r: r.dtype, left=True),
+    Column("size", f"bytes, {NCCL_TESTS}", lambda r: num_bytes(r.num_bytes)),
+    Column("copy\nms", "of as many bytes in local memory", lambda r: _ms(r.copy.median), drop=3),
+    Column("P10\nms", QUANTILES, lambda r: _ms(r.time.p10), drop=5),
+    Column("P50\nms", QUANTILES, lambda r: _ms(r.time.median)),
+    Column("P90\nms", QUANTILES, lambda r: _ms(r.time.p90), drop=2),
+    Column("P99\nms", QUANTILES, lambda r: _ms(r.time.p99), drop=6),
+    Column(
+        "spread\n%", "standard deviation over rounds, of the mean", lambda r: f"{100 * r.time.variation:.0f}", drop=4
+    ),
+    Column("over\ncopy", "P50 ms / copy ms", lambda r: f"{r.over_copy:.2f}", drop=3),
+    Column("algbw\nGB/s", "size / P50 ms", lambda r: f"{r.algbw:.3g}", drop=1),
+    Column("busbw\nGB/s", f"what crosses a link, {NCCL_TESTS}", lambda r: f"{r.busbw:.3g}"),
 )
-TEXT = ("dtype", "pass", "algorithm", "collective")
 
 
 def table(rows: Sequence[AnyRow], title: str) -> Table:
-    """The rows of one op, or of plain collectives."""
+    """The rows of one op, or of plain collectives. A `Legend` explains all tables of a run at once."""
     columns = OP_COLUMNS if isinstance(rows[0], OpRow) else COLLECTIVE_COLUMNS
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading, _ in columns:
-        made.add_column(heading, justify="left" if heading in TEXT else "right", no_wrap=True)
-    for row in rows:
-        made.add_row(*(text(row) for _, text in columns))
-    return made
+    return Table(columns, rows, title, OTHERS, has_legend=False)
 
 
-SUMMARY_COLUMNS = {
-    "speedup_mean": "speed-up,\ngeometric mean",
-    "speedup_minimum": "speed-up,\nminimum",
-    "over_roof_median": "time / roof,\nmedian",
-    "free_exchange": "a free exchange\nwould give",
-}
+SUMMARY_COLUMNS = (
+    Column("op", "over all its sizes and dtypes", lambda line: line["op"], left=True),
+    Column("pass", PASS, lambda line: line["direction"], left=True),
+    Column("algorithm", ALGORITHM, lambda line: line["algorithm"], left=True),
+    Column("cases", "how many rows of the tables above", lambda line: str(line["num_rows"]), drop=1),
+    Column("mean\nspeed-up", "geometric mean of speed-up", lambda line: f"{line['speedup_mean']:.2f}"),
+    Column("lowest\nspeed-up", "the smallest speed-up", lambda line: f"{line['speedup_minimum']:.2f}"),
+    Column(
+        "time /\nmatmul",
+        "median of fusedcomm ms / matmul alone ms; 1 is the best there is",
+        lambda line: f"{line['over_roof_median']:.2f}",
+    ),
+    Column(
+        "possible\nspeed-up",
+        "geometric mean of baseline ms / matmul alone ms: what an exchange that costs nothing would give",
+        lambda line: f"{line['free_exchange']:.2f}",
+    ),
+)
 
 
 def summary(rows: Sequence[AnyRow]) -> list[dict[str, Any]]:
@@ -111,15 +142,7 @@ def summary(rows: Sequence[AnyRow]) -> list[dict[str, Any]]:
 
 
 def summary_table(lines: Sequence[dict[str, Any]]) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("op", "pass", "algorithm"):
-        made.add_column(heading, no_wrap=True)
-    for heading in ("rows", *SUMMARY_COLUMNS.values()):
-        made.add_column(heading, justify="right")
-    for line in lines:
-        ratios = (f"{line[name]:.2f}" for name in SUMMARY_COLUMNS)
-        made.add_row(line["op"], line["direction"], line["algorithm"], str(line["num_rows"]), *ratios)
-    return made
+    return Table(SUMMARY_COLUMNS, lines, has_legend=False)
 
 
 def report(row: AnyRow) -> dict[str, Any]:

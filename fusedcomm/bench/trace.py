@@ -129,10 +129,11 @@ class TraceRange:
     lane: str
     start: float
     end: float
+    peer: int | None = None  # of a chunk: whom it goes to, or comes from
 
 
 def ranges(trace: Trace) -> list[TraceRange]:
-    """The ranges of a merged trace. A matmul or copy inside one of our own ranges is part of it."""
+    """The ranges of a merged trace. A matmul or copy inside one of fusedcomm's ranges is part of it."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     found = []
@@ -143,12 +144,12 @@ def ranges(trace: Trace) -> list[TraceRange]:
         inside = [e for e in events if e["pid"] // PIDS_PER_RANK == rank and window["ts"] <= e["ts"] < end]
         ours = [e for e in inside if e.get("cat") == "fusedcomm" and (e["tid"] >= len(LANES)) == on_gpu]
         others = [(e, _kind(e, on_gpu)) for e in inside]
-        kept = [(e, _lane(e)) for e in ours]
-        kept += [(e, kind) for e, kind in others if kind and not any(_contains(own, e) for own in ours)]
+        kept = [(e, _lane(e), _peer(e)) for e in ours]
+        kept += [(e, kind, None) for e, kind in others if kind and not any(_contains(own, e) for own in ours)]
         variant = window["name"].removeprefix(VARIANT)
         found += [
-            TraceRange(variant, rank, kind, (e["ts"] - begin) / 1e3, (e["ts"] + e["dur"] - begin) / 1e3)
-            for e, kind in kept
+            TraceRange(variant, rank, kind, (e["ts"] - begin) / 1e3, (e["ts"] + e["dur"] - begin) / 1e3, peer)
+            for e, kind, peer in kept
         ]
     return found
 
@@ -159,6 +160,11 @@ def _is_variant(event: Mapping[str, Any]) -> bool:
 
 def _lane(event: Mapping[str, Any]) -> str:
     return LANES[event["tid"] % len(LANES)]
+
+
+def _peer(event: Mapping[str, Any]) -> int | None:
+    _, _, peer = event["name"].partition(" rank ")
+    return int(peer) if peer else None
 
 
 def _contains(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:

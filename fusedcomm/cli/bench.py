@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,18 +26,17 @@ from fusedcomm.bench.measure import (
 )
 from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS, MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.bench.plain import COLLECTIVES, measure_collective
+from fusedcomm.bench.plain import COLLECTIVES, block_numel, measure_collective
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 ROUND_S = 60  # of a size, at most
-WIDTH = 200  # of the widest table
 DTYPE_HELP = "of the data (default: bfloat16 on GPUs, float32 and bfloat16 on CPU)"
 ROUNDS_HELP = "measurements of each variant (default: 9)"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-OURS = "ours"
+OURS = "fusedcomm"
 SUITE = "all-to-all"
 EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."
 MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
@@ -164,6 +164,8 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return "--graph captures a forward, alone or with its backward: got --pass backward"
     if args.maxbytes and args.maxbytes < (args.minbytes or args.maxbytes + 1):
         return f"--maxbytes must be at least --minbytes, got {args.minbytes} to {args.maxbytes}"
+    if problem := _too_small(args, device_type):
+        return problem
     if getattr(args, "shape", None) and args.minbytes:
         return "--shape and --minbytes both say the sizes: give one of them"
     if getattr(args, "plot", None) and (problem := plots.missing() or plots.not_writable(Path(args.plot))):
@@ -174,10 +176,49 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
     return None
 
 
+def _world_size(args: argparse.Namespace, device_type: str) -> int:
+    if world.under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return args.world_size or world.default_world_size(device_type)
+
+
+def _dtypes(args: argparse.Namespace, device_type: str) -> list[str]:
+    return args.dtype or (["bfloat16"] if device_type == "cuda" else ["float32", "bfloat16"])
+
+
+def _rounded(args: argparse.Namespace, op: str, dtype: str, num_bytes: int, device_type: str) -> int:
+    """What is exchanged where ``num_bytes`` are asked for: whole rows or blocks, alike on all ranks."""
+    world_size = max(_world_size(args, device_type), 1)
+    if op in COLLECTIVES:
+        return block_numel(num_bytes, DTYPES[dtype], world_size) * world_size * DTYPES[dtype].itemsize
+    bench = PROGRAMS[op]
+    size = bench.divisible(size_of(op, num_bytes, *_k_n(args, op), args.batch, dtype), world_size)
+    return bench.exchanged_bytes(size, DTYPES[dtype])
+
+
+def _too_small(args: argparse.Namespace, device_type: str) -> str | None:
+    """Why the first size is none that can be exchanged: "3" was "3M", say."""
+    for op, dtype in itertools.product(_ops(args), _dtypes(args, device_type) if args.minbytes else ()):
+        if args.minbytes < (least := _rounded(args, op, dtype, 1, device_type)):
+            got = f"got {args.minbytes}; K, M and G stand for 1024 bytes and so on"
+            return f"--minbytes must be at least {least}, the smallest size of {op} in {dtype} here, {got}"
+    return None
+
+
+def _print_rounded(out: Console, args: argparse.Namespace, device_type: str) -> None:
+    for op, dtype in itertools.product(_ops(args), _dtypes(args, device_type)):
+        pairs = [(asked, _rounded(args, op, dtype, asked, device_type)) for asked in _sweep(args)]
+        if texts := [f"{asked} to {got}" for asked, got in pairs if got != asked]:
+            out.print(f"{op}, {dtype}: bytes are rounded to what can be exchanged: {', '.join(texts)}")
+
+
 def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRanks, results: BenchResults) -> None:
-    here, out = world.is_rank_0(), console.wide_stdout(WIDTH)
-    dtypes = args.dtype or (["bfloat16"] if options.device_type == "cuda" else ["float32", "bfloat16"])
-    for op in MANY.get(args.what, (args.what,)):
+    here, out = world.is_rank_0(), console.stdout()
+    tables: list[console.Table] = []
+    dtypes = _dtypes(args, options.device_type)
+    if here:
+        _print_rounded(out, args, options.device_type)
+    for op in _ops(args):
         rows: list[table.AnyRow] = []
         for each in _calls(args, op, dtypes, options):
             found = call(*each) or []
@@ -188,10 +229,11 @@ def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRan
             traced = call(record_op, op, size, dtype, direction, options)
             results.traces |= {op: traced} if here else {}
         if here:
-            out.print(table.table(rows, op))
+            tables.append(table.table(rows, op))
+            out.print(tables[-1], crop=False)
     results.facts = call(rank_facts, options.device_type) or {}
     if here:
-        _print_end(out, results.rows, options)
+        _print_end(out, tables, results.rows, options)
 
 
 def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Options) -> Iterator[tuple[Any, ...]]:
@@ -205,13 +247,22 @@ def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Op
             yield measure_op, op, size, dtype, direction, options
 
 
+def _ops(args: argparse.Namespace) -> Sequence[str]:
+    """Ops or plain collectives."""
+    return MANY.get(args.what, (args.what,))
+
+
+def _k_n(args: argparse.Namespace, op: str) -> tuple[int, int]:
+    """Of sizes given in bytes."""
+    return (args.K or 4096, args.N or 1024) if PROGRAMS[op].gathers else (args.K or 1024, args.N or 4096)
+
+
 def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> list[MatmulSize]:
     bench = PROGRAMS[op]
     if args.shape:
         return [MatmulSize(rows, k, n, args.batch) for rows, k, n in args.shape]
     if sweep := _sweep(args):
-        k, n = (args.K or 4096, args.N or 1024) if bench.gathers else (args.K or 1024, args.N or 4096)
-        return [size_of(op, num_bytes, k, n, args.batch, dtype) for num_bytes in sweep]
+        return [size_of(op, num_bytes, *_k_n(args, op), args.batch, dtype) for num_bytes in sweep]
     return [MatmulSize(*shape, args.batch) for shape in bench.corners(1 if device_type == "cpu" else GPU_SCALE)]
 
 
@@ -242,9 +293,11 @@ def record_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, 
     return trace.record(chosen, data.device)
 
 
-def _print_end(out: Console, rows: Sequence[table.AnyRow], options: Options) -> None:
+def _print_end(out: Console, tables: Sequence[console.Table], rows: Sequence[table.AnyRow], options: Options) -> None:
     if lines := table.summary(rows):
-        out.print(table.summary_table(lines))
+        tables = [*tables, table.summary_table(lines)]
+        out.print(tables[-1], crop=False)
+    out.print(console.Legend(tables))
     where = (
         "CPU ranks of one thread; only ratios within one run mean anything" if options.device_type == "cpu" else "GPUs"
     )

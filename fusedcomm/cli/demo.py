@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.table import Table
 
 from fusedcomm.bench import plots, trace
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED, DemoData, DemoProblem
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
@@ -24,7 +23,6 @@ VARIANTS = (DTENSOR, UNFUSED, OURS, ROOF)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TIMEOUT_S = 600
 HEADS = 16
-FASTER = "x vs"
 CPU = "CPU, one thread a rank"
 
 
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             console.write_json(args.json, report(result))
         if args.plot:
-            plots.write(Path(args.plot), plots.lanes_over_time(result.lanes, "demo"))
+            plots.write(Path(args.plot), plots.lanes_over_time(result.lanes, _title(result)))
     return 0
 
 
@@ -154,13 +152,17 @@ def _print(result: DemoResult) -> None:
         return
     out.print(f"{result.world_size} ranks ({result.device}), each: {result.problem}")
     out.print(f"values equal on all ranks; slowest rank, median of {result.rounds} rounds")
-    out.print(_table(result.times))
+    out.print(_table(result.times), crop=False)
     if result.device == CPU:
         out.print(f"{DTENSOR} on a CPU mesh: all_gather + split, which is what torch does there")
-    out.print(f"{FASTER} = times faster than; exposed = communication not hidden: time - roof")
     if _pages_differ(result):
         out.print(f"exposed can be below 0: the result of {OURS} is in huge pages, torch's in small ones")
     out.print(f"plan of {OURS}: {result.plan}", markup=False)
+
+
+def _title(result: DemoResult) -> str:
+    speed_up = result.times[UNFUSED].median / result.times[OURS].median
+    return f"{result.world_size} ranks, each: {result.problem}; speed-up {speed_up:.2f}"
 
 
 def _pages_differ(result: DemoResult) -> bool:
@@ -171,20 +173,21 @@ def _pages_differ(result: DemoResult) -> bool:
 
 def _table(times: dict[str, Timing]) -> Table:
     roof, unfused, dtensor = (times[name].median for name in (ROOF, UNFUSED, DTENSOR))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(no_wrap=True)
-    for heading in (
-        "time\nms",
-        f"{FASTER}\nDTensor",
-        f"{FASTER} matmul\n+ all_to_all",
-        "time /\nroof",
-        "exposed\nms",
-    ):
-        table.add_column(heading, justify="right")
-    for name, timing in times.items():
-        time, ratios = timing.median, ["", "", "", ""]
-        if name != ROOF:
-            ratios = [f"{ratio:.2f}" for ratio in (dtensor / time, unfused / time, time / roof)]
-            ratios.append(f"{(time - roof) * 1e3:.1f}")
-        table.add_row(name, f"{time * 1e3:.1f}", *ratios, style="bold" if name == OURS else None)
-    return table
+
+    def text(value: Callable[[float], float], digits: int) -> Callable[[str], str]:
+        """Of the program's time, in seconds. The roof has nothing to hide."""
+        return lambda name: "" if name == ROOF else f"{value(times[name].median):.{digits}f}"
+
+    columns = (
+        Column("program", "what every rank runs, at the same sizes", str, left=True),
+        Column("time\nms", "median over rounds of the slowest rank", lambda name: f"{times[name].median * 1e3:.1f}"),
+        Column("speed-up over\nDTensor", "time of DTensor / time", text(lambda t: dtensor / t, 2), drop=1),
+        Column(
+            "speed-up over\nmatmul + all_to_all",
+            f"time of {UNFUSED} / time",
+            text(lambda t: unfused / t, 2),
+        ),
+        Column("time /\nroof", "1 is the best there is: the exchange costs nothing", text(lambda t: t / roof, 2)),
+        Column("exposed\nms", "time - roof: communication that is not hidden", text(lambda t: (t - roof) * 1e3, 1)),
+    )
+    return Table(columns, list(times), is_bold=lambda name: name == OURS)

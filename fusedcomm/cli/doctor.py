@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fusedcomm.doctor import across_ranks
@@ -15,6 +15,7 @@ from fusedcomm.doctor.across_ranks import GroupAnswer
 from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING, Finding, told_once
 from fusedcomm.doctor.report import GPU_S, STAGES, diagnose
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.redact import redact
 
 STYLES = {OK: "green", ABSENT: "dim", WARNING: "yellow", ERROR: "bold red"}
@@ -72,21 +73,8 @@ def _ask_torchrun() -> GroupAnswer | Exception | None:
 def _print(report: dict[str, Any], quick: bool) -> None:
     out = console.stdout()
     _print_facts(out, report)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("area", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("what")
-    table.add_column("found -> what to do", overflow="fold")
-    section = ""
     findings = told_once(Finding(**each) for each in report["findings"])
-    for finding in findings:
-        text = Text(finding.text)
-        if finding.advice and finding.level != OK:
-            text.append(f"\n-> {finding.advice}", style="italic")
-        heading = finding.section if finding.section != section else ""
-        section = finding.section
-        table.add_row(heading, Text(finding.level, style=STYLES[finding.level]), Text(finding.name), text)
-    out.print(table)
+    out.print(findings_table(findings), crop=False)
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     out.print("; ".join(f"{level}: {LEVELS[level]}" for level in LEVELS if counts[level]))
     if quick:
@@ -110,14 +98,37 @@ def _print_facts(out: Console, report: dict[str, Any]) -> None:
         links = f"{sum(gpu['links'])} of {len(gpu['links'])} NVLinks up"
         out.print(f"GPU {gpu['index']}: {gpu['name']}, {clocks}, {links}, {', '.join(modes)}", markup=False)
     if report["pairs"]:
-        out.print(_matrix(report))
+        out.print(_matrix(report), crop=False)
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    sections = ["", *(finding.section for finding in findings)]
+    rows = [
+        replace(finding, section=finding.section if finding.section != last else "")
+        for last, finding in zip(sections, findings, strict=False)
+    ]
+    columns = (
+        Column("area", "of the machine, or of fusedcomm", lambda row: row.section, left=True),
+        Column("state", ", ".join(LEVELS), lambda row: Text(row.level, style=STYLES[row.level]), left=True),
+        Column("what", "was looked at", lambda row: row.name, left=True),
+        Column("found", "and after -> what to do about it", _found, left=True, folds=24),
+    )
+    return Table(columns, rows)
+
+
+def _found(finding: Finding) -> Text:
+    text = Text(finding.text)
+    if finding.advice and finding.level != OK:
+        text.append(f"\n-> {finding.advice}", style="italic")
+    return text
 
 
 def _matrix(report: dict[str, Any]) -> Table:
     """How each GPU reaches each; what NVML calls P2P is shown where it is missing."""
     indices = [gpu["index"] for gpu in report["gpus"]]
     paths = {(pair["a"], pair["b"]): pair["path"] for pair in report["pairs"]}
-    table = Table(*["", *(f"GPU {b}" for b in indices)], box=box.SIMPLE_HEAD, pad_edge=False)
-    for a in indices:
-        table.add_row(f"GPU {a}", *(paths.get((a, b), "") for b in indices))
-    return table
+
+    def column(b: int) -> Column:
+        return Column(f"GPU {b}", "how the GPU of the line reaches it", lambda a: paths.get((a, b), ""), left=True)
+
+    return Table([Column("from", "a GPU", lambda a: f"GPU {a}", left=True), *map(column, indices)], indices)

@@ -23,8 +23,6 @@ from fusedcomm.launch.ranks import end_with_parent
 if TYPE_CHECKING:
     from fusedcomm.compile.reports import CollectiveReport, CompileReport
 
-WIDTH = 160  # of lines where no terminal says its own
-
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -147,8 +145,8 @@ def _print(lines: list[CollectiveReport]) -> None:
     from fusedcomm.compile.reports import CompileReport
 
     sys.stdout.flush()
-    out = console.stdout(WIDTH)
-    out.print(CompileReport(lines) if lines else "no graph with a collective was compiled: there is nothing to fuse")
+    nothing = "no graph with a collective was compiled: there is nothing to fuse"
+    console.stdout().print(CompileReport(lines) if lines else nothing, crop=False)
 
 
 def _fields(line: CollectiveReport) -> dict[str, Any]:

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime.topology import no_native
@@ -20,7 +18,7 @@ from fusedcomm.testing.faults import Cell, Verdict, run_cells, select
 from fusedcomm.testing.faults.cells import OPS
 from fusedcomm.testing.faults.matrix import WORKERS
 
-LEGEND = """A cell is one fault, in one rank, at one step of one op (--list names them; see docs/faults.md).
+ABOUT = """A cell is one fault, in one rank, at one step of one op (--list names them; see docs/faults.md).
 It survives if every rank gets right values, or an error in time."""
 
 
@@ -91,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - start
     rows = summary(cells, verdicts)
     out = console.stdout()
-    out.print(table(rows))
-    out.print(LEGEND)
+    out.print(table(rows), crop=False)
+    out.print(ABOUT)
     for verdict in verdicts:
         for text in verdict.found:
             out.print(f"FAILED {verdict.cell}: {text}", markup=False)
@@ -143,15 +141,16 @@ def _share(verdicts: Sequence[Verdict]) -> str:
 
 
 def table(rows: Sequence[FaultRow]) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("fault", "algorithm"):
-        made.add_column(heading, no_wrap=True)
-    for heading in ("cells\ntried", "cells\nsurvived", "wrong\nnumbers", "hangs", "slowest error\n/ time-out"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        counts = (row.tried, row.survived, row.wrong_numbers, row.hangs)
-        made.add_row(row.fault, row.algorithm, *map(str, counts), _times(row.worst))
-    return made
+    columns = [
+        Column("fault", "what is done to a rank", lambda row: row.fault, left=True),
+        Column("algorithm", "of the call that it meets", lambda row: row.algorithm, left=True),
+        Column("cells\ntried", "a fault at one step of one call", lambda row: str(row.tried)),
+        Column("cells\nsurvived", "an error in time, or right values", lambda row: str(row.survived)),
+        Column("wrong\nnumbers", "cells in which a rank got wrong values", lambda row: str(row.wrong_numbers)),
+        Column("hangs", "cells in which a rank was not back in time", lambda row: str(row.hangs)),
+        Column("slowest error\n/ time-out", "the longest time to an error", lambda row: _times(row.worst)),
+    ]
+    return Table(columns, rows)
 
 
 def _times(worst: float | None) -> str:

@@ -7,14 +7,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from fusedcomm.doctor import postmortem
 from fusedcomm.doctor.findings import ranks_text
 from fusedcomm.doctor.postmortem import Postmortem, RecordedCall
 from fusedcomm.launch import console
+from fusedcomm.launch.console import Column, Table
 
 
 def add_parser(commands: Any) -> None:
@@ -63,23 +60,33 @@ def _print(report: Postmortem) -> None:
         out.print(f"{ranks_text(ranks)}: {why}", markup=False)
     if report.silent:
         out.print(f"{ranks_text(report.silent)}: no dump", markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("group", "rank", "last call", "algorithm", "state", "duration"):
-        table.add_column(heading, justify="right" if heading in ("rank", "duration") else "left")
-    for group in report.groups:
-        for i, rank in enumerate(group.ranks):
-            table.add_row(Text(group.name) if i == 0 else "", str(rank), *map(Text, _cells(group.last.get(rank))))
-    out.print(table)
+    out.print(table(report), crop=False)
     out.print("verdict:")
     for verdict in report.verdicts:
         out.print(verdict, markup=False)
 
 
-def _cells(call: RecordedCall | None) -> tuple[str, ...]:
+def table(report: Postmortem) -> Table:
+    rows = [
+        (group.name if i == 0 else "", rank, group.last.get(rank))
+        for group in report.groups
+        for i, rank in enumerate(group.ranks)
+    ]
+    columns = (
+        Column("group", "and below it its ranks", lambda row: row[0], left=True),
+        Column("rank", "its number in the job", lambda row: str(row[1])),
+        Column("last call", "-: none was recorded", lambda row: str(row[2] or "-"), left=True, folds=24),
+        Column("runs", "its algorithm", lambda row: (row[2] and row[2].algorithm) or "", left=True),
+        Column("is", "where the call was when the dump was written", lambda row: _state(row[2]), left=True, folds=12),
+        Column("since\ns", "how long it was there", lambda row: f"{row[2].seconds:.1f}" if row[2] else ""),
+    )
+    return Table(columns, rows)
+
+
+def _state(call: RecordedCall | None) -> str:
     if call is None:
-        return "-", "", "", ""
-    state = call.state if call.waiting_for is None else f"waiting for rank {call.waiting_for}"
-    return str(call), call.algorithm or "", state, f"{call.seconds:.1f} s"
+        return ""
+    return call.state if call.waiting_for is None else f"waiting for rank {call.waiting_for}"
 
 
 def _fields(report: Postmortem) -> dict[str, Any]:

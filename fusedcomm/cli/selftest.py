@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from fusedcomm.errors import PeerError
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing.selftest import CHECKS, CheckResult, run_check
@@ -104,17 +104,23 @@ def _in_rank(rank: int, name: str, device_type: str) -> CheckResult:
         log.setLevel(level)
 
 
+def table(checks: Sequence[CheckResult]) -> Table:
+    columns = (
+        Column("check", "its name", lambda each: each.name, left=True),
+        Column("result", "skipped: what it needs is not here", _status, left=True),
+        Column("proves", "what holds if it passes", lambda each: each.proves, left=True, folds=20),
+        Column("found", "or why it failed, or did not run", lambda each: each.found, left=True, folds=20),
+    )
+    return Table(columns, checks)
+
+
+def _status(check: CheckResult) -> Text:
+    return Text(check.status, style=STYLES[check.status])
+
+
 def _print(report: SelftestReport) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("check", "result"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("what must hold", "found"):
-        table.add_column(heading, overflow="fold")
-    for result in report.checks:
-        status = Text(result.status, style=STYLES[result.status])
-        table.add_row(result.name, status, result.proves, Text(result.found))
     out = console.stdout()
-    out.print(table)
+    out.print(table(report.checks), crop=False)
     failed = [result.name for result in report.checks if result.status == "failed"]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "nothing failed"
     skipped = sum(result.status == "skipped" for result in report.checks)

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.table import Table
 
 from fusedcomm.bench import tune
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULT, DEFAULTS, Constants
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime import members
@@ -222,16 +221,21 @@ def _print(result: TuneResult, world_size: int) -> None:
 
 
 def _table(constants: Constants, default: Constants) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(no_wrap=True)
-    for heading in (constants.source, "default" if constants.source != DEFAULT else "", "unit"):
-        table.add_column(heading, justify="right")
     before = dict(_flat(default))
-    for name, value in _flat(constants):
-        scale, unit = next((each for suffix, each in UNITS.items() if suffix in name), (1, ""))
-        other = f"{before[name] / scale:.4g}" if constants.source != DEFAULT else ""
-        table.add_row(name, f"{value / scale:.4g}", other, unit)
-    return table
+
+    def column(head: str, about: str, values: Mapping[str, float]) -> Column:
+        return Column(head, about, lambda name: f"{values[name] / _unit(name)[0]:.4g}")
+
+    columns = [Column("number", "what the planner's estimates are made of", str, left=True)]
+    if constants.source != DEFAULT:
+        columns.append(column(constants.source, "measured on this machine, in use", dict(_flat(constants))))
+    columns.append(column("default", "in use where nothing was measured", before))
+    columns.append(Column("unit", "of both", lambda name: _unit(name)[1], left=True))
+    return Table(columns, list(before))
+
+
+def _unit(name: str) -> tuple[float, str]:
+    return next((each for suffix, each in UNITS.items() if suffix in name), (1, ""))
 
 
 def _flat(constants: Constants) -> Iterator[tuple[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from fusedcomm.runtime import members
 
 _BELOW = tuple(os.path.join(os.path.dirname(str(each.__file__)), "") for each in (torch, redistribution))
 _kept: list[CompileReport] | None = None
+_STATUS = "fused with its matmul, overlapped with other compute, merged into another collective, or left exposed"
+_OP = "the op of fusedcomm that replaces it; else why it was left, or what it was merged into"
 
 
 @dataclass
@@ -105,28 +106,29 @@ class CompileReport:
         return self
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from fusedcomm.launch import console  # imports rich
 
-        file = io.StringIO()
-        Console(file=file, width=160).print(self.__rich__())
-        return file.getvalue().rstrip()
+        return console.as_text(self.__rich__())
 
     def __rich__(self) -> Any:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
+        from fusedcomm.launch.console import Column, Table
 
         if not self.collectives:
             return "no collective in a graph compiled since enable(); graphs from Inductor's cache are not looked at"
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("graph", "collective", "status", "op, or why not", "plan", "saves us", "where"):
-            table.add_column(heading, justify="right" if heading == "saves us" else "left", overflow="fold")
-        for each in self.collectives:
-            saving = f"{each.saving_us:.0f}" if each.status == "fused" else ""
-            what = each.op or each.reason
-            cells = (each.graph, each.node, each.status, what, each.plan, saving, _shortened(each.source))
-            table.add_row(*(Text(cell) for cell in cells))
-        return table
+        columns = (
+            Column("graph", "forward, backward, or inference", lambda each: each.graph, drop=1, left=True),
+            Column("collective", "its node in the graph", lambda each: each.node, left=True, folds=20),
+            Column("status", _STATUS, lambda each: each.status, left=True),
+            Column("op, or why not", _OP, lambda each: each.op or each.reason, left=True, folds=21),
+            Column("plan", "the algorithm that the op takes", lambda each: each.plan, drop=2, left=True, folds=8),
+            Column("saved\nms", "estimated, per run of the graph", _saved_ms, drop=3),
+            Column("where", "the line of the program", lambda each: _shortened(each.source), left=True, folds=15),
+        )
+        return Table(columns, self.collectives, others="--json, or the entries of .collectives, have them")
+
+
+def _saved_ms(line: CollectiveReport) -> str:
+    return f"{line.saving_us / 1e3:.3g}" if line.status == "fused" else ""
 
 
 def source_of(node: Node) -> str:

@@ -4,26 +4,138 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from rich.console import Console
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.style import Style
+from rich.table import Table as RichTable
+from rich.text import Text
 
-PLAIN_WIDTH = 120  # columns, where no terminal says its own
+PLAIN_WIDTH = 100  # columns, where neither a terminal nor COLUMNS says how many there are
+GAP = 2  # spaces between columns of a table
 
 
-def stdout(width: int = PLAIN_WIDTH) -> Console:
-    """A console on stdout, ``width`` wide where that is no terminal."""
+def stdout() -> Console:
+    """A console on stdout, as wide as the terminal or COLUMNS says, else `PLAIN_WIDTH`."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=width)
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=PLAIN_WIDTH)
 
 
-def wide_stdout(width: int) -> Console:
-    """A console on stdout, at least ``width`` wide: a narrow terminal wraps lines, where rich would cut figures."""
-    return Console(highlight=False, width=max(width, stdout().width))
+def as_text(renderable: Any) -> str:
+    """What `stdout` would print, without colours."""
+    file = io.StringIO()
+    Console(file=file, width=stdout().width, highlight=False, color_system=None).print(renderable, crop=False)
+    return file.getvalue().strip("\n")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. ``head`` says what it holds and its unit, in one or two lines; ``about``: its legend.
+
+    ``drop``: 0 if it is never left out; else columns with larger numbers go before it, and equal ones with it.
+    """
+
+    head: str
+    about: str
+    cell: Callable[[Any], str | Text]
+    drop: int = 0
+    left: bool = False  # how the cells are justified
+    folds: int = 0  # cells may be folded, to no fewer columns; 0: they take one line
+
+    @property
+    def name(self) -> str:
+        """The head in one line."""
+        return self.head.replace("\n", " ")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under heads, the legend below. Whole columns are left out where there is not enough width for all of them.
+
+    Print it with ``crop=False``: where the columns that always stay do not fit, lines are longer than the terminal, and
+    figures stay whole. ``others``: where to find what is left out.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    title: str = ""
+    others: str = "--json has them"
+    is_bold: Callable[[Any], bool] = lambda row: False
+    has_legend: bool = True
+
+    def shown(self, width: int) -> list[Column]:
+        """The columns that fit, or those that always stay."""
+        kept = list(self.columns)
+        while sum(self._widths(kept, 0)) - GAP > width and (last := max(column.drop for column in kept)):
+            kept = [column for column in kept if column.drop != last]
+        return kept
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = self.shown(options.max_width)
+        made = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+        widths = self._widths(columns, options.max_width)
+        for column, width in zip(columns, widths, strict=True):
+            justify: Literal["left", "right"] = "left" if column.left else "right"
+            made.add_column(Text(column.head), justify=justify, overflow="fold", width=width - GAP)
+        for row in self.rows:
+            cells = (column.cell(row) for column in columns)
+            style = Style(bold=True) if self.is_bold(row) else None
+            made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells), style=style)
+        yield Text("")
+        if self.title:
+            yield Text(self.title, style="italic")
+        yield from console.render(made, options.update(width=sum(widths)))
+        if left_out := [column.name for column in self.columns if column not in columns]:
+            yield Text(f"left out at {options.max_width} columns: {', '.join(left_out)}; {self.others}", style="dim")
+        if self.has_legend:
+            yield Legend([self])
+
+    def _widths(self, columns: Sequence[Column], width: int) -> list[int]:
+        """What each column takes, its gap included: what is left of ``width`` goes to those whose cells are folded."""
+        wanted = [GAP + max(map(cell_len, self._lines(column))) for column in columns]
+        heads = [GAP + max(map(cell_len, column.head.split("\n"))) for column in columns]
+        widths = [
+            max(head, min(want, GAP + column.folds)) if column.folds else want
+            for column, head, want in zip(columns, heads, wanted, strict=True)
+        ]
+        for _ in range(min(width + GAP, sum(wanted)) - sum(widths)):
+            short = min(range(len(columns)), key=lambda i: widths[i] / wanted[i])
+            widths[short] += 1
+        return widths
+
+    def _lines(self, column: Column) -> list[str]:
+        return [line for text in (column.head, *map(column.cell, self.rows)) for line in str(text).split("\n")]
+
+
+@dataclass(frozen=True)
+class Legend:
+    """What the columns shown in some table say. Neighbours that say the same share a line."""
+
+    tables: Sequence[Table]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names: dict[str, list[str]] = {}
+        for table in self.tables:
+            for column in table.shown(options.max_width):
+                if column.name and column.name not in names.setdefault(column.about, []):
+                    names[column.about].append(column.name)
+        lines = RichTable.grid(padding=(0, GAP, 0, 0))
+        lines.add_column(no_wrap=True)
+        lines.add_column(overflow="fold")
+        for about, each in names.items():
+            lines.add_row(Text(", ".join(each)), Text(about))
+        yield Text("")
+        yield lines
+        yield Text("")
 
 
 @contextlib.contextmanager

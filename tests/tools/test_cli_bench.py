@@ -112,6 +112,18 @@ def test_sizes_in_bytes_are_of_what_is_exchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("shared_ranks")
+def test_a_size_that_is_rounded_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("-b", "6000", "-e", "12K", "-f", "2", "-K", "8", "-N", "64", "--dtype", "float32")
+    rows = bench(tmp_path, "matmul_all_to_all", *options)["rows"]
+    assert [row["num_bytes"] for row in rows] == [5888, 11776]
+    printed = " ".join(capsys.readouterr().out.split())
+    start = "matmul_all_to_all, float32: bytes are rounded to what can be exchanged: "
+    assert f"{start}6000 to 5888, 12000 to 11776 " in printed
+    bench(tmp_path, "all_reduce", "-b", "96", "--dtype", "float32")
+    assert "rounded" not in capsys.readouterr().out  # nothing is rounded
+
+
+@pytest.mark.usefixtures("shared_ranks")
 def test_sizes_that_the_ranks_do_not_divide_grow(tmp_path: Path) -> None:
     options = ("--shape", "32", "16", "20", "--world-size", "3", "--oversubscribe", "--dtype", "float32")
     rows = {row["op"]: (row["rows"], row["k"], row["n"]) for row in bench(tmp_path, "ops", *options)["rows"]}
@@ -225,6 +237,18 @@ def test_the_order_of_elements_is_checked(ranks: Callable[[int], RankPool]) -> N
         (["ops", "-b", "2M", "-e", "1M"], "--maxbytes must be at least --minbytes, got 2097152 to 1048576"),
         (["ops", "-e", "1M"], "--maxbytes must be at least --minbytes, got None to 1048576"),
         (["ops", *SHAPE, "-b", "1M"], "--shape and --minbytes both say the sizes"),
+        (
+            ["ops", "-b", "3", "-e", "5", "--dtype", "float32"],
+            "--minbytes must be at least 16384, the smallest size of matmul_all_to_all in float32 here, got 3; ",
+        ),
+        (
+            ["all_gather_matmul", "-b", "16K", "--dtype", "float32"],  # two ranks have a row each
+            "--minbytes must be at least 32768, the smallest size of all_gather_matmul in float32 here, got 16384; ",
+        ),
+        (
+            ["all_reduce", "-b", "3", "--world-size", "3"],
+            "--minbytes must be at least 12, the smallest size of all_reduce in float32 here, got 3; ",
+        ),
         (["ops", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
         (["all_reduce", "--csv", "/nowhere/x.csv"], "--csv /nowhere/x.csv: No such file or directory"),
         (["ops", "--device", "cuda", "--world-size", "64"], "--device cuda: each rank needs a GPU of its own"),
@@ -305,7 +329,7 @@ def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     jsonschema.validate(report, SCHEMA)
     assert report["group_size"] == 2 and len(report["rows"]) == 1
-    assert done.stdout.count("overlap") == 1 and "checking values" not in done.stderr
+    assert done.stdout.count("baseline ms / fusedcomm ms") == 1 and "checking values" not in done.stderr
 
 
 @pytest.mark.thorough
@@ -319,7 +343,7 @@ def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None
         os.close(stderr)
         text = shown.read(4096).decode(errors="replace")
     assert done.returncode == 0, text
-    assert json.loads(file.read_text())["group_size"] == 2 and done.stdout.count("overlap") == 1
+    assert json.loads(file.read_text())["group_size"] == 2 and done.stdout.count("baseline ms / fusedcomm ms") == 1
     assert "checking values" in text
 
 
@@ -336,4 +360,4 @@ def test_a_narrow_terminal_gets_whole_figures(
     assert main(["bench", "all_reduce", "-b", "64", "--dtype", "float32", *FEW]) == 0
     assert main(["bench", "matmul_all_reduce", *SHAPE, "--dtype", "float32", *FEW]) == 0
     out = capsys.readouterr().out
-    assert "…" not in out and "auto: chunked" in out and "overlap" in out
+    assert "…" not in out and "auto: chunked" in out and "left out at 40 columns: " in out

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedcomm.bench import trace
+from fusedcomm.bench import plots, trace
 from fusedcomm.bench.measure import Options
 from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS
@@ -28,7 +28,7 @@ def test_the_lanes_of_an_op(ranks: Callable[[int], RankPool], op: str) -> None:
     every = ranks(2).run(record, op, "chunked")
     assert every[0] == every[1]
     found = trace.ranges(every[0])
-    ours = [each for each in found if each.variant == "ours"]
+    ours = [each for each in found if each.variant == "fusedcomm"]
     baseline = [each for each in found if each.variant == "baseline"]
     for rank in (0, 1):
         lanes = {each.lane for each in ours if each.rank == rank}
@@ -39,6 +39,8 @@ def test_the_lanes_of_an_op(ranks: Callable[[int], RankPool], op: str) -> None:
             <= {"matmul", "copy", "collective"}
         )
     assert all(0 <= each.start <= each.end for each in found)
+    transfers = [(push.rank, wait.rank) for push, wait in plots._transfers(found)]
+    assert {(0, 1), (1, 0)} == set(transfers) and len(transfers) in (2, 4)  # matmul_all_reduce sends twice
     names = {event["name"] for event in every[0]["traceEvents"] if event.get("cat") == "fusedcomm"}
     assert {"fusedcomm.wait rank 0", "fusedcomm.wait rank 1"} <= names
 

@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS
 from fusedcomm.bench.all_to_all.data import SuiteSize, moduli
-from fusedcomm.bench.all_to_all.suite import WARMUP, SuiteReport, SuiteRow, measure_suite
+from fusedcomm.bench.all_to_all.suite import (
+    HINDERED,
+    MORE_THAN_ALL,
+    NOT_MEASURABLE,
+    WARMUP,
+    SuiteReport,
+    SuiteRow,
+    measure_suite,
+)
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 NAME = "bench all-to-all"
 START_S = 600  # to start, and beyond what is reckoned, for a busy machine
 SLOW = {"cpu": 5e9, "cuda": 5e12}  # flops per second that every machine has
-WIDTH = 110  # of lines where no terminal says its own, and of the table at least
 DIM = {"cpu": 256, "cuda": 2048}
-EXPLANATION = """compute, communication: each alone, checks included in compute.
-overlapped: compute + communication - total, within each round, and its share of the smaller of the two. Below 0 they
-hinder each other; fused packs nothing, so can be above 100 %.
-blocked: the host, in the waits of the case; reading the result of the check at the very end is not among them.
-CPU: of the process, the backend's threads included."""
-HEADINGS = (
-    "total",
-    "P10",
-    "P90",
-    "P99",
-    "com-\npute",
-    "communi-\ncation",
-    "over-\nlapped",
-    "share\n%",
-    "blocked",
-    "CPU",
+TOTAL = "of a call until its result is checked; the host's clock"
+QUANTILES = "quantiles of total over rounds"
+LIMITED = {NOT_MEASURABLE: "-", HINDERED: "< 0", MORE_THAN_ALL: "> 100"}  # in place of a share
+COLUMNS = (
+    Column("case", "fusedcomm bench all-to-all --help lists them", lambda row: _name(row), left=True),
+    Column("total\nms", TOTAL, lambda row: _ms(row.total.median)),
+    Column("P10\nms", QUANTILES, lambda row: _ms(row.total.p10), drop=5),
+    Column("P90\nms", QUANTILES, lambda row: _ms(row.total.p90), drop=4),
+    Column("P99\nms", QUANTILES, lambda row: _ms(row.total.p99), drop=6),
+    Column("compute\nms", "matmuls and checks alone", lambda row: _ms(row.compute.median), drop=2),
+    Column("exchange\nms", "the communication alone", lambda row: _ms(row.communication.median), drop=2),
+    Column("overlapped\nms", "compute + exchange - total, within each round", lambda row: _ms(row.overlapped), drop=3),
+    Column("share\n%", "overlapped / the shorter of compute and exchange; 100: all of it", lambda row: _share(row)),
+    Column(
+        "host\nwaits ms",
+        "the host is blocked in the waits of the case",
+        lambda row: "in op" if row.blocked is None else _ms(row.blocked),
+    ),
+    Column("CPU\nms", "CPU time of the process, the backend's threads included", lambda row: _ms(row.cpu), drop=1),
 )
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -121,36 +130,41 @@ def report(result: SuiteReport, size: SuiteSize, device_type: str, rounds: int) 
         "rounds": rounds,
         "plan": result.plan,
         "checked_modulo": result.moduli,
-        "rows": [asdict(row) | {"overlapped_share": row.overlapped_share} for row in result.rows],
+        "rows": [
+            asdict(row) | {"overlapped_share": row.overlapped_share, "share_limit": row.share_limit}
+            for row in result.rows
+        ],
     }
 
 
 def _print(result: SuiteReport, size: SuiteSize, device_type: str, rounds: int) -> None:
-    out = console.wide_stdout(WIDTH)
+    out = console.stdout()
     where = "CPU ranks of one thread" if device_type == "cpu" else "GPUs"
     matmul = f"{size.dim} x {2 * size.dim} @ {2 * size.dim} x {size.columns}"
     problem = f"{matmul} and its all_to_all; unrelated matmuls of that size: {size.compute}; {size.dtype}"
-    out.print(f"{result.world_size} {where}, each: {problem}", soft_wrap=True)
-    out.print(f"every element was in its place in every call; slowest rank, median of {rounds} rounds, ms")
-    out.print(_table(result.rows))
-    out.print(EXPLANATION, soft_wrap=True)
-    out.print(f"plan of fused: {result.plan}", markup=False, soft_wrap=True)
+    out.print(f"{result.world_size} {where}, each: {problem}")
+    out.print(f"every element was in its place in every call; slowest rank, median of {rounds} rounds")
+    out.print(table(result.rows), crop=False)
+    for limit, shown in LIMITED.items():
+        if cases := [_name(row) + _noise(row) for row in result.rows if row.share_limit == limit]:
+            out.print(f"share {shown}: {limit}: {'; '.join(cases)}")
+    out.print(f"plan of fused: {result.plan}", markup=False)
 
 
-def _table(rows: list[SuiteRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("case", no_wrap=True)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        times = (row.total.median, row.total.p10, row.total.p90, row.total.p99)
-        alone = (row.compute.median, row.communication.median, row.overlapped)
-        name = f"{row.case}, {row.variant}" if row.variant else row.case
-        cells = [_ms(seconds) for seconds in (*times, *alone)]
-        blocked = "in op" if row.blocked is None else _ms(row.blocked)
-        share = f"{100 * row.overlapped_share:.0f}"
-        table.add_row(name, *cells, share, blocked, _ms(row.cpu), style="bold" if row.case == "fused" else None)
-    return table
+def table(rows: Sequence[SuiteRow]) -> Table:
+    return Table(COLUMNS, rows, is_bold=lambda row: row.case == "fused")
+
+
+def _name(row: SuiteRow) -> str:
+    return f"{row.case}, {row.variant}" if row.variant else row.case
+
+
+def _share(row: SuiteRow) -> str:
+    return LIMITED[row.share_limit] if row.share_limit else f"{100 * (row.overlapped_share or 0.0):.0f}"
+
+
+def _noise(row: SuiteRow) -> str:
+    return f" ({_ms(row.shorter)} ms, noise {_ms(row.noise)} ms)" if row.share_limit == NOT_MEASURABLE else ""
 
 
 def _ms(seconds: float) -> str:

@@ -24,6 +24,9 @@ from fusedcomm.ops.explain import explain
 
 HOST = torch.device("cpu")  # whose clock it is
 WARMUP = 1
+NOT_MEASURABLE = "not measurable: the shorter of compute and communication is within the noise"
+HINDERED = "the call takes longer than its compute and then its communication"
+MORE_THAN_ALL = "more is saved than the shorter of the two takes: fused also saves the copies that pack y"
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,28 @@ class SuiteRow:
     compute: Timing  # alone, checks included
     communication: Timing  # alone
     overlapped: float  # compute + communication - total of each round: what slows a whole round down does not count
+    noise: float  # of it, (P90 - P10) / sqrt(rounds): about two standard errors of the median
     blocked: float | None  # the host, in waits; None where they are inside an op
     cpu: float  # of the process, all its threads
 
     @property
-    def overlapped_share(self) -> float:
-        """The share of what could be overlapped: the smaller of the two."""
-        return self.overlapped / min(self.compute.median, self.communication.median)
+    def shorter(self) -> float:
+        """What could be overlapped."""
+        return min(self.compute.median, self.communication.median)
+
+    @property
+    def share_limit(self) -> str | None:
+        """Why ``overlapped_share`` is not the quotient."""
+        if self.shorter <= self.noise:
+            return NOT_MEASURABLE
+        if self.overlapped < 0:
+            return HINDERED
+        return MORE_THAN_ALL if self.overlapped > self.shorter else None
+
+    @property
+    def overlapped_share(self) -> float | None:
+        """The share of what could be overlapped, from 0 to 1; None where noise hides it."""
+        return None if self.share_limit == NOT_MEASURABLE else min(max(self.overlapped / self.shorter, 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -126,6 +144,8 @@ def _row(variant: Variant, calls: dict[str, _Measured], totals: dict[str, Tensor
     total, compute, communication = (
         totals[name] for name in (variant.name, _part(variant.compute), _part(variant.communication))
     )
+    overlapped = compute + communication - total
+    low, median, high = overlapped.quantile(overlapped.new_tensor([0.1, 0.5, 0.9])).tolist()
     waits_inside = variant.run is fused and own.data.device.type == "cpu"
     return SuiteRow(
         case=variant.case,
@@ -134,7 +154,8 @@ def _row(variant: Variant, calls: dict[str, _Measured], totals: dict[str, Tensor
         total=Timing.of(total),
         compute=Timing.of(compute),
         communication=Timing.of(communication),
-        overlapped=float((compute + communication - total).quantile(0.5)),
+        overlapped=median,
+        noise=(high - low) / rounds**0.5,
         blocked=None if waits_inside else blocked,
         cpu=own.median(own.cpu, rounds),
     )

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 Span = tuple[float, float]  # ms
 COLOURS = {"compute": "#004488", "collective": "#ddaa33", "exposed": "#bb5566"}  # different in grey, too
+_LABELS = {
+    "compute": "compute",
+    "collective": "collective beside compute: hidden",
+    "exposed": "exposed: compute waits for the collective",
+}
+_LINKS = {"intra": "inside a node", "inter": "between nodes"}
 _PIXELS = 1500  # about how many the time axis of a picture has
 _DPI = 150
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
@@ -111,12 +117,12 @@ class Timeline:
         Raises:
             ImportError: there is no matplotlib.
         """
-        _draw({"": self}, file)
+        _draw({"": self}, file, "")
 
 
-def plot_both(before: Timeline, after: Timeline, file: Any) -> None:
+def plot_both(before: Timeline, after: Timeline, file: Any, title: str = "") -> None:
     """Write both, one above the other, with the same axes of time and memory; the rest is as in `Timeline.plot`."""
-    _draw({"before: ": before, "after: ": after}, file)
+    _draw({"before: ": before, "after: ": after}, file, title)
 
 
 def _trace_events(timeline: Timeline) -> list[dict[str, Any]]:
@@ -156,7 +162,7 @@ def _slice(name: str, category: str, tid: int, start_ms: float, end_ms: float) -
 # the picture
 
 
-def _draw(timelines: Mapping[str, Timeline], file: Any) -> None:
+def _draw(timelines: Mapping[str, Timeline], file: Any, title: str) -> None:
     try:
         from matplotlib import patches
         from matplotlib.figure import Figure
@@ -164,24 +170,25 @@ def _draw(timelines: Mapping[str, Timeline], file: Any) -> None:
         raise ImportError("plots need matplotlib: pip install matplotlib, or fusedcomm[bench]") from None
 
     heights = [h for each in timelines.values() for h in (0.4 + 0.3 * (1 + len(_groups(each))), 1.1)]
-    figure = Figure(figsize=(9.0, sum(heights) + 0.6), layout="constrained")
+    figure = Figure(figsize=(9.0, sum(heights) + 0.6 + 0.3 * bool(title)), layout="constrained")
+    figure.suptitle(title, fontsize=11)
     panels: Any = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     total_ms = max(each.total_ms for each in timelines.values()) or 1.0
     most = max(each.peak_bytes for each in timelines.values())
-    for i, (title, timeline) in enumerate(timelines.items()):
+    for i, (which, timeline) in enumerate(timelines.items()):
         _draw_lanes(panels[2 * i], timeline, total_ms / _PIXELS)
-        panels[2 * i].set_title(title + _summary(timeline), fontsize=9, loc="left")
+        panels[2 * i].set_title(which + _summary(timeline), fontsize=9, loc="left")
         _draw_memory(panels[2 * i + 1], timeline, total_ms / _PIXELS, most)
     panels[-1].set_xlim(0, total_ms)
-    panels[-1].set_xlabel("ms")
-    handles = [patches.Patch(color=colour, label=what) for what, colour in COLOURS.items()]
-    figure.legend(handles=handles, fontsize=8, ncols=len(handles), frameon=False, loc="outside lower right")
+    panels[-1].set_xlabel("estimated time, ms")
+    handles = [patches.Patch(color=colour, label=_LABELS[what]) for what, colour in COLOURS.items()]
+    figure.legend(handles=handles, fontsize=8, ncols=len(handles), frameon=False, loc="outside lower center")
     figure.savefig(file, dpi=_DPI)
 
 
 def _summary(timeline: Timeline) -> str:
     hidden = sum(line.hidden for line in timeline.collectives)
-    parts = f"compute {timeline.compute_ms:.4g} + exposed {timeline.exposed_ms:.4g}"
+    parts = f"{timeline.compute_ms:.4g} ms of compute + {timeline.exposed_ms:.4g} ms exposed"
     return f"{timeline.total_ms:.4g} ms = {parts}; {hidden} of {len(timeline.collectives)} collectives hidden"
 
 
@@ -204,7 +211,11 @@ def _draw_lanes(axes: Axes, timeline: Timeline, pixel: float) -> None:
         bars = [(start, end - start) for start, end in _merged(each, pixel)]
         edges = [0.3 if ms > 8 * pixel else 0.0 for _, ms in bars]
         axes.broken_barh(bars, (y - 0.4, 0.8), facecolors=COLOURS[what], edgecolor="white", linewidth=edges)
-    axes.set_yticks(range(0, -len(groups) - 1, -1), ["compute", *(_label(*group)[:32] for group in groups)], fontsize=8)
+    axes.set_yticks(
+        range(0, -len(groups) - 1, -1),
+        ["compute", *(f"{_LINKS.get(link, link)}: group {group}"[:32] for link, group in groups)],
+        fontsize=8,
+    )
     axes.set_ylim(-len(groups) - 0.5, 0.5)
 
 
@@ -234,7 +245,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, pixel: float, most: int) -> Non
     axes.plot([at], [peak], "v", color="black", markersize=5, clip_on=False)
     axes.set_ylim(0, 1.4 * max(most, 1) / size)
     axes.text(0.005, peak, f"peak {peak:.4g} {unit}", transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
-    axes.set_ylabel(unit, fontsize=8)
+    axes.set_ylabel(f"memory\n{unit}", fontsize=8)
     axes.tick_params(labelsize=8)
 
 
