@@ -114,7 +114,10 @@ class CompileReport:
         from fusedcomm.launch.console import Column, Table
 
         if not self.collectives:
-            return "no collective in a graph compiled since enable(); graphs from Inductor's cache are not looked at"
+            return (
+                "no collective in a graph compiled since enable(); graphs from Inductor's cache are not looked at "
+                "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them again)"
+            )
         columns = (
             Column("graph", "forward, backward, or inference", lambda each: each.graph, drop=1, left=True),
             Column("collective", "its node in the graph", lambda each: each.node, left=True, folds=20),
