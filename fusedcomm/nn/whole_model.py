@@ -46,7 +46,8 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
 
     A model's other parameters need it too where they act on a rank's tokens alone, for instance those of the norms
     between these layers under sequence parallelism: name them in ``also``. It is not needed where a wrapper reduces
-    gradients over the same ranks already, as DistributedDataParallel does; its average is 1 / R of this sum.
+    gradients over the same ranks already, as DistributedDataParallel does; its average is 1 / R of this sum. That
+    wrapper must not have the layers that hold shards: it copies rank 0's parameters to all ranks.
 
     It is a collective per parameter, in the order of model.parameters(), then of ``also``. Parameters without a
     gradient are left out; they must be the same on all ranks. With gradient accumulation, call it after the last
