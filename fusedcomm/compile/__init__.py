@@ -59,8 +59,8 @@ def enable(
 
     Raises:
         ValueError: fuse names what is no op; estimator comes without overlap; overlap comes before
-            ``init_process_group``; merge is no mesh, or one without this rank; ranks differ in the type of device or the
-            ranks per node of their estimates.
+            ``init_process_group``; merge is no mesh, or one without this rank; ranks differ in the type of device or
+            the ranks per node of their estimates.
         PeerTimeoutError: a rank did not come to the agreement on estimates within ``FUSEDCOMM_TIMEOUT_S``.
     """
     from fusedcomm.compile.merge.flattened_mesh import flatten
