@@ -106,7 +106,7 @@ def gather_speed(shape: MatmulShape, device: torch.device) -> dict[str, float]:
 
 
 def against_cublas(shape: MatmulShape, x: Tensor, w: Tensor, ours: Tensor, run: Callable[[], None]) -> dict[str, float]:
-    """Compare ``run()``, which computes x @ w into ``ours``, with cuBLAS."""
+    """Compare ``run()``, which computes x @ w into the tensor before it, with cuBLAS."""
     y = torch.matmul(x, w)
     run()
     error = ((ours.float() - y.float()).norm() / y.float().norm()).item()

@@ -59,7 +59,7 @@ def world() -> Iterator[GroupNames]:
 
 
 class _Gathered(torch.autograd.Function):
-    """A weight from its shards, as FSDP has it: gradients are averaged over dp, and over tp summed if it is replicated."""
+    """A weight from its shards, as in FSDP: gradients are averaged over dp, and over tp summed if it is replicated."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, groups: GroupNames, replicated: bool) -> Tensor:
