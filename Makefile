@@ -12,7 +12,7 @@ NATIVE_SOURCES := setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo   the start program, unfused and fused, on this machine"
+	@echo "make demo   one matmul and its all_to_all, unfused and fused, on this machine"
 	@echo "make test   the tests to run while editing: every capability, at most 8 minutes on 2 cores"
 	@echo "make test-all  the thorough ones, which make test leaves out: more parameters, and what takes long"
 	@echo "make lint   ruff, mypy, codespell, and whether docs/api and the map of the rooms follow the sources"
@@ -53,8 +53,8 @@ bench: $(VENV)/.built
 	set -e; for bench in $(patsubst compile,start_program,$(filter-out $(OPS),$(OP))); do \
 	  echo "$$bench"; $(BIN)/python -m benchmarks.$$bench $(BENCH_ARGS); done
 
-# The speed figures that the README quotes, with nothing else running; about 55 minutes. All but the planner's with
-# default numbers: what this user has tuned is left aside.
+# The speed figures that the README quotes, with nothing else running; about 55 minutes. All but the planner's are
+# measured with default numbers, whatever this user has tuned.
 RESULTS := benchmarks/results/cpu-2-ranks
 figures: export FUSEDCOMM_CACHE_DIR := $(CURDIR)/$(VENV)/figures
 figures: setup

@@ -1,15 +1,16 @@
-"""The benches of whole blocks, forward and backward: how much of the time for exchanges is gained.
+"""The benches of whole blocks, forward and backward: how much of the time for exchanges is saved.
 
     python -m benchmarks.<block> [--huge-pages] [--rounds N] [--json FILE]      2 CPU ranks of one thread
     torchrun --nproc-per-node 8 -m benchmarks.<block>                           GPUs, NCCL
 
-baseline  the block as users write it, with plain collectives
-ours      the same with fusedcomm's ops
-removed   the block without its exchanges: the same matmuls on what would have been exchanged, no copy for it
+baseline   the block as users write it, with plain collectives
+fusedcomm  the same with fusedcomm's ops
+removed    the block without its exchanges: the same matmuls on as many elements, which nothing has moved
 
-gain = (baseline - ours) / (baseline - removed): 1 where nothing of the exchanges is left. Each difference is the median
-over rounds of the differences within a round. Two spreads stand beside it: of the gain of rounds drawn anew, which says
-how well this run knows it, and of the gains of single rounds. Pages: as benchmarks/common.py says.
+gain = (baseline - fusedcomm) / (baseline - removed): 1 where nothing of the exchanges is left. Each difference is the
+median over rounds of the differences within a round. Two spreads stand beside it: that of the gain of rounds drawn
+anew, which says how well this run knows the gain, and that of the gains of single rounds. benchmarks/common.py explains
+the pages.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 BASELINE, OURS, REMOVED = "baseline", "ours", "removed"
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the norm, and of the largest element
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # share of the norm, and of the largest element
 TIMEOUT_S = 3600
 DRAWS = 1000
 
@@ -60,7 +61,7 @@ class Block(abc.ABC):
     @property
     @abc.abstractmethod
     def goal(self) -> float | None:
-        """For gain."""
+        """What the gain must reach, or None."""
 
     @abc.abstractmethod
     def x_shape(self, num_ranks: int) -> tuple[int, ...]: ...
@@ -123,7 +124,7 @@ class BlockData:
 
     @cached_property
     def _oracle(self) -> tuple[Tensor, ...]:
-        """In float32, from all ranks' inputs: no communication to trust."""
+        """The results in float32, computed here from all ranks' inputs, so that no communication must be trusted."""
         every = [[t.detach().float().requires_grad_() for t in self._inputs(rank)] for rank in range(self.num_ranks)]
         outs = self.block.program([x for x, *_ in every], [weights for _, *weights in every])
         grads = [self._grad(out.shape, rank).float() for rank, out in enumerate(outs)]
@@ -162,7 +163,7 @@ class BlockRow:
 
 SPREAD = "P10 .. P90 of gain"
 COLUMNS = (
-    Column("dtype", "of all tensors", lambda row: row.dtype, left=True),
+    Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True),
     Column("baseline\nms", "the block of today, forward and backward", lambda row: ms(row.baseline.median, 1)),
     Column("fusedcomm\nms", "the block with the fused ops", lambda row: ms(row.ours.median, 1)),
     Column("removed\nms", "the block without its exchanges: no values", lambda row: ms(row.removed.median, 1)),

@@ -3,7 +3,7 @@
 On a CPU there are two settings, and a figure names its own. By default torch takes memory in 4 KiB pages, while
 fusedcomm's ops ask for huge pages for their results: that is what users get, but part of the speed-up is page faults
 saved, and an op can be faster than its roof. With --huge-pages torch asks for them too (THP_MEM_ALLOC_ENABLE=1), so all
-that is measured gets the same pages: what overlap alone gains.
+that is measured gets the same pages, and what is left is what overlap alone gains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure, and what it must reach; no bound: it is only reported."""
+    """A figure, and what it must reach. Without a bound it is only reported."""
 
     name: str
     value: float
@@ -48,7 +48,7 @@ def at_most(name: str, value: float, bound: float | None) -> Goal:
 def tabulated(
     columns: Sequence[Column], rows: list[Any], total: int, title: str = ""
 ) -> Iterator[Callable[[Any], None]]:
-    """Prints ``rows`` at the end, those before a failure too. Yields what adds one, up to ``total``."""
+    """Print ``rows`` at the end, those before a failure too. Yields a function that adds a row, up to ``total``."""
     with console.progress(world.is_rank_0(), total, "measuring", "measured") as on_done:
 
         def add(row: Any) -> None:

@@ -9,13 +9,14 @@ The transformer: --layers with tensor and sequence parallelism over 8 ranks, the
 
 One process of a fake group: it is compiled, forward and backward, and never run.
 
-pass      FusedcommPass over the forward and the backward graph as Inductor gets them; nothing is lowered. Median over
-          rounds; in every round all sizes in turn, on new copies of their graphs. Processor time, which other load
-          changes little, and without Python's garbage collector, which would meet one size and not another
+pass      FusedcommPass over the forward and the backward graph as Inductor gets them; nothing is lowered. It is the
+          median over rounds; every round takes all sizes in turn, on new copies of their graphs. It is processor
+          time, which other load changes little, without Python's garbage collector, which would meet one size and not
+          another
 compile   torch.compile with Inductor, from the call until the last kernel is compiled and loaded, caches off:
           plain     without fusedcomm
-          compiled  in fusedcomm.compile.enabled(), and of that the time in FusedcommPass
-          share = pass / (compiled - pass), of that one compilation: the two are slow or fast together
+          compiled  in fusedcomm.compile.enabled(), and the part of that time that FusedcommPass takes
+          share = pass / (compiled - pass), both from that one compilation: the two are slow or fast together
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 
 NUM_RANKS = 8
-BATCH, TOKENS, HIDDEN, HEADS, INTERMEDIATE = 2, 4, 64, 8, 256  # tokens of each rank; the rest of all ranks
+BATCH, TOKENS, HIDDEN, HEADS, INTERMEDIATE = 2, 4, 64, 8, 256  # tokens are each rank's, the rest all ranks'
 LAYERS, WHOLE = (8, 16, 32, 64, 128), 32
 QUICK_LAYERS, QUICK_WHOLE = (8, 16, 32), 8
 SHARE = 5.0  # at most, in percent
@@ -106,11 +107,11 @@ def fake_group() -> Iterator[None]:
 
 
 class _Compiled(Exception):
-    """In place of the first run: all is compiled."""
+    """Raised in place of the first run, when all is compiled."""
 
 
 def compile_transformer(num_layers: int, tokens_dim: int, compile_graph: Callable[..., None]) -> float:
-    """Seconds. ``compile_graph(gm, inputs, **options)`` gets the forward's and the backward's graph."""
+    """The seconds it takes. ``compile_graph(gm, inputs, **options)`` gets the forward's and the backward's graph."""
     from torch._dynamo.backends.common import aot_autograd  # noqa: F401  registers what compile_fx needs
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -173,7 +174,7 @@ class Graphs:
         return sum(len(graph.nodes) for _, graph in self._found)
 
     def run_pass(self) -> tuple[float, CompileReport]:
-        """Seconds of processor time, of copies; and what was done."""
+        """Run the pass on copies. Returns the seconds of processor time, and what the pass did."""
         from torch._inductor.virtualized import V
 
         from fusedcomm.compile.passes import FusedcommPass, Settings
@@ -201,7 +202,7 @@ def _no_garbage_collector() -> Iterator[None]:
 @dataclass(frozen=True)
 class PassRow:
     layers: int
-    nodes: int  # of both graphs
+    nodes: int  # in both graphs
     collectives: int
     fused: int
     seconds: Timing
@@ -212,9 +213,9 @@ class PassRow:
 
 
 COLUMNS = (
-    Column("layers", "of the transformer", lambda row: str(row.layers)),
-    Column("nodes", "of both graphs, forward and backward", lambda row: str(row.nodes)),
-    Column("fused", "of the collectives", lambda row: f"{row.fused} of {row.collectives}"),
+    Column("layers", "layers of the transformer", lambda row: str(row.layers)),
+    Column("nodes", "nodes of both graphs, forward and backward", lambda row: str(row.nodes)),
+    Column("fused", "how many of the collectives are fused", lambda row: f"{row.fused} of {row.collectives}"),
     Column("pass\nms", "median over rounds", lambda row: ms(row.seconds.median, 1)),
     Column(
         "pass\nms / layer", "the same per layer: constant if the pass scales", lambda row: f"{row.ms_per_layer:.2f}"
@@ -224,7 +225,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class WholeRow:
-    """Seconds."""
+    """Whole compilations, in seconds."""
 
     layers: int
     fused: int
@@ -234,7 +235,7 @@ class WholeRow:
 
     @property
     def share(self) -> float:
-        """In percent of the rest."""
+        """The time in the pass, in percent of the rest."""
         return 100 * self.in_pass / (self.compiled - self.in_pass)
 
     def __str__(self) -> str:
@@ -312,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.compile_time", description="The pass, and whole compilations.")
-    parser.add_argument("--layers", nargs="+", type=int, metavar="L", help=f"of the pass alone: {LAYERS}")
+    parser.add_argument("--layers", nargs="+", type=int, metavar="L", help=f"layers for the pass alone: {LAYERS}")
     parser.add_argument("--whole", type=int, metavar="L", help=f"layers compiled down to kernels: {WHOLE}; 0: none")
     parser.add_argument("--tokens-dim", type=int, choices=(0, 1), default=1, help="1: [batch, tokens, hidden]")
     parser.add_argument("--quick", action="store_true", help=f"layers {QUICK_LAYERS}, and {QUICK_WHOLE} compiled")

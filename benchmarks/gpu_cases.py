@@ -40,7 +40,7 @@ class GpuInputs:
 
 @dataclass(frozen=True)
 class GpuCase:
-    """A call. ``x_shape``: of one rank, times R at the gathered dim of the gather ops. ``n``: of every w."""
+    """A call. ``x_shape`` is one rank's, times R at the gathered dim of the gather ops; every w has ``n`` columns."""
 
     op: str
     name: str
@@ -89,7 +89,7 @@ class GpuCase:
         return shapes.matmul_all_reduce(x, ws[0], self.reduce_op, group_size)
 
     def inputs(self, group_size: int, rank: int, dtype: torch.dtype, device: torch.device, seed: int) -> GpuInputs:
-        """Small integers: exact in every order of sums. matmul_all_reduce has the same bias on all ranks."""
+        """Small integers, so sums are exact in every order. matmul_all_reduce has the same bias on all ranks."""
         generator = torch.Generator(device).manual_seed(100 * seed + rank)
 
         def integers(*shape: int) -> Tensor:
@@ -106,7 +106,7 @@ class GpuCase:
         return GpuInputs(x, ws, biases)
 
     def normal(self, group_size: int, dtype: torch.dtype, device: torch.device) -> GpuInputs:
-        """For timing."""
+        """Random inputs for timing."""
         x, *ws = (
             torch.randn(*shape, device=device, dtype=dtype)
             for shape in (self.local_shape(group_size), *(self.w_shape(group_size, n) for n in self.n))
@@ -114,7 +114,7 @@ class GpuCase:
         return GpuInputs(x, ws, [None] * len(ws))
 
     def expected(self, group_size: int, dtype: torch.dtype, device: torch.device, seed: int) -> list[list[Tensor]]:
-        """Every rank's results, by torch's own matmul, with our rounding and no communication."""
+        """Every rank's results by torch's own matmul, with fusedcomm's rounding and without communication."""
         every = [self.inputs(group_size, rank, dtype, device, seed) for rank in range(group_size)]
         exact = [
             GpuInputs(
@@ -125,11 +125,11 @@ class GpuCase:
         return [[t.to(dtype) for t in outs] for outs in self.program(exact, lambda part: part.to(dtype).float())]
 
     def program(self, every: list[GpuInputs], rounded: Callable[[Tensor], Tensor] = lambda t: t) -> list[list[Tensor]]:
-        """Every rank's results. ``rounded``: what becomes of a partial sum."""
+        """Every rank's results. ``rounded`` says what becomes of a partial sum."""
         return _PROGRAMS[self.op](self, every, rounded)
 
     def call(self, inputs: GpuInputs) -> list[Tensor]:
-        """As users do."""
+        """Call the op as users do."""
         args, options = self.arguments(inputs)
         outs = getattr(fusedcomm, self.op)(*args, **options)
         return outs if isinstance(outs, list) else [outs]
@@ -146,7 +146,7 @@ class GpuCase:
         return [x, w, *dims], {"reduce_op": self.reduce_op, "bias": bias}
 
     def run(self, workspace: Workspace, algorithm: str, inputs: GpuInputs) -> list[Tensor]:
-        """As a virtual rank does."""
+        """Run the op as a virtual rank does."""
         exchange = self.exchange(workspace.group_size)
         call = Call(self.op, FINGERPRINT, exchange, workspace)
         verb = getattr(ALGORITHMS[algorithm], VERBS[self.op])
@@ -168,7 +168,7 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _exchanged(blocks: Sequence[Sequence[Tensor]], gather_dim: int) -> list[Tensor]:
-    """``blocks[src][dst]`` -> of every dst."""
+    """What every dst gets of ``blocks[src][dst]``."""
     return [torch.cat([each[rank] for each in blocks], gather_dim) for rank in range(len(blocks))]
 
 
@@ -316,7 +316,7 @@ def first_of(op: str, cuda: bool) -> GpuCase:
 def loaded_group(
     group_size: int, case: GpuCase, dtype: torch.dtype, algorithm: str, device: torch.device
 ) -> VirtualGroup:
-    """Where the case has been run once by each rank."""
+    """A virtual group in which each rank has run the case once."""
     slot_bytes = max(128, case.exchange(group_size).chunk_numel * group_size * dtype.itemsize)
     group = VirtualGroup(group_size, slot_bytes, device)
     inputs = case.inputs(group_size, 0, dtype, device, 0)

@@ -6,8 +6,8 @@ values     every op, algorithm and dtype, R = 2, 4, 8 virtual ranks: one process
 time-out   a rank that never comes: reported, output NaN, and the context lives
 graph      an odd number of calls, captured once, replayed with fresh inputs
 commands   `fusedcomm doctor` and the tests that need a GPU
-processes  2 and 4 ranks in processes of their own on this GPU, over torch's symmetric memory, gloo beside it
-speed      our matmuls against cuBLAS, our reduction against a copy; whole ops against the unfused program on this GPU
+processes  2 and 4 ranks in processes of their own on this GPU, over torch's symmetric memory, with gloo
+speed      fusedcomm's matmuls against cuBLAS, its reduction against a copy; whole ops against the unfused program
 
 ``--device cpu`` dry-runs what Triton's interpreter can (TRITON_INTERPRET=1), to find slips before a GPU is there.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 
-# Before CUDA starts: one hardware queue per stream, and several ranks on one GPU.
+# This must be set before CUDA starts: one hardware queue per stream, and several ranks on one GPU.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 
@@ -42,14 +42,14 @@ from benchmarks.gpu_speed import check_speed
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankPool
 
-# Each costs seconds of Triton's compiler: all cases of the first, of the others each op's ragged one.
+# Each case costs seconds of Triton's compiler. The first combination runs all, the others each op's ragged one.
 COMBINATIONS = [
     (2, torch.bfloat16),
     (4, torch.float16),
     (8, torch.bfloat16),
     (2, torch.float32),
 ]
-TIMEOUT_S = "10"  # of every wait between ranks
+TIMEOUT_S = "10"  # limit of every wait between ranks
 LIMIT_S = 595
 
 
@@ -132,9 +132,9 @@ def check_graph(device: torch.device) -> dict[str, Any]:
 
 
 def check_graph_of(case: GpuCase, device: torch.device, num_calls: int = 3, replays: int = 5) -> dict[str, Any]:
-    """A graph per rank: branches of one graph need not run at the same time, and ranks wait for each other.
+    """Each rank has a graph: branches of one graph need not run at the same time, and ranks wait for each other.
 
-    num_calls is odd: a replay that took slots by fixed address would read the wrong call.
+    num_calls is odd, so that a replay that took slots by fixed address would read the wrong call.
     """
     dtype, group_size = torch.bfloat16, 2
     group = loaded_group(group_size, case, dtype, "fused", device)
@@ -220,7 +220,7 @@ def check_processes(device: torch.device) -> dict[str, Any]:
 
 
 def check_commands(device: torch.device) -> dict[str, Any]:
-    """What users run first, and the tests of the copy to the host. Of several GPUs one tells nothing."""
+    """What users run first, and the tests of the copy to the host. One GPU tells nothing of several."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "doctor.json"
         doctor = run_module("fusedcomm", "doctor", "--json", str(file))

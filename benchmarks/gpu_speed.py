@@ -20,7 +20,7 @@ from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 REPEATS = 4
-GOAL = 0.85  # of cuBLAS, and of a copy for the reduction, at GOAL_SHAPE
+GOAL = 0.85  # share of the speed of cuBLAS, and of a copy for the reduction, at GOAL_SHAPE
 COLD_L2_BYTES = 256 << 20
 Variants = dict[str, Callable[[], Any]]
 
@@ -52,7 +52,7 @@ TINY = MatmulShape("dry run", 0, 32, 32, 32)
 
 
 def check_speed(device: torch.device) -> dict[str, Any]:
-    """Goals are reported; a section fails by wrong values alone."""
+    """Measure and report. A section fails by wrong values alone, not by a goal."""
     cuda = device.type == "cuda"
     sizes, group_size = (SHAPES, 4) if cuda else ([TINY], 1)
     matmuls = {
@@ -75,7 +75,7 @@ def operands(shape: MatmulShape, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def push_speed(shape: MatmulShape, device: torch.device) -> dict[str, float]:
-    """Our push kernel in a group of one rank against torch.matmul: the same flops, no peer."""
+    """The push kernel in a group of one rank against torch.matmul: the same flops, no peer."""
     x, w = operands(shape, device)
     exchange = shapes.matmul_all_to_all(x.shape, w.shape, None, x.ndim - 2, x.ndim - 1, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
@@ -87,7 +87,7 @@ def push_speed(shape: MatmulShape, device: torch.device) -> dict[str, float]:
 
 
 def gather_speed(shape: MatmulShape, device: torch.device) -> dict[str, float]:
-    """Our gather kernel in a group of one rank, which has sent already, against torch.matmul."""
+    """The gather kernel in a group of one rank, which has sent already, against torch.matmul."""
     x, w = operands(shape, device)
     exchange = shapes.all_gather_matmul(x.shape, [w.shape], x.ndim - 2, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
@@ -106,7 +106,7 @@ def gather_speed(shape: MatmulShape, device: torch.device) -> dict[str, float]:
 
 
 def against_cublas(shape: MatmulShape, x: Tensor, w: Tensor, ours: Tensor, run: Callable[[], None]) -> dict[str, float]:
-    """``run()`` computes x @ w into ``ours``."""
+    """Compare ``run()``, which computes x @ w into the tensor before it, with cuBLAS."""
     y = torch.matmul(x, w)
     run()
     error = ((ours.float() - y.float()).norm() / y.float().norm()).item()
@@ -114,7 +114,7 @@ def against_cublas(shape: MatmulShape, x: Tensor, w: Tensor, ours: Tensor, run: 
     variants: Variants = {"cublas": lambda: torch.matmul(x, w, out=y), "ours": run}
     repeated = {f"{name} repeated": repeat(variant, 1 + REPEATS) for name, variant in variants.items()}
     times = interleaved({**variants, **repeated}, x.device)
-    # What one more costs where many are queued: neither the start of a kernel nor the gap to an event counts.
+    # What one more call costs where many are queued: neither the start of a kernel nor the gap to an event counts.
     net = {name: (times[f"{name} repeated"] - times[name]) / REPEATS for name in variants}
     return {
         "cublas_ms": times["cublas"],
@@ -165,7 +165,7 @@ def reduce_speed(shape: MatmulShape, group_size: int, device: torch.device) -> d
 
 
 def op_case(op: str, shape: MatmulShape) -> GpuCase:
-    """``shape``: of the tensors of one rank, but of all ranks' where x is gathered."""
+    """The case whose tensors on one rank have ``shape``, or those of all ranks where x is gathered."""
     if op in ("all_to_all_matmul", "all_gather_matmul"):
         gather_dim = 1 if op == "all_to_all_matmul" else 0  # all_to_all: K is gathered, rows are scattered
         return GpuCase(op, shape.name, (shape.m, shape.k), (shape.n,), gather_dim)

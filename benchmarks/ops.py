@@ -50,9 +50,9 @@ from fusedcomm.launch.ranks import RankError
 
 ROWS = (512, 2048, 2500)
 ALIGNED = MatmulSize(2048, 1024, 2048)  # whose neighbours are ragged
-DECODE_ROWS = (1, 4, 16, 64)  # of each rank where the group divides rows
+DECODE_ROWS = (1, 4, 16, 64)  # each rank's rows where the group divides them
 DECODE_K_N = ((1024, 1024), (1024, 4096), (2048, 2048), (4096, 1024), (4096, 4096))
-DECODE_CALLS = 20  # per measurement: one takes less time than the start of a measurement differs by
+DECODE_CALLS = 20  # in a measurement: one takes less time than the start of a measurement differs by
 ALGORITHMS = {"cpu": ("chunked", "unfused"), "cuda": ("fused", "chunked", "unfused")}
 TIMEOUT_S = 600
 
@@ -61,9 +61,9 @@ NOT_SLOWER = 0.95  # at least, of baseline / auto for few rows: 1 but for the no
 
 @dataclass(frozen=True)
 class Goals:
-    """On a CPU; None: reported, no goal."""
+    """Goals on a CPU; a figure whose goal is None is only reported."""
 
-    mean: float | None  # of baseline / auto
+    mean: float | None  # mean of baseline / auto
     minimum: float | None = None
     over_roof: float | None = None  # median of auto / roof
     ragged: float | None = 0.8  # least speed per flop of a ragged size, relative to its aligned neighbour
@@ -80,7 +80,7 @@ GOALS = {
 
 @dataclass(frozen=True)
 class SizeRow:
-    """One size. ``times``: of roof, baseline and auto; with --decode of the forced algorithms in place of roof."""
+    """One size. ``times`` has roof, baseline and auto; with --decode the forced algorithms in place of roof."""
 
     rows: int
     k: int
@@ -127,7 +127,7 @@ SHAPE_COLUMNS = (
     Column("rows", LOCAL_MATMUL, lambda row: str(row.rows)),
     Column("K", LOCAL_MATMUL, lambda row: str(row.k)),
     Column("N", LOCAL_MATMUL, lambda row: str(row.n)),
-    Column("dtype", "of all tensors", lambda row: row.dtype, left=True),
+    Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True),
 )
 TIMES = {
     ROOF: ("matmul\nalone ms", "the roof: no exchange at all", 3),
@@ -137,13 +137,13 @@ TIMES = {
 RAGGED_COLUMNS = (
     *SHAPE_COLUMNS,
     Column("fusedcomm\nms", TIMES[AUTO][1], lambda row: ms(row.auto.median)),
-    Column("fusedcomm\nkeeps", "its speed per flop / that at the aligned size", lambda row: f"{row.auto_kept:.2f}"),
-    Column("matmul\nkeeps", "so of the matmul alone", lambda row: f"{row.roof_kept:.2f}"),
+    Column("fusedcomm\nkeeps", "speed per flop / that at the aligned size", lambda row: f"{row.auto_kept:.2f}"),
+    Column("matmul\nkeeps", "the same ratio for the matmul alone", lambda row: f"{row.roof_kept:.2f}"),
 )
 
 
 def columns_of(names: Sequence[str]) -> list[Column]:
-    """Of a table with the times ``names``."""
+    """The columns of a table with the times ``names``."""
     columns = [
         *SHAPE_COLUMNS,
         Column("plan", "the algorithm of fusedcomm ms", lambda row: row.algorithm, drop=2, left=True),
@@ -196,7 +196,7 @@ def measure_decode(rank: int, bench: OpBench, size: MatmulSize, dtype: str, devi
 def measure_ragged(
     rank: int, bench: OpBench, aligned: MatmulSize, dtype: str, device_type: str, rounds: int
 ) -> list[RaggedRow]:
-    """All sizes in turn in every round, so that a ratio is not of two moments of the machine."""
+    """Every round takes all sizes in turn, so that no ratio compares two moments of the machine."""
     device = world.rank_device(device_type)
     num_ranks = dist.get_world_size()
     aligned = bench.divisible(aligned, num_ranks)
@@ -273,12 +273,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _torchruns_group() -> AbstractContextManager[object]:
-    """torchrun's ranks come together once; without torchrun each op has ranks of its own."""
+    """The group of torchrun's ranks, which come together once; without torchrun each op has ranks of its own."""
     return world.ranks(world.default_device_type(), 0, TIMEOUT_S) if world.under_torchrun() else nullcontext()
 
 
 def run(bench: OpBench, args: argparse.Namespace) -> int:
-    """One op, in ranks of its own unless torchrun has started them: it finds no memory that another op has left."""
+    """Measure one op, in new ranks where torchrun has started none, so that it finds no memory of another op."""
     try:
         return _run(bench, args)
     except (ValuesDiffer, RankError) as error:
@@ -350,7 +350,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _op(name: str) -> str:
-    """In place of ``choices``, which refuse that no op is named."""
+    """The type of the argument, in place of ``choices``, which would refuse that no op is named."""
     if name not in PROGRAMS:
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(PROGRAMS)}, got {name!r}")
     return name

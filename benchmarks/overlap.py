@@ -9,18 +9,18 @@ NVLink inside a node and 50 GB/s between nodes, not of a machine. Only the pass 
 without garbage collection.
 
 as traced        the program's order: each collective is waited for where it starts
-torch            torch's schedule_overlap_bucketing without bucketing; torch, bucketed: with it, and its pre-bucketing
+torch            torch's schedule_overlap_bucketing without bucketing; "torch, bucketed" has it, and its pre-bucketing
 fusedcomm        schedule(); moved: schedule(bucket=False, fuse=False); unfused: schedule(fuse=False)
-bound            no order is faster: all compute, or all that a link or a group carries, of the graph as traced
+bound            no order of the graph as traced is faster than all its compute, or all that a link or a group carries
 
 collectives      in the graph, and ops of fusedcomm that stand for one
-hideable         of the graph as traced: those with compute that they neither need nor are needed for, each alone at
-                 least as long as itself
-hidden           exposed for at most 1 % of what they take alone: also under the wait for another, so hidden can be
-                 more than hideable
-exposed          the compute stream waits for them, or an op of fusedcomm takes longer than its matmul
-over bound       of the total. It can be below 0: fewer collectives have less latency than the bound counts, and ops of
-                 fusedcomm use a link better than the collectives that it counts
+hideable         collectives of the graph as traced with compute that neither needs them nor is needed for them, and
+                 takes at least as long as the collective, looked at alone
+hidden           collectives exposed for at most 1 % of what they take alone: also under the wait for another, so hidden
+                 can be more than hideable
+exposed          the compute stream waits for collectives, or an op of fusedcomm takes longer than its matmul
+over bound       how far the total is above the bound. It can be below 0: fewer collectives have less latency than the
+                 bound counts, and ops of fusedcomm use a link better than the collectives that it counts
 
 The second table is fusedcomm with other budgets for the peak.
 """
@@ -57,8 +57,8 @@ BUDGETS = (0, 5, 20)  # percent over the peak as traced
 BUDGET = 5
 TRACED, TORCH, TORCH_BUCKETED, BOUND = "as traced", "torch", "torch, bucketed", "bound"
 MOVED, UNFUSED, OURS = "fusedcomm, moved", "fusedcomm, unfused", "fusedcomm"
-EXPOSED = {"forward": 5.0, "joint": 10.0}  # at most, of a Llama's communication, in percent
-GROWTH = 1.5  # at most, of the seconds per node of fusedcomm, from fewer layers to more
+EXPOSED = {"forward": 5.0, "joint": 10.0}  # at most so many percent of a Llama's communication
+GROWTH = 1.5  # the seconds per node of fusedcomm grow at most so much, from fewer layers to more
 
 
 @dataclass(frozen=True)
@@ -87,23 +87,23 @@ class OverlapRow:
     total_ms: float = 0.0
     over_bound_percent: float = 0.0
     peak_mib: float = 0.0
-    peak_over_percent: float = 0.0  # over that of the graph as traced
+    peak_over_percent: float = 0.0  # over the peak of the graph as traced
     pass_s: float = 0.0
     error: str | None = None  # why there are no figures
 
 
 COLUMNS = (
-    Column("variant", "of the graph; torch is its own scheduler", lambda row: row.variant, left=True),
-    Column("nodes", "of the graph", lambda row: str(row.nodes), drop=4),
+    Column("variant", "how the graph is ordered; torch is torch's own scheduler", lambda row: row.variant, left=True),
+    Column("nodes", "nodes of the graph", lambda row: str(row.nodes), drop=4),
     Column("collectives", "in the graph, fused ones too", lambda row: str(row.collectives), drop=2),
     Column("hideable", "as traced: collectives with enough compute beside them", lambda row: str(row.hideable), drop=1),
     Column("hidden", "collectives exposed for at most 1 % of their time", lambda row: str(row.hidden)),
     Column("exposed\nms", "the compute stream waits", lambda row: f"{row.exposed_ms:.2f}"),
     Column("total\nms", "compute and exposed", lambda row: f"{row.total_ms:.2f}"),
     Column(
-        "above\nbound %", "of the total: no order is faster than the bound", lambda row: f"{row.over_bound_percent:.1f}"
+        "above\nbound %", "total / bound - 1: no order is below the bound", lambda row: f"{row.over_bound_percent:.1f}"
     ),
-    Column("peak\nMiB", "of memory", lambda row: f"{row.peak_mib:.0f}"),
+    Column("peak\nMiB", "peak of memory", lambda row: f"{row.peak_mib:.0f}"),
     Column("pass\ns", "processor time of the scheduler", lambda row: f"{row.pass_s:.2f}" if row.pass_s else "", drop=3),
 )
 BUDGET_COLUMNS = (
@@ -141,7 +141,7 @@ class CaseGraph:
     def torch(self, variant: str, bucket: bool) -> OverlapRow:
         try:
             found = overlap_torch.schedule(self.gm, self.estimator, bucket=bucket, memory_ratio=BUDGET / 100)
-        except Exception as error:  # whatever it fails with is its result
+        except Exception as error:  # whatever a variant fails with is its result
             text = f"failed: {type(error).__name__}: {error}".splitlines()[0]
             return OverlapRow(self.case, variant, BUDGET, self.hideable, self.traced.comm_ms, error=text)
         return self.row(variant, found.gm, found.seconds)
@@ -174,7 +174,7 @@ class CaseGraph:
         )
 
     def plot(self, directory: Path) -> Path:
-        """As traced, and as fusedcomm schedules it below."""
+        """Draw the graph as traced and, below it, as fusedcomm schedules it."""
         file = directory / f"overlap-{self.case.model}-{self.case.part}.png"
         _, gm = self.ours(OURS, BUDGET)
         title = f"{self.case}: the order of the program, and fusedcomm's; simulated, nothing was run"
@@ -183,7 +183,7 @@ class CaseGraph:
 
 
 def num_hideable(gm: GraphModule, estimator: Estimator, traced: Timeline) -> int:
-    """Collectives that could each hide alone: under compute that they neither need nor are needed for."""
+    """How many collectives could each hide alone, under compute that neither needs them nor is needed for them."""
     nodes = list(gm.graph.nodes)
     computing = [node for node in nodes if estimator.cost(node).compute_ms > 0]
     ms = [estimator.cost(node).compute_ms for node in computing]
@@ -217,7 +217,7 @@ def _sum_reaches(chosen: int, values: Sequence[float], enough: float) -> bool:
 
 
 def summary(rows: Sequence[OverlapRow], budgets: Sequence[OverlapRow]) -> list[Goal]:
-    """Only what all graphs have reached is met; the value is that of the worst."""
+    """What must be reached, with the value of the worst graph: a goal is met only if all graphs reach it."""
     cases: dict[GraphCase, dict[str, OverlapRow]] = {}
     for row in rows:
         if row.error is None:
@@ -308,7 +308,7 @@ def goal_line(goal: Goal) -> str:
 
 
 def cases_of(args: argparse.Namespace) -> list[GraphCase]:
-    """The most layers, if there are more than two sizes, of the first model's first part alone."""
+    """The cases. A third number of layers is only for the first part of the first model."""
     several = args.layers[:2]
     cases = [GraphCase(*each) for each in itertools.product(args.models, several, args.parts)]
     return cases + [GraphCase(args.models[0], layers, args.parts[0]) for layers in args.layers[2:]]

@@ -35,7 +35,7 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class GroupNames:
-    """Group names. ``tp``: of the 8 ranks inside a node, whatever the model does there; ``dp``: one rank per node."""
+    """Group names. ``tp`` has the 8 ranks inside a node, whatever the model does there; ``dp`` one rank per node."""
 
     dp: str
     tp: str
@@ -43,7 +43,7 @@ class GroupNames:
 
 @contextlib.contextmanager
 def world() -> Iterator[GroupNames]:
-    """This process as rank 0 of the fake 64."""
+    """Inside, this process is rank 0 of 64 fake ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -59,7 +59,7 @@ def world() -> Iterator[GroupNames]:
 
 
 class _Gathered(torch.autograd.Function):
-    """A weight from its shards, as FSDP: gradients are averaged over dp, and summed over tp where it is replicated."""
+    """A weight from its shards, as in FSDP: gradients are averaged over dp, and over tp summed if it is replicated."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, groups: GroupNames, replicated: bool) -> Tensor:
@@ -125,12 +125,12 @@ def _rotated(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal. q [S, B, heads, D], k and v fewer heads; result like q."""
+    """Causal attention. q is [S, B, heads, D], k and v can have fewer heads; the result is like q."""
     repeats = q.shape[2] // k.shape[2]
     if repeats > 1:
         k, v = (each.unsqueeze(3).expand(-1, -1, -1, repeats, -1).flatten(2, 3) for each in (k, v))
     q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
-    # The op that GPUs run: F.scaled_dot_product_attention of CPU tensors would become the CPU's.
+    # This is the op that GPUs run: F.scaled_dot_product_attention of CPU tensors would become the CPU's.
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].permute(2, 0, 1, 3)
 
 
@@ -215,9 +215,9 @@ LLAMA = {
 
 
 def ulysses() -> Model:
-    """Llama-3-8B's layer on one long sequence, its tokens sharded in a node; attention on whole sequences of few heads.
+    """Llama-3-8B's layer on one long sequence, with its tokens sharded in a node. A rank attends to it with few heads.
 
-    FSDP shards weights over dp; the ranks of a node hold the same and sum their gradients.
+    FSDP shards weights over dp; the ranks of a node hold the same weights and sum their gradients.
     """
     s = ModelSizes(hidden=4096, heads=32, kv_heads=8, ffn=14336, tokens=131072, sequences=1)
     weights = (
@@ -278,7 +278,7 @@ def moe() -> Model:
             return _Gathered.apply(shards[i], groups, weights[i] not in experts)
 
         def of_experts(y: Tensor) -> Tensor:
-            """Sorted by expert [tokens, hidden], like the result."""
+            """The experts' results for y [tokens, hidden], both sorted by expert."""
             y = _AllToAll.apply(y, groups.tp).view(RANKS_PER_NODE, local, -1, s.hidden).transpose(0, 1)
             y = torch.bmm(_swiglu(torch.bmm(y.flatten(1, 2), weight(5))), weight(6))
             y = y.view(local, RANKS_PER_NODE, -1, s.hidden).transpose(0, 1)
@@ -339,7 +339,7 @@ def _primals(model: Model) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def _trace(model: Model, groups: GroupNames, mode: FakeTensorMode) -> tuple[GraphModule, GraphModule]:
-    """One layer: forward (x, cos, sin, weights) -> y, saved; backward (saved, dy) -> dx, dweights."""
+    """The graphs of one layer: forward (x, cos, sin, weights) -> y, saved; backward (saved, dy) -> dx, dweights."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
@@ -386,7 +386,7 @@ class _Builder:
         return node
 
     def placeholder_like(self, node: Node) -> Node:
-        """For what another graph saves; not an alias of anything."""
+        """A placeholder for what another graph saves, which aliases nothing."""
         val = node.meta["val"]
         placeholder = self.placeholder(val.shape, val.dtype, node.name)
         with self.mode:
@@ -394,7 +394,7 @@ class _Builder:
         return placeholder
 
     def inline(self, gm: GraphModule, inputs: Sequence[Node]) -> list[Any]:
-        """Returns what stands for gm's results."""
+        """Copy gm's nodes. Returns what stands for its results."""
         env = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         with self.mode:
             for node in gm.graph.nodes:

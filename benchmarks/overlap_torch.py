@@ -1,7 +1,7 @@
-"""torch's own scheduler of collectives, to compare with: its plan of a graph, made with our estimates.
+"""torch's own scheduler of collectives, to compare with: its plan of a graph, made with fusedcomm's estimates.
 
 As shipped it asks a GPU's driver for its speed, and does not count the memory of CPU tensors. Both are replaced while
-it runs: so it plans with the numbers by which it is judged, and anywhere.
+it runs, so it plans with the numbers by which it is judged, and on any machine.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Scheduled:
 
 
 def copy_of(gm: GraphModule) -> GraphModule:
-    """With nodes of its own; the fake tensors are the same."""
+    """A copy of gm with nodes of its own; the fake tensors are the same."""
     return GraphModule(torch.nn.Module(), copy.deepcopy(gm.graph))
 
 
 def schedule(gm: GraphModule, estimator: Estimator, *, bucket: bool, memory_ratio: float = 0.05) -> Scheduled:
     """A copy of gm as `schedule_overlap_bucketing` orders it; raises whatever that raises.
 
-    ``memory_ratio``: how much its peak may grow, as torch counts it; to torch that is a wish.
+    ``memory_ratio`` is how much the peak may grow, as torch counts it. torch does not always keep to it.
     """
     from torch._inductor.fx_passes import overlap_scheduling
 
@@ -61,7 +61,7 @@ def schedule(gm: GraphModule, estimator: Estimator, *, bucket: bool, memory_rati
 
 @contextlib.contextmanager
 def pass_time() -> Iterator[Callable[[], float]]:
-    """Processor time, which other load changes little; without garbage collection, which meets one and not another.
+    """Measure processor time, which other load changes little, without garbage collection, which meets only some runs.
 
     The function yielded says the seconds, once the block has ended.
     """
@@ -84,7 +84,7 @@ def _anywhere(gm: GraphModule, estimator: Estimator) -> Iterator[None]:
     assert fake_mode is not None
     patch, tracker = mock.patch.object, overlap_scheduling.MemoryTracker
     told = logging.root.manager.disable
-    logging.disable(logging.INFO)  # what it has bucketed, per graph
+    logging.disable(logging.INFO)  # torch tells what it has bucketed, for each graph
     try:
         with (
             fake_mode,
@@ -101,7 +101,7 @@ def _any(device: torch.device) -> bool:
 
 
 def _estimate(estimator: Estimator, node: Node, size: int | None = None) -> float:
-    """ms. torch asks for a collective of size 0 to learn its latency, and for no other size than its own."""
+    """ms. Besides its own size, torch asks for size 0 of a collective, to learn its latency."""
     cost = estimator.cost(node)
     if cost.transfer is None:
         return cost.compute_ms

@@ -18,9 +18,9 @@ from fusedcomm.bench.trace import TraceRange
 FILE = Path(__file__).parents[1] / "docs" / "pictures" / "fused-over-time.png"
 UNFUSED, FUSED = "unfused: matmul, copy, all_to_all, copy", "fusedcomm: each chunk leaves while the next is computed"
 NUM_RANKS = 3
-CHUNK = 1 / NUM_RANKS  # of the matmul
-COPY = 0.09  # to put each rank's part together, or what has arrived into its place
-TRANSFER = 0.24  # of one chunk
+CHUNK = 1 / NUM_RANKS  # the share of the matmul that one chunk takes
+COPY = 0.09  # time to put each rank's part together, or what has arrived into its place
+TRANSFER = 0.24  # time to send one chunk
 
 
 def unfused(rank: int) -> Iterator[TraceRange]:
@@ -32,7 +32,7 @@ def unfused(rank: int) -> Iterator[TraceRange]:
 
 
 def fused(rank: int) -> Iterator[TraceRange]:
-    """The next rank's chunk first, the own one last; a link carries one chunk at a time."""
+    """A rank's ranges: the next rank's chunk comes first, the own one last; a link carries one chunk at a time."""
     peers = [(rank + step) % NUM_RANKS for step in range(1, NUM_RANKS)]
     sent = 0.0
     arrivals = []

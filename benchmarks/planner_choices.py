@@ -5,9 +5,9 @@
 The shapes of the benches of the five ops, forward and decode, on 2 CPU ranks of one thread or, under torchrun, on GPUs.
 Where fewer than nine of ten rounds agree on the fastest, four times as many rounds are measured anew and decide.
 
-A choice is right if it is within 3 % of the fastest, which medians of one run differ by; the strict share, of choices
-that are the fastest by any margin, is printed too, and the same of the default numbers. Goals: 90 % right, and no
-choice that takes more than 1.15 times as long as the fastest.
+A choice is right if it is within 3 % of the fastest, as medians of one run differ by that much. The strict share, which
+counts only choices that are the fastest, is printed too, and both for the default numbers. The goals are 90 % right,
+and no choice that takes more than 1.15 times as long as the fastest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AGREED, MORE_ROUNDS = 0.9, 4
 
 @dataclass(frozen=True)
 class ChoiceRow:
-    """Seconds by algorithm, measured, and estimated with the numbers in use; choices with these and by default."""
+    """One call: seconds by algorithm, measured and estimated; choices with the numbers in use and the default ones."""
 
     op: str
     rows: int
@@ -65,12 +65,12 @@ class ChoiceRow:
 
 
 def columns_of(names: Sequence[str]) -> list[Column]:
-    """Of a table of what ``names`` of algorithms took."""
+    """The columns of a table of what the algorithms ``names`` took."""
 
     def times(name: str) -> tuple[Column, Column]:
         measured = Column(f"{name}\nms", "measured", lambda row: ms(row.measured[name]), drop=1)
         return measured, Column(
-            f"{name}\nestimate ms", "what the planner reckons with", lambda row: ms(row.estimated[name]), drop=2
+            f"{name}\nestimate ms", "the planner's estimate", lambda row: ms(row.estimated[name]), drop=2
         )
 
     return [
@@ -91,7 +91,7 @@ class ChoiceSummary:
     """How good the choices with one set of numbers are."""
 
     numbers: str
-    right: float  # share within EQUAL
+    right: float  # the share of choices within EQUAL
     strict: float
     worst: float
 
@@ -143,7 +143,7 @@ def measure_row(
 
 
 def _decided(variants: dict[str, Callable[[], None]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Medians, of more rounds where some do not settle which is the smallest; alike on all ranks."""
+    """Medians, over more rounds where few do not settle which is the smallest; alike on all ranks."""
     seconds = measure_rounds(variants, device, rounds=rounds, warmup=2)
     table = torch.stack(list(seconds.values()))  # [variant, round]
     fastest = table.median(1).values.argmin()

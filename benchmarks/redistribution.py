@@ -7,8 +7,8 @@ that are equal, or need nothing sent, are left out. Nothing is run: torch's plan
 bytes worked out from the padded shapes that it gives to collectives, and times are those of fusedcomm's model, of GPUs
 in nodes of 4: a mesh of 8 ranks lies in two. Only the time of planning is measured: processor time.
 
-torch            flattened: every flattened mesh exists, so it merges what it can; else none does, as is usual
-fewer            the share of pairs with fewer collectives than torch
+torch            "flattened": every flattened mesh exists, so torch merges what it can; else none does, as is usual
+fewer            the share of pairs for which fusedcomm plans fewer collectives than torch
 collectives      mean per pair, torch's and fusedcomm's
 bytes, time      fusedcomm's / torch's, per pair: mean, and the largest, which must not be above 1
 cold             planning without any cache; cached: the planner's answer when it is known, wall clock
@@ -79,8 +79,8 @@ COLUMNS = (
     MESH,
     TENSOR,
     Column("torch's mesh", "flattened: torch merges what it can", lambda row: row.torch, left=True),
-    Column("pairs", "of placements, before and after", lambda row: str(row.pairs), drop=1),
-    Column("fewer\n%", "of the pairs, with fewer collectives than torch", lambda row: f"{row.fewer_percent:.1f}"),
+    Column("pairs", "pairs of placements, before and after", lambda row: str(row.pairs), drop=1),
+    Column("fewer\n%", "share of the pairs with fewer collectives than torch", lambda row: f"{row.fewer_percent:.1f}"),
     Column("torch", "collectives per pair, mean", lambda row: f"{row.torch_collectives:.2f}"),
     Column("fusedcomm", "collectives per pair, mean", lambda row: f"{row.collectives:.2f}"),
     Column("bytes\nmean", RATIO, lambda row: f"{row.bytes_ratio:.3f}"),
@@ -113,7 +113,7 @@ Pair = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def pairs(num_tensor_dims: int, num_mesh_dims: int) -> Iterator[Pair]:
-    """Before and after; nothing becomes partial."""
+    """All pairs of placements, before and after. Nothing becomes partial."""
     every = list(itertools.product(["R", *map(str, range(num_tensor_dims)), "P"], repeat=num_mesh_dims))
     for before, after in itertools.product(every, every):
         if before != after and all(b != "P" or a == "P" for a, b in zip(before, after, strict=True)):
@@ -172,7 +172,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def plan_times(mesh_shape: tuple[int, ...], shape: tuple[int, ...], share: int) -> PlanTime:
-    """One pair of ``share``."""
+    """The times to plan, measured for one pair in ``share``."""
     over, cold = links(mesh_shape), []
     last: Callable[[], RedistributionPlan] | None = None
     gc.collect()
@@ -211,7 +211,7 @@ def summary(rows: Sequence[PairsRow], times: Sequence[PlanTime]) -> list[Goal]:
 
 
 def _worst(rows: Sequence[PairsRow], name: str) -> float:
-    """Without what rounding adds."""
+    """The largest value, without what rounding adds."""
     return round(max(getattr(row, name) for row in rows), 9)
 
 

@@ -29,12 +29,12 @@ class TorchCollective:
     kind: str
     mesh_dims: tuple[int, ...]
     given: tuple[int, ...]  # the shape that it starts from, padded
-    sent: float  # elements, of one rank
+    sent: float  # elements that one rank sends
 
 
 @contextlib.contextmanager
 def world(num_ranks: int) -> Iterator[None]:
-    """A fake group of which this is rank 0."""
+    """Inside, this process is rank 0 of a fake group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
@@ -45,7 +45,7 @@ def world(num_ranks: int) -> Iterator[None]:
 
 
 def mesh(mesh_shape: Sequence[int], flatten: bool) -> DeviceMesh:
-    """With every flattened mesh that torch could use, if so wanted."""
+    """A mesh, with every flattened mesh that torch could use if ``flatten``."""
     from torch.distributed.device_mesh import init_device_mesh
 
     names = tuple(f"d{i}" for i in range(len(mesh_shape)))
@@ -60,7 +60,7 @@ def mesh(mesh_shape: Sequence[int], flatten: bool) -> DeviceMesh:
 def collectives(
     mesh: DeviceMesh, shape: Sequence[int], before: Sequence[Placement], after: Sequence[Placement]
 ) -> list[TorchCollective]:
-    """In order. torch merges over the flattened meshes that there are."""
+    """torch's collectives in their order. torch merges over the flattened meshes that there are."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -81,7 +81,7 @@ def collectives(
 
 
 def total(found: Sequence[TorchCollective], itemsize: int, links: MeshLinks) -> tuple[float, int, float]:
-    """Seconds, collectives, bytes of one rank."""
+    """Seconds, the number of collectives, and the bytes that one rank sends."""
     seconds = sum(links.seconds(each.kind, each.sent * itemsize, each.mesh_dims) for each in found)
     return seconds, len(found), sum(each.sent for each in found) * itemsize
 
@@ -131,7 +131,7 @@ def _dim(placement: Any) -> int:
 
 @contextlib.contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """torch warns of each merge that it cannot make."""
+    """Inside, torch does not warn of each merge that it cannot make."""
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -5,13 +5,13 @@
 
 roof      the matmuls alone
 plain     torch.compile(program, fullgraph=True)
-exchange  so with fusedcomm's `normalize` alone: where DTensor gathers every part to keep one, as it does on CPU, parts
-          are exchanged. What plain / compiled is more than plain / exchange, the fused ops have gained
-compiled  as plain, in fusedcomm.compile.enabled()
+exchange  the same with fusedcomm's `normalize` alone: where DTensor gathers every part to keep one, as it does on CPU,
+          parts are exchanged. What plain / compiled is more than plain / exchange, the fused ops have gained
+compiled  the same as plain, in fusedcomm.compile.enabled()
 op        fusedcomm.matmul_all_to_all, called by hand and not compiled
 
-Each is compiled anew, caches off. Of the ratios the median, P10 and P90 over the ratios within a round. Pages: as
-benchmarks/common.py says; a result is allocated by Inductor in compiled, by fusedcomm in op.
+Each is compiled anew, with caches off. A ratio is the median of the ratios within a round, with their P10 and P90.
+benchmarks/common.py explains the pages; a result is allocated by Inductor in compiled, by fusedcomm in op.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from fusedcomm.launch.ranks import RankError
 
 EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "exchange", "compiled", "op"
 TIMED = (ROOF, PLAIN, EXCHANGE, COMPILED, OP)
-FASTER = 1.3  # at least, of plain / compiled
-NOT_SLOWER = 0.97  # at least, of op / compiled: 1 but for the noise of a median
+FASTER = 1.3  # plain / compiled, at least
+NOT_SLOWER = 0.97  # op / compiled, at least: 1 but for the noise of a median
 QUICK_ROUNDS = 9
 TIMEOUT_S = 1800
 
@@ -67,7 +67,7 @@ def matmul_and_reshard_heads(
     from torch.distributed.tensor import DTensor, Shard
 
     ys = []
-    for x, w in zip(xs, ws):  # noqa: B905  as it was written
+    for x, w in zip(xs, ws):  # noqa: B905  left as it was written
         y = torch.matmul(x, w)
         b, t, o = y.shape
         y = y.view(b, t, num_heads, o // num_heads)
@@ -83,7 +83,7 @@ class ProgramSizes:
 
     pairs: int = 4
     batch: int = 2
-    tokens: int = 2048  # of each rank
+    tokens: int = 2048  # each rank's
     k: int = 1024
     n: int = 2048
     heads: int = 16
@@ -96,7 +96,7 @@ class ProgramSizes:
 class ProgramData:
     """One rank's inputs and the ways to use them.
 
-    They start as integers small enough for products and sums to be exact in every dtype and order.
+    The inputs start as integers, small enough for products and sums to be exact in every dtype and order.
     """
 
     def __init__(self, sizes: ProgramSizes, dtype: torch.dtype, device: torch.device) -> None:
@@ -109,7 +109,7 @@ class ProgramData:
         self.num_fused = 0
 
     def randomize(self) -> None:
-        """Inputs for timing, after the checks: GPUs draw less power, so run faster, on integers."""
+        """Make the inputs random for timing, after the checks: on integers GPUs draw less power, so they run faster."""
         self.__dict__.pop("_oracle", None)
         generator = torch.Generator(self.device).manual_seed(self.rank)
         for t in (*self.xs, *self.ws):
@@ -166,7 +166,7 @@ class ProgramData:
 
     @cached_property
     def _oracle(self) -> list[Tensor]:
-        """This rank's results from all ranks' inputs, made here: no communication to trust."""
+        """This rank's results, computed here from all ranks' inputs, so that no communication must be trusted."""
         parts = []
         for rank in range(self.num_ranks):
             ys = [self._product(x, w) for x, w in zip(*self._integers(rank), strict=True)]
@@ -185,7 +185,7 @@ class ProgramData:
 
 
 def _same_program(program: Any) -> Any:
-    """With a code object of its own: Dynamo keeps what it has compiled by code object, whoever compiled it."""
+    """``program`` with a code object of its own: Dynamo keeps what it has compiled by code object."""
     return types.FunctionType(program.__code__.replace(), program.__globals__, argdefs=program.__defaults__)
 
 
@@ -201,7 +201,7 @@ def _no_caches() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Over rounds, of the ratios within a round."""
+    """The median, P10 and P90 over rounds of the ratios within a round."""
 
     median: float
     p10: float
@@ -252,7 +252,7 @@ def _ratio_column(head: str, drop: int) -> Column:
 
 
 COLUMNS = (
-    Column("dtype", "of all tensors", lambda row: row.dtype, left=True),
+    Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True),
     Column("fused", "pairs that became fused ops", lambda row: str(row.fused)),
     *map(_time_column, TIMED),
     *map(_ratio_column, RATIOS, (0, 2, 1, 3)),
@@ -261,7 +261,7 @@ COLUMNS = (
 
 def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str, rounds: int) -> ProgramRow:
     device = world.rank_device(device_type)
-    logging.getLogger(DTENSOR_LOGGER).setLevel(logging.ERROR)  # that it gathers is what the docstring says
+    logging.getLogger(DTENSOR_LOGGER).setLevel(logging.ERROR)  # the docstring says that DTensor gathers
     data = ProgramData(sizes, DTYPES[dtype], device)
     variants = data.variants()
     check_values(variants, data.check)

@@ -21,9 +21,9 @@ from fusedcomm.bench import baselines
 @dataclass(frozen=True)
 class TensorParallelMlp(block.Block):
     batch: int = 2
-    tokens: int = 1024  # of each rank
+    tokens: int = 1024  # each rank's
     hidden: int = 1024
-    intermediate: int = 4096  # of all ranks
+    intermediate: int = 4096  # over all ranks
 
     name = "tensor_parallel_mlp"
     goal = None
@@ -48,7 +48,7 @@ class TensorParallelMlp(block.Block):
         return fusedcomm.matmul_reduce_scatter(F.silu(gate) * up, w_down.mT, 1)
 
     def removed(self, x: Tensor, *weights: Tensor) -> Tensor:
-        """The MLP on gathered tokens; a partial sum."""
+        """The MLP on gathered tokens, which gives a partial sum."""
         w_gate, w_up, w_down = weights
         return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
 

@@ -23,7 +23,7 @@ from fusedcomm.bench import baselines
 @dataclass(frozen=True)
 class UlyssesBlock(block.Block):
     batch: int = 2
-    tokens: int = 1024  # of each rank
+    tokens: int = 1024  # each rank's
     hidden: int = 1024
     heads: int = 16
 

@@ -1,4 +1,4 @@
-"""Errors between ranks. A bad argument of one rank is a ValueError; the errors here name the peers.
+"""Errors between ranks, which name the peers. A bad argument of one rank is a ValueError.
 
 `chunked` and `fused` calls raise them, and so does what ranks do together: the first call of a group, `reset`, `close`
 and the agreements of `fusedcomm.compile.enable`. Every wait is bounded by ``FUSEDCOMM_TIMEOUT_S``.

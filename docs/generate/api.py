@@ -16,7 +16,7 @@ from docs.generate.docstrings import Link, markdown, summary
 FOLDER = "docs/api"
 NOTE = "<!-- written by `make docs` from the docstrings -->"
 MODULES = ("fusedcomm", "fusedcomm.nn", "fusedcomm.compile", "fusedcomm.compile.overlap")
-ERRORS = "fusedcomm.errors"  # their names are in fusedcomm, and have a page of their own
+ERRORS = "fusedcomm.errors"  # its names are in fusedcomm, and have a page of their own
 # Headings by the room that defines a name, in the order of the page; a page whose names are of one room has none.
 SECTIONS = {
     "ops": "Ops",
@@ -34,21 +34,21 @@ RETURNED = {
         "fusedcomm.compile.overlap.simulator.simulate",
     ),
 }
-MOST_COLUMNS = 100  # of a signature on one line
+MOST_COLUMNS = 100  # a longer signature takes several lines
 
 Definition = ast.FunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
 class Source:
-    """A module, as its file says."""
+    """A module, as its file shows it."""
 
     name: str
     file: Path
 
     @property
     def path(self) -> str:
-        """From the root of the repository."""
+        """The file's path from the root of the repository."""
         return self.name.replace(".", "/") + ("/__init__.py" if self.file.stem == "__init__" else ".py")
 
     @cached_property
@@ -61,7 +61,7 @@ class Source:
 
     @cached_property
     def public(self) -> list[str]:
-        """``__all__``."""
+        """The names in ``__all__``."""
         for node in self.tree.body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 return list(ast.literal_eval(node.value))
@@ -69,12 +69,12 @@ class Source:
 
     @cached_property
     def imported(self) -> dict[str, str]:
-        """Modules by the names that are imported from them."""
+        """The modules from which names are imported, by name."""
         found = [node for node in self.tree.body if isinstance(node, ast.ImportFrom)]
         return {alias.name: str(node.module) for node in found for alias in node.names}
 
     def definition(self, name: str) -> Definition | None:
-        """The last one: those before it are overloads."""
+        """The last definition of a name: those before it are overloads."""
         found = [node for node in self.tree.body if isinstance(node, Definition) and node.name == name]
         return found[-1] if found else None
 
@@ -83,8 +83,8 @@ class Source:
 class Entry:
     """A function, class or member of a page."""
 
-    name: str  # that users write behind the module's, for members Class.member
-    module: str  # for users
+    name: str  # what users write behind the module's name, for members Class.member
+    module: str  # the module by which users reach it
     source: Source
     node: Definition
 
@@ -117,7 +117,7 @@ class Entry:
 
     @property
     def signature(self) -> str:
-        """As it is called; nothing for classes whose objects fusedcomm makes."""
+        """How it is called; nothing for classes whose objects fusedcomm makes."""
         is_member = "." in self.name
         node = self._constructor(self.node) if isinstance(self.node, ast.ClassDef) else self.node
         if node is None:
@@ -157,7 +157,7 @@ class Entry:
         annotation = f": {ast.unparse(arg.annotation)}" if arg.annotation else ""
         if default is None:
             return arg.arg + annotation
-        text = ast.get_source_segment(self.source.text, default)  # with the quotes that the source has
+        text = ast.get_source_segment(self.source.text, default)  # it keeps the quotes that the source has
         return f"{arg.arg}{annotation} = {text}" if annotation else f"{arg.arg}={text}"
 
 
@@ -186,7 +186,7 @@ class Page:
 
 
 def pages(root: Path) -> dict[str, str]:
-    """Texts by path."""
+    """The texts of all pages by path."""
     found = list(_pages(root))
     anchors = {}
     for page in found:
@@ -206,7 +206,7 @@ def _pages(root: Path) -> Iterator[Page]:
         return Source(name, path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
 
     def entry(module: str, defined_in: str, name: str) -> Entry | None:
-        """None for a module."""
+        """What stands on a page for a name; None for a module."""
         node = source(defined_in).definition(name)
         return None if node is None else Entry(name, module, source(defined_in), node)
 

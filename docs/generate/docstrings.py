@@ -8,19 +8,19 @@ from itertools import groupby
 
 Link = Callable[[str], str | None]  # from a name to where it stands, if it does
 
-SECTIONS = {"Args": "Parameters"}  # other headings stay
+SECTIONS = {"Args": "Parameters"}  # other headings stay as they are
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):\n(.*)", re.S)
 _ENTRY = re.compile(r"([\w.]+(?:, [\w.]+)*): (.*)", re.S)
 _SPAN = re.compile(r"(?<!`)`([\w./]+)(\(\))?`(?!`)")
 
 
 def markdown(docstring: str, link: Link) -> str:
-    """``link`` makes links of names in single backticks; double ones are code, and become single."""
+    """A docstring as Markdown. ``link`` makes links of names in single backticks; double ones become single."""
     return "\n\n".join(_parts(docstring, link))
 
 
 def summary(docstring: str, link: Link) -> str:
-    """The first sentence."""
+    """The first sentence of a docstring."""
     first = re.match(r"(.*?[.:])(?=\s|$)", " ".join(docstring.split("\n\n")[0].split()) + " ")
     return _inline(first[1].rstrip(":") + "." * first[1].endswith(":") if first else docstring, link)
 

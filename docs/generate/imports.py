@@ -24,7 +24,7 @@ def modules(root: Path) -> dict[str, Path]:
     for folder, prefix in (("fusedcomm", ""), ("kernels", "fusedcomm.")):
         for file in sorted((root / folder).rglob("*.py")):
             if folder == "fusedcomm" and "kernels" in file.relative_to(root).parts:
-                continue  # a link, where sources are used without being installed
+                continue  # kernels is a link where sources are used without being installed
             name = prefix + ".".join(file.relative_to(root).with_suffix("").parts)
             found[name.removesuffix(".__init__")] = file
     return found

@@ -53,7 +53,7 @@ def _in_order(rooms: set[str]) -> list[str]:
 
 
 def _id(name: str) -> str:
-    """Mermaid takes some words, as `end`, for its own."""
+    """The name of a node, because Mermaid takes some words, as `end`, for its own."""
     return f"room_{name.strip('_')}"
 
 
@@ -64,7 +64,7 @@ def _path(name: str, root: Path) -> str:
 
 
 def _doors(root: Path) -> dict[str, Path]:
-    """By room, the file whose docstring says what it is."""
+    """The files whose docstrings say what a room is, by room."""
     return {room(name): file for name, file in modules(root).items() if name.count(".") <= 1}
 
 

@@ -17,7 +17,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 def packed(t: Tensor, dim: int) -> Tensor:
-    """[R, block]: t cut along ``dim``; a copy unless dim is the first."""
+    """t cut along ``dim`` into [R, block]; a copy unless dim is the first."""
     dim = dim % t.ndim
     return t.unflatten(dim, (dist.get_world_size(), -1)).movedim(dim, 0).contiguous()
 
@@ -28,12 +28,12 @@ def unpacked(blocks: Tensor, dim: int) -> Tensor:
 
 
 def all_to_all(blocks: Tensor) -> Tensor:
-    """[R, block]: block p to rank p."""
+    """[R, block] exchanged: block p goes to rank p."""
     return _AllToAll.apply(blocks) if blocks.requires_grad else _all_to_all(blocks)
 
 
 def all_gather(t: Tensor) -> Tensor:
-    """[R, *t.shape]."""
+    """Every rank's t, [R, *t.shape]."""
     return _AllGather.apply(t) if t.requires_grad else _all_gather(t)
 
 
@@ -43,7 +43,7 @@ def reduce_scatter(blocks: Tensor) -> Tensor:
 
 
 def all_reduce(t: Tensor) -> Tensor:
-    """The sum, in place. Its gradient is taken to be the same on all ranks, as in tensor parallelism."""
+    """Sum t over the ranks, in place. Its gradient is taken to be the same on all ranks, as in tensor parallelism."""
     return _AllReduce.apply(t) if t.requires_grad else _all_reduce(t)
 
 

@@ -31,7 +31,7 @@ BUS: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """How rows are measured; the same in all ranks."""
+    """How rows are measured. All ranks have the same options."""
 
     device_type: str
     rounds: int
@@ -43,7 +43,7 @@ class Options:
 
 @dataclass(frozen=True)
 class OpRow:
-    """An op at one size with one algorithm. Times in seconds, of the slowest rank; bytes as nccl-tests counts them."""
+    """An op at one size with one algorithm. Times are the slowest rank's, in seconds; bytes are nccl-tests'."""
 
     op: str
     rows: int
@@ -77,9 +77,9 @@ class OpRow:
 
     @property
     def overlap_efficiency(self) -> float | None:
-        """(T_matmul + T_collective - T_ours) / min: 1 where the shorter is hidden, 0 where nothing is.
+        """(T_matmul + T_collective - T_op) / min(T_matmul, T_collective); None where nothing is exchanged.
 
-        None where nothing is exchanged.
+        It is 1 where the shorter of the two is hidden, and 0 where nothing is.
         """
         if not self.num_bytes:
             return None
@@ -92,7 +92,7 @@ class OpRow:
 
     @property
     def algbw(self) -> float:
-        """GB/s."""
+        """The bytes exchanged over the time, in GB/s."""
         return self.num_bytes / self.ours.median / 1e9
 
     @property
@@ -101,7 +101,7 @@ class OpRow:
 
 
 def size_of(op: str, num_bytes: int, k: int, n: int, batch: int, dtype: str) -> MatmulSize:
-    """The size whose exchange is ``num_bytes``, at least one row of each batch."""
+    """The size that exchanges ``num_bytes``, in whole rows, of which each batch has as many, and at least one."""
     columns = k if PROGRAMS[op].gathers else n
     rows = max(num_bytes // (columns * DTYPES[dtype].itemsize), 1)
     return MatmulSize(rows + -rows % max(batch, 1), k, n, batch)
@@ -119,7 +119,7 @@ def measure_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str,
             every = {name: captured(variant) for name, variant in every.items()}
             check_values(every, data.check)
         if not options.check:
-            data.randomize()  # in place: replays read it
+            data.randomize()  # in place, because replays read the same tensors
             every = every if options.graph else variants(data, options.algorithms)
         times = timed(every, data.device, options, on_round, data.check)
     bench, size = data.bench, data.size
@@ -148,7 +148,7 @@ def measure_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str,
 
 
 def rank_facts(rank: int, device_type: str) -> dict[str, Any]:
-    """What figures depend on and only ranks know. "topology": what they have voted on; None where no op has run."""
+    """What figures depend on and only ranks know. "topology" is what they have voted on, None where no op has run."""
     facts: dict[str, Any] = {"huge_pages": world.torch_asks_for_huge_pages(), "topology": None}
     if member := members.known_member(resolve(None)[1], world.rank_device(device_type)):
         topology = asdict(member.topology)
@@ -178,7 +178,7 @@ def timed(
     on_round: Callable[[int], None],
     check: Check,
 ) -> dict[str, Timing]:
-    """Times of variants that are checked already."""
+    """The times of variants whose values have been checked."""
     return measure(
         every,
         device,
@@ -203,7 +203,7 @@ def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _planned_in_graph(data: OpData, algorithm: str) -> fusedcomm.Plan:
-    """A capture has algorithms of its own."""
+    """The plan of a captured call, which can be another than outside of a capture."""
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         return _plan(data, algorithm)
 

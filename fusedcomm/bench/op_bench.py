@@ -1,4 +1,4 @@
-"""What a bench of one op says, and one rank's data of one size of it."""
+"""What a bench must know of an op, and one rank's data for one size of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = {
     "backward": ("grad x", "grad w"),
     "both": ("result", "grad x", "grad w"),
 }
-MATMULS = {"forward": 1, "backward": 2, "both": 3}  # of one size
+MATMULS = {"forward": 1, "backward": 2, "both": 3}  # how many of one size a pass has
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,19 @@ class MatmulSize:
 
 
 class OpBench(abc.ABC):
-    """One op, and the program of today that it equals; what measures it does the rest."""
+    """One op, and the program of today that it equals."""
 
     op: str
     kind: str  # the collective: "all_to_all", "all_gather", "reduce_scatter", "all_reduce"
-    cut: str | None  # of "rows", "k", "n": what the group divides
+    cut: str | None  # what the group divides: "rows", "k" or "n"
     gathers = False  # the collective comes before the matmul
     same_grad_on_all_ranks = False
 
     @property
     def k(self) -> tuple[int, ...]:
-        """Much to send per flop and little: a push sends rows x N, so small K; a gather sends rows x K, so small N."""
+        """The values of K. A push sends rows x N, so much per flop where K is small; a gather sends rows x K, so much
+        where N is small.
+        """
         return (2048, 4096) if self.gathers else (256, 512, 1024, 2048)
 
     @property
@@ -83,7 +85,7 @@ class OpBench(abc.ABC):
         return self.exchanged([torch.matmul(x, w) for x, w in zip(xs, ws, strict=True)])
 
     def exchanges(self, direction: str) -> int:
-        """How often the tensor next to the collective is exchanged. All ranks have a gradient of all_reduce already."""
+        """How often a pass exchanges the tensor next to the collective. An all_reduce's gradient is there already."""
         backward = 0 if self.kind == "all_reduce" else 1
         return {"forward": 1, "backward": backward, "both": 1 + backward}[direction]
 
@@ -96,7 +98,9 @@ class OpBench(abc.ABC):
         return f"{self.kind}, matmul" if self.gathers else f"matmul, {self.kind}"
 
     def corners(self, scale: int = 1) -> list[tuple[int, int, int]]:
-        """(rows, K, N): least and most arithmetic per byte sent, few rows and rows that no tile divides."""
+        """(rows, K, N) with the least and the most arithmetic per byte sent, with few rows and with rows that no tile
+        divides.
+        """
         (k, *_, more_k), (n, *_, more_n) = self.k, self.n
         few, many = 512, 2500
         shapes = [(few, k, n), (few, more_k, more_n), (many, k, more_n), (many, more_k, n)]
@@ -106,18 +110,21 @@ class OpBench(abc.ABC):
         return getattr(fusedcomm, self.op)(x, w, *self.dims(x))
 
     def divisible(self, size: MatmulSize, num_ranks: int) -> MatmulSize:
-        """A few more of what the group, or the batch, must divide."""
+        """The size, with what the group or the batch must divide rounded up."""
         rows = size.rows + -size.rows % self._row_step(size, num_ranks)
         k = size.k + (-size.k % num_ranks if self.cut == "k" else 0)
         n = size.n + (-size.n % num_ranks if self.cut == "n" else 0)
         return replace(size, rows=rows, k=k, n=n)
 
     def exchanged_bytes(self, size: MatmulSize, dtype: torch.dtype) -> int:
-        """As nccl-tests counts a size: of the larger of what a rank gives to the collective and gets from it."""
+        """The bytes that nccl-tests counts: the larger of what a rank gives to the collective and what it gets."""
         return size.rows * (size.k if self.gathers else size.n) * dtype.itemsize
 
     def ragged(self, size: MatmulSize, num_ranks: int) -> list[MatmulSize]:
-        """Neighbours of an aligned size: more rows, fewer K, fewer N, and all of it. Odd where the group allows it."""
+        """Neighbours of an aligned size: with more rows, a smaller K, a smaller N, and all three.
+
+        What has changed is odd where the group allows it.
+        """
         rows = size.rows + self._row_step(size, num_ranks)
         k = size.k - (num_ranks if self.cut == "k" else 3)
         n = size.n - (num_ranks if self.cut == "n" else 3)
@@ -131,7 +138,8 @@ class OpBench(abc.ABC):
 class OpData:
     """One rank's inputs of a problem and the ways to use them: ``direction`` is forward, backward, or both.
 
-    They start as integers, so few and small that products and sums are exact in every dtype and order.
+    The inputs start as integers, so small and with so many zeros that products and sums are exact in every dtype and
+    order.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class OpData:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.x, self.w, self.grad = self._integers(self.rank)
         self.random = False
-        # of the matmul alone: x itself, or what would have been gathered
+        # The inputs of the matmul alone: x itself, or as much as would have been gathered
         shape = (*size.lead, size.k)
         self.local_x = self.x if self.x.shape == shape else self._random_integers(shape, self.rank, 3)
         self.local_grad = self._random_integers((*size.lead, size.n), self.rank, 4)
@@ -151,9 +159,9 @@ class OpData:
         return self.bench.exchanged_bytes(self.size, self.dtype)
 
     def randomize(self) -> None:
-        """Inputs for timing, after the checks: GPUs draw less power, so run faster, on integers.
+        """Make the inputs random for timing, after the checks: on integers GPUs draw less power, so they run faster.
 
-        Call ``variants`` again after it: what a backward has saved is from before.
+        Call ``variants`` again after it, because what a backward has saved is from before.
         """
         self.__dict__.pop("_oracle", None)
         self.random = True
@@ -223,7 +231,7 @@ class OpData:
 
     @cached_property
     def _oracle(self) -> tuple[Tensor, ...]:
-        """This rank's results from all ranks' inputs, made here: no communication to trust."""
+        """This rank's results, computed here from all ranks' inputs, so that no communication must be trusted."""
         xs, ws, grads = zip(*(self._integers(rank) for rank in range(self.num_ranks)), strict=True)
         return self._exact(self.bench.program, [xs, ws], grads, self.rank)
 
@@ -234,7 +242,7 @@ class OpData:
         grads: Sequence[Tensor],
         rank: int,
     ) -> tuple[Tensor, ...]:
-        """``inputs``: of each argument of ``program`` every rank's."""
+        """What this rank must get. ``inputs`` has every rank's tensor for each argument of ``program``."""
         differentiates = self.direction != "forward"
         floats = [[t.detach().float().requires_grad_(differentiates) for t in each] for each in inputs]
         outs = program(*floats)
@@ -259,7 +267,7 @@ class OpData:
         x_shape, w_shape = bench.x_shape(size, self.num_ranks), (size.k, size.n)
         x = self._random_integers(x_shape, rank, 0)
         w = self._random_integers(w_shape, rank, 1)
-        # Mostly zeros: sums over K, N and ranks stay below 256, what bfloat16 counts to.
+        # w is mostly zeros, so that sums over K, N and ranks stay below 256, up to which bfloat16 is exact.
         w *= self._random(w_shape, rank, 5) < 64 / max(w_shape)
         meta = [torch.empty(shape, device="meta") for shape in (x_shape, w_shape)]
         outs = bench.program([meta[0]] * self.num_ranks, [meta[1]] * self.num_ranks)

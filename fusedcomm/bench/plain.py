@@ -33,7 +33,7 @@ BASELINES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """Times in seconds, of the slowest rank; bytes as nccl-tests counts them."""
+    """A collective at one size. Times are the slowest rank's, in seconds; bytes are counted as in nccl-tests."""
 
     op: str
     dtype: str
@@ -48,7 +48,7 @@ class CollectiveRow:
 
     @property
     def algbw(self) -> float:
-        """GB/s."""
+        """The bytes over the time, in GB/s."""
         return self.num_bytes / self.time.median / 1e9
 
     @property
@@ -57,7 +57,7 @@ class CollectiveRow:
 
 
 def block_numel(num_bytes: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """The elements of each rank's block, of at least ``num_bytes`` over all blocks."""
+    """The elements of each rank's block, where all blocks together have at least ``num_bytes``."""
     return max(math.ceil(num_bytes / dtype.itemsize / num_ranks), 1)
 
 
@@ -103,7 +103,7 @@ class CollectiveData:
         return wrong
 
     def _expected(self) -> Tensor:
-        """What this rank gets of every rank's input; made of one after the other."""
+        """What this rank must get, made from the ranks' inputs, one after the other."""
         every = (self._of(rank) for rank in range(self.num_ranks))
         if self.kind == "all_gather":
             return torch.cat(list(every))
@@ -113,13 +113,13 @@ class CollectiveData:
         return total if self.kind == "all_reduce" else total[self.rank]
 
     def _of(self, rank: int) -> Tensor:
-        """What a rank gives: [block], [R * block], or [R, block] where each has a part."""
+        """What a rank gives: [block], [R * block], or [R, block] where each rank gets a part."""
         if self.kind == "all_gather":
             return self._integers(self.block, rank)
         t = self._integers(self.block * self.num_ranks, rank)
         return t if self.kind == "all_reduce" else t.view(self.num_ranks, self.block)
 
     def _integers(self, numel: int, rank: int) -> Tensor:
-        below = max(256 // self.num_ranks, 2)  # bfloat16 counts to 256
+        below = max(256 // self.num_ranks, 2)  # bfloat16 is exact up to 256
         places = torch.arange(numel, device=self.device, dtype=torch.int32)
         return places.mul_(7).add_(3 * rank).remainder_(below).to(self.dtype)

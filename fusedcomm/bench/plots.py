@@ -60,7 +60,7 @@ def write_all(folder: Path, rows: Sequence[OpRow], lanes: Mapping[str, Sequence[
     figures = {"ratio": ratio(rows), "roofline": roofline(rows)} if rows else {}
     for op, each in lanes.items():
         mine = [row for row in rows if row.op == op]
-        last = [row for row in mine if row.algorithm == mine[0].algorithm][-1]  # which the trace is of
+        last = [row for row in mine if row.algorithm == mine[0].algorithm][-1]  # the row that was traced
         title = f"{op} {_size(last)}, {last.dtype}, {last.direction}, {last.group_size} ranks"
         figures[f"lanes-{op}"] = lanes_over_time(each, f"{title}; speed-up {last.ratio:.2f}")
     files = []
@@ -75,7 +75,7 @@ def write(file: Path, figure: Figure) -> None:
 
 
 def ratio(rows: Sequence[OpRow]) -> Figure:
-    """The speed-up over the bytes exchanged, a panel per op."""
+    """The speed-up against the bytes exchanged, with a panel per op."""
     ops = list(dict.fromkeys(row.op for row in rows))
     figure = _figure(3.4 * len(ops) + 1.2, 4.0)
     figure.suptitle(f"Speed-up of fusedcomm over the unfused program, {rows[0].group_size} ranks", fontsize=11)
@@ -99,9 +99,10 @@ def ratio(rows: Sequence[OpRow]) -> Figure:
 
 
 def roofline(rows: Sequence[OpRow]) -> Figure:
-    """Matmul rate over flops per byte exchanged, as shares of the best matmul alone; a panel per op and dtype.
+    """Matmul rate against flops per byte exchanged, as shares of the best matmul alone; a panel per op and dtype.
 
-    The roof is min(1, intensity * bandwidth / rate): the best matmul rate, and the best rate of the collective alone.
+    The roof is min(1, intensity * bandwidth / rate), with the best rate of the matmul alone and the best bandwidth of
+    the collective alone.
     """
     cases = list(dict.fromkeys((row.op, row.dtype) for row in rows))
     figure = _figure(9.5, 3.6 * len(cases) + 0.6)
@@ -136,7 +137,7 @@ def _roofline_panel(axes: Axes, rows: Sequence[OpRow]) -> None:
         colour = SIZE_COLOURS[i % len(SIZE_COLOURS)]
         axes.plot([], [], "s", color=colour, label=f"{size}: {_speed_ups(each)}")
         for row in each:
-            # side by side, so that sizes with as many flops per byte do not hide each other
+            # Points stand side by side, so that sizes with as many flops per byte do not hide each other
             x = row.flops / row.num_bytes * 1.04 ** (i - (len(sizes) - 1) / 2)
             before, after = (row.flops / time.median / rate for time in (row.baseline, row.ours))
             marker: dict[str, Any] = {"marker": PASS_MARKERS[row.direction], "color": colour, "markersize": 6}
@@ -164,16 +165,16 @@ def _size(row: OpRow) -> str:
 
 
 def _speed_ups(rows: Sequence[OpRow]) -> str:
-    """Least and most where there are several."""
+    """The speed-up, or the least and the most where there are several."""
     found = sorted(row.ratio for row in rows)
     return f"speed-up {found[0]:.2f}" + (f" to {found[-1]:.2f}" if len(found) > 1 else "")
 
 
 def lanes_over_time(ranges: Sequence[TraceRange], title: str, unit: str = "ms") -> Figure:
-    """Per rank what computes and, below it, what communicates; the first variant above the second.
+    """For each rank what computes and, below it, what communicates, with the first variant above the second.
 
-    An arrow goes from where a rank's data leave to where the other has them. On a CPU a chunk's matmul stores into the
-    memory of the rank that it is for, and nothing is copied: the mark and the arrow are all there is to see of it.
+    An arrow goes from where a rank's data leave to where the other rank has them. On a CPU a chunk's matmul stores into
+    the memory of the rank that the chunk is for, and nothing is copied: only marks and arrows show that data move.
     """
     variants = list(dict.fromkeys(each.variant for each in ranges))
     ranks = sorted({each.rank for each in ranges})
@@ -192,7 +193,7 @@ def lanes_over_time(ranges: Sequence[TraceRange], title: str, unit: str = "ms") 
 
 
 def _draw_lanes(axes: Axes, ranges: Sequence[TraceRange], ranks: Sequence[int]) -> set[str]:
-    """What a legend must explain."""
+    """Draw one variant. Returns what a legend must explain."""
     compute = {rank: -2.4 * row for row, rank in enumerate(ranks)}
     kinds, visible = set(), max(each.end for each in ranges) / 500
     for rank in ranks:
@@ -200,7 +201,7 @@ def _draw_lanes(axes: Axes, ranges: Sequence[TraceRange], ranks: Sequence[int]) 
         for each, then in zip(mine, [*mine[1:], None], strict=True):
             kind = each.lane
             if kind == "push" and each.peer == rank:
-                continue  # its own part
+                continue  # a rank's own part
             if kind == "matmul" and then is not None and then.lane == "push" and then.peer == each.peer != rank:
                 kind = "matmul for a peer"
             y = compute[rank] - (kind not in COMPUTES)
@@ -257,7 +258,7 @@ def _powers_of_two(axes: Axes) -> None:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """Without pyplot: no window, no state."""
+    """A figure without pyplot, so without a window or global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -38,7 +38,7 @@ OP_COLUMNS = (
     Column("rows", LOCAL_MATMUL, lambda r: f"{r.batch} x {r.rows // r.batch}" if r.batch else str(r.rows)),
     Column("K", LOCAL_MATMUL, lambda r: str(r.k)),
     Column("N", LOCAL_MATMUL, lambda r: str(r.n)),
-    Column("dtype", "of all tensors", lambda r: r.dtype, left=True),
+    Column("dtype", "the dtype of all tensors", lambda r: r.dtype, left=True),
     Column("pass", PASS, lambda r: r.direction, left=True),
     Column("exchanged", f"bytes that the collective moves, {NCCL_TESTS}", lambda r: num_bytes(r.num_bytes), drop=5),
     Column(
@@ -78,9 +78,9 @@ OP_COLUMNS = (
 QUANTILES = "quantiles over rounds of the slowest rank; P50 is the median"
 COLLECTIVE_COLUMNS = (
     Column("collective", "its name in torch.distributed", lambda r: r.op, left=True),
-    Column("dtype", "of the tensor", lambda r: r.dtype, left=True),
+    Column("dtype", "the dtype of the tensor", lambda r: r.dtype, left=True),
     Column("size", f"bytes, {NCCL_TESTS}", lambda r: num_bytes(r.num_bytes)),
-    Column("copy\nms", "of as many bytes in local memory", lambda r: _ms(r.copy.median), drop=3),
+    Column("copy\nms", "a copy of as many bytes in local memory", lambda r: _ms(r.copy.median), drop=3),
     Column("P10\nms", QUANTILES, lambda r: _ms(r.time.p10), drop=5),
     Column("P50\nms", QUANTILES, lambda r: _ms(r.time.median)),
     Column("P90\nms", QUANTILES, lambda r: _ms(r.time.p90), drop=2),
@@ -152,7 +152,7 @@ def report(row: AnyRow) -> dict[str, Any]:
 
 
 def write_csv(file: str, rows: Sequence[AnyRow]) -> None:
-    """A line per row; of a time the columns <name>_median, <name>_p10 and so on, in seconds."""
+    """Write a line per row. A time takes the columns <name>_median, <name>_p10 and so on, in seconds."""
     lines = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for line in lines for name in line))
     with open(file, "w", newline="") as opened:

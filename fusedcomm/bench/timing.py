@@ -1,10 +1,10 @@
 """How every speed is measured: values first, then all variants side by side in one run.
 
-* Every variant's result is checked on every rank before any is timed; no timing of wrong results.
+* Every variant's result is checked on every rank before any is timed: wrong results have no time.
 * Variants are interleaved round by round, in an order that changes with the round and is equal on
   all ranks: a slow moment of the machine meets all, and none always follows the same other.
-* The ranks start a measurement together; its time is the slowest rank's. Reported: the median over
-  rounds, P10, P90, P99 and the variation.
+* The ranks start a measurement together; its time is the slowest rank's. What is reported is the
+  median over rounds, P10, P90, P99 and the variation.
 
 Ranks call these functions alike, under torchrun or in a RankPool.
 """
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 Variants = Mapping[str, Callable[[], Tensor]]
 Result = TypeVar("Result")  # a tensor or a tuple of them
-Check = Callable[[str, Any], "str | None"]  # of a variant's name and result: what is wrong, or None
+Check = Callable[[str, Any], "str | None"]  # takes a variant's name and result, gives what is wrong or None
 
 L2_BYTES = 256 << 20  # more than the L2 of any GPU
 SKEW_CYCLES = 2_000_000  # about 1 ms: the GPU waits until all launches of a measurement are queued
@@ -36,7 +36,7 @@ METHOD = {
     "start": "barrier; on GPUs also an all_reduce on the stream",
     "l2_flush_bytes": L2_BYTES,
     "skew_cycles": SKEW_CYCLES,
-}  # as reports name it; the last two are of GPUs
+}  # as reports name it; the last two matter on GPUs only
 
 
 class ValuesDiffer(Exception):
@@ -55,7 +55,7 @@ class Timing:
 
     @staticmethod
     def of(seconds: Tensor) -> Timing:
-        """``seconds`` [rounds], float64."""
+        """The timing of ``seconds`` [rounds], float64."""
         quantiles = seconds.new_tensor([0.1, 0.5, 0.9, 0.99])
         p10, median, p90, p99 = seconds.quantile(quantiles).tolist()
         variation = float(seconds.std(correction=0) / seconds.mean())
@@ -69,9 +69,10 @@ class Timing:
 
 
 def check_values(variants: Mapping[str, Callable[[], Result]], check: Callable[[str, Result], str | None]) -> None:
-    """``check(name, result)`` says what is wrong, or None. ValuesDiffer is raised on all ranks.
+    """Call and check each variant. Raises ValuesDiffer, on all ranks alike.
 
-    Two calls of each: on a GPU the first one of a shape loads kernels, and may run another way than those after it.
+    ``check(name, result)`` says what is wrong, or None. Each is called twice, because on a GPU the first call of a
+    shape loads kernels, and may run another way than those after it.
     """
     for name, variant in variants.items():
         for _ in range(2):
@@ -103,7 +104,7 @@ def measure(
     on_round: Callable[[int], None] = lambda done: None,
     check: Check | None = None,
 ) -> dict[str, Timing]:
-    """Times of checked variants. ``on_round`` gets the number of rounds done, warm-up included.
+    """The times of variants that have been checked. ``on_round`` gets the number of rounds done, warm-up included.
 
     With ``check`` the result of every measured call is checked too, after its clock has stopped.
     """
@@ -141,7 +142,7 @@ def measure_rounds(
 
 
 def all_gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's, of any length. Not all_gather_object: that needs NumPy, which torch does not depend on."""
+    """Every rank's bytes, of any length. all_gather_object would need NumPy, which torch does not depend on."""
     num_ranks = dist.get_world_size()
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
     dist.all_gather(lengths, torch.tensor([len(data)], device=device))
@@ -179,7 +180,7 @@ class _CudaClock:
         dist.barrier()
         self.flush.zero_()
         torch.cuda._sleep(SKEW_CYCLES)
-        dist.all_reduce(self.token)  # on the stream: GPUs start together, whatever launches took
+        dist.all_reduce(self.token)  # on the stream, so GPUs start together, whatever launches took
         start.record()
         result = variant()
         end.record()

@@ -1,7 +1,7 @@
 """One call of each variant in every rank under torch's profiler, as one trace that Perfetto opens.
 
 Every rank has its threads, its GPU streams, and a process of its own with the lanes of runtime/profiler.py. Times
-are of the host's clock, which ranks of one host share; between hosts they are as far apart as the clocks are.
+are those of the host's clock, which ranks of one host share; between hosts they differ by as much as the clocks do.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fusedcomm.bench.timing import all_gather_bytes
 from fusedcomm.runtime.profiler import LANES, PREFIX
 
 VARIANT = "variant: "
-QUIET = {"KINETO_LOG_LEVEL": "99"}  # of ranks that profile: it prints a line at every start and stop
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # for ranks that profile: else Kineto prints a line at every start and stop
 Trace = dict[str, Any]  # as chrome://tracing and Perfetto read it
-PIDS_PER_RANK = 100  # of the merged trace
+PIDS_PER_RANK = 100  # in the merged trace
 ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 MATMULS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 COPIES = ("aten::copy_",)
-COPY_KERNELS = ("copy", "catarray", "elementwise")  # parts of the names of torch's
+COPY_KERNELS = ("copy", "catarray", "elementwise")  # parts of the names of torch's copy kernels
 
 
 def record(variants: Mapping[str, Callable[[], Any]], device: torch.device) -> Trace:
-    """The merged trace, on every rank. Ranks call it alike; the variants have run before."""
+    """Record one call of each variant, which has run before. Ranks call this alike, and each gets the merged trace."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
     with torch.profiler.profile(activities=activities) as profiled:
@@ -55,7 +55,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """One trace of every rank's; what came before the first variant is left out. Time starts at 0."""
+    """One trace made from every rank's. What came before the first variant is left out, and time starts at 0."""
     events: list[dict[str, Any]] = []
     bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]
     for rank, trace in enumerate(traces):
@@ -81,7 +81,7 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 def _of_rank(rank: int, trace: Trace, late: float) -> Iterator[dict[str, Any]]:
-    """``late``: by how many microseconds the base of its times is later than the first rank's."""
+    """One rank's events. ``late`` is by how many microseconds the base of its times is later than the earliest."""
     events = trace["traceEvents"]
     start = min((event["ts"] for event in events if str(event.get("name", "")).startswith(VARIANT)), default=0.0)
     labels = {e["pid"]: e["args"]["labels"] for e in events if e["ph"] == "M" and e["name"] == "process_labels"}
@@ -94,7 +94,7 @@ def _of_rank(rank: int, trace: Trace, late: float) -> Iterator[dict[str, Any]]:
             continue  # processes are named below
         pid = pids.setdefault(original, rank * PIDS_PER_RANK + len(pids) + 1)
         copy = event | {"pid": pid} | ({} if event["ph"] == "M" else {"ts": event["ts"] + late})
-        if "id" in copy:  # of a flow from a launch to its kernel
+        if "id" in copy:  # an arrow from a launch to its kernel
             copy["id"] = f"{rank}.{copy['id']}"
         yield copy
         if _lane_of(event):
@@ -122,14 +122,17 @@ def _lane_of(event: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class TraceRange:
-    """What a rank did for a variant: a lane of runtime/profiler.py, or "collective". Milliseconds since its start."""
+    """What a rank did for a variant. ``lane`` is one of runtime/profiler.py, or "collective".
+
+    Times are milliseconds since the first rank began the variant.
+    """
 
     variant: str
     rank: int
     lane: str
     start: float
     end: float
-    peer: int | None = None  # of a chunk: whom it goes to, or comes from
+    peer: int | None = None  # the rank that a chunk goes to, or comes from
 
 
 def ranges(trace: Trace) -> list[TraceRange]:
@@ -168,12 +171,12 @@ def _peer(event: Mapping[str, Any]) -> int | None:
 
 
 def _contains(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
-    """Ends can be equal, and are floats: the middle decides."""
+    """Whether inner is a part of outer. The middle of inner decides, because ends can be equal, and are floats."""
     return outer["ts"] <= inner["ts"] + inner["dur"] / 2 <= outer["ts"] + outer["dur"]
 
 
 def _kind(event: Mapping[str, Any], on_gpu: bool) -> str | None:
-    """The kind of an event that is none of our own ranges."""
+    """The lane of an event that is none of fusedcomm's own ranges, or None."""
     name, cat = event["name"], event.get("cat")
     if on_gpu:
         if cat == "kernel" and name.startswith("nccl"):

@@ -1,19 +1,18 @@
 """What `fusedcomm tune` measures: the constants of `cost` on this machine, in the ranks of a group, all at once.
 
-    matmul      rate: the median over sizes, whole and cut as chunks are; memory: of few rows and of few columns;
-                overhead: a tiny one
-    copies      into new memory, to a peer's slot, from a slot into a result; collectives by kind: seconds = latency +
-                bytes / bandwidth, fitted over sizes by least squares of relative errors, neither below 0
-    fused       on GPUs: the rate of a call with much arithmetic per byte sent, the stores of one with little
-    overheads   of small calls forced to each algorithm: what the time of a call is longer than its estimate without
-                overheads, by the same fit over the number of chunks (all_reduce has twice as many); of unfused, whose
-                calls differ in nothing that we do, its median
+    matmul      the rate is the median over sizes, whole and cut as chunks are; the bandwidth of memory comes from few
+                rows and from few columns, the overhead from a tiny matmul
+    copies      into new memory, to a peer's slot, from a slot into a result; and collectives, by kind: seconds =
+                latency + bytes / bandwidth, fitted over sizes by least squares of relative errors, neither below 0
+    fused       on GPUs: the rate of a call with much arithmetic per byte sent, and how fast one with little stores
+    overheads   how much longer small calls, forced to each algorithm, take than their estimates without overheads: the
+                median, and for chunked the same fit over the number of chunks (matmul_all_reduce has twice as many)
 
 Times are those of `bench.timing`: the slowest rank's, the median over rounds, so the constants are equal on all ranks.
 
-A reference, one matmul, is measured among the variants of every measurement: how much its times differ is the noise of
-all. Where that is large, where more bytes take less time, or where the estimates choose slow algorithms for the calls
-that were measured, nothing is kept: the machine did other things too.
+A reference, one matmul, is measured among the variants of every measurement. How much its times differ is the noise of
+all of them. Where the noise is large, where more bytes take less time, or where the estimates choose slow algorithms
+for the calls that were measured, nothing is kept, because the machine did other things too.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ from fusedcomm.runtime.group import resolve
 from fusedcomm.runtime.members import Member, WorkspaceUnavailable
 from fusedcomm.runtime.vote import agree
 
-REPEAT = 20  # calls of one measurement, of what takes less time than the start of a measurement differs by
-MEASUREMENT_S = 0.02  # of calls that are repeated: fewer of longer ones
-LONGEST_S = 0.1  # of one call: CPUs can be slow in 16 bit
+REPEAT = 20  # calls in a measurement, where one takes less time than the start of a measurement differs by
+MEASUREMENT_S = 0.02  # how long repeated calls take together: the longer they are, the fewer
+LONGEST_S = 0.1  # a call that takes longer is not measured: CPUs can be slow in 16 bit
 ROUNDS, QUICK_ROUNDS = 7, 3
 CROSSOVER_K_N = (1024, 4096)
 CROSSOVER_ROWS = tuple(1 << power for power in range(17))
-REFERENCE_CALLS = 8  # of the reference in one measurement: some milliseconds on a CPU
+REFERENCE_CALLS = 8  # calls of the reference in one measurement: some milliseconds on a CPU
 FEWEST_REFERENCES = 10
-MOST_NOISE = 0.25  # of the reference's median; chosen: a machine that does nothing else stays far below it
-MOST_LOSS = 0.1  # of the time of calls; chosen: algorithms that are this close are equally good
-LEAST_S = 1e-7  # of an overhead or a latency: nothing that a rank starts takes less
-FINGERPRINT = 0x7475  # of the workspace's call that makes it large enough
+MOST_NOISE = 0.25  # share of the reference's median; chosen: a machine that does nothing else stays far below
+MOST_LOSS = 0.1  # share of the time of calls; chosen: algorithms that are this close are equally good
+LEAST_S = 1e-7  # the least overhead or latency: nothing that a rank starts takes less
+FINGERPRINT = 0x7475  # the fingerprint of the call that makes the workspace large enough
 Points = Sequence[tuple[float, float, float]]  # x, y, and what an error of y is relative to
 
 
@@ -64,11 +63,11 @@ Points = Sequence[tuple[float, float, float]]  # x, y, and what an error of y is
 class TuneSizes:
     """What is measured: [m, k, n] of matmuls, bytes of copies and collectives."""
 
-    probe: tuple[int, int, int]  # tells which of ``matmuls`` are not too long
+    probe: tuple[int, int, int]  # its rate tells which of ``matmuls`` are not too long
     matmuls: tuple[tuple[int, int, int], ...]
     narrow: tuple[tuple[int, int, int], ...]  # few rows or few columns: most of their time they read memory
     num_bytes: tuple[int, ...]
-    calls: tuple[tuple[int, int, int], ...]  # small ones
+    calls: tuple[tuple[int, int, int], ...]  # small calls
     much_arithmetic: tuple[int, int, int]
     much_sent: tuple[int, int, int]
 
@@ -79,7 +78,7 @@ class TuneSizes:
                 probe=(64, 512, 512),
                 matmuls=((512, 1024, 1024), (256, 1024, 1024), (512, 1024, 512), *[(1024, 1024, 2048)][quick:]),
                 narrow=((4, 1024, 1024), (4, 2048, 2048), (1024, 1024, 8), (2048, 2048, 8)),
-                num_bytes=(64 << 10, 512 << 10, 4 << 20, *[40 << 20][quick:]),  # the last: new pages at every use
+                num_bytes=(64 << 10, 512 << 10, 4 << 20, *[40 << 20][quick:]),  # the last gets new pages at every use
                 calls=((16, 64, 64), (16, 1024, 1024), (256, 256, 512), *[(512, 512, 1024)][quick:]),
                 much_arithmetic=(0, 0, 0),
                 much_sent=(0, 0, 0),
@@ -116,7 +115,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sample:
-    """A call, as measured and as estimated by the constants that came out. Seconds by algorithm."""
+    """A call: its seconds by algorithm, as measured and as estimated by the constants that came out."""
 
     op: str
     rows: int
@@ -133,12 +132,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came out, and from what."""
+    """The constants that came out, and the measurements that they come from."""
 
     constants: Constants
     points: tuple[Point, ...]
     samples: tuple[Sample, ...]
-    noise: float  # of the reference, as a share of its median
+    noise: float  # how much the reference's times differ, as a share of their median
 
 
 class Unreliable(Exception):
@@ -146,8 +145,8 @@ class Unreliable(Exception):
 
 
 def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done: None) -> Tuned:
-    """A collective. Raises on all ranks alike: WorkspaceUnavailable where not every algorithm can run, ValuesDiffer,
-    Unreliable.
+    """Measure the constants; a collective. Raises, on all ranks alike, WorkspaceUnavailable where an algorithm cannot
+    run that is measured, ValuesDiffer, or Unreliable.
 
     ``on_done`` gets the number of parts measured, of NUM_PARTS.
     """
@@ -163,13 +162,13 @@ def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done
 
 
 def noise(references: Sequence[float]) -> float:
-    """From the first to the last decile of a reference's times, as a share of their median."""
+    """How far the first and the last decile of a reference's times are apart, as a share of their median."""
     deciles = statistics.quantiles(references, n=10, method="inclusive")
     return (deciles[-1] - deciles[0]) / statistics.median(references)
 
 
 def check_noise(references: Sequence[float]) -> None:
-    """What is refused is refused early; a few references say too little."""
+    """Raise Unreliable where references differ too much, as soon as there are enough of them to say so."""
     if len(references) >= FEWEST_REFERENCES and (found := noise(references)) > MOST_NOISE:
         raise Unreliable(
             f"one matmul, measured {len(references)} times among the rest, differed by {found:.0%} of its median "
@@ -178,7 +177,7 @@ def check_noise(references: Sequence[float]) -> None:
 
 
 def check_choices(samples: Sequence[Sample]) -> None:
-    """By the time that calls take with the algorithm of the least estimate, over that of the fastest measured."""
+    """Raise Unreliable where calls with the algorithm of the least estimate take too much longer than the fastest."""
     losses = [each.measured[each.chosen] / min(each.measured.values()) - 1 for each in samples]
     if losses and (found := statistics.mean(losses)) > MOST_LOSS:
         raise Unreliable(
@@ -199,7 +198,7 @@ class _Bench:
         self._x, self._w = self.random(m, k, dtype=dtype), self.random(k, n, dtype=dtype)
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
-        """How long one call of each takes."""
+        """How long one call of each variant takes."""
 
         def repeated(variant: Callable[[], Any]) -> Callable[[], None]:
             def calls() -> None:
@@ -233,7 +232,7 @@ class _Bench:
 
 
 def _matmul(bench: _Bench, constants: Constants) -> Constants:
-    """Memory first, as if the few sums took no time; rates of what is left."""
+    """The bandwidth comes first, as if the sums of narrow matmuls took no time; rates come from what is left."""
     sizes, cuda = bench.sizes, bench.device.type == "cuda"
     overhead = bench.matmuls("float32", [(8, 8, 8)], REPEAT)[8, 8, 8]
     narrow = bench.matmuls("float32", sizes.narrow, REPEAT)
@@ -261,7 +260,7 @@ def _matmul(bench: _Bench, constants: Constants) -> Constants:
 
 
 def _num_sms(device: torch.device) -> int:
-    """The fewest of all ranks: what is measured, and for how long, must be the same on all."""
+    """The fewest SMs that a rank's GPU has: what is measured, and for how long, must be the same on all."""
     if device.type == "cpu":
         return 1
     count = torch.tensor(torch.cuda.get_device_properties(device).multi_processor_count, device=device)
@@ -315,7 +314,7 @@ def _copies(bench: _Bench, constants: Constants) -> Constants:
 
 
 def _collectives(bench: _Bench, constants: Constants) -> Constants:
-    """As `unfused` calls them, on blocks that need no packing; by the bytes that a rank sends."""
+    """Collectives are called as `unfused` does, on blocks that need no packing, and fitted over the bytes sent."""
     num_ranks, group_name = bench.num_ranks, resolve(None)[1]
     group = (num_ranks, group_name)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
@@ -335,14 +334,14 @@ def _collectives(bench: _Bench, constants: Constants) -> Constants:
         times = bench.seconds({chunk: variant(kind, chunk) for chunk in sizes})
         bench.points += [Point(kind, chunk * num_ranks, t) for chunk, t in times.items()]
         sent = (num_ranks - 1) * (2 if kind == "all_reduce" else 1)
-        if kind == "all_reduce":  # the functional one copies, which the model has apart
+        if kind == "all_reduce":  # the functional all_reduce copies too, which the model counts apart
             times = {chunk: max(t - constants.copy(chunk * num_ranks), t / 4) for chunk, t in times.items()}
         bandwidth[kind], latency[kind] = line({chunk * sent: t for chunk, t in times.items()})
     return replace(constants, backend_latency=latency, backend_bandwidth=bandwidth)
 
 
 def _fused(bench: _Bench, constants: Constants) -> Constants:
-    """Forced; nothing is left out of the times but the copy-out, so what comes out is on the safe side."""
+    """Only the copy-out is subtracted from the times of forced calls, so what comes out is on the safe side."""
     if not constants.fused_flops:
         return constants
 
@@ -411,8 +410,9 @@ def line(seconds: Mapping[int, float]) -> tuple[float, float]:
 
 
 def affine(points: Points) -> tuple[float, float]:
-    """a, b of y = a + b x, both at least LEAST_S (b: over the largest x), of least squares of the errors, each
-    relative to its third number.
+    """a and b of y = a + b x, fitted by least squares of the errors, each relative to its point's third number.
+
+    a is at least LEAST_S, and so is b times the largest x.
     """
     least = LEAST_S / max(x for x, _, _ in points)
     weights = [1 / scale**2 for _, _, scale in points]
@@ -470,7 +470,7 @@ def _data(bench: _Bench, op: str, size: tuple[int, int, int], dtype: str, names:
 
 @contextlib.contextmanager
 def _precision(dtype: str) -> Iterator[None]:
-    """TF32 for "tf32"; float32 is float32."""
+    """Inside, matmuls use TF32 for "tf32", and full float32 for others."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
     try:

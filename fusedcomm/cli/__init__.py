@@ -27,8 +27,8 @@ fusedcomm COMMAND --help explains a command, its options and its exit codes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 1 with a message on stderr (2 for wrong arguments); of `explain` the script's."""
-    # Here, not above: what they import is not needed to import the package
+    """Return the exit code: 0, or 1 with a message on stderr (2 for wrong arguments); for `explain` the script's."""
+    # These imports stand here because what they import is not needed to import the package
     from fusedcomm.cli import bench, demo, doctor, explain, faults, postmortem, selftest, tune
     from fusedcomm.launch import world
 

@@ -32,8 +32,8 @@ from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
-ROUND_S = 60  # of a size, at most
-DTYPE_HELP = "of the data (default: bfloat16 on GPUs, float32 and bfloat16 on CPU)"
+ROUND_S = 60  # for one round of a size, at most
+DTYPE_HELP = "the dtype of the data (default: bfloat16 on GPUs, float32 and bfloat16 on CPU)"
 ROUNDS_HELP = "measurements of each variant (default: 9)"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "fusedcomm"
@@ -44,11 +44,11 @@ MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
 
 @dataclass
 class BenchResults:
-    """What rank 0 has of all that ran."""
+    """What rank 0 has found in all that ran."""
 
     rows: list[table.AnyRow] = field(default_factory=list)
     traces: dict[str, trace.Trace] = field(default_factory=dict)  # by op
-    facts: dict[str, Any] = field(default_factory=dict)  # of the ranks
+    facts: dict[str, Any] = field(default_factory=dict)  # what only the ranks know
 
 
 def add_parser(commands: Any) -> None:
@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
         example = f"example: fusedcomm bench {name} -b 1M -e 64M --dtype bfloat16"
         _add_op_arguments(what.add_parser(name, **describe, epilog=example, parents=[common]))
     for name in (*COLLECTIVES, "collectives"):
-        text = "all plain collectives" if name == "collectives" else "of torch.distributed, alone"
+        text = "all plain collectives" if name == "collectives" else "a collective of torch.distributed, alone"
         describe = {"help": text, "description": f"Measures {name}, {text}, and prints a table. {EXIT_CODES}"}
         what.add_parser(name, **describe, epilog=f"example: fusedcomm bench {name} -b 1M -e 64M", parents=[common])
     text = "ways to overlap an all_to_all with other work"
@@ -149,13 +149,13 @@ def run(args: argparse.Namespace) -> int:
             _measure_all(args, options, call, results)
     except (ValuesDiffer, RankError) as error:
         code = console.fail("bench", world.message(error))
-    if world.is_rank_0() and results.rows:  # of the sizes before a failure too
+    if world.is_rank_0() and results.rows:  # also after a failure, with the sizes before it
         _write(args, options, results)
     return code
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    """What would otherwise come up in the ranks, or after all is measured."""
+    """What is wrong with the arguments, or None; else it would come up in the ranks, or after all is measured."""
     if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
         return problem
     if args.graph and device_type == "cpu":
@@ -197,7 +197,7 @@ def _rounded(args: argparse.Namespace, op: str, dtype: str, num_bytes: int, devi
 
 
 def _too_small(args: argparse.Namespace, device_type: str) -> str | None:
-    """Why the first size is none that can be exchanged: "3" was "3M", say."""
+    """Why the first size is too small to be exchanged, for instance "3" where "3M" was meant, or None."""
     for op, dtype in itertools.product(_ops(args), _dtypes(args, device_type) if args.minbytes else ()):
         if args.minbytes < (least := _rounded(args, op, dtype, 1, device_type)):
             got = f"got {args.minbytes}; K, M and G stand for 1024 bytes and so on"
@@ -248,12 +248,12 @@ def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Op
 
 
 def _ops(args: argparse.Namespace) -> Sequence[str]:
-    """Ops or plain collectives."""
+    """The names of the ops or plain collectives to measure."""
     return MANY.get(args.what, (args.what,))
 
 
 def _k_n(args: argparse.Namespace, op: str) -> tuple[int, int]:
-    """Of sizes given in bytes."""
+    """K and N of sizes that are given in bytes."""
     return (args.K or 4096, args.N or 1024) if PROGRAMS[op].gathers else (args.K or 1024, args.N or 4096)
 
 
@@ -266,7 +266,7 @@ def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> l
     return [MatmulSize(*shape, args.batch) for shape in bench.corners(1 if device_type == "cpu" else GPU_SCALE)]
 
 
-GPU_SCALE = 4  # of every side of the default sizes
+GPU_SCALE = 4  # times larger is every side of the default sizes
 
 
 def _sweep(args: argparse.Namespace) -> list[int]:
@@ -284,7 +284,7 @@ def _sweep_default() -> list[int]:
 
 
 def record_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, options: Options) -> trace.Trace:
-    """In every rank: one call of the baseline and one of the op, under the profiler."""
+    """Trace one call of the baseline and one of the op under the profiler, in every rank."""
     data = rank_data(op, size, dtype, direction, options.device_type)
     every = variants(data, options.algorithms[:1])
     chosen = {BASELINE: every[BASELINE], OURS: every[options.algorithms[0]]}
@@ -339,7 +339,7 @@ def report(what: str, options: Options, results: BenchResults) -> dict[str, Any]
 
 
 def _bytes(text: str) -> int:
-    """As nccl-tests reads sizes: a number and K, M or G, of 1024."""
+    """The bytes that a text means, read as by nccl-tests: a number, and K, M or G for powers of 1024."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
     try:
         value = int(float(number) * UNITS[unit])

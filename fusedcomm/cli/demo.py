@@ -1,4 +1,4 @@
-"""``fusedcomm demo``: one pair of the start program, as users write it today and fused."""
+"""``fusedcomm demo``: a matmul and its all_to_all, as users write them today and fused."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DemoResult:
     plan: str
     algorithm: str
     huge_pages: bool  # asked for by torch's own CPU allocations
-    times: dict[str, Timing]  # none of one rank, which exchanges nothing
-    lanes: Sequence[trace.TraceRange] = ()  # of the program by hand and of fusedcomm's, if asked for
+    times: dict[str, Timing]  # empty for one rank, which exchanges nothing
+    lanes: Sequence[trace.TraceRange] = ()  # ranges of the program by hand and of fusedcomm's, if asked for
 
 
 def add_parser(commands: Any) -> None:
@@ -56,7 +56,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--rounds", type=console.positive, default=7, metavar="N", help="measurements of each variant (default: 7)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the data (default: bfloat16 on GPUs, float32 on CPU)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="the dtype of the data (default: bfloat16 on GPUs, float32 on CPU)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    """What would otherwise come up in the ranks, or after all is measured."""
+    """What is wrong with the arguments, or None; else it would come up in the ranks, or after all is measured."""
     if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
         return problem
     if args.plot and world_size == 1:
@@ -95,7 +97,10 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
 
 
 def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> DemoProblem:
-    """(16, 16192, 4096) @ (16, 4096, 8192) per GPU, the batch cut to what memory holds; much smaller on a CPU."""
+    """The demo's sizes: (16, 16192, 4096) @ (16, 4096, 8192) per GPU, the batch cut to what memory holds.
+
+    They are much smaller on a CPU.
+    """
     heads = HEADS if HEADS % world_size == 0 else world_size
     if device.type == "cpu":
         problem = DemoProblem((2, 1024, 1024), (2, 1024, 256 * heads), (heads, 256), 1, -2, dtype)
@@ -166,7 +171,7 @@ def _title(result: DemoResult) -> str:
 
 
 def _pages_differ(result: DemoResult) -> bool:
-    """`chunked` on a CPU asks for huge pages for its result; torch does if the environment says so."""
+    """Whether the op's result is in huge pages and torch's results are not, as with `chunked` on a CPU."""
     asks = result.device == CPU and result.algorithm == "chunked" and not result.huge_pages
     return asks and world.system_huge_pages() == "madvise"
 
@@ -175,7 +180,7 @@ def _table(times: dict[str, Timing]) -> Table:
     roof, unfused, dtensor = (times[name].median for name in (ROOF, UNFUSED, DTENSOR))
 
     def text(value: Callable[[float], float], digits: int) -> Callable[[str], str]:
-        """Of the program's time, in seconds. The roof has nothing to hide."""
+        """A cell with ``value`` of the program's time in seconds. The roof has none, because it exchanges nothing."""
         return lambda name: "" if name == ROOF else f"{value(times[name].median):.{digits}f}"
 
     columns = (

@@ -26,7 +26,7 @@ DTENSOR_GATHERS = "CPU process group does not support alltoall yet"
 
 @dataclass(frozen=True)
 class DemoProblem:
-    """``exchange((x @ w).view(out_shape), gather_dim, scatter_dim)`` over WORLD; shapes of one."""
+    """``exchange((x @ w).view(out_shape), gather_dim, scatter_dim)`` over WORLD, with the shapes of one rank."""
 
     x_shape: tuple[int, ...]
     w_shape: tuple[int, ...]
@@ -49,7 +49,7 @@ def _is_not_dtensor_gathers(record: logging.LogRecord) -> bool:
 class DemoData:
     """One rank's inputs and the ways to use them.
 
-    They start as integers small enough for products and sums to be exact in every dtype and order.
+    The inputs start as integers, small enough for products and sums to be exact in every dtype and order.
     """
 
     def __init__(self, problem: DemoProblem, device: torch.device) -> None:
@@ -59,8 +59,8 @@ class DemoData:
         self.x, self.w = self._integers(self.rank)
 
     def randomize(self) -> None:
-        """Inputs for timing, after the checks: GPUs draw less power, so run faster, on integers."""
-        self.__dict__.pop("_oracle", None)  # as large as a result, and wrong from here on
+        """Make the inputs random for timing, after the checks: on integers GPUs draw less power, so they run faster."""
+        self.__dict__.pop("_oracle", None)  # it is as large as a result, and wrong from here on
         generator = torch.Generator(self.device).manual_seed(self.rank)
         self.x.normal_(generator=generator)
         self.w.normal_(generator=generator)
@@ -101,7 +101,7 @@ class DemoData:
 
     @cached_property
     def _oracle(self) -> Tensor:
-        """This rank's result from all ranks' inputs, made here: no communication to trust."""
+        """This rank's result, computed here from all ranks' inputs, so that no communication must be trusted."""
         blocks = []
         for src_rank in range(self.group_size):
             y = self._product(*self._integers(src_rank)).unflatten(-1, self.problem.out_shape)
@@ -116,7 +116,7 @@ class DemoData:
         return fusedcomm.matmul_all_to_all(self.x, self.w, p.gather_dim, p.scatter_dim, out_shape=p.out_shape)
 
     def _unfused(self) -> Tensor:
-        """What a user writes by hand: a copy to pack, one to unpack unless dim 0 is gathered."""
+        """What a user writes by hand, with a copy to pack and one to unpack, unless dim 0 is gathered."""
         p, y = self.problem, self._view()
         gather_dim, scatter_dim = p.gather_dim % y.ndim, p.scatter_dim % y.ndim
         blocks = y.unflatten(scatter_dim, (self.group_size, -1)).movedim(scatter_dim, 0)
@@ -130,7 +130,7 @@ class DemoData:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard
 
-        # The demo's table says it, and in the middle of its output the message reads like an error.
+        # The demo says this below its table; in the middle of its output the message reads like an error.
         logging.getLogger(DTENSOR_LOGGER).addFilter(_is_not_dtensor_gathers)
         p = self.problem
         mesh = init_device_mesh(self.device.type, (self.group_size,))

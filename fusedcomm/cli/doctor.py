@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask_torchrun() -> GroupAnswer | Exception | None:
-    """Their differences and their verdicts, on GPUs if each has one; None in ranks other than 0.
+    """What torchrun's ranks answer, about GPUs too if each has one, or the error; None in ranks other than 0.
 
-    On gloo: before they have agreed, a rank does not know whether the others have GPUs.
+    The ranks talk by gloo, because before they have agreed, a rank does not know whether the others have GPUs.
     """
     try:
         with world.ranks("cpu", 0, GPU_S) as call:
@@ -108,10 +108,10 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         for last, finding in zip(sections, findings, strict=False)
     ]
     columns = (
-        Column("area", "of the machine, or of fusedcomm", lambda row: row.section, left=True),
+        Column("area", "a part of the machine, or of fusedcomm", lambda row: row.section, left=True),
         Column("state", ", ".join(LEVELS), lambda row: Text(row.level, style=STYLES[row.level]), left=True),
-        Column("what", "was looked at", lambda row: row.name, left=True),
-        Column("found", "and after -> what to do about it", _found, left=True, folds=24),
+        Column("what", "what was looked at", lambda row: row.name, left=True),
+        Column("found", "what was seen; behind ->: what to do about it", _found, left=True, folds=24),
     )
     return Table(columns, rows)
 
@@ -124,7 +124,7 @@ def _found(finding: Finding) -> Text:
 
 
 def _matrix(report: dict[str, Any]) -> Table:
-    """How each GPU reaches each; what NVML calls P2P is shown where it is missing."""
+    """How each GPU reaches each other one. Where NVML says that P2P is missing, a finding says so."""
     indices = [gpu["index"] for gpu in report["gpus"]]
     paths = {(pair["a"], pair["b"]): pair["path"] for pair in report["pairs"]}
 

@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--nproc", type=console.positive, default=2, metavar="N", help="ranks to start (default: 2)")
     console.add_oversubscribe(parser)
-    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of the ranks that this command starts
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # for the ranks that this command starts
     parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE, as JSON")
     parser.add_argument("script", metavar="script.py", help="the script to run")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -69,12 +69,12 @@ def _wrong_arguments(args: argparse.Namespace) -> str | None:
 
 
 def _start_ranks(args: argparse.Namespace) -> int:
-    """This command in every rank of torchrun; the exit code of the rank that failed first, if one did."""
+    """Run this command in every rank of torchrun. Returns the exit code of the rank that failed first, or 0."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which says so at length
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set this too, but say so at length
     options = ["--standalone", f"--nproc-per-node={args.nproc}", "--module", "fusedcomm", "explain"]
     options += ["--parent", str(os.getpid()), *(["--json", args.json] if args.json else [])]
     try:
@@ -89,15 +89,15 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _enabled() -> Iterator[list[CompileReport]]:
-    """Every graph that is compiled inside goes through the passes. Yields what they report."""
-    # Here, not above: Inductor takes seconds to import
+    """Inside, every graph that is compiled goes through the passes. Yields what they report."""
+    # These imports stand here because Inductor takes seconds to import
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
     import fusedcomm.compile
     from fusedcomm.compile.reports import keep_reports
 
-    # The caches of graphs; those of generated code hide nothing, and save compilations that take a minute.
+    # A graph from these caches would not go through the passes. Those of generated code stay on: they save minutes.
     inductor_config.fx_graph_cache = inductor_config.fx_graph_remote_cache = False
     functorch_config.enable_autograd_cache = functorch_config.enable_remote_autograd_cache = False
     reports = keep_reports()
@@ -108,7 +108,7 @@ def _enabled() -> Iterator[list[CompileReport]]:
     def destroy_after_plans(*args: Any, **kwargs: Any) -> None:
         for line in _lines(reports):
             if line.call is not None:
-                line.call.plan()  # is remembered; that of a destroyed group cannot be found out
+                line.call.plan()  # the plan is remembered; it cannot be found out once the group is destroyed
         destroy(*args, **kwargs)
 
     with mock.patch.object(dist, "destroy_process_group", destroy_after_plans):
@@ -117,12 +117,12 @@ def _enabled() -> Iterator[list[CompileReport]]:
 
 @contextlib.contextmanager
 def _printed(reports: list[CompileReport], json_file: Path | None) -> Iterator[None]:
-    """At the end, whatever it is, the table of all reports."""
+    """Print the table of all reports at the end, however the script ends."""
     signal.signal(signal.SIGTERM, _exit)  # torchrun ends all ranks when one has failed
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not in the middle of the table
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that the table is printed whole
         lines = _lines(reports)
         _print(lines)
         if json_file is not None:
@@ -130,7 +130,7 @@ def _printed(reports: list[CompileReport], json_file: Path | None) -> Iterator[N
 
 
 def _run_script(script: str, args: list[str]) -> None:
-    """As ``python script.py args...`` does."""
+    """Run a script as ``python script.py args...`` does."""
     sys.argv = [script, *args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(script).resolve().parent)

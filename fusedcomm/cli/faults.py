@@ -1,4 +1,4 @@
-"""``fusedcomm faults``: what goes wrong between ranks, injected; a table of what came of it."""
+"""``fusedcomm faults``: injects what can go wrong between ranks, and prints a table of what came of it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ It survives if every rank gets right values, or an error in time."""
 
 @dataclass(frozen=True)
 class FaultRow:
-    """One fault and algorithm. ``ops``: survived / tried, by op.
+    """The cells of one fault and algorithm. ``ops`` has survived / tried by op.
 
-    ``worst``: the longest time to an error, in time-outs.
+    ``worst`` is the longest time to an error, in time-outs.
     """
 
     fault: str
@@ -143,7 +143,7 @@ def _share(verdicts: Sequence[Verdict]) -> str:
 def table(rows: Sequence[FaultRow]) -> Table:
     columns = [
         Column("fault", "what is done to a rank", lambda row: row.fault, left=True),
-        Column("algorithm", "of the call that it meets", lambda row: row.algorithm, left=True),
+        Column("algorithm", "how the call runs that the fault meets", lambda row: row.algorithm, left=True),
         Column("cells\ntried", "a fault at one step of one call", lambda row: str(row.tried)),
         Column("cells\nsurvived", "an error in time, or right values", lambda row: str(row.survived)),
         Column("wrong\nnumbers", "cells in which a rank got wrong values", lambda row: str(row.wrong_numbers)),

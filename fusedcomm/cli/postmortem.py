@@ -73,10 +73,10 @@ def table(report: Postmortem) -> Table:
         for i, rank in enumerate(group.ranks)
     ]
     columns = (
-        Column("group", "and below it its ranks", lambda row: row[0], left=True),
+        Column("group", "its name; the lines below are its other ranks", lambda row: row[0], left=True),
         Column("rank", "its number in the job", lambda row: str(row[1])),
         Column("last call", "-: none was recorded", lambda row: str(row[2] or "-"), left=True, folds=24),
-        Column("runs", "its algorithm", lambda row: (row[2] and row[2].algorithm) or "", left=True),
+        Column("runs", "the algorithm of the last call", lambda row: (row[2] and row[2].algorithm) or "", left=True),
         Column("is", "where the call was when the dump was written", lambda row: _state(row[2]), left=True, folds=12),
         Column("since\ns", "how long it was there", lambda row: f"{row[2].seconds:.1f}" if row[2] else ""),
     )

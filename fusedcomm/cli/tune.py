@@ -1,4 +1,4 @@
-"""``fusedcomm tune``: measures what the planner reckons with on this machine, and keeps it for the user's programs."""
+"""``fusedcomm tune``: measures the numbers that the planner estimates with, and keeps them for the user's programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNITS = {"flops": (1e9, "GFLOP/s"), "bandwidth": (1e9, "GB/s"), "overhead": (1e-
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What rank 0 reports; ``failed``: why there is nothing."""
+    """What rank 0 reports. ``failed`` says why there are no numbers."""
 
     failed: str = ""
     device: str = ""
@@ -116,7 +116,7 @@ def _cannot_keep() -> str | None:
 
 
 def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
-    """--show and --reset, without ranks."""
+    """Do what --show or --reset says, without ranks."""
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     out = console.stdout()
     with _threads_of_a_rank(device_type):
@@ -142,7 +142,7 @@ def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
 
 @contextlib.contextmanager
 def _threads_of_a_rank(device_type: str) -> Iterator[None]:
-    """A CPU rank has one, whoever starts it; the numbers are for as many."""
+    """Inside, torch has as many threads as a rank: one on a CPU. The numbers are kept by that count."""
     before = torch.get_num_threads()
     if device_type == "cpu":
         torch.set_num_threads(1)
@@ -176,7 +176,7 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
 
 
 def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
-    """The JSON. Seconds, bytes per second, FLOP per second."""
+    """The JSON. Its units are seconds, bytes per second and FLOP per second."""
     assert result.constants is not None
     return {
         **run_facts(),
@@ -197,7 +197,7 @@ def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -
 
 
 def right(sample: tune.Sample) -> bool:
-    """The estimates say which algorithm was the fastest."""
+    """Whether the estimates say which algorithm was the fastest."""
     return sample.chosen == min(sample.measured, key=sample.measured.__getitem__)
 
 
@@ -230,7 +230,7 @@ def _table(constants: Constants, default: Constants) -> Table:
     if constants.source != DEFAULT:
         columns.append(column(constants.source, "measured on this machine, in use", dict(_flat(constants))))
     columns.append(column("default", "in use where nothing was measured", before))
-    columns.append(Column("unit", "of both", lambda name: _unit(name)[1], left=True))
+    columns.append(Column("unit", "the unit of the numbers in the line", lambda name: _unit(name)[1], left=True))
     return Table(columns, list(before))
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["disable", "enable", "enabled", "report"]
 
 _pass: FusedcommPass | None = None
-_order_pass: OrderPass | None = None  # of overlap=True
-_report: CompileReport | None = None  # of the last enable()
+_order_pass: OrderPass | None = None  # is there with overlap=True
+_report: CompileReport | None = None  # what the last enable() began
 
 
 def enable(
@@ -50,17 +50,17 @@ def enable(
             that nothing else hides, as `fusedcomm.compile.overlap.schedule` does. The ranks agree on the estimates
             here, so call it after ``init_process_group``. What each rank then does follows from its graph alone: ranks
             that share a group must compile equal graphs, equal sizes too if not dynamic.
-        estimator: what nodes take, for graphs on its type of device; None: estimated from tuned numbers if there are,
-            else from the default ones (`fusedcomm/cost/model.py`).
-        merge: the DeviceMesh, or several, over whose dims collectives are merged that follow each other, as DTensor
-            writes them, one mesh dim at a time: one over these dims together, and never more bytes. A sum is then made
-            in another order. The groups of all dims together are made here, so that it is a collective of the mesh's
-            ranks; these must compile equal graphs.
+        estimator: how long nodes take, for graphs on its type of device. None: estimated from tuned numbers if there
+            are any, else from the default ones (`fusedcomm/cost/model.py`).
+        merge: the DeviceMesh, or several. Collectives that follow each other over its dims, one mesh dim at a time, as
+            DTensor writes them, become one over these dims together, which never sends more bytes. A sum is then made
+            in another order. The groups of all dims together are made here, so this call is a collective of the mesh's
+            ranks, which must compile equal graphs.
 
     Raises:
         ValueError: fuse names what is no op; estimator comes without overlap; overlap comes before
-            ``init_process_group``; merge is no mesh, or one without this rank; ranks differ in what estimates have no
-            median of.
+            ``init_process_group``; merge is no mesh, or one without this rank; ranks differ in the type of device or
+            the ranks per node of their estimates.
         PeerTimeoutError: a rank did not come to the agreement on estimates within ``FUSEDCOMM_TIMEOUT_S``.
     """
     from fusedcomm.compile.merge.flattened_mesh import flatten

@@ -27,7 +27,7 @@ from fusedcomm.runtime.vote import agree
 ASK_S = 90.0  # until all ranks have answered; on GPUs CUDA starts
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 DTYPES = (torch.bfloat16, torch.float32)
-# Rows, K and N, times R: decode, a small and a large layer.
+# Rows, K and N, all multiplied by R: those of decoding, of a small and of a large layer.
 SIZES = (MatmulSize(8, 256, 512), MatmulSize(256, 256, 512), MatmulSize(2048, 512, 1024))
 
 
@@ -47,7 +47,7 @@ class AlgorithmVerdict:
 
 @dataclass(frozen=True)
 class GroupAnswer:
-    """Equal on all ranks."""
+    """What the ranks of a group answer together. It is equal on all ranks."""
 
     ranks: list[dict[str, Any]]  # every rank's facts
     verdicts: list[AlgorithmVerdict]
@@ -66,7 +66,7 @@ class GroupAnswer:
 
 
 def ask(rank: int, device_types: list[str]) -> GroupAnswer:
-    """In every rank of WORLD; of GPUs only if each rank has one of its own.
+    """Ask for facts and verdicts, in every rank of WORLD; about GPUs only if each rank has one of its own.
 
     Raises PeerTimeoutError if a rank does not come, and what a wrong setting raises.
     """
@@ -74,7 +74,7 @@ def ask(rank: int, device_types: list[str]) -> GroupAnswer:
     assert world is not None
     log = logging.getLogger("fusedcomm")
     level = log.level
-    log.setLevel(logging.ERROR)  # a plan that falls back is what is asked for
+    log.setLevel(logging.ERROR)  # no warnings of fallbacks, which are what is asked about
     try:
         own = _facts("cuda" in device_types)
         with _bounded():
@@ -117,9 +117,9 @@ def find_differences(group: GroupAnswer) -> list[Finding]:
 
 
 def find_verdicts(group: GroupAnswer, primary: str | None) -> list[Finding]:
-    """``primary``: the device type that matters here; where it cannot use an algorithm that is an error.
+    """A finding for each verdict. It is an error if ``primary``, the device type that matters, cannot use an algorithm.
 
-    None: GPUs that only run unfused, by design.
+    ``primary`` is None where GPUs only run unfused by design.
     """
     findings = []
     for verdict in group.verdicts:
@@ -200,7 +200,7 @@ def _verdicts(device_type: str, num_ranks: int) -> list[AlgorithmVerdict]:
 
 
 def _cannot(algorithm: str, device_type: str, num_ranks: int) -> str | None:
-    """Why the planner refuses it even where it is asked for."""
+    """Why the planner refuses the algorithm even where it is asked for, or None."""
     with fusedcomm.force_algorithm(algorithm, strict=True):
         try:
             plan = _plan("matmul_all_to_all", MatmulSize(*(256 * num_ranks for _ in range(3))), DTYPES[0], device_type)
@@ -210,7 +210,7 @@ def _cannot(algorithm: str, device_type: str, num_ranks: int) -> str | None:
 
 
 def _plan(op: str, size: MatmulSize, dtype: torch.dtype, device_type: str) -> fusedcomm.Plan:
-    """The plan of this rank's call; on a GPU without its memory."""
+    """The plan of this rank's call. On a GPU it is asked for meta tensors, which take no memory."""
     bench, device = PROGRAMS[op], "meta" if device_type == "cuda" else "cpu"
     x = torch.empty(bench.x_shape(size, dist.get_world_size()), dtype=dtype, device=device)
     w = torch.empty(size.k, size.n, dtype=dtype, device=device)

@@ -15,14 +15,14 @@ ADVICE = "set FUSEDCOMM_CACHE_DIR to a directory of yours on a local disk; witho
 
 
 def survey() -> dict[str, Any] | None:
-    """The directory, or the nearest one above it that exists, where it would be made. None: there is no place."""
+    """Facts of the directory, or of the nearest existing one above it. None where there is no place for it."""
     try:
         path = env.cache_dir().absolute()
     except FileNotFoundError:
         return None
     nearest = next(
         each for each in (path, *path.parents) if os.path.exists(each)
-    )  # False, too, for what we may not look at
+    )  # False, too, for what this process may not look at
     status = nearest.stat()
     return {
         "path": str(path),

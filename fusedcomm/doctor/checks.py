@@ -29,7 +29,7 @@ COOPERATIVE_LAUNCH = 95  # CUdevice_attribute
 
 
 class CheckRanks:
-    """Rank processes that a check may hang or end: the next one gets new ones."""
+    """Rank processes, which a check may hang or end: the next check then gets new ones."""
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size, self.backend = world_size, backend
@@ -58,7 +58,7 @@ class CheckRanks:
 
 
 def brief(error: Exception) -> str:
-    """One line, without the tracebacks of ranks."""
+    """An error in one line, without the tracebacks of ranks."""
     if isinstance(error, RankError):
         first = error.failures[0]
         return f"rank {first.rank} {first.kind}: {first.message.splitlines()[0]}"
@@ -84,7 +84,7 @@ def devices(rank: int) -> list[dict[str, Any]]:
 
 
 def peer_copies(rank: int) -> str:
-    """A pattern from every GPU to every other and back, compared on the host."""
+    """Copy a pattern from every GPU to every other and back, and compare it on the host."""
     count = torch.cuda.device_count()
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     no_access = []
@@ -118,7 +118,7 @@ def rendezvous(rank: int, device_type: str) -> str:
 
 
 def atomics(rank: int, device_type: str) -> str:
-    """Rounds of signal and wait by our kernels: release and acquire at system scope, in the peers' memory."""
+    """Signal and wait in rounds by fusedcomm's kernels: release and acquire at system scope, in the peers' memory."""
     world, device = _world(), _rank_device(device_type)
     member = members.member(world.group_name, device)
     workspace = member.workspace_for(0, "fusedcomm doctor", FINGERPRINT)
@@ -129,7 +129,7 @@ def atomics(rank: int, device_type: str) -> str:
 
 
 def atomics_on_one_gpu(rank: int) -> str:
-    """The same kernels, two ranks on streams of one GPU: all that can be tried without a peer."""
+    """Run the same kernels, as two ranks on streams of one GPU: this is all that can be tried without a peer."""
     from fusedcomm.testing.virtual import VirtualGroup
 
     group = VirtualGroup(2, 128, "cuda:0")
@@ -141,7 +141,7 @@ def atomics_on_one_gpu(rank: int) -> str:
 
 
 def handshake(workspace: Workspace) -> None:
-    """A round without data."""
+    """Run a round without data."""
     from fusedcomm.runtime import signals
     from fusedcomm.runtime.launch_order import ordered
 
@@ -152,7 +152,7 @@ def handshake(workspace: Workspace) -> None:
 
 
 def op_values(rank: int, device_type: str, algorithm: str) -> str:
-    """matmul_all_to_all, forward and backward, against the same in one process."""
+    """Compare matmul_all_to_all, forward and backward, with the same computed in one process."""
     from fusedcomm.testing.selftest import small
 
     with fusedcomm.force_algorithm(algorithm, strict=True):
@@ -168,13 +168,13 @@ def pattern(seed: int) -> Tensor:
 
 
 def _must(condition: bool, text: str) -> None:
-    """No ``assert``: a check must fail under PYTHONOPTIMIZE too."""
+    """Raise unless the condition holds, under PYTHONOPTIMIZE too, where ``assert`` does nothing."""
     if not condition:
         raise RuntimeError(text)
 
 
 def _cooperative_launch(index: int) -> bool | None:
-    """None: the driver cannot be asked."""
+    """Whether a GPU can launch cooperatively; None where the driver cannot be asked."""
     value, device = ctypes.c_int(), ctypes.c_int()
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

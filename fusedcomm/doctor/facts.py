@@ -21,7 +21,7 @@ CONTAINERS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singul
 
 
 def versions(driver: str | None, cuda_driver: str | None) -> dict[str, str | None]:
-    """``driver``, ``cuda_driver``: what NVML says."""
+    """Versions by name. ``driver`` and ``cuda_driver`` are what NVML says."""
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
@@ -33,7 +33,7 @@ def versions(driver: str | None, cuda_driver: str | None) -> dict[str, str | Non
 
 
 def version_findings(found: dict[str, str | None], num_gpus: int) -> list[Finding]:
-    """The ranges are those of this package's metadata."""
+    """What is wrong with versions, whose ranges are those of this package's metadata."""
     findings = []
     if found["triton"] is None:
         text = "Triton is not installed: everything on a GPU runs unfused"
@@ -64,7 +64,7 @@ def system() -> dict[str, Any]:
 
 
 def container() -> str | None:
-    """A hint, or None."""
+    """The kind of container that this process seems to be in, or None."""
     for path, name in CONTAINERS.items():
         if Path(path).exists():
             return name
@@ -74,7 +74,7 @@ def container() -> str | None:
 
 
 def sees_no_gpu(torch_gpus: int, nvml_gpus: int) -> list[Finding]:
-    """Where NVML has GPUs that torch has not."""
+    """What is wrong where NVML has GPUs that torch does not see."""
     if torch_gpus >= nvml_gpus:
         return []
     text = f"torch sees {torch_gpus} of the machine's {nvml_gpus} GPUs"
@@ -88,7 +88,7 @@ def sees_no_gpu(torch_gpus: int, nvml_gpus: int) -> list[Finding]:
 
 
 def _nccl() -> str | None:
-    """That torch was built with."""
+    """The version that torch was built with."""
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except (AttributeError, RuntimeError):

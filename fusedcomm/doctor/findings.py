@@ -26,7 +26,7 @@ class Finding:
 
 
 def in_order(findings: list[Finding]) -> list[Finding]:
-    """Section by section; those of one as they were found."""
+    """The findings by section; those of one section stay in the order in which they were found."""
     return sorted(findings, key=lambda finding: SECTIONS.index(finding.section))
 
 
@@ -36,7 +36,10 @@ def exit_code(findings: list[Finding]) -> int:
 
 
 def told_once(findings: Iterable[Finding]) -> list[Finding]:
-    """As they are shown: what is found of several things is one line, and what a line above says is referred to."""
+    """The findings as they are shown: one line for all things with the same finding, and no long text twice.
+
+    What a line above says already is referred to.
+    """
     told: list[Finding] = []
     for finding in findings:
         for above in told:
@@ -56,13 +59,13 @@ def _same(a: Finding, b: Finding) -> bool:
 
 
 def _joined(names: str, name: str) -> str:
-    """``GPU 0, 1``."""
+    """Two names in one: ``GPU 0`` and ``GPU 1`` are ``GPU 0, 1``."""
     kind, _, rest = name.partition(" ")
     return f"{names}, {rest if rest and names.startswith(f'{kind} ') else name}"
 
 
 def by_value(values: Mapping[int, object]) -> str:
-    """``rank 0: a, ranks 1 to 3: not set``, of what each rank has."""
+    """What each rank has, as ``rank 0: a, ranks 1 to 3: not set``."""
     ranks: dict[object, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault("not set" if value is None else value, []).append(rank)
@@ -70,7 +73,7 @@ def by_value(values: Mapping[int, object]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0 to 3 and 7``."""
+    """The ranks as a text: ``rank 2``, ``ranks 0 to 3 and 7``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

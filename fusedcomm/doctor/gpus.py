@@ -15,7 +15,7 @@ from typing import Any
 
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 
-# by number: pynvml 13 has a tuple for NVML_P2P_CAPS_INDEX_READ
+# NVML's numbers stand here because pynvml 13 has a tuple for NVML_P2P_CAPS_INDEX_READ
 CAPS = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
 STATUS = {
     0: "ok",
@@ -30,7 +30,7 @@ LEVELS = {0: "INTERNAL", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 FABRIC = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
 SLOWED = {8: "hardware", 32: "temperature", 64: "temperature (hardware)", 128: "power brake"}
-NO_NVLINK = {STATUS[code] for code in (1, 2, 3, 5)}  # there is none, where none is up
+NO_NVLINK = {STATUS[code] for code in (1, 2, 3, 5)}  # where no link is up, these say that there is none
 NO_PERMISSION = 4  # NVML's error for a GPU that this process may not use
 SM_CLOCK = 1
 MAX_LINKS = 36
@@ -39,7 +39,7 @@ DRIVER_TRACES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 
 @dataclass(frozen=True)
 class Gpu:
-    """None: unknown here. Clocks in MHz."""
+    """What NVML knows of a GPU. None is unknown; clocks are in MHz."""
 
     index: int
     name: str
@@ -83,7 +83,7 @@ class Machine:
     gpus: list[Gpu]
     pairs: list[Pair]
     failure: str | None = None  # why NVML could not be asked
-    lost: dict[int, str] = field(default_factory=dict)  # why GPUs of these indices could not be
+    lost: dict[int, str] = field(default_factory=dict)  # by index, why a GPU could not be asked
 
 
 def survey(nvml: Any = None) -> Machine:
@@ -101,7 +101,7 @@ def survey(nvml: Any = None) -> Machine:
 
 
 def of(machine: Machine, uuids: set[str] | None) -> Machine:
-    """With the GPUs that torch sees alone; None: it is not known which these are."""
+    """The machine with the GPUs that torch sees alone, or with all where None says that these are not known."""
     if uuids is None:
         return machine
     known = {_bare(gpu.uuid) for gpu in machine.gpus}
@@ -113,13 +113,13 @@ def of(machine: Machine, uuids: set[str] | None) -> Machine:
 
 
 def no_nvlink(machine: Machine) -> bool:
-    """GPUs that were made, or built in, without it: nothing to repair."""
+    """Whether the GPUs were made, or built in, without NVLink, so that there is nothing to repair."""
     up = any(link for gpu in machine.gpus for link in gpu.links)
     return bool(machine.pairs) and not up and all(pair.nvlink in NO_NVLINK for pair in machine.pairs)
 
 
 def find(machine: Machine) -> list[Finding]:
-    """What is wrong with its GPUs."""
+    """What is wrong with the machine's GPUs."""
     if machine.failure is not None:
         if any(Path(trace).exists() for trace in DRIVER_TRACES):
             advice = "run nvidia-smi: driver and libraries must be of one version; in a container pass the utility part"
@@ -170,7 +170,7 @@ def _states(gpu: Gpu, alone: bool) -> list[Finding]:
 
 
 def _links(gpus: Sequence[Gpu]) -> list[Finding]:
-    """A GPU with fewer links than another; links that no GPU has are not missed."""
+    """A finding for a GPU with fewer links than another; links that no GPU has are not missed."""
     most = max(sum(gpu.links) for gpu in gpus)
     findings = []
     for gpu in gpus:
@@ -183,7 +183,7 @@ def _links(gpus: Sequence[Gpu]) -> list[Finding]:
 
 
 def _pairs(pairs: Sequence[Pair]) -> list[Finding]:
-    """Without NVLink and writes the planner uses no peer memory; the rest is for the checks to try."""
+    """What P2P lacks. Without NVLink and writes the planner uses no peer memory; the rest is for the checks to try."""
     findings = []
     for pair in pairs:
         if pair.missing:
@@ -196,7 +196,7 @@ def _pairs(pairs: Sequence[Pair]) -> list[Finding]:
 
 
 def _gpus(nvml: Any) -> tuple[list[Gpu], dict[int, Any], dict[int, str]]:
-    """What can be asked, handles by index, and the errors of the others. A GPU of another container is left out."""
+    """The GPUs that answer, and by index their handles and others' errors. A GPU of another container is left out."""
     gpus, handles, lost = [], {}, {}
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -240,7 +240,7 @@ def _link_states(nvml: Any, handle: Any) -> list[bool]:
 
 
 def _fabric(nvml: Any, handle: Any) -> tuple[str | None, int | None, int | None]:
-    """State, status, clique."""
+    """The state, status and clique of the NVSwitch fabric."""
     try:
         info = nvml.c_nvmlGpuFabricInfoV_t()
         nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
@@ -263,7 +263,7 @@ def _pair(nvml: Any, a: Gpu, b: Gpu, handles: dict[int, Any]) -> Pair:
 
 
 def _ask(nvml: Any, question: str, *args: Any) -> Any:
-    """None where this driver, GPU or pynvml cannot tell."""
+    """The answer, or None where this driver, GPU or pynvml does not know the question."""
     try:
         return getattr(nvml, question)(*args)
     except (nvml.NVMLError, AttributeError):
@@ -271,7 +271,7 @@ def _ask(nvml: Any, question: str, *args: Any) -> Any:
 
 
 def _bare(uuid: str) -> str:
-    """As torch writes it."""
+    """The UUID as torch writes it."""
     return uuid.removeprefix("GPU-")
 
 

@@ -1,4 +1,4 @@
-"""IOMMU and ACS, which send traffic between GPUs on PCIe through the root complex, or break it. Hints, read only."""
+"""IOMMU and ACS, which send traffic between GPUs on PCIe through the root complex, or break it. These are hints."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fusedcomm.doctor.findings import OK, WARNING, Finding
 
 EXTENDED = 0x100  # where PCIe's extended capabilities begin in a device's configuration
 ACS = 0x000D  # id of Access Control Services
-REDIRECTS = 0b11100  # of its control word: request redirect, completion redirect, upstream forwarding
+REDIRECTS = 0b11100  # bits of its control word: request redirect, completion redirect, upstream forwarding
 BRIDGE = "0x0604"
 
 
 def survey(sys: Path = Path("/sys")) -> dict[str, Any]:
-    """None where that cannot be read, as without root."""
+    """What /sys says of the bridges; ``acs_bridges`` is None where it cannot be read, as without root."""
     bridges = [device for device in sorted(sys.glob("bus/pci/devices/*")) if _read(device / "class")[:6] == BRIDGE]
     redirecting = [acs_redirects(_bytes(bridge / "config")) for bridge in bridges]
     known = [each for each in redirecting if each is not None]

@@ -14,12 +14,12 @@ from fusedcomm.runtime.flight_recorder import CHECKING, DONE, FAILED, RUNNING, V
 
 STATES = (VOTING, CHECKING, RUNNING, DONE, FAILED)
 GroupKey = tuple[str, tuple[int, ...], str]  # name, ranks, device type
-Place = tuple[int, int]  # of a call in its group: resets, number
+Place = tuple[int, int]  # where a call is in its group: resets, number
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """As `dumps` writes it."""
+    """A call as `dumps` writes it."""
 
     op: str
     group: str
@@ -32,7 +32,7 @@ class RecordedCall:
     algorithm: str | None
     state: str
     error: str | None
-    peers: list[int]  # that the error names
+    peers: list[int]  # the ranks that the error names
     rounds: list[int] | None
     started: float
     seconds: float
@@ -73,7 +73,7 @@ class Dump:
 
     @property
     def at(self) -> str:
-        """Where its main thread was. In a dump of a call that failed it is the dump itself."""
+        """Where the main thread was. This is unknown in a dump of a call that failed: there it was writing the dump."""
         known = self.stacks.get("MainThread", []) if self.why == SIGUSR1 else []
         return next(iter(known[-1:]), "an unknown line")
 
@@ -84,7 +84,7 @@ class Dump:
 
 @dataclass(frozen=True)
 class Wait:
-    """In one call of one group."""
+    """A rank that waits for another, in one call of one group."""
 
     waiter: int
     awaited: int
@@ -135,7 +135,7 @@ def read(folder: Path) -> tuple[list[Dump], list[str]]:
 
 
 def judge(dumps: Sequence[Dump]) -> Postmortem:
-    """``dumps``: of at least one rank."""
+    """The verdicts, from the dumps of at least one rank."""
     world = max(dump.world_size for dump in dumps)
     by_rank = {dump.rank: dump for dump in dumps}
     silent = [rank for rank in range(world) if rank not in by_rank]
@@ -147,7 +147,7 @@ def judge(dumps: Sequence[Dump]) -> Postmortem:
 
 
 def _parsed(raw: Any) -> Dump:
-    """Raises ValueError."""
+    """The dump that a JSON value holds. Raises ValueError if it is none."""
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise ValueError(f"it must be a dump of schema {SCHEMA}")
     calls = _field(raw, "calls", list)
@@ -187,7 +187,7 @@ def _field(raw: dict[str, Any], name: str, *types: type) -> Any:
 
 
 def _groups(dumps: Sequence[Dump]) -> list[GroupKey]:
-    """In the order of their first calls."""
+    """The groups in the order of their first calls."""
     calls = sorted((call for dump in dumps for call in dump.calls), key=lambda call: call.started)
     return list(dict.fromkeys(_key(call) for call in calls))
 
@@ -242,7 +242,7 @@ def _differences(calls: dict[int, dict[Place, RecordedCall]]) -> Iterator[str]:
 
 
 def _late(came: dict[int, RecordedCall]) -> Iterator[str]:
-    """Who came when others had given up waiting."""
+    """The ranks that came when others had given up waiting."""
     gave_up = {rank: call for rank, call in came.items() if call.state == FAILED and call.peers}
     for rank, call in came.items():
         left = [r for r, other in gave_up.items() if rank in other.peers and other.ended <= call.started]
@@ -272,7 +272,7 @@ def _behind(rank: int, came: dict[int, RecordedCall], report: GroupReport, dumps
 
 
 def _inside(came: dict[int, RecordedCall], report: GroupReport, dumps: dict[int, Dump]) -> Iterator[str]:
-    """All are in the same call: those that wait for nobody there hold up the others."""
+    """All ranks are in the same call, where those that wait for nobody hold up the others."""
     waiters = {wait.waiter for wait in report.waits}
     awaited = {wait.awaited for wait in report.waits}
     for rank in sorted(awaited - waiters):
@@ -282,7 +282,7 @@ def _inside(came: dict[int, RecordedCall], report: GroupReport, dumps: dict[int,
 
 
 def _circle(waits: Sequence[Wait]) -> list[str]:
-    """Ranks that wait for each other, if some do."""
+    """The verdict on ranks that wait for each other, if some do."""
     for rank in dict.fromkeys(wait.waiter for wait in waits):
         if path := _path(rank, rank, waits, set()):
             return [f"in a circle: {_joined(path)}. All ranks must use groups in the same order"]
@@ -290,7 +290,7 @@ def _circle(waits: Sequence[Wait]) -> list[str]:
 
 
 def _path(start: int, goal: int, waits: Sequence[Wait], seen: set[int]) -> list[Wait]:
-    """Waits that lead from one rank to the other, if some do."""
+    """The waits that lead from one rank to the other, if some do."""
     for wait in waits:
         if wait.waiter == start and wait.awaited not in seen:
             if wait.awaited == goal:
@@ -302,7 +302,7 @@ def _path(start: int, goal: int, waits: Sequence[Wait], seen: set[int]) -> list[
 
 
 def _chain(waits: Sequence[Wait], dumps: dict[int, Dump]) -> list[str]:
-    """From a rank that nobody waits for to one that waits for nobody, if others are in between."""
+    """The verdict on waits in a row, from a rank that nobody waits for to one that waits for nobody, if any."""
     waiters = {wait.waiter for wait in waits}
     for wait in waits:
         if wait.waiter not in {other.awaited for other in waits} and wait.awaited in waiters:

@@ -18,7 +18,7 @@ from fusedcomm.doctor.gpus import Gpu, Machine, Pair
 from fusedcomm.machine import environment
 
 STAGES = 4
-CPU_S, GPU_S = 20.0, 90.0  # of one check; on GPUs CUDA starts and Triton compiles
+CPU_S, GPU_S = 20.0, 90.0  # limits of a check; on GPUs CUDA starts and Triton compiles
 MAX_GPU_RANKS = 8
 
 
@@ -33,10 +33,10 @@ class DoctorReport:
     cache: dict[str, Any] | None
     findings: list[Finding]
     devices: list[dict[str, Any]] = field(default_factory=list)  # as torch sees them
-    groups: list[GroupAnswer] = field(default_factory=list)  # that were asked for a verdict
+    groups: list[GroupAnswer] = field(default_factory=list)  # the groups that were asked for verdicts
 
     def uuids(self) -> set[str] | None:
-        """The GPUs that torch, or a rank, sees; None: unknown."""
+        """The GPUs that torch, or a rank, sees; None where they are unknown."""
         seen = {uuid for each in self.groups for rank in each.ranks for uuid in rank["gpus"]}
         seen |= {device["uuid"] for device in self.devices}
         hidden = torch.cuda.device_count() == 0 and "CUDA_VISIBLE_DEVICES" in os.environ
@@ -47,7 +47,7 @@ class DoctorReport:
 
 
 def survey(machine: Machine) -> DoctorReport:
-    """What can be read. No GPU is touched, no process started."""
+    """A report of what can be read, without touching a GPU or starting a process."""
     num_gpus = torch.cuda.device_count()
     report = DoctorReport(
         facts.versions(machine.driver, machine.cuda_driver),
@@ -69,7 +69,7 @@ def survey(machine: Machine) -> DoctorReport:
 
 
 def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Callable[[int], None]) -> DoctorReport:
-    """``theirs``: what torchrun's ranks said of their own group, or what failed there; None: there are none.
+    """``theirs`` is what torchrun's ranks said of their own group, or what failed there; None without torchrun.
 
     ``quick`` leaves the functional checks out.
     """
@@ -122,7 +122,7 @@ def _look_at_gpus(report: DoctorReport, num_gpus: int, quick: bool, theirs: Grou
 
 
 def _verdict_of_one_gpu(report: DoctorReport, theirs: GroupAnswer | Exception | None) -> Finding:
-    """It has no peers, or this process does not see them."""
+    """The verdict where torch sees one GPU: it has no peers, or this process does not see them."""
     advice = "show all GPUs to every rank of a host (SLURM: --gpus-per-node, not --gpus-per-task)"
     if isinstance(theirs, GroupAnswer):
         here = theirs.on_host_of_rank_0()
@@ -152,7 +152,7 @@ def _heard(report: DoctorReport, answer: GroupAnswer | Exception) -> None:
 
 
 def _judge(report: DoctorReport, machine: Machine, num_gpus: int) -> None:
-    """At the end, when it is known which GPUs torch sees: the others do not matter."""
+    """This comes at the end, when it is known which GPUs torch sees: the others do not matter."""
     ours = gpus.of(machine, report.uuids())
     report.findings += gpus.find(ours)
     primary = "cpu" if num_gpus < 2 else None if gpus.no_nvlink(ours) else "cuda"
@@ -181,7 +181,7 @@ def _check_ranks(report: DoctorReport, ranks: CheckRanks, device_type: str, limi
 def _look_at_devices(report: DoctorReport, alone: CheckRanks) -> None:
     try:
         report.devices = alone.run(GPU_S, checks.devices)
-    except Exception as error:  # as above
+    except Exception as error:  # whatever happens to the rank, the doctor goes on
         advice = "python -c 'import torch; torch.cuda.init()' must work first"
         report.findings.append(Finding("checks", "cuda devices", ERROR, checks.brief(error), advice))
 

@@ -20,7 +20,7 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # include/linux/proc_ns.h
 
 @dataclass(frozen=True)
 class Rule:
-    """``level`` is that of a machine with GPUs; an error is a warning where fewer than two are."""
+    """A variable and its bad values. An error in ``level`` is a warning on a machine with fewer than two GPUs."""
 
     name: str
     bad: Callable[[str], bool]
@@ -115,7 +115,7 @@ RULES = (
 
 
 def find(num_gpus: int) -> list[Finding]:
-    """What the environment does."""
+    """What is wrong with the environment variables."""
     wrong = _of_fusedcomm()
     findings = [
         Finding("settings", rule.name, _level(rule.level, num_gpus), rule.text, rule.advice)
@@ -129,7 +129,7 @@ def find(num_gpus: int) -> list[Finding]:
 
 
 def _of_fusedcomm() -> list[Finding]:
-    """Variables of fusedcomm with a wrong name or value. That of an unknown one may be a secret: it is not repeated."""
+    """Variables of fusedcomm with a wrong name or value. An unknown one's value may be a secret: it is not told."""
     findings = []
     for name in sorted(name for name in os.environ if name.startswith("FUSEDCOMM_")):
         if name in env.SETTINGS:
@@ -147,7 +147,7 @@ def _of_fusedcomm() -> list[Finding]:
 
 
 def find_limits(num_gpus: int, kernel: str, proc: Path = Path("/proc"), shm: Path = Path("/dev/shm")) -> list[Finding]:
-    """What the system allows."""
+    """What is wrong with what the system allows."""
     findings = []
     if _numbers(kernel) < (5, 6):
         text = f"Linux must be 5.6 or newer for torch's symmetric memory on GPUs (pidfd_getfd), got {kernel}"

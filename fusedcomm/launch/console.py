@@ -49,7 +49,7 @@ class Column:
     cell: Callable[[Any], str | Text]
     drop: int = 0
     left: bool = False  # how the cells are justified
-    folds: int = 0  # cells may be folded, to no fewer columns; 0: they take one line
+    folds: int = 0  # cells may be folded, to no fewer columns; if 0, they take one line
 
     @property
     def name(self) -> str:

@@ -41,7 +41,7 @@ def run_facts() -> dict[str, Any]:
 def _commit() -> str | None:
     """The commit of the checkout that this file is part of, if it is part of one.
 
-    "+" stands for local changes, those of earlier figures left aside.
+    "+" stands for local changes other than those of earlier figures.
     """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():

@@ -121,7 +121,7 @@ class RankPool:
         self._running = False
         self._ranks: list[_Rank] = []
         timeout = timedelta(seconds=timeout_s)
-        # Without a socket of ours torch listens on all addresses, for whoever comes.
+        # Without this socket torch would listen on all addresses, for whoever comes.
         server = socket.create_server(("127.0.0.1", 0))
         port, listen_fd = server.getsockname()[1], server.detach()
         self._store = TCPStore(
@@ -147,7 +147,7 @@ class RankPool:
             raise
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """``fn(rank, *args, **kwargs)`` in every rank; the results in rank order."""
+        """Call ``fn(rank, *args, **kwargs)`` in every rank, and return the results in rank order."""
         self.start(fn, *args, **kwargs)
         return self.join()
 
@@ -166,7 +166,7 @@ class RankPool:
                     rank.tasks.send_bytes(task)
 
     def join(self, timeout_s: float | None = None) -> list[Any]:
-        """The started call's results in rank order, KILLED for ranks ended by ``kill``."""
+        """Return the started call's results in rank order, with KILLED for ranks that ``kill`` ended."""
         if not self._running:
             raise RuntimeError("nothing was started")
         try:
@@ -272,7 +272,7 @@ class RankPool:
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-    """``fn(rank, *args)`` in ``world_size`` fresh ranks; ``options`` are RankPool's."""
+    """Call ``fn(rank, *args)`` in ``world_size`` fresh ranks; ``options`` are RankPool's."""
     with RankPool(world_size, **options) as pool:
         return pool.run(fn, *args)
 
@@ -289,12 +289,12 @@ def _reap() -> None:
 
 
 def _in_lasting_thread(start: Callable[[], _Rank]) -> _Rank:
-    """``start()`` in the one thread that starts all ranks and lives as long as this process.
+    """Call ``start()`` in the one thread that starts all ranks and lives as long as this process.
 
-    PR_SET_PDEATHSIG fires when the thread ends that made the process, which the caller's may do earlier.
+    PR_SET_PDEATHSIG fires when the thread that made the process ends, and the caller's thread may end earlier.
     """
     global _starter
-    if _starter is None or not _starter[0].is_alive():  # as in a forked child
+    if _starter is None or not _starter[0].is_alive():  # the thread of a parent does not live in a forked child
         jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
         def run_jobs() -> None:
@@ -342,7 +342,7 @@ def _spawn(setup: _Setup, env: Mapping[str, str]) -> _Rank:
     }
     if sys.platform in LOOPBACK and "GLOO_SOCKET_IFNAME" not in os.environ:
         rank_env["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
-    # Inherited, not set by the child, whose first act is to import the parent's main module.
+    # The child inherits these. It could set them too late: its first act is to import the parent's main module.
     with _environ(rank_env | dict(env)):
         process.start()
     child_tasks.close()
@@ -383,7 +383,7 @@ def _rank_main(setup: _Setup, tasks: Connection, traces: Connection) -> None:
 
 
 def _watch_parent() -> None:
-    """Where there is no PR_SET_PDEATHSIG: a rank that is stopped, or hangs with the GIL held, does not end by this."""
+    """End with the parent, for want of PR_SET_PDEATHSIG, unless this rank is stopped, or hangs with the GIL held."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -395,7 +395,7 @@ def _watch_parent() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """SIGKILL for this process when the thread ends that has started it; at once, if process ``parent`` has ended."""
+    """End this process when the thread that started it ends, or at once if process ``parent`` has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
@@ -416,7 +416,7 @@ def _init(setup: _Setup) -> None:
         rank=setup.rank,
         world_size=setup.world_size,
         store=store,
-        # Longer than the pool's own time-out, which reports more.
+        # This is longer than the pool's own time-out, which reports more.
         timeout=timeout * 2,
     )
 
@@ -427,7 +427,7 @@ def _call(rank: int, task: bytes) -> Any:
 
 
 def _outcome(rank: int, call: Callable[[], Any]) -> bytes:
-    """Pickled ``(result,)`` or RankFailure. Pickle copies tensors; shared ones die with us."""
+    """The pickled ``(result,)`` or RankFailure. Pickle copies tensors; shared ones would die with this process."""
     try:
         return pickle.dumps((call(),))
     except BaseException as error:

@@ -18,7 +18,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it at its first CPU allocation
 SYSTEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
-# call(fn, *args): fn(rank, *args) in every rank; rank 0's result, None in torchrun's other ranks.
+# call(fn, *args) runs fn(rank, *args) in every rank. It gives rank 0's result, and None in torchrun's other ranks.
 CallRanks = Callable[..., Any]
 
 
@@ -69,7 +69,7 @@ def too_many(option: str, asked: int, always: int) -> str | None:
 
 
 def available_cpus() -> int:
-    """Those that this process may run on."""
+    """How many CPUs this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -104,7 +104,7 @@ def rank_device(device_type: str) -> torch.device:
 def ranks(
     device_type: str, world_size: int, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> Iterator[CallRanks]:
-    """Under torchrun its ranks; else ``world_size`` are started, with ``env`` too. On a CPU each has one thread.
+    """The ranks of torchrun, or else ``world_size`` new ones, also with ``env``. On a CPU each has one thread.
 
     ``timeout_s`` bounds a call, or, under torchrun, the start and each collective of the process group.
     """
@@ -133,7 +133,7 @@ def ranks(
 
 
 def message(error: Exception) -> str:
-    """What a command says: of wrong values what is wrong, of other failures in ranks all."""
+    """What a command says of an error: the message alone where values are wrong, else everything."""
     if isinstance(error, RankError) and error.failures[0].exception_type == "ValuesDiffer":
         return error.failures[0].message
     return str(error)

@@ -18,7 +18,7 @@ _saves_whole: ContextVar[bool] = ContextVar("saves_whole", default=False)
 
 @contextmanager
 def saving_whole() -> Iterator[None]:
-    """Inside, state_dict() gathers shards: a collective."""
+    """Inside, state_dict() gathers shards, so it is a collective."""
     token = _saves_whole.set(True)
     try:
         yield
@@ -42,8 +42,8 @@ class ParallelLinear(nn.Module):
         out_features: the size of the whole result's last dim.
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: of the parameters, as in nn.Linear.
-        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        device: that of the parameters, as in nn.Linear.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
 
     Attributes:
         in_features: the size of the whole input's last dim.
@@ -144,7 +144,7 @@ class ParallelLinear(nn.Module):
         return whole.clone(memory_format=torch.contiguous_format)
 
     def _whole(self, name: str) -> Tensor:
-        """A collective, where the parameter is sharded."""
+        """The whole parameter; a collective where it is sharded."""
         shard = getattr(self, name).detach()
         if name not in self.shard_dims:
             return shard

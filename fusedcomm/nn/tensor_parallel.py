@@ -24,7 +24,7 @@ from fusedcomm.runtime.group import Group
 
 
 class _TensorParallelLinear(ParallelLinear):
-    """What the two have in common."""
+    """What the two layers have in common."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class ColumnParallelLinear(_TensorParallelLinear):
         return F.linear(x, weight, bias)                            # its backward all-reduces the gradient of x
 
     Args:
-        in_features: nn.Linear's.
-        out_features: nn.Linear's; R must divide it.
+        in_features: as in nn.Linear.
+        out_features: as in nn.Linear; R must divide it.
         bias: whether there is one.
         sequence_dim: the dim of x along which its tokens are sharded, never the last one; negative ones count from the
             end. None: all ranks pass the same x.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: of the parameters, as in nn.Linear.
-        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        device: that of the parameters, as in nn.Linear.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
 
     Attributes:
         weight: the shard [out_features / R, in_features]; its gradient is complete.
@@ -125,14 +125,14 @@ class RowParallelLinear(_TensorParallelLinear):
         return all_reduce(x @ weight.mT, "sum") + bias                    # one matmul_all_reduce
 
     Args:
-        in_features: nn.Linear's; R must divide it.
-        out_features: nn.Linear's.
+        in_features: as in nn.Linear; R must divide it.
+        out_features: as in nn.Linear.
         bias: whether there is one.
         sequence_dim: the dim of the result along which its tokens are sharded, never the last one; negative ones count
             from the end. None: all ranks get the whole result.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: of the parameters, as in nn.Linear.
-        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        device: that of the parameters, as in nn.Linear.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
 
     Attributes:
         weight: the shard [out_features, in_features / R]; its gradient is complete.
@@ -214,7 +214,7 @@ class _LinearOfReplicated(torch.autograd.Function):
 
 
 def _autocast(*tensors: Tensor | None) -> list[Any]:
-    """In autocast's dtype already outside the autograd.Function, whose backward runs without autocast."""
+    """The tensors in autocast's dtype, made outside of the autograd.Function, whose backward runs without autocast."""
     device_type = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(device_type):
         return list(tensors)

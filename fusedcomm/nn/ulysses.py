@@ -29,13 +29,14 @@ class UlyssesQKV(ParallelLinear):
 
     Args:
         in_features: the size of x's last dim.
-        num_heads: of q; R must divide it.
+        num_heads: how many heads q has; R must divide it.
         head_dim: the features of a head.
-        num_kv_heads: of k and of v; R must divide it, and num_heads must be a multiple of it. None: as many as q has.
+        num_kv_heads: how many heads k and v each have; R must divide it, and num_heads must be a multiple of it. None:
+            as many as q has.
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: of the parameters, as in nn.Linear.
-        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        device: that of the parameters, as in nn.Linear.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
 
     Attributes:
         weight: the replicated [(num_heads + 2 * num_kv_heads) * head_dim, in_features]; its gradient is that of this
@@ -106,8 +107,8 @@ class UlyssesQKV(ParallelLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each [batch, tokens, heads / R, head_dim], for x [batch, tokens / R, in_features].
 
-        They are views of one tensor; where num_kv_heads differs, k and v are, and q is one of its own. There may be any
-        number of batch dims. Raises the errors of `matmul_all_to_all`.
+        All three are views of one tensor if num_kv_heads is num_heads, else k and v are views of one, and q is a tensor
+        of its own. There may be any number of batch dims. Raises the errors of `matmul_all_to_all`.
         """
         group = self._group()
         if self.num_kv_heads == self.num_heads:
@@ -138,13 +139,13 @@ class UlyssesOut(ParallelLinear):
     in one `all_to_all_matmul`.
 
     Args:
-        num_heads: of the attention; R must divide it.
+        num_heads: how many heads the attention has; R must divide it.
         head_dim: the features of a head.
         out_features: the size of the result's last dim.
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: of the parameters, as in nn.Linear.
-        dtype: of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        device: that of the parameters, as in nn.Linear.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
 
     Attributes:
         weight: the replicated [out_features, num_heads * head_dim]; its gradient is that of this rank's tokens.

@@ -27,7 +27,7 @@ SHARED_BYTES = {
     90: 227 << 10,
     100: 227 << 10,
 }  # sm_80's kernels run on sm_86, 89 and 120 too
-REGISTERS = 64 << 10  # of a multiprocessor
+REGISTERS = 64 << 10  # how many a multiprocessor has
 
 Compiled = dict[str, dict[str, Any]]  # by name
 
@@ -124,7 +124,7 @@ def test_gathers_load_chunks_ahead_by_pointer(compiled: Compiled, arch: int) -> 
 
 def test_results_leave_in_whole_vectors(compiled: Compiled) -> None:
     at_least = {"push_matmul_kernel": 4, "unpack_kernel": 4, "pack_kernel": 4, "finish_kernel": 4}
-    at_least |= {"gather_matmul_kernel": 8, "reduce_kernel": 2}  # of those, one half poisons
+    at_least |= {"gather_matmul_kernel": 8, "reduce_kernel": 2}  # one half of those poisons
     for name, kernel in compiled.items():
         if kernel["kernel"] in at_least and name not in ("gather ragged", "wait"):
             assert kernel["counts"]["vector_stores"] >= at_least[kernel["kernel"]], name

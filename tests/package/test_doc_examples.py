@@ -27,7 +27,7 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 
 
 def examples_of(page: Path) -> list[str]:
-    """The code that a page shows; an op's formulas are no program."""
+    """The code that a page shows, without an op's formulas, which are no program."""
     return [code for code in EXAMPLE.findall(page.read_text()) if not code.startswith("# formulas")]
 
 
@@ -37,7 +37,7 @@ ALONE = {name for name, code in EXAMPLES.items() if "FakeStore" in code}
 
 
 def run_example(rank: int, code: str) -> None:
-    """In a group that is there already, with a model for the fragments that change one."""
+    """Run an example in a group that is there already, with a model for the fragments that change one."""
     block = SimpleNamespace(qkv=nn.Linear(32, 96), out=nn.Linear(32, 32))
     mlp = SimpleNamespace(up=nn.Linear(32, 64), down=nn.Linear(64, 32))
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
@@ -45,7 +45,7 @@ def run_example(rank: int, code: str) -> None:
 
 
 def run_compiled_example(rank: int, code: str) -> str:
-    """What it prints."""
+    """Run an example. Returns what it prints."""
     torch._dynamo.reset()
     with redirect_stdout(io.StringIO()) as printed, inductor_config.patch(force_disable_caches=True):
         run_example(rank, code)

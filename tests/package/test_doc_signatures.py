@@ -20,7 +20,7 @@ def python_calls() -> Iterator[tuple[str, ast.arguments]]:
 
 
 def defaults_of(arguments: ast.arguments) -> dict[str, Any]:
-    """By the name of each argument, ``empty`` without one."""
+    """The defaults by the name of each argument, ``empty`` where it has none."""
     positional = [inspect.Parameter.empty] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
     found = [
         *zip(arguments.args, positional, strict=True),

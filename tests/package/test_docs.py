@@ -31,11 +31,11 @@ COMMANDS = [path.stem for path in (ROOT / "fusedcomm/cli").glob("*.py") if "def 
 SECTIONS = ("Problem", "The op", "Lower bound", "Algorithm", "Backward", "Numbers", "Limits and fallbacks")
 FOLDERS = ("fusedcomm", "kernels", "tests", "benchmarks", "examples", "docs")
 PATH = rf"(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w-]+\.(?:py|md|toml|h|cpp)"  # for a file outside of these, the name alone
-HOLE = "\0"  # in a text: what varies
-DOTS = r"\.\.\.(?!\.)"  # the same in the docs
+HOLE = "\0"  # what stands in a text for what varies
+DOTS = r"\.\.\.(?!\.)"  # what stands for it in the docs
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 BENCH_BYTES = 2  # bfloat16
-MATMUL_FLOPS, LINK_BANDWIDTH, MEMORY_BANDWIDTH = 790e12, 450e9, 3.35e12  # of an H100, in bytes per second
+MATMUL_FLOPS, LINK_BANDWIDTH, MEMORY_BANDWIDTH = 790e12, 450e9, 3.35e12  # an H100's, in FLOP and bytes per second
 EXAMPLE_MS = {"roof": 10.0, "collective": 4.0, "baseline": 14.5, "ours": 11.0}
 
 
@@ -83,7 +83,7 @@ def expected_row(group_size: int, values: dict[str, Any]) -> list[str]:
 
 
 def exchange_of(op: str, x: list[int], w: list[int], group_size: int) -> Exchange:
-    """The exchange of the call that a page's table is about."""
+    """The exchange of the call that is the subject of a page's table."""
     calls: dict[str, Callable[[], Exchange]] = {
         "matmul_all_to_all": lambda: shapes.matmul_all_to_all(x, w, [3, 32, 128], 1, -2, group_size),
         "all_to_all_matmul": lambda: shapes.all_to_all_matmul(x, w, -2, 1, group_size),
@@ -118,7 +118,7 @@ def test_formulas_say_what_the_op_sends_and_computes(op: str, group_size: int) -
     assert (values["M"], values["K"], values["N"]) == (exchange.num_rows, exchange.k, columns)
 
     whole = group_size * exchange.chunk_numel * BENCH_BYTES
-    num_copies = 2 if "all_to_all" in op else 0  # dims inside are cut and joined; dim 0 needs no copy
+    num_copies = 2 if "all_to_all" in op else 0  # all_to_all cuts and joins inner dims; dim 0 needs no copy
     matmul, wire = values["flops"] / MATMUL_FLOPS, values["sent"] / LINK_BANDWIDTH
     copies = num_copies * 2 * whole / MEMORY_BANDWIDTH
     assert values["matmul"] == pytest.approx(matmul) and values["wire"] == pytest.approx(wire)
@@ -199,7 +199,7 @@ def python_templates(tree: ast.AST) -> Iterator[str]:
 
 
 def cpp_templates(source: str) -> Iterator[str]:
-    """String literals, statement by statement; what stands between two is a hole."""
+    """The string literals of each statement, joined with a hole for what stands between two."""
     statement = ""
     for token in re.finditer(r'"((?:[^"\\\n]|\\.)*)"|//.*|;|[^\s";]+?', source):
         if token[0] == ";":

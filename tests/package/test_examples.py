@@ -51,4 +51,4 @@ def test_example(name: str) -> None:
     assert len(losses) == 5
     assert all(ours == pytest.approx(single, rel=1e-4) for ours, single in losses)
     assert losses[-1][0] < losses[0][0]
-    assert "runs unfused" not in result.stderr, result.stderr  # chunked, not a fallback
+    assert "runs unfused" not in result.stderr, result.stderr  # it runs chunked, without a fallback

@@ -9,7 +9,7 @@ from tests.helpers.problems import OPS
 from tests.package.test_docs import ROOT, page, table_rows
 
 NUM_VARIANTS = 7
-TRACED, TORCH, TORCH_BUCKETED, MOVED, UNFUSED, FUSED, BOUND = range(NUM_VARIANTS)  # of a graph in overlap.json
+TRACED, TORCH, TORCH_BUCKETED, MOVED, UNFUSED, FUSED, BOUND = range(NUM_VARIANTS)  # a graph's rows in overlap.json
 
 
 def results(name: str) -> Any:

@@ -38,14 +38,14 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 def members(of: Any) -> Iterator[tuple[str, Any]]:
-    """Its own public methods, bound as they are called."""
+    """A class's own public methods, bound as they are called."""
     for name, found in vars(of).items() if inspect.isclass(of) else ():
         if not name.startswith("_") and callable(getattr(of, name)) and getattr(of, name).__doc__:
             yield f"{of.__name__}.{name}", getattr(of, name) if isinstance(found, classmethod | staticmethod) else found
 
 
 PUBLIC = dict(public())
-CALLED = {name: each for name, each in PUBLIC.items() if not dataclasses.is_dataclass(each)}  # by users
+CALLED = {name: each for name, each in PUBLIC.items() if not dataclasses.is_dataclass(each)}  # what users call
 MEMBERS = dict(pair for each in PUBLIC.values() for pair in members(each))
 
 

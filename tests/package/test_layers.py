@@ -14,7 +14,7 @@ from docs.generate.imports import LAYERS, imports, modules, room
 
 ROOT = Path(__file__).parents[2]
 
-MOST_ROOMS = 24  # benchmarks/ and tests/ beside them
+MOST_ROOMS = 24  # not counting benchmarks/ and tests/
 MOST_FILES_IN_ROOT = 8
 COMMAND_ROOMS = ("cli",)  # a command has the name of what it shows
 FIRST_NAMES = ("Call", "Case", "Group", "Match", "Problem", "Program", "Report", "Row", "Size")

@@ -25,7 +25,7 @@ def python(code: str, *flags: str, **env: str) -> str:
 
 
 def test_import_costs_little_on_top_of_torch() -> None:
-    clock = "time.process_time()"  # a busy machine makes the other one longer
+    clock = "time.process_time()"  # wall-clock time would be longer on a busy machine
     code = f"import time, torch; t = {clock}; import fusedcomm; print({clock} - t)"
     assert any(float(python(code)) < 0.3 for _ in range(3))
 
@@ -135,7 +135,7 @@ def test_the_metadata_of_the_wheel(installed: Path) -> None:
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert (folder / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     classifiers = metadata.get_all("Classifier", [])
-    assert not [each for each in classifiers if each.startswith("License ::")]  # they contradict an expression
+    assert not [each for each in classifiers if each.startswith("License ::")]  # a license expression must stand alone
     versions = {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)}
     assert versions == {each for each in classifiers if ":: 3." in each}
 

@@ -222,7 +222,7 @@ def test_another_user_cannot_open_a_segment(ranks: Ranks) -> None:
         paths = [path for pid in pids for path in opened(pid, SEGMENT)]
         assert len(paths) >= 2
         for path in paths:
-            content, error = head(path, 65534)  # nobody
+            content, error = head(path, 65534)  # the user nobody
             assert not content and b"Permission denied" in error
             assert len(head(path, os.geteuid())[0]) == 8  # negative control: this user reads it
     finally:
@@ -256,7 +256,7 @@ def reachable(addresses: set[Any]) -> set[Any]:
 def test_ranks_and_who_starts_them_listen_on_loopback(who: str, ranks: Ranks) -> None:
     ranks(2).run(posted)
     addresses = listening([ranks(2).pid(rank) for rank in range(2)] if who == "ranks" else [os.getpid()])
-    assert addresses  # gloo's; the store's
+    assert addresses  # those of gloo and of the store
     assert not reachable(addresses)
 
 
@@ -285,7 +285,7 @@ def test_a_socket_that_listens_is_found(address: str, kind: int) -> None:
 def posted(rank: int) -> tuple[list[bytes], dict[str, Any]]:
     """What a call in a new group has left in the store, and rank 0's facts by purpose."""
     whole: Any = dist.distributed_c10d._get_default_store()
-    keys = getattr(whole.underlying_store, "list_keys", list)  # not of every torch release
+    keys = getattr(whole.underlying_store, "list_keys", list)  # not every torch release has it
     before = set(keys())
     dist.barrier()
     with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
@@ -349,7 +349,7 @@ def test_a_crash_before_the_file_is_replaced_leaves_the_old_one(cache: Path) -> 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     (left,) = set(cache.iterdir()) - {file}
     assert stat.S_IMODE(left.stat().st_mode) == 0o600
-    assert json.loads(left.read_text())["constants"] == OTHER_NUMBERS.to_json()  # complete, but not in its place
+    assert json.loads(left.read_text())["constants"] == OTHER_NUMBERS.to_json()  # it is whole, but not in its place
     assert file.read_bytes() == old
     assert tuned.read(CPU, 2) == NUMBERS
 
@@ -397,7 +397,7 @@ def test_a_handle_refuses_ranks_outside_the_group(ranks: Ranks) -> None:
     for rank, (errors, memory, sent) in enumerate(ranks(2).run(call_with_ranks_outside)):
         for name, argument in (("put_signal", "dst_rank"), ("wait_signal", "src_rank")):
             assert errors[name] == [f"ValueError: {argument} must be in [0, 2), got {peer}" for peer in OUTSIDE]
-        for name in ("get_buffer", "get_remote_tensor"):  # torch's
+        for name in ("get_buffer", "get_remote_tensor"):  # torch's own functions
             assert all(error.startswith("RuntimeError: ") for error in errors[name]), errors[name]
         assert memory == [5, rank, rank, rank]
         assert sent == 0

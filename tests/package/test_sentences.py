@@ -1,4 +1,6 @@
-"""Sentences have their subject first: none in docstrings, comments and docs begins with `Of`, and `ours` is no noun."""
+"""Sentences have their subject first: none in docstrings, comments and docs begins with `Of`, no comment
+with `of`, and `ours` is no noun.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-UNWANTED = re.compile(r"\bOf\b|\b[Oo]urs\b")
+UNWANTED = re.compile(r"\bOf\b|\b[Oo]urs\b|^(#|//) *of\b")
 CODE = re.compile(r"^```.*?^```$|^ {4}[^\n]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
@@ -42,4 +44,5 @@ def test_sentences_have_their_subject_first(place: str) -> None:
 def test_others_are_found() -> None:
     assert len(unwanted(".py", '"""A. Of x."""\nours = "Of"  # as `ours`\n# Ours is.\n')) == 2
     assert len(unwanted(".md", "Of `x`.\n\n    Of\n\n| a | Of b |\n")) == 2
-    assert len(unwanted(".cpp", 'f("Of");  // selects ours\n')) == 1
+    assert len(unwanted(".py", "a = 1  # of b\n# what is left\n# of b\n")) == 2
+    assert len(unwanted(".cpp", 'f("Of");  // selects ours\n//  of a\n// made of b\n')) == 2

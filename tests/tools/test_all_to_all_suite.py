@@ -155,7 +155,7 @@ def measure_with_two_elements_swapped(rank: int, case: str, distance: int, calls
         suite.measure_suite(rank, [case], SuiteSize(DIM, 1, "float32"), "cpu", 2)
 
 
-@pytest.mark.parametrize("distance", [1, LARGEST])  # so far apart they are equal modulo 255, not modulo 254
+@pytest.mark.parametrize("distance", [1, LARGEST])  # elements LARGEST apart are equal modulo 255, but not modulo 254
 @pytest.mark.parametrize("case", CASES)
 def test_two_elements_in_each_others_place_are_caught_where_they_arrive(
     case: str, distance: int, ranks: Callable[[int], RankPool]
@@ -240,7 +240,7 @@ def test_the_limit_of_a_run_grows_with_its_rounds_and_its_size(monkeypatch: pyte
         assert run_suite(*more) == 0
     small, rounds, large, long = limits
     assert 600 < small < rounds < 602 < large < long
-    assert long > 200 * 25 * 5 * 2 * 16 * 2 * 1024**3 / 1e10  # 200 rounds of 25 calls of 5 matmuls by 10 GFLOPS
+    assert long > 200 * 25 * 5 * 2 * 16 * 2 * 1024**3 / 1e10  # 200 rounds of 25 calls with 5 matmuls each, at 10 GFLOPS
 
 
 @pytest.mark.parametrize("arguments", [("--case", "quick"), ("--rounds", "0"), ("--dtype", "int8"), ("--compute", "x")])

@@ -39,14 +39,14 @@ def collectives(gm: GraphModule) -> Counter[tuple[str, str]]:
     starts = [node for node in gm.graph.nodes if getattr(node.target, "namespace", "") == "_c10d_functional"]
     waits = [node for node in starts if node.target._opname == "wait_tensor"]
     starts = [node for node in starts if node not in waits]
-    assert [wait.args[0] for wait in waits] == starts  # as traced: waited for at once
+    assert [wait.args[0] for wait in waits] == starts  # as traced, each is waited for at once
     return Counter(
         (node.target._opname, next(arg for arg in node.args[::-1] if isinstance(arg, str))) for node in starts
     )
 
 
 def matmul_flops(gm: GraphModule) -> int:
-    """The FLOP of mm and bmm, and of attention apart."""
+    """The FLOP of mm and bmm, and separately those of attention."""
 
     def shape(node: Any) -> torch.Size:
         return node.meta["val"].shape
@@ -55,7 +55,7 @@ def matmul_flops(gm: GraphModule) -> int:
     return sum(2 * math.prod(shape(node)) * shape(node.args[0])[-1] for node in products)
 
 
-# per layer, by hand: (forward, forward and backward) of collectives, and the weights that a token meets on a rank
+# By hand, per layer: collectives (forward, forward and backward), and the weights that a token meets on a rank
 PER_LAYER = {
     "llama-8b": (
         {(AG, "dp"): 6, (AG, "tp"): 2, (RS, "tp"): 2},
@@ -103,7 +103,7 @@ def test_parts_are_those_of_aot_autograd(groups: GroupNames) -> None:
 
 
 def test_layers_share_no_memory_but_what_they_share(groups: GroupNames) -> None:
-    """Otherwise the peak of more layers would be counted too small."""
+    """If layers shared memory, the peak of more layers would be counted too small."""
     one, two = (build(overlap_graphs.llama(), groups, layers) for layers in (1, 2))
 
     def num_storages(gm: GraphModule) -> int:
@@ -114,7 +114,7 @@ def test_layers_share_no_memory_but_what_they_share(groups: GroupNames) -> None:
 
 
 def hideable(groups: GroupNames, program: str) -> int:
-    """A graph with matmuls a, b, c and a reduce_scatter after a, which only some of them need."""
+    """How much could hide in a graph of matmuls a, b, c and a reduce_scatter after a that only some of them need."""
     graph, mode = Graph(), torch._subclasses.FakeTensorMode()
     functional = torch.ops._c10d_functional
 
@@ -182,7 +182,7 @@ def test_the_bench_writes_what_it_prints(
     by_variant = {row.variant: row for row in rows}
     assert by_variant[TORCH].error == "failed: AttributeError: no such thing"
     traced, ours, bound = by_variant[TRACED], by_variant[OURS], by_variant["bound"]
-    # FSDP's gathers but the first layer's q k v, which has only a norm beside it
+    # All gathers of FSDP could hide but that of the first layer's q k v, which has only a norm beside it
     assert traced.collectives == 20 and traced.hidden == 0 and traced.hideable == 11 == bound.hidden
     assert bound.total_ms <= traced.total_ms and bound.over_bound_percent == 0
     assert ours.over_bound_percent == pytest.approx(100 * (ours.total_ms / bound.total_ms - 1))

@@ -201,7 +201,7 @@ def test_a_wrong_result_of_the_start_program_is_not_timed(ranks: Callable[[int],
 
 
 def test_what_is_compiled_is_not_what_was_compiled_before() -> None:
-    """Dynamo keeps compiled code by code object: the variants must not share one."""
+    """Dynamo keeps compiled code by code object, so the variants must not share one."""
     program = start_program.matmul_and_reshard_heads
     copies = [start_program._same_program(program) for _ in range(2)]
     assert len({id(each.__code__) for each in (program, *copies)}) == 3
@@ -295,7 +295,7 @@ def test_a_bench_says_which_pages_its_ranks_got(
 def test_under_torchrun_its_caller_must_ask_for_huge_pages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rank that reads the option has started torch already."""
+    """A rank that reads the option has started torch already, too late for the setting."""
     monkeypatch.setattr(world, "default_device_type", lambda: "cpu")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)

@@ -66,7 +66,7 @@ def test_every_figure_follows_from_the_times(op: str, tmp_path: Path, capsys: py
         assert row["exposed"] == pytest.approx(ours - roof)
         if exchanges:
             assert row["overlap_efficiency"] == pytest.approx((roof + collective - ours) / min(roof, collective))
-        else:  # nothing that could be hidden
+        else:  # there is nothing that could be hidden
             assert row["overlap_efficiency"] is None and collective == 0
         assert row["tflops"] == pytest.approx(row["flops"] / ours * 1e-12)
         assert row["algbw"] == pytest.approx(row["num_bytes"] / ours * 1e-9)

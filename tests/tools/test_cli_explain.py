@@ -119,7 +119,7 @@ def test_a_table_and_json_say_what_became_of_every_collective(scripts: Path) -> 
     assert result.stdout.count("__main__ ['compiles.py', '--json', 'theirs'] 2\n") == 2
 
     rows = table_rows(result.stdout)
-    assert set(rows) == {"all_reduce", "all_reduce_1"}  # rank 0's only
+    assert set(rows) == {"all_reduce", "all_reduce_1"}  # only rank 0 prints
     assert rows["all_reduce"].startswith("exposed matmul_all_reduce:")
     assert rows["all_reduce"].endswith(LEFT)
     assert re.fullmatch(rf"fused matmul_all_reduce (chunked|unfused) [\d.e-]+ {FUSED}", rows["all_reduce_1"])

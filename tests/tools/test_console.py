@@ -35,7 +35,7 @@ LATE = Timing(1.2345, 1.1, 1.3, 1.4, 0.03)
 
 
 def op_row(**other: Any) -> OpRow:
-    """With figures as wide as they come."""
+    """A row with figures as wide as they come."""
     sizes = {"rows": 65536, "k": 16384, "n": 16384, "batch": 0, "group_size": 8, "num_bytes": 1 << 30, "flops": 10**15}
     names = {"op": OPS[0], "dtype": "bfloat16", "direction": "backward", "algorithm": "auto", "planned": "chunked"}
     times = {"roof": LATE, "collective": LATE, "baseline": LATE, "ours": LATE}
@@ -209,7 +209,7 @@ def test_the_least_important_columns_go_first_and_the_others_stay_whole() -> Non
         ["a"],
         ["a"],
     ]
-    assert rendered(made, 4)[3] == "x" * 9  # what always stays is wider than the terminal: whole, not cut
+    assert rendered(made, 4)[3] == "x" * 9  # what always stays is whole, though it is wider than the terminal
 
 
 def test_text_is_folded_into_what_is_left() -> None:
@@ -244,5 +244,5 @@ def test_the_width_is_that_of_columns_also_where_output_is_piped(monkeypatch: py
     monkeypatch.setenv("COLUMNS", "133")
     assert console.stdout().width == 133
     monkeypatch.setenv("COLUMNS", "72")
-    assert max(map(len, str(explained()).splitlines())) <= 79  # str of a report too; what always stays takes 79
+    assert max(map(len, str(explained()).splitlines())) <= 79  # str too; what always stays takes 79
     assert max(map(len, str(explained()).splitlines())) < 100

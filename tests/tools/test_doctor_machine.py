@@ -79,9 +79,9 @@ def test_gpus_without_nvlink_are_absent_by_design() -> None:
     bare = Nvml(num_gpus=8, num_links=0, p2p={(*pair, cap): 5 for pair in pairs for cap in (1, 2)})
     (finding,) = gpus.find(gpus.survey(bare))
     assert (finding.level, finding.text) == (ABSENT, "8 x NVIDIA H200 without NVLink: they run unfused")
-    one_pair = Nvml(num_links=0, p2p={(0, 1, 2): 5})  # the other has it
+    one_pair = Nvml(num_links=0, p2p={(0, 1, 2): 5})  # the other pair has NVLink
     assert found(one_pair)["GPUs 0 -> 1"].startswith(ERROR)
-    disabled = Nvml(num_links=0, p2p={(0, 1, 2): 4, (1, 0, 2): 4})  # this can be repaired
+    disabled = Nvml(num_links=0, p2p={(0, 1, 2): 4, (1, 0, 2): 4})  # a disabled NVLink can be repaired
     assert found(disabled)["GPUs 0 -> 1"].startswith(ERROR)
 
 
@@ -212,7 +212,7 @@ def test_every_variable_of_fusedcomm_is_known() -> None:
     files = [path for folder in ("fusedcomm", "kernels") for path in (ROOT / folder).rglob("*.*")]
     texts = [path.read_text() for path in files if path.suffix in (".py", ".h", ".cpp")]
     read = {name for text in texts for name in re.findall(r"\"(FUSEDCOMM_[A-Z]+(?:_[A-Z]+)*)\"", text)}
-    assert read - {"FUSEDCOMM_CPU"} == set(env.SETTINGS)  # that is the name of fusedcomm's symmetric memory
+    assert read - {"FUSEDCOMM_CPU"} == set(env.SETTINGS)  # this one is the name of fusedcomm's symmetric memory
 
 
 def test_the_value_of_every_variable_with_a_rule_is_shown() -> None:
@@ -287,7 +287,7 @@ def test_a_cache_below_a_directory_that_may_not_be_read(monkeypatch: pytest.Monk
         return stat(path, *args, **kwargs)
 
     monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(closed / "a" / "b"))
-    monkeypatch.setattr("os.stat", refuse)  # for root no directory is closed
+    monkeypatch.setattr("os.stat", refuse)  # root could look into every directory
     monkeypatch.setattr("os.access", lambda path, mode: path != closed)
     (finding,) = cache.find(cache.survey())
     assert finding.level == WARNING and "cannot be written" in finding.text

@@ -34,7 +34,7 @@ from tests.helpers.problems import OPS
 
 pytestmark = pytest.mark.timeout(900)  # the fixture runs all cells of the slice
 
-FEW_FUSED = (  # in Triton's interpreter; the others are soak
+FEW_FUSED = (  # they run in Triton's interpreter; the others are soak tests
     "fused/matmul_all_to_all/kill/wait",
     "fused/all_gather_matmul/raise/launch-gather_matmul",
     "fused/matmul_all_reduce/drop/signal",
@@ -43,7 +43,7 @@ SLICE = [
     *(cell for cell in select(quick=True) if cell.algorithm != "fused" and str(cell) not in CONTROLS),
     *select(FEW_FUSED),
 ]
-WORKERS = 4  # in CI, on two cores: cells mostly wait, starting more ranks costs more than it saves
+WORKERS = 4  # for CI's two cores: cells mostly wait, and starting more ranks costs more than it saves
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def row(size: tuple[int, int, int], direction: str, dtype: str = "float32", rati
 
 
 def cpu_call(variant: str = "fusedcomm", num_ranks: int = 2) -> list[TraceRange]:
-    """As `chunked` leaves it on a CPU: pushes and waits that take no time."""
+    """The ranges of a `chunked` call on a CPU, whose pushes and waits take no time."""
     found = []
     for rank in range(num_ranks):
         peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
@@ -70,7 +70,7 @@ def test_data_that_leave_and_arrive_have_marks_where_no_copy_is_seen(num_ranks: 
     assert all(each.xyann[0] < each.xy[0] and each.xyann[1] != each.xy[1] for each in arrows)
     legend = legend_of(figure)
     assert {plots.LEAVES, plots.ARRIVES, plots.LABELS["matmul for a peer"]} <= set(legend)
-    assert plots.LABELS["push"] not in legend  # nothing of it is seen
+    assert plots.LABELS["push"] not in legend  # no push is wide enough to be seen
     assert figure.get_suptitle() == "title" and "fusedcomm: " in axes.get_title(loc="left")
     assert axes.get_xlabel().endswith(", ms")
 
@@ -87,7 +87,8 @@ def test_a_push_is_paired_with_the_wait_of_its_round() -> None:
 
     first, second = lane(0, "push", 0, 1), lane(0, "push", 10, 1)
     waits = [lane(1, "wait", 12, 0), lane(1, "wait", 5, 0)]
-    others = [lane(1, "push", 0, 1), lane(0, "wait", 3, 1), lane(0, "matmul", 0, 1)]  # its own; nothing sent; compute
+    # A push to the rank itself, a wait without a push, and compute
+    others = [lane(1, "push", 0, 1), lane(0, "wait", 3, 1), lane(0, "matmul", 0, 1)]
     assert plots._transfers([second, first, *waits, *others]) == [(first, waits[1]), (second, waits[0])]
 
 
@@ -110,7 +111,7 @@ def test_titles_say_op_shape_dtype_and_speed_up() -> None:
     both = plots.roofline([row(size, "forward", dtype) for size in SIZES for dtype in ("float32", "bfloat16")])
     assert [axes.get_title(loc="left").split(",")[1] for axes in both.axes] == [" float32", " bfloat16"]
     ratio = plots.ratio([row(SIZES[0], "forward", ratio=7.0), row(SIZES[1], "forward")])
-    assert ratio.axes[0].get_ylim()[1] > 7  # what is fastest is inside
+    assert ratio.axes[0].get_ylim()[1] > 7  # the fastest row is inside the axes
 
 
 def test_lanes_of_a_bench_are_titled_with_the_last_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ PATIENCE_S = 60
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Three ranks that listen."""
+    """Three ranks that dump on SIGUSR1."""
     folder = tmp_path_factory.mktemp("dumps")
     with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "20", "FUSEDCOMM_DUMP_DIR": str(folder)}) as made:
         yield made
@@ -62,7 +62,7 @@ def dumped(pool: RankPool, folder: Path, enough: Callable[[list[Dump]], bool]) -
 
 
 def alone(folder: str) -> None:
-    """Nobody reads what RankPool's own handler of SIGUSR1 writes, so after some signals it would block."""
+    """Leave only the dumps: RankPool's handler of SIGUSR1 would block after some signals, as nobody reads from it."""
     faulthandler.unregister(signal.SIGUSR1)
     os.environ["FUSEDCOMM_DUMP_DIR"] = folder
 
@@ -73,7 +73,7 @@ def verdicts(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
 
 
 def outside(go: Path) -> None:
-    """The process is outside, where a data loader would be."""
+    """Wait outside of fusedcomm, as in a data loader."""
     while not go.exists():
         time.sleep(0.02)
 
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[list[Dump], str]] = {
         "group 'g': rank 2 has left no dump: it has died, is stopped, or never came. "
         f"In call 2 {CALL} ranks 0 and 1 wait since 3.0 s for it",
     ),
-    "reset-after-a-late-rank": (  # which had one call less
+    "reset-after-a-late-rank": (  # the late rank had one call less
         [a_dump(0, TIMED_OUT, RESETTING), a_dump(1, a_call(1), RESETTING)],
         "group 'g': rank 2 has left no dump: it has died, is stopped, or never came. "
         "In fusedcomm.reset ranks 0 and 1 wait since 5.0 s for it",

@@ -50,7 +50,7 @@ def die_in_rank_0(rank: int, signum: int) -> None:
 
 
 def wait_for_store(rank: int) -> int:
-    """This needs no peer, only the store in the parent."""
+    """Wait for the store in the parent, which needs no peer."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"alive{rank}", "1")
     time.sleep(0.5)

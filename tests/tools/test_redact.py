@@ -12,5 +12,5 @@ def test_a_host_is_hidden_with_its_domain_and_so_is_the_head_of_the_group(monkey
         monkeypatch.setattr(module, lambda: "node17")
     hidden = redact.redact({"environment": {}, "text": "head3.corp.example, head3 node17.corp.example:1 on node17."})
     assert hidden["text"] == "<host>, <host> <host>:1 on <host>."
-    monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")  # 10 is no host
+    monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")  # the first part of an address is no host
     assert redact.redact({"environment": {}, "text": "10 of 10.1.2.3"})["text"] == "10 of <address>"

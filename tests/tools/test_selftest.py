@@ -124,7 +124,7 @@ def no_native_part(rank: int) -> Any:
 
 
 def never_unfused(rank: int) -> Any:
-    """The plans of one rank say so."""
+    """The plans of one rank say chunked, whatever runs."""
     plan = fusedcomm.explain
 
     def otherwise(*args: Any, **kwargs: Any) -> fusedcomm.Plan:

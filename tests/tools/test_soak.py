@@ -35,7 +35,7 @@ Ranks = Callable[[int], RankPool]
 SEED = 2026
 CONTROL_STEPS = 40  # calls of a program without a protection
 CALLS = {2: 1200, 3: 1000, 4: 2800}  # calls in CI, by world size
-SECONDS = 400.0  # for them; they take less than a minute on two idle cores
+SECONDS = 400.0  # limit for these calls, which take less than a minute on two idle cores
 
 
 def soak(pool: RankPool, num_calls: int, end: float, seed: int = SEED) -> SoakOutcome:
@@ -117,7 +117,7 @@ def test_a_missing_protection_gives_wrong_values(unprotected: Callable[..., Soak
 
 
 def test_late_reads_that_signals_wait_for_are_right(unprotected: Callable[..., SoakOutcome]) -> None:
-    """Otherwise the control above would show how it is late, not that it is."""
+    """If they were wrong, the control above could fail by how reads are made late, and not by their being late."""
     outcome = unprotected(soak_faults.late_reads_joined, 0, wait_s=90)
     assert outcome.num_calls >= CONTROL_STEPS // 2
     assert outcome.failures == []
@@ -152,7 +152,7 @@ def test_a_failure_is_told_shrunk_and_can_be_had_again(
     assert "rank 1: step" in told and "result 0: 1 of" in told
     (shrunk,) = [line for line in told.splitlines() if line.startswith("shrunk:")]
     steps = shrunk.partition("--steps ")[2]
-    assert steps.isdigit()  # one is enough, and it has the inputs that it had among the others
+    assert steps.isdigit()  # one step is enough, and it has the inputs that it had among the others
     program = shrunk.split()[shrunk.split().index("--program") + 1]
     again = [*start, "--program", program, "--steps", steps]
     assert main(again) == 1

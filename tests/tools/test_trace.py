@@ -75,7 +75,7 @@ def rank_trace(base_us: float, offset: float) -> trace.Trace:
 
     events = [
         {"ph": "M", "name": "process_labels", "pid": 4711, "tid": 0, "ts": 0, "args": {"labels": "CPU"}},
-        event("aten::mm", "cpu_op", -50.0, 10.0),  # from the call before
+        event("aten::mm", "cpu_op", -50.0, 10.0),  # a matmul of the call before
         event("variant: baseline", "user_annotation", 0.0, 100.0),
         event("aten::mm", "cpu_op", 10.0, 50.0),
         event("gloo:all_to_all", "user_annotation", 60.0, 40.0, tid=8),
@@ -95,7 +95,7 @@ def test_ranks_are_put_on_one_clock() -> None:
     starts = {event["pid"] // PIDS_PER_RANK: event["ts"] for event in events if event["name"] == "variant: baseline"}
     assert starts[1] - starts[0] == pytest.approx(7.0)
     assert len({event["id"] for event in events if event["ph"] == "s"}) == 2  # arrows do not cross ranks
-    assert sum(event["name"] == "aten::mm" for event in events) == 4  # not that from before the first variant
+    assert sum(event["name"] == "aten::mm" for event in events) == 4  # without the one before the first variant
     names = {event["args"]["name"] for event in merged["traceEvents"] if event["name"] == "process_name"}
     assert names == {f"rank {rank}: {what}" for rank in (0, 1) for what in ("CPU", "fusedcomm")}
     found = [each for each in trace.ranges(merged) if each.rank == 1]

@@ -26,7 +26,7 @@ def test_lines_are_fitted_and_never_go_below_zero() -> None:
     sizes = (1000, 10_000, 1_000_000)
     bandwidth, latency = tune.line({size: 5e-6 + size / 2e9 for size in sizes})
     assert [bandwidth, latency] == pytest.approx([2e9, 5e-6])
-    bandwidth, latency = tune.line({size: size / 2e9 - 1e-7 for size in sizes})  # less than nothing for no bytes
+    bandwidth, latency = tune.line({size: size / 2e9 - 1e-7 for size in sizes})  # as if no bytes took less than no time
     assert latency == tune.LEAST_S
     assert 2e9 < bandwidth < 3e9
     with pytest.raises(tune.Unreliable, match="more bytes must take more time, got 1000: 2000 us, 1000000: 1000 us"):
@@ -41,8 +41,8 @@ def test_overheads_are_above_zero_whatever_is_measured() -> None:
 def test_noise_is_refused_with_its_size() -> None:
     quiet = [1e-3 * (1 + 0.03 * (i % 5)) for i in range(40)]
     tune.check_noise(quiet)
-    tune.check_noise([1e-3, 9e-3])  # too few to say
-    tune.check_noise([*quiet, 5e-3, 7e-3])  # a few slow ones are in no median
+    tune.check_noise([1e-3, 9e-3])  # too few references say nothing
+    tune.check_noise([*quiet, 5e-3, 7e-3])  # a few slow ones are outside of the deciles
     assert tune.noise(quiet) == pytest.approx(0.12 / 1.06)
     for busy in ([*quiet[:20], *(2 * each for each in quiet[20:])], [1e-3 * (1 + i % 3) for i in range(40)]):
         with pytest.raises(tune.Unreliable, match=r"measured 40 times among the rest, differed by \d+% of its median"):

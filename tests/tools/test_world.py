@@ -55,7 +55,7 @@ SLEEPS = "import os, pathlib, time\npathlib.Path(os.environ['RANK']).touch()\nti
 
 
 def children(pid: int) -> list[int]:
-    """Those that are running ranks: with torch in their memory."""
+    """The children of a process that are ranks: they have torch in their memory."""
     found = Path(f"/proc/{pid}/task").glob("*/children")
     pids = [int(child) for file in found for child in file.read_text().split()]
     return [child for child in pids if "libtorch" in Path(f"/proc/{child}/maps").read_text()]
@@ -75,7 +75,7 @@ def run(pids: list[int]) -> bool:
 
 
 def started(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """A command, and the 2 ranks that it has started."""
+    """Start a command. Returns it and the 2 ranks that it has started."""
     env = {name: text for name, text in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(ROOT)}
     command = subprocess.Popen([sys.executable, "-m", "fusedcomm", *args], cwd=folder, env=env, stderr=subprocess.PIPE)
     wait_for(lambda: command.poll() is not None or len(children(command.pid)) == 2)

@@ -15,15 +15,15 @@ Result = TypeVar("Result")
 
 
 class CaseCall:
-    """``wrong`` is final after `finish`; with ``keep`` the call can say what is wrong.
+    """One call. ``wrong`` is final after `finish`; with ``keep`` the call can say what is wrong.
 
-    ``blocked`` is seconds of the host in the waits of the case. Reading the result of the checks is none of them: who
-    has something else to do reads it when it is there.
+    ``blocked`` is how many seconds the host spent in the waits of the case. Reading the result of the checks does not
+    count, because a program that has something else to do reads it when it is there.
     """
 
     def __init__(self, keep: bool) -> None:
         self.keep = keep
-        self.wrong = 0  # elements
+        self.wrong = 0  # how many elements
         self.blocked = 0.0
         self._counts: list[Any] = []
         self._compared: list[tuple[Tensor, Tensor]] = []
@@ -36,7 +36,7 @@ class CaseCall:
         return result
 
     def check(self, result: Tensor, expected: Tensor) -> None:
-        """Compared on the device; only the number of wrong elements comes to the host, which does not wait for it."""
+        """Compare on the device: only the number of wrong elements comes to the host, which does not wait for it."""
         self._counts.append(DeviceToHost((result != expected).sum()).lazy())
         if self.keep:
             self._compared.append((result, expected))

@@ -1,9 +1,9 @@
 """The cases. Each makes y, exchanges it, does unrelated compute and checks every element that arrived.
 
-What comes beside it in time is that of its parts alone: the compute (with the checks), and the communication.
+The time of each is set beside the times of its parts alone: the compute, checks included, and the communication.
 
-Shared memory handed from one rank to others has no case: by itself it moves nothing. On a CPU the fused op exchanges
-through shared memory, so `fused` covers it.
+There is no case of shared memory handed from one rank to others, as that alone moves nothing. On a CPU the fused op
+exchanges through shared memory, so `fused` covers it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Variant:
     """A line of the report; ``case`` is what users choose by."""
 
     case: str
-    kind: str  # of several variants of one case
+    kind: str  # tells several variants of one case apart
     about: str
     run: Callable[[SuiteData, CaseCall], None]
     compute: CasePart = parts.compute
@@ -107,7 +107,7 @@ def competing_serialised(data: SuiteData, call: CaseCall) -> None:
 def tolist(data: SuiteData, call: CaseCall) -> None:
     y = data.produce()
     received, work = data.start(y)
-    first = call.waited(lambda: y[0, :8].tolist())  # needs the matmul, not what is under way
+    first = call.waited(lambda: y[0, :8].tolist())  # needs the matmul, not the all_to_all that is under way
     data.unrelated()
     call.waited(work.wait)
     call.check(received, data.expected)
@@ -158,7 +158,7 @@ def d2h_together(data: SuiteData, call: CaseCall) -> None:
 
 
 def lazy(data: SuiteData, call: CaseCall) -> None:
-    """The first use waits: here the check, which so counts as blocked."""
+    """The first use of the result waits. Here it is the check, whose time therefore counts as blocked."""
     assert dist.group.WORLD is not None
     received = funcol.all_to_all_single(data.produce(), None, None, dist.group.WORLD)
     data.unrelated()
@@ -203,7 +203,7 @@ def fused(data: SuiteData, call: CaseCall) -> None:
 
 
 def _peers(data: SuiteData) -> Sequence[int]:
-    """In each step the ranks are paired: nobody waits for a rank that waits for a third."""
+    """The peers in an order that pairs ranks in each step: nobody waits for a rank that waits for a third."""
     every = [(step - data.rank) % data.num_ranks for step in range(data.num_ranks)]
     return [peer for peer in every if peer != data.rank]
 
@@ -215,7 +215,7 @@ VARIANTS = (
     Variant(
         "async-twice",
         "",
-        "two, the second of what the first brought, each beside unrelated compute",
+        "two all_to_all, the second of the first one's result, each beside unrelated compute",
         async_twice,
         parts.compute_twice,
         parts.all_to_all_twice,

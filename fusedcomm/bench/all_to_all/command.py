@@ -25,10 +25,10 @@ from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 NAME = "bench all-to-all"
-START_S = 600  # to start, and beyond what is reckoned, for a busy machine
+START_S = 600  # to start the ranks, and to spare on a busy machine
 SLOW = {"cpu": 5e9, "cuda": 5e12}  # flops per second that every machine has
 DIM = {"cpu": 256, "cuda": 2048}
-TOTAL = "of a call until its result is checked; the host's clock"
+TOTAL = "a call until its result is checked, by the host's clock"
 QUANTILES = "quantiles of total over rounds"
 LIMITED = {NOT_MEASURABLE: "-", HINDERED: "< 0", MORE_THAN_ALL: "> 100"}  # in place of a share
 COLUMNS = (
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="of the data (default: bfloat16 on GPUs, float32 on CPU)",
+        help="the dtype of the data (default: bfloat16 on GPUs, float32 on CPU)",
     )
     parser.add_argument("--rounds", type=console.positive, default=15, metavar="N", help="measurements (default: 15)")
     console.add_rank_arguments(parser)
@@ -107,7 +107,7 @@ def _limit_s(size: SuiteSize, device_type: str, world_size: int, rounds: int) ->
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int, size: SuiteSize) -> str | None:
-    """What would otherwise come up in the ranks, or after all is measured."""
+    """What is wrong with the arguments, or None; else it would come up in the ranks, or after all is measured."""
     if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
         return problem
     if args.world_size not in (None, world_size):

@@ -21,12 +21,12 @@ from torch import Tensor
 from fusedcomm.bench.baselines import packed
 
 WIDE = 16
-LARGEST = 255  # of moduli; a case may add 1, and bfloat16 counts to 256
+LARGEST = 255  # the largest modulus: a case may add 1, and bfloat16 is exact up to 256
 
 
 @dataclass(frozen=True)
 class SuiteSize:
-    """``dim`` as above; ``compute``: how many unrelated matmuls, each like the one that makes y."""
+    """``dim`` is that of y, as above; ``compute`` is how many unrelated matmuls there are, each like the one for y."""
 
     dim: int
     compute: int
@@ -49,7 +49,7 @@ class SuiteSize:
 
 
 def moduli(count: int) -> list[int]:
-    """Pairwise coprime: of numbers below ``count`` no two are equal modulo every one."""
+    """Moduli that are pairwise coprime, so many that no two numbers below ``count`` are equal modulo all of them."""
     found: list[int] = []
     candidate = LARGEST
     while math.prod(found) < count:
@@ -60,7 +60,7 @@ def moduli(count: int) -> list[int]:
 
 
 class SuiteData:
-    """One rank's. `encode` says which values are exchanged; ``close`` ends the two extra groups."""
+    """One rank's data. `encode` sets which values are exchanged; ``close`` ends the two extra groups."""
 
     def __init__(self, size: SuiteSize, device: torch.device) -> None:
         self.size, self.device = size, device
@@ -82,7 +82,7 @@ class SuiteData:
         return moduli(self.num_ranks * self.size.numel)
 
     def encode(self, modulus: int, salt: int) -> None:
-        """New values. ``salt`` shifts all: what is left in memory from another salt is wrong everywhere."""
+        """Set new values. ``salt`` shifts all, so that what is left in memory from another salt is wrong everywhere."""
         ranks = range(self.num_ranks)
         sent = [self._block(self.rank, dst_rank, modulus, salt) for dst_rank in ranks]
         self.w = torch.cat(sent, -1).repeat_interleave(2, 0)
@@ -117,7 +117,7 @@ class SuiteData:
         return (numbers % modulus).view(self.size.dim, -1).to(self.dtype)
 
     def _addend(self, rank: int, modulus: int, salt: int) -> Tensor:
-        """As large as y; so small that the sum over ranks is exact."""
+        """A tensor as large as y, of values so small that their sum over ranks is exact."""
         start = rank + salt
         numbers = torch.arange(start, start + self.size.numel, device=self.device)
         return (numbers % max(2, modulus // self.num_ranks)).to(self.dtype)

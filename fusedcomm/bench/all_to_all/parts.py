@@ -1,4 +1,4 @@
-"""What cases are made of, alone: their compute, checks included, and their communication."""
+"""The parts of cases, each alone: their compute, checks included, and their communication."""
 
 from __future__ import annotations
 

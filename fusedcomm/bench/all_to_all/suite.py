@@ -1,6 +1,7 @@
 """All chosen cases and their parts in one run: values first, then round by round, by the clock of the host.
 
-That clock stops when the device is done too. It is the host's on GPUs as well: how long it is blocked is the question.
+That clock stops when the device is done too. It is the host's on GPUs as well, because the question is how long the
+host is blocked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fusedcomm.bench.timing import Timing, check_values, measure_rounds
 from fusedcomm.launch import console, world
 from fusedcomm.ops.explain import explain
 
-HOST = torch.device("cpu")  # whose clock it is
+HOST = torch.device("cpu")  # the device whose clock is read
 WARMUP = 1
 NOT_MEASURABLE = "not measurable: the shorter of compute and communication is within the noise"
 HINDERED = "the call takes longer than its compute and then its communication"
@@ -31,7 +32,7 @@ MORE_THAN_ALL = "more is saved than the shorter of the two takes: fused also sav
 
 @dataclass(frozen=True)
 class SuiteRow:
-    """Seconds of the slowest rank; medians over rounds where there is one number."""
+    """One variant: seconds of the slowest rank, as medians over rounds where there is one number."""
 
     case: str
     variant: str
@@ -40,9 +41,9 @@ class SuiteRow:
     compute: Timing  # alone, checks included
     communication: Timing  # alone
     overlapped: float  # compute + communication - total of each round: what slows a whole round down does not count
-    noise: float  # of it, (P90 - P10) / sqrt(rounds): about two standard errors of the median
+    noise: float  # (P90 - P10) / sqrt(rounds) of overlapped: about two standard errors of the median
     blocked: float | None  # the host, in waits; None where they are inside an op
-    cpu: float  # of the process, all its threads
+    cpu: float  # CPU time of all threads of the process
 
     @property
     def shorter(self) -> float:
@@ -51,7 +52,7 @@ class SuiteRow:
 
     @property
     def share_limit(self) -> str | None:
-        """Why ``overlapped_share`` is not the quotient."""
+        """Why ``overlapped_share`` is not the quotient, or None where it is."""
         if self.shorter <= self.noise:
             return NOT_MEASURABLE
         if self.overlapped < 0:
@@ -66,16 +67,16 @@ class SuiteRow:
 
 @dataclass(frozen=True)
 class SuiteReport:
-    """What rank 0 has to tell."""
+    """What rank 0 reports."""
 
     world_size: int
-    plan: str  # of the fused op
-    moduli: list[int]  # of the values that were checked
+    plan: str  # what the fused op runs
+    moduli: list[int]  # the moduli of the values that were checked
     rows: list[SuiteRow]
 
 
 def measure_suite(rank: int, cases: Sequence[str], size: SuiteSize, device_type: str, rounds: int) -> SuiteReport:
-    """In every rank. Raises ValuesDiffer on all of them if an element of any call is not in its place."""
+    """Measure the cases, in every rank. Raises ValuesDiffer on all if an element of any call is not in its place."""
     data = SuiteData(size, world.rank_device(device_type))
     variants = [variant for variant in VARIANTS if variant.case in cases]
     try:
@@ -91,7 +92,7 @@ def measure_suite(rank: int, cases: Sequence[str], size: SuiteSize, device_type:
 
 
 def _runs(variants: Sequence[Variant]) -> dict[str, CasePart]:
-    """The variants, and once each of their parts."""
+    """The variants, and each of their parts once."""
     parts = [part for variant in variants for part in (variant.compute, variant.communication)]
     return {variant.name: variant.run for variant in variants} | {_part(part): part for part in parts}
 
@@ -101,7 +102,7 @@ def _part(part: CasePart) -> str:
 
 
 class _Measured:
-    """A variant or part as the timing module calls it; keeps what it does not: blocked and CPU seconds per call."""
+    """A variant or part as the timing module calls it. It also keeps the blocked and the CPU seconds of each call."""
 
     def __init__(self, data: SuiteData, run: CasePart) -> None:
         self.data, self.run = data, run
@@ -120,7 +121,7 @@ class _Measured:
         return torch.tensor(call.wrong), call
 
     def median(self, seconds: list[float], rounds: int) -> float:
-        """The slowest rank's; a collective."""
+        """The median over rounds of the slowest rank's seconds; a collective."""
         slowest = torch.tensor(seconds[-rounds:], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest.quantile(0.5))

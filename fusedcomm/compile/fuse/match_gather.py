@@ -106,7 +106,7 @@ class Gathered:
         num_lead = next(i for i, dim in enumerate(dims) if first_k in dim)
         last_of_rows = before is first_k and self.sources not in received.dims[-1]
         if num_lead == 0 or last_of_rows:
-            dims.insert(num_lead, [])  # of size 1: there must be a row, and a dim along which the sources come
+            dims.insert(num_lead, [])  # it has size 1: there must be a row, and a dim along which the sources come
             num_lead += 1
         batch = [[f for f in dim if f is not self.blocks] for dim in dims[: num_lead - 1]]
         if batched and product(sizes(batch)) != received.shape[0]:
