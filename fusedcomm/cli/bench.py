@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,19 +175,13 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
     return None
 
 
-def _world_size(args: argparse.Namespace, device_type: str) -> int:
-    if world.under_torchrun():
-        return int(os.environ["WORLD_SIZE"])
-    return args.world_size or world.default_world_size(device_type)
-
-
 def _dtypes(args: argparse.Namespace, device_type: str) -> list[str]:
     return args.dtype or (["bfloat16"] if device_type == "cuda" else ["float32", "bfloat16"])
 
 
 def _rounded(args: argparse.Namespace, op: str, dtype: str, num_bytes: int, device_type: str) -> int:
     """What is exchanged where ``num_bytes`` are asked for: whole rows or blocks, alike on all ranks."""
-    world_size = max(_world_size(args, device_type), 1)
+    world_size = world.world_size_of(args.world_size, device_type)
     if op in COLLECTIVES:
         return block_numel(num_bytes, DTYPES[dtype], world_size) * world_size * DTYPES[dtype].itemsize
     bench = PROGRAMS[op]

@@ -42,7 +42,7 @@ def eager_and_compiled(rank: int, kind: str, backend: str, dynamic: bool) -> Non
         assert [t.stride() for t in answers[0]] == [t.stride() for t in answers[1]]
 
 
-@pytest.mark.parametrize("kind", ["None", "group", "name", "mesh", "mesh-dim"])
+@pytest.mark.parametrize("kind", thorough_but(["None", "mesh-dim"], ["None", "group", "name", "mesh", "mesh-dim"]))
 def test_in_a_compiled_graph(ranks: Any, kind: str) -> None:
     ranks(2).run(eager_and_compiled, kind, "aot_eager", False)
 

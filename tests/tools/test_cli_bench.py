@@ -246,7 +246,7 @@ def test_the_order_of_elements_is_checked(ranks: Callable[[int], RankPool]) -> N
             "--minbytes must be at least 32768, the smallest size of all_gather_matmul in float32 here, got 16384; ",
         ),
         (
-            ["all_reduce", "-b", "3", "--world-size", "3"],
+            ["all_reduce", "-b", "3", "--world-size", "3", "--oversubscribe"],
             "--minbytes must be at least 12, the smallest size of all_reduce in float32 here, got 3; ",
         ),
         (["ops", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
