@@ -106,7 +106,7 @@ $(VENV)/.made:
 # NumPy torch works, but complains.
 $(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml fusedcomm/__init__.py $(NATIVE_SOURCES)
 	@echo "Installing PyTorch, Triton and what they need into $(VENV), then building fusedcomm: minutes the first time"
-	$(PIP) setuptools torch numpy
+	$(PIP) "setuptools>=77" torch numpy
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 

@@ -137,7 +137,7 @@ def test_gradients_are_those_of_torch(rank: int) -> None:
             continue
         mesh, found = mesh_of(case.mesh_shape), []
         for function in (fusedcomm.redistribute, DTensor.redistribute):
-            x = held(case, mesh).detach().requires_grad_()
+            x = held(case, mesh).requires_grad_()  # in torch 2.15 detach() replicates a partial product
             y = function(x, mesh, case.after)
             weight = torch.arange(math.prod(case.shape), dtype=torch.float32).reshape(case.shape) % 5
             places = [R if placement.is_partial() else placement for placement in case.after]
