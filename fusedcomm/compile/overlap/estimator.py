@@ -327,10 +327,12 @@ def _values(node: Node) -> Iterator[Any]:
 
 
 def _inductor_bandwidths() -> tuple[float | None, float | None]:
-    """GB/s inside a node and between nodes; None: not set."""
+    """GB/s inside a node and between nodes; None: not set, for which torch 2.11 has numbers."""
     from torch._inductor import config  # takes a second
 
-    return config.intra_node_bw, config.inter_node_bw
+    intra = None if config._is_default("intra_node_bw") else config.intra_node_bw  # type: ignore[attr-defined]
+    inter = None if config._is_default("inter_node_bw") else config.inter_node_bw  # type: ignore[attr-defined]
+    return intra, inter
 
 
 def _within(constants: Constants, intra_node_bw: float | None) -> Constants:
