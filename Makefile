@@ -6,17 +6,19 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 OLD_TRITON := $(VENV)/triton-3.6
 OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce
 OP ?= $(OPS)
-NATIVE_SOURCES := setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help setup demo test test-all lint docs bench figures soak clean
+.PHONY: help setup demo test test-all test-torch lint docs wheel bench figures soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   one matmul and its all_to_all, unfused and fused, on this machine"
 	@echo "make test   the tests to run while editing: every capability, at most 8 minutes on 2 cores"
 	@echo "make test-all  the thorough ones, which make test leaves out: more parameters, and what takes long"
+	@echo "make test-torch  the tests of make test with another release of torch, TORCH=2.15.0, in build/: GBs, as it has CUDA"
 	@echo "make lint   ruff, mypy, codespell, and whether docs/api and the map of the rooms follow the sources"
 	@echo "make docs   docs/api from the docstrings, and the map of the rooms in docs/architecture.md from the imports"
+	@echo "make wheel  dist/*.whl, with the native part for this Python and this release of torch if there is a C++ compiler"
 	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: OP=matmul_all_to_all for one;"
 	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
 	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
@@ -38,6 +40,18 @@ test: setup
 test-all: setup $(VENV)/.old_triton
 	$(BIN)/python -m pytest -m "thorough and not soak" $(PYTEST_ARGS)
 
+# In a copy of the checkout, as an editable install puts its native part there. torch chooses its Triton and its
+# setuptools; NumPy is older than 2.4 for the interpreter of the Triton 3.6 that torch 2.11 comes with.
+OTHER := build/$(notdir $(PYTHON))-torch-$(TORCH)
+test-torch:
+	@test -n "$(TORCH)" || { echo "Name a release of torch: make test-torch TORCH=2.15.0" >&2; exit 1; }
+	mkdir -p $(OTHER)
+	find $(OTHER) -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
+	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --preserve=timestamps -t $(OTHER)
+	sed -E '/^(triton|setuptools|numpy)==/d; s/^torch==.*/torch==$(TORCH)\nnumpy<2.4/' constraints.txt >$(OTHER)/constraints.txt
+	touch -r constraints.txt $(OTHER)/constraints.txt
+	$(MAKE) -C $(OTHER) test
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -47,6 +61,12 @@ lint: setup
 
 docs: $(VENV)/.made
 	$(BIN)/python -m docs.generate
+
+# build/lib* would bring back modules that are gone from the checkout.
+wheel: $(VENV)/.built
+	rm -rf build/lib* dist
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 bench: $(VENV)/.built
 	$(if $(filter $(OPS),$(OP)),$(BIN)/python -m benchmarks.ops $(filter $(OPS),$(OP)) $(BENCH_ARGS))
@@ -91,7 +111,7 @@ $(VENV)/.made:
 # NumPy torch works, but complains.
 $(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml fusedcomm/__init__.py $(NATIVE_SOURCES)
 	@echo "Installing PyTorch, Triton and what they need into $(VENV), then building fusedcomm: minutes the first time"
-	$(PIP) setuptools torch numpy
+	$(PIP) "setuptools>=77" torch numpy
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 

@@ -38,6 +38,8 @@ def native_extension() -> dict[str, Any]:
 
     class OptionalBuild(BuildExtension):
         def run(self) -> None:
+            for left in self.get_outputs():  # in build/, for another torch maybe, and newer than the sources
+                Path(left).unlink(missing_ok=True)
             try:
                 super().run()
             except Exception as error:
@@ -58,7 +60,7 @@ def native_extension() -> dict[str, Any]:
 
 
 reason = reject_reason()
-if reason is not None:
+if reason is not None and not {"dist_info", "egg_info"} & set(sys.argv):  # pip asks for those first: said once
     left_out(reason)
 packages = find_packages(include=["fusedcomm", "fusedcomm.*"])
 packages += [f"fusedcomm.{name}" for name in find_packages(include=["kernels", "kernels.*"])]  # as package_dir maps it

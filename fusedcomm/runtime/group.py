@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
 
-Group = Any  # ProcessGroup | DeviceMesh (1-D) | (DeviceMesh, mesh_dim) | str | None; DeviceMesh is imported late
+Group = Any  # ProcessGroup | DeviceMesh (1-D) | (DeviceMesh, mesh_dim) | str | None
 
 
 _forked = False  # from a process that had groups: these, and their connections, are the parent's
@@ -85,7 +86,7 @@ def _process_group(group: Group) -> ProcessGroup:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group must contain this rank: new_group gave this rank no part in it")
     mesh, *dims = group if isinstance(group, tuple) else (group,)
-    if not hasattr(mesh, "get_group") or len(dims) > 1:
+    if not isinstance(mesh, DeviceMesh) or len(dims) > 1:
         raise ValueError(
             f"group must be a ProcessGroup, DeviceMesh, (DeviceMesh, mesh_dim), name or None, got {group!r}"
         )

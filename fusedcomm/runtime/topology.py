@@ -68,8 +68,9 @@ def no_native() -> str | None:
     try:
         from fusedcomm.kernels.cpu import native  # noqa: F401
     except ImportError as error:
+        built = importlib.util.find_spec("fusedcomm.kernels.cpu.native") is not None
         how = "pip install --no-build-isolation with torch and a C++ compiler builds it"
-        return f"the native part of fusedcomm cannot be loaded ({error}); {how}"
+        return f"the native part of fusedcomm cannot be loaded ({error if built else 'it was not built'}); {how}"
     return None
 
 

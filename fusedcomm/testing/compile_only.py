@@ -325,7 +325,8 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> KernelReport:
         file.write(kernel.asm["cubin"])
         file.flush()
         registers, stack = resources(Path(file.name))
-        in_loops = spills_in_loops(Path(file.name)) if stack else 0
+        multiplies = name.startswith(("push", "gather"))
+        in_loops = spills_in_loops(Path(file.name)) if stack and multiplies else 0
     return KernelReport(
         name=name,
         arch=arch,

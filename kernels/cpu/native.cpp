@@ -1,5 +1,6 @@
 // The extension module fusedcomm.kernels.cpu.native.
 #include <pybind11/pybind11.h>
+#include <torch/version.h>
 
 #include <string>
 
@@ -20,11 +21,19 @@ void check_address(const char* name, uintptr_t address) {
   }
 }
 
+// The classes of torch that symmetric_memory.cpp derives from change from one minor release to the next.
+void check_torch() {
+  const std::string release = std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + ".";
+  const auto found = py::module_::import("torch").attr("__version__").cast<std::string>();
+  if (found.rfind(release, 0) != 0) throw py::import_error("built for torch " TORCH_VERSION ", got " + found);
+}
+
 }  // namespace
 }  // namespace fusedcomm
 
 PYBIND11_MODULE(native, m) {
   using namespace fusedcomm;
+  check_torch();
   m.doc() = "Words in shared memory, and on import the CPU backend of torch symmetric memory.";
 
   m.def(

@@ -3,18 +3,22 @@
 import ast
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import fusedcomm
 
 ROOT = Path(__file__).parents[2]
+NO_COMPILER = "/nonexistent/c++"
 
 
 def python(code: str, *flags: str, **env: str) -> str:
@@ -65,23 +69,43 @@ def test_the_command_tells_the_version() -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of the wheel that a machine without a C++ compiler builds."""
-    source, wheels, installed = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "installed"))
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a fresh clone that an installation reads."""
+    source = tmp_path_factory.mktemp("source")
     for folder in ("fusedcomm", "kernels"):
         ignore = shutil.ignore_patterns("*.so", "__pycache__", "kernels")  # a checkout may have a link to kernels/
         shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "build_backend.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    options = ("--quiet", "--no-build-isolation", "--no-deps", "--no-index")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(wheels), str(source)],
-        env=os.environ | {"CXX": "/nonexistent/c++"},
-        check=True,
-        timeout=120,
+    return source
+
+
+def pip(command: str, *arguments: str, flags: tuple[str, ...] = (), cxx: str = NO_COMPILER) -> str:
+    """What ``pip install --no-build-isolation .``, or ``pip wheel``, prints without a network."""
+    options = ("--verbose", "--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check")
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", *flags, command, *options, *arguments],
+        env=os.environ | ({"CXX": cxx} if cxx else {}),
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
-    (wheel,) = wheels.iterdir()
-    assert "none-any" in wheel.name
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def wheel_of(source: Path, folder: Path, cxx: str = NO_COMPILER) -> Path:
+    pip("wheel", "--wheel-dir", str(folder), str(source), cxx=cxx)
+    (wheel,) = folder.iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of the wheel that a machine without a C++ compiler builds."""
+    wheels, installed = (tmp_path_factory.mktemp(name) for name in ("wheels", "installed"))
+    wheel = wheel_of(source, wheels)
+    assert wheel.name == f"fusedcomm-{fusedcomm.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     return installed
@@ -131,7 +155,20 @@ def test_every_module_is_in_the_wheel_and_imports_there(installed: Path) -> None
 def test_the_metadata_of_the_wheel(installed: Path) -> None:
     (folder,) = installed.glob("*.dist-info")
     metadata = email.message_from_string((folder / "METADATA").read_text())
+    assert metadata["Name"] == "fusedcomm"
     assert metadata["Version"] == fusedcomm.__version__
+    assert metadata["Requires-Python"] == "<3.14,>=3.10"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert set(metadata.get_all("Provides-Extra", [])) == {"bench", "dev"}
+    requires = {each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each}
+    assert {re.split(r"\W", each.replace("-", "_"))[0] for each in requires} == {
+        "torch",
+        "triton",
+        "numpy",
+        "nvidia_ml_py",
+        "rich",
+    }
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert (folder / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     classifiers = metadata.get_all("Classifier", [])
@@ -140,7 +177,61 @@ def test_the_metadata_of_the_wheel(installed: Path) -> None:
     assert versions == {each for each in classifiers if ":: 3." in each}
 
 
-RUN_WHEEL = """
+SETUPTOOLS = "fusedcomm needs setuptools >= 77 to be built, got {}: pip install 'setuptools>=77'\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("raise ModuleNotFoundError", SETUPTOOLS.format("none")),  # Python 3.12 puts none into a venv
+        ("__version__ = '65.5.0'", SETUPTOOLS.format("65.5.0")),  # what a venv of Python 3.11 has
+    ],
+)
+def test_a_build_says_in_one_line_which_setuptools_it_needs(module: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "setuptools.py").write_text(module)
+    command = [sys.executable, "-c", "import build_backend"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (1, text)
+    assert 'requires = ["setuptools>=77"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_native_part_built_for_another_torch_is_refused_with_both_versions() -> None:
+    """It would load: the sizes of classes and the order of their virtual functions are all that differs."""
+    release = torch.__version__.rpartition(".")[0]
+    versions = ["2.99.1+cpu", f"{release}.99+cu130"]  # a patch release changes neither
+    code = "import torch; from fusedcomm.runtime import topology\n"
+    code += f"for torch.__version__ in {versions}: print(topology.no_native())"
+    refused, loaded = python(code).splitlines()
+    how = "pip install --no-build-isolation with torch and a C++ compiler builds it"
+    assert re.sub(rf"torch {release}\.\d+,", "torch ...,", refused) == (
+        f"the native part of fusedcomm cannot be loaded (built for torch ..., got 2.99.1+cpu); {how}"
+    )
+    assert loaded == "None"
+
+
+COMPILER = """#!/bin/sh
+# Compiles nothing: leaves an empty file where the result would be.
+case "$*" in *-dump*) echo 13.2.0 ;; esac
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : >"$2"; shift; done
+"""
+
+
+@pytest.mark.thorough
+def test_a_wheel_with_the_native_part_is_for_one_python_and_platform(source: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    wheel = wheel_of(source, tmp_path / "wheels", cxx=str(compiler))
+    tag = f"cp3{sys.version_info.minor}"
+    platform = sysconfig.get_platform().replace("-", "_")
+    assert wheel.name == f"fusedcomm-{fusedcomm.__version__}-{tag}-{tag}-{platform}.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        native = [name for name in archive.namelist() if name.endswith(".so")]
+    assert native == [f"fusedcomm/kernels/cpu/native{sysconfig.get_config_var('EXT_SUFFIX')}"]
+
+
+MULTIPLY = """
 import importlib.util, logging, torch, fusedcomm
 from fusedcomm.testing import run_ranks
 
@@ -157,9 +248,20 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-def test_without_a_compiler_the_native_part_is_left_out_and_the_rest_works(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiler", ["", NO_COMPILER], ids=["compiler", "no compiler"])
+def test_installed_into_a_venv_it_runs_and_says_once_that_there_is_no_native_part(
+    source: Path, compiler: str, tmp_path: Path
+) -> None:
+    there = tmp_path / "venv"
+    venv.create(there)
+    (purelib,) = there.glob("lib/python*/site-packages")
+    (purelib / "torch.pth").write_text(sysconfig.get_path("purelib"))  # torch and setuptools, but not the checkout
+    printed = pip("install", str(source), flags=("--python", str(there / "bin/python")), cxx=compiler)
+    assert printed.count("native is left out, ops on CPU will run unfused: no C++ compiler") == bool(compiler)
     script = tmp_path / "run.py"
-    script.write_text(RUN_WHEEL)
-    result = run_installed(installed, str(script))
-    assert result.stdout.strip() == "[True, True]"
-    assert result.stderr.count("runs unfused") == 2, result.stderr  # once a rank
+    script.write_text(MULTIPLY)
+    command = [str(there / "bin/python"), str(script)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert result.stdout.strip() == str([bool(compiler)] * 2), result.stderr
+    assert result.stderr.count("runs unfused") == 2 * bool(compiler), result.stderr  # once a rank

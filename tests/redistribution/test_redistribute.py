@@ -137,7 +137,7 @@ def test_gradients_are_those_of_torch(rank: int) -> None:
             continue
         mesh, found = mesh_of(case.mesh_shape), []
         for function in (fusedcomm.redistribute, DTensor.redistribute):
-            x = held(case, mesh).detach().requires_grad_()
+            x = held(case, mesh).requires_grad_()  # in torch 2.15 detach() replicates a partial product
             y = function(x, mesh, case.after)
             weight = torch.arange(math.prod(case.shape), dtype=torch.float32).reshape(case.shape) % 5
             places = [R if placement.is_partial() else placement for placement in case.after]
@@ -157,15 +157,12 @@ def test_gradients_are_those_of_torch(rank: int) -> None:
 
 @on_ranks(4)
 def test_it_is_twice_differentiable(rank: int) -> None:
-    mesh, found = mesh_of((2, 2)), []
-    for function in (fusedcomm.redistribute, DTensor.redistribute):
-        x = distribute_tensor(torch.arange(20.0).reshape(5, 4), mesh, [S0, S1]).requires_grad_()
-        y = function(x, mesh, [S1, R])
-        (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad((first * first).sum(), x)
-        found.append(second.full_tensor())  # type: ignore[attr-defined]
-    assert torch.equal(*found)
-    assert torch.equal(found[0], 36 * torch.arange(20.0).reshape(5, 4) ** 3)
+    mesh = mesh_of((2, 2))
+    x = distribute_tensor(torch.arange(20.0).reshape(5, 4), mesh, [S0, S1]).requires_grad_()
+    y = fusedcomm.redistribute(x, mesh, [S1, R])
+    (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first * first).sum(), x)
+    assert torch.equal(second.full_tensor(), 36 * torch.arange(20.0).reshape(5, 4) ** 3)  # type: ignore[attr-defined]
 
 
 @on_ranks(4)

@@ -149,6 +149,8 @@ def test_hideable_is_what_has_enough_compute_beside_it(groups: GroupNames) -> No
 def test_torch_plans_a_copy_with_our_numbers(groups: GroupNames) -> None:
     from torch._inductor.fx_passes import overlap_scheduling
 
+    if not hasattr(overlap_scheduling, "estimate_roofline_runtime_ms"):
+        pytest.skip("torch 2.11's scheduler takes no estimate of a matmul")
     gm, estimator = build(overlap_graphs.llama(), groups, 2), Estimator("cuda")
     before, roofline = [node.name for node in gm.graph.nodes], overlap_scheduling.estimate_roofline_runtime_ms
     found = overlap_torch.schedule(gm, estimator, bucket=False)

@@ -357,10 +357,12 @@ def _values(node: Node) -> Iterator[Any]:
 
 
 def _inductor_bandwidths() -> tuple[float | None, float | None]:
-    """GB/s inside a node and between nodes, or None where it is not set."""
+    """GB/s inside a node and between nodes; None where it is not set: torch 2.11 has numbers of its own then."""
     from torch._inductor import config  # takes a second
 
-    return config.intra_node_bw, config.inter_node_bw
+    intra = None if config._is_default("intra_node_bw") else config.intra_node_bw  # type: ignore[attr-defined]
+    inter = None if config._is_default("inter_node_bw") else config.inter_node_bw  # type: ignore[attr-defined]
+    return intra, inter
 
 
 def _within(constants: Constants, intra_node_bw: float | None) -> Constants:
