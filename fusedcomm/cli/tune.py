@@ -30,12 +30,16 @@ NOT_KEPT = (
     "This machine did other things while it was measured: nothing is kept. End what else runs here, or give the ranks "
     "CPUs of their own (taskset), and try again"
 )
+MISFIT = (
+    "The cost model does not fit this machine: nothing is kept, and default numbers stay in use. --json has what was "
+    "measured: please report it"
+)
 UNITS = {"flops": (1e9, "GFLOP/s"), "bandwidth": (1e9, "GB/s"), "overhead": (1e-6, "us"), "latency": (1e-6, "us")}
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What rank 0 reports. ``failed`` says why there are no numbers."""
+    """What rank 0 reports. ``failed`` says why no numbers are kept; ``constants`` is None where none came out."""
 
     failed: str = ""
     device: str = ""
@@ -88,11 +92,11 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("tune", world.message(error))
     if result is None:
         return 0
+    if args.json and result.constants:
+        console.write_json(args.json, report(result, device_type, world_size, args.quick))
     if result.failed:
         return console.fail("tune", result.failed)
     _print(result, world_size)
-    if args.json:
-        console.write_json(args.json, report(result, device_type, world_size, args.quick))
     return 0
 
 
@@ -166,13 +170,18 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
     except tune.Unreliable as reason:
         return TuneResult(failed=f"{reason}. {NOT_KEPT}")
     assert dist.group.WORLD is not None
+    key, failed = tuned.key(device, ours.group_size), ""
     try:
-        file = tune.write_for_all(found.constants, device, dist.group.WORLD)
+        file = tuned.path_of(key)
+        if why := tune.misfit(found.samples):
+            failed = f"{why}; the noise was {found.noise:.0%}. {MISFIT}"
+        else:
+            file = tune.write_for_all(found.constants, device, dist.group.WORLD)
     except OSError as error:
         return TuneResult(failed=str(error))
     seconds = time.perf_counter() - start
-    name = tuned.key(device, ours.group_size)["device"]
-    return TuneResult("", name, str(file), seconds, found.constants, found.points, found.samples, found.noise)
+    facts = (found.constants, found.points, found.samples, found.noise)
+    return TuneResult(failed, key["device"], str(file), seconds, *facts)
 
 
 def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
