@@ -11,7 +11,7 @@
 Times are those of `bench.timing`: the slowest rank's, the median over rounds, so the constants are equal on all ranks.
 
 A reference, one matmul, is measured among the variants of every measurement. How much its times differ is the noise of
-all of them. Where the noise is large, or where more bytes take less time, nothing is kept, because the machine did other
+all of them. Where the noise is large, or more bytes take less time, nothing is kept, because the machine did other
 things too. Nor is anything kept where the estimates choose slow algorithms for the calls that were measured.
 """
 
