@@ -395,7 +395,6 @@ def _read_trace(traces: Connection) -> str:
 
 def _rank_main(setup: _Setup, tasks: Connection, traces: Connection) -> None:
     end_with_parent(setup.parent)
-    _watch_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
     faulthandler.enable(traces.fileno(), all_threads=True)
     signal.signal(signal.SIGUSR1, lambda *args: None)  # fusedcomm.runtime.dumps listens to Python's handlers
@@ -408,18 +407,6 @@ def _rank_main(setup: _Setup, tasks: Connection, traces: Connection) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _watch_parent() -> None:
-    """End with the parent, for want of PR_SET_PDEATHSIG, unless this rank is stopped, or hangs with the GIL held."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
 
 
 def end_with_parent(parent: int) -> None:
