@@ -120,6 +120,7 @@ class RankPool:
         self.dead = False
         self._running = False
         self._ranks: list[_Rank] = []
+        self._ending = threading.RLock()
         timeout = timedelta(seconds=timeout_s)
         # Without this socket torch would listen on all addresses, for whoever comes.
         server = socket.create_server(("127.0.0.1", 0))
@@ -139,7 +140,7 @@ class RankPool:
                     timeout_s,
                     parent=os.getpid(),
                 )
-                self._ranks.append(_in_lasting_thread(partial(_spawn, setup, env or {})))
+                _in_lasting_thread(partial(self._add, setup, env or {}))
             self._running = True
             self.join()
         except BaseException:
@@ -259,15 +260,26 @@ class RankPool:
             trace = _read_trace(self._ranks[r].traces)
             yield RankFailure(r, "did not answer", None, message, trace)
 
+    def _add(self, setup: _Setup, env: Mapping[str, str]) -> None:
+        """Start a rank. An interrupt ends the caller's wait and the pool, but not this, in the starter thread."""
+        if self.dead:
+            return
+        rank = _spawn(setup, env)
+        with self._ending:
+            self._ranks.append(rank)
+            if self.dead:
+                self._kill_all()
+
     def _kill_all(self) -> None:
         self.dead = True
         self._running = False
-        for rank in self._ranks:
-            rank.process.kill()
-        for rank in self._ranks:
-            rank.process.join()
-            rank.tasks.close()
-            rank.traces.close()
+        with self._ending:
+            for rank in self._ranks:
+                rank.process.kill()
+            for rank in self._ranks:
+                rank.process.join()
+                rank.tasks.close()
+                rank.traces.close()
         _pools.discard(self)
 
 
@@ -278,8 +290,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: An
 
 
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
-_environ_lock = threading.Lock()
-_starter: tuple[threading.Thread, queue.SimpleQueue[Callable[[], None]]] | None = None
+_jobs_lock = threading.Lock()
+_jobs: queue.SimpleQueue[Callable[[], None]] | None = None
 
 
 @atexit.register
@@ -288,43 +300,59 @@ def _reap() -> None:
         pool._kill_all()
 
 
-def _in_lasting_thread(start: Callable[[], _Rank]) -> _Rank:
+def _in_lasting_thread(start: Callable[[], None]) -> None:
     """Call ``start()`` in the one thread that starts all ranks and lives as long as this process.
 
     PR_SET_PDEATHSIG fires when the thread that made the process ends, and the caller's thread may end earlier.
     """
-    global _starter
-    if _starter is None or not _starter[0].is_alive():  # the thread of a parent does not live in a forked child
-        jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-        def run_jobs() -> None:
-            while True:
-                jobs.get()()
-
-        _starter = threading.Thread(target=run_jobs, name="start_ranks", daemon=True), jobs
-        _starter[0].start()
-    started: Future[_Rank] = Future()
+    started: Future[None] = Future()
 
     def job() -> None:
         try:
-            started.set_result(start())
+            start()
+            started.set_result(None)
         except BaseException as error:
             started.set_exception(error)
 
-    _starter[1].put(job)
-    return started.result()
+    _starter_jobs().put(job)
+    started.result()
+
+
+def _starter_jobs() -> queue.SimpleQueue[Callable[[], None]]:
+    """What the starter thread is to call. The first caller starts that thread."""
+    global _jobs
+    with _jobs_lock:
+        if _jobs is None:
+            jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+            def run_jobs() -> None:
+                while True:
+                    jobs.get()()
+
+            threading.Thread(target=run_jobs, name="start_ranks", daemon=True).start()
+            _jobs = jobs
+        return _jobs
+
+
+def _forget_starter() -> None:
+    """In a forked child: the thread does not live there, and the lock may be held by one that does not either."""
+    global _jobs, _jobs_lock
+    _jobs, _jobs_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_starter)
 
 
 @contextlib.contextmanager
 def _environ(env: Mapping[str, str]) -> Iterator[None]:
-    with _environ_lock:
-        saved = dict(os.environ)
-        os.environ.update(env)
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(saved)
+    """Only the starter thread may enter."""
+    saved = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
 
 
 def _spawn(setup: _Setup, env: Mapping[str, str]) -> _Rank:
@@ -367,7 +395,6 @@ def _read_trace(traces: Connection) -> str:
 
 def _rank_main(setup: _Setup, tasks: Connection, traces: Connection) -> None:
     end_with_parent(setup.parent)
-    _watch_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
     faulthandler.enable(traces.fileno(), all_threads=True)
     signal.signal(signal.SIGUSR1, lambda *args: None)  # fusedcomm.runtime.dumps listens to Python's handlers
@@ -380,18 +407,6 @@ def _rank_main(setup: _Setup, tasks: Connection, traces: Connection) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _watch_parent() -> None:
-    """End with the parent, for want of PR_SET_PDEATHSIG, unless this rank is stopped, or hangs with the GIL held."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
 
 
 def end_with_parent(parent: int) -> None:

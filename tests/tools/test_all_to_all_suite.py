@@ -69,7 +69,7 @@ def check_report(report: dict[str, Any]) -> None:
         else:
             share = row["overlapped"] / smaller
             assert row["overlapped_share"] == pytest.approx(min(max(share, 0), 1))
-            assert (row["share_limit"] is None) == (0 <= share <= 1)
+            assert (row["share_limit"] is None) == (-row["noise"] <= row["overlapped"] <= smaller + row["noise"])
         assert (row["blocked"] is None) == (row["case"] == "fused")
         assert row["blocked"] is None or row["blocked"] <= row["total"]["p99"] * 1.5
 
@@ -295,10 +295,10 @@ def test_what_is_overlapped_is_of_differences_within_rounds() -> None:
     assert row.noise == pytest.approx(0) and row.share_limit is None
 
 
-def planted_row(overlapped: float, noise: float) -> suite.SuiteRow:
+def planted_row(overlapped: float, noise: float, case: str = "d2h") -> suite.SuiteRow:
     compute, communication = (Timing(seconds, 0, 0, 0, 0) for seconds in (0.6, 0.4))
     total = Timing(1.0 - overlapped, 0, 0, 0, 0)
-    return suite.SuiteRow("d2h", "alone", "about", total, compute, communication, overlapped, noise, 0.0, 0.0)
+    return suite.SuiteRow(case, "alone", "about", total, compute, communication, overlapped, noise, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,9 @@ def planted_row(overlapped: float, noise: float) -> suite.SuiteRow:
         (0.1, 0.05, 0.25, "25", None),
         (6.568, 0.5, None, "-", "not measurable: the shorter of compute and communication is within the noise"),
         (-0.528, 0.1, 0.0, "< 0", "the call takes longer than its compute and then its communication"),
-        (0.5, 0.1, 1.0, "> 100", "more is saved than the shorter of the two takes"),
+        (0.6, 0.1, 1.0, "> 100", "more is saved than the shorter of the two takes: d2h, alone"),
+        (-0.05, 0.1, 0.0, "0", None),
+        (0.45, 0.1, 1.0, "100", None),
     ],
 )
 def test_a_share_that_means_nothing_is_not_printed(
@@ -324,8 +326,16 @@ def test_a_share_that_means_nothing_is_not_printed(
     printed = " ".join(capsys.readouterr().out.split())
     assert f" {cell} 0.00 0.00 " in printed  # between what is overlapped and what the host waits
     assert not any(wrong in printed for wrong in ("1642", "-132", "125 "))
+    assert (row.share_limit is None) == (reason is None)
     assert reason is None or f"share {cell}: {reason}" in printed
     assert "share -" not in printed or "d2h, alone (400.0 ms, noise 500.0 ms)" in printed
+
+
+def test_only_fused_saves_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [planted_row(0.6, 0.1, case) for case in ("async", "fused")]
+    command._print(suite.SuiteReport(2, "plan", [2], rows), SuiteSize(DIM, 1, "float32"), "cpu", 5)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "takes: async, alone; fused, alone (it also saves the copies that pack y)" in printed
 
 
 def test_noise_is_of_the_median() -> None:

@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fusedcomm.launch import ranks
 from fusedcomm.testing import KILLED, RankError, RankPool, run_ranks
 
 
@@ -177,6 +179,63 @@ def test_ranks_outlive_the_thread_that_asked_for_them() -> None:
     time.sleep(0.5)
     with made[0] as pool:
         assert [int(result[0]) for result in pool.run(total, 1)] == [1]
+
+
+def test_an_interrupt_while_a_rank_is_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawning, interrupted = threading.Event(), threading.Event()
+    spawned: list[mock.Mock] = []
+
+    def interrupt(future: object) -> None:
+        assert spawning.wait(10)
+        raise KeyboardInterrupt
+
+    def spawn(*args: object) -> mock.Mock:
+        spawning.set()
+        assert interrupted.wait(10)
+        spawned.append(mock.Mock())
+        return spawned[-1]
+
+    monkeypatch.setattr(ranks, "_spawn", spawn)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ranks.Future, "result", interrupt)
+        RankPool(2)
+    interrupted.set()
+    ranks._in_lasting_thread(lambda: None)  # the thread has done what it was given before
+    assert len(spawned) == 1
+    spawned[0].process.kill.assert_called_with()
+    spawned[0].process.join.assert_called_with()
+
+
+class SlowToStart(threading.Thread):
+    def start(self) -> None:
+        time.sleep(0.05)
+        super().start()
+
+
+def test_threads_that_start_the_first_ranks_at_once_share_one_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_jobs", None)
+    starters: list[int] = []
+    callers = [
+        threading.Thread(target=ranks._in_lasting_thread, args=(lambda: starters.append(threading.get_ident()),))
+        for _ in range(4)
+    ]
+    monkeypatch.setattr(threading, "Thread", SlowToStart)
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(10)
+    assert len(starters) == 4 and len(set(starters)) == 1
+
+
+def test_a_forked_child_gets_a_starter_of_its_own() -> None:
+    ranks._in_lasting_thread(lambda: None)
+    with ranks._jobs_lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            ranks._in_lasting_thread(lambda: None)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.thorough

@@ -146,7 +146,7 @@ def _print(result: SuiteReport, size: SuiteSize, device_type: str, rounds: int) 
     out.print(f"every element was in its place in every call; slowest rank, median of {rounds} rounds")
     out.print(table(result.rows), crop=False)
     for limit, shown in LIMITED.items():
-        if cases := [_name(row) + _noise(row) for row in result.rows if row.share_limit == limit]:
+        if cases := [_name(row) + _remark(row) for row in result.rows if row.share_limit == limit]:
             out.print(f"share {shown}: {limit}: {'; '.join(cases)}")
     out.print(f"plan of fused: {result.plan}", markup=False)
 
@@ -163,8 +163,11 @@ def _share(row: SuiteRow) -> str:
     return LIMITED[row.share_limit] if row.share_limit else f"{100 * (row.overlapped_share or 0.0):.0f}"
 
 
-def _noise(row: SuiteRow) -> str:
-    return f" ({_ms(row.shorter)} ms, noise {_ms(row.noise)} ms)" if row.share_limit == NOT_MEASURABLE else ""
+def _remark(row: SuiteRow) -> str:
+    if row.share_limit == NOT_MEASURABLE:
+        return f" ({_ms(row.shorter)} ms, noise {_ms(row.noise)} ms)"
+    saves_copies = row.share_limit == MORE_THAN_ALL and row.case == "fused"
+    return " (it also saves the copies that pack y)" if saves_copies else ""
 
 
 def _ms(seconds: float) -> str:

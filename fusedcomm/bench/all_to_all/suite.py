@@ -27,7 +27,7 @@ HOST = torch.device("cpu")  # the device whose clock is read
 WARMUP = 1
 NOT_MEASURABLE = "not measurable: the shorter of compute and communication is within the noise"
 HINDERED = "the call takes longer than its compute and then its communication"
-MORE_THAN_ALL = "more is saved than the shorter of the two takes: fused also saves the copies that pack y"
+MORE_THAN_ALL = "more is saved than the shorter of the two takes"
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class SuiteRow:
 
     @property
     def share_limit(self) -> str | None:
-        """Why ``overlapped_share`` is not the quotient, or None where it is."""
+        """Why ``overlapped_share`` is not the quotient, or None where it is so within noise."""
         if self.shorter <= self.noise:
             return NOT_MEASURABLE
-        if self.overlapped < 0:
+        if self.overlapped < -self.noise:
             return HINDERED
-        return MORE_THAN_ALL if self.overlapped > self.shorter else None
+        return MORE_THAN_ALL if self.overlapped > self.shorter + self.noise else None
 
     @property
     def overlapped_share(self) -> float | None:
