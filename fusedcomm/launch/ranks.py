@@ -334,13 +334,15 @@ def _starter_jobs() -> queue.SimpleQueue[Callable[[], None]]:
         return _jobs
 
 
-def _forget_starter() -> None:
-    """In a forked child: the thread does not live there, and the lock may be held by one that does not either."""
+def _forget_parents() -> None:
+    """In a forked child: the parent's ranks are not the child's to end, its thread does not live there, and its lock may
+    be held by one that does not either."""
     global _jobs, _jobs_lock
+    _pools.clear()
     _jobs, _jobs_lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_starter)
+os.register_at_fork(after_in_child=_forget_parents)
 
 
 @contextlib.contextmanager

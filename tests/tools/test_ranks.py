@@ -227,14 +227,17 @@ def test_threads_that_start_the_first_ranks_at_once_share_one_starter(monkeypatc
     assert len(starters) == 4 and len(set(starters)) == 1
 
 
-def test_a_forked_child_gets_a_starter_of_its_own() -> None:
+def test_a_forked_child_gets_a_starter_of_its_own_and_no_ranks_to_end() -> None:
     ranks._in_lasting_thread(lambda: None)
+    pool = object.__new__(RankPool)
+    ranks._pools.add(pool)
     with ranks._jobs_lock:
         child = os.fork()
         if child == 0:
             signal.alarm(10)
             ranks._in_lasting_thread(lambda: None)
-            os._exit(0)
+            os._exit(len(ranks._pools))
+    ranks._pools.discard(pool)
     assert os.waitpid(child, 0)[1] == 0
 
 
