@@ -335,8 +335,9 @@ def _starter_jobs() -> queue.SimpleQueue[Callable[[], None]]:
 
 
 def _forget_parents() -> None:
-    """In a forked child: the parent's ranks are not the child's to end, its thread does not live there, and its lock may
-    be held by one that does not either."""
+    """In a forked child: the parent's ranks are not the child's to end, its thread does not live there, and its lock
+    may be held by a thread that does not either.
+    """
     global _jobs, _jobs_lock
     _pools.clear()
     _jobs, _jobs_lock = None, threading.Lock()
