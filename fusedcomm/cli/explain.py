@@ -146,7 +146,7 @@ def _print(lines: list[CollectiveReport]) -> None:
 
     sys.stdout.flush()
     nothing = "no graph with a collective was compiled: there is nothing to fuse"
-    console.stdout().print(CompileReport(lines) if lines else nothing, crop=False)
+    console.show(CompileReport(lines) if lines else nothing)
 
 
 def _fields(line: CollectiveReport) -> dict[str, Any]:

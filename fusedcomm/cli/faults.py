@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - start
     rows = summary(cells, verdicts)
     out = console.stdout()
-    out.print(table(rows), crop=False)
+    console.show(table(rows), out)
     out.print(ABOUT)
     for verdict in verdicts:
         for text in verdict.found:
