@@ -59,7 +59,7 @@ def tabulated(
             yield add
         finally:
             if rows:
-                console.stdout().print(Table(columns, rows, title), crop=False)
+                console.show(Table(columns, rows, title))
 
 
 def ms(seconds: float, digits: int = 3) -> str:

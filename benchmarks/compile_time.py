@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     with fake_group():
         rows = measure_pass(args.layers, args.tokens_dim, args.rounds)
-        console.stdout().print(Table(COLUMNS, rows), crop=False)
+        console.show(Table(COLUMNS, rows))
         whole = measure_whole(args.whole, args.tokens_dim) if args.whole else None
     if whole is not None:
         print(whole)

@@ -287,15 +287,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = list(graph.rows())
             rows += found
             tables.append(Table(COLUMNS, [row for row in found if not row.error], str(case), has_legend=False))
-            out.print(tables[-1], crop=False)
+            console.show(tables[-1], out)
             for row in found:
                 if row.error:
                     out.print(f"{row.variant}: {row.error}", markup=False)
             budgets += [graph.ours(OURS, percent)[0] for percent in BUDGETS]
             if args.plot and case.layers == min(args.layers):
                 plots.append(graph.plot(Path(args.plot)))
-    out.print(console.Legend(tables))
-    out.print(Table(BUDGET_COLUMNS, budgets, "other budgets of memory"), crop=False)
+    console.show(console.Legend(tables), out)
+    console.show(Table(BUDGET_COLUMNS, budgets, "other budgets of memory"), out)
     goals = summary(rows, budgets)
     print(*map(goal_line, goals), *plots, sep="\n")
     if args.json:

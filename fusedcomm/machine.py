@@ -1,11 +1,14 @@
-"""The versions and the environment of this process, for reports and dumps. Nothing here touches a GPU."""
+"""The versions, the environment and the CPUs of this process. Nothing here touches a GPU."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import re
+from pathlib import Path
 
+CGROUP = Path("/sys/fs/cgroup")
 PACKAGES = ("fusedcomm", "torch", "triton", "nvidia-ml-py")
 RELEVANT = re.compile(
     r"(FUSEDCOMM|NCCL|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|GLOO|TRITON|OMP|THP)_\w+|TORCH_?LOGS|TORCH_SYMMMEM"
@@ -23,3 +26,22 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def available_cpus() -> int:
+    """How many CPUs this process may run on at a time: by its affinity, and by the quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, _quota() or allowed)
+
+
+def _quota() -> int | None:
+    """The CPUs that the cgroup's CPU time is enough for, rounded up, or None if it is not bounded."""
+    version_1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    for names in (("cpu.max",), version_1):
+        try:
+            quota, period = map(int, " ".join((CGROUP / name).read_text() for name in names).split())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        if quota > 0 and period > 0:
+            return math.ceil(quota / period)
+    return None

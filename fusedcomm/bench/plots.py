@@ -90,7 +90,8 @@ def ratio(rows: Sequence[OpRow]) -> Figure:
             points = [row.num_bytes / 2**20 for row in each], [row.ratio for row in each]
             axes.plot(*points, "os^vDx"[i % 6], label=label, color=f"C{i}", linestyle="-", linewidth=0.8)
         axes.axhline(1.0, color="black", linewidth=0.8)
-        _powers_of_two(axes)
+        if any(row.num_bytes for row in rows if row.op == op):  # else a log axis has no place for the points
+            _powers_of_two(axes)
         axes.set(title=op, xlabel="exchanged, MiB")
         axes.legend(fontsize=7, frameon=False)
     panels[0].set_ylim(0, 1.1 * max(1.0, *(row.ratio for row in rows)))

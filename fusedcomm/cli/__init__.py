@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 import fusedcomm
@@ -53,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _exit_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command as an exception does, so that it first ends its ranks, those that are starting too."""
+    """SIGTERM ends the command as an exception does, so that it first ends its ranks, those that are starting too.
+
+    Only the main thread may set a handler: a command that runs in another one leaves SIGTERM alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def exit(signum: int, frame: object) -> None:
         sys.exit(128 + signum)
@@ -62,4 +69,4 @@ def _exit_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)  # None: set by C code

@@ -223,7 +223,7 @@ def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRan
             results.traces |= {op: traced} if here else {}
         if here:
             tables.append(table.table(rows, op))
-            out.print(tables[-1], crop=False)
+            console.show(tables[-1], out)
     results.facts = call(rank_facts, options.device_type) or {}
     if here:
         _print_end(out, tables, results.rows, options)
@@ -289,8 +289,8 @@ def record_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, 
 def _print_end(out: Console, tables: Sequence[console.Table], rows: Sequence[table.AnyRow], options: Options) -> None:
     if lines := table.summary(rows):
         tables = [*tables, table.summary_table(lines)]
-        out.print(tables[-1], crop=False)
-    out.print(console.Legend(tables))
+        console.show(tables[-1], out)
+    console.show(console.Legend(tables), out)
     where = (
         "CPU ranks of one thread; only ratios within one run mean anything" if options.device_type == "cpu" else "GPUs"
     )

@@ -157,7 +157,7 @@ def _print(result: DemoResult) -> None:
         return
     out.print(f"{result.world_size} ranks ({result.device}), each: {result.problem}")
     out.print(f"values equal on all ranks; slowest rank, median of {result.rounds} rounds")
-    out.print(_table(result.times), crop=False)
+    console.show(_table(result.times), out)
     if result.device == CPU:
         out.print(f"{DTENSOR} on a CPU mesh: all_gather + split, which is what torch does there")
     if _pages_differ(result):

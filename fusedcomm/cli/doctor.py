@@ -74,7 +74,7 @@ def _print(report: dict[str, Any], quick: bool) -> None:
     out = console.stdout()
     _print_facts(out, report)
     findings = told_once(Finding(**each) for each in report["findings"])
-    out.print(findings_table(findings), crop=False)
+    console.show(findings_table(findings), out)
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     out.print("; ".join(f"{level}: {LEVELS[level]}" for level in LEVELS if counts[level]))
     if quick:
@@ -98,7 +98,7 @@ def _print_facts(out: Console, report: dict[str, Any]) -> None:
         links = f"{sum(gpu['links'])} of {len(gpu['links'])} NVLinks up"
         out.print(f"GPU {gpu['index']}: {gpu['name']}, {clocks}, {links}, {', '.join(modes)}", markup=False)
     if report["pairs"]:
-        out.print(_matrix(report), crop=False)
+        console.show(_matrix(report), out)
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

@@ -56,9 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_arguments(args: argparse.Namespace) -> str | None:
-    bounded = not (world.under_torchrun() or args.oversubscribe) and world.default_device_type() == "cpu"
-    if bounded and (problem := world.too_many("--nproc", args.nproc, 2)):
-        return problem
+    if not (world.under_torchrun() or args.oversubscribe):
+        problem = world.too_many("--nproc", args.nproc, 2, device_type=world.default_device_type())
+        if problem:
+            return problem
     for name, mode in ((args.script, "r"), (args.json, "a")):
         try:
             if name:
@@ -146,7 +147,7 @@ def _print(lines: list[CollectiveReport]) -> None:
 
     sys.stdout.flush()
     nothing = "no graph with a collective was compiled: there is nothing to fuse"
-    console.stdout().print(CompileReport(lines) if lines else nothing, crop=False)
+    console.show(CompileReport(lines) if lines else nothing)
 
 
 def _fields(line: CollectiveReport) -> dict[str, Any]:

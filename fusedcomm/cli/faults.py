@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - start
     rows = summary(cells, verdicts)
     out = console.stdout()
-    out.print(table(rows), crop=False)
+    console.show(table(rows), out)
     out.print(ABOUT)
     for verdict in verdicts:
         for text in verdict.found:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 def _cannot_run(args: argparse.Namespace) -> str | None:
     if missing := no_native():
         return missing
-    if not args.oversubscribe and (problem := world.too_many("--workers", args.workers, WORKERS)):
+    if not args.oversubscribe and (problem := world.too_many("--workers", args.workers, WORKERS, "cells")):
         return problem
     if problem := console.not_writable(args.json):
         return f"--json {problem}"

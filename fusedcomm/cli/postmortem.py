@@ -60,7 +60,7 @@ def _print(report: Postmortem) -> None:
         out.print(f"{ranks_text(ranks)}: {why}", markup=False)
     if report.silent:
         out.print(f"{ranks_text(report.silent)}: no dump", markup=False)
-    out.print(table(report), crop=False)
+    console.show(table(report), out)
     out.print("verdict:")
     for verdict in report.verdicts:
         out.print(verdict, markup=False)

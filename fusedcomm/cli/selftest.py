@@ -120,7 +120,7 @@ def _status(check: CheckResult) -> Text:
 
 def _print(report: SelftestReport) -> None:
     out = console.stdout()
-    out.print(table(report.checks), crop=False)
+    console.show(table(report.checks), out)
     failed = [result.name for result in report.checks if result.status == "failed"]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "nothing failed"
     skipped = sum(result.status == "skipped" for result in report.checks)

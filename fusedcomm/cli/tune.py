@@ -136,7 +136,7 @@ def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
     where = f"tuned numbers of {file}" if constants else f"default numbers: nothing usable in {file}"
     used = constants or DEFAULTS[device_type]
     out.print(f"{world_size} ranks, {device_type}: {where}", soft_wrap=True)
-    out.print(_table(used, DEFAULTS[device_type]))
+    console.show(_table(used, DEFAULTS[device_type]), out)
     if args.json:
         console.write_json(
             args.json, report(TuneResult(constants=used, file=file.name), device_type, world_size, False)
@@ -214,7 +214,7 @@ def _print(result: TuneResult, world_size: int) -> None:
     assert result.constants is not None
     out = console.stdout()
     out.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
-    out.print(_table(result.constants, DEFAULTS[result.constants.device_type]))
+    console.show(_table(result.constants, DEFAULTS[result.constants.device_type]), out)
     out.print(f"noise: one matmul, measured again and again among the rest, differed by {result.noise:.0%}")
     good = sum(map(right, result.samples))
     out.print(f"of {len(result.samples)} small calls measured, the estimates name the fastest algorithm in {good}")

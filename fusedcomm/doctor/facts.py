@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
-from fusedcomm.machine import PACKAGES, version
+from fusedcomm.machine import PACKAGES, available_cpus, version
 from fusedcomm.runtime import topology
 
 CONTAINERS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "singularity"}
@@ -57,7 +57,7 @@ def system() -> dict[str, Any]:
         "machine": platform.machine(),
         "libc": " ".join(platform.libc_ver()),
         "cpus": os.cpu_count(),
-        "cpus allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cpus allowed": available_cpus(),
         "container": container(),
         "limits": {name: _limit(name) for name in ("NOFILE", "MEMLOCK")},
     }

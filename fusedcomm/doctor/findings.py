@@ -41,21 +41,24 @@ def told_once(findings: Iterable[Finding]) -> list[Finding]:
     What a line above says already is referred to.
     """
     told: list[Finding] = []
-    for finding in findings:
+    for finding in _merged(findings):  # merged first, because that gives lines the names that are referred to
         for above in told:
             if above.level != OK and above.text != finding.text and len(above.text) > REFERRED:
                 finding = replace(finding, text=finding.text.replace(above.text, f"see {above.name}, above"))
-        same = next((each for each in told if _same(each, finding)), None)
-        if same is None:
-            told.append(finding)
-        else:
-            level = max(same.level, finding.level, key=list(LEVELS).index)
-            told[told.index(same)] = replace(same, name=_joined(same.name, finding.name), level=level)
+        told.append(finding)
     return told
 
 
-def _same(a: Finding, b: Finding) -> bool:
-    return (a.section, a.text, a.advice) == (b.section, b.text, b.advice)
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings, with one line for those that say the same, at the place of the first."""
+    merged: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.section, finding.text, finding.advice)
+        if same := merged.get(key):
+            level = max(same.level, finding.level, key=list(LEVELS).index)
+            finding = replace(same, name=_joined(same.name, finding.name), level=level)
+        merged[key] = finding
+    return list(merged.values())
 
 
 def _joined(names: str, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -25,16 +26,37 @@ GAP = 2  # spaces between columns of a table
 
 
 def stdout() -> Console:
-    """A console on stdout, as wide as the terminal or COLUMNS says, else `PLAIN_WIDTH`."""
-    found = Console(highlight=False)
-    return found if found.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=PLAIN_WIDTH)
+    """A console on stdout, as wide as COLUMNS or the terminal says, else `PLAIN_WIDTH`."""
+    found = _console()
+    if width := _asked_width():
+        return _console(width=width)
+    return found if found.is_terminal else _console(width=PLAIN_WIDTH)
+
+
+def show(renderable: Any, out: Console | None = None) -> None:
+    """Print a table whole: lines may be longer than the terminal is wide, so that no figure loses digits."""
+    (out or stdout()).print(renderable, crop=False)
 
 
 def as_text(renderable: Any) -> str:
-    """What `stdout` would print, without colours."""
+    """What `show` would print, without colours."""
     file = io.StringIO()
-    Console(file=file, width=stdout().width, highlight=False, color_system=None).print(renderable, crop=False)
+    # rich would display it instead in a notebook
+    plain = {"color_system": None, "force_terminal": False, "force_jupyter": False}
+    show(renderable, _console(file=file, width=stdout().width, **plain))
     return file.getvalue().strip("\n")
+
+
+def _asked_width() -> int | None:
+    """What COLUMNS says, if that is a positive number."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) or None if columns.isascii() and columns.isdigit() else None
+
+
+def _console(**options: Any) -> Console:
+    """A console that does not read COLUMNS and LINES: rich takes 0 columns as a width, and raises for ``²``."""
+    environ = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return Console(highlight=False, _environ=environ, **options)
 
 
 @dataclass(frozen=True)
@@ -61,8 +83,8 @@ class Column:
 class Table:
     """Rows under heads, the legend below. Whole columns are left out where there is not enough width for all of them.
 
-    Print it with ``crop=False``: where the columns that always stay do not fit, lines are longer than the terminal, and
-    figures stay whole. ``others``: where to find what is left out.
+    Print it with `show`: where the columns that always stay do not fit, lines are longer than the terminal, and figures
+    stay whole. ``others``: where to find what is left out.
     """
 
     columns: Sequence[Column]
@@ -86,10 +108,9 @@ class Table:
         for column, width in zip(columns, widths, strict=True):
             justify: Literal["left", "right"] = "left" if column.left else "right"
             made.add_column(Text(column.head), justify=justify, overflow="fold", width=width - GAP)
-        for row in self.rows:
-            cells = (column.cell(row) for column in columns)
+        for i, row in enumerate(self.rows):
             style = Style(bold=True) if self.is_bold(row) else None
-            made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells), style=style)
+            made.add_row(*(self._cells[column][i] for column in columns), style=style)
         yield Text("")
         if self.title:
             yield Text(self.title, style="italic")
@@ -101,7 +122,7 @@ class Table:
 
     def _widths(self, columns: Sequence[Column], width: int) -> list[int]:
         """What each column takes, its gap included: what is left of ``width`` goes to those whose cells are folded."""
-        wanted = [GAP + max(map(cell_len, self._lines(column))) for column in columns]
+        wanted = [self._wanted[column] for column in columns]
         heads = [GAP + max(map(cell_len, column.head.split("\n"))) for column in columns]
         widths = [
             max(head, min(want, GAP + column.folds)) if column.folds else want
@@ -112,8 +133,18 @@ class Table:
             widths[short] += 1
         return widths
 
-    def _lines(self, column: Column) -> list[str]:
-        return [line for text in (column.head, *map(column.cell, self.rows)) for line in str(text).split("\n")]
+    @functools.cached_property
+    def _cells(self) -> dict[Column, list[Text]]:
+        """What stands below each head, by row."""
+        return {column: [_without_tabs(column.cell(row)) for row in self.rows] for column in self.columns}
+
+    @functools.cached_property
+    def _wanted(self) -> dict[Column, int]:
+        """The width at which no line of a column is folded, its gap included."""
+        return {
+            column: GAP + max(cell_len(line) for text in (column.head, *cells) for line in str(text).split("\n"))
+            for column, cells in self._cells.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -138,10 +169,17 @@ class Legend:
         yield Text("")
 
 
+def _without_tabs(cell: str | Text) -> Text:
+    """A tab would take more columns than `cell_len` counts."""
+    text = cell.copy() if isinstance(cell, Text) else Text(cell)
+    text.expand_tabs(8)
+    return text
+
+
 @contextlib.contextmanager
 def progress(here: bool, total: int, first: str, then: str) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, if ``here`` and if that is a terminal; the function yielded takes how many are done."""
-    stderr = Console(stderr=True)
+    stderr = _console(stderr=True)
     if not (here and stderr.is_terminal):
         yield lambda done: None
         return

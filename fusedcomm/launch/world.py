@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.launch.ranks import RankError, RankPool
+from fusedcomm.machine import available_cpus
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it at its first CPU allocation
@@ -23,12 +24,12 @@ CallRanks = Callable[..., Any]
 
 
 def under_torchrun() -> bool:
-    return "RANK" in os.environ
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def is_rank_0() -> bool:
     """Whether this is rank 0 of those that torchrun started; a process that starts the ranks itself is rank 0 too."""
-    return os.environ.get("RANK", "0") == "0"
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def default_device_type() -> str:
@@ -56,21 +57,17 @@ def cannot_start(device_type: str, world_size: int, oversubscribe: bool) -> str 
     return None if under_torchrun() or oversubscribe else too_many("--world-size", world_size, 2)
 
 
-def too_many(option: str, asked: int, always: int) -> str | None:
-    """Why ``asked`` are more than this process has CPUs for, or None; as many as ``always`` are never too many."""
-    num_cpus = available_cpus()
-    most = max(always, num_cpus)
+def too_many(option: str, asked: int, always: int, what: str = "ranks", device_type: str = "cpu") -> str | None:
+    """Why ``asked`` are more than this process has CPUs or GPUs for, or None; ``always`` are never too many."""
+    here = torch.cuda.device_count() if device_type == "cuda" else available_cpus()
+    most = max(always, here)
     if asked <= most:
         return None
+    device, then = ("GPU", "refused by NCCL") if device_type == "cuda" else ("CPU", "slow")
     return (
-        f"{option} must be at most {most} here, got {asked}: this process may use {num_cpus} CPUs, "
-        "and ranks that share a CPU are slow; --oversubscribe starts them nevertheless"
+        f"{option} must be at most {most} here, got {asked}: this process may use {here} {device}s, "
+        f"and {what} that share a {device} are {then}; --oversubscribe starts them nevertheless"
     )
-
-
-def available_cpus() -> int:
-    """How many CPUs this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def missing_gpus(world_size: int | None) -> str | None:

@@ -298,6 +298,7 @@ def test_under_torchrun_its_caller_must_ask_for_huge_pages(
     """A rank that reads the option has started torch already, too late for the setting."""
     monkeypatch.setattr(world, "default_device_type", lambda: "cpu")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     with pytest.raises(SystemExit):
         ops.parse(["--huge-pages"])

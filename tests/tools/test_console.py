@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +33,7 @@ from fusedcomm.launch.console import Column, Legend, Table
 from fusedcomm.testing.faults.cells import OPS
 from fusedcomm.testing.selftest import CHECKS, CheckResult
 
+ROOT = Path(__file__).parents[2]
 WIDTHS = (100, 80)
 LATE = Timing(1.2345, 1.1, 1.3, 1.4, 0.03)
 
@@ -246,3 +250,48 @@ def test_the_width_is_that_of_columns_also_where_output_is_piped(monkeypatch: py
     monkeypatch.setenv("COLUMNS", "72")
     assert max(map(len, str(explained()).splitlines())) <= 79  # str too; what always stays takes 79
     assert max(map(len, str(explained()).splitlines())) < 100
+
+
+@pytest.mark.parametrize("columns", ["0", "", "abc", "²", "-5", "1_0"])
+def test_what_is_no_positive_number_in_columns_says_nothing(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", "²")
+    assert console.stdout().width == 100
+    assert "fused" in str(explained())
+    with console.progress(True, 1, "", ""):
+        pass
+
+
+def test_a_report_has_text_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "overlapped" in str(explained())
+
+
+def test_no_command_cuts_lines_of_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "5")
+    console.show(Table([column("a")], ["123456789"], has_legend=False))
+    assert "123456789" in capsys.readouterr().out
+    tune._stored(Namespace(reset=False, json=None), "cpu", 2)
+    assert re.search(r"\nchunk_overhead +20  us", capsys.readouterr().out)
+    files = [*(ROOT / "fusedcomm").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    printed = re.compile(r"print\([^\n]*(table\(|Table\(|tables|Legend\()|crop=", re.IGNORECASE)
+    assert [file.name for file in files if printed.search(file.read_text())] == ["console.py"]
+
+
+def test_each_cell_is_computed_once_though_columns_are_dropped_and_a_legend_follows() -> None:
+    calls: Counter[str] = Counter()
+
+    def cell(head: str) -> Callable[[int], str]:
+        return lambda row: calls.update([f"{head}{row}"]) or "x" * 9  # type: ignore[func-returns-value]
+
+    made = Table([Column(f"c{i}", f"about {i}", cell(f"{i}."), drop=i) for i in range(8)], range(3))
+    rendered(made, 40)
+    rendered(Legend([made]), 40)
+    assert len(calls) == 8 * 3 and set(calls.values()) == {1}
+
+
+@pytest.mark.parametrize("cell", [str, Text])
+def test_a_tab_takes_the_columns_that_are_counted(cell: Callable[[str], str | Text]) -> None:
+    made = Table([Column("a", "", cell, left=True), column("b", drop=1)], ["1\t2\t3"], has_legend=False)
+    assert [line.rstrip() for line in rendered(made, 80)[1:]][2].startswith("1       2       3  ")
+    assert [each.head for each in made.shown(20)] == ["a"]

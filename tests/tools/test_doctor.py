@@ -427,6 +427,7 @@ def test_the_question_to_the_ranks_has_a_bound_of_its_own(ranks: Ranks) -> None:
 def test_the_start_of_the_process_group_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: started.extend([backend, timeout]))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

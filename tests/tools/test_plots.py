@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,13 @@ def test_the_drawn_schedule_holds_together(tmp_path: Path) -> None:
             (push,) = [p for p in picture.fused(each.peer or 0) if p.lane == "push" and p.peer == rank]
             assert each.end >= push.end  # nothing is used before it has arrived
         assert mine[-1].end < list(picture.unfused(rank))[-1].end
+
+
+@pytest.mark.filterwarnings("error")  # matplotlib warns where an axis has no place for points
+def test_passes_that_exchange_nothing_have_a_speed_up_and_no_place_on_the_axis(tmp_path: Path) -> None:
+    nothing = replace(row(SIZES[0], "backward"), num_bytes=0)
+    for rows in ([nothing], [nothing, row(SIZES[1], "forward")]):
+        assert len(plots.write_all(tmp_path, rows, {})) == 2
+        (axes,) = plots.roofline(rows).axes
+        assert "speed-up 1.50" in axes.get_title(loc="left")
+        assert len([line for line in axes.lines if len(line.get_xdata()) == 1]) == 2 * (len(rows) - 1)  # type: ignore[arg-type]

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fusedcomm.cli import main
+from fusedcomm import machine
+from fusedcomm.cli import explain, main
+from fusedcomm.doctor import facts
 from fusedcomm.launch import world
 from tests.tools.test_ranks import wait_until_dead
 
@@ -38,7 +41,8 @@ def test_worlds_are_bounded_by_the_cpus(
     monkeypatch.setattr(world, "ranks", None)
     script = [str(ROOT / "examples/tensor_parallel_mlp.py")] * (command[0] == "explain")
     assert main([*command, "9", *script]) == 2
-    expected = f"{command[-1]} must be at most 8 here, got 9: this process may use 8 CPUs, and ranks that share a CPU"
+    what = "cells" if command[0] == "faults" else "ranks"
+    expected = f"{command[-1]} must be at most 8 here, got 9: this process may use 8 CPUs, and {what} that share a CPU"
     assert expected in capsys.readouterr().err
 
 
@@ -48,7 +52,63 @@ def test_two_ranks_are_never_too_many_and_oversubscribe_allows_more(monkeypatch:
     assert "at most 2 here, got 3" in str(world.cannot_start("cpu", 3, False))
     assert world.cannot_start("cpu", 3, True) is None
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert world.cannot_start("cpu", 3, False) is None
+
+
+def test_ranks_of_explain_are_bounded_by_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(explain, "_start_ranks", lambda args: 0)
+    script = str(ROOT / "examples/tensor_parallel_mlp.py")
+    assert main(["explain", "--nproc", "5", script]) == 2
+    assert "--nproc must be at most 4 here, got 5: this process may use 4 GPUs" in capsys.readouterr().err
+    assert main(["explain", "--nproc", "4", script]) == 0
+    assert main(["explain", "--nproc", "5", "--oversubscribe", script]) == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 64),
+        ({"cpu.max": "max 100000\n"}, 64),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "9900000 100000\n"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "50000\n"}, 64),
+    ],
+)
+def test_cpus_are_those_that_the_quota_of_a_container_is_enough_for(
+    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    assert machine.available_cpus() == facts.system()["cpus allowed"] == expected
+
+
+def test_a_rank_without_a_world_size_is_not_torchrun_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    assert world.world_size_of(None, "cpu") == 2 and world.is_rank_0()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert world.world_size_of(None, "cpu") == 4 and not world.is_rank_0()
+
+
+def test_a_command_runs_in_any_thread_and_after_any_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> int:
+        return main(["faults", "--list", "--quick"])
+
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(command).result() == 0
+    handlers: list[object] = []
+    # C code has set the handler that is replaced
+    monkeypatch.setattr(signal, "signal", lambda signum, handler: handlers.append(handler))
+    assert command() == 0 and handlers[1:] == [signal.SIG_DFL]
 
 
 SLEEPS = "import os, pathlib, time\npathlib.Path(os.environ['RANK']).touch()\ntime.sleep(600)\n"

@@ -144,7 +144,7 @@ def _print(result: SuiteReport, size: SuiteSize, device_type: str, rounds: int) 
     problem = f"{matmul} and its all_to_all; unrelated matmuls of that size: {size.compute}; {size.dtype}"
     out.print(f"{result.world_size} {where}, each: {problem}")
     out.print(f"every element was in its place in every call; slowest rank, median of {rounds} rounds")
-    out.print(table(result.rows), crop=False)
+    console.show(table(result.rows), out)
     for limit, shown in LIMITED.items():
         if cases := [_name(row) + _remark(row) for row in result.rows if row.share_limit == limit]:
             out.print(f"share {shown}: {limit}: {'; '.join(cases)}")
