@@ -142,6 +142,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.thorough
 def test_every_module_is_in_the_wheel_and_imports_there(installed: Path) -> None:
     files = {path.relative_to(installed).as_posix() for path in installed.rglob("*")}
     assert {file for file in files if file.endswith(".py")} == module_files()
