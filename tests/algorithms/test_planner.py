@@ -302,6 +302,7 @@ def bench_planner_rows(rank: int, file: str) -> int:
     return planner_choices.main(args)
 
 
+@pytest.mark.thorough
 def test_the_planners_bench(ranks: Any, tmp_path: Path) -> None:
     file = tmp_path / "planner.json"
     assert ranks(2).run(bench_planner_rows, str(file)) == [0, 0]

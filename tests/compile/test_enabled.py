@@ -176,6 +176,7 @@ def test_a_gather_stays_of_which_the_program_itself_takes_a_part(rank: int, part
     assert collectives_of(graphs[0]) == ["all_gather_into_tensor"]
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_a_result_that_nothing_reads(rank: int) -> None:
     """A rank that does not use what arrives still takes part in the exchange."""

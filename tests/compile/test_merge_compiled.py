@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ def redistributed(x: Tensor, mesh: Any, before: str, after: str) -> Tensor:
     return DTensor.from_local(x, mesh, placed[0]).redistribute(mesh, placed[1]).to_local()
 
 
+@pytest.mark.thorough
 @on_ranks(4)
 def test_dtensors(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh

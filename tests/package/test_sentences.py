@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.thorough import thorough_but
+
 ROOT = Path(__file__).parents[2]
+PLACES = ["*.md", "docs", "fusedcomm", "kernels", "examples", "benchmarks"]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 UNWANTED = re.compile(r"\bOf\b|\b[Oo]urs\b|^(#|//) *of\b")
 CODE = re.compile(r"^```.*?^```$|^ {4}[^\n]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -33,7 +36,7 @@ def unwanted(suffix: str, text: str) -> list[str]:
     return [line for line in prose(suffix, text) if UNWANTED.search(line)]
 
 
-@pytest.mark.parametrize("place", ["*.md", "docs", "fusedcomm", "kernels", "examples", "benchmarks", "tests"])
+@pytest.mark.parametrize("place", thorough_but(PLACES, [*PLACES, "tests"]))
 def test_sentences_have_their_subject_first(place: str) -> None:
     files = [*ROOT.glob("*.md")] if place == "*.md" else [*(ROOT / place).rglob("*.*")]
     read = [file for file in files if file.suffix in (".md", ".py", ".h", ".cpp")]

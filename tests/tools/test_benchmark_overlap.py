@@ -87,6 +87,7 @@ def test_a_graph_has_the_matmuls_and_collectives_of_its_model(model: str, groups
         assert matmul_flops(gm) == 2 * 2 * weights * matmuls
 
 
+@pytest.mark.thorough
 def test_parts_are_those_of_aot_autograd(groups: GroupNames) -> None:
     forward, backward, joint = (build(overlap_graphs.llama(), groups, 2, part) for part in overlap_graphs.PARTS)
     assert collectives(forward) + collectives(backward) == collectives(joint)

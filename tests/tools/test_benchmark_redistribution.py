@@ -13,6 +13,7 @@ from benchmarks import redistribution, redistribution_torch
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_it_writes_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
