@@ -23,7 +23,7 @@ help:
 	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
 	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
 	@echo "            make bench OP=compile: the start program under torch.compile; OP=compile_time: what the passes cost"
-	@echo "make figures  the speed figures of the README, into benchmarks/results; 55 minutes of a machine that does nothing else"
+	@echo "make figures  the figures of docs/benchmark.md and others, into benchmarks/results; 55 minutes of a machine that does nothing else"
 	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"
 	@echo "            found is in .venv/soak.json; SOAK_ARGS= --calls, --seconds, --seed, --device cuda, --json FILE"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
@@ -73,7 +73,7 @@ bench: $(VENV)/.built
 	set -e; for bench in $(patsubst compile,start_program,$(filter-out $(OPS),$(OP))); do \
 	  echo "$$bench"; $(BIN)/python -m benchmarks.$$bench $(BENCH_ARGS); done
 
-# The speed figures that the README quotes, with nothing else running; about 55 minutes. All but the planner's are
+# The figures that the README and docs/ quote, with nothing else running; about 55 minutes. All but the planner's are
 # measured with default numbers, whatever this user has tuned.
 RESULTS := benchmarks/results/cpu-2-ranks
 figures: export FUSEDCOMM_CACHE_DIR := $(CURDIR)/$(VENV)/figures

@@ -34,7 +34,7 @@ The default constants of "cuda" are an H100 SXM's data sheet (3.35 TB/s, 450 GB/
 matmul rate that the bounds in docs/ reckon with. The others are chosen, not measured, such that fused wins between 64
 KiB and 16 MiB per peer, and chunked from there, where copy engines reach full speed. Those of "cpu" stand for 2 ranks
 of one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21: the rates of matmuls are the roofs of the
-README's benches, and the others are from `fusedcomm tune`, rounded.
+the figures of docs/benchmark.md, and the others are from `fusedcomm tune`, rounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes that each op sends, forward and backward, measured, against the tables of the README.
+"""Bytes that each op sends, forward and backward, measured, against the table in docs/ops.md.
 
 What `chunked` writes to peers is counted where it arrives: each part of a peer's slot holds a sentinel before, and is
 compared at the signal. Plain collectives are seen by a dispatch mode; those inside an op's kernel are below it, so the
