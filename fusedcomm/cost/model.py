@@ -33,7 +33,7 @@ ranks that compete for one memory, except that `fusedcomm tune` measures all ran
 The default constants of "cuda" are an H100 SXM's data sheet (3.35 TB/s, 450 GB/s of NVLink each way, 132 SMs) and the
 matmul rate that the bounds in docs/ reckon with. The others are chosen, not measured, such that fused wins between 64
 KiB and 16 MiB per peer, and chunked from there, where copy engines reach full speed. Those of "cpu" stand for 2 ranks
-of one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21: the rates of matmuls are the roofs of the
+of one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21: the rates of matmuls are the roofs behind
 the figures of docs/benchmark.md, and the others are from `fusedcomm tune`, rounded.
 """
 
