@@ -71,4 +71,4 @@ def _doors(root: Path) -> dict[str, Path]:
 def _what(file: Path) -> str:
     """The first paragraph of the docstring."""
     docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
-    return " ".join(docstring.split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
+    return re.sub("::$", ".", " ".join(docstring.split("\n\n")[0].split())).replace("``", "`").replace("|", "\\|")
