@@ -2,6 +2,8 @@
 
 `chunked` and `fused` calls raise them, and so does what ranks do together: the first call of a group, `reset`, `close`
 and the agreements of `fusedcomm.compile.enable`. Every wait is bounded by ``FUSEDCOMM_TIMEOUT_S``.
+
+Programs import them from `fusedcomm`.
 """
 
 from __future__ import annotations
