@@ -7,7 +7,7 @@ Every op takes a group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim)
 from fusedcomm import nn
 from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.ops import inductor_hook
+from fusedcomm.ops import import_hooks
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.explain import explain
@@ -41,7 +41,7 @@ __all__ = [
     "synchronize",
 ]
 
-inductor_hook.install()
+import_hooks.install()
 
 
 def __dir__() -> list[str]:

@@ -37,23 +37,24 @@ def reduce_scatter(t: Tensor, reduce_op: str, scatter_dim: int, group_size: int,
     scatter_dim = scatter_dim % t.ndim
     if group_size == 1:
         return t.contiguous()
+    t = averaged(t, reduce_op, group_size)
     blocks = t.unflatten(scatter_dim, (group_size, t.shape[scatter_dim] // group_size)).movedim(scatter_dim, 0)
     sent = blocks.flatten(0, 1).contiguous()
     total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(sent, "sum", group_size, group_name))
-    return averaged(total.view(blocks.shape[1:]), reduce_op, group_size)
+    return total.view(blocks.shape[1:])
 
 
 def all_reduce(t: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
     """The sum or average of every rank's t."""
     if group_size == 1:
         return t.contiguous()
-    total = _c10d.wait_tensor(_c10d.all_reduce(t.contiguous(), "sum", group_name))
-    return averaged(total, reduce_op, group_size)
+    part = averaged(t, reduce_op, group_size).contiguous()
+    return _c10d.wait_tensor(_c10d.all_reduce(part, "sum", group_name))
 
 
-def averaged(total: Tensor, reduce_op: str, group_size: int) -> Tensor:
-    """The sum, or for "avg" the sum divided by R: gloo cannot average, so all backends sum."""
-    return total / group_size if reduce_op == "avg" else total
+def averaged(part: Tensor, reduce_op: str, group_size: int) -> Tensor:
+    """What this rank adds to the sum. Averages are divided first, as float16 may hold them but not their sum."""
+    return part / group_size if reduce_op == "avg" else part
 
 
 def matmul(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:

@@ -194,8 +194,8 @@ def add_in_order(out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scal
     step = max(_BLOCK // row, 1) * row
     for start in range(0, out.numel(), step):
         end = min(start + step, out.numel())
-        total = torch.zeros(end - start, dtype=torch.float32)
-        for part in parts:
+        total = parts[0][start:end].to(torch.float32, copy=True)
+        for part in parts[1:]:
             total += part[start:end]
         if scale != 1:
             total /= len(parts)

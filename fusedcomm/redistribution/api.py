@@ -50,8 +50,8 @@ def redistribute(
         backward_dtype: the dtype in which gradients are sent; None: the dtensor's.
 
     Returns:
-        A DTensor on the same mesh, with these placements; its local tensor is contiguous where a plan of fusedcomm made
-        it.
+        A DTensor on the same mesh, with these placements. Its local tensor has memory of its own, and is contiguous
+        where a plan of fusedcomm made it.
 
     What only torch knows is left to torch and logged once with the reason: other placements, sizes unknown when a graph
     is compiled, ranks not ascending along a mesh dim that shards.

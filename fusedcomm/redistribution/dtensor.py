@@ -86,11 +86,13 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     if forward_dtype is not None and forward_dtype != local.dtype:
         local = local.to(forward_dtype)
         now = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=forward_dtype))
-    if target == now.placements:
-        return DTensor(local, now, requires_grad=False)
-    after = DTensorSpec(now.mesh, target, tensor_meta=now.tensor_meta)
-    if spec.mesh.get_coordinate() is not None:  # otherwise this rank has no part of the tensor
-        local = _redistributed(local, now, after, async_op)
+    after = now
+    if target != now.placements:
+        after = DTensorSpec(now.mesh, target, tensor_meta=now.tensor_meta)
+        if spec.mesh.get_coordinate() is not None:  # otherwise this rank has no part of the tensor
+            local = _redistributed(local, now, after, async_op)
+    if local is x._local_tensor:  # autograd takes an op's result for memory of its own, which may be written
+        local = local.clone(memory_format=torch.contiguous_format)
     return DTensor(local, after, requires_grad=False)
 
 
@@ -209,10 +211,11 @@ def _backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
     """As in torch, the gradient gets x's placements, but is replicated where x was partial: parts gain nothing."""
     pairs = zip(ctx.placements, grad.placements, strict=True)
     wanted = [Replicate() if then.is_partial() and not now.is_partial() else then for then, now in pairs]
-    names = placements.encode(wanted, grad.placements)
-    dtype = ctx.backward_dtype
-    found = torch.ops.fusedcomm.redistribute(grad, names, ctx.async_op, dtype, dtype, "").to(ctx.dtype)
-    return found, None, None, None, None, None
+    dtype, found = ctx.backward_dtype, grad
+    if tuple(wanted) != grad.placements or dtype != grad.dtype:
+        names = placements.encode(wanted, grad.placements)
+        found = torch.ops.fusedcomm.redistribute(grad, names, ctx.async_op, dtype, dtype, "")
+    return found.to(ctx.dtype), None, None, None, None, None
 
 
 lib.define(

@@ -16,13 +16,17 @@ _OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def reduced(parts: list[Tensor], op: str, divisor: int) -> Tensor:
-    """The parts reduced one after the other, in their order; float16 and bfloat16 are rounded once, at the end."""
-    dtype, total = parts[0].dtype, parts[0]
+    """The parts reduced one after the other, in their order; float16 and bfloat16 are rounded once, at the end.
+
+    Parts are divided before they are added, as their sum might overflow where the average does not.
+    """
+    dtype = wide = parts[0].dtype
     if op in ("sum", "product") and dtype in (torch.float16, torch.bfloat16):
-        total = total.float()
+        wide = torch.float32
+    total = averaged(parts[0].to(wide), divisor)
     for part in parts[1:]:
-        total = _OPS[op](total, part)
-    return averaged(total, divisor).to(dtype)
+        total = _OPS[op](total, averaged(part.to(wide), divisor))
+    return total.to(dtype)
 
 
 def averaged(total: Tensor, divisor: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.fx import Graph
 
 import fusedcomm.compile
 from fusedcomm.compile.fuse.fuser import OPS
-from fusedcomm.compile.graph.collectives import functional
+from fusedcomm.compile.graph.collectives import STARTS, functional
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
 from fusedcomm.compile.merge.mesh_moves import traffic
@@ -111,6 +111,16 @@ def test_a_chain_becomes(cube: World, name: str) -> None:
     assert set(merger.into.values()) <= {node.name for node in graph.nodes}
     (out,), (out_plain,) = graph.output_node().all_input_nodes[:1], plain.output_node().all_input_nodes[:1]
     assert out.meta["val"].stride() == out_plain.meta["val"].stride()
+
+
+@pytest.mark.parametrize("then", ["sum", "avg"])
+def test_a_merged_average_is_a_sum_of_what_is_divided_before(cube: World, then: str) -> None:
+    """An average over both dims at once may overflow where one after the other does not."""
+    calls = Calls(cube)
+    graph, _, _ = merged(cube, lambda x: calls.ar(calls.ar(x, 0, op="avg"), 1, op=then), (8, 4, 6))
+    (divided,) = graph.find_nodes(op="call_function", target=torch.ops.aten.div.Tensor)
+    (reduced,) = [node for node in graph.nodes if node.target in STARTS]
+    assert reduced.args[:2] == (divided, "sum") and divided.args[1] == (4 if then == "avg" else 2)
 
 
 @pytest.mark.thorough

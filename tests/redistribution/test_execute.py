@@ -130,6 +130,13 @@ def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert uneven_sum(parts, dtype, "avg").item() == torch.tensor(sum(parts) / 4, dtype=dtype).item()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_an_average_does_not_overflow(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    assert uneven_sum([largest] * 4, dtype).item() == float("inf")  # so it would be seen
+    assert uneven_sum([largest] * 4, dtype, "avg").item() == largest
+
+
 def test_parts_are_added_in_the_order_of_the_mesh() -> None:
     """The order of the ranks of the process group does not matter."""
     step = one(plan_of((3,), (2, 2), ("sum", "sum"), (0, 0)))

@@ -365,6 +365,32 @@ def test_classes_of_placements_that_only_torch_knows(rank: int) -> None:
             torch.testing.assert_close(run(parts, placements=[R, R]).to_local(), torch.full((2,), 14**0.5))
 
 
+ALIASES: dict[str, tuple[list[Any], list[Any]]] = {
+    "a mesh dim of size 1": ([S0, S0], [R, S0]),
+    "nothing changes": ([R, S0], [R, S0]),
+    "a partial sum of one": ([P, S0], [R, S0]),
+    "only torch knows it": ([_NormPartial(2), S0], [R, S0]),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ALIASES)
+def test_the_result_has_memory_of_its_own(rank: int, name: str) -> None:
+    """Autograd takes it for granted: here the result is overwritten before x * x is differentiated."""
+    before, after = ALIASES[name]
+    mesh = mesh_of((1, 2))
+    local = torch.ones(2, 2, requires_grad=True)
+    x = DTensor.from_local(local, mesh, before, run_check=False)
+    square = local * local
+    y = fusedcomm.redistribute(x, placements=after)
+    assert y.placements == tuple(after) and torch.equal(y.to_local(), local)
+    with torch.no_grad():
+        y.mul_(10)
+    assert torch.equal(x.to_local(), torch.ones(2, 2))
+    square.sum().backward()
+    assert torch.equal(local.grad, torch.full((2, 2), 2.0))  # type: ignore[arg-type]
+
+
 def alone(rank: int) -> bool:
     """Rank 0 by itself, on a mesh that no call has seen."""
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))

@@ -135,7 +135,7 @@ class Moves:
         """The reduce_op over a group of ``merged``, and the number by which its operand is divided first."""
         moves = dict(self.by_dim)
         ops = [str(moves[d].reduce_op) for d in group.dims]
-        if len(set(ops)) == 1:
+        if len(ops) == 1:
             return ops[0], 1
         op = merged_op(ops)
         assert op is not None

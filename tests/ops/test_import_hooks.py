@@ -1,4 +1,4 @@
-"""Inductor knows the lowerings whoever imports it, and whenever; fusedcomm itself does not import it."""
+"""Inductor knows the lowerings, and the FLOP counter the formulas, whoever imports these tables, and whenever."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ overloads = [getattr(ops, name).default for name in fusedcomm.__all__ if "matmul
 assert len(overloads) == 5
 from torch._inductor import lowering
 assert all(overload in lowering.lowerings for overload in overloads), overloads
+import torch.utils.flop_counter
+assert all(getattr(ops, op._opname) in torch.utils.flop_counter.flop_registry for op in overloads)
 assert not any(type(finder).__name__ == "_AfterTable" for finder in sys.meta_path)
 """
 LOOKED_UP = """
@@ -24,8 +26,10 @@ assert importlib.util.find_spec("torch._inductor.lowering") is not None
 HALF_IMPORTED = """
 import sys, torch, fusedcomm, fusedcomm.ops.lowering
 """
+NEITHER = "assert not {'torch._inductor.lowering', 'torch.utils.flop_counter'} & {*sys.modules}"
 PROGRAMS = {
-    "fusedcomm first": f"import sys, torch, fusedcomm\nassert 'torch._inductor.lowering' not in sys.modules\n{CHECK}",
+    "fusedcomm first": f"import sys, torch, fusedcomm\n{NEITHER}\n{CHECK}",
+    "counter first": f"import sys, torch, torch.utils.flop_counter, fusedcomm\n{CHECK}",
     "looked up before": LOOKED_UP + CHECK,
     "its lowerings first": HALF_IMPORTED + CHECK,
     "Inductor first": f"import sys, torch, torch._inductor.lowering, fusedcomm\n{CHECK}",
@@ -50,4 +54,4 @@ assert torch.compile(torch.sin, backend="eager")(torch.zeros(3)).sum() == 0
 def test_lowerings_that_cannot_be_imported_leave_inductor_usable() -> None:
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "plain fallbacks" in done.stderr
+    assert "plain fallbacks" in done.stderr and "FLOPs" not in done.stderr

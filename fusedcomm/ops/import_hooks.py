@@ -1,0 +1,64 @@
+"""Tells Inductor and the FLOP counter about the ops as soon as a program imports them: that takes up to a second.
+
+Neither asks anybody for lowerings or formulas, and a graph can be compiled without `fusedcomm.compile`. So the ops' are
+registered when the table that they go into is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+log = logging.getLogger("fusedcomm")
+
+# The module of torch that has the table, the one that fills it, and what is missing if that fails.
+TABLES = {
+    "torch._inductor.lowering": (
+        "fusedcomm.ops.lowering",
+        "Inductor lowers the ops of fusedcomm as plain fallbacks, in no fixed order",
+    ),
+    "torch.utils.flop_counter": ("fusedcomm.ops.flops", "FlopCounterMode counts no FLOPs for the ops of fusedcomm"),
+}
+
+
+def install() -> None:
+    """Called once, when all ops are defined."""
+    for table in TABLES:
+        if table in sys.modules:
+            _register(table)
+        else:
+            sys.meta_path.insert(0, _AfterTable(table))
+
+
+def _register(table: str) -> None:
+    """If the module that fills the table imports it itself, it is half imported now, and registers at its own end."""
+    module, otherwise = TABLES[table]
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a program without these ops must still run
+        log.warning("%s: %s", otherwise, error)
+
+
+class _AfterTable:
+    """A finder that finds the table where it is. It is removed once the table is imported."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == self.table else None
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_register(module: Any) -> None:
+            run(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                _register(self.table)
+
+        spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
