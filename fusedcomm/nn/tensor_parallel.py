@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
 from fusedcomm.ops import gradients
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
+from fusedcomm.ops.library import refuse_outside_ops
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.runtime.group import Group
@@ -113,6 +113,7 @@ class ColumnParallelLinear(_TensorParallelLinear):
         if self.sequence_dim is not None:
             w, keep = self.weight.mT, self.save_gathered
             return all_gather_matmul(x, w, self.sequence_dim, group, bias=self.bias, save_gathered=keep)
+        refuse_outside_ops("nn.ColumnParallelLinear", x, self.weight, self.bias)
         x, w, bias = _autocast(x, self.weight, self.bias)
         return _LinearOfReplicated.apply(x, w, bias, self.group_size, group)
 
@@ -203,10 +204,10 @@ class _LinearOfReplicated(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        x = gradients.same_on_all_ranks(x, ctx.group)
         grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group) if needs_x else None
         grad_weight = gradients.of_w(grad, x, gradients.layout_of(weight)) if needs_weight else None
         grad_bias = gradients.of_bias(grad) if needs_bias else None

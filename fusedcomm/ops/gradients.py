@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fusedcomm import reference
 
 
 class WeightLayout(NamedTuple):
@@ -28,3 +30,32 @@ def of_w(x: Tensor, grad_y: Tensor, w: WeightLayout) -> Tensor:
 
 def of_bias(grad_y: Tensor) -> Tensor:
     return grad_y.flatten(0, -2).sum(0)
+
+
+def same_on_all_ranks(t: Tensor, group: tuple[int, str]) -> Tensor:
+    """t, which is the same on all ranks and of which each makes its part of a result: derivatives by t are added."""
+    return _Same.apply(t, group) if torch.is_grad_enabled() and t.requires_grad else t
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: tuple[int, str]) -> Tensor:
+        ctx.group = group
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the ranks' tensors, which is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: tuple[int, str]) -> Tensor:
+        ctx.group = group
+        return reference.all_reduce(t, "sum", *group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Same.apply(grad, ctx.group), None

@@ -149,37 +149,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.w_layout, ctx.reduce_op, ctx.group = gradients.layout_of(w), reduce_op, (group_size, group_name)
 
 
-class _Same(torch.autograd.Function):
-    """A tensor that is the same on all ranks, of which each rank makes its part: the parts' gradients are added."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, group: tuple[int, str]) -> Tensor:
-        ctx.group = group
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of the ranks' tensors, which is the same on all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, group: tuple[int, str]) -> Tensor:
-        ctx.group = group
-        return reference.all_reduce(t, "sum", *group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Same.apply(grad, ctx.group), None
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    same = _Same.apply(grad, ctx.group) if grad.requires_grad else grad
-    part = reference.averaged(same, ctx.reduce_op, ctx.group[0])
+    part = reference.averaged(gradients.same_on_all_ranks(grad, ctx.group), ctx.reduce_op, ctx.group[0])
     grad_x = torch.matmul(part, w.mT) if needs_x else None
     grad_w = gradients.of_w(x, part, ctx.w_layout) if needs_w else None
     grad_bias = gradients.of_bias(grad) if needs_bias else None
