@@ -22,11 +22,11 @@ OP = "all_gather_matmul"
 ALGORITHMS = {"chunked": chunked.gather_matmul, "fused": fused.gather_matmul}
 Biases = Sequence[Tensor | None] | Tensor | None
 
-lib.define(
-    "all_gather_matmul(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, "
-    "int group_size, str group_name) -> (Tensor[], Tensor)",
-    tags=[torch.Tag.pt2_compliant_tag],
+_ARGS = (
+    "(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, int group_size, str group_name)"
 )
+lib.define(f"all_gather_matmul{_ARGS} -> (Tensor[], Tensor)", tags=[torch.Tag.pt2_compliant_tag])
+lib.define(f"all_gather_matmul.flat{_ARGS} -> Tensor[]", tags=[torch.Tag.pt2_compliant_tag])
 
 
 @overload
@@ -240,3 +240,10 @@ def _autograd(
     tensors = (x, *ws, *biases)
     *outs, gathered = _AllGatherMatmul.apply(*tensors, gather_dim, return_gathered, group_size, group_name)
     return outs, gathered
+
+
+@torch.library.impl(lib, f"{OP}.flat", "CompositeImplicitAutograd")
+def _flat(*args: Any) -> list[Tensor]:
+    """The results and the gathered x in one list, as Inductor's C++ wrapper has no lists in tuples."""
+    outs, gathered = torch.ops.fusedcomm.all_gather_matmul.default(*args)
+    return [*outs, gathered]
