@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,9 +72,7 @@ def refuse_tangents(op: str, *args: Any) -> None:
     if forward_ad._current_level >= 0:
         tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
         if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            raise RuntimeError(
-                f"fusedcomm.{op} has no forward-mode derivatives: use reverse mode, as loss.backward() does"
-            )
+            raise RuntimeError(f"fusedcomm.{op} has no forward-mode derivatives: use reverse mode, torch.autograd.grad")
 
 
 def register_autocast(op: str) -> None:
@@ -98,10 +97,18 @@ def _autocast(op: str, device_type: str, key: str) -> Callable[..., Any]:
 
 
 def refuse_transforms(op: str) -> None:
-    """torch.func's transforms have no rule for a call that other ranks take part in, so inside them the op raises."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(f"fusedcomm.{op} does not work inside torch.func transforms: use torch.autograd")
-
+    """vmap and torch.func's transforms have no rule for a call that other ranks take part in: inside them it raises."""
     for overload in getattr(torch.ops.fusedcomm, op).overloads():
-        lib.impl(f"{op}.{overload}".removesuffix(".default"), refuse, "FuncTorchDynamicLayerFrontMode")
+        for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+            lib.impl(f"{op}.{overload}".removesuffix(".default"), functools.partial(_inside_transform, op), key)
+
+
+def _inside_transform(op: str, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(f"fusedcomm.{op} does not work inside vmap or torch.func transforms: use torch.autograd")
+
+
+def refuse_outside_ops(layer: str, *tensors: Tensor | None) -> None:
+    """What the ops refuse by themselves, for a layer whose forward calls none."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        _inside_transform(layer)
+    refuse_tangents(layer, *tensors)

@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
-from tests.helpers.problems import OPS, Problem, flat, integers, unflat, whole_group
+from tests.helpers.op_programs import program_of
+from tests.helpers.problems import OPS, Inputs, Problem, flat, integers, unflat, whole_group
 from tests.helpers.thorough import ALL_ALGORITHMS, thorough_but
 
 ONE_EACH = ["heads", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
@@ -86,28 +89,154 @@ def test_second_derivatives(ranks: Any, name: str, frozen_x: bool, save: bool) -
         ranks(2).run(check_second_derivatives, NAMED[name], frozen_x, options)
 
 
+def public_and_dispatched(problem: Problem, inputs: Inputs) -> list[Callable[[Tensor], Tensor]]:
+    """The op as a function of x, called by the function that users call and by ``torch.ops``."""
+    op = getattr(torch.ops.fusedcomm, problem.op)
+    calls: list[Callable[[Tensor], Any]] = [
+        lambda x: problem.call((x, *inputs[1:])),
+        lambda x: op(*problem.dispatched((x, *inputs[1:]))),
+    ]
+    return [lambda x, call=call: pytree.tree_leaves(call(x))[0] for call in calls]
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("name", ONE_EACH)
-def test_torch_func_is_refused(rank: int, name: str) -> None:
+def test_torch_func_and_vmap_are_refused(rank: int, name: str) -> None:
+    problem = NAMED[name]
+    inputs = integers(problem, rank, dist.get_world_size())
+    x = inputs[0]
+    for call in public_and_dispatched(problem, inputs):
+
+        def total(x: Tensor, call: Callable[[Tensor], Tensor] = call) -> Tensor:
+            return call(x).sum()
+
+        transformed: dict[str, Callable[[Tensor], Any]] = {
+            "grad": torch.func.grad(total),
+            "vjp": lambda x: torch.func.vjp(total, x)[0],
+            "jvp": lambda x: torch.func.jvp(total, (x,), (x,))[1],
+            "vmap": lambda x: torch.func.vmap(total)(torch.stack([x, x])),
+            "hessian": torch.func.hessian(total),
+        }
+        text = rf"fusedcomm\.{problem.op} does not work inside vmap or torch\.func transforms"
+        if rank == 0:  # alone: nothing may be sent
+            for run in transformed.values():
+                with pytest.raises(RuntimeError, match=text):
+                    run(x)
+            for kind in ("grad", "vmap"):
+                torch._dynamo.reset()
+                with pytest.raises(Exception, match=text):
+                    torch.compile(transformed[kind], backend="aot_eager", fullgraph=True)(x)
+        total(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["heads", "all_gather_matmul-list-qkv", "matmul_all_reduce-nothing-divides"])
+def test_batched_gradients_are_refused(rank: int, name: str) -> None:
+    """vmap over a backward, where is_grads_batched and the vectorized jacobian put it."""
+    problem = NAMED[name]
+    x, *rest = integers(problem, rank, dist.get_world_size())
+    outs = as_list(problem.call((x.requires_grad_(), *rest)))
+    batch = [out.new_ones(3, *out.shape) for out in outs]
+    if problem.op == "matmul_all_reduce":  # its backward communicates nothing
+        (grads,) = torch.autograd.grad(outs, x, batch, is_grads_batched=True, retain_graph=True)
+        want = torch.autograd.grad(outs, x, [each[0] for each in batch])[0]
+        assert torch.equal(grads, torch.stack([want] * 3))
+        return
+    with pytest.raises(RuntimeError, match="does not work inside vmap"):
+        torch.autograd.grad(outs, x, batch, is_grads_batched=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_forward_mode_is_refused(rank: int, name: str) -> None:
+    """Where nothing requires grad too: there torch drops a tangent for which an op has no rule."""
+    problem = NAMED[name]
+    inputs = integers(problem, rank, dist.get_world_size())
+    text = rf"fusedcomm\.{problem.op} has no forward-mode derivatives"
+    for call in public_and_dispatched(problem, inputs):
+        for requires_grad in (False, True) if rank == 0 else ():  # alone: nothing may be sent
+            x = inputs[0].clone().requires_grad_(requires_grad)
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(x, torch.ones_like(x))
+                compiled = torch.compile(call, backend="aot_eager", fullgraph=True)  # with gradients torch refuses it
+                for run in (call, torch.no_grad()(call), *([] if requires_grad else [compiled])):
+                    torch._dynamo.reset()
+                    with pytest.raises(Exception, match=text):
+                        run(dual)
+        with forward_ad.dual_level():
+            call(inputs[0])
+
+
+@on_ranks(2)
+def test_the_out_overloads_refuse_forward_mode(rank: int) -> None:
+    x, w = torch.ones(4, 6), torch.ones(6, 8)
+    group = (2, dist.group.WORLD.group_name)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(w, w)
+        with pytest.raises(RuntimeError, match="has no forward-mode derivatives"):
+            torch.ops.fusedcomm.matmul_all_reduce.out(x, dual, None, "sum", *group, out=torch.empty(4, 8))
+
+
+class WithJvp(torch.autograd.Function):
+    """What a user can write: the result is linear in x."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return fusedcomm.matmul_all_reduce(x, w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return fusedcomm.matmul_all_reduce(tangent, *ctx.saved_tensors)
+
+
+@on_ranks(2)
+def test_a_function_with_its_own_jvp_works(rank: int) -> None:
+    x, w = torch.ones(4, 6), torch.full((6, 8), 2.0)
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(WithJvp.apply(forward_ad.make_dual(x, 3 * x), w))
+    assert (out.primal == 24).all() and (out.tangent == 72).all()
+
+
+def as_numpy(t: Tensor) -> Any:
+    return t.detach().numpy().copy()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_gradients_under_what_autograd_offers(rank: int, name: str) -> None:
     problem = NAMED[name]
     size = dist.get_world_size()
-    inputs = integers(problem, rank, size)
+    leaves = [None if t is None else t.requires_grad_() for t in flat(integers(problem, rank, size))]
+    inputs, there = unflat(problem, leaves), [t for t in leaves if t is not None]
+    wants = [want for want in expected_gradients(problem, rank, size) if want is not None]
 
-    def total(x: Tensor) -> Tensor:
-        return torch.stack([out.sum() for out in as_list(problem.call((x, *inputs[1:])))]).sum()
+    def check(outs: list[Tensor], **options: Any) -> None:
+        weights = [w.float() for w in loss_weights(problem, outs, rank, size)]
+        unused = torch.ones(2, requires_grad=True)
+        *got, none = torch.autograd.grad(outs, [*there, unused], weights, allow_unused=True, **options)
+        assert none is None and all(map(torch.equal, got, wants))
 
-    x = inputs[0]
-    transformed: dict[str, Callable[[], Any]] = {
-        "grad": lambda: torch.func.grad(total)(x),
-        "vjp": lambda: torch.func.vjp(total, x),
-        "jvp": lambda: torch.func.jvp(total, (x,), (x,)),
-        "vmap": lambda: torch.func.vmap(total)(torch.stack([x, x])),
-        "hessian": lambda: torch.func.hessian(total)(x),
-    }
-    for run in transformed.values():
-        with pytest.raises(RuntimeError, match=rf"fusedcomm\.{problem.op} does not work inside torch\.func transforms"):
-            run()
-    total(x)
+    for context in (
+        torch.autograd.graph.save_on_cpu(),
+        torch.autograd.graph.saved_tensors_hooks(as_numpy, torch.from_numpy),
+        torch.autograd.set_detect_anomaly(True),
+    ):
+        with context:
+            check(as_list(problem.call(inputs)))
+    outs = as_list(problem.call(inputs))
+    check(outs, retain_graph=True)
+    check(outs, create_graph=True)
+    check(outs)
+    with pytest.raises(RuntimeError, match="second time"):
+        check(outs)
+    for plain in (torch.no_grad(), torch.inference_mode()):
+        with plain:
+            again = as_list(problem.call(inputs))
+            assert all(map(torch.equal, again, outs)) and not any(out.requires_grad for out in again)
 
 
 @on_ranks(2)
@@ -130,28 +259,6 @@ def test_autocast(rank: int, name: str, algorithm: str) -> None:
             given = [t for t in tensors[1:] if t is not None]
             grads = torch.autograd.grad(torch.stack([each.sum() for each in as_list(out)]).sum(), given)
             assert all(grad.dtype == torch.float32 for grad in grads)
-
-
-def program_of(op: str) -> Callable[[Tensor, list[Tensor]], list[Tensor]]:
-    """A program with x [2, tokens, 8] and weights [8 or 16, 8], in which the op stands between two others."""
-
-    def matmul_all_to_all(x: Tensor, ws: list[Tensor]) -> list[Tensor]:
-        return [fusedcomm.matmul_all_to_all(x.relu(), ws[0], 1, 2, bias=ws[0][0], out_shape=[4, 2]).sigmoid()]
-
-    def all_to_all_matmul(x: Tensor, ws: list[Tensor]) -> list[Tensor]:
-        return [fusedcomm.all_to_all_matmul(x.relu(), torch.cat([ws[0], ws[1]]), 2, 1, bias=ws[0][0]).sigmoid()]
-
-    def all_gather_matmul(x: Tensor, ws: list[Tensor]) -> list[Tensor]:
-        outs = fusedcomm.all_gather_matmul(x.relu(), [ws[0], ws[1]], 1, bias=[None, ws[0][0]])
-        return [out.sigmoid() for out in [*outs, fusedcomm.all_gather_matmul(x, ws[1], 0, save_gathered=False)]]
-
-    def matmul_reduce_scatter(x: Tensor, ws: list[Tensor]) -> list[Tensor]:
-        return [fusedcomm.matmul_reduce_scatter(x.relu(), ws[0], -2, bias=ws[0][0], reduce_op="avg").sigmoid()]
-
-    def matmul_all_reduce(x: Tensor, ws: list[Tensor]) -> list[Tensor]:
-        return [fusedcomm.matmul_all_reduce(x.relu()[:, 1:], ws[0], bias=ws[0][0]).sigmoid()]
-
-    return locals()[op]
 
 
 def eager_and_compiled(rank: int, op: str, backend: str, dynamic: bool) -> None:
