@@ -194,7 +194,7 @@ def add_in_order(out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scal
     step = max(_BLOCK // row, 1) * row
     for start in range(0, out.numel(), step):
         end = min(start + step, out.numel())
-        total = torch.zeros(end - start, dtype=torch.float32)
+        total = torch.zeros(end - start, dtype=torch.float32, device="cpu")
         for part in parts:
             total += part[start:end]
         if scale != 1:
