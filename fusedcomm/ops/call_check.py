@@ -65,7 +65,7 @@ def compare(calls_by_rank: list[dict[str, Any]], rank: int, record: flight_recor
             where = f"call {record.number} on group {record.group_name!r}"
             what = where if field == "op" else f"{record.op}, {where}"
             text = f"calls must be equal on all ranks, got {field} {_by_rank(values)} ({what})"
-            raise PeerMismatchError(text, peers=others, op=record.op, epoch=0)
+            raise PeerMismatchError(text, peers=others, op=record.op, epoch=0, differs=field)
 
 
 def _by_rank(values: list[Any]) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import _symmetric_memory as symm_mem
 
-from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.runtime import dumps, flight_recorder, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
@@ -147,7 +147,7 @@ class Member:
                 handle, error = self._rendezvous(segment, op)
                 reason = self._agree(op, fingerprint, error, "mapped")
         except PeerError as failed:
-            self.error = _until_reset(failed)
+            self.error = failed.until_reset()
             raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
         if reason is not None:
             self.unavailable = reason
@@ -225,7 +225,7 @@ def member(group_name: str, device: torch.device) -> Member:
             try:
                 voted = topology.probe(pg, device)
             except PeerError as failed:
-                group.errors[device] = _until_reset(failed)
+                group.errors[device] = failed.until_reset()
                 raise group.errors[device].again() from failed
             store = groups.store(pg, f"workspace/{device.type}")
             ranks = tuple(dist.get_process_group_ranks(pg))
@@ -351,11 +351,6 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
             each.num_calls, each.resets = 0, each.resets + 1
 
 
-def _until_reset(error: PeerError) -> PeerError:
-    """The error as every call raises it until a reset: ranks that just tried again would meet in different calls."""
-    return type(error)(f"{error}. {RESET_FIRST}", peers=error.peers, op=error.op, epoch=error.epoch)
-
-
 def _who_did_not_come(text: str) -> list[int]:
     """The ranks that an error of kernels/cpu/rendezvous.h names."""
     found = re.search(r"\branks? ([\d, ]+) did not ", text)
@@ -369,12 +364,14 @@ def _check_same_call(facts: list[dict[str, object]], rank: int, op: str, group_n
     others = [r for r, fact in enumerate(facts) if call(fact) != call(facts[rank])]
     if others:
         calls = ", ".join(f"{r}: {fact['op']}" for r, fact in enumerate(facts))
+        same_op = all(fact["op"] == op for fact in facts)
         raise PeerMismatchError(
             f"{op} on group {group_name!r}, rank {rank}: ranks {others} called another op, or this one with other "
             f"shapes, dtype or dims (ops by rank: {calls})",
             peers=others,
             op=op,
             epoch=0,
+            differs=None if same_op else "the op",
         )
 
 

@@ -88,7 +88,8 @@ class ErrorRecord:
 
     def __init__(self, group_size: int, device: torch.device) -> None:
         self.group_size = group_size
-        self.words = torch.zeros(self.WORDS + 2 * group_size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        num_words, pinned = self.WORDS + 2 * group_size, device.type == "cuda"
+        self.words = torch.zeros(num_words, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     @property
     def filled(self) -> bool:
@@ -104,9 +105,9 @@ class ErrorRecord:
         return int(self.words[4])
 
     def fill(self, kind: int, epoch: int, rank: int, fingerprint: int, flags: list[int], bad: list[int]) -> None:
-        self.words[self.WORDS : self.WORDS + self.group_size] = torch.tensor(flags)
-        self.words[self.WORDS + self.group_size + torch.tensor(bad, dtype=torch.int64)] = 1
-        self.words[1:5] = torch.tensor([kind, epoch, rank, fingerprint], dtype=torch.int64)
+        self.words[self.WORDS : self.WORDS + self.group_size] = torch.tensor(flags, device="cpu")
+        self.words[self.WORDS + self.group_size + torch.tensor(bad, dtype=torch.int64, device="cpu")] = 1
+        self.words[1:5] = torch.tensor([kind, epoch, rank, fingerprint], dtype=torch.int64, device="cpu")
         self.words[0] = 2
 
     def error(self, op: str, group_name: str, timeout_s: float, breakers: dict[int, int]) -> PeerError:
