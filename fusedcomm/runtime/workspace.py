@@ -11,7 +11,6 @@ after its reads of e. So nobody overwrites what is not read yet, without credits
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,22 +179,26 @@ class Workspace:
 
     def _give_up(self, kind: int, epoch: int) -> None:
         """Tell all ranks, without the native part, which workspaces on GPUs do not need."""
-        address = self.layout.broken + 8 * self.rank
         for buffer in self.buffers:
-            buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
+            self._break(buffer, kind, epoch)
+
+    def _break(self, buffer: Tensor, kind: int, epoch: int) -> None:
+        address = self.layout.broken + 8 * self.rank
+        buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
 
     def leave(self, last_words: str) -> None:
-        """Tell all ranks that this process ends. The rounds before stay good: it has sent all that they need.
+        """Tell the peers that this process ends. The rounds before stay good: it has sent all that they need.
 
-        Nothing is told where the host does not know which round is the last, and where it was told already.
+        Nothing is told where the host does not know which round is the last, nor after a failure. A daemon thread of
+        this process may still be in a call, and would take a word in the own header for a peer's.
         """
         epoch = self.epoch + 1
         with _beside_kernels(self.device):
             if self.captured or self.rank in self.breakers(epoch):
                 return
-            for buffer in self.buffers:
-                self._put_last_words(buffer, self.rank, last_words)
-            self._give_up(ENDED, epoch)
+            for peer in peers_of(self.rank, self.group_size)[:-1]:
+                self._put_last_words(self.buffers[peer], self.rank, last_words)
+                self._break(self.buffers[peer], ENDED, epoch)
 
     def _put_last_words(self, buffer: Tensor, src_rank: int, text: str) -> None:
         words = torch.tensor(list(text.encode()[:LAST_WORDS_BYTES]), dtype=torch.uint8, device="cpu")

@@ -213,7 +213,7 @@ class ProtocolModel:
         """Write the broken word of one rank's header."""
         dst = rank.breaking - 1
         segment, epoch = rank.gave_up
-        if dst == r or self.rules.tells_peers:
+        if self.rules.tells_peers if dst != r else not rank.ended:
             named = epoch if self.rules.ends_behind_its_rounds or not rank.ended else epoch - 1
             state = state._replace(broken=with_word(state.broken, self._broken(segment, dst, r), named + 1))
         told = rank._replace(breaking=(rank.breaking + 1) % (self.size + 1))
