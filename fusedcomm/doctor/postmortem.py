@@ -271,11 +271,10 @@ def _behind(rank: int, came: dict[int, RecordedCall], report: GroupReport, dumps
         done = f"is still in {last}"
     else:
         done = f"has {'finished' if last.state == DONE else 'failed in'} {last}"
-    if dumps[rank].has_ended:
-        done = f"{dumps[rank].why.replace('the', 'its', 1)}. It {done}"
+    ended = f"{dumps[rank].why.replace('the', 'its', 1)}. It" if dumps[rank].has_ended else "it"
     waits = f", for which {waits}" if waiting else ""
     where = f". It is outside of fusedcomm, at {dumps[rank].at}" if dumps[rank].is_outside else ""
-    return f"rank {rank} is behind: it {done} and never came to {call}{waits}{where}"
+    return f"rank {rank} is behind: {ended} {done} and never came to {call}{waits}{where}"
 
 
 def _without_dump(local: int, came: dict[int, RecordedCall]) -> str:

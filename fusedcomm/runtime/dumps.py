@@ -34,7 +34,7 @@ ENDED = "the program has ended"  # another, which an exception may follow
 LISTENER = "fusedcomm-dumps"
 _writing = threading.Lock()
 _armed = False
-_last_why: str | None = None  # of the dump in place, if this process has written one
+_last_why: str | None = None  # why this process has written the dump in place, if it has
 
 
 def arm() -> None:

@@ -29,4 +29,4 @@ class Patience:
     def tell(self, ranks: Sequence[int], where: str) -> None:
         self.told = True
         names = f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
-        log.warning("still waiting for %s (%.3g s) in %s", names, self.seconds, where)
+        log.warning("still waiting for %s (%s s) in %s", names, f"{self.seconds:.3g}", where)
