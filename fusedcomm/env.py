@@ -11,8 +11,8 @@ ALGORITHMS = ("unfused", "chunked", "fused")
 
 
 def timeout_s() -> float:
-    """``FUSEDCOMM_TIMEOUT_S``: the bound of every wait for a peer, in seconds (default 600)."""
-    return _positive("FUSEDCOMM_TIMEOUT_S", 600.0)
+    """``FUSEDCOMM_TIMEOUT_S``: the bound of every wait for a peer, in seconds (default 300)."""
+    return _positive("FUSEDCOMM_TIMEOUT_S", 300.0)
 
 
 def workspace_bytes() -> int:

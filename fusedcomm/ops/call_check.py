@@ -36,7 +36,8 @@ def same_call(
         ours.enter(record.op, fingerprint)  # raises here if this rank knows of an error: it does not come to the vote
     record.state = flight_recorder.CHECKING
     facts = {"call": facts_of(record, plan, bias, by_product)}
-    found = agree(PrefixStore("check", ours.store), ours.rank, ours.group_size, facts, what=record.op)
+    store = PrefixStore("check", ours.store)
+    found = agree(store, ours.rank, ours.group_size, facts, what=record.op, departures=ours.topology.departures)
     compare([each["call"] for each in found], ours.rank, record)
 
 

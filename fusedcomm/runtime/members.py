@@ -103,6 +103,7 @@ class Member:
         if self.error is not None:
             raise self.error.again()
         if self.workspace is not None:
+            self.workspace.call_number = self.num_calls
             self.workspace.enter(op, fingerprint)
 
     def check(self, op: str) -> None:
@@ -155,6 +156,8 @@ class Member:
         segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
         owner = (segment, handle)
         self.workspace = Workspace(self.rank, segments, self.group_name, owner, self.guard_bytes)
+        self.workspace.departures = self.topology.departures
+        self.workspace.call_number = self.num_calls
         self.workspace.arm()
         return self.workspace
 
@@ -183,7 +186,7 @@ class Member:
     def _agree(self, op: str, fingerprint: int, error: str, stage: str) -> str | None:
         """Check that all ranks are at this stage of this call. Return what the first rank that failed says, or None."""
         facts = {"op": op, "fingerprint": fingerprint, "stage": stage, "error": error}
-        calls = agree(self.store, self.rank, self.group_size, facts, what=op)
+        calls = agree(self.store, self.rank, self.group_size, facts, what=op, departures=self.topology.departures)
         _check_same_call(calls, self.rank, op, self.group_name)
         return next((f"rank {rank} {call['error']}" for rank, call in enumerate(calls) if call["error"]), None)
 
@@ -240,6 +243,11 @@ def _group(pg: ProcessGroup) -> _Group:
 
 def members(pg: ProcessGroup) -> list[Member]:
     return list(_groups[pg].members.values()) if pg in _groups else []
+
+
+def all_members() -> list[Member]:
+    """Those of all groups of this process that are left."""
+    return [each for group in list(_groups.values()) for each in group.members.values()]
 
 
 def known_member(group_name: str, device: torch.device) -> Member | None:
@@ -340,7 +348,8 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
             record.resets, record.ranks, record.state = each.resets + 1, each.ranks, flight_recorder.RUNNING
         slots = {device.type: each.slot_bytes for device, each in known.members.items()}
         own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots}
-        facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op)
+        departures = next((each.topology.departures for each in known.members.values()), None)
+        facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op, departures=departures)
         _check_same_call(facts, pg.rank(), op, pg.group_name)
         shared = set.intersection(*(set(fact["slots"]) for fact in facts))
         known.members = {device: each for device, each in known.members.items() if device.type in shared}

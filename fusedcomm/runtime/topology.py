@@ -16,6 +16,7 @@ from fusedcomm import env
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import Constants
 from fusedcomm.runtime import group
+from fusedcomm.runtime.departures import Departures, own_life
 from fusedcomm.runtime.vote import agree
 
 log = logging.getLogger("fusedcomm")
@@ -31,6 +32,7 @@ class Topology:
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
     check: bool = False  # FUSEDCOMM_CHECK of any rank
+    departures: Departures | None = None  # not equal, as each rank watches its peers by itself
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> Topology:
@@ -55,6 +57,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> Topology:
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         constants=constants if _all_have_the_same(facts, rank) else None,
         check=any(fact["check"] for fact in facts),
+        departures=Departures(group.store(pg, "departures"), rank, facts),
     )
 
 
@@ -77,6 +80,7 @@ def no_native() -> str | None:
 def _facts(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "host": env.host_id(),
+        **own_life(),
         "workspace_bytes": env.workspace_bytes(),
         "algorithm": env.algorithm(),
         "check": env.check(),

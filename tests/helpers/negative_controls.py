@@ -157,6 +157,24 @@ CONTROLS: dict[str, Control] = {
         "            pass",
         "tests/runtime/test_faults.py::test_a_round_left_half_way_is_never_taken_for_the_next[chunked-at-once]",
     ),
+    "a rank that ends tells its peers": Control(
+        WORKSPACE,
+        "                self._break(self.buffers[peer], ENDED, epoch)",
+        "                pass",
+        "tests/runtime/test_exits.py::test_peers_hear_why_a_rank_has_left[chunked-while-they-wait]",
+    ),
+    "a rank that ends spoils no round before": Control(
+        WORKSPACE,
+        "                self._break(self.buffers[peer], ENDED, epoch)",
+        "                self._break(self.buffers[peer], ENDED, epoch - 1)",
+        "tests/runtime/test_exits.py::test_a_rank_that_ends_spoils_no_round_before",
+    ),
+    "a process that is gone is looked for": Control(
+        WORKSPACE,
+        "            gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}",
+        "            gone = set()",
+        "tests/runtime/test_exits.py::test_a_process_that_is_gone_is_found",
+    ),
     "a look at the broken words where all signals are there": Control(
         WORKSPACE,
         '        if self.device.type == "cpu" and self.breakers(epoch):',

@@ -109,6 +109,30 @@ def test_arguments_are_named_and_dims_counted_from_the_front() -> None:
     }
 
 
+LOST = LookupError("lost")
+
+
+@pytest.mark.parametrize(
+    ("last", "error", "why"),
+    [
+        (None, None, dumps.ENDED),
+        (dumps.SIGUSR1, None, dumps.ENDED),
+        ("PeerTimeoutError: text", None, None),  # what failed before a good end stays
+        (None, LOST, f"{dumps.ENDED} by LookupError: lost"),
+        ("PeerTimeoutError: text", LOST, f"{dumps.ENDED} by LookupError: lost"),
+        ("LookupError: lost", LOST, None),  # the dump of the call that it left has more
+    ],
+)
+def test_a_rank_that_ends_leaves_a_dump_over_none_that_says_more(
+    last: str | None, error: Exception | None, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(dumps, "_last_why", last)
+    monkeypatch.setattr(dumps, "write", written.append)
+    dumps.write_at_exit(error)
+    assert written == [] if why is None else [why]
+
+
 NAMES = ("a-host", "a-user")
 
 
