@@ -115,9 +115,8 @@ class Member:
         with self.lock, on_device(self.device):
             self._free()
             self.unavailable = self.error = None
-            if self.topology.no_workspace is None:
-                with suppress(WorkspaceUnavailable):  # the next plan gives the reason
-                    self._make(num_bytes, "fusedcomm.reset", 0)
+            with suppress(WorkspaceUnavailable):  # the next plan gives the reason
+                self._make(num_bytes, "fusedcomm.reset", 0)
 
     def close(self) -> None:
         with self.lock, on_device(self.device):
@@ -150,6 +149,10 @@ class Member:
         except PeerError as failed:
             self.error = failed.until_reset()
             raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
+        except BaseException as left:  # by Ctrl-C: the peers wait in a place to which the next call does not come
+            text = f"{op} on group {self.group_name!r}, rank {self.rank}: left by {type(left).__name__}. {RESET_FIRST}"
+            self.error = PeerError(text, peers=[self.rank], op=op, epoch=0)
+            raise
         if reason is not None:
             self.unavailable = reason
             raise WorkspaceUnavailable(reason)
@@ -334,8 +337,8 @@ def synchronize(group: Group = None) -> None:
 def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
     """The Members that all ranks of the group have, each with the largest slot of any rank; calls are counted anew.
 
-    This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks is dropped
-    and voted on again: its vote never finished, so it has no workspace.
+    This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks, as its vote
+    never finished, is dropped and voted on again, and so is one whose vote found that it can have no workspace.
     """
     pg = groups.find(groups.resolve(group)[1])
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
@@ -352,7 +355,11 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
         facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op, departures=departures)
         _check_same_call(facts, pg.rank(), op, pg.group_name)
         shared = set.intersection(*(set(fact["slots"]) for fact in facts))
-        known.members = {device: each for device, each in known.members.items() if device.type in shared}
+        known.members = {
+            device: each
+            for device, each in known.members.items()
+            if device.type in shared and each.topology.no_workspace is None
+        }
         known.errors.clear()
         devices = sorted(known.members, key=str)
         yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]

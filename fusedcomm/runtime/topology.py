@@ -42,8 +42,14 @@ def probe(pg: ProcessGroup, device: torch.device) -> Topology:
         reason = "a fake process group has no peers"
         return Topology(reason, None, env.workspace_bytes(), env.algorithm())
     store = group.store(pg, f"topology/{device.type}")
-    constants = tuned.read(device, group_size)
-    own = _facts(device) | {"constants": constants.digest if constants else None}
+    constants = None
+    own = _settings() | own_life()
+    try:
+        constants = tuned.read(device, group_size)
+        own |= _found(device) | {"constants": constants.digest if constants else None}
+    except OSError as error:  # without descriptors, say; the peers wait to hear of it
+        reason = f"it cannot find out what it can do ({error})"
+        own |= {"host": "", "no_fused": None, "no_workspace": reason, "uuid": "", "constants": None}
     facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
     no_workspace = _no_workspace(facts)
     if no_workspace is None and device.type == "cuda":
@@ -77,13 +83,14 @@ def no_native() -> str | None:
     return None
 
 
-def _facts(device: torch.device) -> dict[str, Any]:
+def _settings() -> dict[str, Any]:
+    return {"workspace_bytes": env.workspace_bytes(), "algorithm": env.algorithm(), "check": env.check()}
+
+
+def _found(device: torch.device) -> dict[str, Any]:
+    """What this rank finds on its machine. Raises OSError."""
     facts: dict[str, Any] = {
-        "host": env.host_id(),
-        **own_life(),
-        "workspace_bytes": env.workspace_bytes(),
-        "algorithm": env.algorithm(),
-        "check": env.check(),
+        "host": env.known_host_id(),
         "no_fused": _no_fused(device),
         # On a GPU chunked needs Triton too: its signals, waits and copy-outs are kernels.
         "no_workspace": no_native() if device.type == "cpu" else _no_triton(),

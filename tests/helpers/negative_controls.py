@@ -51,10 +51,12 @@ class Control:
 def copy_sources(folder: Path) -> None:
     for each in ROOT.iterdir():
         if each.name in COPIED:
-            shutil.copytree(each, folder / each.name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(each, folder / each.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         elif each.name not in (".git", "build"):
             (folder / each.name).symlink_to(each)
-    (folder / "fusedcomm" / "kernels").symlink_to(folder / "kernels")  # as package_dir maps it
+    kernels = folder / "fusedcomm" / "kernels"
+    kernels.unlink(missing_ok=True)  # some checkouts have one
+    kernels.symlink_to(folder / "kernels")  # as package_dir maps it
 
 
 def run_tests(folder: Path, *tests: str) -> tuple[int | None, str]:
