@@ -4,6 +4,7 @@ Rules say what cannot run, each with its reason:
 
     one rank                                            unfused     nothing to exchange
     no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
+    float64                                             unfused     for gradcheck: the kernels add in float32
     one row does not fit a slot                         unfused     rounds are cut between rows
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph capture                             not chunked a graph would fix the slots that it copies to
@@ -159,6 +160,8 @@ def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, mem
     topology = member.topology
     if name == "unfused":
         return None
+    if dtype == torch.float64:
+        return "float64 has no overlapped algorithm"
     if member.no_workspace is not None:
         return member.no_workspace
     row_bytes = exchange.row_numel * dtype.itemsize * exchange.group_size

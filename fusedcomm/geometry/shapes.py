@@ -159,8 +159,8 @@ def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
 
 def check_tensors(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
     """Checks of dtype and device that all ops share."""
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise ValueError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if len(biases) != len(ws):
         raise ValueError(f"bias must have one entry per w, {len(ws)}, got {len(biases)}")
     for name, tensors in (("w", ws), ("bias", biases)):

@@ -15,7 +15,7 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.dispatch import by_product, run
-from fusedcomm.ops.library import lib, refuse_transforms, register_autocast, register_fake
+from fusedcomm.ops.library import lib, refuse_tangents, refuse_transforms, register_autocast, register_fake
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_gather_matmul"
@@ -95,7 +95,6 @@ def all_gather_matmul(
         gate, up = fusedcomm.all_gather_matmul(x, [w_gate, w_up], gather_dim=1)
         assert gate.shape == (2, 8, 6) and up.shape == (2, 8, 5)  # [batch, tokens, N]
     """
-    refuse_transforms(OP)
     group_size, group_name = resolve(group)
     ws, biases = _lists(w, bias)
     keep = save_gathered and torch.is_grad_enabled() and any(each.requires_grad for each in ws)
@@ -161,6 +160,7 @@ def _fake(
 
 
 register_autocast(OP)
+refuse_transforms(OP)
 
 
 class _AllGatherMatmul(torch.autograd.Function):
@@ -235,6 +235,7 @@ def _autograd(
     group_size: int,
     group_name: str,
 ) -> tuple[list[Tensor], Tensor]:
+    refuse_tangents(OP, x, ws, biases)
     check_tensors(x, ws, biases)  # there are as many biases as weights: below they are one list
     tensors = (x, *ws, *biases)
     *outs, gathered = _AllGatherMatmul.apply(*tensors, gather_dim, return_gathered, group_size, group_name)

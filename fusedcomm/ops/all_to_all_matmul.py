@@ -14,7 +14,7 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.dispatch import by_product, run
-from fusedcomm.ops.library import lib, refuse_transforms, register_autocast, register_fake
+from fusedcomm.ops.library import lib, refuse_transforms, register_autocast, register_autograd, register_fake
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_to_all_matmul"
@@ -81,7 +81,6 @@ def all_to_all_matmul(
         y = fusedcomm.all_to_all_matmul(x, w, gather_dim=-2, scatter_dim=1)
         assert y.shape == (2, 4, 5)  # [batch, tokens / R, N]
     """
-    refuse_transforms(OP)
     group_size, group_name = resolve(group)
     keep = save_exchanged and torch.is_grad_enabled() and w.requires_grad
     call = torch.ops.fusedcomm.all_to_all_matmul
@@ -139,6 +138,7 @@ def _fake(
 
 
 register_autocast(OP)
+refuse_transforms(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -181,4 +181,4 @@ def _exchanged_shape(x: torch.Size, gather_dim: int, scatter_dim: int, group_siz
     return shape
 
 
-torch.library.register_autograd(f"fusedcomm::{OP}", _backward, setup_context=_setup_context, lib=lib)
+register_autograd(OP, _backward, _setup_context)

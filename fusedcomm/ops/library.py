@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library import autograd as torch_autograd
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from fusedcomm.geometry.shapes import check_out
@@ -40,6 +42,7 @@ def define_out(op: str, kernel: Callable[..., Tensor], fake: Callable[..., Tenso
     register_fake(f"{op}.out")(fake)
 
     def below_autograd(*args: Any, out: Tensor) -> Tensor:
+        refuse_tangents(op, *args)
         tensors = [t for t in (*args, out) if isinstance(t, Tensor)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(f"fusedcomm::{op}.out has no gradients: no tensor may require grad, or use no_grad()")
@@ -49,6 +52,28 @@ def define_out(op: str, kernel: Callable[..., Tensor], fake: Callable[..., Tenso
         return out
 
     lib.impl(f"{op}.out", below_autograd, "Autograd")
+
+
+def register_autograd(op: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """What torch.library.register_autograd does, and tangents are refused before anything is sent."""
+    info = torch_autograd.Info(backward, setup_context)
+    differentiable = torch_autograd.make_autograd_impl(getattr(torch.ops.fusedcomm, op).default, info)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        refuse_tangents(op, *args)
+        return differentiable(keyset, *args)
+
+    lib.impl(op, kernel, "Autograd", with_keyset=True)
+
+
+def refuse_tangents(op: str, *args: Any) -> None:
+    """Without a rule for them torch would drop the tangents where no input requires grad."""
+    if forward_ad._current_level >= 0:
+        tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise RuntimeError(
+                f"fusedcomm.{op} has no forward-mode derivatives: use reverse mode, as loss.backward() does"
+            )
 
 
 def register_autocast(op: str) -> None:
@@ -73,6 +98,10 @@ def _autocast(op: str, device_type: str, key: str) -> Callable[..., Any]:
 
 
 def refuse_transforms(op: str) -> None:
-    """torch.func's transforms have no rule for a call that other ranks take part in."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    """torch.func's transforms have no rule for a call that other ranks take part in, so inside them the op raises."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(f"fusedcomm.{op} does not work inside torch.func transforms: use torch.autograd")
+
+    for overload in getattr(torch.ops.fusedcomm, op).overloads():
+        lib.impl(f"{op}.{overload}".removesuffix(".default"), refuse, "FuncTorchDynamicLayerFrontMode")

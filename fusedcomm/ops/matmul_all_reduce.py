@@ -14,7 +14,15 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_out, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.dispatch import run
-from fusedcomm.ops.library import define_out, lib, new_or_given, refuse_transforms, register_autocast, register_fake
+from fusedcomm.ops.library import (
+    define_out,
+    lib,
+    new_or_given,
+    refuse_transforms,
+    register_autocast,
+    register_autograd,
+    register_fake,
+)
 from fusedcomm.runtime.group import Group, check_size, resolve
 
 OP = "matmul_all_reduce"
@@ -70,7 +78,6 @@ def matmul_all_reduce(
         y = fusedcomm.matmul_all_reduce(x, w)
         assert y.shape == (2, 8, 5) and (y == 6).all()  # [batch, tokens, N], summed over K
     """
-    refuse_transforms(OP)
     group_size, group_name = resolve(group)
     return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name)
 
@@ -133,22 +140,50 @@ def _fake(
 
 define_out(OP, _kernel, _fake)
 register_autocast(OP)
+refuse_transforms(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _bias, reduce_op, group_size, _group_name = inputs
+    x, w, _bias, reduce_op, group_size, group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
-    ctx.w_layout, ctx.reduce_op, ctx.group_size = gradients.layout_of(w), reduce_op, group_size
+    ctx.w_layout, ctx.reduce_op, ctx.group = gradients.layout_of(w), reduce_op, (group_size, group_name)
+
+
+class _Same(torch.autograd.Function):
+    """A tensor that is the same on all ranks, of which each rank makes its part: the parts' gradients are added."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: tuple[int, str]) -> Tensor:
+        ctx.group = group
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the ranks' tensors, which is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, group: tuple[int, str]) -> Tensor:
+        ctx.group = group
+        return reference.all_reduce(t, "sum", *group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Same.apply(grad, ctx.group), None
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    part = reference.averaged(grad, ctx.reduce_op, ctx.group_size)
+    same = _Same.apply(grad, ctx.group) if grad.requires_grad else grad
+    part = reference.averaged(same, ctx.reduce_op, ctx.group[0])
     grad_x = torch.matmul(part, w.mT) if needs_x else None
     grad_w = gradients.of_w(x, part, ctx.w_layout) if needs_w else None
     grad_bias = gradients.of_bias(grad) if needs_bias else None
     return grad_x, grad_w, grad_bias, None, None, None
 
 
-torch.library.register_autograd(f"fusedcomm::{OP}", _backward, setup_context=_setup_context, lib=lib)
+register_autograd(OP, _backward, _setup_context)

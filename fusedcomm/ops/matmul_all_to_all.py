@@ -15,7 +15,15 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.dispatch import run
-from fusedcomm.ops.library import define_out, lib, new_or_given, refuse_transforms, register_autocast, register_fake
+from fusedcomm.ops.library import (
+    define_out,
+    lib,
+    new_or_given,
+    refuse_transforms,
+    register_autocast,
+    register_autograd,
+    register_fake,
+)
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_all_to_all"
@@ -79,7 +87,6 @@ def matmul_all_to_all(
         y = fusedcomm.matmul_all_to_all(x, w, gather_dim=1, scatter_dim=-2, out_shape=[2, 3])
         assert y.shape == (2, 8, 1, 3)  # [batch, tokens, heads / R, head_dim]
     """
-    refuse_transforms(OP)
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
     return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, gather_dim, scatter_dim, group_size, group_name)
@@ -141,6 +148,7 @@ def _fake(
 
 define_out(OP, _kernel, _fake)
 register_autocast(OP)
+refuse_transforms(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -171,4 +179,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_w, grad_bias, None, None, None, None, None
 
 
-torch.library.register_autograd(f"fusedcomm::{OP}", _backward, setup_context=_setup_context, lib=lib)
+register_autograd(OP, _backward, _setup_context)

@@ -14,7 +14,15 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.dispatch import run
-from fusedcomm.ops.library import define_out, lib, new_or_given, refuse_transforms, register_autocast, register_fake
+from fusedcomm.ops.library import (
+    define_out,
+    lib,
+    new_or_given,
+    refuse_transforms,
+    register_autocast,
+    register_autograd,
+    register_fake,
+)
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_reduce_scatter"
@@ -78,7 +86,6 @@ def matmul_reduce_scatter(
         y = fusedcomm.matmul_reduce_scatter(x, w, scatter_dim=1)
         assert y.shape == (2, 4, 5) and (y == 6).all()  # [batch, tokens / R, N], summed over K
     """
-    refuse_transforms(OP)
     group_size, group_name = resolve(group)
     return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name)
 
@@ -132,6 +139,7 @@ def _fake(
 
 define_out(OP, _kernel, _fake)
 register_autocast(OP)
+refuse_transforms(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -158,4 +166,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_w, grad_bias, None, None, None, None
 
 
-torch.library.register_autograd(f"fusedcomm::{OP}", _backward, setup_context=_setup_context, lib=lib)
+register_autograd(OP, _backward, _setup_context)
