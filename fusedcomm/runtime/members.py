@@ -150,8 +150,8 @@ class Member:
             self.error = failed.until_reset()
             raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
         except BaseException as left:  # by Ctrl-C: the peers wait in a place to which the next call does not come
-            text = f"{op} on group {self.group_name!r}, rank {self.rank}: left by {type(left).__name__}. {RESET_FIRST}"
-            self.error = PeerError(text, peers=[self.rank], op=op, epoch=0)
+            text = f"{op} on group {self.group_name!r}, rank {self.rank}: left by {type(left).__name__}"
+            self.error = PeerError(text, peers=[self.rank], op=op, epoch=0).until_reset()
             raise
         if reason is not None:
             self.unavailable = reason
@@ -337,8 +337,8 @@ def synchronize(group: Group = None) -> None:
 def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
     """The Members that all ranks of the group have, each with the largest slot of any rank; calls are counted anew.
 
-    This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks, as its vote
-    never finished, is dropped and voted on again, and so is one whose vote found that it can have no workspace.
+    This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks, as its
+    vote never finished, is dropped and voted on again, and so is one whose vote found that it can have no workspace.
     """
     pg = groups.find(groups.resolve(group)[1])
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
