@@ -11,8 +11,8 @@ ALGORITHMS = ("unfused", "chunked", "fused")
 
 
 def timeout_s() -> float:
-    """``FUSEDCOMM_TIMEOUT_S``: the bound of every wait for a peer, in seconds (default 600)."""
-    return _positive("FUSEDCOMM_TIMEOUT_S", 600.0)
+    """``FUSEDCOMM_TIMEOUT_S``: the bound of every wait for a peer, in seconds (default 300)."""
+    return _positive("FUSEDCOMM_TIMEOUT_S", 300.0)
 
 
 def workspace_bytes() -> int:
@@ -61,15 +61,20 @@ def host_id() -> str:
 
     The boot id tells hosts apart. The PID namespace must be shared too: memory is handed over through /proc/<pid>/fd.
     """
+    try:
+        return known_host_id()
+    except OSError:
+        return f"unknown host of process {os.getpid()}"
+
+
+def known_host_id() -> str:
+    """``host_id``, or an OSError if this process cannot find it out."""
     override = os.environ.get("FUSEDCOMM_HOST_ID")
     if override:
         return override
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot_id = file.read().strip()
-        return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"unknown host of process {os.getpid()}"
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot_id = file.read().strip()
+    return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _positive(name: str, default: float) -> float:

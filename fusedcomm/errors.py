@@ -9,6 +9,9 @@ Programs import them from `fusedcomm`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from fusedcomm import env
 
 RESET_FIRST = "Call fusedcomm.reset(group) on every rank before the next call"
 
@@ -25,20 +28,30 @@ class PeerError(RuntimeError):
         op: the name of the op or function that failed on this rank.
         epoch: the number of the round that failed, counted since the group's workspace was made; 0 where ranks failed
             to come together outside of a round.
+        next_step: what to do now, which is the last line of the text.
     """
 
-    def __init__(self, message: str, *, peers: Sequence[int], op: str, epoch: int) -> None:
+    def __init__(self, message: str, *, peers: Sequence[int], op: str, epoch: int, differs: str | None = None) -> None:
+        """``differs``: what of the call is not the same on all ranks, if that is known."""
         super().__init__(message)
         self.peers = list(peers)
         self.op = op
         self.epoch = epoch
+        self.next_step = _next_step(self, differs)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n{self.next_step}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), str(self), self.peers, self.op, self.epoch)
+        return _rebuild, (type(self), self.args[0], self.__dict__)
 
     def again(self) -> PeerError:
         """The same error for a later call on the workspace that it broke."""
-        return type(self)(str(self), peers=self.peers, op=self.op, epoch=self.epoch)
+        return _rebuild(type(self), self.args[0], self.__dict__)
+
+    def until_reset(self) -> PeerError:
+        """The error as every call raises it until a reset: ranks that just tried again would meet in other calls."""
+        return _rebuild(type(self), f"{self.args[0]}. {RESET_FIRST}", self.__dict__)
 
 
 class PeerTimeoutError(PeerError):
@@ -51,5 +64,22 @@ class PeerMismatchError(PeerError):
     """A peer called another op, or this one with other shapes, dtype or dims."""
 
 
-def _rebuild(cls: type[PeerError], message: str, peers: list[int], op: str, epoch: int) -> PeerError:
-    return cls(message, peers=peers, op=op, epoch=epoch)
+def _next_step(error: PeerError, differs: str | None) -> str:
+    if isinstance(error, PeerTimeoutError):
+        first = "if a rank was only late, raise FUSEDCOMM_TIMEOUT_S on all ranks"
+    elif differs is not None:
+        first = f"make {differs} the same on all ranks"
+    elif isinstance(error, PeerMismatchError):
+        first = "set FUSEDCOMM_CHECK=1 on all ranks, and the error names what differs"
+    else:
+        first = "read what the other ranks have raised or logged"
+    folder = env.dump_dir()
+    if folder is None:
+        return f"Next: {first}; with FUSEDCOMM_DUMP_DIR=DIR, `fusedcomm postmortem DIR` says what each rank did."
+    return f"Next: {first}; `fusedcomm postmortem {folder}` says what each rank did."
+
+
+def _rebuild(cls: type[PeerError], message: str, attributes: dict[str, Any]) -> PeerError:
+    error = cls.__new__(cls, message)
+    error.__dict__.update(attributes)
+    return error

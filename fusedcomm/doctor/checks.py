@@ -164,7 +164,7 @@ def op_values(rank: int, device_type: str, algorithm: str) -> str:
 
 def pattern(seed: int) -> Tensor:
     """Bytes that differ from place to place and from seed to seed."""
-    return ((torch.arange(PATTERN_BYTES) * 7 + seed) % 251).to(torch.uint8)
+    return ((torch.arange(PATTERN_BYTES, device="cpu") * 7 + seed) % 251).to(torch.uint8)
 
 
 def _must(condition: bool, text: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from fusedcomm.doctor.findings import ranks_text
-from fusedcomm.runtime.dumps import SCHEMA, SIGUSR1
+from fusedcomm.runtime.dumps import ENDED, SCHEMA, SIGUSR1
 from fusedcomm.runtime.flight_recorder import CHECKING, DONE, FAILED, RUNNING, VOTING
 
 STATES = (VOTING, CHECKING, RUNNING, DONE, FAILED)
@@ -78,8 +79,12 @@ class Dump:
         return next(iter(known[-1:]), "an unknown line")
 
     @property
+    def has_ended(self) -> bool:
+        return self.why.startswith(ENDED)
+
+    @property
     def is_outside(self) -> bool:
-        return not any(call.is_open for call in self.calls)
+        return not self.has_ended and not any(call.is_open for call in self.calls)
 
 
 @dataclass(frozen=True)
@@ -258,7 +263,7 @@ def _behind(rank: int, came: dict[int, RecordedCall], report: GroupReport, dumps
     waits = f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'} since {seconds:.1f} s"
     if rank not in dumps:
         waits = f". In {call} {waits} for it" if waiting else ""
-        return f"rank {rank} has left no dump: it has died, is stopped, or never came{waits}"
+        return f"rank {rank} has left no dump{_without_dump(report.ranks.index(rank), came)}{waits}"
     last = report.last.get(rank)
     if last is None:
         done = "has called nothing"
@@ -266,9 +271,22 @@ def _behind(rank: int, came: dict[int, RecordedCall], report: GroupReport, dumps
         done = f"is still in {last}"
     else:
         done = f"has {'finished' if last.state == DONE else 'failed in'} {last}"
+    ended = f"{dumps[rank].why.replace('the', 'its', 1)}. It" if dumps[rank].has_ended else "it"
     waits = f", for which {waits}" if waiting else ""
     where = f". It is outside of fusedcomm, at {dumps[rank].at}" if dumps[rank].is_outside else ""
-    return f"rank {rank} is behind: it {done} and never came to {call}{waits}{where}"
+    return f"rank {rank} is behind: {ended} {done} and never came to {call}{waits}{where}"
+
+
+def _without_dump(local: int, came: dict[int, RecordedCall]) -> str:
+    """What is known of a rank, ``local`` in its group, that has left no dump, from those that waited for it."""
+    errors = [call.error or "" for call in came.values()]
+    for error in errors:
+        if found := re.search(rf"\brank {local} has left: (.*?)(?:; rank \d+ has left: | \(rounds seen |$)", error):
+            return f", and its peers know why: {found[1]}"
+    on_cpus = [call for call in came.values() if call.device == "cpu" and call.rounds is not None]
+    if any(call.is_open or "did not signal within" in (call.error or "") for call in on_cpus):  # who looks each second
+        return ", though its process was there: it is stopped, or got no SIGUSR1"
+    return ": it has died, is stopped, or never came"
 
 
 def _inside(came: dict[int, RecordedCall], report: GroupReport, dumps: dict[int, Dump]) -> Iterator[str]:
@@ -312,7 +330,8 @@ def _chain(waits: Sequence[Wait], dumps: dict[int, Dump]) -> list[str]:
             last = path[-1].awaited
             if last not in dumps:
                 return [f"in a row: {_joined(path)}, which has left no dump"]
-            return [f"in a row: {_joined(path)}, which is at {dumps[last].at}"]
+            where = "has ended" if dumps[last].has_ended else f"is at {dumps[last].at}"
+            return [f"in a row: {_joined(path)}, which {where}"]
     return []
 
 

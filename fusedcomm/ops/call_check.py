@@ -36,7 +36,8 @@ def same_call(
         ours.enter(record.op, fingerprint)  # raises here if this rank knows of an error: it does not come to the vote
     record.state = flight_recorder.CHECKING
     facts = {"call": facts_of(record, plan, bias, by_product)}
-    found = agree(PrefixStore("check", ours.store), ours.rank, ours.group_size, facts, what=record.op)
+    store = PrefixStore("check", ours.store)
+    found = agree(store, ours.rank, ours.group_size, facts, what=record.op, departures=ours.topology.departures)
     compare([each["call"] for each in found], ours.rank, record)
 
 
@@ -65,7 +66,7 @@ def compare(calls_by_rank: list[dict[str, Any]], rank: int, record: flight_recor
             where = f"call {record.number} on group {record.group_name!r}"
             what = where if field == "op" else f"{record.op}, {where}"
             text = f"calls must be equal on all ranks, got {field} {_by_rank(values)} ({what})"
-            raise PeerMismatchError(text, peers=others, op=record.op, epoch=0)
+            raise PeerMismatchError(text, peers=others, op=record.op, epoch=0, differs=field)
 
 
 def _by_rank(values: list[Any]) -> str:

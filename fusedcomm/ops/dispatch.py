@@ -17,7 +17,7 @@ from fusedcomm.errors import PeerError
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_out
 from fusedcomm.ops import call_check
-from fusedcomm.runtime import dumps, flight_recorder, group
+from fusedcomm.runtime import dumps, exits, flight_recorder, group
 from fusedcomm.runtime.members import Member, WorkspaceUnavailable, member, on_device
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.workspace import Call, Workspace
@@ -57,6 +57,7 @@ def run(
             group.check_size(1, group_name)
             return unfused()
         dumps.arm()
+        exits.arm()
         with dumps.on_failure(), flight_recorder.Record(op, group_name, x.device, exchange, x.dtype) as record:
             plan, ours = prepare(op, exchange, x.dtype, x.device, group_name)
             assert ours is not None

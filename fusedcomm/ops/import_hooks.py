@@ -14,13 +14,9 @@ from typing import Any
 
 log = logging.getLogger("fusedcomm")
 
-# The module of torch that has the table, the one that fills it, and what is missing if that fails.
-TABLES = {
-    "torch._inductor.lowering": (
-        "fusedcomm.ops.lowering",
-        "Inductor lowers the ops of fusedcomm as plain fallbacks, in no fixed order",
-    ),
-    "torch.utils.flop_counter": ("fusedcomm.ops.flops", "FlopCounterMode counts no FLOPs for the ops of fusedcomm"),
+TABLES = {  # the module of torch that has the table, and the one that fills it
+    "torch._inductor.lowering": "fusedcomm.ops.lowering",
+    "torch.utils.flop_counter": "fusedcomm.ops.flops",
 }
 
 
@@ -35,11 +31,10 @@ def install() -> None:
 
 def _register(table: str) -> None:
     """If the module that fills the table imports it itself, it is half imported now, and registers at its own end."""
-    module, otherwise = TABLES[table]
     try:
-        importlib.import_module(module)
+        importlib.import_module(TABLES[table])
     except Exception as error:  # a program without these ops must still run
-        log.warning("%s: %s", otherwise, error)
+        log.warning("%s does not know the ops of fusedcomm: %s", table, error)
 
 
 class _AfterTable:

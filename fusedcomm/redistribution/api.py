@@ -57,9 +57,12 @@ def redistribute(
     is compiled, ranks not ascending along a mesh dim that shards.
 
     Raises:
-        ValueError: another mesh, too few or too many placements, a dim out of range, a Partial that is not there,
-            reduce ops that no order makes exact together, an average of integers; on this rank alone: a local tensor
-            that has not the shape of its part.
+        TypeError: no DTensor, no list of placements, or no dtype.
+        IndexError: too few or too many placements, or a dim out of range.
+        RuntimeError: no placements, a Partial that is not there, an average of integers.
+        NotImplementedError: another mesh.
+        ValueError: reduce ops that no order makes exact together; on this rank alone: a local tensor that has not the
+            shape of its part.
         PeerTimeoutError: a rank of the mesh did not come to a first call within ``FUSEDCOMM_TIMEOUT_S``.
 
     Example, on each of 2 ranks::
@@ -71,12 +74,15 @@ def redistribute(
         y = fusedcomm.redistribute(x, placements=[Shard(1)])
         assert y.to_local().shape == (8, 3)
     """
-    from fusedcomm.redistribution.dtensor import check_mesh, version
+    from fusedcomm.redistribution.dtensor import check_dtype, check_mesh, version
 
     check_mesh(dtensor, device_mesh)
+    check_dtype("forward_dtype", forward_dtype)
+    check_dtype("backward_dtype", backward_dtype)
     names = encode(placements, dtensor.placements)
     graphs_version = version(dtensor.device_mesh) if torch.compiler.is_compiling() else ""
-    found = torch.ops.fusedcomm.redistribute(dtensor, names, async_op, forward_dtype, backward_dtype, graphs_version)
+    options = (bool(async_op), forward_dtype, backward_dtype)
+    found = torch.ops.fusedcomm.redistribute(dtensor, names, *options, graphs_version)
     return cast("DTensor", found)
 
 
@@ -98,10 +104,11 @@ def redistribute_plan(
         forward_dtype: as in `redistribute`; bytes depend on it.
 
     Raises:
-        ValueError: as in `redistribute`, and for what that leaves to torch.
+        ValueError: what `redistribute` leaves to torch; and the errors of `redistribute`.
         PeerTimeoutError: a rank of the mesh did not come to the first call within ``FUSEDCOMM_TIMEOUT_S``.
     """
-    from fusedcomm.redistribution.dtensor import check_mesh, plan_of
+    from fusedcomm.redistribution.dtensor import check_dtype, check_mesh, plan_of
 
     check_mesh(dtensor, device_mesh)
+    check_dtype("forward_dtype", forward_dtype)
     return plan_of(dtensor, encode(placements, dtensor.placements), forward_dtype)

@@ -42,9 +42,14 @@ log = logging.getLogger("fusedcomm")
 
 def check_mesh(dtensor: DTensor, device_mesh: DeviceMesh | None) -> None:
     if not isinstance(dtensor, DTensor):
-        raise ValueError(f"redistribute takes a DTensor, got {type(dtensor).__name__}")
+        raise TypeError(f"redistribute takes a DTensor, got {type(dtensor).__name__}")
     if device_mesh is not None and device_mesh != dtensor.device_mesh:
-        raise ValueError(f"device_mesh must be the dtensor's own, {dtensor.device_mesh}, got {device_mesh}")
+        raise NotImplementedError(f"device_mesh must be the dtensor's own, {dtensor.device_mesh}, got {device_mesh}")
+
+
+def check_dtype(name: str, dtype: torch.dtype | None) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):  # the op's schema would take an int for one
+        raise TypeError(f"{name} must be a torch.dtype or None, got {type(dtype).__name__}")
 
 
 def version(mesh: DeviceMesh) -> str:
@@ -68,7 +73,7 @@ version._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see plac
 
 
 def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -> RedistributionPlan:
-    """The plan of `redistribute`. Raises ValueError."""
+    """The plan of `redistribute`. Raises what `redistribute` raises, and ValueError."""
     spec = dtensor._spec
     target = _target(spec, names)
     facts = mesh_groups.check(spec.mesh)
@@ -82,7 +87,8 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """The handler that DTensor calls for the op: it makes this rank's part by the plan."""
     x, names, async_op, forward_dtype, _ = _arguments(*args, **kwargs)
     spec: Any = x._spec
-    local, now, target = x._local_tensor, spec, _target(spec, names)
+    local: Tensor = x._local_tensor.detach()  # a DTensor that is made of a tensor that requires grad warns
+    now, target = spec, _target(spec, names)
     if forward_dtype is not None and forward_dtype != local.dtype:
         local = local.to(forward_dtype)
         now = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=forward_dtype))
@@ -118,13 +124,13 @@ def _arguments(
 
 
 def _target(spec: DTensorSpec, names: Sequence[str]) -> tuple[Placement, ...]:
-    """The placements that ``names`` stand for. Raises ValueError."""
+    """The placements that ``names`` stand for. Raises IndexError and RuntimeError, as torch does."""
     if len(names) != spec.mesh.ndim:
-        raise ValueError(f"placements must be one per dim of the mesh, {spec.mesh.ndim}, got {list(names)}")
+        raise IndexError(f"placements must be one per dim of the mesh, {spec.mesh.ndim}, got {list(names)}")
     target = placements.decode(names, len(spec.shape), spec.placements)
     for i, (was, wanted) in enumerate(zip(spec.placements, target, strict=True)):
         if wanted.is_partial() and was != wanted:
-            raise ValueError(f"mesh dim {i} must be {wanted} before, as it shall be after, got {was}")
+            raise RuntimeError(f"mesh dim {i} must be {wanted} before, as it shall be after, got {was}")
     return target
 
 
@@ -152,10 +158,10 @@ def _shardings_on(
 
 
 def _plan(facts: MeshFacts, before: Sharding, after: Sharding, dtype: torch.dtype) -> RedistributionPlan:
-    """The plan between two shardings. Raises ValueError."""
+    """The plan between two shardings. Raises ValueError and RuntimeError."""
     averages = any(op == "avg" and op != then for op, then in zip(before.partial, after.partial, strict=True))
     if averages and not (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"dtype must be of floating point to be averaged, got {dtype}")
+        raise RuntimeError(f"dtype must be of floating point to be averaged, got {dtype}")
     return search.plan(before, after, dtype.itemsize, _links(facts))
 
 

@@ -29,8 +29,10 @@ class Unsupported(Exception):
 
 def encode(placements: Any, now: Sequence[Any] = ()) -> list[str]:
     """One text per placement. One of another class becomes ``=`` if it is as in ``now``, else begins with ``?``."""
-    if not isinstance(placements, (list, tuple)):
-        raise ValueError(f"placements must be a list, one per dim of the mesh, got {placements!r}")
+    if placements is None:
+        raise RuntimeError("placements must be given, one per dim of the mesh, got None")
+    if not isinstance(placements, Sequence):  # not a set, whose order differs by rank
+        raise TypeError(f"placements must be a list, one per dim of the mesh, got {placements!r}")
     texts = [_encode(placement) for placement in placements]
     stays = [placement == then for placement, then in zip(placements, now, strict=False)]
     return ["=" if text[0] == "?" and stays[i : i + 1] == [True] else text for i, text in enumerate(texts)]
@@ -42,8 +44,10 @@ encode._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _encode(placement: Any) -> str:
     from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+    if not isinstance(placement, Placement):
+        raise TypeError(f"placements must be Replicate, Shard or Partial, got {placement!r}")
     kind = type(placement)  # the exact class, because one derived from Partial reduces in its own way
     if kind is Shard:
         return f"S({placement.dim})"
@@ -55,7 +59,7 @@ def _encode(placement: Any) -> str:
 
 
 def decode(texts: Sequence[str], ndim: int, now: Sequence[Any]) -> tuple[Any, ...]:
-    """The placements of a tensor of ``ndim`` dims, which are counted from the front. Raises ValueError."""
+    """The placements of a tensor of ``ndim`` dims, which are counted from the front. Raises as torch does."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -71,13 +75,13 @@ def decode(texts: Sequence[str], ndim: int, now: Sequence[Any]) -> tuple[Any, ..
         elif match := _PARTIAL.fullmatch(text):
             found.append(Partial(match[1]))
         else:
-            raise ValueError(f"placements must be Replicate, Shard or Partial, or as they are, got {text[1:]}")
+            raise RuntimeError(f"placements must be Replicate, Shard or Partial, or as they are, got {text[1:]}")
     return tuple(found)
 
 
 def _tensor_dim(text: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
-        raise ValueError(f"the dim of {text} must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims, got {dim}")
+        raise IndexError(f"the dim of {text} must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims, got {dim}")
     return dim % ndim
 
 

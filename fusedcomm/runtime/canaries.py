@@ -54,4 +54,4 @@ def _place(i: int, num_slots: int, found: Tensor, wrong: Tensor) -> str:
 @cache
 def _pattern(num_bytes: int) -> Tensor:
     """The bytes of a guard. None of them is 0, and none equals its neighbour."""
-    return (torch.arange(num_bytes) * 37 % 251 + 1).to(torch.uint8)
+    return (torch.arange(num_bytes, device="cpu") * 37 % 251 + 1).to(torch.uint8)

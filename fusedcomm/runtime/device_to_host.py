@@ -175,4 +175,4 @@ def _copy_on_stream(source: Tensor, blocking: bool) -> tuple[Tensor, torch.cuda.
 
 def _pinned(source: Tensor) -> Tensor:
     # torch's pinned allocator keeps the memory until the copy is done, even if the host frees it early.
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    return torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)

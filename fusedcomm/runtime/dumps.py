@@ -1,4 +1,4 @@
-"""The last calls of this rank as a JSON file in FUSEDCOMM_DUMP_DIR, written when a call fails, and on SIGUSR1.
+"""The last calls of this rank as a JSON file in FUSEDCOMM_DUMP_DIR: when a call fails, on SIGUSR1, and at the end.
 
 `fusedcomm postmortem` reads the files of all ranks. A rank that is stuck writes too, wherever its main thread waits, as
 long as it lets other threads run.
@@ -30,9 +30,11 @@ log = logging.getLogger("fusedcomm")
 
 SCHEMA = 1
 SIGUSR1 = "SIGUSR1"  # the reason that a dump gives
+ENDED = "the program has ended"  # another, which an exception may follow
 LISTENER = "fusedcomm-dumps"
 _writing = threading.Lock()
 _armed = False
+_last_why: str | None = None  # why this process has written the dump in place, if it has
 
 
 def arm() -> None:
@@ -60,16 +62,26 @@ class on_failure:  # a function to its users, in a with statement
 
 def write(why: str) -> Path | None:
     """Replace this rank's dump at once. Returns None, and never raises, if there is no directory or writing fails."""
+    global _last_why
     folder = env.dump_dir()
     if folder is None or not dist.is_initialized() or group.is_forked():
         return None
     try:
         with _writing:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _last_why = why
             return files.replace(folder / f"rank{dist.get_rank()}.json", json.dumps(describe(why), indent=1))
     except Exception as error:  # the caller must hear of what failed before, not of this
         log.warning("no dump in FUSEDCOMM_DUMP_DIR: %s", error)
         return None
+
+
+def write_at_exit(error: BaseException | None) -> None:
+    """Write why this process ends, but over no dump of a call that failed by that, or before a good end."""
+    if error is None and _last_why in (None, SIGUSR1):
+        write(ENDED)
+    elif error is not None and _last_why != (why := f"{type(error).__name__}: {error}"):
+        write(f"{ENDED} by {why}")
 
 
 def describe(why: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import _symmetric_memory as symm_mem
 
-from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.runtime import dumps, flight_recorder, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
@@ -103,6 +103,7 @@ class Member:
         if self.error is not None:
             raise self.error.again()
         if self.workspace is not None:
+            self.workspace.call_number = self.num_calls
             self.workspace.enter(op, fingerprint)
 
     def check(self, op: str) -> None:
@@ -114,9 +115,8 @@ class Member:
         with self.lock, on_device(self.device):
             self._free()
             self.unavailable = self.error = None
-            if self.topology.no_workspace is None:
-                with suppress(WorkspaceUnavailable):  # the next plan gives the reason
-                    self._make(num_bytes, "fusedcomm.reset", 0)
+            with suppress(WorkspaceUnavailable):  # the next plan gives the reason
+                self._make(num_bytes, "fusedcomm.reset", 0)
 
     def close(self) -> None:
         with self.lock, on_device(self.device):
@@ -147,14 +147,20 @@ class Member:
                 handle, error = self._rendezvous(segment, op)
                 reason = self._agree(op, fingerprint, error, "mapped")
         except PeerError as failed:
-            self.error = _until_reset(failed)
+            self.error = failed.until_reset()
             raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
+        except BaseException as left:  # by Ctrl-C: the peers wait in a place to which the next call does not come
+            text = f"{op} on group {self.group_name!r}, rank {self.rank}: left by {type(left).__name__}"
+            self.error = PeerError(text, peers=[self.rank], op=op, epoch=0).until_reset()
+            raise
         if reason is not None:
             self.unavailable = reason
             raise WorkspaceUnavailable(reason)
         segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
         owner = (segment, handle)
         self.workspace = Workspace(self.rank, segments, self.group_name, owner, self.guard_bytes)
+        self.workspace.departures = self.topology.departures
+        self.workspace.call_number = self.num_calls
         self.workspace.arm()
         return self.workspace
 
@@ -183,7 +189,7 @@ class Member:
     def _agree(self, op: str, fingerprint: int, error: str, stage: str) -> str | None:
         """Check that all ranks are at this stage of this call. Return what the first rank that failed says, or None."""
         facts = {"op": op, "fingerprint": fingerprint, "stage": stage, "error": error}
-        calls = agree(self.store, self.rank, self.group_size, facts, what=op)
+        calls = agree(self.store, self.rank, self.group_size, facts, what=op, departures=self.topology.departures)
         _check_same_call(calls, self.rank, op, self.group_name)
         return next((f"rank {rank} {call['error']}" for rank, call in enumerate(calls) if call["error"]), None)
 
@@ -225,7 +231,7 @@ def member(group_name: str, device: torch.device) -> Member:
             try:
                 voted = topology.probe(pg, device)
             except PeerError as failed:
-                group.errors[device] = _until_reset(failed)
+                group.errors[device] = failed.until_reset()
                 raise group.errors[device].again() from failed
             store = groups.store(pg, f"workspace/{device.type}")
             ranks = tuple(dist.get_process_group_ranks(pg))
@@ -240,6 +246,11 @@ def _group(pg: ProcessGroup) -> _Group:
 
 def members(pg: ProcessGroup) -> list[Member]:
     return list(_groups[pg].members.values()) if pg in _groups else []
+
+
+def all_members() -> list[Member]:
+    """Those of all groups of this process that are left."""
+    return [each for group in list(_groups.values()) for each in group.members.values()]
 
 
 def known_member(group_name: str, device: torch.device) -> Member | None:
@@ -326,8 +337,8 @@ def synchronize(group: Group = None) -> None:
 def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
     """The Members that all ranks of the group have, each with the largest slot of any rank; calls are counted anew.
 
-    This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks is dropped
-    and voted on again: its vote never finished, so it has no workspace.
+    This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks, as its
+    vote never finished, is dropped and voted on again, and so is one whose vote found that it can have no workspace.
     """
     pg = groups.find(groups.resolve(group)[1])
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
@@ -340,20 +351,20 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
             record.resets, record.ranks, record.state = each.resets + 1, each.ranks, flight_recorder.RUNNING
         slots = {device.type: each.slot_bytes for device, each in known.members.items()}
         own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots}
-        facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op)
+        departures = next((each.topology.departures for each in known.members.values()), None)
+        facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op, departures=departures)
         _check_same_call(facts, pg.rank(), op, pg.group_name)
         shared = set.intersection(*(set(fact["slots"]) for fact in facts))
-        known.members = {device: each for device, each in known.members.items() if device.type in shared}
+        known.members = {
+            device: each
+            for device, each in known.members.items()
+            if device.type in shared and each.topology.no_workspace is None
+        }
         known.errors.clear()
         devices = sorted(known.members, key=str)
         yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]
         for each in known.members.values():
             each.num_calls, each.resets = 0, each.resets + 1
-
-
-def _until_reset(error: PeerError) -> PeerError:
-    """The error as every call raises it until a reset: ranks that just tried again would meet in different calls."""
-    return type(error)(f"{error}. {RESET_FIRST}", peers=error.peers, op=error.op, epoch=error.epoch)
 
 
 def _who_did_not_come(text: str) -> list[int]:
@@ -369,12 +380,14 @@ def _check_same_call(facts: list[dict[str, object]], rank: int, op: str, group_n
     others = [r for r, fact in enumerate(facts) if call(fact) != call(facts[rank])]
     if others:
         calls = ", ".join(f"{r}: {fact['op']}" for r, fact in enumerate(facts))
+        same_op = all(fact["op"] == op for fact in facts)
         raise PeerMismatchError(
             f"{op} on group {group_name!r}, rank {rank}: ranks {others} called another op, or this one with other "
             f"shapes, dtype or dims (ops by rank: {calls})",
             peers=others,
             op=op,
             epoch=0,
+            differs=None if same_op else "the op",
         )
 
 

@@ -12,7 +12,8 @@ from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTime
 NUM_SLOTS = 2  # a single slot is a race; tests set 1 to see that it is caught
 FINGERPRINT_BITS = 24
 FINGERPRINT = (1 << FINGERPRINT_BITS) - 1
-TIMED_OUT, MISMATCHED, BROKEN_BY_PEER, ABANDONED, OVERRUN = 1, 2, 3, 4, 5
+TIMED_OUT, MISMATCHED, BROKEN_BY_PEER, ABANDONED, OVERRUN, ENDED = 1, 2, 3, 4, 5, 6
+LAST_WORDS_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,11 @@ class HeaderLayout:
 
     @cached_property
     def header_bytes(self) -> int:
-        return _aligned(self.flags + 8 * NUM_SLOTS * self.group_size) + self.guard_bytes
+        return self.last_words(self.group_size) + self.guard_bytes
+
+    def last_words(self, src_rank: int) -> int:
+        """last_words[src_rank]: why a rank that has ended did so, in UTF-8, padded with zeros."""
+        return _aligned(self.flags + 8 * NUM_SLOTS * self.group_size) + LAST_WORDS_BYTES * src_rank
 
     def flag(self, epoch: int, src_rank: int) -> int:
         return self.flags + 8 * (epoch % NUM_SLOTS * self.group_size + src_rank)
@@ -88,7 +93,8 @@ class ErrorRecord:
 
     def __init__(self, group_size: int, device: torch.device) -> None:
         self.group_size = group_size
-        self.words = torch.zeros(self.WORDS + 2 * group_size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        num_words, pinned = self.WORDS + 2 * group_size, device.type == "cuda"
+        self.words = torch.zeros(num_words, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     @property
     def filled(self) -> bool:
@@ -104,12 +110,14 @@ class ErrorRecord:
         return int(self.words[4])
 
     def fill(self, kind: int, epoch: int, rank: int, fingerprint: int, flags: list[int], bad: list[int]) -> None:
-        self.words[self.WORDS : self.WORDS + self.group_size] = torch.tensor(flags)
-        self.words[self.WORDS + self.group_size + torch.tensor(bad, dtype=torch.int64)] = 1
-        self.words[1:5] = torch.tensor([kind, epoch, rank, fingerprint], dtype=torch.int64)
+        self.words[self.WORDS : self.WORDS + self.group_size] = torch.tensor(flags, device="cpu")
+        self.words[self.WORDS + self.group_size + torch.tensor(bad, dtype=torch.int64, device="cpu")] = 1
+        self.words[1:5] = torch.tensor([kind, epoch, rank, fingerprint], dtype=torch.int64, device="cpu")
         self.words[0] = 2
 
-    def error(self, op: str, group_name: str, timeout_s: float, breakers: dict[int, int]) -> PeerError:
+    def error(
+        self, op: str, group_name: str, timeout_s: float, breakers: dict[int, int], last_words: dict[int, str]
+    ) -> PeerError:
         """The record as an exception. ``breakers``: what each rank that gave up had found."""
         words = self.words.tolist()
         kind, epoch, rank = words[1:4]
@@ -117,6 +125,7 @@ class ErrorRecord:
         peers = [r for r, bad in enumerate(words[self.WORDS + self.group_size :]) if bad]
         found = [r for r, what in breakers.items() if what == MISMATCHED and r != rank]
         left = [r for r in peers if breakers.get(r) == ABANDONED]
+        ended = [f"rank {r} has left: {last_words[r]}" for r in peers if breakers.get(r) == ENDED]
         seen = ", ".join(f"{r}: {flag >> FINGERPRINT_BITS}" for r, flag in enumerate(flags) if r != rank)
         where = f"{op} on group {group_name!r}, rank {rank}, round {epoch}"
         after = f"(rounds seen by rank: {seen}). {RESET_FIRST}"
@@ -128,6 +137,8 @@ class ErrorRecord:
             )
         elif left:
             text = f"ranks {left} left their call half way, by an exception there"
+        elif ended:
+            text = "; ".join(ended)
         elif found:
             error, text = (
                 PeerMismatchError,

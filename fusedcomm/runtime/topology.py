@@ -16,6 +16,7 @@ from fusedcomm import env
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import Constants
 from fusedcomm.runtime import group
+from fusedcomm.runtime.departures import Departures, own_life
 from fusedcomm.runtime.vote import agree
 
 log = logging.getLogger("fusedcomm")
@@ -31,6 +32,7 @@ class Topology:
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
     check: bool = False  # FUSEDCOMM_CHECK of any rank
+    departures: Departures | None = None  # not equal, as each rank watches its peers by itself
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> Topology:
@@ -40,8 +42,14 @@ def probe(pg: ProcessGroup, device: torch.device) -> Topology:
         reason = "a fake process group has no peers"
         return Topology(reason, None, env.workspace_bytes(), env.algorithm())
     store = group.store(pg, f"topology/{device.type}")
-    constants = tuned.read(device, group_size)
-    own = _facts(device) | {"constants": constants.digest if constants else None}
+    constants = None
+    own = _settings() | own_life()
+    try:
+        constants = tuned.read(device, group_size)
+        own |= _found(device) | {"constants": constants.digest if constants else None}
+    except OSError as error:  # without descriptors, say; the peers wait to hear of it
+        reason = f"it cannot find out what it can do ({error})"
+        own |= {"host": "", "no_fused": None, "no_workspace": reason, "uuid": "", "constants": None}
     facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
     no_workspace = _no_workspace(facts)
     if no_workspace is None and device.type == "cuda":
@@ -55,6 +63,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> Topology:
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         constants=constants if _all_have_the_same(facts, rank) else None,
         check=any(fact["check"] for fact in facts),
+        departures=Departures(group.store(pg, "departures"), rank, facts),
     )
 
 
@@ -74,12 +83,14 @@ def no_native() -> str | None:
     return None
 
 
-def _facts(device: torch.device) -> dict[str, Any]:
+def _settings() -> dict[str, Any]:
+    return {"workspace_bytes": env.workspace_bytes(), "algorithm": env.algorithm(), "check": env.check()}
+
+
+def _found(device: torch.device) -> dict[str, Any]:
+    """What this rank finds on its machine. Raises OSError."""
     facts: dict[str, Any] = {
-        "host": env.host_id(),
-        "workspace_bytes": env.workspace_bytes(),
-        "algorithm": env.algorithm(),
-        "check": env.check(),
+        "host": env.known_host_id(),
         "no_fused": _no_fused(device),
         # On a GPU chunked needs Triton too: its signals, waits and copy-outs are kernels.
         "no_workspace": no_native() if device.type == "cpu" else _no_triton(),

@@ -22,8 +22,11 @@ from torch.distributed import DistError, Store
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerTimeoutError
 from fusedcomm.runtime import group
+from fusedcomm.runtime.departures import Departures
+from fusedcomm.runtime.patience import Patience
 
 STORE_GRACE_S = 2.0  # how long the store may take to answer when the time is over
+MAX_PAUSE_S = 0.02
 STORE_THREAD = "fusedcomm-store"
 
 T = TypeVar("T")
@@ -37,12 +40,13 @@ def agree(
     *,
     what: str,
     names: Sequence[int] | None = None,
+    departures: Departures | None = None,
 ) -> list[dict[str, Any]]:
     """Every rank's ``facts`` (JSON), by rank. The keys of ``facts`` are the same on all ranks.
 
-    ``names``: what errors call the ranks, if not 0, 1, ...
-    Raises PeerTimeoutError after FUSEDCOMM_TIMEOUT_S, and PeerError if the store has failed or a post is not a vote of
-    this version of fusedcomm.
+    ``names``: what errors call the ranks, if not 0, 1, ... ``departures``: of the ranks, if they have met before.
+    Raises PeerTimeoutError after FUSEDCOMM_TIMEOUT_S, or as soon as a rank is known to have left, and PeerError if the
+    store has failed or a post is not a vote of this version of fusedcomm.
     """
     vote = _Vote(store, rank, names or range(group_size), what)
     group.refuse_forked(what, vote.name)
@@ -59,14 +63,14 @@ def agree(
             vote.post(mine)
         elif None not in attempts and all(post and post["seen"] == seen for post in latest):
             break
-        if vote.is_over():
+        if pause == MAX_PAUSE_S or vote.is_over():
             absent = [r for r, post in enumerate(latest) if not post]
             stale = [r for r, post in enumerate(latest) if post and attempt not in post["seen"]]
             behind = [r for r, post in enumerate(latest) if post and post["seen"] != seen]
             if missing := absent or stale or behind:  # otherwise all have seen the same, just now
-                raise vote.timed_out(missing)
+                vote.still_waits(missing, departures)
         time.sleep(pause)
-        pause = min(2 * pause, 0.02)
+        pause = min(2 * pause, MAX_PAUSE_S)
     vote.leave_together(hashlib.sha256("".join(map(str, seen)).encode()).hexdigest()[:16])
     agreed = [post["facts"] for post in latest if post]
     for peer, found in enumerate(agreed):
@@ -86,7 +90,8 @@ class _Vote:
         self.keys = [f"post/{r}" for r in range(len(names))]
         self.what = what
         self.timeout = env.timeout_s()
-        self.deadline = time.monotonic() + self.timeout
+        self.patience = Patience()
+        self.deadline = self.patience.began + self.timeout
 
     def is_over(self) -> bool:
         return time.monotonic() > self.deadline
@@ -110,9 +115,20 @@ class _Vote:
 
         missing = list(range(len(done)))
         while missing := self._bounded(lambda: [r for r in missing if not has_left(r)]):
-            if self.is_over():
-                raise self.timed_out(missing)
+            self.still_waits(missing)
             time.sleep(0.0005)
+
+    def still_waits(self, missing: list[int], departures: Departures | None = None) -> None:
+        """Raise if the time is over or a missing rank has left. A long wait is logged once."""
+        peers = [self.names[r] for r in missing]
+        if departures is not None and (found := self._bounded(lambda: departures.last_words(missing))):
+            words = "; ".join(f"rank {self.names[r]} has left: {text}" for r, text in found.items())
+            text = f"{self.what}: rank {self.name} waited for ranks {peers}: {words}"
+            raise PeerTimeoutError(text, peers=[self.names[r] for r in found], op=self.what, epoch=0)
+        if self.is_over():
+            raise self.timed_out(missing)
+        if self.patience.is_over:
+            self.patience.tell(peers, self.what)
 
     def timed_out(self, missing: list[int]) -> PeerTimeoutError:
         peers = [self.names[r] for r in missing]

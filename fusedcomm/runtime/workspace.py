@@ -11,7 +11,6 @@ after its reads of e. So nobody overwrites what is not read yet, without credits
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,17 +23,23 @@ from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.geometry.exchange import Exchange, RoundSpans
 from fusedcomm.runtime import canaries
+from fusedcomm.runtime.departures import KILLED, Departures
+from fusedcomm.runtime.patience import Patience
 from fusedcomm.runtime.segment import (
     ABANDONED,
     BROKEN_BY_PEER,
+    ENDED,
     FINGERPRINT,
     FINGERPRINT_BITS,
+    LAST_WORDS_BYTES,
     MISMATCHED,
     OVERRUN,
     TIMED_OUT,
     ErrorRecord,
     HeaderLayout,
 )
+
+LOOK_S = 1.0  # how often a rank that waits looks whether its peers' processes are there
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class Workspace:
         self.epoch = 0
         self.waiting: tuple[int, float] | None = None  # the rank that the host waits for, and since when
         self.captured = False
+        self.call_number = 0
+        self.departures: Departures | None = None
         self.error: PeerError | None = None
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()
@@ -117,7 +124,9 @@ class Workspace:
         """Raise what a wait of this rank has found, on the host or in a kernel, or what its guard bytes show."""
         if self.error is None and self.record.filled:
             failed = self.ops.get(self.record.fingerprint, op)
-            self.error = self.record.error(failed, self.group_name, self.timeout_s, self.breakers(self.record.epoch))
+            breakers = self.breakers(self.record.epoch)
+            last_words = {src: self._last_words(src) for src, kind in breakers.items() if kind == ENDED}
+            self.error = self.record.error(failed, self.group_name, self.timeout_s, breakers, last_words)
         segment = self.buffers[self.rank]
         guarded = self.error is None and self.layout.guard_bytes > 0
         if guarded and (damage := canaries.damage(segment, self.layout, self.slot_bytes, self.rank)):
@@ -170,9 +179,36 @@ class Workspace:
 
     def _give_up(self, kind: int, epoch: int) -> None:
         """Tell all ranks, without the native part, which workspaces on GPUs do not need."""
-        address = self.layout.broken + 8 * self.rank
         for buffer in self.buffers:
-            buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
+            self._break(buffer, kind, epoch)
+
+    def _break(self, buffer: Tensor, kind: int, epoch: int) -> None:
+        address = self.layout.broken + 8 * self.rank
+        buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
+
+    def leave(self, last_words: str) -> None:
+        """Tell the peers that this process ends. The rounds before stay good: it has sent all that they need.
+
+        Nothing is told where the host does not know which round is the last, nor after a failure. A daemon thread of
+        this process may still be in a call, and would take a word in the own header for a peer's.
+        """
+        epoch = self.epoch + 1
+        with _beside_kernels(self.device):
+            if self.captured or self.rank in self.breakers(epoch):
+                return
+            for peer in peers_of(self.rank, self.group_size)[:-1]:
+                self._put_last_words(self.buffers[peer], self.rank, last_words)
+                self._break(self.buffers[peer], ENDED, epoch)
+
+    def _put_last_words(self, buffer: Tensor, src_rank: int, text: str) -> None:
+        words = torch.tensor(list(text.encode()[:LAST_WORDS_BYTES]), dtype=torch.uint8, device="cpu")
+        start = self.layout.last_words(src_rank)
+        buffer[start : start + words.numel()].copy_(words)
+
+    def _last_words(self, src_rank: int) -> str:
+        start = self.layout.last_words(src_rank)
+        text = bytes(self.buffers[self.rank][start : start + LAST_WORDS_BYTES].tolist())
+        return text.rstrip(b"\0").decode(errors="replace")
 
     def rounds(self, call: Call, dtype: torch.dtype) -> Iterator[Round]:
         """The rounds of a call that the host drives. Each round takes one epoch when it is complete."""
@@ -232,12 +268,34 @@ class Workspace:
         """Acquire the flag that src_rank sets by ``signal`` in the same round."""
         self.check_rank(src_rank)
         base = self.addresses[self.rank]
-        broken = base + self.layout.broken
-        self.waiting = src_rank, time.monotonic()
-        flag = _native().wait(base + self.layout.flag(epoch, src_rank), epoch, broken, self.group_size, self.timeout_s)
+        address, broken = base + self.layout.flag(epoch, src_rank), base + self.layout.broken
+        patience = Patience()
+        self.waiting = src_rank, patience.began
+        while True:
+            left_s = self.timeout_s - patience.seconds
+            flag = _native().wait(address, epoch, broken, self.group_size, min(left_s, LOOK_S))
+            if flag >> FINGERPRINT_BITS >= epoch or left_s <= LOOK_S or self._must_stop(epoch):
+                break
+            if patience.is_over:
+                patience.tell(self._missing(epoch), f"{op}, call {self.call_number} of group {self.group_name!r}")
         self.waiting = None
         if flag != epoch << FINGERPRINT_BITS | fingerprint:
             self.fail(op, epoch, fingerprint)
+
+    def _missing(self, epoch: int) -> list[int]:
+        """The ranks that have not signalled this rank in round ``epoch``."""
+        base = self.addresses[self.rank]
+        flags = [_native().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
+        return [s for s, flag in enumerate(flags) if s != self.rank and flag >> FINGERPRINT_BITS < epoch]
+
+    def _must_stop(self, epoch: int) -> bool:
+        """Whether a rank has given up by this round. For one whose process is gone, this rank writes the word here."""
+        if not self.breakers(epoch) and self.departures is not None:
+            gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}
+            for src in gone.intersection(self._missing(epoch)):
+                self._put_last_words(self.buffers[self.rank], src, KILLED)
+                _native().signal(self.addresses[self.rank] + self.layout.broken + 8 * src, ENDED | epoch << 8)
+        return bool(self.breakers(epoch))
 
     def fail(self, op: str, epoch: int, fingerprint: int, waited: bool = True) -> None:
         """Judge what is there, break every rank's workspace, keep the error and raise it.
@@ -245,7 +303,7 @@ class Workspace:
         ``waited`` is False before any wait; then no peer counts as missing.
 
         A mismatch comes first, because the peer that found it too has broken this workspace already. A peer that has
-        left a round will not signal again: the error must name its leaving as the cause, not its silence.
+        left a round, or has ended, will not signal again: the error must name that as the cause, not its silence.
         """
         base = self.addresses[self.rank]
         flags = [_native().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
@@ -255,7 +313,7 @@ class Workspace:
         ]
         missing = [s for s in others if waited and flags[s] >> FINGERPRINT_BITS < epoch]
         breakers = self.breakers(epoch)
-        left = [s for s in others if breakers.get(s) == ABANDONED]
+        left = [s for s in others if breakers.get(s) in (ABANDONED, ENDED)]
         if mismatched:
             kind, bad = MISMATCHED, mismatched
         elif left:
@@ -312,6 +370,18 @@ class Round:
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def _beside_kernels(device: torch.device) -> Iterator[None]:
+    """A context whose copies do not wait for kernels that wait for peers, and are done at its end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device, priority=-1)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def _num_sms(device: torch.device) -> int:

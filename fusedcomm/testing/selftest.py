@@ -158,7 +158,7 @@ class ExactCall:
 
     def _integers(self, shape: tuple[int, ...], which: int, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.seed + 10 * rank + which)
-        return torch.randint(-1, 2, tuple(shape), generator=generator)
+        return torch.randint(-1, 2, tuple(shape), generator=generator, device="cpu")
 
 
 def _divisible(bench: OpBench, size: MatmulSize, num_ranks: int) -> MatmulSize:

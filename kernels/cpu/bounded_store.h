@@ -1,18 +1,22 @@
 // A group's store, with all calls bounded: where the store's host cannot be reached, a call blocks for as long as TCP
 // tries (minutes), whatever time-out the store has. So each call runs on a thread of its own, which is left behind if
-// it is late.
+// it is late. Where no thread can be started, the caller makes the call itself.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <future>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "gil.h"
 
 namespace fusedcomm {
 
@@ -21,7 +25,7 @@ class BoundedStore {
   using Clock = std::chrono::steady_clock;
   using Keys = std::vector<std::string>;
 
-  explicit BoundedStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  BoundedStore(c10::intrusive_ptr<c10d::Store> store, WithoutGil& gil) : store_(std::move(store)), gil_(gil) {}
 
   // A call that has not returned by the deadline throws DistStoreError.
   void set_deadline(Clock::time_point deadline) { deadline_ = deadline; }
@@ -53,14 +57,24 @@ class BoundedStore {
     using Result = decltype(call(std::declval<c10d::Store&>()));
     auto task = std::make_shared<std::packaged_task<Result()>>([store = store_, call] { return call(*store); });
     std::future<Result> result = task->get_future();
-    std::thread([task] { (*task)(); }).detach();
-    if (result.wait_until(deadline_) != std::future_status::ready) {
-      C10_THROW_ERROR(DistStoreError, "the store of the process group does not answer: is its host cut off?");
+    try {
+      std::thread([task] { (*task)(); }).detach();
+    } catch (const std::system_error&) {
+      (*task)();
+    }
+    while (result.wait_until(std::min(deadline_, Clock::now() + kSignalCheck)) != std::future_status::ready) {
+      if (Clock::now() >= deadline_) {
+        C10_THROW_ERROR(DistStoreError, "the store of the process group does not answer: is its host cut off?");
+      }
+      gil_.check_signals();
     }
     return result.get();
   }
 
+  static constexpr auto kSignalCheck = std::chrono::milliseconds(50);
+
   c10::intrusive_ptr<c10d::Store> store_;
+  WithoutGil& gil_;
   Clock::time_point deadline_ = Clock::time_point::max();
 };
 

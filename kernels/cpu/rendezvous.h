@@ -103,7 +103,7 @@ inline int64_t wall_clock_ms() {
 
 inline Rendezvous::Rendezvous(const Group& group, WithoutGil& gil)
     : group_(group),
-      store_(group.store),
+      store_(group.store, gil),
       gil_(gil),
       prefix_("fusedcomm/symm_mem/" + group.name + "/"),
       timeout_(group.store->getTimeout()),
@@ -115,9 +115,12 @@ inline Rendezvous::Rendezvous(const Group& group, WithoutGil& gil)
 }
 
 inline Rendezvous::~Rendezvous() {
+  WithoutGil gil;  // an interrupt has taken it back; with this one, none is lost here if it has not
+  BoundedStore store(group_.store, gil);
+  store.set_deadline(Clock::now() + kStoreGrace);
   try {
-    store_.set(offer_key(group_.rank), done_ ? std::string("0") : std::to_string(wall_clock_ms()));
-    for (const std::string& key : posted_) store_.remove(key);
+    store.set(offer_key(group_.rank), done_ ? std::string("0") : std::to_string(wall_clock_ms()));
+    for (const std::string& key : posted_) store.remove(key);
   } catch (...) {  // the store may be gone, or cannot delete; a key that stays is never taken for a fresh one
   }
 }

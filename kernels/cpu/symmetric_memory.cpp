@@ -172,6 +172,8 @@ struct Allocation {
   std::map<std::string, CachedHandle> handles;  // by group name
 };
 
+constexpr int64_t kNothing = -1;  // the descriptor in the offer of a rank that has no memory to offer
+
 // Why these offers do not fit together, the same text on every rank; "" if they do.
 std::string mismatch(const std::vector<Offer>& offers) {
   const auto differ = [&](const char* what, auto&& get) -> std::string {
@@ -195,11 +197,12 @@ std::string mismatch(const std::vector<Offer>& offers) {
 }
 
 uint64_t hash_host() {
+  const char* path = "/proc/sys/kernel/random/boot_id";
   char boot_id[64] = {};
-  if (FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
-    if (std::fgets(boot_id, sizeof(boot_id), file) == nullptr) boot_id[0] = '\0';
-    std::fclose(file);
-  }
+  FILE* file = std::fopen(path, "re");
+  if (file == nullptr) throw system_error(std::string("cannot open ") + path);
+  if (std::fgets(boot_id, sizeof(boot_id), file) == nullptr) boot_id[0] = '\0';
+  std::fclose(file);
   return hash_bytes(boot_id, sizeof(boot_id));
 }
 
@@ -306,20 +309,30 @@ c10::intrusive_ptr<symm_mem::SymmetricMemory> Allocator::rendezvous(void* ptr,
 
 c10::intrusive_ptr<Handle> Allocator::connect(const Group& group, const std::shared_ptr<Segment>& buffer,
                                               size_t offset) {
-  const auto pad = Segment::create(symm_mem::get_signal_pad_size());
+  std::shared_ptr<Segment> pad;
+  Offer mine{};
+  std::string error;
+  try {
+    pad = Segment::create(symm_mem::get_signal_pad_size());
+    mine = {pad->address(), buffer->address(), offset, hash_host(), hash_pid_namespace()};
+  } catch (const std::exception& failure) {  // the peers wait to hear of it
+    error = c10::str("rank ", group.rank, " has nothing to offer: ", failure.what());
+    mine.pad = {random_id(), 0, 0, kNothing};
+  }
   Handle::Segments buffers{buffer};
   Handle::Segments pads{pad};
+  std::vector<std::string> errors{error.empty() ? "ok" : error};
+  const std::string where =
+      c10::str("rendezvous of CPU symmetric memory in group '", group.name, "' on rank ", group.rank, ": ");
   if (group.size > 1) {
-    const std::string where =
-        c10::str("rendezvous of CPU symmetric memory in group '", group.name, "' on rank ", group.rank, ": ");
-    std::vector<std::string> errors;
     try {
       WithoutGil gil;
       Rendezvous attempt(group, gil);
-      const auto offers =
-          attempt.exchange({pad->address(), buffer->address(), offset, hash_host(), hash_pid_namespace()});
-      std::string error = mismatch(offers);
-      const bool fits = error.empty();
+      const auto offers = attempt.exchange(mine);
+      const bool complete =
+          std::all_of(offers.begin(), offers.end(), [](const Offer& offer) { return offer.pad.fd != kNothing; });
+      if (complete) error = mismatch(offers);
+      const bool fits = complete && error.empty();
       buffers.clear();
       pads.clear();
       for (size_t rank = 0; fits && error.empty() && rank < offers.size(); ++rank) {
@@ -337,8 +350,8 @@ c10::intrusive_ptr<Handle> Allocator::connect(const Group& group, const std::sha
     } catch (const c10::Error& error) {
       TORCH_CHECK(false, where, "the store failed: ", error.what_without_backtrace());
     }
-    for (const std::string& error : errors) TORCH_CHECK(error == "ok", where, error);
   }
+  for (const std::string& each : errors) TORCH_CHECK(each == "ok", where, each);
   pad->close_fd();
   return c10::make_intrusive<Handle>(group, std::move(buffers), std::move(pads), offset);
 }

@@ -32,6 +32,7 @@ TIMED_OUT = tl.constexpr(1)
 MISMATCHED = tl.constexpr(2)
 BROKEN_BY_PEER = tl.constexpr(3)
 ABANDONED = tl.constexpr(4)
+ENDED = tl.constexpr(6)
 RECORD_FREE = tl.constexpr(0)
 RECORD_CLAIMED = tl.constexpr(1)
 RECORD_COMPLETE = tl.constexpr(2)
@@ -200,8 +201,8 @@ def fail(
     """Judge why a wait failed. The first program to do so fills the record and breaks all ranks.
 
     A mismatch is judged before ``broken``: the peer that has found it too has broken this workspace already. A peer
-    that has left a round will not signal again: its leaving is the cause, not its silence. Nobody is to blame if the
-    flag that this rank gave up on has come since.
+    that has left a round, or has ended, will not signal again: that is the cause, not its silence. Nobody is to blame
+    if the flag that this rank gave up on has come since.
     """
     RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
     ranks = tl.arange(0, RANKS)
@@ -213,7 +214,7 @@ def fail(
     missing = (mask & (arrived == 0) & (ranks != rank)).to(tl.int64)
     words = poll(word(segment, BROKEN) + ranks, mask)
     breakers = mask & given_up(words, epoch) & (ranks != rank)
-    left = (breakers & ((words & KIND) == ABANDONED)).to(tl.int64)
+    left = (breakers & (((words & KIND) == ABANDONED) | ((words & KIND) == ENDED))).to(tl.int64)
     any_mismatched = tl.max(mismatched, axis=0) != 0
     any_left = tl.max(left, axis=0) != 0
     any_missing = tl.max(missing, axis=0) != 0

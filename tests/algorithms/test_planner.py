@@ -330,4 +330,4 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, device: str, key: str) 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     for installed in (True, False):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=installed: object() if found else None)
-        assert topology._facts(torch.device(device))[key] == (None if installed else "Triton is not installed")
+        assert topology._found(torch.device(device))[key] == (None if installed else "Triton is not installed")

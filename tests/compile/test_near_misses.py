@@ -126,6 +126,22 @@ def weight_from_what_arrives(r: int) -> Any:
     return program, [(T, K)]
 
 
+@near_miss("matmul_all_to_all: what addmm adds is not one number per column")
+def bias_of_the_rows(r: int) -> Any:
+    def program(x: Tensor, w: Tensor, bias: Tensor) -> Any:
+        return heads_first(torch.addmm(bias, x, w).view(1, T, HEADS, DIM), r)
+
+    return program, [(T, K), (K, N), (T, 1)]
+
+
+@near_miss("matmul_all_to_all: what is exchanged is not the result of a matmul but of add")
+def number_is_added(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return heads_first((x @ w + 2.0).view(B, T, HEADS, DIM), r)
+
+    return program, [(B, T, K), (K, N)]
+
+
 @near_miss("matmul_reduce_scatter: every rank adds its bias before the reduction")
 def bias_before_the_sum(r: int) -> Any:
     def program(x: Tensor, w: Tensor, bias: Tensor) -> Any:

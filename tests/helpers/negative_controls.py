@@ -51,10 +51,12 @@ class Control:
 def copy_sources(folder: Path) -> None:
     for each in ROOT.iterdir():
         if each.name in COPIED:
-            shutil.copytree(each, folder / each.name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(each, folder / each.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         elif each.name not in (".git", "build"):
             (folder / each.name).symlink_to(each)
-    (folder / "fusedcomm" / "kernels").symlink_to(folder / "kernels")  # as package_dir maps it
+    kernels = folder / "fusedcomm" / "kernels"
+    kernels.unlink(missing_ok=True)  # some checkouts have one
+    kernels.symlink_to(folder / "kernels")  # as package_dir maps it
 
 
 def run_tests(folder: Path, *tests: str) -> tuple[int | None, str]:
@@ -156,6 +158,24 @@ CONTROLS: dict[str, Control] = {
         "            self._give_up(ABANDONED, epoch)",
         "            pass",
         "tests/runtime/test_faults.py::test_a_round_left_half_way_is_never_taken_for_the_next[chunked-at-once]",
+    ),
+    "a rank that ends tells its peers": Control(
+        WORKSPACE,
+        "                self._break(self.buffers[peer], ENDED, epoch)",
+        "                pass",
+        "tests/runtime/test_exits.py::test_peers_hear_why_a_rank_has_left[chunked-while-they-wait]",
+    ),
+    "a rank that ends spoils no round before": Control(
+        WORKSPACE,
+        "                self._break(self.buffers[peer], ENDED, epoch)",
+        "                self._break(self.buffers[peer], ENDED, epoch - 1)",
+        "tests/runtime/test_exits.py::test_a_rank_that_ends_spoils_no_round_before",
+    ),
+    "a process that is gone is looked for": Control(
+        WORKSPACE,
+        "            gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}",
+        "            gone = set()",
+        "tests/runtime/test_exits.py::test_a_process_that_is_gone_is_found",
     ),
     "a look at the broken words where all signals are there": Control(
         WORKSPACE,

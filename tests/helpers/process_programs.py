@@ -162,15 +162,12 @@ def thread_works(rank: int, port: int) -> None:
     threading.Thread(target=work).start()
 
 
-def leaves(rank: int, port: int, how: Callable[[], object], late_s: float = 0.0) -> None:
-    """Rank 0 leaves, as ``how`` says. Rank 1 calls ``late_s`` later, and is told in time."""
+def leaves(rank: int, port: int, how: Callable[[], object], why: str, late_s: float = 0.0) -> None:
+    """Rank 0 leaves, as ``how`` says. Rank 1 calls ``late_s`` later, and hears ``why`` long before its time-out."""
     import fusedcomm
-    from fusedcomm.runtime import members
 
     start(rank, port)
     use()
-    (member,) = members.members(dist.group.WORLD)
-    member.workspace.timeout_s = PEER_S
     if rank == 0:
         how()
         return
@@ -180,14 +177,17 @@ def leaves(rank: int, port: int, how: Callable[[], object], late_s: float = 0.0)
         use(1 << 30)
     except fusedcomm.PeerTimeoutError as error:
         assert error.peers == [0]
-        assert time.monotonic() - begun < PEER_S + LATE_S
+        assert f"rank 0 has left: {why}" in str(error)
+        assert time.monotonic() - begun < LATE_S
+    else:
+        raise AssertionError("nobody left")
 
 
 def raises(rank: int, port: int) -> None:
     def fail() -> None:
         raise LookupError("on purpose")
 
-    leaves(rank, port, fail)
+    leaves(rank, port, fail, "LookupError: on purpose, after call 6")
 
 
 def thread_waits(rank: int, port: int) -> None:
@@ -198,19 +198,19 @@ def thread_waits(rank: int, port: int) -> None:
         time.sleep(0.3)
         builtins.kept_to_the_end = WaitsAtTheEnd()  # type: ignore[attr-defined]
 
-    leaves(rank, port, leave_a_thread, late_s=PEER_S)
+    leaves(rank, port, leave_a_thread, "its program has ended, after call 7", late_s=PEER_S)
 
 
 def returns(rank: int, port: int) -> None:
-    leaves(rank, port, lambda: None)
+    leaves(rank, port, lambda: None, "its program has ended, after call 6")
 
 
 def exits(rank: int, port: int) -> None:
-    leaves(rank, port, sys.exit)
+    leaves(rank, port, sys.exit, "its program has ended, after call 6")
 
 
 def exits_at_once(rank: int, port: int) -> None:
-    leaves(rank, port, lambda: os._exit(0))
+    leaves(rank, port, lambda: os._exit(0), "its process is gone without a word")
 
 
 # Other processes

@@ -137,6 +137,8 @@ def test_a_difference_is_the_same_error_on_all_ranks(ranks: Any, name: str, algo
     errors = ranks(3).run(check_difference, name, algorithm)
     (text,) = {error[0] for error in errors}
     assert text.startswith(f"calls must be equal on all ranks, {difference.text}"), text
+    field = text.splitlines()[-1].removeprefix("Next: make ").partition(" the same on all ranks; ")[0]
+    assert f" got {field} " in text, text
     assert [error[1] for error in errors] == [[1], [0, 2], [1]]
     mine, other = difference.problem.op, (difference.other or difference.problem).op
     assert [error[2] for error in errors] == [mine, other, mine]

@@ -54,4 +54,4 @@ assert torch.compile(torch.sin, backend="eager")(torch.zeros(3)).sum() == 0
 def test_lowerings_that_cannot_be_imported_leave_inductor_usable() -> None:
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "plain fallbacks" in done.stderr and "FLOPs" not in done.stderr
+    assert "torch._inductor.lowering does not know the ops of fusedcomm" in done.stderr

@@ -7,6 +7,7 @@ Checks, by the names that violations begin with:
     overwrite of unread data          the same
     error without a fault             the same
     wrong data without an error       always: a round that a rank takes for good holds words of another round
+    error before the end              if ranks end and nothing else is wrong: a round that they had completed
 
 tests/protocol/mirrors.py lists the code that this mirrors. The order of memory is not modelled: each step is seen by
 all ranks at once (tests/kernels/test_compile_only.py checks releases and acquires).
@@ -69,6 +70,9 @@ class ProtocolModel:
             if r in self.scenario.leaves and (step := self._inside(r, rank)) is not None:
                 left = rank._replace(leaving=True, error=True, breaking=1, gave_up=(step.segment, step.epoch))
                 faults.append((f"rank {r} leaves round {step.epoch}", put(state, r, left)))
+            if r in self.scenario.ends and (step := self._between(r, rank)) is not None:
+                ended = rank._replace(leaving=True, ended=True, breaking=1, gave_up=(step.segment, step.epoch))
+                faults.append((f"rank {r} ends before round {step.epoch}", put(state, r, ended)))
         return own, faults
 
     # what a rank does next
@@ -105,8 +109,13 @@ class ProtocolModel:
 
     def _free_enter(self, r: int, rank: Rank) -> Step | None:
         step = self._next_send(r, rank) if rank.status == RUNNING and not rank.error else None
-        found_nothing = self.scenario.device or not self.scenario.faulty
+        found_nothing = (self.scenario.device and r not in self.scenario.ends) or not self.scenario.faulty
         return step if step is not None and step.what == "enter" and found_nothing else None
+
+    def _between(self, r: int, rank: Rank) -> Step | None:
+        """The step that begins the next call, for a rank that has completed those before."""
+        step = self._next_send(r, rank)
+        return step if step is not None and step.what == "enter" and not rank.error and not rank.breaking else None
 
     def _inside(self, r: int, rank: Rank) -> Step | None:
         """A step of the call of the first segment, for a rank that is in it and may still leave."""
@@ -151,6 +160,11 @@ class ProtocolModel:
         same = flag == (step.epoch, step.op)
         reached = same if self.rules.waits_for == "equal" else flag >= (step.epoch,)
         good = same or (reached and not self.rules.compares_fingerprints)
+        dead = state.ranks[step.other].status == DEAD and self.rules.finds_dead and not self.scenario.device
+        if dead and not reached and not state.ranks[step.other].ended:
+            state = state._replace(
+                broken=with_word(state.broken, self._broken(step.segment, r, step.other), step.epoch + 1)
+            )
         if reached or rank.failed or self._given_up(state, r, step):
             yield "", received(state, r) if good else self._wait_failed(state, r, rank, step)
         elif self.scenario.timeouts and not self._strict(state, step):
@@ -190,17 +204,23 @@ class ProtocolModel:
     def _fail(self, state: State, r: int, rank: Rank, step: Step) -> State:
         if self._strict(state, step):
             raise Violation(f"error without a fault: {_label(r, step)}")
+        place = step.segment, step.epoch
+        if self.scenario.only_ends and not any(each.ended and each.gave_up <= place for each in state.ranks):
+            raise Violation(f"error before the end: {_label(r, step)}")
         return put(state, r, rank._replace(error=True, breaking=1, gave_up=(step.segment, step.epoch)))
 
     def _tell(self, state: State, r: int, rank: Rank) -> tuple[str, State]:
         """Write the broken word of one rank's header."""
         dst = rank.breaking - 1
         segment, epoch = rank.gave_up
-        if dst == r or self.rules.tells_peers:
-            state = state._replace(broken=with_word(state.broken, self._broken(segment, dst, r), epoch + 1))
+        if self.rules.tells_peers if dst != r else not rank.ended:
+            named = epoch if self.rules.ends_behind_its_rounds or not rank.ended else epoch - 1
+            state = state._replace(broken=with_word(state.broken, self._broken(segment, dst, r), named + 1))
         told = rank._replace(breaking=(rank.breaking + 1) % (self.size + 1))
         after = put(state, r, told)
-        if not told.breaking and (rank.leaving or not self.scenario.device):
+        if not told.breaking and rank.ended:
+            after = put(state, r, told._replace(status=DEAD))
+        elif not told.breaking and (rank.leaving or not self.scenario.device):
             after = self._raised(after, r, told)
         return f"rank {r}: breaks the header of {dst}, round {epoch}", after
 

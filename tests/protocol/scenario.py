@@ -27,7 +27,9 @@ class Rules:
     unfused_takes_epoch: tuple[int, ...] = ()  # ranks on which an unfused call takes an epoch
     waits_for: str = "at least"  # or "equal": the whole flag
     compares_fingerprints: bool = True
-    tells_peers: bool = True  # a rank tells that it has given up
+    tells_peers: bool = True  # a rank tells that it has given up, or ends
+    ends_behind_its_rounds: bool = True  # a rank that ends names the round after those that it has completed
+    finds_dead: bool = True  # a host that waits looks whether its peers live
     checks_broken_after_reads: bool = True
     gives_up_earlier: bool = True  # a device that failed in f says so on f - 1 too, before it pushes f + 1
     new_segment: bool = True  # a reset makes a new segment
@@ -82,6 +84,7 @@ class Scenario:
     timeouts: bool = False
     dies: tuple[int, ...] = ()  # ranks that may stop for ever, at any step
     leaves: tuple[int, ...] = ()  # ranks that may leave a call by an exception, at any step
+    ends: tuple[int, ...] = ()  # ranks whose program may end, between any two calls
     mismatched: bool = False  # the scripts differ
 
     @property
@@ -90,7 +93,11 @@ class Scenario:
 
     @property
     def faulty(self) -> bool:
-        return self.timeouts or self.mismatched or bool(self.dies) or bool(self.leaves)
+        return self.timeouts or self.mismatched or bool(self.dies) or bool(self.leaves) or bool(self.ends)
+
+    @property
+    def only_ends(self) -> bool:
+        return not self.timeouts and not self.mismatched and not self.dies and not self.leaves
 
 
 def all_run(group_size: int, *script: Call) -> tuple[Script, ...]:

@@ -19,6 +19,7 @@ class Rank(NamedTuple):
     breaking: int = 0  # 1 + the rank to tell next that this one has given up; 0 if none
     gave_up: tuple[int, int] = (0, 0)  # the (segment, epoch) that it has given up in
     leaving: bool = False  # whether an exception makes it leave its call
+    ended: bool = False  # whether its program ends, or has ended
     arrived: int = 0  # resets that its host has come to
     status: int = RUNNING
 

@@ -97,7 +97,7 @@ WAIT, NATIVE_WAIT = "fusedcomm/runtime/workspace.py:Workspace.wait", "kernels/cp
         (WAIT, "if flag != epoch <<", "if flag < epoch <<", True),
         (WAIT, "self.fail(op, epoch, fingerprint)", "pass", True),
         (WAIT, "Acquire the flag that", "Get the flag that", False),
-        (WAIT, "        if flag", "        # why\n        if flag", False),
+        (WAIT, "        if flag !=", "        # why\n        if flag !=", False),
         (NATIVE_WAIT, ">= epoch", "== epoch", True),
         (NATIVE_WAIT, "// the signal may", "// a signal may", False),
     ],

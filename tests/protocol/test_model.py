@@ -87,6 +87,10 @@ HOST_FAULTS = {
     "dead-3-ranks": on_host(3, PUSH, timeouts=True, dies=(0,)),
     "leaves": on_host(2, *MIXED, RESET, GATHER, PUSH, leaves=(0, 1)),
     "leaves-3-ranks": on_host(3, PUSH, PUSH, leaves=(0,)),
+    "ends": on_host(2, *MIXED, GATHER, PUSH, ends=(0, 1)),
+    "ends-3-ranks": on_host(3, PUSH, REDUCE, ends=(0,)),
+    "ends-or-dead-or-late": on_host(2, PUSH, GATHER, PUSH, RESET, PUSH, ends=(0,), **LATE_OR_DEAD),
+    "dead-and-found": on_host(2, *MIXED, dies=(0,)),
     "another-op": Scenario(with_another_op(RESET, PUSH), mismatched=True),
     "one-call-fewer": Scenario(((PUSH, GATHER), (PUSH,)), mismatched=True, timeouts=True),
 }
@@ -95,6 +99,7 @@ DEVICE_FAULTS = {
     "late-3-ranks": on_device(3, PUSH, timeouts=True),
     "late-with-an-empty-round": on_device(2, PUSH, PUSH, EMPTY, PUSH, PUSH, timeouts=True),
     "leaves": on_device(2, *MIXED, RESET, GATHER, PUSH, leaves=(0, 1)),
+    "ends": on_device(2, PUSH, GATHER, ALL_REDUCE, PUSH, ends=(0, 1)),
     "another-op": Scenario(with_another_op(), mismatched=True, device=True),
 }
 
@@ -117,6 +122,7 @@ LONG = {
     "host-reduces": on_host(3, PUSH, REDUCE, timeouts=True),
     "host-late": on_host(3, PUSH, PUSH, RESET, PUSH, timeouts=True),
     "host-dead": on_host(3, PUSH, PUSH, timeouts=True, dies=(0,)),
+    "host-ends": on_host(3, PUSH, GATHER, REDUCE, ends=(0, 1)),
     "host-leaves": on_host(3, PUSH, REDUCE, RESET, PUSH, leaves=(0,)),
     "device-late": on_device(3, PUSH, PUSH, timeouts=True),
     "device-dead": on_device(3, PUSH, timeouts=True, dies=(0,)),
@@ -137,6 +143,7 @@ def test_long_scripts(scenario: str) -> None:
 # planted bugs, each next to the same without it
 
 
+BEFORE_THE_END = "error before the end"
 OVERWRITE, EARLY, DEADLOCK = "overwrite of unread data", "read before the matching write", "deadlock"
 WRONG, SPURIOUS = "wrong data without an error", "error without a fault"
 RETRIED = (PUSH, PUSH, RESET, PUSH, PUSH)
@@ -161,6 +168,18 @@ PLANTED: dict[str, tuple[Scenario, Rules, str]] = {
     "waits-for-the-equal-flag": (HOST_FAULTS["another-op"], Rules(waits_for="equal"), DEADLOCK),
     "fingerprint-not-compared": (HOST_FAULTS["another-op"], Rules(compares_fingerprints=False), WRONG),
     "peers-not-told": (HOST_FAULTS["leaves"], Rules(tells_peers=False), DEADLOCK),
+    "peers-not-told-of-an-end": (HOST_FAULTS["ends"], Rules(tells_peers=False), DEADLOCK),
+    "a-completed-round-spoiled-by-an-end": (
+        HOST_FAULTS["ends"],
+        Rules(ends_behind_its_rounds=False),
+        BEFORE_THE_END,
+    ),
+    "a-completed-round-spoiled-by-an-end-on-a-device": (
+        DEVICE_FAULTS["ends"],
+        Rules(ends_behind_its_rounds=False),
+        BEFORE_THE_END,
+    ),
+    "dead-not-found": (HOST_FAULTS["dead-and-found"], Rules(finds_dead=False), DEADLOCK),
     "late-broken-word-without-a-new-segment": (
         on_host(2, *RETRIED, timeouts=True),
         Rules(new_segment=False),
@@ -211,7 +230,7 @@ def test_replays_that_need_a_barrier_are_caught(calls: str) -> None:
 
 def test_a_wait_without_a_bound_is_caught() -> None:
     """The peer has died: nothing but the time-out ends that wait."""
-    outcome = run(on_host(2, PUSH, dies=(0,)))
+    outcome = run(on_host(2, PUSH, dies=(0,), rules=Rules(finds_dead=False)))
     assert outcome.violation is not None
     assert outcome.violation.startswith(DEADLOCK)
 

@@ -425,15 +425,17 @@ def test_what_only_torch_knows_is_left_to_it_and_logged_once(ranks: Ranks) -> No
             assert part in text, texts
 
 
-BAD: dict[str, tuple[Callable[[DTensor], Any], str]] = {
-    "no placements": (lambda x: fusedcomm.redistribute(x), "a list, one per dim of the mesh, got None"),
+BAD: dict[str, tuple[Callable[[DTensor], Any], str, type[Exception]]] = {
+    "no placements": (lambda x: fusedcomm.redistribute(x), "given, one per dim of the mesh, got None", RuntimeError),
     "no list": (
         lambda x: fusedcomm.redistribute(x, placements=S0),
         r"a list, one per dim of the mesh, got Shard\(dim=0\)",
+        TypeError,
     ),
     "class": (
         lambda x: fusedcomm.redistribute(x, placements=[R, _NormPartial(2)]),
         r"Replicate, Shard or Partial, or as they are, got _NormPartial",
+        RuntimeError,
     ),
     "local": (
         lambda x: fusedcomm.redistribute(
@@ -441,24 +443,36 @@ BAD: dict[str, tuple[Callable[[DTensor], Any], str]] = {
             placements=[R, R],
         ),
         r"must have shape \(4,\) for a tensor of shape \(8,\) that is S\(0\), R, got \(3,\)",
+        ValueError,
     ),
-    "too few": (lambda x: fusedcomm.redistribute(x, placements=[R]), r"one per dim of the mesh, 2, got \['R'\]"),
-    "dim": (lambda x: fusedcomm.redistribute(x, placements=[R, Shard(2)]), r"dim of S\(2\) must be in \[-2, 2\)"),
-    "partial": (lambda x: fusedcomm.redistribute(x, placements=[P, P]), r"mesh dim 0 must be P\(sum\) before"),
-    "mesh": (lambda x: fusedcomm.redistribute(x, mesh_of((4,)), [R]), "device_mesh must be the dtensor's own"),
+    "text": (lambda x: fusedcomm.redistribute(x, placements="RR"), "Shard or Partial, got 'R'", TypeError),
+    "too few": (lambda x: fusedcomm.redistribute(x, placements=[R]), r"of the mesh, 2, got \['R'\]", IndexError),
+    "dim": (lambda x: fusedcomm.redistribute(x, placements=[R, Shard(2)]), r"S\(2\) must be in \[-2, 2\)", IndexError),
+    "partial": (lambda x: fusedcomm.redistribute(x, placements=[P, P]), r"dim 0 must be P\(sum\) before", RuntimeError),
+    "mesh": (
+        lambda x: fusedcomm.redistribute(x, mesh_of((4,)), [R]),
+        "device_mesh must be the dtensor's own",
+        NotImplementedError,
+    ),
+    "dtype": (
+        lambda x: fusedcomm.redistribute(x, placements=[R, R], forward_dtype=6),
+        "forward_dtype must be a torch.dtype or None, got int",
+        TypeError,
+    ),
     "integers": (
         lambda x: fusedcomm.redistribute(
             DTensor.from_local(torch.ones(2, dtype=torch.int64), x.device_mesh, [Partial("avg"), R]), placements=[R, R]
         ),
         "dtype must be of floating point to be averaged, got torch.int64",
+        RuntimeError,
     ),
-    "tensor": (lambda x: fusedcomm.redistribute(x.to_local(), placements=[R]), "takes a DTensor, got Tensor"),
+    "tensor": (lambda x: fusedcomm.redistribute(x.to_local(), placements=[R]), "DTensor, got Tensor", TypeError),
 }  # type: ignore[arg-type]
 
 
 def refused(rank: int, name: str) -> str:
     x = distribute_tensor(torch.ones(4, 2), mesh_of((2, 2)), [S0, R])
-    with CommDebugMode() as comm, pytest.raises(ValueError) as error:
+    with CommDebugMode() as comm, pytest.raises(BAD[name][2]) as error:
         BAD[name][0](x)
     assert comm.get_total_counts() == 0
     return str(error.value)

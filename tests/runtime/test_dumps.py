@@ -94,7 +94,8 @@ def test_a_record_holds_no_workspace_and_no_tensor_of_a_call_that_failed(monkeyp
     del workspace, tensor
     assert [each() for each in kept] == [None, None]
     record = flight_recorder.last()[-1]
-    assert (record.state, record.error, record.peers) == (flight_recorder.FAILED, "PeerTimeoutError: text", (3,))
+    assert (record.state, record.peers) == (flight_recorder.FAILED, (3,))
+    assert record.error is not None and record.error.startswith("PeerTimeoutError: text\nNext: ")
 
 
 def test_arguments_are_named_and_dims_counted_from_the_front() -> None:
@@ -106,6 +107,30 @@ def test_arguments_are_named_and_dims_counted_from_the_front() -> None:
         "gather_dim": 2,
         "scatter_dim": 0,
     }
+
+
+LOST = LookupError("lost")
+
+
+@pytest.mark.parametrize(
+    ("last", "error", "why"),
+    [
+        (None, None, dumps.ENDED),
+        (dumps.SIGUSR1, None, dumps.ENDED),
+        ("PeerTimeoutError: text", None, None),  # what failed before a good end stays
+        (None, LOST, f"{dumps.ENDED} by LookupError: lost"),
+        ("PeerTimeoutError: text", LOST, f"{dumps.ENDED} by LookupError: lost"),
+        ("LookupError: lost", LOST, None),  # the dump of the call that it left has more
+    ],
+)
+def test_a_rank_that_ends_leaves_a_dump_over_none_that_says_more(
+    last: str | None, error: Exception | None, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(dumps, "_last_why", last)
+    monkeypatch.setattr(dumps, "write", written.append)
+    dumps.write_at_exit(error)
+    assert written == [] if why is None else [why]
 
 
 NAMES = ("a-host", "a-user")

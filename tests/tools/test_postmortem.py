@@ -108,9 +108,16 @@ def a_dump(rank: int, *calls: RecordedCall, at: str = "line") -> Dump:
     return Dump(rank, len(WORLD), "SIGUSR1", 110.0, list(calls), {"MainThread": ["main", at]})
 
 
+def ended(dump: Dump) -> Dump:
+    return dataclasses.replace(dump, why=f"{dumps.ENDED} by ValueError: boom")
+
+
 OPEN = a_call(2, "running")
 WAITING = a_call(2, "running", waiting_for=1)
 TIMED_OUT = a_call(2, "failed", error="PeerTimeoutError: ...", peers=[2], seconds=3.0)
+KILLED = dataclasses.replace(
+    TIMED_OUT, error="PeerTimeoutError: ... rank 2 has left: its process is gone without a word (rounds seen by rank: "
+)
 RESETTING = a_call(0, "running", op="fusedcomm.reset", resets=1, arguments={}, dtype=None)
 OTHER_SHAPE = a_call(2, arguments={"x shape": [4, 9]})
 IN_B = a_call(1, "running", group="b", ranks=[1, 2])
@@ -136,6 +143,21 @@ CASES: dict[str, tuple[list[Dump], str]] = {
         [a_dump(0, TIMED_OUT), a_dump(1, TIMED_OUT)],
         "group 'g': rank 2 has left no dump: it has died, is stopped, or never came. "
         f"In call 2 {CALL} ranks 0 and 1 wait since 3.0 s for it",
+    ),
+    "no-dump-of-a-rank-that-is-there": (
+        [a_dump(0, dataclasses.replace(OPEN, rounds=[1, 1])), a_dump(1, dataclasses.replace(OPEN, rounds=[1, 1]))],
+        "group 'g': rank 2 has left no dump, though its process was there: it is stopped, or got no SIGUSR1. "
+        f"In call 2 {CALL} ranks 0 and 1 wait since 5.0 s for it",
+    ),
+    "no-dump-of-a-rank-that-was-killed": (
+        [a_dump(0, KILLED), a_dump(1, TIMED_OUT)],
+        "group 'g': rank 2 has left no dump, and its peers know why: its process is gone without a word. "
+        f"In call 2 {CALL} ranks 0 and 1 wait since 3.0 s for it",
+    ),
+    "ended": (
+        [a_dump(0, a_call(1), OPEN), a_dump(1, a_call(1), OPEN), ended(a_dump(2, a_call(1)))],
+        "group 'g': rank 2 is behind: its program has ended by ValueError: boom. It has finished call 1 "
+        f"{CALL} and never came to call 2 {CALL}, for which ranks 0 and 1 wait since 5.0 s",
     ),
     "reset-after-a-late-rank": (  # the late rank had one call less
         [a_dump(0, TIMED_OUT, RESETTING), a_dump(1, a_call(1), RESETTING)],

@@ -118,11 +118,11 @@ class _Measured:
             torch.cuda.synchronize()
         self.cpu.append(time.process_time() - start)
         self.blocked.append(call.blocked)
-        return torch.tensor(call.wrong), call
+        return torch.tensor(call.wrong, device="cpu"), call
 
     def median(self, seconds: list[float], rounds: int) -> float:
         """The median over rounds of the slowest rank's seconds; a collective."""
-        slowest = torch.tensor(seconds[-rounds:], dtype=torch.float64)
+        slowest = torch.tensor(seconds[-rounds:], dtype=torch.float64, device="cpu")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest.quantile(0.5))
 

@@ -57,7 +57,7 @@ def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:
             torch.ops.fusedcomm.all_gather_matmul.default,
             found.sent(rewriter, sent.dims, value(reader.node).dtype),
             [product.w(rewriter, sent.batch) for product in products],
-            [product.bias for product in products],
+            [product.per_column(rewriter, product.bias) for product in products],
             sent.gather_dim,
             bool(others),
             found.collective.group_size,

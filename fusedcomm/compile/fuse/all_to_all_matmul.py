@@ -54,7 +54,7 @@ def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
             torch.ops.fusedcomm.all_to_all_matmul.default,
             found.sent(rewriter, sent.dims, value(reader.node).dtype),
             product.w(rewriter, sent.batch),
-            product.bias,
+            product.per_column(rewriter, product.bias),
             sent.gather_dim,
             sent.scatter_dim,
             bool(others),

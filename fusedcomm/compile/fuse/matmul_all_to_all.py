@@ -116,7 +116,8 @@ def rewrite(rewriter: Rewriter, match: MatmulAllToAllMatch) -> Node:
         columns.append([])
     with rewriter.before(part.collective.start, like=product.node):
         x, w = product.x(rewriter, [*batch, *rows]), product.w(rewriter, batch)
-        y = _call(rewriter, part, x, w, product.bias, [*batch, *rows], columns)
+        bias = product.per_column(rewriter, product.bias)
+        y = _call(rewriter, part, x, w, bias, [*batch, *rows], columns)
         out = rewriter.result(rewriter.arrange(y, part.result, part.layout), part.target)
     replace_node(part.target, out)
     return y
@@ -133,7 +134,8 @@ def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
         w = _side_by_side(rewriter, [part.product.ws[0] for part in parts], group_size)
         bias = None
         if first.product.bias is not None:
-            blocks = [rewriter.reshape(part.product.bias, [group_size, -1]) for part in parts]  # type: ignore[arg-type]
+            biases = [part.product.per_column(rewriter, part.product.bias) for part in parts]
+            blocks = [rewriter.reshape(each, [group_size, -1]) for each in biases if each is not None]
             bias = rewriter.reshape(rewriter.call(aten.cat.default, blocks, 1), [group_size * total])
         width = Factor(total)
         y = _call(rewriter, first, first.product.x(rewriter, rows), w, bias, rows, [[first.blocks], [width]])

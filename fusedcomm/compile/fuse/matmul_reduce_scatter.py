@@ -61,7 +61,7 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             torch.ops.fusedcomm.matmul_reduce_scatter.default,
             product.x(rewriter, [*lead, *row_dims]),
             product.w(rewriter, lead),
-            match.reduced.bias,
+            product.per_column(rewriter, match.reduced.bias),
             collective.reduce_op,
             [dim[0] if dim else None for dim in dims].index(match.blocks),
             collective.group_size,

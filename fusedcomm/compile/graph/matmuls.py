@@ -50,6 +50,14 @@ class Product:
         w = self.ws[0]
         return rewriter.reshape(w, [*sizes(batches), *map(size_of, value(w).shape[-2:])]) if self.batched else w
 
+    def per_column(self, rewriter: Rewriter, bias: Node | None) -> Node | None:
+        """``bias`` as [N], if it has one number per column or one for all; see `_broadcasts`."""
+        shape = [] if bias is None else [size_of(size) for size in value(bias).shape]
+        if bias is None or shape == self.y.shape[-1:]:
+            return bias
+        flat = rewriter.reshape(bias, shape[-1:] or [1])
+        return rewriter.contiguous(rewriter.call(aten.expand.default, flat, self.y.shape[-1:]))
+
 
 def matmul(node: Node) -> Product:
     """Reads mm, addmm, bmm or baddbmm. Raises CannotFuse where no op of fusedcomm computes it."""
@@ -104,22 +112,30 @@ def _sum(node: Node, a: Product, b: Product) -> Product:
 
 
 def _with_bias(node: Node, operand: Node, bias: Node) -> Product | None:
-    """The product, if operand is a matmul's result, viewed, and bias is one number per column."""
-    if value(bias).ndim != 1 or value(node).shape != value(operand).shape or value(node).dtype != value(bias).dtype:
+    """The product, if operand is a matmul's result, viewed, and bias is one number per column or one for all."""
+    like, added = value(node), value(bias)
+    if not _broadcasts(bias) or like.shape != value(operand).shape:
+        return None
+    if (like.dtype, like.device) != (added.dtype, added.device):
         return None
     path = path_back(operand, through_casts=False)
     if path[0].target not in MATMULS:
         return None
     found = matmul(path[0])
     layout = along(path, found.layout)
-    if found.bias is not None or list(layout.dims[-1]) != list(found.y.dims[-1]):
+    if found.bias is not None or (added.numel() != 1 and list(layout.dims[-1]) != list(found.y.dims[-1])):
         return None
     check_single_use(path, node)
     return Product(node, found.xs, found.ws, bias, found.y, layout)
 
 
+def _broadcasts(bias: Node) -> bool:
+    """Whether what is added to a matmul's result is the same in every row: [N], [1, N], [1] or a scalar tensor."""
+    return all(size_of(size) == 1 for size in value(bias).shape[:-1])
+
+
 def _bias(bias: Node, node: Node) -> Node:
-    if value(bias).ndim != 1 or value(bias).shape[0] != value(node).shape[-1]:
+    if not _broadcasts(bias):
         raise CannotFuse(f"what {name_of(node)} adds is not one number per column")
     if value(bias).dtype != value(node).dtype:
         raise CannotFuse("the bias has another dtype than the matmul")

@@ -66,7 +66,7 @@ def interrupt(go_on: GoOn, timeout_s: float) -> Any:
 def collect_garbage(go_on: GoOn, timeout_s: float) -> Any:
     """Collect what was freed too early, and fill its memory with other numbers."""
     gc.collect()
-    taken = [torch.full((1 << exponent,), float("nan")) for exponent in range(4, 16) for _ in range(4)]
+    taken = [torch.full((1 << exponent,), float("nan"), device="cpu") for exponent in range(4, 16) for _ in range(4)]
     taken.clear()  # only when all are made, or one block would be overwritten again and again
     return go_on()
 

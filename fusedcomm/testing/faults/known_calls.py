@@ -50,7 +50,7 @@ class KnownCall:
 
     def _integers(self, shape: tuple[int, ...], which: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * self.seed + which)
-        return torch.randint(-2, 3, shape, generator=generator).to(self.dtype)
+        return torch.randint(-2, 3, shape, generator=generator, device="cpu").to(self.dtype)
 
 
 class Guarded:
@@ -60,7 +60,7 @@ class Guarded:
         self._whole: list[tuple[Tensor, Tensor]] = []
 
     def copy_of(self, t: Tensor) -> Tensor:
-        whole = torch.full((t.numel() + 2 * BAND,), float(PATTERN), dtype=t.dtype)
+        whole = torch.full((t.numel() + 2 * BAND,), float(PATTERN), dtype=t.dtype, device=t.device)
         inside = whole[BAND:-BAND].view(t.shape)
         inside.copy_(t)
         self._whole.append((whole, whole.clone()))

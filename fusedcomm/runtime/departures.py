@@ -1,0 +1,62 @@
+"""Which ranks of a group have left: those whose processes are gone from this host, and those that have said so.
+
+A rank that ends says so on the store (`exits`). It cannot if it is killed, or ends by os._exit.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed import Store
+
+from fusedcomm.runtime.segment import LAST_WORDS_BYTES
+
+KILLED = "its process is gone without a word: it was killed, or ended by os._exit"
+
+
+def own_life() -> dict[str, Any]:
+    """This rank's part in a group, as JSON, until its process ends. One that is started again has another."""
+    return {"life": uuid.uuid4().hex, "process": _started(os.getpid())}
+
+
+class Departures:
+    """``lives``: each rank's ``own_life`` with its ``host``, by rank."""
+
+    def __init__(self, store: Store, rank: int, lives: list[dict[str, Any]]) -> None:
+        self._store = store
+        self._rank = rank
+        self._ids = [life["life"] for life in lives]
+        here = {peer: life["process"] for peer, life in enumerate(lives) if life["host"] == lives[rank]["host"]}
+        # A process that cannot be seen now, as in another namespace, would seem to be gone for ever.
+        self._processes = {peer: found for peer, found in here.items() if found and _started(found[0]) == found}
+
+    def announce(self, last_words: str) -> None:
+        self._store.set(self._ids[self._rank], last_words)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank on this host is gone. All that it wrote is there then."""
+        process = self._processes.get(rank)
+        return process is not None and _started(process[0]) != process
+
+    def last_words(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those of the ranks that have left, and why. It asks the store, which may fail."""
+        found = {}
+        for rank in ranks:
+            if self._store.check([self._ids[rank]]):
+                found[rank] = self._store.get(self._ids[rank])[:LAST_WORDS_BYTES].decode(errors="replace")
+            elif self.is_gone(rank):
+                found[rank] = KILLED
+        return found
+
+
+def _started(pid: int) -> list[int] | None:
+    """The id of a process and when it was started, because ids are used again; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else [pid, int(fields[18])]

@@ -1,0 +1,176 @@
+"""A rank that has left: its peers hear why at once, in a wait or when they come, and no round before is spoiled.
+
+Here a rank says that it ends and lives on. tests/runtime/test_process_ends.py has processes that end.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+import fusedcomm
+from fusedcomm.runtime import departures, exits, members, workspace
+from tests.helpers.groups import call, check, fresh_group
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.problems import PROBLEMS
+from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
+
+HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
+WORDS = "LookupError: no more data, after call 1"
+AT_ONCE_S = 10.0  # long before the time-out, on a busy machine too
+
+
+def leave(group: Any) -> None:
+    """What a rank does that ends, but for its dump."""
+    (member,) = members.members(group)
+    assert member.workspace is not None
+    member.workspace.leave(WORDS)
+    exits._announce([(member, WORDS)])
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("seconds", [0.0, 0.5], ids=["before-they-come", "while-they-wait"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
+def test_peers_hear_why_a_rank_has_left(rank: int, algorithm: str, seconds: float) -> None:
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        check(group, HEADS, call(group, HEADS))
+        if rank == 1:
+            time.sleep(seconds)
+            leave(group)
+        if not seconds:
+            dist.barrier(group)
+        if rank == 2:
+            time.sleep(2 * seconds)  # rank 0 waits for this rank too, which is not to blame
+        if rank != 1:
+            begun = time.monotonic()
+            for _ in range(2):
+                with pytest.raises(fusedcomm.PeerTimeoutError, match=f"round 2: rank 1 has left: {WORDS} ") as caught:
+                    call(group, HEADS)
+                assert (caught.value.peers, caught.value.epoch) == ([1], 2)
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=f"close: .*: rank 1 has left: {WORDS}$") as caught:
+                fusedcomm.close(group)
+            assert caught.value.peers == [1]
+            assert time.monotonic() - begun < AT_ONCE_S
+        dist.barrier(group)
+        fusedcomm.reset(group)  # they are there after all
+        check(group, HEADS, call(group, HEADS, 1), 1)
+
+
+@on_ranks(2)
+def test_a_rank_that_ends_spoils_no_round_before(rank: int) -> None:
+    """Rank 0 has yet to read what rank 1 has sent, which has completed the round and ends."""
+    received = workspace.Round.received
+
+    def slowly(self: workspace.Round, src_rank: int) -> torch.Tensor:
+        dist.barrier(group)  # behind the end of rank 1
+        return received(self, src_rank)
+
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(
+                    workspace.Round, "received", lambda self, src: slowly(self, src) if src else received(self, src)
+                )
+            check(group, HEADS, call(group, HEADS, 1), 1)
+        if rank == 1:
+            leave(group)
+            dist.barrier(group)
+        else:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match="rank 1 has left"):
+                call(group, HEADS)
+
+
+@on_ranks(2)
+def test_the_word_of_a_failure_stays(rank: int) -> None:
+    """A rank that ends by the error of a call has told its peers of that already."""
+    with fresh_group(TIMEOUT_S="60") as group:
+        check(group, HEADS, call(group, HEADS))
+        (member,) = members.members(group)
+        assert member.workspace is not None
+        if rank == 1:
+            with pytest.raises(KeyboardInterrupt), member.workspace.guarded("an op"):
+                raise KeyboardInterrupt
+            leave(group)
+        dist.barrier(group)
+        assert member.workspace.breakers(2) == {1: workspace.ABANDONED}
+
+
+@on_ranks(2)
+def test_a_process_that_is_gone_is_found(rank: int) -> None:
+    with fresh_group(TIMEOUT_S="60") as group:
+        check(group, HEADS, call(group, HEADS))
+        if rank == 0:
+            found = members.members(group)[0].topology.departures
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(departures, "_started", lambda pid: None)
+                begun = time.monotonic()
+                with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {departures.KILLED}") as caught:
+                    call(group, HEADS)
+            assert caught.value.peers == [1] and time.monotonic() - begun < AT_ONCE_S
+            assert found is not None and not found.is_gone(1)
+        dist.barrier(group)
+
+
+def test_a_killed_process_is_gone_before_its_parent_has_seen_it() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    lives = [{"life": name, "process": departures._started(child.pid), "host": "here"} for name in "ab"]
+    lives.append(lives[1] | {"host": "another"})
+    lives.append(lives[1] | {"process": [child.pid, 1]})  # an earlier process of that id, as if seen from elsewhere
+    found = departures.Departures(HashStore(), 0, lives)
+    assert not any(found.is_gone(rank) for rank in range(4))
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert [found.is_gone(rank) for rank in range(4)] == [True, True, False, False]
+    found.announce(WORDS)
+    assert found.last_words(range(4)) == {0: WORDS, 1: departures.KILLED}
+    child.wait()
+
+
+def raised(error: BaseException, context: BaseException | None = None) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            if context is not None:
+                raise context
+        finally:
+            raise error
+
+    return run
+
+
+LOST = LookupError("lost")
+
+
+@pytest.mark.parametrize(
+    ("run", "found"),
+    [
+        (raised(LOST), LOST),
+        (raised(SystemExit(1), LOST), LOST),  # as torch.multiprocessing.spawn ends its children
+        (lambda: None, None),
+    ],
+    ids=["uncaught", "in-a-spawned-child", "none"],
+)
+def test_the_exception_that_ends_a_child(run: Callable[[], None], found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    seen = []
+    try:
+        run()
+    except BaseException:
+        seen.append(exits._error())
+    assert (seen or [exits._error()]) == [found]
+
+
+def test_the_exception_that_ends_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_value", LOST, raising=False)
+    assert exits._error() is LOST
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert exits._error() is None
