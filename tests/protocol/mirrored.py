@@ -123,7 +123,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/members.py:_all_members": "7418dd678bb0",
         "fusedcomm/runtime/members.py:reset": "d0226c269e6b",
         "fusedcomm/runtime/members.py:Member.reset": "a1b5d3200d60",
-        "fusedcomm/runtime/members.py:Member._make": "da167b076a9b",
+        "fusedcomm/runtime/members.py:Member._make": "cc73ec97c2ca",
         "fusedcomm/runtime/members.py:Member._allocate": "4ad609bb7251",
         "fusedcomm/runtime/members.py:Member._agree": "8c340611e07c",
         "fusedcomm/runtime/members.py:Member._free": "f9c3dc34aebc",
