@@ -1,4 +1,4 @@
-"""Errors between ranks, which name the peers. A bad argument of one rank is a ValueError.
+"""Errors between ranks, which name the peers. A bad argument of one rank is a ValueError or a TypeError.
 
 `chunked` and `fused` calls raise them, and so does what ranks do together: the first call of a group, `reset`, `close`
 and the agreements of `fusedcomm.compile.enable`. Every wait is bounded by ``FUSEDCOMM_TIMEOUT_S``.

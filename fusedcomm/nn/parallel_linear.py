@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedcomm import reference
+from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.runtime.group import Group, find, resolve
 
 _saves_whole: ContextVar[bool] = ContextVar("saves_whole", default=False)
@@ -134,6 +135,14 @@ class ParallelLinear(nn.Module):
         if size % self.group_size:
             raise ValueError(f"{name} must be divisible by group_size={self.group_size}, got {size}")
 
+    def _check_features(self, x: Tensor, *, sharded: bool) -> None:
+        """``sharded``: whether x has this rank's block of in_features, not all of them."""
+        check_tensor("x", x)
+        size = self.in_features // self.group_size if sharded else self.in_features
+        if x.ndim < 2 or x.shape[-1] != size:
+            name = f"in_features / R = {self.in_features} / {self.group_size}" if sharded else "in_features"
+            raise ValueError(f"x must be [..., {name} = {size}] with at least 2 dims, got shape {tuple(x.shape)}")
+
     def _whole_shape(self, name: str) -> list[int]:
         return [self.out_features, self.in_features] if name == "weight" else [self.out_features]
 
@@ -168,5 +177,5 @@ class ParallelLinear(nn.Module):
 
 def as_linear(linear: nn.Module) -> nn.Linear:
     if not isinstance(linear, nn.Linear):
-        raise ValueError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+        raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
     return linear

@@ -40,9 +40,7 @@ class _TensorParallelLinear(ParallelLinear):
         super().__init__(in_features, out_features, bias, group, device, dtype)
         self.sequence_dim = sequence_dim
 
-    def _check_x(self, x: Tensor, in_features: int) -> None:
-        if x.ndim < 2 or x.shape[-1] != in_features:
-            raise ValueError(f"x must be [..., {in_features}] with at least 2 dims, got shape {tuple(x.shape)}")
+    def _check_dims(self, x: Tensor) -> None:
         dim = self.sequence_dim
         if dim is not None and (dim == -1 or not -x.ndim <= dim < x.ndim - 1):
             raise ValueError(f"sequence_dim must be a dim of x, and not its last, got {dim} and {x.ndim} dims")
@@ -98,7 +96,8 @@ class ColumnParallelLinear(_TensorParallelLinear):
             group: as in the constructor.
 
         Raises:
-            ValueError: linear is no nn.Linear, or R does not divide its out_features.
+            TypeError: linear is no nn.Linear.
+            ValueError: R does not divide its out_features.
         """
         return _from_linear(cls, linear, sequence_dim, group)
 
@@ -108,7 +107,8 @@ class ColumnParallelLinear(_TensorParallelLinear):
         Without ``sequence_dim`` return [..., out_features / R] for x [..., in_features]. Raises ValueError for an x of
         another shape, and the errors of `all_gather_matmul`.
         """
-        self._check_x(x, self.in_features)
+        self._check_features(x, sharded=False)
+        self._check_dims(x)
         group = self._group()
         if self.sequence_dim is not None:
             w, keep = self.weight.mT, self.save_gathered
@@ -164,7 +164,8 @@ class RowParallelLinear(_TensorParallelLinear):
             group: as in the constructor.
 
         Raises:
-            ValueError: linear is no nn.Linear, or R does not divide its in_features.
+            TypeError: linear is no nn.Linear.
+            ValueError: R does not divide its in_features.
         """
         return _from_linear(cls, linear, sequence_dim, group)
 
@@ -179,7 +180,8 @@ class RowParallelLinear(_TensorParallelLinear):
         another shape or a number of tokens that R does not divide, and the errors of `matmul_reduce_scatter` or
         `matmul_all_reduce`.
         """
-        self._check_x(x, self.in_features // self.group_size)
+        self._check_features(x, sharded=True)
+        self._check_dims(x)
         w, group = self.weight.mT, self._group()
         if self.sequence_dim is not None:
             return matmul_reduce_scatter(x, w, self.sequence_dim, group, bias=self.bias)

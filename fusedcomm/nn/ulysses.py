@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
+from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.runtime.group import Group
 
@@ -86,7 +87,8 @@ class UlyssesQKV(ParallelLinear):
             group: as in the constructor.
 
         Raises:
-            ValueError: linear is no nn.Linear, or its out_features is no multiple of num_heads + 2 * num_kv_heads.
+            TypeError: linear is no nn.Linear.
+            ValueError: its out_features is no multiple of num_heads + 2 * num_kv_heads.
         """
         linear = as_linear(linear)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -110,6 +112,7 @@ class UlyssesQKV(ParallelLinear):
         All three are views of one tensor if num_kv_heads is num_heads, else k and v are views of one, and q is a tensor
         of its own. There may be any number of batch dims. Raises the errors of `matmul_all_to_all`.
         """
+        self._check_features(x, sharded=False)
         group = self._group()
         if self.num_kv_heads == self.num_heads:
             columns = [3, self.num_heads, self.head_dim]
@@ -192,7 +195,8 @@ class UlyssesOut(ParallelLinear):
             group: as in the constructor.
 
         Raises:
-            ValueError: linear is no nn.Linear, or its in_features is no multiple of num_heads.
+            TypeError: linear is no nn.Linear.
+            ValueError: its in_features is no multiple of num_heads.
         """
         linear = as_linear(linear)
         _check_heads(num_heads, num_heads)
@@ -212,11 +216,12 @@ class UlyssesOut(ParallelLinear):
         There may be any number of batch dims. Raises ValueError for an x of another shape or a number of tokens that R
         does not divide, and the errors of `all_to_all_matmul`.
         """
+        check_tensor("x", x)
         columns = [self.num_heads // self.group_size, self.head_dim]
         if x.ndim < 3 or list(x.shape[-2:]) != columns:
             raise ValueError(
-                f"x must end in [tokens, heads / R, head_dim] = [tokens, {columns[0]}, {columns[1]}], "
-                f"got shape {tuple(x.shape)}"
+                f"x must end in [tokens, num_heads / R = {self.num_heads} / {self.group_size} = {columns[0]}, "
+                f"head_dim = {self.head_dim}], got shape {tuple(x.shape)}"
             )
         w, keep = self.weight.mT, self.save_exchanged
         y = all_to_all_matmul(x, w, -2, -3, self._group(), bias=self.bias, save_exchanged=keep)

@@ -14,6 +14,7 @@ from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
+from fusedcomm.ops.arguments import LISTS, check_types
 from fusedcomm.ops.dispatch import by_product, run
 from fusedcomm.ops.library import lib, refuse_tangents, refuse_transforms, register_autocast, register_fake
 from fusedcomm.runtime.group import Group, resolve
@@ -80,6 +81,7 @@ def all_gather_matmul(
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.
+        TypeError: likewise, where it is of another type, or a DTensor: pass its ``.to_local()``.
         PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
@@ -95,19 +97,20 @@ def all_gather_matmul(
         gate, up = fusedcomm.all_gather_matmul(x, [w_gate, w_up], gather_dim=1)
         assert gate.shape == (2, 8, 6) and up.shape == (2, 8, 5)  # [batch, tokens, N]
     """
+    check_types(x, w, bias, lists=True, gather_dim=gather_dim)
     group_size, group_name = resolve(group)
     ws, biases = _lists(w, bias)
-    keep = save_gathered and torch.is_grad_enabled() and any(each.requires_grad for each in ws)
+    keep = bool(save_gathered) and torch.is_grad_enabled() and any(each.requires_grad for each in ws)
     outs = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, gather_dim, keep, group_size, group_name)[0]
-    return outs[0] if isinstance(w, Tensor) else outs
+    return outs if isinstance(w, LISTS) else outs[0]
 
 
-def _lists(w: Tensor | Sequence[Tensor], bias: Biases) -> tuple[list[Tensor], list[Tensor | None]]:
-    if isinstance(w, Tensor):
-        if not isinstance(bias, Tensor | None):
+def _lists(w: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    if not isinstance(w, LISTS):
+        if isinstance(bias, LISTS):
             raise ValueError("bias must be a tensor or None beside one w, got a list")
         return [w], [bias]
-    if isinstance(bias, Tensor):
+    if not isinstance(bias, (*LISTS, type(None))):
         raise ValueError("bias must be a list or None beside a list of w, got a tensor")
     return list(w), [None] * len(w) if bias is None else list(bias)
 

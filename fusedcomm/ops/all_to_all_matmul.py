@@ -13,6 +13,7 @@ from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
+from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.dispatch import by_product, run
 from fusedcomm.ops.library import lib, refuse_transforms, register_autocast, register_autograd, register_fake
 from fusedcomm.runtime.group import Group, resolve
@@ -66,6 +67,7 @@ def all_to_all_matmul(
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.
+        TypeError: likewise, where it is of another type, or a DTensor: pass its ``.to_local()``.
         PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
@@ -81,8 +83,9 @@ def all_to_all_matmul(
         y = fusedcomm.all_to_all_matmul(x, w, gather_dim=-2, scatter_dim=1)
         assert y.shape == (2, 4, 5)  # [batch, tokens / R, N]
     """
+    check_types(x, w, bias, gather_dim=gather_dim, scatter_dim=scatter_dim)
     group_size, group_name = resolve(group)
-    keep = save_exchanged and torch.is_grad_enabled() and w.requires_grad
+    keep = bool(save_exchanged) and torch.is_grad_enabled() and w.requires_grad
     call = torch.ops.fusedcomm.all_to_all_matmul
     return call(x, w, bias, gather_dim, scatter_dim, keep, group_size, group_name)[0]
 

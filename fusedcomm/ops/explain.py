@@ -17,6 +17,7 @@ from fusedcomm.ops import (
     matmul_all_to_all,
     matmul_reduce_scatter,
 )
+from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.dispatch import prepare
 from fusedcomm.runtime.group import resolve
 
@@ -47,6 +48,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
 
     Raises:
         ValueError: op is no op, or an argument is not as the op takes it.
+        TypeError: an argument is of another type than the op takes.
         PeerTimeoutError: a peer did not come to the first call on the group within ``FUSEDCOMM_TIMEOUT_S``.
         RuntimeError: `force_algorithm` with ``strict`` asks for an algorithm that cannot run.
 
@@ -61,9 +63,12 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     module = _OPS[op]
     bound = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
     bound.apply_defaults()
-    x: Tensor = bound.arguments["x"]
-    group_size, group_name = resolve(bound.arguments["group"])
-    named = {**bound.arguments, "group_size": group_size}
+    named = bound.arguments
+    x: Tensor = named["x"]
+    check_types(**named, lists=module is all_gather_matmul)
+    if "reduce_op" in named:
+        named["reduce_op"] = reduce_op_name(named["reduce_op"])
+    named["group_size"], group_name = resolve(named["group"])
     exchange: Exchange = module.exchange_of(*(named[name] for name in inspect.signature(module.exchange_of).parameters))
     device = x.device
     if device.type == "meta":

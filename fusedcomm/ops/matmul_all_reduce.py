@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
@@ -13,6 +14,7 @@ from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_out, check_tensors
 from fusedcomm.ops import gradients
+from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.dispatch import run
 from fusedcomm.ops.library import (
     define_out,
@@ -35,7 +37,7 @@ lib.define(
 
 
 def matmul_all_reduce(
-    x: Tensor, w: Tensor, group: Group = None, *, reduce_op: str = "sum", bias: Tensor | None = None
+    x: Tensor, w: Tensor, group: Group = None, *, reduce_op: str | ReduceOp = "sum", bias: Tensor | None = None
 ) -> Tensor:
     """Multiply x by w and reduce the result over the ranks to all of them, overlapped. It equals, for R ranks::
 
@@ -46,7 +48,7 @@ def matmul_all_reduce(
         x: [..., K], at least 2-D; float32, float16 or bfloat16, on CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        reduce_op: "sum" or "avg".
+        reduce_op: "sum" or "avg", or torch.distributed.ReduceOp.SUM or AVG.
         bias: [N], of x's dtype and device, added once, to the sum; the same on every rank.
 
     Returns:
@@ -63,6 +65,7 @@ def matmul_all_reduce(
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.
+        TypeError: likewise, where it is of another type, or a DTensor: pass its ``.to_local()``.
         PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
@@ -78,6 +81,8 @@ def matmul_all_reduce(
         y = fusedcomm.matmul_all_reduce(x, w)
         assert y.shape == (2, 8, 5) and (y == 6).all()  # [batch, tokens, N], summed over K
     """
+    check_types(x, w, bias)
+    reduce_op = reduce_op_name(reduce_op)
     group_size, group_name = resolve(group)
     return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name)
 

@@ -14,6 +14,7 @@ from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
+from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.dispatch import run
 from fusedcomm.ops.library import (
     define_out,
@@ -72,6 +73,7 @@ def matmul_all_to_all(
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.
+        TypeError: likewise, where it is of another type, or a DTensor: pass its ``.to_local()``.
         PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
@@ -87,6 +89,7 @@ def matmul_all_to_all(
         y = fusedcomm.matmul_all_to_all(x, w, gather_dim=1, scatter_dim=-2, out_shape=[2, 3])
         assert y.shape == (2, 8, 1, 3)  # [batch, tokens, heads / R, head_dim]
     """
+    check_types(x, w, bias, gather_dim=gather_dim, scatter_dim=scatter_dim, out_shape=out_shape)
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
     return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, gather_dim, scatter_dim, group_size, group_name)

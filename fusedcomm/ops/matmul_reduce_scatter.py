@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
@@ -13,6 +14,7 @@ from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
+from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.dispatch import run
 from fusedcomm.ops.library import (
     define_out,
@@ -41,7 +43,7 @@ def matmul_reduce_scatter(
     scatter_dim: int,
     group: Group = None,
     *,
-    reduce_op: str = "sum",
+    reduce_op: str | ReduceOp = "sum",
     bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply x by w and reduce the result over the ranks to a block for each, overlapped. It equals, for R ranks::
@@ -54,7 +56,7 @@ def matmul_reduce_scatter(
         w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
         scatter_dim: a dim of y, along which it is cut; negative ones count from the end. R must divide y's size there.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        reduce_op: "sum" or "avg".
+        reduce_op: "sum" or "avg", or torch.distributed.ReduceOp.SUM or AVG.
         bias: [N], or [N / R] where N is scattered; added to what this rank gets.
 
     Returns:
@@ -71,6 +73,7 @@ def matmul_reduce_scatter(
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.
+        TypeError: likewise, where it is of another type, or a DTensor: pass its ``.to_local()``.
         PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
@@ -86,6 +89,8 @@ def matmul_reduce_scatter(
         y = fusedcomm.matmul_reduce_scatter(x, w, scatter_dim=1)
         assert y.shape == (2, 4, 5) and (y == 6).all()  # [batch, tokens / R, N], summed over K
     """
+    check_types(x, w, bias, scatter_dim=scatter_dim)
+    reduce_op = reduce_op_name(reduce_op)
     group_size, group_name = resolve(group)
     return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name)
 

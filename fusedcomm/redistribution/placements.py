@@ -43,12 +43,12 @@ encode._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _encode(placement: Any) -> str:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import Placement, _StridedShard
+    from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    if not isinstance(placement, Placement):
-        raise TypeError(f"placements must be Replicate, Shard or Partial, got {placement!r}")
     kind = type(placement)  # the exact class, because one derived from Partial reduces in its own way
+    if not issubclass(kind, Placement):
+        raise TypeError(f"placements must be Replicate, Shard or Partial, got {placement!r}")
     if kind is Shard:
         return f"S({placement.dim})"
     if kind is Replicate:

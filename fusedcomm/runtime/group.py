@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -87,9 +88,8 @@ def _process_group(group: Group) -> ProcessGroup:
         raise ValueError("group must contain this rank: new_group gave this rank no part in it")
     mesh, *dims = group if isinstance(group, tuple) else (group,)
     if not isinstance(mesh, DeviceMesh) or len(dims) > 1:
-        raise ValueError(
-            f"group must be a ProcessGroup, DeviceMesh, (DeviceMesh, mesh_dim), name or None, got {group!r}"
-        )
+        got = reprlib.repr(group)  # it may be a tensor: group comes after the op's tensors
+        raise ValueError(f"group must be a ProcessGroup, DeviceMesh, (DeviceMesh, mesh_dim), name or None, got {got}")
     if not dims and mesh.ndim != 1:
         raise ValueError(f"a DeviceMesh must be 1-D, or given as (mesh, mesh_dim), got {mesh.ndim} dims")
     return _mesh_group(mesh, *dims)

@@ -222,17 +222,18 @@ BAD = [
         r"out_features must be a multiple of num_heads \+ 2 \* num_kv_heads = 18, got 12",
     ),
     (lambda: UlyssesOut.from_linear(LINEAR, 8), "in_features must be a multiple of num_heads = 8, got 12"),
-    (lambda: UlyssesOut.from_linear(nn.Identity(), 4), "linear must be an nn.Linear, got Identity"),
-    (lambda: RowParallelLinear.from_linear(nn.Bilinear(2, 2, 2)), "linear must be an nn.Linear, got Bilinear"),
-    (lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 11)), "x and w must agree on K, got 11 and 12"),
+    (lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 11)), r"x must be \[..., in_features = 12\] .*got shape \(2, 4, 11"),
     (
         lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 4, 3, 2)),
-        r"x must end in \[tokens, heads / R, head_dim\] = \[tok.* 2, 3",
+        r"x must end in \[tokens, num_heads / R = 4 / 2 = 2, head_dim = 3\], got shape \(2, 4, 3, 2\)",
     ),
     (lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3)), "scatter_dim size must be divisible by group_size=2, got 3"),
-    (lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 3)), r"x must be \[..., 4\] with at least 2 dims, got shape \(2"),
-    (lambda: ColumnParallelLinear(4, 6)(torch.ones(4)), r"x must be \[..., 4\] with at least 2 dims, got shape \(4,\)"),
-    (lambda: RowParallelLinear(4, 6)(torch.ones(2, 4)), r"x must be \[..., 2\] with at least 2 dims, got shape \(2, 4"),
+    (lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 3)), r"x must be \[..., in_features = 4\] .*got shape \(2, 3\)"),
+    (lambda: ColumnParallelLinear(4, 6)(torch.ones(4)), r"in_features = 4\] with at least 2 dims, got shape \(4,\)"),
+    (
+        lambda: RowParallelLinear(4, 6)(torch.ones(2, 4)),  # x is not sharded
+        r"x must be \[..., in_features / R = 4 / 2 = 2\] with at least 2 dims, got shape \(2, 4\)",
+    ),
     (
         lambda: RowParallelLinear(4, 6, bias=False, sequence_dim=2)(torch.ones(1, 2, 2)),
         "sequence_dim must be a dim of x, and not its last, got 2 and 3 dims",
@@ -249,6 +250,25 @@ def test_errors(rank: int) -> None:
     for call, message in BAD:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@on_ranks(2)
+def test_types_of_arguments(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    for layer in (UlyssesOut, RowParallelLinear):
+        with pytest.raises(TypeError, match=r"linear must be an nn.Linear, got Bilinear"):
+            layer.from_linear(nn.Bilinear(2, 2, 2), *([4] if layer is UlyssesOut else []))
+    x = torch.ones(2, 4, 2, 3)
+    sharded = DTensor.from_local(x, init_device_mesh("cpu", (2,)), [Shard(1)])
+    layers = UlyssesQKV(3, 4, 3), UlyssesOut(4, 3, 5), ColumnParallelLinear(3, 6), RowParallelLinear(6, 3)
+    for each in layers:
+        assert all(isinstance(t, Tensor) for t in tensors_of(each(x)))
+        with pytest.raises(TypeError, match=r"x must be a plain tensor, got a DTensor: pass its .to_local\(\)"):
+            each(sharded)
+        with pytest.raises(TypeError, match="x must be a tensor, got ndarray"):
+            each(x.numpy())
 
 
 def check_repr(rank: int) -> None:

@@ -155,7 +155,8 @@ def test_an_op_says_its_program_shapes_errors_and_an_example(name: str) -> None:
     assert re.match(r"[^:]*It equals, for R ranks::\n\n    ", docstring)
     assert re.search(r"^    w: \[K, N\]", section(docstring, "Args"), re.M)
     assert "contiguous tensor" in section(docstring, "Returns")
-    assert entries(docstring, "Raises") == {"ValueError", "PeerTimeoutError", "PeerMismatchError", "RuntimeError"}
+    raises = {"ValueError", "TypeError", "PeerTimeoutError", "PeerMismatchError", "RuntimeError"}
+    assert entries(docstring, "Raises") == raises
     assert EXAMPLE.search(docstring + "\n")
 
 

@@ -57,6 +57,6 @@ def test_a_part_that_requires_grad_is_redistributed_without_a_warning(rank: int)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         y = fusedcomm.redistribute(x, placements=[S0])
-    (y * 3).to_local().sum().backward()
+    (y.to_local() * 3).sum().backward()
     assert torch.equal(leaf.grad, torch.full((2, 2), 3.0))
     assert not caught

@@ -1,0 +1,78 @@
+"""The types of an op's arguments, checked before torch matches them with a schema: its errors show whole tensors.
+
+Values are checked by `fusedcomm.geometry.shapes`, which the dispatcher ops call too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from numbers import Integral
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+LISTS = (list, tuple, nn.ParameterList)  # what a list of tensors may be
+
+
+def check_types(x: Any, w: Any, bias: Any, *, lists: bool = False, **options: Any) -> None:
+    """Raise TypeError unless x and w are plain tensors, bias one or None, and ``*_dim`` and ``out_shape`` are ints.
+
+    ``lists``: w and bias may be lists of these.
+    """
+    check_tensor("x", x)
+    for each in w if lists and isinstance(w, LISTS) else (w,):
+        check_tensor("w", each)
+    for each in bias if lists and isinstance(bias, LISTS) else (bias,):
+        if each is not None:
+            check_tensor("bias", each)
+    for name, value in options.items():
+        if name == "out_shape":
+            _check_sizes(value)
+        elif name.endswith("_dim"):
+            _check_int(name, value)
+
+
+def check_tensor(name: str, t: Any) -> None:
+    """Raise TypeError unless t is a dense tensor with no other inside, or stands for one as torch functions see it."""
+    kind = type(t)
+    if kind is not Tensor and kind is not nn.Parameter:  # most calls ask no further
+        if not hasattr(kind, "__torch_function__"):
+            raise TypeError(f"{name} must be a tensor, got {_short(t)}")
+        if hasattr(kind, "to_local"):
+            raise TypeError(f"{name} must be a plain tensor, got a {kind.__name__}: pass its .to_local()")
+    if t.layout is not torch.strided or t.is_quantized or t.is_nested:
+        layout = "nested" if t.is_nested else "quantised" if t.is_quantized else str(t.layout)
+        raise TypeError(f"{name} must be a dense tensor, got a {layout} one")
+
+
+def reduce_op_name(reduce_op: Any) -> str:
+    """``"sum"`` for ReduceOp.SUM, ``"avg"`` for ReduceOp.AVG. Raises TypeError for what names no reduction."""
+    if isinstance(reduce_op, str):
+        return reduce_op
+    if not isinstance(reduce_op, dist.ReduceOp):
+        raise TypeError(f"reduce_op must be a str or a ReduceOp, got {_short(reduce_op)}")
+    if reduce_op == dist.ReduceOp.SUM:  # type: ignore[comparison-overlap]
+        return "sum"
+    return "avg" if reduce_op == dist.ReduceOp.AVG else str(reduce_op)  # type: ignore[comparison-overlap]
+
+
+def _check_int(name: str, value: Any) -> None:
+    if not isinstance(value, (int, torch.SymInt, Integral)):  # NumPy's ints are Integral
+        raise TypeError(f"{name} must be an int, got {_short(value)}")
+
+
+def _check_sizes(sizes: Any) -> None:
+    if sizes is None:
+        return
+    if not isinstance(sizes, Collection):
+        raise TypeError(f"out_shape must be a list of sizes or None, got {_short(sizes)}")
+    for size in sizes:
+        _check_int("each size of out_shape", size)
+
+
+def _short(value: Any) -> str:
+    """A number, a text or None as it is, and of anything else the type: an array's text is long."""
+    text = repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
+    return text if len(text) <= 40 else f"{text[:40]}..."

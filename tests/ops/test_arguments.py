@@ -1,0 +1,157 @@
+"""Arguments of the wrong type: one short sentence, before torch can show a schema or a whole array."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fusedcomm
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.spies import Dispatched
+
+X, W = torch.ones(4, 8), torch.ones(8, 8)
+DIMS = {"gather_dim": 0, "scatter_dim": 1}
+OPS: dict[str, dict[str, Any]] = {
+    "matmul_all_to_all": DIMS,
+    "all_to_all_matmul": {"gather_dim": 1, "scatter_dim": 0},
+    "all_gather_matmul": {"gather_dim": 0},
+    "matmul_reduce_scatter": {"scatter_dim": 0},
+    "matmul_all_reduce": {},
+}
+NESTED = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch will drop them
+    QUANTISED = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"w": None}, "w must be a tensor, got None"),
+    ({"x": [[1.0]]}, "x must be a tensor, got list"),
+    ({"w": nn.Linear(8, 8)}, "w must be a tensor, got Linear"),
+    ({"x": np.ones((400, 8))}, "x must be a tensor, got ndarray"),
+    ({"bias": np.ones(800)}, "bias must be a tensor, got ndarray"),
+    ({"bias": 0.5}, "bias must be a tensor, got 0.5"),
+    ({"x": "x" * 1000}, "x must be a tensor, got 'xxx"),
+    ({"x": X.to_sparse()}, "x must be a dense tensor, got a torch.sparse_coo one"),
+    ({"w": NESTED}, "w must be a dense tensor, got a nested one"),
+    ({"x": QUANTISED}, "x must be a dense tensor, got a quantised one"),
+    ({"gather_dim": "0"}, "gather_dim must be an int, got '0'"),
+    ({"gather_dim": 1.0}, "gather_dim must be an int, got 1.0"),
+    ({"scatter_dim": None}, "scatter_dim must be an int, got None"),
+    ({"scatter_dim": np.ones(400)}, "scatter_dim must be an int, got ndarray"),
+    ({"out_shape": 8}, "out_shape must be a list of sizes or None, got 8"),
+    ({"out_shape": "8"}, "each size of out_shape must be an int, got '8'"),
+    ({"out_shape": [2, 4.0]}, "each size of out_shape must be an int, got 4.0"),
+    ({"reduce_op": None}, "reduce_op must be a str or a ReduceOp, got None"),
+    ({"reduce_op": np.ones(400)}, "reduce_op must be a str or a ReduceOp, got ndarray"),
+]
+TAKES = {
+    name: {"x", "w", "bias", *dims}
+    | ({"out_shape"} if name == "matmul_all_to_all" else set())
+    | ({"reduce_op"} if "reduce" in name else set())
+    for name, dims in OPS.items()
+}
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with Dispatched() as dispatched, pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value).startswith(message) and len(str(caught.value)) < 120
+    assert kind is ValueError or not dispatched.names("fusedcomm")
+    assert not dispatched.names("_c10d_functional")
+
+
+def check_refused(op: str, change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    arguments = {"x": X, "w": W, **OPS[op], **change}
+    refused(lambda: getattr(fusedcomm, op)(**arguments), kind, message)
+    refused(lambda: fusedcomm.explain(op, **arguments), kind, message)
+
+
+@on_ranks(2)
+def test_wrong_types(rank: int) -> None:
+    for op, takes in TAKES.items():
+        for change, message in BAD:
+            if change.keys() <= takes:
+                check_refused(op, change, TypeError, message)
+    for op in TAKES.keys() - {"all_gather_matmul"}:
+        check_refused(op, {"w": [W, W]}, TypeError, "w must be a tensor, got list")
+    check_refused("all_gather_matmul", {"w": [W, None]}, TypeError, "w must be a tensor, got None")
+    check_refused(
+        "matmul_all_reduce", {"reduce_op": dist.ReduceOp.MAX}, ValueError, "reduce_op must be one of sum, avg"
+    )
+    with pytest.raises(ValueError, match=r"^group must be a ProcessGroup, .{,120}$"):
+        fusedcomm.matmul_all_reduce(X, W, torch.ones(1000))  # a bias that was taken for the group
+
+
+@on_ranks(2)
+def test_dtensors(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = init_device_mesh("cpu", (2,))
+    for name, local in (("x", X), ("w", W), ("w", nn.Parameter(W)), ("bias", W[0])):
+        given = DTensor.from_local(local, mesh, [Replicate()])
+        for op in OPS:
+            message = f"{name} must be a plain tensor, got a DTensor: pass its .to_local()"
+            check_refused(op, {name: given}, TypeError, message)
+    compiled = torch.compile(lambda x: fusedcomm.matmul_all_reduce(x, W), backend="eager")
+    with pytest.raises(TypeError, match=r"pass its .to_local\(\)"):
+        compiled(DTensor.from_local(X, mesh, [Replicate()]))
+
+
+@on_ranks(2)
+def test_what_is_taken_as_before(rank: int) -> None:
+    """Subclasses that torch unwraps, stand-ins for tensors, NumPy's ints, and lists of other classes."""
+    import torch.distributed._functional_collectives as funcol
+
+    want = fusedcomm.matmul_all_reduce(X, W)
+    late = funcol.all_reduce(X.clone(), "max", dist.group.WORLD)
+    for x in (late, fusedcomm.DeviceToHost(X).lazy(), nn.Parameter(X)):
+        assert torch.equal(fusedcomm.matmul_all_reduce(x, W), want)
+    out = fusedcomm.matmul_all_to_all(X, W, np.int64(0), np.int64(1), out_shape=np.array([2, 4]))
+    assert torch.equal(out, fusedcomm.matmul_all_to_all(X, W, 0, 1, out_shape=torch.Size([2, 4])))
+    several = fusedcomm.all_gather_matmul(X, nn.ParameterList([W, W]), 0)  # type: ignore[call-overload]
+    assert isinstance(several, list) and len(several) == 2
+    assert fusedcomm.matmul_all_reduce(X.to("meta"), W.to("meta")).is_meta
+
+
+@on_ranks(2)
+def test_reduce_ops_of_torch(rank: int) -> None:
+    sum_, avg = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+    def program(x: torch.Tensor, reduce_op: Any) -> list[torch.Tensor]:
+        scattered = fusedcomm.matmul_reduce_scatter(x, W, 0, reduce_op=reduce_op)
+        return [scattered, fusedcomm.matmul_all_reduce(x, W, reduce_op=reduce_op)]
+
+    x = X * (rank + 1)
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    for given, value in (("sum", 24), (sum_, 24), (dist.ReduceOp(sum_), 24), ("avg", 12), (avg, 12)):
+        for out in program(x, given) + ([] if type(given) is dist.ReduceOp else compiled(x, given)):
+            assert (out == value).all(), (given, out)
+    for given in (sum_, avg):
+        fusedcomm.explain("matmul_all_reduce", x, W, reduce_op=given)
+
+
+@on_ranks(2)
+def test_checks_break_no_graph(rank: int) -> None:
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            fusedcomm.matmul_all_to_all(x, W, 0, 1, out_shape=[2, 4], bias=W[0]),
+            fusedcomm.all_to_all_matmul(x, torch.ones(16, 8), 1, 0),
+            *fusedcomm.all_gather_matmul(x, [W, W], 0, bias=[W[0], None]),
+            fusedcomm.all_gather_matmul(x, W, 0),
+            fusedcomm.matmul_reduce_scatter(x, W, 0),
+            fusedcomm.matmul_all_reduce(x, W),
+        ]
+
+    compiled = torch.compile(program, backend="eager", fullgraph=True, dynamic=True)
+    for tokens in (4, 6):
+        x = torch.ones(tokens, 8)
+        for found, wanted in zip(compiled(x), program(x), strict=True):
+            assert torch.equal(found, wanted)
