@@ -31,7 +31,7 @@ class Departures:
         self._ids = [life["life"] for life in lives]
         here = {peer: life["process"] for peer, life in enumerate(lives) if life["host"] == lives[rank]["host"]}
         # A process that cannot be seen now, as in another namespace, would seem to be gone for ever.
-        self._processes = {peer: found for peer, found in here.items() if found and _started(found[0]) == found}
+        self._processes = {peer: found for peer, found in here.items() if found and _started(_pid(found)) == found}
 
     def announce(self, last_words: str) -> None:
         self._store.set(self._ids[self._rank], last_words)
@@ -39,7 +39,7 @@ class Departures:
     def is_gone(self, rank: int) -> bool:
         """Whether the process of a rank on this host is gone. All that it wrote is there then."""
         process = self._processes.get(rank)
-        return process is not None and _started(process[0]) != process
+        return process is not None and _started(_pid(process)) != process
 
     def last_words(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those of the ranks that have left, and why. It asks the store, which may fail."""
@@ -52,11 +52,16 @@ class Departures:
         return found
 
 
-def _started(pid: int) -> list[int] | None:
+def _pid(process: str) -> int:
+    pid = process.partition(" ")[0]
+    return int(pid) if pid.isdecimal() else 0  # no process
+
+
+def _started(pid: int) -> str | None:
     """The id of a process and when it was started, because ids are used again; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if state in (b"Z", b"X") else [pid, int(fields[18])]
+    return None if state in (b"Z", b"X") else f"{pid} {int(fields[18])}"

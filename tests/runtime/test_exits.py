@@ -125,7 +125,7 @@ def test_a_killed_process_is_gone_before_its_parent_has_seen_it() -> None:
     child = subprocess.Popen(["sleep", "60"])
     lives = [{"life": name, "process": departures._started(child.pid), "host": "here"} for name in "ab"]
     lives.append(lives[1] | {"host": "another"})
-    lives.append(lives[1] | {"process": [child.pid, 1]})  # an earlier process of that id, as if seen from elsewhere
+    lives.append(lives[1] | {"process": f"{child.pid} 1"})  # an earlier process of that id, as if seen from elsewhere
     found = departures.Departures(HashStore(), 0, lives)
     assert not any(found.is_gone(rank) for rank in range(4))
     child.kill()
