@@ -329,8 +329,8 @@ def synchronize(group: Group = None) -> None:
 def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
     """The Members that all ranks of the group have, each with the largest slot of any rank; calls are counted anew.
 
-    This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks, as its vote
-    never finished, is dropped and voted on again, and so is one whose vote found that it can have no workspace.
+    This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks is dropped
+    and voted on again, as its vote never finished, and so is one that can have no workspace, as its vote found.
     """
     pg = groups.find(groups.resolve(group)[1])
     if pg.size() == 1 or dist.get_backend(pg) == "fake":

@@ -120,10 +120,10 @@ MIRRORED: dict[str, dict[str, str]] = {
     },
     "model.ProtocolModel._arrive and _depart": {
         "fusedcomm/runtime/workspace.py:Workspace.initialise": "1f5e6993702b",
-        "fusedcomm/runtime/members.py:_all_members": "7418dd678bb0",
+        "fusedcomm/runtime/members.py:_all_members": "f2e0c05b84b3",
         "fusedcomm/runtime/members.py:reset": "d0226c269e6b",
-        "fusedcomm/runtime/members.py:Member.reset": "a1b5d3200d60",
-        "fusedcomm/runtime/members.py:Member._make": "da167b076a9b",
+        "fusedcomm/runtime/members.py:Member.reset": "6983a5913414",
+        "fusedcomm/runtime/members.py:Member._make": "3f0bf25d6578",
         "fusedcomm/runtime/members.py:Member._allocate": "4ad609bb7251",
         "fusedcomm/runtime/members.py:Member._agree": "8c340611e07c",
         "fusedcomm/runtime/members.py:Member._free": "f9c3dc34aebc",
