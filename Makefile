@@ -8,7 +8,7 @@ OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatt
 OP ?= $(OPS)
 NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help setup demo test test-all test-torch lint docs wheel bench figures soak clean
+.PHONY: help setup demo test test-all test-torch lint docs wheel bench figures soak sanitize clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make figures  the figures of docs/benchmark.md and others, into benchmarks/results; 55 minutes of a machine that does nothing else"
 	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"
 	@echo "            found is in .venv/soak.json; SOAK_ARGS= --calls, --seconds, --seed, --device cuda, --json FILE"
+	@echo "make sanitize  of those the tests of the native part, built with the sanitizers of g++ for addresses and threads"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
 	@echo "make clean  remove .venv and everything built"
 
@@ -94,6 +95,9 @@ SOAK_ARGS ?= --device cpu --ranks 4 --calls 100000 --seconds 5400 --json $(VENV)
 soak: setup $(VENV)/.old_triton
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+sanitize: setup
+	$(BIN)/python -m pytest -m soak tests/runtime/test_sanitizers.py $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
