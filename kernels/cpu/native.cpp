@@ -45,6 +45,14 @@ PYBIND11_MODULE(native, m) {
       py::arg("address"), py::arg("value"), "Store a 64-bit word after all earlier writes of this thread (release).");
 
   m.def(
+      "store32",
+      [](uintptr_t address, uint32_t value) {
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        __atomic_store_n(reinterpret_cast<uint32_t*>(address), value, __ATOMIC_RELEASE);
+      },
+      py::arg("address"), py::arg("value"), "Store a 32-bit word after all earlier writes of this thread (release).");
+
+  m.def(
       "load",
       [](uintptr_t address) {
         check_address("address", address);

@@ -1,0 +1,223 @@
+"""The CPU kernels of `torch.ops.symm_mem`. Each op reads its peers' memory between two barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from fusedcomm.ops import all_gather_matmul, matmul_reduce_scatter  # noqa: F401  they define the ops used here
+from fusedcomm.runtime.group import resolve
+from fusedcomm.symm_mem.peers import Peers, total
+
+_lib = torch.library.Library("symm_mem", "IMPL", "CPU")
+_DTYPES = (torch.float32, torch.bfloat16)  # what torch's CUDA kernels reduce
+
+
+def register() -> None:
+    """Give a CPU kernel to each op of this release of torch that has none, if only one that refuses."""
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, op = name.partition("::")
+        if namespace == "symm_mem" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+            _lib.impl(op, KERNELS.get(op) or _refusal(op))
+
+
+def _refusal(op: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"torch.ops.symm_mem.{op} has no CPU implementation")
+
+    return refuse
+
+
+def _check(op: str, must: str, holds: bool, got: object) -> None:
+    if not holds:
+        raise ValueError(f"torch.ops.symm_mem.{op}: {must}, got {got}")
+
+
+def _check_reduced(op: str, reduce_op: str, **tensors: Tensor) -> None:
+    """Check a sum of the first tensor over the ranks; the others hold parts or results of it."""
+    _check(op, "reduce_op must be 'sum'", reduce_op == "sum", repr(reduce_op))
+    dtype = next(iter(tensors.values())).dtype
+    _check(op, "dtype must be float32 or bfloat16", dtype in _DTYPES, dtype)
+    for name, t in tensors.items():
+        _check(op, f"{name} must be contiguous", t.is_contiguous(), f"strides {list(t.stride())}")
+        _check(op, f"{name} must be {dtype}", t.dtype == dtype, t.dtype)
+
+
+def _check_shape(op: str, name: str, t: Tensor, shape: Sequence[int]) -> None:
+    _check(op, f"{name} must have shape {list(shape)}", t.shape == torch.Size(shape), list(t.shape))
+
+
+# Sums of symmetric tensors
+
+
+def one_shot_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    return one_shot_all_reduce_out(input, reduce_op, group_name, torch.empty_like(input))
+
+
+def one_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, out: Tensor) -> Tensor:
+    return _one_shot("one_shot_all_reduce", input, None, reduce_op, group_name, out)
+
+
+def one_shot_all_reduce_copy(symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    return one_shot_all_reduce_copy_out(symm_buffer, local_input, reduce_op, group_name, torch.empty_like(local_input))
+
+
+def one_shot_all_reduce_copy_out(
+    symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str, out: Tensor
+) -> Tensor:
+    return _one_shot("one_shot_all_reduce_copy", symm_buffer, local_input, reduce_op, group_name, out)
+
+
+def _one_shot(
+    op: str, input: Tensor, local_input: Tensor | None, reduce_op: str, group_name: str, out: Tensor
+) -> Tensor:
+    """Every rank reads all of every peer's tensor."""
+    local = {} if local_input is None else {"local_input": local_input}
+    _check_reduced(op, reduce_op, input=input, **local, out=out)
+    for name, t in {**local, "out": out}.items():
+        _check_shape(op, name, t, input.shape)
+    peers = Peers.of(op, "input", input, group_name)
+    if local_input is not None:
+        input.copy_(local_input)
+    peers.barrier()
+    out.copy_(total(peers.tensors))
+    peers.barrier()
+    return out
+
+
+def two_shot_all_reduce_(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    """Every rank reads one part of every peer's tensor, which nobody else reads, and writes the sum there."""
+    op = "two_shot_all_reduce_"
+    _check_reduced(op, reduce_op, input=input)
+    peers = Peers.of(op, "input", input.view(-1), group_name)
+    peers.barrier()
+    parts = peers.part(0)
+    reduced = total(parts)
+    for part in parts:
+        part.copy_(reduced)
+    peers.barrier()
+    return input
+
+
+def two_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, output: Tensor) -> Tensor:
+    op = "two_shot_all_reduce_out"
+    _check_reduced(op, reduce_op, input=input, output=output)
+    _check_shape(op, "output", output, input.shape)
+    return output.copy_(two_shot_all_reduce_(input, reduce_op, group_name))
+
+
+def reduce_scatter_out(input: Tensor, group_name: str, split_last_dim: bool, output: Tensor) -> Tensor:
+    op = "reduce_scatter_out"
+    _check_reduced(op, "sum", input=input, output=output)
+    wanted = "input must have at least 1 dim" if split_last_dim else "input must have 1 dim without split_last_dim"
+    _check(op, wanted, input.dim() >= 1 if split_last_dim else input.dim() == 1, input.dim())
+    _check_divisible(op, "last dim of input", input.shape[-1], group_name)
+    _check_shape(op, "output", output, [*input.shape[:-1], input.shape[-1] // resolve(group_name)[0]])
+    peers = Peers.of(op, "input", input, group_name)
+    peers.barrier()
+    output.copy_(total(peers.part(-1)))
+    peers.barrier()
+    return output
+
+
+def _check_divisible(op: str, name: str, size: int, group_name: str) -> None:
+    group_size, _ = resolve(group_name)
+    _check(op, f"{name} must be divisible by group_size={group_size}", size % group_size == 0, size)
+
+
+# Collectives of any tensor, over a workspace
+
+
+def _low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
+    op = "_low_contention_all_gather"
+    _check(op, "tensor must have at least 1 dim", tensor.dim() > 0, 0)
+    peers = Peers.with_copy(op, tensor, group_name)
+    peers.barrier()
+    gathered = torch.cat(peers.tensors)
+    peers.barrier()
+    return gathered
+
+
+def _low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    op = "_low_contention_reduce_scatter"
+    _check(op, "reduce_op must be 'sum' or 'avg'", reduce_op in ("sum", "avg"), repr(reduce_op))
+    dtypes = (*_DTYPES, torch.float16)
+    _check(op, "dtype must be float32, float16 or bfloat16", tensor.dtype in dtypes, tensor.dtype)
+    _check(op, "tensor must have at least 1 dim", tensor.dim() > 0, 0)
+    _check_divisible(op, "dim 0 of tensor", tensor.shape[0], group_name)
+    peers = Peers.with_copy(op, tensor, group_name)
+    peers.barrier()
+    reduced = total(peers.part(0), len(peers.tensors) if reduce_op == "avg" else 1)
+    peers.barrier()
+    return reduced
+
+
+# Matmuls with a collective
+
+
+def fused_all_gather_matmul(
+    A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The strides are those of torch's kernels: compiled programs rely on them."""
+    args = gather_dim, return_A, *resolve(group_name)
+    results, gathered = torch.ops.fusedcomm.all_gather_matmul(A, Bs, [None] * len(Bs), *args)
+    if gather_dim % A.dim() != A.dim() - 1:
+        restride = symm_mem.restride_A_shard_for_fused_all_gather_matmul
+        results = [restride(result, gather_dim) for result in results]
+        gathered = restride(gathered, gather_dim) if return_A else gathered
+    return gathered if return_A else None, results
+
+
+def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    return torch.ops.fusedcomm.matmul_reduce_scatter(A, B, None, reduce_op, scatter_dim, *resolve(group_name))
+
+
+# Memory
+
+
+def get_remote_tensors(x: Tensor, group_name: str) -> list[Tensor]:
+    return Peers.of("get_remote_tensors", "x", x, group_name).tensors
+
+
+def memset32_(input: Tensor, offset: int, val: int, count: int) -> Tensor:
+    _words("memset32_", input, offset, val, count).fill_(val)
+    return input
+
+
+def stream_write_value32_(input: Tensor, offset: int, val: int) -> Tensor:
+    """A store after all earlier writes of this thread, as cuStreamWriteValue32 orders them in its stream."""
+    from fusedcomm.kernels.cpu import native
+
+    native.store32(_words("stream_write_value32_", input, offset, val, 1).data_ptr(), val)
+    return input
+
+
+def _words(op: str, input: Tensor, offset: int, val: int, count: int) -> Tensor:
+    flat = input.dim() == 1 and input.is_contiguous() and input.dtype == torch.uint32
+    _check(op, "input must be flat, contiguous and uint32", flat, f"{input.dtype}, strides {list(input.stride())}")
+    _check(op, "val must be in [0, 2**32)", 0 <= val < 1 << 32, val)
+    inside = offset >= 0 and count > 0 and offset + count <= input.numel()
+    _check(op, f"[offset, offset + count) must be in [0, {input.numel()})", inside, f"offset {offset}, count {count}")
+    return input[offset : offset + count]
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "_low_contention_all_gather": _low_contention_all_gather,
+    "_low_contention_reduce_scatter": _low_contention_reduce_scatter,
+    "fused_all_gather_matmul": fused_all_gather_matmul,
+    "fused_matmul_reduce_scatter": fused_matmul_reduce_scatter,
+    "get_remote_tensors": get_remote_tensors,
+    "memset32_": memset32_,
+    "one_shot_all_reduce": one_shot_all_reduce,
+    "one_shot_all_reduce_copy": one_shot_all_reduce_copy,
+    "one_shot_all_reduce_copy_out": one_shot_all_reduce_copy_out,
+    "one_shot_all_reduce_out": one_shot_all_reduce_out,
+    "reduce_scatter_out": reduce_scatter_out,
+    "stream_write_value32_": stream_write_value32_,
+    "two_shot_all_reduce_": two_shot_all_reduce_,
+    "two_shot_all_reduce_out": two_shot_all_reduce_out,
+}

@@ -1,0 +1,80 @@
+"""What the kernels share: this rank's and its peers' memory behind a tensor, bounded barriers, and a workspace."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import ProcessGroup
+
+from fusedcomm import env
+from fusedcomm.runtime import group as groups
+
+_workspaces: WeakKeyDictionary[ProcessGroup, Tensor] = WeakKeyDictionary()
+
+
+def timeout_ms() -> int:
+    return max(1, int(env.timeout_s() * 1e3))  # 0 would be no bound
+
+
+def workspace(group_name: str, min_size: int) -> Any:
+    """The handle of the group's uint8 workspace in CPU memory. To make it or let it grow is a collective."""
+    pg = groups.find(group_name)
+    if pg not in _workspaces or _workspaces[pg].numel() < min_size:
+        cpu = torch.device("cpu")
+        _workspaces[pg] = _SymmetricMemory.empty_strided_p2p((min_size,), [1], torch.uint8, cpu, group_name)
+    return _SymmetricMemory.rendezvous(_workspaces[pg], group_name)
+
+
+class Peers:
+    """One tensor per rank: those at the same place of every rank's segment.
+
+    The barriers use channel 0 of the segment's signal pad, as torch's kernels do on CUDA.
+    """
+
+    def __init__(self, op: str, handle: Any, offset_bytes: int, like: Tensor) -> None:
+        self.op = op
+        self.handle = handle
+        self.rank: int = handle.rank
+        offset = offset_bytes // like.itemsize
+        ranks = range(handle.world_size)
+        self.tensors: list[Tensor] = [handle.get_buffer(r, like.shape, like.dtype, offset) for r in ranks]
+
+    @classmethod
+    def of(cls, op: str, name: str, t: Tensor, group_name: str) -> Peers:
+        """Those of a tensor that the caller has put into symmetric memory."""
+        handle = _SymmetricMemory.rendezvous(t, group_name)
+        if handle is None:
+            raise ValueError(
+                f"torch.ops.symm_mem.{op}: {name} must be made by torch.distributed._symmetric_memory.empty, "
+                "got another tensor"
+            )
+        return cls(op, handle, t.data_ptr() - handle.buffer_ptrs[handle.rank], t)
+
+    @classmethod
+    def with_copy(cls, op: str, t: Tensor, group_name: str) -> Peers:
+        """Those of a copy of ``t`` in the group's workspace."""
+        peers = cls(op, workspace(group_name, t.nbytes), 0, t)
+        peers.tensors[peers.rank].copy_(t)
+        return peers
+
+    def barrier(self) -> None:
+        try:
+            self.handle.barrier(timeout_ms=timeout_ms())
+        except RuntimeError as error:
+            raise RuntimeError(f"torch.ops.symm_mem.{self.op}: {error}") from None
+
+    def part(self, dim: int) -> list[Tensor]:
+        """The part of every rank's tensor that this rank reduces."""
+        return [t.tensor_split(len(self.tensors), dim)[self.rank] for t in self.tensors]
+
+
+def total(parts: list[Tensor], divisor: int = 1) -> Tensor:
+    """The sum in rank order, divided, in float32 and rounded once."""
+    acc = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        acc += part
+    return (acc / divisor).to(parts[0].dtype)

@@ -1,0 +1,317 @@
+"""torch.ops.symm_mem on CPU tensors, against gloo and the plain programs: values, races, time-outs, bad input."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.symmetric_memory import CPU, Ranks, error_of, rendezvous, timeout
+
+cpu_kernels = importlib.import_module("fusedcomm.symm_mem.cpu_kernels")  # fails where the helpers have skipped
+Peers = cpu_kernels.Peers
+ops = torch.ops.symm_mem
+NAME = "0"  # WORLD
+SHAPE = (6, 12)  # 2, 3 and 4 ranks divide the last dim
+LATE_S = 0.004
+
+
+def nan_like(t: Tensor) -> Tensor:
+    return torch.full_like(t, torch.nan)
+
+
+def symmetric(dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    """A view into the middle of symmetric memory."""
+    numel = torch.Size(shape).numel()
+    base = symm_mem.empty(numel + 12, dtype=dtype, device=CPU).fill_(torch.nan)
+    rendezvous(base)
+    return base[4 : 4 + numel].view(shape)
+
+
+def summed(parts: list[Tensor]) -> Tensor:
+    acc = torch.zeros(parts[0].shape, dtype=torch.float32)
+    for part in parts:
+        acc = acc + part.float()
+    return acc.to(parts[0].dtype)
+
+
+# Each program gets the data of all ranks, its rank and symmetric memory, and returns what it got and what it must get.
+Program = Callable[[list[Tensor], int, Tensor], tuple[Tensor, Tensor]]
+
+
+def one_shot(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    t.copy_(xs[rank])
+    return ops.one_shot_all_reduce(t, "sum", NAME), summed(xs)
+
+
+def one_shot_out(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    t.copy_(xs[rank])
+    out = nan_like(t)
+    assert ops.one_shot_all_reduce_out(t, "sum", NAME, out) is out
+    return out, summed(xs)
+
+
+def one_shot_copy(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.one_shot_all_reduce_copy(t, xs[rank], "sum", NAME), summed(xs)
+
+
+def one_shot_copy_out(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    out = nan_like(t)
+    ops.one_shot_all_reduce_copy_out(t, xs[rank], "sum", NAME, out)
+    return out, summed(xs)
+
+
+def two_shot(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    t.copy_(xs[rank])
+    assert ops.two_shot_all_reduce_(t, "sum", NAME) is t
+    return t.clone(), summed(xs)
+
+
+def two_shot_out(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    t.copy_(xs[rank])
+    out = nan_like(t)
+    ops.two_shot_all_reduce_out(t, "sum", NAME, out)
+    return out, summed(xs)
+
+
+def reduce_scatter(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    t.copy_(xs[rank])
+    want = summed(xs).chunk(len(xs), -1)[rank]
+    out = nan_like(want)
+    ops.reduce_scatter_out(t, NAME, True, out)
+    return out, want
+
+
+def reduce_scatter_flat(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    t.copy_(xs[rank])
+    want = summed(xs).view(-1).chunk(len(xs))[rank]
+    out = nan_like(want)
+    ops.reduce_scatter_out(t.view(-1), NAME, False, out)
+    return out, want
+
+
+def all_gather(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    got = ops._low_contention_all_gather(xs[rank].mT, NAME)
+    return torch.ops._c10d_functional.wait_tensor(got), torch.cat([x.mT for x in xs])
+
+
+def low_contention_sum(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    return ops._low_contention_reduce_scatter(xs[rank].mT, "sum", NAME), summed(xs).mT.chunk(len(xs))[rank]
+
+
+def low_contention_avg(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+    want = summed([x.float() for x in xs]) / len(xs)
+    return ops._low_contention_reduce_scatter(xs[rank].mT, "avg", NAME), want.to(t.dtype).mT.chunk(len(xs))[rank]
+
+
+PROGRAMS: dict[str, Program] = {
+    each.__name__: each
+    for each in (
+        *(one_shot, one_shot_out, one_shot_copy, one_shot_copy_out, two_shot, two_shot_out),
+        *(reduce_scatter, reduce_scatter_flat, all_gather, low_contention_sum, low_contention_avg),
+    )
+}
+
+
+def values(round: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Small integers, whose sums are exact, and random numbers by turns."""
+    generator = torch.Generator().manual_seed(100 * round + rank)
+    integers = torch.randint(-8, 9, SHAPE, generator=generator)
+    return (torch.randn(SHAPE, generator=generator) if round % 2 else integers).to(dtype)
+
+
+def wrong_programs(rank: int, dtype: torch.dtype, num_rounds: int, skipped: int | None = None) -> list[str]:
+    """Calls back to back with fresh data, one rank late after each barrier. Nobody makes the barrier ``skipped``."""
+    size = dist.get_world_size()
+    t = symmetric(dtype)
+    rounds = [[values(round, r, dtype) for r in range(size)] for round in range(num_rounds)]
+    real = Peers.barrier
+    late = 0
+
+    def barrier(peers: Any) -> None:
+        peers.num_barriers = getattr(peers, "num_barriers", 0) + 1
+        if peers.num_barriers != skipped:
+            real(peers)
+        if rank == late:
+            time.sleep(LATE_S)
+
+    wrong = []
+    for name, program in PROGRAMS.items():
+        program(rounds[0], rank, t)  # makes the workspace
+        dist.barrier()
+        with mock.patch.object(Peers, "barrier", barrier):
+            for round, xs in enumerate(rounds):
+                late = round // 2 % size  # two rounds in turn: it comes late to the second
+                got, want = program(xs, rank, t)
+                if not torch.equal(got, want):
+                    wrong.append(name)
+        dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_values_back_to_back(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
+    assert ranks(world_size).run(wrong_programs, dtype, 8) == [[]] * world_size
+
+
+@pytest.mark.parametrize("skipped", [1, 2])
+def test_without_one_of_the_barriers_every_op_is_wrong(ranks: Ranks, skipped: int) -> None:
+    results = ranks(2).run(wrong_programs, torch.float32, 4, skipped)
+    assert set().union(*results) == set(PROGRAMS)
+
+
+@on_ranks(2)
+def test_a_sum_equals_that_of_gloo(rank: int) -> None:
+    t = symmetric(torch.float32)
+    t.copy_(values(0, rank, t.dtype))
+    want = t.clone()
+    dist.all_reduce(want)
+    assert torch.equal(ops.one_shot_all_reduce(t, "sum", NAME), want)
+
+
+@on_ranks()
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fused_ops_equal_torchs_fallbacks(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-4, 5, shape).float()
+
+    for gather_dim in range(3):
+        shape = (2, 3, 4)
+        k = shape[-1] * (world_size if gather_dim == 2 else 1)
+        a, bs = integers(*shape), [integers(k, 5), integers(k, 6).contiguous()]
+        gathered, results = ops.fused_all_gather_matmul(a, bs, gather_dim, NAME)
+        want_a, wanted = symm_mem._fused_all_gather_matmul_fallback(a, bs, gather_dim, NAME)
+        for got, want in zip([gathered, *results], [want_a, *wanted], strict=True):
+            assert torch.equal(got, want)
+            assert got.stride() == want.stride()
+        none, (result, _) = ops.fused_all_gather_matmul(a, bs, gather_dim, NAME, return_A=False)
+        assert none is None and torch.equal(result, results[0])
+    for scatter_dim in range(3):
+        a, b = integers(6, 12, 4), integers(4, 18)
+        want = symm_mem._fused_matmul_reduce_scatter_fallback(a, b, "sum", scatter_dim, NAME)
+        got = ops.fused_matmul_reduce_scatter(a, b, "sum", scatter_dim, NAME)
+        assert torch.equal(got, want) and got.stride() == want.stride()
+        assert torch.allclose(ops.fused_matmul_reduce_scatter(a, b, "avg", scatter_dim, NAME), want / world_size)
+
+
+@on_ranks(2)
+def test_get_remote_tensors_of_a_view(rank: int) -> None:
+    t = symmetric(torch.bfloat16).fill_(rank)
+    symm_mem.rendezvous(t, NAME).barrier()
+    assert [r.unique().tolist() for r in ops.get_remote_tensors(t[2:], NAME)] == [[0], [1]]
+    symm_mem.rendezvous(t, NAME).barrier()
+
+
+@on_ranks(2)
+def test_a_peer_that_does_not_come(rank: int) -> None:
+    t = symmetric(torch.float32).fill_(1)
+    dist.barrier()
+    if rank == 0:
+        with timeout(0.1):
+            error = error_of(lambda: ops.one_shot_all_reduce(t, "sum", NAME))
+        assert error.startswith("RuntimeError: torch.ops.symm_mem.one_shot_all_reduce: barrier timed out after 100 ms")
+        assert "rank 1 has not come" in error
+    dist.barrier()
+    assert (ops.one_shot_all_reduce(t, "sum", NAME) == 2).all()
+
+
+def errors_of_bad_input(rank: int) -> list[str]:
+    t = symmetric(torch.float32).fill_(1)
+    odd = symmetric(torch.float32, (5,)).fill_(1)
+    errors = [
+        error_of(lambda: ops.one_shot_all_reduce(t, "avg", NAME)),
+        error_of(lambda: ops.two_shot_all_reduce_(t, "avg", NAME)),
+        error_of(lambda: ops.one_shot_all_reduce(t.mT, "sum", NAME)),
+        error_of(lambda: ops.one_shot_all_reduce(t.clone(), "sum", NAME)),
+        error_of(lambda: ops.one_shot_all_reduce(t.view(torch.int32), "sum", NAME)),
+        error_of(lambda: ops.one_shot_all_reduce_out(t, "sum", NAME, t.new_empty(3))),
+        error_of(lambda: ops.one_shot_all_reduce_copy(t, t.bfloat16(), "sum", NAME)),
+        error_of(lambda: ops.reduce_scatter_out(t, NAME, False, t.new_empty(36))),
+        error_of(lambda: ops.reduce_scatter_out(odd, NAME, True, t.new_empty(2))),
+        error_of(lambda: ops._low_contention_reduce_scatter(odd, "sum", NAME)),
+        error_of(lambda: ops._low_contention_reduce_scatter(t, "max", NAME)),
+        error_of(lambda: ops.get_remote_tensors(torch.ones(2), NAME)),
+        error_of(lambda: ops._low_contention_all_gather(t, "nobody")),
+        error_of(lambda: ops.fused_matmul_reduce_scatter(t, t.mT, "max", 0, NAME)),
+    ]
+    assert not symm_mem.rendezvous(t, NAME).get_signal_pad(rank).to(torch.int64).any()
+    dist.barrier()
+    assert (ops.one_shot_all_reduce(t, "sum", NAME) == 2).all()
+    return errors
+
+
+def test_bad_input_raises_the_same_on_every_rank_and_sends_nothing(ranks: Ranks) -> None:
+    first, second = ranks(2).run(errors_of_bad_input)
+    assert first == second
+    assert [error.removeprefix("ValueError: torch.ops.symm_mem.") for error in first] == [
+        "one_shot_all_reduce: reduce_op must be 'sum', got 'avg'",
+        "two_shot_all_reduce_: reduce_op must be 'sum', got 'avg'",
+        "one_shot_all_reduce: input must be contiguous, got strides [1, 12]",
+        "one_shot_all_reduce: input must be made by torch.distributed._symmetric_memory.empty, got another tensor",
+        "one_shot_all_reduce: dtype must be float32 or bfloat16, got torch.int32",
+        "one_shot_all_reduce: out must have shape [6, 12], got [3]",
+        "one_shot_all_reduce_copy: local_input must be torch.float32, got torch.bfloat16",
+        "reduce_scatter_out: input must have 1 dim without split_last_dim, got 2",
+        "reduce_scatter_out: last dim of input must be divisible by group_size=2, got 5",
+        "_low_contention_reduce_scatter: dim 0 of tensor must be divisible by group_size=2, got 5",
+        "_low_contention_reduce_scatter: reduce_op must be 'sum' or 'avg', got 'max'",
+        "get_remote_tensors: x must be made by torch.distributed._symmetric_memory.empty, got another tensor",
+        "ValueError: group must be an initialised process group, got name 'nobody'",
+        "ValueError: reduce_op must be one of sum, avg, got 'max'",
+    ]
+
+
+def test_words() -> None:
+    words = torch.zeros(8, dtype=torch.uint32)
+    torch._C._distributed_c10d._SymmetricMemory.memset32(words, offset=2, val=5, count=3)
+    torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(words, 7, 2**32 - 1)
+    assert words.tolist() == [0, 0, 5, 5, 5, 0, 0, 2**32 - 1]
+    for offset, val, count in ((-1, 1, 1), (0, 1, 9), (0, 1, 0), (0, -1, 1), (0, 1 << 32, 1)):
+        with pytest.raises(ValueError, match=r"memset32_: .* must be in "):
+            ops.memset32_(words, offset, val, count)
+    with pytest.raises(ValueError, match=r"input must be flat, contiguous and uint32, got torch\.int32"):
+        ops.stream_write_value32_(words.view(torch.int32), 0, 1)
+
+
+def test_what_has_no_implementation_says_so_by_name() -> None:
+    t = torch.ones(4)
+    for op, args in {
+        "multimem_all_reduce_": (t, "sum", NAME),
+        "multimem_all_gather_out": (t, NAME, t),
+        "all_to_all_vdev": (t, t, t, t, NAME),
+        "fused_scaled_matmul_reduce_scatter": (t, t, t, t, "sum", 0, 0, NAME, [4]),
+    }.items():
+        with pytest.raises(NotImplementedError, match=rf"^torch\.ops\.symm_mem\.{op} has no CPU implementation$"):
+            getattr(ops, op)(*args)
+
+
+def test_every_kernel_is_of_an_op_and_registering_again_changes_nothing() -> None:
+    assert all(hasattr(ops, op) for op in cpu_kernels.KERNELS)
+    cpu_kernels.register()  # a second kernel for an op would raise
+
+
+@pytest.mark.thorough
+def test_a_kernel_of_torch_stays_and_the_import_warns_of_nothing() -> None:
+    code = """
+import torch, torch.distributed._symmetric_memory as symm_mem
+theirs = torch.library.Library("symm_mem", "IMPL", "CPU")
+theirs.impl("memset32_", lambda input, *args: input.fill_(9))
+import fusedcomm.symm_mem
+assert torch.ops.symm_mem.memset32_(torch.ones(1), 0, 1, 1) == 9
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
