@@ -44,7 +44,7 @@ class ParallelLinear(nn.Module):
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         device: that of the parameters, as in nn.Linear.
-        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
         in_features: the size of the whole input's last dim.

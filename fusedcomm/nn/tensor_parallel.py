@@ -64,7 +64,7 @@ class ColumnParallelLinear(_TensorParallelLinear):
             end. None: all ranks pass the same x.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         device: that of the parameters, as in nn.Linear.
-        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
         weight: the shard [out_features / R, in_features]; its gradient is complete.
@@ -133,7 +133,7 @@ class RowParallelLinear(_TensorParallelLinear):
             from the end. None: all ranks get the whole result.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         device: that of the parameters, as in nn.Linear.
-        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
         weight: the shard [out_features, in_features / R]; its gradient is complete.

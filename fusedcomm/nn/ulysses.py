@@ -37,7 +37,7 @@ class UlyssesQKV(ParallelLinear):
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         device: that of the parameters, as in nn.Linear.
-        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
         weight: the replicated [(num_heads + 2 * num_kv_heads) * head_dim, in_features]; its gradient is that of this
@@ -148,7 +148,7 @@ class UlyssesOut(ParallelLinear):
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         device: that of the parameters, as in nn.Linear.
-        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16 and bfloat16.
+        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
         weight: the replicated [out_features, num_heads * head_dim]; its gradient is that of this rank's tokens.

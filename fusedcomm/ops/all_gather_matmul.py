@@ -59,7 +59,7 @@ def all_gather_matmul(
         return gathered @ w + bias                       # for lists: [gathered @ w + b for w, b in zip(w, bias)]
 
     Args:
-        x: at least 2-D, e.g. [batch, tokens / R, K]; float32, float16 or bfloat16, on CPU or CUDA.
+        x: at least 2-D, e.g. [batch, tokens / R, K]; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly the batch dims of the gathered x; of x's dtype and device. Or a list of
             such, whose N may differ and which share one gather.
         gather_dim: a dim of x; negative ones count from the end. If it is the last one, K is R times x's size there,
@@ -85,8 +85,9 @@ def all_gather_matmul(
         PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
-        RuntimeError: the call cannot be made here: inside a torch.func transform, in a process that was forked from a
-            rank, or in the capture of a CUDA graph before a first call with these shapes.
+        RuntimeError: the call cannot be made here: inside a torch.func transform, with forward-mode tangents, in a
+            process that was forked from a rank, or in the capture of a CUDA graph before a first call with these
+            shapes.
 
     A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
     errors.

@@ -45,7 +45,8 @@ def all_to_all_matmul(
         return exchanged.flatten(-c) @ w + bias             # its last c dims, as few as make up K
 
     Args:
-        x: at least 2-D, e.g. [batch, tokens, heads / R, head_dim]; float32, float16 or bfloat16, on CPU or CUDA.
+        x: at least 2-D, e.g. [batch, tokens, heads / R, head_dim]; float32, float16, bfloat16 or, unfused, float64, on
+            CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly the batch dims of the exchanged x, which then has one dim of rows; of x's
             dtype and device.
         gather_dim: a dim of x, along which the received blocks are concatenated; negative ones count from the end.
@@ -71,8 +72,9 @@ def all_to_all_matmul(
         PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
-        RuntimeError: the call cannot be made here: inside a torch.func transform, in a process that was forked from a
-            rank, or in the capture of a CUDA graph before a first call with these shapes.
+        RuntimeError: the call cannot be made here: inside a torch.func transform, with forward-mode tangents, in a
+            process that was forked from a rank, or in the capture of a CUDA graph before a first call with these
+            shapes.
 
     A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
     errors.

@@ -42,11 +42,12 @@ def _lower_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 def _lower_pair(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     def lower(*args: Any) -> Any:
+        create: Any = ir._CollectiveKernel.create
         if overload is torch.ops.fusedcomm.all_gather_matmul.default and V.graph.cpp_wrapper:
-            *outs, gathered = ir._CollectiveKernel.create(torch.ops.fusedcomm.all_gather_matmul.flat, *args)
+            *outs, gathered = create(torch.ops.fusedcomm.all_gather_matmul.flat, *args)
             result = outs, gathered
         else:
-            result = ir._CollectiveKernel.create(overload, *args)
+            result = create(overload, *args)
         return pytree.tree_map(ir.TensorBox.create, result)
 
     return lower

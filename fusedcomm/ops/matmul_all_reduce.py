@@ -45,7 +45,7 @@ def matmul_all_reduce(
         return y + bias
 
     Args:
-        x: [..., K], at least 2-D; float32, float16 or bfloat16, on CPU or CUDA.
+        x: [..., K], at least 2-D; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: "sum" or "avg", or torch.distributed.ReduceOp.SUM or AVG.
@@ -62,6 +62,7 @@ def matmul_all_reduce(
 
     Reverse-mode autograd communicates nothing: the result's gradient g is taken to be the same on all ranks, as in
     tensor parallelism, so that grad x is ``g @ w.mT`` and grad w ``x.mT @ g``, divided by R for "avg".
+    Derivatives of these by g are added up over the ranks, by a plain collective.
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.
@@ -69,8 +70,9 @@ def matmul_all_reduce(
         PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
-        RuntimeError: the call cannot be made here: inside a torch.func transform, in a process that was forked from a
-            rank, or in the capture of a CUDA graph before a first call with these shapes.
+        RuntimeError: the call cannot be made here: inside a torch.func transform, with forward-mode tangents, in a
+            process that was forked from a rank, or in the capture of a CUDA graph before a first call with these
+            shapes.
 
     A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
     errors.

@@ -52,7 +52,7 @@ def matmul_reduce_scatter(
         return y.chunk(R, scatter_dim)[rank] + bias
 
     Args:
-        x: [..., K], at least 2-D; float32, float16 or bfloat16, on CPU or CUDA.
+        x: [..., K], at least 2-D; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
         scatter_dim: a dim of y, along which it is cut; negative ones count from the end. R must divide y's size there.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
@@ -77,8 +77,9 @@ def matmul_reduce_scatter(
         PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
-        RuntimeError: the call cannot be made here: inside a torch.func transform, in a process that was forked from a
-            rank, or in the capture of a CUDA graph before a first call with these shapes.
+        RuntimeError: the call cannot be made here: inside a torch.func transform, with forward-mode tangents, in a
+            process that was forked from a rank, or in the capture of a CUDA graph before a first call with these
+            shapes.
 
     A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
     errors.

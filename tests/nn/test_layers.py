@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import fusedcomm
 from fusedcomm.nn import (
@@ -285,3 +286,22 @@ def check_repr(rank: int) -> None:
 def test_repr(ranks: Any) -> None:
     ranks(2).run(check_repr)
     assert all(issubclass(c, ParallelLinear) for c in (UlyssesQKV, UlyssesOut, ColumnParallelLinear, RowParallelLinear))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_functional_call_works_and_transforms_are_refused(rank: int, kind: Any, sequence_dim: int | None) -> None:
+    module = kind(HIDDEN, HIDDEN, sequence_dim=sequence_dim)
+    x = torch.ones(2, 4, module.weight.shape[1])
+    doubled = {name: 2 * p.detach() for name, p in module.named_parameters()}
+    called = torch.func.functional_call(module, doubled, (x,))
+    torch.testing.assert_close(called, 2 * module(x), **CLOSE)
+
+    def total(params: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(module, params, (x,)).sum()
+
+    with pytest.raises(RuntimeError, match=r"fusedcomm.* does not work inside vmap or torch\.func transforms"):
+        torch.func.grad(total)(doubled)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"fusedcomm.* has no forward-mode derivatives"):
+        module(forward_ad.make_dual(x, x))

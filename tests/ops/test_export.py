@@ -1,0 +1,94 @@
+"""All five ops in exported programs, in AOTInductor's packages, and behind Inductor's C++ wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fusedcomm
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.op_programs import program_of
+from tests.helpers.problems import OPS
+from tests.helpers.thorough import thorough_but
+
+
+class Program(nn.Module):
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.program = program_of(op)
+        self.weights = nn.ParameterList(torch.randn(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return self.program(x, [*self.weights])
+
+
+def exported(program: Program, strict: bool = False) -> torch.export.ExportedProgram:
+    """With any even number of tokens."""
+    tokens = {1: 2 * torch.export.Dim("pairs", min=2, max=64)}
+    return torch.export.export(program, (torch.randn(2, 4, 8),), dynamic_shapes=(tokens,), strict=strict)
+
+
+def check(run: Callable[[Tensor], list[Tensor]], program: Program) -> None:
+    for tokens in (4, 10):
+        x = torch.randn(2, tokens, 8)
+        torch.testing.assert_close(run(x), program(x))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("op", thorough_but(["matmul_all_to_all", "all_gather_matmul"], OPS))
+def test_an_exported_program(rank: int, op: str, strict: bool, tmp_path: Path) -> None:
+    """Run, with gradients; saved and loaded; with core aten ops only."""
+    torch.manual_seed(rank)
+    program = Program(op)
+    found = exported(program, strict)
+    x = torch.randn(2, 6, 8)
+    grads = []
+    for module in (program, found.module()):
+        loss = torch.stack([out.square().sum() for out in module(x)]).sum()
+        weights = dict(module.named_parameters())
+        found_grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        grads.append({name: g for name, g in zip(weights, found_grads, strict=True) if g is not None})
+    torch.testing.assert_close(*grads)
+    path = tmp_path / f"{rank}.pt2"
+    torch.export.save(found, path)
+    with torch.no_grad():
+        for each in (found, torch.export.load(path), found.run_decompositions()):
+            check(each.module(), program)
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_a_package_of_aot_inductor(rank: int, op: str, tmp_path: Path) -> None:
+    program = Program(op).requires_grad_(False)
+    path = torch._inductor.aoti_compile_and_package(exported(program), package_path=str(tmp_path / f"{rank}.pt2"))
+    dist.barrier()  # a rank compiles for longer than its peers wait for it in an op
+    check(torch._inductor.aoti_load_package(path), program)
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_the_cpp_wrapper(rank: int, op: str) -> None:
+    """matmul_reduce_scatter with its gradient, which is all_gather_matmul: that has a list among its results.
+
+    Others make plain collectives in the backward, which torch's wrapper does not take.
+    """
+    torch.manual_seed(rank)
+    torch._dynamo.reset()
+    program, x = Program(op), torch.randn(2, 6, 8, requires_grad=True)
+    compiled: Any = torch.compile(program, fullgraph=True, options={"cpp_wrapper": True})
+    answers = []
+    for run in (program, compiled):
+        with fusedcomm.force_algorithm("unfused"), torch.set_grad_enabled(op == "matmul_reduce_scatter"):
+            outs = run(x)  # gloo waits for as long as a rank compiles
+            loss = torch.stack([out.square().sum() for out in outs]).sum()
+            answers.append([*outs, *(torch.autograd.grad(loss, x) if loss.requires_grad else ())])
+    torch.testing.assert_close(*answers)
