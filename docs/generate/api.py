@@ -15,7 +15,7 @@ from docs.generate.docstrings import Link, markdown, summary
 
 FOLDER = "docs/api"
 NOTE = "<!-- written by `make docs` from the docstrings -->"
-MODULES = ("fusedcomm", "fusedcomm.nn", "fusedcomm.compile", "fusedcomm.compile.overlap")
+MODULES = ("fusedcomm", "fusedcomm.nn", "fusedcomm.compile", "fusedcomm.compile.overlap", "fusedcomm.symm_mem")
 ERRORS = "fusedcomm.errors"  # its names are in fusedcomm, and have a page of their own
 # Headings by the room that defines a name, in the order of the page; a page whose names are of one room has none.
 SECTIONS = {

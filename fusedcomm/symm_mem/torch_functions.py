@@ -23,6 +23,8 @@ def get_symm_mem_workspace(group_name: str, min_size: int) -> Any:
 
 
 def install() -> None:
+    if symm_mem.get_symm_mem_workspace is get_symm_mem_workspace:
+        return
     symm_mem.get_symm_mem_workspace = get_symm_mem_workspace
     if hasattr(symm_mem, "put_signal"):  # not in every release of torch
         _install_signals()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,11 +15,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from fusedcomm.symm_mem import cpu_kernels, enable_cpu
+from fusedcomm.symm_mem.peers import Peers
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.symmetric_memory import CPU, Ranks, error_of, rendezvous, timeout
 
-cpu_kernels = importlib.import_module("fusedcomm.symm_mem.cpu_kernels")  # fails where the helpers have skipped
-Peers = cpu_kernels.Peers
+enable_cpu()
 ops = torch.ops.symm_mem
 NAME = "0"  # WORLD
 SHAPE = (6, 12)  # 2, 3 and 4 ranks divide the last dim
@@ -137,11 +137,12 @@ def wrong_programs(rank: int, dtype: torch.dtype, num_rounds: int, skipped: int 
     t = symmetric(dtype)
     rounds = [[values(round, r, dtype) for r in range(size)] for round in range(num_rounds)]
     real = Peers.barrier
+    num_barriers: Counter[Peers] = Counter()
     late = 0
 
-    def barrier(peers: Any) -> None:
-        peers.num_barriers = getattr(peers, "num_barriers", 0) + 1
-        if peers.num_barriers != skipped:
+    def barrier(peers: Peers) -> None:
+        num_barriers[peers] += 1
+        if num_barriers[peers] != skipped:
             real(peers)
         if rank == late:
             time.sleep(LATE_S)
@@ -299,18 +300,29 @@ def test_what_has_no_implementation_says_so_by_name() -> None:
             getattr(ops, op)(*args)
 
 
-def test_every_kernel_is_of_an_op_and_registering_again_changes_nothing() -> None:
+def test_every_kernel_is_of_an_op_and_enabling_again_changes_nothing() -> None:
     assert all(hasattr(ops, op) for op in cpu_kernels.KERNELS)
-    cpu_kernels.register()  # a second kernel for an op would raise
+    before = symm_mem.get_symm_mem_workspace
+    enable_cpu()  # a second kernel for an op would raise
+    assert symm_mem.get_symm_mem_workspace is before
+
+
+def test_without_the_native_part_it_is_refused() -> None:
+    with mock.patch("fusedcomm.symm_mem.no_native", return_value="the reason"), pytest.raises(RuntimeError) as raised:
+        enable_cpu()
+    assert str(raised.value) == "fusedcomm.symm_mem needs CPU symmetric memory: the reason"
 
 
 @pytest.mark.thorough
-def test_a_kernel_of_torch_stays_and_the_import_warns_of_nothing() -> None:
+def test_a_kernel_of_torch_stays_and_nothing_warns() -> None:
     code = """
-import torch, torch.distributed._symmetric_memory as symm_mem
+import torch, torch.distributed._symmetric_memory as symm_mem, fusedcomm.symm_mem
 theirs = torch.library.Library("symm_mem", "IMPL", "CPU")
 theirs.impl("memset32_", lambda input, *args: input.fill_(9))
-import fusedcomm.symm_mem
+before = symm_mem.get_symm_mem_workspace
+assert symm_mem.get_backend("cpu") is None
+fusedcomm.symm_mem.enable_cpu()
+assert symm_mem.get_backend("cpu") == "FUSEDCOMM_CPU" and symm_mem.get_symm_mem_workspace is not before
 assert torch.ops.symm_mem.memset32_(torch.ones(1), 0, 1, 1) == 9
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from fusedcomm.symm_mem import enable_cpu
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.symmetric_memory import CPU, error_of, make, timeout
 
-importlib.import_module("fusedcomm.symm_mem")  # fails where the helpers have skipped
-
+enable_cpu()
 NAME = "0"  # WORLD
 
 
