@@ -87,7 +87,8 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """The handler that DTensor calls for the op: it makes this rank's part by the plan."""
     x, names, async_op, forward_dtype, _ = _arguments(*args, **kwargs)
     spec: Any = x._spec
-    local: Tensor = x._local_tensor.detach()  # a DTensor that is made of a tensor that requires grad warns
+    held: Tensor = x._local_tensor.detach()  # a DTensor that is made of a tensor that requires grad warns
+    local = held
     now, target = spec, _target(spec, names)
     if forward_dtype is not None and forward_dtype != local.dtype:
         local = local.to(forward_dtype)
@@ -97,7 +98,7 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         after = DTensorSpec(now.mesh, target, tensor_meta=now.tensor_meta)
         if spec.mesh.get_coordinate() is not None:  # otherwise this rank has no part of the tensor
             local = _redistributed(local, now, after, async_op)
-    if local is x._local_tensor:  # autograd takes an op's result for memory of its own, which may be written
+    if local is held:  # autograd takes an op's result for memory of its own, which may be written
         local = local.clone(memory_format=torch.contiguous_format)
     return DTensor(local, after, requires_grad=False)
 
