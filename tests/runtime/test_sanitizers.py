@@ -24,6 +24,7 @@ SYMMETRIC_MEMORY = [
     str(HERE / name)
     for name in ("test_flags.py", "test_symmetric_memory.py", "test_rendezvous.py", "test_workspace.py")
 ] + [f"{HERE}/test_faults.py::test_a_killed_rank_is_named_by_all_others", f"{HERE}/test_limits.py"]
+SKIPPED = "not address_space"  # the allocators of the sanitizers end a process that has none left
 SLOWER = "60"  # seconds that ranks wait for each other, in place of 20
 RUN_S = 1500
 
@@ -141,7 +142,7 @@ def test_symmetric_memory(name: str, tmp_path: Path) -> None:
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--build-temp", "temp"]
     subprocess.run(build, cwd=tmp_path, env={**os.environ, "CXX": f"g++ {sanitizer.flags}"}, check=True)
     env = sanitizer.env(reports) | {"PYTHONPATH": str(tmp_path), "FUSEDCOMM_TIMEOUT_S": SLOWER}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not soak", "-p", "no:cacheprovider", *SYMMETRIC_MEMORY]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not soak", "-k", SKIPPED, *SYMMETRIC_MEMORY]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=RUN_S)
     assert not (text := found(reports)), text
     assert done.returncode == 0, done.stdout[-5000:]
