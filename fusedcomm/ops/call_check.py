@@ -37,7 +37,7 @@ def same_call(
     record.state = flight_recorder.CHECKING
     facts = {"call": facts_of(record, plan, bias, by_product)}
     store = PrefixStore("check", ours.store)
-    found = agree(store, ours.rank, ours.group_size, facts, what=record.op, departures=ours.topology.departures)
+    found = agree(store, ours.rank, ours.group_size, facts, what=record.op, departures=ours.departures)
     compare([each["call"] for each in found], ours.rank, record)
 
 

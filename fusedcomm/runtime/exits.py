@@ -70,8 +70,8 @@ def _announce(left: list[tuple[Member, str]]) -> None:
     def run() -> None:
         for each, last_words in left:
             with contextlib.suppress(Exception):
-                if each.topology.departures is not None:
-                    each.topology.departures.announce(last_words)
+                if each.departures is not None:
+                    each.departures.announce(last_words)
 
     thread = threading.Thread(target=run, daemon=True)
     try:

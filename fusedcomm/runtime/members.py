@@ -23,6 +23,7 @@ from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.runtime import dumps, flight_recorder, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
+from fusedcomm.runtime.departures import Departures
 from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
@@ -48,6 +49,7 @@ class Member:
     store: Store
     topology: Topology
     ranks: tuple[int, ...] = ()  # the group's ranks in WORLD
+    departures: Departures | None = None
     num_calls: int = 0  # since the last reset or close
     resets: int = 0  # counts closes too
     workspace: Workspace | None = None
@@ -159,7 +161,7 @@ class Member:
         segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
         owner = (segment, handle)
         self.workspace = Workspace(self.rank, segments, self.group_name, owner, self.guard_bytes)
-        self.workspace.departures = self.topology.departures
+        self.workspace.departures = self.departures
         self.workspace.call_number = self.num_calls
         self.workspace.arm()
         return self.workspace
@@ -189,7 +191,7 @@ class Member:
     def _agree(self, op: str, fingerprint: int, error: str, stage: str) -> str | None:
         """Check that all ranks are at this stage of this call. Return what the first rank that failed says, or None."""
         facts = {"op": op, "fingerprint": fingerprint, "stage": stage, "error": error}
-        calls = agree(self.store, self.rank, self.group_size, facts, what=op, departures=self.topology.departures)
+        calls = agree(self.store, self.rank, self.group_size, facts, what=op, departures=self.departures)
         _check_same_call(calls, self.rank, op, self.group_name)
         return next((f"rank {rank} {call['error']}" for rank, call in enumerate(calls) if call["error"]), None)
 
@@ -229,13 +231,13 @@ def member(group_name: str, device: torch.device) -> Member:
             if device in group.errors:
                 raise group.errors[device].again()
             try:
-                voted = topology.probe(pg, device)
+                voted, departures = topology.probe(pg, device)
             except PeerError as failed:
                 group.errors[device] = failed.until_reset()
                 raise group.errors[device].again() from failed
             store = groups.store(pg, f"workspace/{device.type}")
             ranks = tuple(dist.get_process_group_ranks(pg))
-            group.members[device] = Member(pg.rank(), pg.size(), group_name, device, store, voted, ranks)
+            group.members[device] = Member(pg.rank(), pg.size(), group_name, device, store, voted, ranks, departures)
         return group.members[device]
 
 
@@ -351,7 +353,7 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
             record.resets, record.ranks, record.state = each.resets + 1, each.ranks, flight_recorder.RUNNING
         slots = {device.type: each.slot_bytes for device, each in known.members.items()}
         own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots}
-        departures = next((each.topology.departures for each in known.members.values()), None)
+        departures = next((each.departures for each in known.members.values()), None)
         facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op, departures=departures)
         _check_same_call(facts, pg.rank(), op, pg.group_name)
         shared = set.intersection(*(set(fact["slots"]) for fact in facts))

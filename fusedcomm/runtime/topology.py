@@ -32,15 +32,17 @@ class Topology:
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
     check: bool = False  # FUSEDCOMM_CHECK of any rank
-    departures: Departures | None = None  # not equal, as each rank watches its peers by itself
 
 
-def probe(pg: ProcessGroup, device: torch.device) -> Topology:
-    """The group's Topology, by a bounded collective. GPUs vote twice: on facts, then on what NVML says of each pair."""
+def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
+    """The group's Topology, by a bounded collective, and this rank's watch over its peers.
+
+    GPUs vote twice: on facts, then on what NVML says of each pair.
+    """
     rank, group_size = pg.rank(), pg.size()
     if dist.get_backend(pg) == "fake":
         reason = "a fake process group has no peers"
-        return Topology(reason, None, env.workspace_bytes(), env.algorithm())
+        return Topology(reason, None, env.workspace_bytes(), env.algorithm()), None
     store = group.store(pg, f"topology/{device.type}")
     constants = None
     own = _settings() | own_life()
@@ -56,15 +58,15 @@ def probe(pg: ProcessGroup, device: torch.device) -> Topology:
         verdict = {"reason": _no_peer_access(rank, [fact["uuid"] for fact in facts])}
         verdicts = agree(store, rank, group_size, verdict, what="fusedcomm peer access vote")
         no_workspace = next((v["reason"] for v in verdicts if v["reason"]), None)
-    return Topology(
+    voted = Topology(
         no_workspace,
         no_fused=next((fact["no_fused"] for fact in facts if fact["no_fused"]), None),
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         constants=constants if _all_have_the_same(facts, rank) else None,
         check=any(fact["check"] for fact in facts),
-        departures=Departures(group.store(pg, "departures"), rank, facts),
     )
+    return voted, Departures(group.store(pg, "departures"), rank, facts)
 
 
 def tf32_allowed() -> bool:

@@ -89,7 +89,7 @@ def test_bad_types_and_groups(rank: int) -> None:
 
     x, w = torch.ones(4, 8), torch.ones(8, 6)
     for args, message in [
-        ((x.int(), w.int()), "x must be float32, float16 or bfloat16"),
+        ((x.int(), w.int()), "x must be float32, float16, bfloat16 or float64"),
         ((x, w.bfloat16()), "w must have x's dtype torch.float32, got torch.bfloat16"),
         ((x, w.to("meta")), "w must be on x's device cpu, got meta"),
     ]:

@@ -146,7 +146,7 @@ def test_ctrl_c_while_the_store_is_cut_off(calls: int) -> None:
     try:
         with timeout(60), pytest.raises(KeyboardInterrupt):
             _SymmetricMemory.rendezvous(tensor, name)
-        assert time.monotonic() - start < AFTER_S + WITHIN_S + 2
+        assert time.monotonic() - start < AFTER_S + WITHIN_S + 10
     finally:
         timer.join()
         signal.signal(signal.SIGINT, ignored)
