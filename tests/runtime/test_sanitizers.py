@@ -58,7 +58,8 @@ class Sanitizer:
 
 SANITIZERS = {
     "address": Sanitizer(
-        "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer",
+        # The check of vptr opens a pipe, and takes every object for a wrong one where a test leaves no descriptor.
+        "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer",
         "libasan.so",
         "ASAN_OPTIONS",
         "detect_leaks=0",  # Python and torch leak; tests/runtime/test_resources.py counts what the native part holds
