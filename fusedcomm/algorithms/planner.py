@@ -3,8 +3,8 @@
 Rules say what cannot run, each with its reason:
 
     one rank                                            unfused     nothing to exchange
-    no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
     float64                                             unfused     for gradcheck: the kernels add in float32
+    no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
     one row does not fit a slot                         unfused     rounds are cut between rows
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph capture                             not chunked a graph would fix the slots that it copies to

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
 from fusedcomm.ops import gradients
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
+from fusedcomm.ops.arguments import check_int
 from fusedcomm.ops.library import refuse_outside_ops
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -38,6 +39,8 @@ class _TensorParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, group, device, dtype)
+        if sequence_dim is not None:
+            check_int("sequence_dim", sequence_dim)
         self.sequence_dim = sequence_dim
 
     def _check_dims(self, x: Tensor) -> None:

@@ -31,7 +31,7 @@ def check_types(x: Any, w: Any, bias: Any, *, lists: bool = False, **options: An
         if name == "out_shape":
             _check_sizes(value)
         elif name.endswith("_dim"):
-            _check_int(name, value)
+            check_int(name, value)
 
 
 def check_tensor(name: str, t: Any) -> None:
@@ -58,7 +58,7 @@ def reduce_op_name(reduce_op: Any) -> str:
     return "avg" if reduce_op == dist.ReduceOp.AVG else str(reduce_op)  # type: ignore[comparison-overlap]
 
 
-def _check_int(name: str, value: Any) -> None:
+def check_int(name: str, value: Any) -> None:
     if not isinstance(value, (int, torch.SymInt, Integral)):  # NumPy's ints are Integral
         raise TypeError(f"{name} must be an int, got {_short(value)}")
 
@@ -69,7 +69,7 @@ def _check_sizes(sizes: Any) -> None:
     if not isinstance(sizes, Collection):
         raise TypeError(f"out_shape must be a list of sizes or None, got {_short(sizes)}")
     for size in sizes:
-        _check_int("each size of out_shape", size)
+        check_int("each size of out_shape", size)
 
 
 def _short(value: Any) -> str:

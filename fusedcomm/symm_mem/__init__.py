@@ -1,5 +1,7 @@
 """torch's symmetric memory on CPU tensors, for programs written against torch's own interface::
 
+import fusedcomm.symm_mem
+
 fusedcomm.symm_mem.enable_cpu()
 t = torch.distributed._symmetric_memory.empty(1024, device="cpu")
 """
@@ -22,6 +24,8 @@ def enable_cpu() -> None:
         RuntimeError: the native part of fusedcomm cannot be loaded.
 
     Example, on each of 2 ranks::
+
+        import fusedcomm.symm_mem
 
         fusedcomm.symm_mem.enable_cpu()
         t = torch.distributed._symmetric_memory.empty(4, device="cpu").fill_(1)

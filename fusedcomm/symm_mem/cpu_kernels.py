@@ -90,16 +90,9 @@ def _one_shot(
 
 
 def two_shot_all_reduce_(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    """Every rank reads one part of every peer's tensor, which nobody else reads, and writes the sum there."""
     op = "two_shot_all_reduce_"
     _check_reduced(op, reduce_op, input=input)
-    peers = Peers.of(op, "input", input.view(-1), group_name)
-    peers.barrier()
-    parts = peers.part(0)
-    reduced = total(parts)
-    for part in parts:
-        part.copy_(reduced)
-    peers.barrier()
+    _two_shot(op, input, group_name)
     return input
 
 
@@ -107,7 +100,22 @@ def two_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, outp
     op = "two_shot_all_reduce_out"
     _check_reduced(op, reduce_op, input=input, output=output)
     _check_shape(op, "output", output, input.shape)
-    return output.copy_(two_shot_all_reduce_(input, reduce_op, group_name))
+    peers = _two_shot(op, input, group_name)
+    output.copy_(input)
+    peers.barrier()  # a peer that has returned may write input
+    return output
+
+
+def _two_shot(op: str, input: Tensor, group_name: str) -> Peers:
+    """Every rank reads one part of every peer's tensor, which nobody else reads, and writes the sum there."""
+    peers = Peers.of(op, "input", input.view(-1), group_name)
+    peers.barrier()
+    parts = peers.part(0)
+    reduced = total(parts)
+    for part in parts:
+        part.copy_(reduced)
+    peers.barrier()
+    return peers
 
 
 def reduce_scatter_out(input: Tensor, group_name: str, split_last_dim: bool, output: Tensor) -> Tensor:
@@ -164,7 +172,8 @@ def fused_all_gather_matmul(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """The strides are those of torch's kernels: compiled programs rely on them."""
     args = gather_dim, return_A, *resolve(group_name)
-    results, gathered = torch.ops.fusedcomm.all_gather_matmul(A, Bs, [None] * len(Bs), *args)
+    with torch._C._AutoDispatchBelowAutograd():  # as on CUDA, where a program must not rely on gradients either
+        results, gathered = torch.ops.fusedcomm.all_gather_matmul(A, Bs, [None] * len(Bs), *args)
     if gather_dim % A.dim() != A.dim() - 1:
         restride = symm_mem.restride_A_shard_for_fused_all_gather_matmul
         results = [restride(result, gather_dim) for result in results]
@@ -173,14 +182,17 @@ def fused_all_gather_matmul(
 
 
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    return torch.ops.fusedcomm.matmul_reduce_scatter(A, B, None, reduce_op, scatter_dim, *resolve(group_name))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.fusedcomm.matmul_reduce_scatter(A, B, None, reduce_op, scatter_dim, *resolve(group_name))
 
 
 # Memory
 
 
 def get_remote_tensors(x: Tensor, group_name: str) -> list[Tensor]:
-    return Peers.of("get_remote_tensors", "x", x, group_name).tensors
+    op = "get_remote_tensors"
+    _check(op, "x must be contiguous", x.is_contiguous(), f"strides {list(x.stride())}")
+    return Peers.of(op, "x", x, group_name).tensors
 
 
 def memset32_(input: Tensor, offset: int, val: int, count: int) -> Tensor:

@@ -14,6 +14,7 @@ from fusedcomm import env
 from fusedcomm.runtime import group as groups
 
 _workspaces: WeakKeyDictionary[ProcessGroup, Tensor] = WeakKeyDictionary()
+_failed: dict[int, Any] = {}  # handles by the address of their signals; kept, so that no other gets that address
 
 
 def timeout_ms() -> int:
@@ -39,7 +40,9 @@ class Peers:
         self.op = op
         self.handle = handle
         self.rank: int = handle.rank
-        offset = offset_bytes // like.itemsize
+        if self._signals in _failed:  # the ranks may have left that call at different barriers
+            raise RuntimeError(f"torch.ops.symm_mem.{op}: a wait here has failed; allocate it again on all ranks")
+        offset = offset_bytes // like.itemsize if like.numel() else 0  # nothing has no address
         ranks = range(handle.world_size)
         self.tensors: list[Tensor] = [handle.get_buffer(r, like.shape, like.dtype, offset) for r in ranks]
 
@@ -65,7 +68,12 @@ class Peers:
         try:
             self.handle.barrier(timeout_ms=timeout_ms())
         except RuntimeError as error:
+            _failed[self._signals] = self.handle
             raise RuntimeError(f"torch.ops.symm_mem.{self.op}: {error}") from None
+
+    @property
+    def _signals(self) -> int:
+        return int(self.handle.signal_pad_ptrs[self.rank])
 
     def part(self, dim: int) -> list[Tensor]:
         """The part of every rank's tensor that this rank reduces."""

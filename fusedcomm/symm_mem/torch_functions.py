@@ -38,6 +38,8 @@ def _install_signals() -> None:
         if src.device.type == "cpu":
             if not 0 <= peer < hdl.world_size:
                 raise ValueError(f"put_signal: peer must be in [0, {hdl.world_size}), got {peer}")
+            if hdl.offset % src.itemsize:
+                raise ValueError(f"put_signal: offset must be a multiple of {src.itemsize} bytes, got {hdl.offset}")
             hdl.get_buffer(peer, src.shape, src.dtype, hdl.offset // src.itemsize).copy_(src)
             hdl.put_signal(peer, timeout_ms=timeout_ms())
         else:

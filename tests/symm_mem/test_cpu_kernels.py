@@ -226,8 +226,30 @@ def test_a_peer_that_does_not_come(rank: int) -> None:
             error = error_of(lambda: ops.one_shot_all_reduce(t, "sum", NAME))
         assert error.startswith("RuntimeError: torch.ops.symm_mem.one_shot_all_reduce: barrier timed out after 100 ms")
         assert "rank 1 has not come" in error
+        error = error_of(lambda: ops.two_shot_all_reduce_(t, "sum", NAME))
+        assert "a wait here has failed; allocate it again on all ranks" in error
     dist.barrier()
-    assert (ops.one_shot_all_reduce(t, "sum", NAME) == 2).all()
+    again = symmetric(torch.float32).fill_(1)
+    assert (ops.one_shot_all_reduce(again, "sum", NAME) == 2).all()
+
+
+@on_ranks(2)
+def test_a_rank_that_has_returned_may_write_its_peers_memory(rank: int) -> None:
+    t = symmetric(torch.float32, (1 << 22,)).fill_(1)
+    peer = ops.get_remote_tensors(t, NAME)[1 - rank]
+    dist.barrier()
+    out = ops.two_shot_all_reduce_out(t, "sum", NAME, nan_like(t))
+    if rank == 1:
+        peer.fill_(-1)
+    assert (out == 2).all()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_nothing_is_reduced_to_nothing(rank: int) -> None:
+    t = symmetric(torch.float32)
+    assert ops.one_shot_all_reduce(t[:0], "sum", NAME).shape == t[:0].shape
+    assert ops.get_remote_tensors(t[:0], NAME)[1 - rank].numel() == 0
 
 
 def errors_of_bad_input(rank: int) -> list[str]:
@@ -246,6 +268,7 @@ def errors_of_bad_input(rank: int) -> list[str]:
         error_of(lambda: ops._low_contention_reduce_scatter(odd, "sum", NAME)),
         error_of(lambda: ops._low_contention_reduce_scatter(t, "max", NAME)),
         error_of(lambda: ops.get_remote_tensors(torch.ones(2), NAME)),
+        error_of(lambda: ops.get_remote_tensors(t.mT, NAME)),
         error_of(lambda: ops._low_contention_all_gather(t, "nobody")),
         error_of(lambda: ops.fused_matmul_reduce_scatter(t, t.mT, "max", 0, NAME)),
     ]
@@ -271,6 +294,7 @@ def test_bad_input_raises_the_same_on_every_rank_and_sends_nothing(ranks: Ranks)
         "_low_contention_reduce_scatter: dim 0 of tensor must be divisible by group_size=2, got 5",
         "_low_contention_reduce_scatter: reduce_op must be 'sum' or 'avg', got 'max'",
         "get_remote_tensors: x must be made by torch.distributed._symmetric_memory.empty, got another tensor",
+        "get_remote_tensors: x must be contiguous, got strides [1, 12]",
         "ValueError: group must be an initialised process group, got name 'nobody'",
         "ValueError: reduce_op must be one of sum, avg, got 'max'",
     ]
