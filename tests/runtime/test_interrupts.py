@@ -29,12 +29,12 @@ from tests.helpers.symmetric_memory import CPU, footprint, make, timeout
 PROBLEM = next(problem for problem in PROBLEMS if problem.name == "heads")
 LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
 AFTER_S = 0.2
-WITHIN_S = 1.0
+WITHIN_S = 5.0  # less than a second where nothing else runs
 
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """SIGINT comes after a moment, and KeyboardInterrupt leaves the block within a second of it."""
+    """SIGINT comes after a moment, and KeyboardInterrupt leaves the block soon after it."""
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(AFTER_S, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
