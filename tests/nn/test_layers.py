@@ -305,3 +305,10 @@ def test_functional_call_works_and_transforms_are_refused(rank: int, kind: Any, 
         torch.func.grad(total)(doubled)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"fusedcomm.* has no forward-mode derivatives"):
         module(forward_ad.make_dual(x, x))
+
+
+@on_ranks(2)
+def test_a_sequence_dim_is_an_int(rank: int) -> None:
+    for value in ("0", 0.0):
+        with pytest.raises(TypeError, match="sequence_dim must be an int, got"):
+            ColumnParallelLinear(4, 4, sequence_dim=value)  # type: ignore[arg-type]
