@@ -351,4 +351,4 @@ def test_a_killed_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         own.join()
     said = verdicts(capsys, folder)
     assert "rank 0: PeerTimeoutError" in said
-    assert "rank 1 has left no dump: it has died, is stopped, or never came" in said
+    assert "rank 1 has left no dump, and its peers know why: its process is gone without a word" in said
