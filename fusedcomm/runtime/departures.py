@@ -15,6 +15,7 @@ from torch.distributed import Store
 from fusedcomm.runtime.segment import LAST_WORDS_BYTES
 
 KILLED = "its process is gone without a word: it was killed, or ended by os._exit"
+UNSEEN = ""  # what is found of a process while nothing can be found of any
 
 
 def own_life() -> dict[str, Any]:
@@ -39,7 +40,7 @@ class Departures:
     def is_gone(self, rank: int) -> bool:
         """Whether the process of a rank on this host is gone. All that it wrote is there then."""
         process = self._processes.get(rank)
-        return process is not None and _started(_pid(process)) != process
+        return process is not None and _started(_pid(process)) not in (process, UNSEEN)
 
     def last_words(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those of the ranks that have left, and why. It asks the store, which may fail."""
@@ -58,10 +59,12 @@ def _pid(process: str) -> int:
 
 
 def _started(pid: int) -> str | None:
-    """The id of a process and when it was started, because ids are used again; None if it has ended."""
+    """The id of a process and when it was started, because ids are used again; None if it has ended, or UNSEEN."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *fields = file.read().rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
+    except OSError:  # this rank has no descriptor left, say
+        return UNSEEN
     return None if state in (b"Z", b"X") else f"{pid} {int(fields[18])}"

@@ -69,8 +69,9 @@ def write(why: str) -> Path | None:
     try:
         with _writing:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            written = files.replace(folder / f"rank{dist.get_rank()}.json", json.dumps(describe(why), indent=1))
             _last_why = why
-            return files.replace(folder / f"rank{dist.get_rank()}.json", json.dumps(describe(why), indent=1))
+            return written
     except Exception as error:  # the caller must hear of what failed before, not of this
         log.warning("no dump in FUSEDCOMM_DUMP_DIR: %s", error)
         return None

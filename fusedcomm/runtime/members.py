@@ -148,6 +148,13 @@ class Member:
                 assert segment is not None
                 handle, error = self._rendezvous(segment, op)
                 reason = self._agree(op, fingerprint, error, "mapped")
+            if reason is None:
+                segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
+                self.workspace = Workspace(self.rank, segments, self.group_name, (segment, handle), self.guard_bytes)
+                self.workspace.departures = self.departures
+                self.workspace.call_number = self.num_calls
+                self.workspace.arm()
+                return self.workspace
         except PeerError as failed:
             self.error = failed.until_reset()
             raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
@@ -155,16 +162,8 @@ class Member:
             text = f"{op} on group {self.group_name!r}, rank {self.rank}: left by {type(left).__name__}"
             self.error = PeerError(text, peers=[self.rank], op=op, epoch=0).until_reset()
             raise
-        if reason is not None:
-            self.unavailable = reason
-            raise WorkspaceUnavailable(reason)
-        segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
-        owner = (segment, handle)
-        self.workspace = Workspace(self.rank, segments, self.group_name, owner, self.guard_bytes)
-        self.workspace.departures = self.departures
-        self.workspace.call_number = self.num_calls
-        self.workspace.arm()
-        return self.workspace
+        self.unavailable = reason
+        raise WorkspaceUnavailable(reason)
 
     def _allocate(self, size: int) -> tuple[torch.Tensor | None, str]:
         """This rank's segment, or why there is none, which the others must hear before they wait in a rendezvous."""

@@ -201,7 +201,7 @@ class Workspace:
                 self._break(self.buffers[peer], ENDED, epoch)
 
     def _put_last_words(self, buffer: Tensor, src_rank: int, text: str) -> None:
-        words = torch.tensor(list(text.encode()[:LAST_WORDS_BYTES]), dtype=torch.uint8, device="cpu")
+        words = torch.tensor(list(text.encode(errors="replace")[:LAST_WORDS_BYTES]), dtype=torch.uint8, device="cpu")
         start = self.layout.last_words(src_rank)
         buffer[start : start + words.numel()].copy_(words)
 
