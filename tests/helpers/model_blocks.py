@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.program_parts import reshard
+
 Group = Any  # a ProcessGroup, or None
 Table = tuple[Tensor, ...]  # cos and sin, or one complex tensor
 _aten = torch.ops.aten
@@ -362,15 +364,13 @@ class Packed(Block):
     streams = 1
 
     def build(self) -> None:
+        from torch.distributed.tensor import DeviceMesh
+
         self.to_qkv, self.to_out = nn.Linear(self.dim, 3 * self.dim), nn.Linear(self.dim, self.dim)
+        self.mesh = self.group and DeviceMesh.from_group(self.group, "cpu")
 
     def resharded(self, x: Tensor, source: int, target: int) -> Tensor:
-        from torch.distributed.tensor import DeviceMesh, DTensor, Shard
-
-        if self.group is None:
-            return x
-        mesh = DeviceMesh.from_group(self.group, "cpu")
-        return DTensor.from_local(x, mesh, [Shard(source)]).redistribute(mesh, [Shard(target)]).to_local()
+        return x if self.group is None else reshard(x, source, target, self.mesh)
 
     def forward(self, streams: list[Tensor], tables: list[Table]) -> list[Tensor]:
         (x,) = streams
