@@ -1,6 +1,6 @@
-"""What the passes make of the blocks of tests/helpers/model_blocks.py, and whether the values stay.
+"""What the passes make of the blocks of tests/helpers/model_blocks.py, and whether all values stay::
 
-    python -m tests.helpers.block_checks wan --layers 2 --dynamic
+python -m tests.helpers.block_checks wan --layers 2 --dynamic
 """
 
 from __future__ import annotations
@@ -21,45 +21,68 @@ import fusedcomm.compile
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers.graphs import recorded_graphs
 from tests.helpers.model_blocks import BLOCKS, ROTARIES, Model, Size, Table, rotary_table
+from tests.helpers.process_groups import left_as_found
 
 Values = dict[str, Tensor]
+Differences = dict[str, float]
+
+
+TINY = Size()
 
 
 @dataclass(frozen=True)
 class Case:
     block: str
-    size: Size = Size()
+    size: Size = TINY
     layers: int = 1
     rotary: str = ""  # as the block has it
+    whole_tables: bool = False  # the rank's part of a rotary table is cut out in the program
     checkpointed: bool = False
     dynamic: bool = False  # in the number of tokens
     autocast: bool = False
-    training: bool = True
-    generated: bool = True  # runs what Inductor generates; else its graphs, op by op, which takes less time
+    bfloat16: bool = False
+    inference: bool = False
+    unequal: bool = False  # each rank has weights of its own
+    pairs: bool = False  # groups of two ranks that are not neighbours
+    interpreted: bool = False  # graphs run op by op, in a tenth of the time that Inductor's code takes to compile
+
+    def phases(self) -> list[str]:
+        return ["inference"] if self.inference else ["forward", "backward"]
 
     def __str__(self) -> str:
-        said = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
-        return ", ".join([self.block, *said])
+        shown = {f.name: getattr(self, f.name) for f in fields(self)[1:] if getattr(self, f.name) != f.default}
+        return " ".join([self.block, *(name if value is True else f"{name}={value}" for name, value in shown.items())])
+
+
+FLAGS = [each.name for each in fields(Case) if each.type == "bool"]
 
 
 @dataclass
 class Outcome:
-    """What a rank found. Differences are relative to the largest value."""
+    """What a rank found. Each difference is relative to the largest value."""
 
     lines: list[str]  # of the report
     fused: dict[str, Counter[str]]  # by graph: ops, each as often as it stands for an exchange
     left: dict[str, list[tuple[str, str]]]  # by graph: the other collectives, their names and shapes
-    from_eager: dict[str, float]  # by value: of the compiled program from the same program in eager, on this rank
-    from_one: dict[str, float]  # from one process that has all tokens, gradients of weights summed over the ranks
+    from_eager: Differences  # by value: from the same program in eager, on this rank
+    from_one: Differences  # from one process in float32 that has all tokens; gradients of weights are summed over ranks
 
     def __str__(self) -> str:
-        parts = [f"{graph}: fused {dict(ops)}, left {self.left[graph]}" for graph, ops in self.fused.items()]
-        worst = [f"{max(by.values()):.1e} ({max(by, key=by.__getitem__)})" for by in (self.from_eager, self.from_one)]
-        return "\n".join([*parts, f"worst difference from eager {worst[0]}, from one process {worst[1]}"])
+        parts = []
+        for graph, ops in self.fused.items():
+            left = ", ".join(f"{n} {name} {shape}" for (name, shape), n in Counter(self.left[graph]).items())
+            parts.append(f"{graph}: {ops.total()} fused {dict(ops)}; left: {left or 'none'}")
+        for other, by in (("eager", self.from_eager), ("one process", self.from_one)):
+            if by:
+                parts.append(f"worst difference from {other}: {max(by.values()):.1e}, {max(by, key=by.__getitem__)}")
+        return "\n".join(parts)
+
+    def names_left(self, graph: str) -> Counter[str]:
+        return Counter(name for name, _ in self.left[graph])
 
 
 def interpreted(gm: Any, inputs: list[Any]) -> Any:
-    """A backend: Inductor with all its passes, and the graphs run op by op."""
+    """A backend: Inductor with all its passes, forward and backward, without its code."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
@@ -75,99 +98,108 @@ def interpreted(gm: Any, inputs: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Data:
-    """The whole program's input and what weighs its output; ``of`` gives a rank's part."""
+    """Input, and what weighs each element of the output."""
 
-    streams: list[Tensor]  # [b, R t, dim]
+    streams: list[Tensor]  # [b, tokens, dim]
     weights: list[Tensor]
-    tables: list[Table]  # [R t, ...]
+    tables: list[Table]  # [tokens, ...]
 
     @staticmethod
-    def of_case(case: Case, size: Size, world_size: int) -> Data:
-        generator = torch.Generator().manual_seed(2)
+    def whole(case: Case, size: Size, ranks: int, seed: int) -> Data:
+        generator = torch.Generator().manual_seed(seed)
         block = BLOCKS[case.block]
-        lengths = [size.tokens * world_size, size.text * world_size][: block.streams]
+        lengths = [ranks * size.tokens, ranks * size.text][: block.streams]
         streams, weights = (
             [torch.randn(size.batch, length, size.dim, generator=generator) for length in lengths] for _ in range(2)
         )
         return Data(streams, weights, [rotary_table(case.rotary or block.rotary, n, size) for n in lengths])
 
-    def of_rank(self, rank: int, world_size: int) -> Data:
-        def part(t: Tensor, dim: int) -> Tensor:
-            return t.chunk(world_size, dim)[rank].contiguous()
+    def part(self, case: Case, group: Any) -> Data:
+        """This rank's; the streams in the dtype of the case."""
+        ranks, rank, dtype = group.size(), group.rank(), torch.bfloat16 if case.bfloat16 else torch.float32
+        streams, weights = (
+            [each.chunk(ranks, 1)[rank].to(dtype) for each in tensors] for tensors in (self.streams, self.weights)
+        )
+        tables = [tuple(each.chunk(ranks)[rank] for each in table) for table in self.tables]
+        return Data(streams, weights, self.tables if case.whole_tables else tables)
 
-        tables = [tuple(part(t, 0) for t in table) for table in self.tables]
-        return Data([part(t, 1) for t in self.streams], [part(t, 1) for t in self.weights], tables)
+
+def outcome(rank: int, case: Case) -> Outcome:
+    """Compile the case on this rank, run it, and compare."""
+    with left_as_found():
+        group = dist.group.WORLD
+        if case.pairs:
+            half = dist.get_world_size() // 2
+            groups = [dist.new_group([i, i + half]) for i in range(half)]
+            group = groups[rank % half]
+        return outcome_of(case, group, seed=rank % half if case.pairs else 0)
+
+
+def outcome_of(case: Case, group: Any, seed: int) -> Outcome:
+    model = make(case, group)
+    with recorded_graphs() as graphs, fusedcomm.compile.enabled() as report:
+        program = torch.compile(model, fullgraph=True, backend=interpreted if case.interpreted else "inductor")
+        found = compare(case, case.size, program, model, seed)
+        if case.dynamic:
+            compiled, larger = len(graphs), replace(case.size, tokens=case.size.tokens + 3, text=case.size.text + 5)
+            for by, more in zip(found, compare(case, larger, program, model, seed), strict=True):
+                by |= {f"{name} of more tokens": value for name, value in more.items()}
+            assert len(graphs) == compiled, "another number of tokens must not compile the program again"
+    left = dict(zip(case.phases(), map(collectives_left, graphs), strict=True))
+    fused: dict[str, Counter[str]] = {phase: Counter() for phase in left}
+    for line in report.collectives:
+        if line.op is not None:
+            fused[line.graph][line.op] += 1
+    return Outcome([str(line) for line in report.collectives], fused, left, *found)
+
+
+def make(case: Case, group: Any) -> Model:
+    model = Model(case.block, case.size, group, case.layers, case.rotary, case.checkpointed, case.whole_tables)
+    if case.unequal:
+        for parameter in model.parameters():
+            parameter.data += 0.1 * group.rank() * torch.randn_like(parameter)
+    return model.bfloat16() if case.bfloat16 and group is not None else model
+
+
+def compare(case: Case, size: Size, program: Any, model: Model, seed: int) -> list[Differences]:
+    """How far the compiled program is from eager on this rank, and from one process."""
+    group = model.group
+    whole = Data.whole(case, size, group.size(), seed)
+    data = whole.part(case, group)
+    got, eager = run(case, program, model, data), run(case, model, model, data)
+    if case.unequal:
+        return [differences(got, eager), {}]
+    alone = make(case, None)
+    one = run(replace(case, autocast=False), alone, alone, whole)
+    summed = {name: value.to(torch.float32, copy=True) for name, value in got.items()}
+    for name, value in summed.items():
+        if value.shape == one[name].shape:
+            dist.all_reduce(value, group=group)
+        else:
+            one[name] = one[name].chunk(group.size(), 1)[group.rank()]
+    return [differences(got, eager), differences(summed, one)]
 
 
 def run(case: Case, program: Callable[..., Any], model: Model, data: Data) -> Values:
-    """Outputs; in training the gradients of every input and parameter too."""
-    streams = [each.clone().requires_grad_(case.training) for each in data.streams]
+    """Outputs; in training the gradients of every stream and parameter too."""
+    streams = [each.clone().requires_grad_(not case.inference) for each in data.streams]
     if case.dynamic:
         for each, dim in [*((s, 1) for s in streams), *((t, 0) for table in data.tables for t in table)]:
             torch._dynamo.mark_dynamic(each, dim)
-    with torch.set_grad_enabled(case.training), autocast(case):
+    autocast = torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext()
+    with torch.set_grad_enabled(not case.inference), autocast:
         outs = program(streams, data.tables)
     values = {f"y{i}": out.detach() for i, out in enumerate(outs)}
-    if case.training:
+    if not case.inference:
         names = [f"grad x{i}" for i in range(len(streams))] + [f"grad {name}" for name, _ in model.named_parameters()]
         loss = sum((out * weight).sum() for out, weight in zip(outs, data.weights, strict=True))
         values |= zip(names, torch.autograd.grad(loss, [*streams, *model.parameters()]), strict=True)
     return values
 
 
-def autocast(case: Case) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext()
-
-
-def differences(got: Values, want: Values) -> dict[str, float]:
+def differences(got: Values, want: Values) -> Differences:
     assert got.keys() == want.keys()
-    return {
-        name: float((value - want[name]).abs().max() / (1 + want[name].abs().max())) for name, value in got.items()
-    }
-
-
-def outcome(rank: int, case: Case) -> Outcome:
-    """Compile the case on this rank of WORLD, run it, and compare."""
-    world = dist.group.WORLD
-    model = make(case, world)
-    backend = "inductor" if case.generated else interpreted
-    with recorded_graphs() as graphs, fusedcomm.compile.enabled() as report:
-        program = torch.compile(model, fullgraph=True, backend=backend)
-        found = compare(case, case.size, program, model)
-        compiled = len(graphs)
-        if case.dynamic:
-            larger = replace(case.size, tokens=case.size.tokens + 3, text=case.size.text + 5)
-            for by, more in zip(found, compare(case, larger, program, model), strict=True):
-                by |= {f"{name} of more tokens": value for name, value in more.items()}
-            assert len(graphs) == compiled, "other sizes must not compile again"
-    phases = ["forward", "backward"] if case.training else ["inference"]
-    fused = {
-        phase: Counter(str(c.op) for c in report.collectives if (c.graph, c.status) == (phase, "fused"))
-        for phase in phases
-    }
-    left = {phase: collectives_left(graph) for phase, graph in zip(phases, graphs, strict=True)}
-    return Outcome([str(line) for line in report.collectives], fused, left, *found)
-
-
-def make(case: Case, group: Any) -> Model:
-    return Model(case.block, case.size, group, case.layers, case.rotary, case.checkpointed)
-
-
-def compare(case: Case, size: Size, program: Any, model: Model) -> list[dict[str, float]]:
-    """How far the compiled program is from eager here, and from one process."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = Data.of_case(case, size, world_size)
-    data = whole.of_rank(rank, world_size)
-    got, eager = run(case, program, model, data), run(case, model, model, data)
-    alone = make(case, None)
-    one = run(replace(case, autocast=False), alone, alone, whole)
-    summed = {name: value.clone() for name, value in got.items()}
-    for name, value in summed.items():
-        if value.shape == one[name].shape:
-            dist.all_reduce(value)
-        else:
-            one[name] = one[name].chunk(world_size, 1)[rank]
-    return [differences(got, eager), differences(summed, one)]
+    return {name: float((got[name] - t).abs().max() / (1 + t.abs().max())) for name, t in want.items()}
 
 
 def collectives_left(graph: Graph) -> list[tuple[str, str]]:
@@ -182,16 +214,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--rotary", default="", choices=["", *ROTARIES])
-    for flag in ("checkpointed", "dynamic", "autocast", "inference", "interpreted", "lines"):
-        parser.add_argument(f"--{flag}", action="store_true")
-    for name in (each.name for each in fields(Size)):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Size(), name))
+    parser.add_argument("--lines", action="store_true", help="print the report too")
+    for flag in FLAGS:
+        parser.add_argument(f"--{flag.replace('_', '-')}", action="store_true")
+    for each in fields(Size):
+        parser.add_argument(f"--{each.name.replace('_', '-')}", type=int, default=each.default)
     args = vars(parser.parse_args())
     size = Size(**{each.name: args[each.name] for each in fields(Size)})
-    shared = {name: args[name] for name in ("layers", "rotary", "checkpointed", "dynamic", "autocast")}
+    options = {name: args[name] for name in ("layers", "rotary", *FLAGS)}
     with RankPool(args["ranks"]) as pool:
         for block in BLOCKS if args["block"] == "all" else [args["block"]]:
-            case = Case(block, size, **shared, training=not args["inference"], generated=not args["interpreted"])
+            case = Case(block, size, **options)
             found = pool.run(outcome, case)[0]
             print(case, found, *(found.lines if args["lines"] else ()), sep="\n", flush=True)
 

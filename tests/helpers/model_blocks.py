@@ -393,21 +393,30 @@ BLOCKS: dict[str, type[Block]] = {
 
 
 class Model(nn.Module):
-    """``layers`` blocks of one name. Its weights are the same on every rank and with any group."""
+    """``layers`` blocks of one name. The weights are the same on every rank, and without a group."""
 
     def __init__(
-        self, name: str, size: Size, group: Group, layers: int = 1, rotary: str = "", checkpointed: bool = False
+        self,
+        name: str,
+        size: Size,
+        group: Group,
+        layers: int = 1,
+        rotary: str = "",
+        checkpointed: bool = False,
+        whole_tables: bool = False,
     ) -> None:
         super().__init__()
+        self.group, self.checkpointed = group, checkpointed
+        self.ranks, self.rank = (1, 0) if group is None or not whole_tables else (group.size(), group.rank())
         self.layers = nn.ModuleList(BLOCKS[name](size, group, rotary) for _ in range(layers))
-        self.checkpointed = checkpointed
         generator = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            nn.init.constant_(parameter, 1.0 if parameter.ndim == 1 else 0.0)
-            parameter.data += 0.2 * values
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator) + float(parameter.ndim == 1)
 
     def forward(self, streams: list[Tensor], tables: list[Table]) -> list[Tensor]:
+        """Whole tables are cut as diffusers does."""
+        if self.ranks > 1:
+            tables = [tuple(each.chunk(self.ranks)[self.rank] for each in table) for table in tables]
         for layer in self.layers:
             if self.checkpointed:
                 streams = checkpoint(layer, streams, tables, use_reentrant=False)
