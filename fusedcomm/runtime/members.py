@@ -23,7 +23,7 @@ from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.runtime import dumps, flight_recorder, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
-from fusedcomm.runtime.departures import Departures
+from fusedcomm.runtime.departures import Departures, announce, farewell, leaving_by
 from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
@@ -242,7 +242,23 @@ def member(group_name: str, device: torch.device) -> Member:
 
 def _group(pg: ProcessGroup) -> _Group:
     with _lock:
-        return _groups.setdefault(pg, _Group())
+        if pg not in _groups:
+            _groups[pg] = _Group()
+            weakref.finalize(pg, _destroyed, _groups[pg]).atexit = False  # at the end `exits` does it
+        return _groups[pg]
+
+
+def _destroyed(group: _Group) -> None:
+    """Tell the peers why this rank will not come again. A GPU tells nothing: a collector must not wait for its work."""
+    if groups.is_forked():
+        return
+    error = leaving_by()
+    left = [(each, farewell(error, "its group was destroyed", each.num_calls)) for each in group.members.values()]
+    for each, last_words in left:
+        if each.workspace is not None and each.device.type == "cpu":
+            each.workspace.leave(last_words)
+    if error is not None:  # otherwise the job just ends, maybe with the store first, of which torch would warn
+        announce([(each.departures, last_words) for each, last_words in left])
 
 
 def members(pg: ProcessGroup) -> list[Member]:

@@ -80,6 +80,7 @@ class Workspace:
         self.epoch = 0
         self.waiting: tuple[int, float] | None = None  # the rank that the host waits for, and since when
         self.captured = False
+        self.left = False  # whether the peers have been told that this rank leaves
         self.call_number = 0
         self.departures: Departures | None = None
         self.error: PeerError | None = None
@@ -187,15 +188,16 @@ class Workspace:
         buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
 
     def leave(self, last_words: str) -> None:
-        """Tell the peers that this process ends. The rounds before stay good: it has sent all that they need.
+        """Tell the peers that this rank comes no more. The rounds before stay good: it has sent all that they need.
 
         Nothing is told where the host does not know which round is the last, nor after a failure. A daemon thread of
         this process may still be in a call, and would take a word in the own header for a peer's.
         """
         epoch = self.epoch + 1
         with _beside_kernels(self.device):
-            if self.captured or self.rank in self.breakers(epoch):
+            if self.left or self.captured or self.rank in self.breakers(epoch):
                 return
+            self.left = True
             for peer in peers_of(self.rank, self.group_size)[:-1]:
                 self._put_last_words(self.buffers[peer], self.rank, last_words)
                 self._break(self.buffers[peer], ENDED, epoch)

@@ -115,7 +115,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "kernels/triton/handshake.py:begin_push_kernel": "11c3b5410d8e",
     },
     "model.ProtocolModel._fail and _tell": {
-        "fusedcomm/runtime/workspace.py:Workspace.leave": "0c11199a6814",
+        "fusedcomm/runtime/workspace.py:Workspace.leave": "d016fdbdfcaf",
         "fusedcomm/runtime/workspace.py:Workspace.fail": "ae6a7483522f",
         "fusedcomm/runtime/workspace.py:Workspace.guarded": "3fe52f56808d",
         "kernels/triton/primitives.py:fail": "f785fbde7abf",

@@ -133,6 +133,18 @@ def test_a_rank_that_ends_leaves_a_dump_over_none_that_says_more(
     assert written == [] if why is None else [why]
 
 
+def test_a_dump_is_written_where_the_group_was_destroyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMM_DUMP_DIR", str(tmp_path))
+    monkeypatch.setattr(dumps, "_place", None)
+    monkeypatch.setattr(dumps, "_last_why", None)
+    assert not dist.is_initialized() and dumps.write(dumps.ENDED) is None
+    monkeypatch.setattr(dumps, "_place", (3, 4))
+    written = dumps.write(dumps.ENDED)
+    assert written is not None and written.name == "rank3.json"
+    dump = json.loads(written.read_text())
+    assert (dump["rank"], dump["world_size"]) == (3, 4)
+
+
 NAMES = ("a-host", "a-user")
 
 
@@ -194,8 +206,7 @@ def test_a_directory_that_cannot_be_written_hides_no_error(
 ) -> None:
     Path(tmp_path, "file").touch()
     monkeypatch.setenv("FUSEDCOMM_DUMP_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dumps, "_place", (0, 2))
     with pytest.raises(ZeroDivisionError), dumps.on_failure():
         raise ZeroDivisionError
     assert "no dump in FUSEDCOMM_DUMP_DIR" in caplog.text

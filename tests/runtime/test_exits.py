@@ -5,6 +5,7 @@ Here a rank says that it ends and lives on. tests/runtime/test_process_ends.py h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import fusedcomm
-from fusedcomm.runtime import departures, exits, members, workspace
+from fusedcomm.runtime import departures, members, workspace
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
@@ -34,7 +35,7 @@ def leave(group: Any) -> None:
     (member,) = members.members(group)
     assert member.workspace is not None
     member.workspace.leave(WORDS)
-    exits._announce([(member, WORDS)])
+    departures.announce([(member.departures, WORDS)])
 
 
 @on_ranks(3)
@@ -87,6 +88,47 @@ def test_a_rank_that_ends_spoils_no_round_before(rank: int) -> None:
             dist.barrier(group)
         else:
             with pytest.raises(fusedcomm.PeerTimeoutError, match="rank 1 has left"):
+                call(group, HEADS)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("error", [LookupError("no more data"), None], ids=["by-an-exception", "for-good"])
+def test_a_rank_that_destroys_its_group_says_why(rank: int, error: Exception | None) -> None:
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True):
+        patch.setenv("FUSEDCOMM_TIMEOUT_S", "60")
+        check(group, HEADS, call(group, HEADS))
+        if rank == 1:
+            with contextlib.suppress(LookupError):
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    dist.destroy_process_group(group)
+                    del group
+            return
+        words = WORDS if error else "its group was destroyed, after call 1"
+        failing = [call, lambda *_: fusedcomm.close(group)] if error else [call]
+        for each in failing:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {words}") as caught:
+                each(group, HEADS)
+            assert caught.value.peers == [1]
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_the_first_last_words_stay(rank: int) -> None:
+    """A program whose exception has destroyed the group ends later, and has no more to say."""
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        (member,) = members.members(group)
+        assert member.workspace is not None
+        if rank == 1:
+            for words in (WORDS, "its program has ended, after call 1"):
+                member.workspace.leave(words)
+        dist.barrier(group)
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {WORDS}"):
                 call(group, HEADS)
 
 
@@ -165,12 +207,12 @@ def test_the_exception_that_ends_a_child(run: Callable[[], None], found: Any, mo
     try:
         run()
     except BaseException:
-        seen.append(exits._error())
-    assert (seen or [exits._error()]) == [found]
+        seen.append(departures.leaving_by())
+    assert (seen or [departures.leaving_by()]) == [found]
 
 
 def test_the_exception_that_ends_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "last_value", LOST, raising=False)
-    assert exits._error() is LOST
+    assert departures.leaving_by() is LOST
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert exits._error() is None
+    assert departures.leaving_by() is None
