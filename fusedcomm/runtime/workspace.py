@@ -199,13 +199,21 @@ class Workspace:
                 return
             self.left = True
             for peer in peers_of(self.rank, self.group_size)[:-1]:
-                self._put_last_words(self.buffers[peer], self.rank, last_words)
-                self._break(self.buffers[peer], ENDED, epoch)
+                self._tell_departure(peer, self.rank, last_words, epoch)
 
-    def _put_last_words(self, buffer: Tensor, src_rank: int, text: str) -> None:
+    def _tell_departure(self, dst_rank: int, src_rank: int, text: str, epoch: int) -> None:
+        """Write into the header of dst_rank that src_rank has left before round ``epoch``, the last words first."""
         words = torch.tensor(list(text.encode(errors="replace")[:LAST_WORDS_BYTES]), dtype=torch.uint8, device="cpu")
         start = self.layout.last_words(src_rank)
-        buffer[start : start + words.numel()].copy_(words)
+        self.buffers[dst_rank][start : start + words.numel()].copy_(words)
+        if self.device.type == "cpu":
+            self._signal_broken(dst_rank, src_rank, ENDED, epoch)
+        else:
+            self._break(self.buffers[dst_rank], ENDED, epoch)
+
+    def _signal_broken(self, dst_rank: int, src_rank: int, kind: int, epoch: int) -> None:
+        """Set the word of src_rank (release): whoever acquires it sees what was written before."""
+        _native().signal(self.addresses[dst_rank] + self.layout.broken + 8 * src_rank, kind | epoch << 8)
 
     def _last_words(self, src_rank: int) -> str:
         start = self.layout.last_words(src_rank)
@@ -291,12 +299,16 @@ class Workspace:
         return [s for s, flag in enumerate(flags) if s != self.rank and flag >> FINGERPRINT_BITS < epoch]
 
     def _must_stop(self, epoch: int) -> bool:
-        """Whether a rank has given up by this round. For one whose process is gone, this rank writes the word here."""
+        """Whether a rank has given up by this round.
+
+        For one whose process is gone, this rank writes the word, to all: one that looks only after this rank has given
+        up would take this rank for the cause.
+        """
         if not self.breakers(epoch) and self.departures is not None:
             gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}
             for src in gone.intersection(self._missing(epoch)):
-                self._put_last_words(self.buffers[self.rank], src, KILLED)
-                _native().signal(self.addresses[self.rank] + self.layout.broken + 8 * src, ENDED | epoch << 8)
+                for dst in range(self.group_size):
+                    self._tell_departure(dst, src, KILLED, epoch)
         return bool(self.breakers(epoch))
 
     def fail(self, op: str, epoch: int, fingerprint: int, waited: bool = True) -> None:
@@ -325,8 +337,8 @@ class Workspace:
         else:
             kind, bad = BROKEN_BY_PEER, [s for s in others if s in breakers]
         self.record.fill(kind, epoch, self.rank, fingerprint, flags, bad)
-        for address in self.addresses:
-            _native().signal(address + self.layout.broken + 8 * self.rank, kind | epoch << 8)
+        for dst in range(self.group_size):
+            self._signal_broken(dst, self.rank, kind, epoch)
         self.check(op)
 
 

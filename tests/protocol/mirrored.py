@@ -89,7 +89,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "kernels/triton/primitives.py:signal": "c867331c0e6b",
     },
     "model.ProtocolModel._wait": {
-        "fusedcomm/runtime/workspace.py:Workspace._must_stop": "f08f7993d36d",
+        "fusedcomm/runtime/workspace.py:Workspace._must_stop": "6f026c89d0f2",
         "fusedcomm/runtime/workspace.py:Workspace.wait": "b57c0ab1338f",
         "kernels/cpu/flags.h:wait_word": "abbb83b4951b",
         "kernels/cpu/spin.h:again": "c61eb2c3da2e",
@@ -115,8 +115,8 @@ MIRRORED: dict[str, dict[str, str]] = {
         "kernels/triton/handshake.py:begin_push_kernel": "11c3b5410d8e",
     },
     "model.ProtocolModel._fail and _tell": {
-        "fusedcomm/runtime/workspace.py:Workspace.leave": "d016fdbdfcaf",
-        "fusedcomm/runtime/workspace.py:Workspace.fail": "ae6a7483522f",
+        "fusedcomm/runtime/workspace.py:Workspace.leave": "5794ed583e60",
+        "fusedcomm/runtime/workspace.py:Workspace.fail": "62c45152dd52",
         "fusedcomm/runtime/workspace.py:Workspace.guarded": "3fe52f56808d",
         "kernels/triton/primitives.py:fail": "f785fbde7abf",
     },

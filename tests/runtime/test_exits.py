@@ -163,6 +163,24 @@ def test_a_process_that_is_gone_is_found(rank: int) -> None:
         dist.barrier(group)
 
 
+@on_ranks(3)
+def test_whoever_comes_later_blames_the_process_that_is_gone(rank: int) -> None:
+    """Rank 2 comes when rank 0 has found rank 1 gone, and has given up."""
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        if rank == 2:
+            dist.barrier(group)
+        if rank != 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(departures.Departures, "is_gone", lambda self, peer: rank == 0 and peer == 1)
+                with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {departures.KILLED}") as caught:
+                    call(group, HEADS)
+            assert caught.value.peers == [1]
+        if rank != 2:
+            dist.barrier(group)
+        dist.barrier(group)
+
+
 def test_a_killed_process_is_gone_before_its_parent_has_seen_it() -> None:
     child = subprocess.Popen(["sleep", "60"])
     lives = [{"life": name, "process": departures._started(child.pid), "host": "here"} for name in "ab"]
