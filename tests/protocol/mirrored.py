@@ -130,7 +130,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/members.py:Member._agree": "8506304173dc",
         "fusedcomm/runtime/members.py:Member._free": "f9c3dc34aebc",
         "fusedcomm/runtime/members.py:Member._come_together": "416b7ff1e6b8",
-        "fusedcomm/runtime/vote.py:agree": "92dad85657de",
-        "fusedcomm/runtime/vote.py:_Vote.leave_together": "db8c2c8ec0fc",
+        "fusedcomm/runtime/vote.py:agree": "44e5e00b47f7",
+        "fusedcomm/runtime/vote.py:_Vote.leave_together": "9cfa3c303baf",
     },
 }
