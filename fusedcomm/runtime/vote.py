@@ -134,7 +134,7 @@ class _Vote:
         if departed:
             words = "; ".join(f"rank {self.names[r]} has left: {text}" for r, text in departed.items())
             text = f"{self.what}: rank {self.name} waited for ranks {peers}: {words}"
-            raise PeerTimeoutError(text, peers=[self.names[r] for r in departed], op=self.what, epoch=0)
+            raise PeerTimeoutError(text, peers=[self.names[r] for r in departed], op=self.what, epoch=0, left=True)
         if self.is_over():
             raise self.timed_out(missing)
         if self.patience.is_over:
@@ -181,7 +181,7 @@ class _Vote:
             return result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)
         except futures.TimeoutError:
             text = f"{self.what}: the store of the process group does not answer rank {self.name}: is its host cut off?"
-            raise PeerTimeoutError(text, peers=[], op=self.what, epoch=0) from None
+            raise PeerTimeoutError(text, peers=[], op=self.what, epoch=0, left=True) from None
         except DistError as error:
             text = f"{self.what}: rank {self.name} has lost the store of the process group ({error})"
             raise PeerError(text, peers=[], op=self.what, epoch=0) from error
