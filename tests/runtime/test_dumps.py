@@ -66,6 +66,22 @@ def test_the_ring_has_every_call(rank: int) -> None:
     }
 
 
+@on_ranks(2)
+def test_resets_are_counted_where_nothing_else_is_kept(rank: int) -> None:
+    """Ranks on two hosts have no workspace, and vote anew after a reset."""
+    with fresh_group(HOST_ID=f"host {rank}", TIMEOUT_S="1") as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flight_recorder, "_ring", deque(maxlen=flight_recorder.NUM_CALLS))
+        for _ in range(2):
+            check(group, HEADS, call(group, HEADS))
+            fusedcomm.reset(group)
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError):
+                call(group, HEADS)
+        found = [(record.resets, record.number) for record in flight_recorder.last()]
+        dist.barrier(group)
+    assert found == [(0, 1), (1, 0), (1, 1), (2, 0), (2, 0)][: len(found)] and len(found) == 5 - rank
+
+
 def test_the_ring_keeps_the_last_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_recorder, "_ring", deque(maxlen=flight_recorder.NUM_CALLS))
     for i in range(flight_recorder.NUM_CALLS + 5):
