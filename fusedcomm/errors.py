@@ -93,5 +93,13 @@ def _next_step(error: PeerError, differs: str | None, left: bool) -> str:
 
 def _rebuild(cls: type[PeerError], message: str, attributes: dict[str, Any]) -> PeerError:
     error = cls.__new__(cls, message)
-    error.__dict__.update(attributes)
+    error.__dict__.update(attributes | {"peers": list(attributes["peers"])})
     return error
+
+
+def text_of(error: BaseException) -> str:
+    """The type and text of any exception; one of a user's own type may fail to make a text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, which has no text"

@@ -16,12 +16,12 @@ from typing import Any
 
 from torch.distributed import Store
 
+from fusedcomm.errors import text_of
 from fusedcomm.runtime.segment import LAST_WORDS_BYTES
 
 KILLED = "its process is gone without a word: it was killed, or ended by os._exit"
 UNSEEN = ""  # what is found of a process while nothing can be found of any
 STORE_S = 2.0  # how long a rank that leaves may wait for the store, whose host may be cut off
-MAX_ERROR_CHARS = 160
 
 
 def own_life() -> dict[str, Any]:
@@ -70,8 +70,9 @@ def leaving_by() -> BaseException | None:
 
 def farewell(error: BaseException | None, otherwise: str, num_calls: int) -> str:
     """The last words of a rank that leaves by ``error``, or for the reason ``otherwise``."""
-    why = otherwise if error is None else " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{why[:MAX_ERROR_CHARS]}, after call {num_calls}"
+    why = otherwise if error is None else " ".join(text_of(error).split())
+    end = f", after call {num_calls}"
+    return why.encode(errors="replace")[: LAST_WORDS_BYTES - len(end)].decode(errors="ignore") + end
 
 
 def announce(left: list[tuple[Departures | None, str]]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fusedcomm import env, files, machine
+from fusedcomm.errors import text_of
 from fusedcomm.redact import redact
 from fusedcomm.runtime import flight_recorder, group
 
@@ -66,7 +67,7 @@ class on_failure:  # a function to its users, in a with statement
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None:
-            write(f"{type(error).__name__}: {error}")
+            write(text_of(error))
 
 
 def write(why: str) -> Path | None:
@@ -91,7 +92,7 @@ def write_at_exit(error: BaseException | None) -> None:
     """Write why this process ends, but over no dump of a call that failed by that, or before a good end."""
     if error is None and _last_why in (None, SIGUSR1):
         write(ENDED)
-    elif error is not None and _last_why != (why := f"{type(error).__name__}: {error}"):
+    elif error is not None and _last_why != (why := text_of(error)):
         write(f"{ENDED} by {why}")
 
 

@@ -47,7 +47,7 @@ def test_copies_say_what_the_rank_that_raised_it_said(monkeypatch: pytest.Monkey
     monkeypatch.setenv("FUSEDCOMM_DUMP_DIR", "of another process")
     for each in (pickle.loads(sent), copy.copy(error), error.again()):
         assert type(each) is PeerMismatchError and str(each) == str(error) and each.__dict__ == error.__dict__
-        assert each is not error and each.args == ("what happened",)
+        assert each is not error and each.args == ("what happened",) and each.peers is not error.peers
     assert str(error.until_reset()) == f"what happened. {RESET_FIRST}\n{error.next_step}"
 
 

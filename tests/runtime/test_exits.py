@@ -20,6 +20,7 @@ from torch.distributed import HashStore
 
 import fusedcomm
 from fusedcomm.runtime import departures, members, workspace
+from fusedcomm.runtime.segment import LAST_WORDS_BYTES
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
@@ -206,6 +207,27 @@ def raised(error: BaseException, context: BaseException | None = None) -> Callab
             raise error
 
     return run
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        return str(self.detail)  # type: ignore[attr-defined]  # which nobody has set
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (LookupError("a\n  b"), "LookupError: a b, after call 12"),
+        (None, "it was over, after call 12"),
+        (Odd(), "Odd, which has no text, after call 12"),
+        (ValueError("é" * 300), f"ValueError: {'é' * 114}, after call 12"),
+        (ValueError("\udce9"), "ValueError: ?, after call 12"),
+    ],
+    ids=["exception", "none", "without-a-text", "long", "surrogates"],
+)
+def test_last_words_fit_into_their_place(error: Exception | None, words: str) -> None:
+    said = departures.farewell(error, "it was over", 12)
+    assert said == words and len(said.encode()) <= LAST_WORDS_BYTES
 
 
 LOST = LookupError("lost")
