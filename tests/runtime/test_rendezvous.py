@@ -110,6 +110,18 @@ def test_sizes_that_differ(ranks: Ranks) -> None:
         assert good_after
 
 
+def on_hosts(rank: int, *ids: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDCOMM_HOST_ID", ids[rank])
+        return error_of(lambda: make(8))
+
+
+def test_hosts_are_told_apart_by_their_ids(ranks: Ranks) -> None:
+    for error in ranks(2).run(on_hosts, "a", "b"):
+        assert "host (hash of FUSEDCOMM_HOST_ID or of the boot id) must be equal on all ranks, got " in error
+    assert ranks(2).run(on_hosts, "a", "a") == ["no error"] * 2
+
+
 def under_a_short_time_out_of_the_store(rank: int) -> list[int]:
     store: Any = dist.distributed_c10d._get_default_store()
     before, setting = store.timeout, os.environ.pop("FUSEDCOMM_TIMEOUT_S", None)
