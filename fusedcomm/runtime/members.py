@@ -51,7 +51,7 @@ class Member:
     ranks: tuple[int, ...] = ()  # the group's ranks in WORLD
     departures: Departures | None = None
     num_calls: int = 0  # since the last reset or close
-    resets: int = 0  # of the group
+    resets: int = 0  # the group's; counts closes too
     workspace: Workspace | None = None
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
@@ -210,7 +210,7 @@ class _Group:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.resets = 0  # counts closes too; a Member that a reset has dropped is made again with it
+        self.resets = 0  # a Member that a reset has dropped is made again with it
         self.members: dict[torch.device, Member] = {}
         self.errors: dict[torch.device, PeerError] = {}  # why votes failed, until the next reset
 
