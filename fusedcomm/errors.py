@@ -31,13 +31,25 @@ class PeerError(RuntimeError):
         next_step: what to do now, which is the last line of the text.
     """
 
-    def __init__(self, message: str, *, peers: Sequence[int], op: str, epoch: int, differs: str | None = None) -> None:
-        """``differs``: what of the call is not the same on all ranks, if that is known."""
+    def __init__(
+        self,
+        message: str,
+        *,
+        peers: Sequence[int],
+        op: str,
+        epoch: int,
+        differs: str | None = None,
+        left: bool = False,
+    ) -> None:
+        """``differs``: what of the call is not the same on all ranks, if that is known.
+
+        ``left``: whether peers, or their store, are known to come no more, however long this rank would wait.
+        """
         super().__init__(message)
         self.peers = list(peers)
         self.op = op
         self.epoch = epoch
-        self.next_step = _next_step(self, differs)
+        self.next_step = _next_step(self, differs, left)
 
     def __str__(self) -> str:
         return f"{self.args[0]}\n{self.next_step}"
@@ -64,8 +76,8 @@ class PeerMismatchError(PeerError):
     """A peer called another op, or this one with other shapes, dtype or dims."""
 
 
-def _next_step(error: PeerError, differs: str | None) -> str:
-    if isinstance(error, PeerTimeoutError):
+def _next_step(error: PeerError, differs: str | None, left: bool) -> str:
+    if isinstance(error, PeerTimeoutError) and not left:
         first = "if a rank was only late, raise FUSEDCOMM_TIMEOUT_S on all ranks"
     elif differs is not None:
         first = f"make {differs} the same on all ranks"
@@ -81,5 +93,13 @@ def _next_step(error: PeerError, differs: str | None) -> str:
 
 def _rebuild(cls: type[PeerError], message: str, attributes: dict[str, Any]) -> PeerError:
     error = cls.__new__(cls, message)
-    error.__dict__.update(attributes)
+    error.__dict__.update(attributes | {"peers": list(attributes["peers"])})
     return error
+
+
+def text_of(error: BaseException) -> str:
+    """The type and text of any exception; one of a user's own type may fail to make a text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, which has no text"

@@ -12,6 +12,7 @@ from typing import Any
 from fusedcomm.doctor.findings import ranks_text
 from fusedcomm.runtime.dumps import ENDED, SCHEMA, SIGUSR1
 from fusedcomm.runtime.flight_recorder import CHECKING, DONE, FAILED, RUNNING, VOTING
+from fusedcomm.runtime.workspace import LOOK_S
 
 STATES = (VOTING, CHECKING, RUNNING, DONE, FAILED)
 GroupKey = tuple[str, tuple[int, ...], str]  # name, ranks, device type
@@ -277,14 +278,21 @@ def _behind(rank: int, came: dict[int, RecordedCall], report: GroupReport, dumps
     return f"rank {rank} is behind: {ended} {done} and never came to {call}{waits}{where}"
 
 
+# What follows in errors of waits and of votes, the latter also as they are raised until a reset.
+_BEHIND_LAST_WORDS = r"; rank \d+ has left: | \(rounds seen |\. Call fusedcomm\.reset|\n|$"
+
+
 def _without_dump(local: int, came: dict[int, RecordedCall]) -> str:
     """What is known of a rank, ``local`` in its group, that has left no dump, from those that waited for it."""
     errors = [call.error or "" for call in came.values()]
     for error in errors:
-        if found := re.search(rf"\brank {local} has left: (.*?)(?:; rank \d+ has left: | \(rounds seen |$)", error):
+        if found := re.search(rf"\brank {local} has left: (.*?)(?:{_BEHIND_LAST_WORDS})", error):
             return f", and its peers know why: {found[1]}"
+    timed_out = "did not signal within"
     on_cpus = [call for call in came.values() if call.device == "cpu" and call.rounds is not None]
-    if any(call.is_open or "did not signal within" in (call.error or "") for call in on_cpus):  # who looks each second
+    waited_s = [call.waiting_s or 0.0 for call in on_cpus if call.is_open]
+    waited_s += [call.seconds for call in on_cpus if timed_out in (call.error or "")]
+    if any(seconds > LOOK_S for seconds in waited_s):  # then it has looked for the process
         return ", though its process was there: it is stopped, or got no SIGUSR1"
     return ": it has died, is stopped, or never came"
 

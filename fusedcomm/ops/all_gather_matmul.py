@@ -16,7 +16,7 @@ from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import LISTS, check_types
 from fusedcomm.ops.dispatch import by_product, run
-from fusedcomm.ops.library import lib, refuse_tangents, refuse_transforms, register_autocast, register_fake
+from fusedcomm.ops.library import lib, refuse_tangents, register_fake, register_modes
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_gather_matmul"
@@ -163,8 +163,7 @@ def _fake(
     return [x.new_empty(s) for s in exchange.out_shapes], x.new_empty(exchange.shape if return_gathered else 0)
 
 
-register_autocast(OP)
-refuse_transforms(OP)
+register_modes(OP)
 
 
 class _AllGatherMatmul(torch.autograd.Function):

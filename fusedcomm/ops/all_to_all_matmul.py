@@ -15,7 +15,7 @@ from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.dispatch import by_product, run
-from fusedcomm.ops.library import lib, refuse_transforms, register_autocast, register_autograd, register_fake
+from fusedcomm.ops.library import lib, register_autograd, register_fake, register_modes
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_to_all_matmul"
@@ -142,8 +142,7 @@ def _fake(
     return x.new_empty(exchange.out_shape), x.new_empty(exchange.shape if return_exchanged else 0)
 
 
-register_autocast(OP)
-refuse_transforms(OP)
+register_modes(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

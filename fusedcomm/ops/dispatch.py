@@ -24,11 +24,16 @@ from fusedcomm.runtime.workspace import Call, Workspace
 
 
 def prepare(
-    op: str, exchange: Exchange, dtype: torch.dtype, device: torch.device, group_name: str
+    op: str,
+    exchange: Exchange,
+    dtype: torch.dtype,
+    device: torch.device,
+    group_name: str,
+    record: flight_recorder.Record | None = None,
 ) -> tuple[Plan, Member | None]:
     """The plan of a call and this rank's part in the group. The first call of a group is a collective."""
     group.check_size(exchange.group_size, group_name)
-    ours = member(group_name, device) if exchange.group_size > 1 else None
+    ours = member(group_name, device, record) if exchange.group_size > 1 else None
     return planner.plan(op, exchange, dtype, ours), ours
 
 
@@ -59,7 +64,7 @@ def run(
         dumps.arm()
         exits.arm()
         with dumps.on_failure(), flight_recorder.Record(op, group_name, x.device, exchange, x.dtype) as record:
-            plan, ours = prepare(op, exchange, x.dtype, x.device, group_name)
+            plan, ours = prepare(op, exchange, x.dtype, x.device, group_name, record)
             assert ours is not None
             name, loading = plan.algorithm, None
             if x.is_cuda and name != "unfused" and (name == "fused" or plan.reason != planner.FORCED):

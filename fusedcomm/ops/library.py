@@ -75,10 +75,16 @@ def refuse_tangents(op: str, *args: Any) -> None:
             raise RuntimeError(f"fusedcomm.{op} has no forward-mode derivatives: use reverse mode, torch.autograd.grad")
 
 
-def register_autocast(op: str) -> None:
-    """Under autocast the op takes its tensors in autocast's dtype, as torch.matmul does."""
+def register_modes(op: str) -> None:
+    """Under autocast the op takes its tensors in autocast's dtype, as torch.matmul does.
+
+    vmap and torch.func's transforms have no rule for a call that other ranks take part in: inside them it raises.
+    """
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         torch.library.impl(lib, op, key)(_autocast(op, device_type, key))
+    for overload in getattr(torch.ops.fusedcomm, op).overloads():
+        for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+            lib.impl(f"{op}.{overload}".removesuffix(".default"), functools.partial(_inside_transform, op), key)
 
 
 def _autocast(op: str, device_type: str, key: str) -> Callable[..., Any]:
@@ -94,13 +100,6 @@ def _autocast(op: str, device_type: str, key: str) -> Callable[..., Any]:
             return getattr(torch.ops.fusedcomm, op)(*pytree.tree_map(cast, args))
 
     return call
-
-
-def refuse_transforms(op: str) -> None:
-    """vmap and torch.func's transforms have no rule for a call that other ranks take part in: inside them it raises."""
-    for overload in getattr(torch.ops.fusedcomm, op).overloads():
-        for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
-            lib.impl(f"{op}.{overload}".removesuffix(".default"), functools.partial(_inside_transform, op), key)
 
 
 def _inside_transform(op: str, *args: Any, **kwargs: Any) -> None:

@@ -16,15 +16,7 @@ from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.dispatch import run
-from fusedcomm.ops.library import (
-    define_out,
-    lib,
-    new_or_given,
-    refuse_transforms,
-    register_autocast,
-    register_autograd,
-    register_fake,
-)
+from fusedcomm.ops.library import define_out, lib, new_or_given, register_autograd, register_fake, register_modes
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_reduce_scatter"
@@ -144,8 +136,7 @@ def _fake(
 
 
 define_out(OP, _kernel, _fake)
-register_autocast(OP)
-refuse_transforms(OP)
+register_modes(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,21 +1,27 @@
 """Which ranks of a group have left: those whose processes are gone from this host, and those that have said so.
 
-A rank that ends says so on the store (`exits`). It cannot if it is killed, or ends by os._exit.
+A rank that ends says so on the store (`exits`), and so does one that destroys its group because of an exception
+(`members`). It cannot if it is killed, or ends by os._exit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
 import uuid
 from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed import Store
 
+from fusedcomm.errors import text_of
 from fusedcomm.runtime.segment import LAST_WORDS_BYTES
 
 KILLED = "its process is gone without a word: it was killed, or ended by os._exit"
 UNSEEN = ""  # what is found of a process while nothing can be found of any
+STORE_S = 2.0  # how long a rank that leaves may wait for the store, whose host may be cut off
 
 
 def own_life() -> dict[str, Any]:
@@ -51,6 +57,40 @@ class Departures:
             elif self.is_gone(rank):
                 found[rank] = KILLED
         return found
+
+
+def leaving_by() -> BaseException | None:
+    """The exception that makes this rank leave, if one does. In a `finally` it is still being raised."""
+    last = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a prompt goes on after exceptions
+    error = sys.exc_info()[1] or last
+    while isinstance(error, SystemExit) and error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def farewell(error: BaseException | None, otherwise: str, num_calls: int) -> str:
+    """The last words of a rank that leaves by ``error``, or for the reason ``otherwise``."""
+    why = otherwise if error is None else " ".join(text_of(error).split())
+    end = f", after call {num_calls}"
+    return why.encode(errors="replace")[: LAST_WORDS_BYTES - len(end)].decode(errors="ignore") + end
+
+
+def announce(left: list[tuple[Departures | None, str]]) -> None:
+    """Tell those that will vote, by the store. It may block, as while its host is cut off."""
+
+    def run() -> None:
+        for departures, last_words in left:
+            with contextlib.suppress(Exception):
+                if departures is not None:
+                    departures.announce(last_words)
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be started in exit handlers since Python 3.12
+        run()
+    else:
+        thread.join(STORE_S)
 
 
 def _pid(process: str) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fusedcomm import env, files, machine
+from fusedcomm.errors import text_of
 from fusedcomm.redact import redact
 from fusedcomm.runtime import flight_recorder, group
 
@@ -34,12 +35,14 @@ ENDED = "the program has ended"  # another, which an exception may follow
 LISTENER = "fusedcomm-dumps"
 _writing = threading.Lock()
 _armed = False
+_place: tuple[int, int] | None = None  # rank and world size, as they were while there was a group
 _last_why: str | None = None  # why this process has written the dump in place, if it has
 
 
 def arm() -> None:
     """Let SIGUSR1 write a dump from here on, if FUSEDCOMM_DUMP_DIR is set. Once per process, in its main thread."""
     global _armed
+    _note_place()
     if not _armed and threading.current_thread() is threading.main_thread():
         _armed = True
         if env.dump_dir() is not None:
@@ -47,6 +50,13 @@ def arm() -> None:
                 _listen()
             except (OSError, RuntimeError) as error:  # no descriptor or thread is left: this rank's call goes on
                 log.warning("SIGUSR1 will write no dump: %s", error)
+
+
+def _note_place() -> tuple[int, int] | None:
+    global _place
+    if dist.is_initialized():
+        _place = dist.get_rank(), dist.get_world_size()
+    return _place
 
 
 class on_failure:  # a function to its users, in a with statement
@@ -57,19 +67,20 @@ class on_failure:  # a function to its users, in a with statement
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None:
-            write(f"{type(error).__name__}: {error}")
+            write(text_of(error))
 
 
 def write(why: str) -> Path | None:
     """Replace this rank's dump at once. Returns None, and never raises, if there is no directory or writing fails."""
     global _last_why
     folder = env.dump_dir()
-    if folder is None or not dist.is_initialized() or group.is_forked():
+    place = _note_place()
+    if folder is None or place is None or group.is_forked():
         return None
     try:
         with _writing:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            written = files.replace(folder / f"rank{dist.get_rank()}.json", json.dumps(describe(why), indent=1))
+            written = files.replace(folder / f"rank{place[0]}.json", json.dumps(describe(why, *place), indent=1))
             _last_why = why
             return written
     except Exception as error:  # the caller must hear of what failed before, not of this
@@ -81,18 +92,18 @@ def write_at_exit(error: BaseException | None) -> None:
     """Write why this process ends, but over no dump of a call that failed by that, or before a good end."""
     if error is None and _last_why in (None, SIGUSR1):
         write(ENDED)
-    elif error is not None and _last_why != (why := f"{type(error).__name__}: {error}"):
+    elif error is not None and _last_why != (why := text_of(error)):
         write(f"{ENDED} by {why}")
 
 
-def describe(why: str) -> dict[str, Any]:
+def describe(why: str, rank: int, world_size: int) -> dict[str, Any]:
     """The content of a dump, without names of hosts or users, addresses, or values of unknown variables."""
     now, clock = time.monotonic(), time.time()
     return redact(
         {
             "schema": SCHEMA,
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
+            "rank": rank,
+            "world_size": world_size,
             "pid": os.getpid(),
             "why": why,
             "time": clock,

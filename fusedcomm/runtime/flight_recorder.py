@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fusedcomm.errors import text_of
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.workspace import Workspace
 
@@ -93,7 +94,7 @@ class Record:
             self.state = DONE
             return
         self.state = FAILED
-        self.error = f"{type(error).__name__}: {error}"
+        self.error = text_of(error)
         self.peers = tuple(getattr(error, "peers", ()))
 
 

@@ -23,7 +23,7 @@ from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.runtime import dumps, flight_recorder, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
-from fusedcomm.runtime.departures import Departures
+from fusedcomm.runtime.departures import Departures, announce, farewell, leaving_by
 from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
@@ -51,7 +51,7 @@ class Member:
     ranks: tuple[int, ...] = ()  # the group's ranks in WORLD
     departures: Departures | None = None
     num_calls: int = 0  # since the last reset or close
-    resets: int = 0  # counts closes too
+    resets: int = 0  # the group's; counts closes too
     workspace: Workspace | None = None
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
@@ -210,6 +210,7 @@ class _Group:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.resets = 0  # a Member that a reset has dropped is made again with it
         self.members: dict[torch.device, Member] = {}
         self.errors: dict[torch.device, PeerError] = {}  # why votes failed, until the next reset
 
@@ -218,8 +219,11 @@ _groups: weakref.WeakKeyDictionary[ProcessGroup, _Group] = weakref.WeakKeyDictio
 _lock = threading.Lock()
 
 
-def member(group_name: str, device: torch.device) -> Member:
-    """This rank's Member; the first call per group and device is a collective (the topology vote)."""
+def member(group_name: str, device: torch.device, record: flight_recorder.Record | None = None) -> Member:
+    """This rank's Member; the first call per group and device is a collective (the topology vote).
+
+    ``record``: of the call that needs it.
+    """
     pg = groups.find(group_name)
     device = _indexed(device)
     group = _group(pg)
@@ -229,6 +233,8 @@ def member(group_name: str, device: torch.device) -> Member:
             _refuse_capture(device, "the first op on a group")
             if device in group.errors:
                 raise group.errors[device].again()
+            if record is not None:
+                record.resets = group.resets
             try:
                 voted, departures = topology.probe(pg, device)
             except PeerError as failed:
@@ -236,13 +242,31 @@ def member(group_name: str, device: torch.device) -> Member:
                 raise group.errors[device].again() from failed
             store = groups.store(pg, f"workspace/{device.type}")
             ranks = tuple(dist.get_process_group_ranks(pg))
-            group.members[device] = Member(pg.rank(), pg.size(), group_name, device, store, voted, ranks, departures)
+            group.members[device] = Member(
+                pg.rank(), pg.size(), group_name, device, store, voted, ranks, departures, resets=group.resets
+            )
         return group.members[device]
 
 
 def _group(pg: ProcessGroup) -> _Group:
     with _lock:
-        return _groups.setdefault(pg, _Group())
+        if pg not in _groups:
+            _groups[pg] = _Group()
+            weakref.finalize(pg, _destroyed, _groups[pg]).atexit = False  # at the end `exits` does it
+        return _groups[pg]
+
+
+def _destroyed(group: _Group) -> None:
+    """Tell the peers why this rank will not come again. A GPU tells nothing: a collector must not wait for its work."""
+    if groups.is_forked():
+        return
+    error = leaving_by()
+    left = [(each, farewell(error, "its group was destroyed", each.num_calls)) for each in group.members.values()]
+    for each, last_words in left:
+        if each.workspace is not None and each.device.type == "cpu":
+            each.workspace.leave(last_words)
+    if error is not None:  # otherwise the job just ends, maybe with the store first, of which torch would warn
+        announce([(each.departures, last_words) for each, last_words in left])
 
 
 def members(pg: ProcessGroup) -> list[Member]:
@@ -349,7 +373,7 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
     with known.lock, dumps.on_failure(), ExitStack() as records:
         for each in known.members.values():
             record = records.enter_context(flight_recorder.Record(op, each.group_name, each.device))
-            record.resets, record.ranks, record.state = each.resets + 1, each.ranks, flight_recorder.RUNNING
+            record.resets, record.ranks, record.state = known.resets + 1, each.ranks, flight_recorder.RUNNING
         slots = {device.type: each.slot_bytes for device, each in known.members.items()}
         own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots}
         departures = next((each.departures for each in known.members.values()), None)
@@ -364,8 +388,9 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
         known.errors.clear()
         devices = sorted(known.members, key=str)
         yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]
+        known.resets += 1
         for each in known.members.values():
-            each.num_calls, each.resets = 0, each.resets + 1
+            each.num_calls, each.resets = 0, known.resets
 
 
 def _who_did_not_come(text: str) -> list[int]:

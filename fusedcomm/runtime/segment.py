@@ -148,4 +148,4 @@ class ErrorRecord:
             text = f"ranks {peers} did not signal within {timeout_s:g} s"
         else:
             text = f"ranks {peers} gave up on the workspace" if peers else f"the wait was over after {timeout_s:g} s"
-        return error(f"{where}: {text} {after}", peers=peers, op=op, epoch=epoch)
+        return error(f"{where}: {text} {after}", peers=peers, op=op, epoch=epoch, left=bool(left or ended))

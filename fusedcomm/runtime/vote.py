@@ -68,10 +68,10 @@ def agree(
             stale = [r for r, post in enumerate(latest) if post and attempt not in post["seen"]]
             behind = [r for r, post in enumerate(latest) if post and post["seen"] != seen]
             if missing := absent or stale or behind:  # otherwise all have seen the same, just now
-                vote.still_waits(missing, departures)
+                vote.still_waits(missing, vote.departed(missing, departures))
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE_S)
-    vote.leave_together(hashlib.sha256("".join(map(str, seen)).encode()).hexdigest()[:16])
+    vote.leave_together(hashlib.sha256("".join(map(str, seen)).encode()).hexdigest()[:16], departures)
     agreed = [post["facts"] for post in latest if post]
     for peer, found in enumerate(agreed):
         if found.keys() != facts.keys():
@@ -104,7 +104,7 @@ class _Vote:
         found = self._bounded(lambda: [self.store.get(key) if self.store.check([key]) else None for key in self.keys])
         return [None if post is None else self._parsed(rank, post) for rank, post in enumerate(found)]
 
-    def leave_together(self, token: str) -> None:
+    def leave_together(self, token: str, departures: Departures | None) -> None:
         """Return when all ranks have agreed. One that returns may post again, and nobody may need its old post then."""
         done = [f"done/{r}" for r in range(len(self.keys))]  # overwritten in the next vote, when all have left this one
         left = json.dumps(token)
@@ -114,17 +114,27 @@ class _Vote:
             return self.store.check([done[r]]) and self.store.get(done[r]).decode() == left
 
         missing = list(range(len(done)))
+        departed: dict[int, str] = {}
+        pause = 0.0005
         while missing := self._bounded(lambda: [r for r in missing if not has_left(r)]):
-            self.still_waits(missing)
-            time.sleep(0.0005)
+            # A rank may end as soon as it is done, so who was seen to have departed is looked at once more.
+            self.still_waits(missing, {r: departed[r] for r in missing if r in departed})
+            if pause == MAX_PAUSE_S:
+                departed = self.departed(missing, departures)
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_S)
 
-    def still_waits(self, missing: list[int], departures: Departures | None = None) -> None:
-        """Raise if the time is over or a missing rank has left. A long wait is logged once."""
+    def departed(self, ranks: list[int], departures: Departures | None) -> dict[int, str]:
+        """Those of the ranks that have left for good, and why."""
+        return {} if departures is None else self._bounded(lambda: departures.last_words(ranks))
+
+    def still_waits(self, missing: list[int], departed: dict[int, str]) -> None:
+        """Raise if the time is over or missing ranks have departed. A long wait is logged once."""
         peers = [self.names[r] for r in missing]
-        if departures is not None and (found := self._bounded(lambda: departures.last_words(missing))):
-            words = "; ".join(f"rank {self.names[r]} has left: {text}" for r, text in found.items())
+        if departed:
+            words = "; ".join(f"rank {self.names[r]} has left: {text}" for r, text in departed.items())
             text = f"{self.what}: rank {self.name} waited for ranks {peers}: {words}"
-            raise PeerTimeoutError(text, peers=[self.names[r] for r in found], op=self.what, epoch=0)
+            raise PeerTimeoutError(text, peers=[self.names[r] for r in departed], op=self.what, epoch=0, left=True)
         if self.is_over():
             raise self.timed_out(missing)
         if self.patience.is_over:
@@ -171,7 +181,7 @@ class _Vote:
             return result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)
         except futures.TimeoutError:
             text = f"{self.what}: the store of the process group does not answer rank {self.name}: is its host cut off?"
-            raise PeerTimeoutError(text, peers=[], op=self.what, epoch=0) from None
+            raise PeerTimeoutError(text, peers=[], op=self.what, epoch=0, left=True) from None
         except DistError as error:
             text = f"{self.what}: rank {self.name} has lost the store of the process group ({error})"
             raise PeerError(text, peers=[], op=self.what, epoch=0) from error

@@ -80,6 +80,7 @@ class Workspace:
         self.epoch = 0
         self.waiting: tuple[int, float] | None = None  # the rank that the host waits for, and since when
         self.captured = False
+        self.left = False  # whether the peers have been told that this rank leaves
         self.call_number = 0
         self.departures: Departures | None = None
         self.error: PeerError | None = None
@@ -187,23 +188,32 @@ class Workspace:
         buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
 
     def leave(self, last_words: str) -> None:
-        """Tell the peers that this process ends. The rounds before stay good: it has sent all that they need.
+        """Tell the peers that this rank comes no more. The rounds before stay good: it has sent all that they need.
 
         Nothing is told where the host does not know which round is the last, nor after a failure. A daemon thread of
         this process may still be in a call, and would take a word in the own header for a peer's.
         """
         epoch = self.epoch + 1
         with _beside_kernels(self.device):
-            if self.captured or self.rank in self.breakers(epoch):
+            if self.left or self.captured or self.rank in self.breakers(epoch):
                 return
+            self.left = True
             for peer in peers_of(self.rank, self.group_size)[:-1]:
-                self._put_last_words(self.buffers[peer], self.rank, last_words)
-                self._break(self.buffers[peer], ENDED, epoch)
+                self._tell_departure(peer, self.rank, last_words, epoch)
 
-    def _put_last_words(self, buffer: Tensor, src_rank: int, text: str) -> None:
+    def _tell_departure(self, dst_rank: int, src_rank: int, text: str, epoch: int) -> None:
+        """Write into the header of dst_rank that src_rank has left before round ``epoch``, the last words first."""
         words = torch.tensor(list(text.encode(errors="replace")[:LAST_WORDS_BYTES]), dtype=torch.uint8, device="cpu")
         start = self.layout.last_words(src_rank)
-        buffer[start : start + words.numel()].copy_(words)
+        self.buffers[dst_rank][start : start + words.numel()].copy_(words)
+        if self.device.type == "cpu":
+            self._signal_broken(dst_rank, src_rank, ENDED, epoch)
+        else:
+            self._break(self.buffers[dst_rank], ENDED, epoch)
+
+    def _signal_broken(self, dst_rank: int, src_rank: int, kind: int, epoch: int) -> None:
+        """Set the word of src_rank (release): whoever acquires it sees what was written before."""
+        _native().signal(self.addresses[dst_rank] + self.layout.broken + 8 * src_rank, kind | epoch << 8)
 
     def _last_words(self, src_rank: int) -> str:
         start = self.layout.last_words(src_rank)
@@ -289,12 +299,16 @@ class Workspace:
         return [s for s, flag in enumerate(flags) if s != self.rank and flag >> FINGERPRINT_BITS < epoch]
 
     def _must_stop(self, epoch: int) -> bool:
-        """Whether a rank has given up by this round. For one whose process is gone, this rank writes the word here."""
+        """Whether a rank has given up by this round.
+
+        For one whose process is gone, this rank writes the word, to all: one that looks only after this rank has given
+        up would take this rank for the cause.
+        """
         if not self.breakers(epoch) and self.departures is not None:
             gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}
             for src in gone.intersection(self._missing(epoch)):
-                self._put_last_words(self.buffers[self.rank], src, KILLED)
-                _native().signal(self.addresses[self.rank] + self.layout.broken + 8 * src, ENDED | epoch << 8)
+                for dst in range(self.group_size):
+                    self._tell_departure(dst, src, KILLED, epoch)
         return bool(self.breakers(epoch))
 
     def fail(self, op: str, epoch: int, fingerprint: int, waited: bool = True) -> None:
@@ -323,8 +337,8 @@ class Workspace:
         else:
             kind, bad = BROKEN_BY_PEER, [s for s in others if s in breakers]
         self.record.fill(kind, epoch, self.rank, fingerprint, flags, bad)
-        for address in self.addresses:
-            _native().signal(address + self.layout.broken + 8 * self.rank, kind | epoch << 8)
+        for dst in range(self.group_size):
+            self._signal_broken(dst, self.rank, kind, epoch)
         self.check(op)
 
 

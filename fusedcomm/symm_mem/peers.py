@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import ProcessGroup
 
 from fusedcomm import env
+from fusedcomm.algorithms.transport import add_in_order
 from fusedcomm.runtime import group as groups
 
 _workspaces: WeakKeyDictionary[ProcessGroup, Tensor] = WeakKeyDictionary()
@@ -81,8 +82,7 @@ class Peers:
 
 
 def total(parts: list[Tensor], divisor: int = 1) -> Tensor:
-    """The sum in rank order, divided, in float32 and rounded once."""
-    acc = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        acc += part
-    return (acc / divisor).to(parts[0].dtype)
+    """The sum in rank order, in float32 and rounded once. ``divisor`` is 1, or the number of parts for the average."""
+    out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    add_in_order(out.view(-1), [part.reshape(-1) for part in parts], None, 1 / divisor)
+    return out

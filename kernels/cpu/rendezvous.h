@@ -49,6 +49,7 @@ inline std::string list_ranks(const std::vector<int>& ranks) {
   return text;
 }
 
+constexpr std::chrono::seconds kDefaultTimeout{300};  // as in env.py
 constexpr std::chrono::seconds kStoreGrace{2};  // how long the store may take to answer when the time is over
 
 // One attempt. Each of its two waits is bounded, and the destructor withdraws what it has posted.
@@ -106,7 +107,7 @@ inline Rendezvous::Rendezvous(const Group& group, WithoutGil& gil)
       store_(group.store, gil),
       gil_(gil),
       prefix_("fusedcomm/symm_mem/" + group.name + "/"),
-      timeout_(group.store->getTimeout()),
+      timeout_(kDefaultTimeout),
       start_ms_(wall_clock_ms()) {
   const char* variable = std::getenv("FUSEDCOMM_TIMEOUT_S");
   const double seconds = variable == nullptr ? 0 : std::atof(variable);

@@ -136,8 +136,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "peers are told of a failure": Control(
         WORKSPACE,
-        "        for address in self.addresses:\n",
-        "        for address in self.addresses[self.rank : self.rank + 1]:\n",
+        "            self._signal_broken(dst, self.rank, kind, epoch)\n",
+        "            if dst == self.rank:\n                self._signal_broken(dst, self.rank, kind, epoch)\n",
         "tests/runtime/test_faults.py::test_a_late_rank_gets_an_error_too",
     ),
     "growth meets before it waits": Control(
@@ -161,14 +161,14 @@ CONTROLS: dict[str, Control] = {
     ),
     "a rank that ends tells its peers": Control(
         WORKSPACE,
-        "                self._break(self.buffers[peer], ENDED, epoch)",
+        "                self._tell_departure(peer, self.rank, last_words, epoch)",
         "                pass",
         "tests/runtime/test_exits.py::test_peers_hear_why_a_rank_has_left[chunked-while-they-wait]",
     ),
     "a rank that ends spoils no round before": Control(
         WORKSPACE,
-        "                self._break(self.buffers[peer], ENDED, epoch)",
-        "                self._break(self.buffers[peer], ENDED, epoch - 1)",
+        "                self._tell_departure(peer, self.rank, last_words, epoch)",
+        "                self._tell_departure(peer, self.rank, last_words, epoch - 1)",
         "tests/runtime/test_exits.py::test_a_rank_that_ends_spoils_no_round_before",
     ),
     "a process that is gone is looked for": Control(
@@ -176,6 +176,12 @@ CONTROLS: dict[str, Control] = {
         "            gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}",
         "            gone = set()",
         "tests/runtime/test_exits.py::test_a_process_that_is_gone_is_found",
+    ),
+    "all are told of a process that is gone": Control(
+        WORKSPACE,
+        "                for dst in range(self.group_size):\n                    self._tell_departure",
+        "                for dst in [self.rank]:\n                    self._tell_departure",
+        "tests/runtime/test_exits.py::test_whoever_comes_later_blames_the_process_that_is_gone",
     ),
     "a look at the broken words where all signals are there": Control(
         WORKSPACE,

@@ -190,6 +190,16 @@ def raises(rank: int, port: int) -> None:
     leaves(rank, port, fail, "LookupError: on purpose, after call 6")
 
 
+def raises_and_destroys(rank: int, port: int) -> None:
+    def fail() -> None:
+        try:
+            raise LookupError("on purpose")
+        finally:
+            dist.destroy_process_group()
+
+    leaves(rank, port, fail, "LookupError: on purpose, after call 6")
+
+
 def thread_waits(rank: int, port: int) -> None:
     """A daemon thread of rank 0 waits for a peer that comes when the interpreter has ended, which takes a while."""
 
@@ -291,7 +301,7 @@ PROGRAMS = {
     each.__name__: each
     for each in (
         *(left_open, destroyed, closed, modules_gone, waits_at_the_end, thread_works),
-        *(raises, thread_waits, returns, exits, exits_at_once),
+        *(raises, raises_and_destroys, thread_waits, returns, exits, exits_at_once),
         *(forks, spawns),
     )
 }

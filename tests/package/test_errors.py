@@ -6,6 +6,7 @@ import ast
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 CHECK, MORE_TIME, POSTMORTEM = "FUSEDCOMM_CHECK=1", "FUSEDCOMM_TIMEOUT_S", "fusedcomm postmortem"
 
 
-def next_line(kind: type[PeerError], **known: str) -> str:
+def next_line(kind: type[PeerError], **known: Any) -> str:
     error = kind("what happened", peers=[1], op="op", epoch=2, **known)
     first, last = str(error).splitlines()
     assert first == "what happened" and last == error.next_step and last.startswith("Next: ")
@@ -30,9 +31,10 @@ def test_the_last_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch, folder: 
         monkeypatch.setenv("FUSEDCOMM_DUMP_DIR", folder)
     late, differ = next_line(PeerTimeoutError), next_line(PeerMismatchError)
     known, other = next_line(PeerMismatchError, differs="x shape"), next_line(PeerError)
-    assert [MORE_TIME in line for line in (late, differ, known, other)] == [True, False, False, False]
-    assert [CHECK in line for line in (late, differ, known, other)] == [False, True, False, False]
-    assert "make x shape the same" in known
+    gone = next_line(PeerTimeoutError, left=True)
+    assert [MORE_TIME in line for line in (late, differ, known, other, gone)] == [True, False, False, False, False]
+    assert [CHECK in line for line in (late, differ, known, other, gone)] == [False, True, False, False, False]
+    assert "make x shape the same" in known and gone == other
     for line in (late, differ, known, other):
         assert f"`{POSTMORTEM} {folder or 'DIR'}`" in line
         assert ("with FUSEDCOMM_DUMP_DIR=DIR" in line) == (folder is None)
@@ -45,7 +47,7 @@ def test_copies_say_what_the_rank_that_raised_it_said(monkeypatch: pytest.Monkey
     monkeypatch.setenv("FUSEDCOMM_DUMP_DIR", "of another process")
     for each in (pickle.loads(sent), copy.copy(error), error.again()):
         assert type(each) is PeerMismatchError and str(each) == str(error) and each.__dict__ == error.__dict__
-        assert each is not error and each.args == ("what happened",)
+        assert each is not error and each.args == ("what happened",) and each.peers is not error.peers
     assert str(error.until_reset()) == f"what happened. {RESET_FIRST}\n{error.next_step}"
 
 

@@ -89,7 +89,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "kernels/triton/primitives.py:signal": "c867331c0e6b",
     },
     "model.ProtocolModel._wait": {
-        "fusedcomm/runtime/workspace.py:Workspace._must_stop": "f08f7993d36d",
+        "fusedcomm/runtime/workspace.py:Workspace._must_stop": "6f026c89d0f2",
         "fusedcomm/runtime/workspace.py:Workspace.wait": "b57c0ab1338f",
         "kernels/cpu/flags.h:wait_word": "abbb83b4951b",
         "kernels/cpu/spin.h:again": "c61eb2c3da2e",
@@ -115,14 +115,14 @@ MIRRORED: dict[str, dict[str, str]] = {
         "kernels/triton/handshake.py:begin_push_kernel": "11c3b5410d8e",
     },
     "model.ProtocolModel._fail and _tell": {
-        "fusedcomm/runtime/workspace.py:Workspace.leave": "0c11199a6814",
-        "fusedcomm/runtime/workspace.py:Workspace.fail": "ae6a7483522f",
+        "fusedcomm/runtime/workspace.py:Workspace.leave": "5794ed583e60",
+        "fusedcomm/runtime/workspace.py:Workspace.fail": "62c45152dd52",
         "fusedcomm/runtime/workspace.py:Workspace.guarded": "3fe52f56808d",
         "kernels/triton/primitives.py:fail": "f785fbde7abf",
     },
     "model.ProtocolModel._arrive and _depart": {
         "fusedcomm/runtime/workspace.py:Workspace.initialise": "1f5e6993702b",
-        "fusedcomm/runtime/members.py:_all_members": "b0016f139079",
+        "fusedcomm/runtime/members.py:_all_members": "694e0566f76f",
         "fusedcomm/runtime/members.py:reset": "d0226c269e6b",
         "fusedcomm/runtime/members.py:Member.reset": "6983a5913414",
         "fusedcomm/runtime/members.py:Member._make": "04b25297f6c1",
@@ -130,7 +130,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/members.py:Member._agree": "8506304173dc",
         "fusedcomm/runtime/members.py:Member._free": "f9c3dc34aebc",
         "fusedcomm/runtime/members.py:Member._come_together": "416b7ff1e6b8",
-        "fusedcomm/runtime/vote.py:agree": "92dad85657de",
-        "fusedcomm/runtime/vote.py:_Vote.leave_together": "db8c2c8ec0fc",
+        "fusedcomm/runtime/vote.py:agree": "44e5e00b47f7",
+        "fusedcomm/runtime/vote.py:_Vote.leave_together": "9cfa3c303baf",
     },
 }

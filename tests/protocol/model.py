@@ -162,9 +162,9 @@ class ProtocolModel:
         good = same or (reached and not self.rules.compares_fingerprints)
         dead = state.ranks[step.other].status == DEAD and self.rules.finds_dead and not self.scenario.device
         if dead and not reached and not state.ranks[step.other].ended:
-            state = state._replace(
-                broken=with_word(state.broken, self._broken(step.segment, r, step.other), step.epoch + 1)
-            )
+            for dst in range(self.size):
+                word = self._broken(step.segment, dst, step.other)
+                state = state._replace(broken=with_word(state.broken, word, step.epoch + 1))
         if reached or rank.failed or self._given_up(state, r, step):
             yield "", received(state, r) if good else self._wait_failed(state, r, rank, step)
         elif self.scenario.timeouts and not self._strict(state, step):

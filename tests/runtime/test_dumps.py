@@ -66,6 +66,22 @@ def test_the_ring_has_every_call(rank: int) -> None:
     }
 
 
+@on_ranks(2)
+def test_resets_are_counted_where_nothing_else_is_kept(rank: int) -> None:
+    """Ranks on two hosts have no workspace, and vote anew after a reset."""
+    with fresh_group(HOST_ID=f"host {rank}", TIMEOUT_S="1") as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flight_recorder, "_ring", deque(maxlen=flight_recorder.NUM_CALLS))
+        for _ in range(2):
+            check(group, HEADS, call(group, HEADS))
+            fusedcomm.reset(group)
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError):
+                call(group, HEADS)
+        found = [(record.resets, record.number) for record in flight_recorder.last()]
+        dist.barrier(group)
+    assert found == [(0, 1), (1, 0), (1, 1), (2, 0), (2, 0)][: len(found)] and len(found) == 5 - rank
+
+
 def test_the_ring_keeps_the_last_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_recorder, "_ring", deque(maxlen=flight_recorder.NUM_CALLS))
     for i in range(flight_recorder.NUM_CALLS + 5):
@@ -133,6 +149,18 @@ def test_a_rank_that_ends_leaves_a_dump_over_none_that_says_more(
     assert written == [] if why is None else [why]
 
 
+def test_a_dump_is_written_where_the_group_was_destroyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMM_DUMP_DIR", str(tmp_path))
+    monkeypatch.setattr(dumps, "_place", None)
+    monkeypatch.setattr(dumps, "_last_why", None)
+    assert not dist.is_initialized() and dumps.write(dumps.ENDED) is None
+    monkeypatch.setattr(dumps, "_place", (3, 4))
+    written = dumps.write(dumps.ENDED)
+    assert written is not None and written.name == "rank3.json"
+    dump = json.loads(written.read_text())
+    assert (dump["rank"], dump["world_size"]) == (3, 4)
+
+
 NAMES = ("a-host", "a-user")
 
 
@@ -194,8 +222,7 @@ def test_a_directory_that_cannot_be_written_hides_no_error(
 ) -> None:
     Path(tmp_path, "file").touch()
     monkeypatch.setenv("FUSEDCOMM_DUMP_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dumps, "_place", (0, 2))
     with pytest.raises(ZeroDivisionError), dumps.on_failure():
         raise ZeroDivisionError
     assert "no dump in FUSEDCOMM_DUMP_DIR" in caplog.text

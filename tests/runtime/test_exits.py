@@ -5,6 +5,7 @@ Here a rank says that it ends and lives on. tests/runtime/test_process_ends.py h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import fusedcomm
-from fusedcomm.runtime import departures, exits, members, workspace
+from fusedcomm.runtime import departures, members, workspace
+from fusedcomm.runtime.segment import LAST_WORDS_BYTES
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
@@ -34,7 +36,7 @@ def leave(group: Any) -> None:
     (member,) = members.members(group)
     assert member.workspace is not None
     member.workspace.leave(WORDS)
-    exits._announce([(member, WORDS)])
+    departures.announce([(member.departures, WORDS)])
 
 
 @on_ranks(3)
@@ -56,9 +58,10 @@ def test_peers_hear_why_a_rank_has_left(rank: int, algorithm: str, seconds: floa
                 with pytest.raises(fusedcomm.PeerTimeoutError, match=f"round 2: rank 1 has left: {WORDS} ") as caught:
                     call(group, HEADS)
                 assert (caught.value.peers, caught.value.epoch) == ([1], 2)
+                assert "TIMEOUT_S" not in caught.value.next_step
             with pytest.raises(fusedcomm.PeerTimeoutError, match=f"close: .*: rank 1 has left: {WORDS}\n") as caught:
                 fusedcomm.close(group)
-            assert caught.value.peers == [1]
+            assert caught.value.peers == [1] and "TIMEOUT_S" not in caught.value.next_step
             assert time.monotonic() - begun < AT_ONCE_S
         dist.barrier(group)
         fusedcomm.reset(group)  # they are there after all
@@ -87,6 +90,47 @@ def test_a_rank_that_ends_spoils_no_round_before(rank: int) -> None:
             dist.barrier(group)
         else:
             with pytest.raises(fusedcomm.PeerTimeoutError, match="rank 1 has left"):
+                call(group, HEADS)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("error", [LookupError("no more data"), None], ids=["by-an-exception", "for-good"])
+def test_a_rank_that_destroys_its_group_says_why(rank: int, error: Exception | None) -> None:
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True):
+        patch.setenv("FUSEDCOMM_TIMEOUT_S", "60")
+        check(group, HEADS, call(group, HEADS))
+        if rank == 1:
+            with contextlib.suppress(LookupError):
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    dist.destroy_process_group(group)
+                    del group
+            return
+        words = WORDS if error else "its group was destroyed, after call 1"
+        failing = [call, lambda *_: fusedcomm.close(group)] if error else [call]
+        for each in failing:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {words}") as caught:
+                each(group, HEADS)
+            assert caught.value.peers == [1]
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_the_first_last_words_stay(rank: int) -> None:
+    """A program whose exception has destroyed the group ends later, and has no more to say."""
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        (member,) = members.members(group)
+        assert member.workspace is not None
+        if rank == 1:
+            for words in (WORDS, "its program has ended, after call 1"):
+                member.workspace.leave(words)
+        dist.barrier(group)
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {WORDS}"):
                 call(group, HEADS)
 
 
@@ -121,6 +165,24 @@ def test_a_process_that_is_gone_is_found(rank: int) -> None:
         dist.barrier(group)
 
 
+@on_ranks(3)
+def test_whoever_comes_later_blames_the_process_that_is_gone(rank: int) -> None:
+    """Rank 2 comes when rank 0 has found rank 1 gone, and has given up."""
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        if rank == 2:
+            dist.barrier(group)
+        if rank != 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(departures.Departures, "is_gone", lambda self, peer: rank == 0 and peer == 1)
+                with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {departures.KILLED}") as caught:
+                    call(group, HEADS)
+            assert caught.value.peers == [1]
+        if rank != 2:
+            dist.barrier(group)
+        dist.barrier(group)
+
+
 def test_a_killed_process_is_gone_before_its_parent_has_seen_it() -> None:
     child = subprocess.Popen(["sleep", "60"])
     lives = [{"life": name, "process": departures._started(child.pid), "host": "here"} for name in "ab"]
@@ -147,6 +209,27 @@ def raised(error: BaseException, context: BaseException | None = None) -> Callab
     return run
 
 
+class Odd(Exception):
+    def __str__(self) -> str:
+        return str(self.detail)  # type: ignore[attr-defined]  # which nobody has set
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (LookupError("a\n  b"), "LookupError: a b, after call 12"),
+        (None, "it was over, after call 12"),
+        (Odd(), "Odd, which has no text, after call 12"),
+        (ValueError("é" * 300), f"ValueError: {'é' * 114}, after call 12"),
+        (ValueError("\udce9"), "ValueError: ?, after call 12"),
+    ],
+    ids=["exception", "none", "without-a-text", "long", "surrogates"],
+)
+def test_last_words_fit_into_their_place(error: Exception | None, words: str) -> None:
+    said = departures.farewell(error, "it was over", 12)
+    assert said == words and len(said.encode()) <= LAST_WORDS_BYTES
+
+
 LOST = LookupError("lost")
 
 
@@ -165,12 +248,12 @@ def test_the_exception_that_ends_a_child(run: Callable[[], None], found: Any, mo
     try:
         run()
     except BaseException:
-        seen.append(exits._error())
-    assert (seen or [exits._error()]) == [found]
+        seen.append(departures.leaving_by())
+    assert (seen or [departures.leaving_by()]) == [found]
 
 
 def test_the_exception_that_ends_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "last_value", LOST, raising=False)
-    assert exits._error() is LOST
+    assert departures.leaving_by() is LOST
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert exits._error() is None
+    assert departures.leaving_by() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import pytest
@@ -63,6 +64,14 @@ def test_a_long_vote_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert text.startswith("still waiting for rank 7 (0.") and text.endswith(" s) in a vote")
 
 
-def test_a_short_wait_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert not patience.Patience().is_over
-    assert patience.PATIENCE_S == 30 and not caplog.records
+@pytest.mark.parametrize("patience_s", [patience.PATIENCE_S, 0.1], ids=["short", "long"])
+def test_a_short_wait_is_not_logged(
+    patience_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", patience_s)
+    store = HashStore()
+    late = threading.Timer(0.5, agree, (store, 1, 2, {}), {"what": "a vote"})
+    late.start()
+    agree(store, 0, 2, {}, what="a vote")
+    late.join()
+    assert bool(caplog.records) == (patience_s < 0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import importlib
 import os
@@ -107,6 +108,37 @@ def test_sizes_that_differ(ranks: Ranks) -> None:
     for error, good_after in ranks(3).run(sizes_differ):
         assert error.startswith(f"{text} rank 1")
         assert good_after
+
+
+def on_hosts(rank: int, *ids: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDCOMM_HOST_ID", ids[rank])
+        return error_of(lambda: make(8))
+
+
+def test_hosts_are_told_apart_by_their_ids(ranks: Ranks) -> None:
+    for error in ranks(2).run(on_hosts, "a", "b"):
+        assert "host (hash of FUSEDCOMM_HOST_ID or of the boot id) must be equal on all ranks, got " in error
+    assert ranks(2).run(on_hosts, "a", "a") == ["no error"] * 2
+
+
+def under_a_short_time_out_of_the_store(rank: int) -> list[int]:
+    store: Any = dist.distributed_c10d._get_default_store()
+    before, setting = store.timeout, os.environ.pop("FUSEDCOMM_TIMEOUT_S", None)
+    dist.barrier()
+    store.set_timeout(datetime.timedelta(seconds=MISSING_S))
+    try:
+        time.sleep(rank * 2 * MISSING_S)
+        return make(8)[1].buffer_ptrs
+    finally:
+        store.set_timeout(before)
+        if setting is not None:
+            os.environ["FUSEDCOMM_TIMEOUT_S"] = setting
+
+
+def test_the_time_out_of_the_store_is_no_bound(ranks: Ranks) -> None:
+    """The default is that of all waits, and the one of gloo's store is half an hour."""
+    assert all(len(pointers) == 2 for pointers in ranks(2).run(under_a_short_time_out_of_the_store))
 
 
 def missing_rank(rank: int, missing: int) -> tuple[str, bool]:

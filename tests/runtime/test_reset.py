@@ -34,9 +34,9 @@ def cut_off_from_vote(number: int) -> Iterator[None]:
     """This rank's time is over at the very end of a vote, which its peers complete."""
     leave, votes = vote._Vote.leave_together, 0
 
-    def too_late(self: Any, token: str) -> None:
+    def too_late(self: Any, *args: Any) -> None:
         nonlocal votes
-        leave(self, token)
+        leave(self, *args)
         votes += 1
         if votes == number:
             raise self.timed_out([0])

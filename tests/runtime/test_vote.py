@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import DistError, HashStore, Store, TCPStore
 
 from fusedcomm.errors import PeerError, PeerTimeoutError
+from fusedcomm.runtime import vote as vote_module
 from fusedcomm.runtime.vote import STORE_GRACE_S, agree
 from tests.cost.test_tuned import Payload
 from tests.helpers.cut_store import CutStore
@@ -171,6 +172,40 @@ def test_facts_of_another_version_are_an_error_on_every_rank() -> None:
         assert error.peers == [1 - rank]
         assert f"rank {1 - rank} posted no vote of this version of fusedcomm, but" in str(error)
     assert in_threads([voter(store, rank, 2, 7) for rank in range(2)]) == [[{"fact": 7}] * 2] * 2
+
+
+# Ranks that leave in the end of a vote
+
+
+class Ended:
+    """Departures where rank 1 has ended, after ``before`` has run."""
+
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        self.before = before
+
+    def last_words(self, ranks: list[int]) -> dict[int, str]:
+        self.before()
+        return dict.fromkeys(set(ranks) & {1}, "it was killed")
+
+
+def leaves(store: Store, departures: Any) -> Any:
+    def leave() -> None:
+        vote_module._Vote(store, 0, range(2), "test vote").leave_together("token", departures)
+
+    return in_threads([leave])[0]
+
+
+def test_a_rank_that_is_gone_before_all_have_left_a_vote_is_named() -> None:
+    with timeout(60):
+        error = leaves(HashStore(), Ended())
+    assert isinstance(error, PeerTimeoutError) and error.peers == [1]
+    assert "rank 1 has left: it was killed" in str(error)
+
+
+def test_a_rank_that_ends_behind_a_vote_spoils_it_for_nobody() -> None:
+    """It is done after this rank has looked for it, and has ended when this rank asks who has."""
+    store = HashStore()
+    assert leaves(store, Ended(before=lambda: store.set("done/1", json.dumps("token")))) is None
 
 
 # A store that fails

@@ -118,6 +118,11 @@ TIMED_OUT = a_call(2, "failed", error="PeerTimeoutError: ...", peers=[2], second
 KILLED = dataclasses.replace(
     TIMED_OUT, error="PeerTimeoutError: ... rank 2 has left: its process is gone without a word (rounds seen by rank: "
 )
+LEFT_A_VOTE = dataclasses.replace(
+    TIMED_OUT,
+    error="PeerTimeoutError: an op: rank 0 waited for ranks [2]: rank 2 has left: ValueError: boom, after call 1. "
+    "Call fusedcomm.reset(group) on every rank before the next call\nNext: read",
+)
 RESETTING = a_call(0, "running", op="fusedcomm.reset", resets=1, arguments={}, dtype=None)
 OTHER_SHAPE = a_call(2, arguments={"x shape": [4, 9]})
 IN_B = a_call(1, "running", group="b", ranks=[1, 2])
@@ -145,9 +150,19 @@ CASES: dict[str, tuple[list[Dump], str]] = {
         f"In call 2 {CALL} ranks 0 and 1 wait since 3.0 s for it",
     ),
     "no-dump-of-a-rank-that-is-there": (
-        [a_dump(0, dataclasses.replace(OPEN, rounds=[1, 1])), a_dump(1, dataclasses.replace(OPEN, rounds=[1, 1]))],
+        [a_dump(rank, dataclasses.replace(OPEN, rounds=[1, 1], waiting_s=5.0)) for rank in (0, 1)],
         "group 'g': rank 2 has left no dump, though its process was there: it is stopped, or got no SIGUSR1. "
         f"In call 2 {CALL} ranks 0 and 1 wait since 5.0 s for it",
+    ),
+    "no-dump-and-nobody-has-looked-yet": (
+        [a_dump(rank, dataclasses.replace(OPEN, rounds=[1, 1], waiting_s=0.5)) for rank in (0, 1)],
+        "group 'g': rank 2 has left no dump: it has died, is stopped, or never came. "
+        f"In call 2 {CALL} ranks 0 and 1 wait since 5.0 s for it",
+    ),
+    "no-dump-of-a-rank-that-had-left-before-a-vote": (
+        [a_dump(0, LEFT_A_VOTE), a_dump(1, TIMED_OUT)],
+        "group 'g': rank 2 has left no dump, and its peers know why: ValueError: boom, after call 1. "
+        f"In call 2 {CALL} ranks 0 and 1 wait since 3.0 s for it",
     ),
     "no-dump-of-a-rank-that-was-killed": (
         [a_dump(0, KILLED), a_dump(1, TIMED_OUT)],
