@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fusedcomm.compile.overlap.estimator import Estimator
-    from fusedcomm.compile.passes import FusedcommPass, OrderPass
+    from fusedcomm.compile.passes import CommutePass, FusedcommPass, OrderPass
     from fusedcomm.compile.reports import CompileReport
 
 __all__ = ["disable", "enable", "enabled", "report"]
 
 _pass: FusedcommPass | None = None
+_commute_pass: CommutePass | None = None
 _order_pass: OrderPass | None = None  # is there with overlap=True
 _report: CompileReport | None = None  # what the last enable() began
 
@@ -36,6 +37,7 @@ def enable(
     overlap: bool = False,
     estimator: Estimator | None = None,
     merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
+    commute: bool = True,
 ) -> None:
     """Add the passes to torch.compile's (Inductor's), after those that are there, and begin a new `report()`.
 
@@ -56,6 +58,10 @@ def enable(
             DTensor writes them, become one over these dims together, which never sends more bytes. A sum is then made
             in another order. The groups of all dims together are made here, so this call is a collective of the mesh's
             ranks, which must compile equal graphs.
+        commute: whether an exchange moves over ops that act on each of its blocks alone, as norms, rotary embeddings
+            and streams of tokens do between a projection and attention, where it can then be fused and the cost model
+            expects a gain. Every rank's values and gradients stay those of the program, in another order of sums;
+            numbers that are written into the program there must be the same on every rank.
 
     Raises:
         ValueError: fuse names what is no op; estimator comes without overlap; overlap comes before
@@ -76,7 +82,8 @@ def enable(
     if overlap and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ValueError("overlap=True must come after init_process_group: the ranks agree on estimates")
     meshes = () if merge is None else flatten(merge)
-    _install(FusedcommPass(Settings(fuse, agreed_ones(estimator) if overlap else (), meshes), CompileReport()))
+    settings = Settings(fuse, agreed_ones(estimator) if overlap else (), meshes, commute)
+    _install(FusedcommPass(settings, CompileReport()))
 
 
 def disable() -> None:
@@ -84,13 +91,16 @@ def disable() -> None:
 
     Graphs that are compiled already stay as they are, and the last `report()` stays readable.
     """
-    global _pass, _order_pass
+    global _pass, _commute_pass, _order_pass
     if _pass is not None:
         from fusedcomm.compile import inductor
         from fusedcomm.compile.overlap import inductor_order
 
         inductor.remove(_pass)
         _pass = None
+        if _commute_pass is not None:
+            inductor.remove(_commute_pass)
+            _commute_pass = None
         if _order_pass is not None:
             inductor.remove(_order_pass)
             inductor_order.remove()
@@ -104,6 +114,7 @@ def enabled(
     overlap: bool = False,
     estimator: Estimator | None = None,
     merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
+    commute: bool = True,
 ) -> Iterator[CompileReport]:
     """Add the passes for what is compiled inside the ``with`` statement, backwards included; then restore what was
     before.
@@ -116,6 +127,7 @@ def enabled(
         overlap: as in `enable`.
         estimator: as in `enable`.
         merge: as in `enable`.
+        commute: as in `enable`.
 
     Yields:
         The `report()` of the statement.
@@ -127,7 +139,7 @@ def enabled(
     import torch._functorch.config as functorch_config
 
     outer = _pass
-    enable(fuse, overlap=overlap, estimator=estimator, merge=merge)
+    enable(fuse, overlap=overlap, estimator=estimator, merge=merge, commute=commute)
     try:
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             yield report()
@@ -145,13 +157,16 @@ def report() -> CompileReport:
 
 
 def _install(new: FusedcommPass) -> None:
-    global _pass, _order_pass, _report
+    global _pass, _commute_pass, _order_pass, _report
     from fusedcomm.compile import inductor
     from fusedcomm.compile.overlap import inductor_order
-    from fusedcomm.compile.passes import OrderPass
+    from fusedcomm.compile.passes import CommutePass, OrderPass
 
     disable()
     inductor.add(new)
+    if new.settings.commute:
+        _commute_pass = CommutePass(new.settings)
+        inductor.add(_commute_pass, inductor.JOINT)
     if new.settings.overlap:
         _order_pass = OrderPass(new.settings)
         inductor.add(_order_pass, inductor.POST)

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 _LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 and 2.12 take one pass only
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())  # not in torch 2.11
-PRE, POST = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
+JOINT, PRE, POST = "joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
 _replaced: dict[int, Any] = {}  # by id of a pass that was added: the setting, what `add` set, and what was there
 
 

@@ -11,6 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fusedcomm import files
+from fusedcomm.compile.commute.commuter import commute, erase_unread, note_of
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
@@ -31,6 +32,7 @@ class Settings:
     fuse: tuple[str, ...] = OPS
     overlap: tuple[Estimator, ...] = ()  # one per type of device, agreed on by all ranks; none: no scheduling
     merge: tuple[FlattenedMesh, ...] = ()  # collectives are merged over the dims of these
+    commute: bool = True  # exchanges move towards matmuls
 
     def estimator(self, graph: Graph) -> Estimator | None:
         """The Estimator for the device of the graph, if there is one."""
@@ -39,7 +41,9 @@ class Settings:
 
     def uuid(self) -> str:
         digests = [estimator.digest() for estimator in self.overlap]
-        return files.cache_key(self.fuse, digests, self.merge, collectives.memberships(), torch.__version__)
+        return files.cache_key(
+            self.fuse, digests, self.merge, self.commute, collectives.memberships(), torch.__version__
+        )
 
 
 class FusedcommPass(CustomGraphPass):
@@ -55,6 +59,19 @@ class FusedcommPass(CustomGraphPass):
             for line in lines:
                 log.debug("%s", line)
             self.report.collectives += lines
+
+    def uuid(self) -> Any:
+        return self.settings.uuid()
+
+
+class CommutePass(CustomGraphPass):
+    """Moves exchanges towards matmuls, in the graph that holds forward and backward."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, graph: Graph) -> None:
+        attempt("commute", commute, graph, self.settings.fuse)
 
     def uuid(self) -> Any:
         return self.settings.uuid()
@@ -85,8 +102,10 @@ class _Run:
         self.merger = Merger(graph, settings.fuse)
 
     def lines(self) -> list[CollectiveReport]:
+        erase_unread(self.graph)
         self.fuser.normalize(gathers=True)
         before = self._starts()
+        self.notes = {node.name: note_of(node) for node in self.graph.nodes if collectives.kind_of(node)}
         for mesh in self.settings.merge:
             attempt("merge", self.merger.merge, mesh)
         starts = self._starts()
@@ -123,10 +142,13 @@ class _Run:
 
     def _fused(self, start: str, kind: str, source: str, fused: Fused) -> CollectiveReport:
         call, saving = FusedCall.of(fused.op, fused.node), fused.savings_us[start]
-        return CollectiveReport(self.phase, "fused", kind, source, start, op=fused.op, saving_us=saving, call=call)
+        reason = self.notes.get(start, "")
+        return CollectiveReport(self.phase, "fused", kind, source, start, fused.op, reason, saving, call)
 
     def _left(self, start: str, kind: str, source: str, scheduled: OverlapReport | None) -> CollectiveReport:
         reasons = self.merger.reasons.get(start, []) + self.fuser.reasons.get(start, [])
+        if note := self.notes.get(start):
+            reasons = [*reasons, note]
         reason = "; ".join(reasons) or f"no op of fusedcomm fuses {kind}"
         line = None if scheduled is None else scheduled.line(start)
         if line is None:

@@ -58,7 +58,7 @@ class CollectiveReport:
         source: file:line of the program, where torch has kept it.
         node: its name in the graph.
         op: the op of fusedcomm that stands for it, or None.
-        reason: why it was left, or into which node it was merged.
+        reason: why it was left, or into which node it was merged; of one that is fused, over what it was moved.
         saving_us: microseconds that fusing it saves per run of the graph, as the cost model (`fusedcomm/cost/model.py`)
             estimates them.
         call: the arguments of the op, from which `plan` follows.
@@ -71,7 +71,7 @@ class CollectiveReport:
     source: str  # file:line of the user's program, where torch has kept it
     node: str  # its name in the graph
     op: str | None = None  # the op of fusedcomm that stands for it
-    reason: str = ""  # why it was left, or into which node it was merged
+    reason: str = ""  # why it was left, into which node it was merged, or over what it was moved
     saving_us: float = 0.0  # estimated, per run of the graph
     call: FusedCall | None = field(default=None, repr=False)
 
@@ -81,7 +81,9 @@ class CollectiveReport:
         return "" if self.call is None else self.call.plan()
 
     def __str__(self) -> str:
-        what = f"{self.op}, saves about {self.saving_us:.0f} us" if self.status == "fused" else self.reason
+        what = self.reason
+        if self.status == "fused":
+            what = ", ".join(each for each in (self.op, self.reason, f"saves about {self.saving_us:.0f} us") if each)
         return f"{self.graph} {self.collective} {self.node} ({self.source or 'no source line'}): {self.status}, {what}"
 
 
@@ -122,12 +124,16 @@ class CompileReport:
             Column("graph", "forward, backward, or inference", lambda each: each.graph, drop=1, left=True),
             Column("collective", "its node in the graph", lambda each: each.node, left=True, folds=20),
             Column("status", _STATUS, lambda each: each.status, left=True),
-            Column("op, or why not", _OP, lambda each: each.op or each.reason, left=True, folds=21),
+            Column("op, or why not", _OP, _op_or_reason, left=True, folds=21),
             Column("plan", "the algorithm that the op takes", lambda each: each.plan, drop=2, left=True, folds=8),
             Column("saved\nms", "estimated, per run of the graph", _saved_ms, drop=3),
             Column("where", "the line of the program", lambda each: _shortened(each.source), left=True, folds=15),
         )
         return Table(columns, self.collectives, others="--json, or the entries of .collectives, have them")
+
+
+def _op_or_reason(line: CollectiveReport) -> str:
+    return ", ".join(each for each in (line.op, line.reason) if each)
 
 
 def _saved_ms(line: CollectiveReport) -> str:

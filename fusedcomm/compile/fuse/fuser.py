@@ -56,6 +56,7 @@ class Fuser:
     def normalize(self, gathers: bool) -> bool:
         """Returns whether anything changed. ``gathers``: whether gathers may become exchanges; see `normalize.find`."""
         with held_outputs(self.graph):
+            self._try("normalize", normalize.sizes_from_inputs, self.rewriter)
             found = self._try("normalize", normalize.find, self.graph, gathers) or []
             starts = [self._try("normalize", normalize.rewrite, self.rewriter, exchange) for exchange in found]
         return any(start is not None for start in starts)

@@ -8,41 +8,66 @@ has come together and has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch.fx import Node
 
 from fusedcomm.algorithms.planner import dtype_name
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import hint
+from fusedcomm.compile.graph.layout import assumed, hint
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.views import value
 from fusedcomm.cost.model import DEFAULTS, Constants
 from fusedcomm.runtime import members
 
+SizeOf: TypeAlias = "Callable[[int | torch.SymInt], int]"
 LAYOUT_COPIES = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # at most, before sending and after arrival
 
 
 def saving_us(collective: Collective, products: Sequence[Product]) -> float:
-    sent, group_size = value(collective.sent), collective.group_size
-    constants = _constants(collective.group_name, sent.device)
-    sent_bytes = math.prod(map(hint, sent.shape)) * sent.dtype.itemsize
-    all_bytes = sent_bytes * (group_size if collective.kind == "all_gather" else 1)
-    exchange = constants.collective(collective.kind, all_bytes / group_size, group_size)
+    constants = _constants(collective.group_name, value(collective.sent).device)
+    return _saving(collective, products, constants, hint) * 1e6
+
+
+def seconds_left(collective: Collective, products: Sequence[Product]) -> float:
+    """How long a program waits for the collective, with the ``products`` it is fused with, if there are any.
+
+    It is the same on all ranks, whatever they have tuned, and whatever sizes symbols have there.
+    """
+    constants = DEFAULTS.get(value(collective.sent).device.type, DEFAULTS["cuda"])
+    seconds = _exchange(collective, constants, assumed)
+    return max(0.0, seconds - _saving(collective, products, constants, assumed)) if products else seconds
+
+
+def _saving(collective: Collective, products: Sequence[Product], constants: Constants, size: SizeOf) -> float:
+    exchange = _exchange(collective, constants, size)
     if constants.device_type == "cpu":  # nothing runs beside the matmul, so all of gloo's time is saved
-        return exchange * 1e6
-    matmul = sum(_matmul(product, constants) for product in products)
-    copies = LAYOUT_COPIES.get(collective.kind, 0) * constants.copy(all_bytes)
-    return (min(exchange, matmul * (group_size - 1) / group_size) + copies) * 1e6
+        return exchange
+    group_size = collective.group_size
+    matmul = sum(_matmul(product, constants, size) for product in products)
+    copies = LAYOUT_COPIES.get(collective.kind, 0) * constants.copy(_num_bytes(collective, size))
+    return min(exchange, matmul * (group_size - 1) / group_size) + copies
 
 
-def _matmul(product: Product, constants: Constants) -> float:
+def _exchange(collective: Collective, constants: Constants, size: SizeOf) -> float:
+    group_size = collective.group_size
+    return constants.collective(collective.kind, _num_bytes(collective, size) / group_size, group_size)
+
+
+def _num_bytes(collective: Collective, size: SizeOf) -> float:
+    sent = value(collective.sent)
+    sent_bytes = math.prod(map(size, sent.shape)) * sent.dtype.itemsize
+    return sent_bytes * (collective.group_size if collective.kind == "all_gather" else 1)
+
+
+def _matmul(product: Product, constants: Constants, size: SizeOf) -> float:
     seconds = 0.0
     for x, w in zip(product.xs, product.ws, strict=True):
-        *batches, m, k = map(hint, _shape(x))
+        *batches, m, k = map(size, _shape(x))
         dtype = dtype_name(value(x).dtype, constants.device_type)
-        seconds += constants.matmul(dtype, math.prod(batches), m, k, hint(_shape(w)[-1]))
+        seconds += constants.matmul(dtype, math.prod(batches), m, k, size(_shape(w)[-1]))
     return seconds
 
 

@@ -142,6 +142,8 @@ def quotient(a: Size, b: Size) -> Size | None:
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     ratio = sympy.sympify(a) / b
+    if ratio.has(sympy.Add):  # 16 (s + t) / (s + t)
+        ratio = sympy.cancel(ratio)
     if ratio.is_Integer:
         return int(ratio)
     return ratio if ratio.is_integer else None

@@ -6,6 +6,7 @@ An exchange sends only each rank's part, R times less than a gather, and the oth
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,21 @@ def find(graph: Graph, gathers: bool) -> list[Exchange]:
         except CannotFuse:
             continue
     return [exchange for exchange in found if exchange is not None]
+
+
+def sizes_from_inputs(rewriter: Rewriter) -> None:
+    """Compute sizes from the graph's inputs where they have all symbols: reading a size is no use of a tensor."""
+    known = {size_of(node.meta["val"]) for node in _symbolic(rewriter.graph.find_nodes(op="placeholder"))}
+    for node in _symbolic(rewriter.graph.find_nodes(op="call_function", target=aten.sym_size.int)):
+        size = size_of(node.meta["val"])
+        if not isinstance(size, int) and size.free_symbols <= known:
+            with rewriter.before(node, like=node):
+                node.replace_all_uses_with(rewriter.size(size))  # type: ignore[arg-type]
+            rewriter.graph.erase_node(node)
+
+
+def _symbolic(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if isinstance(node.meta.get("val"), torch.SymInt)]
 
 
 def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:

@@ -18,7 +18,19 @@ from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, hin
 
 aten = torch.ops.aten
 _erased: list[str] | None = None
-_INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "recompute")
+_INHERITED = (
+    "stack_trace",
+    "nn_module_stack",
+    "source_fn_stack",
+    "fwd_source_fn_stack",
+    "seq_nr",
+    "from_node",
+    "custom",
+    "recompute",
+    "ac_graph_id",
+    "partitioner_tag",
+    "autograd_backward",
+)
 
 
 class Rewriter:
@@ -67,15 +79,15 @@ class Rewriter:
             self._symbols = {}
             for node in self.graph.nodes:
                 val = node.meta.get("val")
-                if isinstance(val, torch.SymInt) and not isinstance(size_of(val), int):
+                if isinstance(val, torch.SymInt) and isinstance(size_of(val), sympy.Symbol):
                     self._symbols.setdefault(size_of(val), node)
         if size not in self._symbols:
-            if not isinstance(size, sympy.Mul):
+            if not isinstance(size, (sympy.Mul, sympy.Add)):
                 raise CannotFuse(f"no node of the graph has the size {size}")
             first, *others = size.args
             node = self.size(first)
             for other in others:
-                node = self.call(operator.mul, node, self.size(other))
+                node = self.call(operator.mul if isinstance(size, sympy.Mul) else operator.add, node, self.size(other))
             self._symbols[size] = node  # type: ignore[assignment]
         return self._symbols[size]
 

@@ -1,0 +1,250 @@
+"""Moves exchanges over the ops that act on each of their blocks alone, until they stand beside matmuls.
+
+Models put norms, rotary embeddings, and several streams of tokens between a projection and its exchange. The exchange
+moves before them, or behind them, in the graph that holds forward and backward, so that both are fused later.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.commute import small
+from fusedcomm.compile.commute.mover import PURPOSES, SMALL, Mover
+from fusedcomm.compile.commute.prepare import copied, prepared, replace_nodes
+from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
+from fusedcomm.compile.fuse import all_to_all_matmul, matmul_all_to_all
+from fusedcomm.compile.fuse.time_saved import seconds_left
+from fusedcomm.compile.graph import collectives, normalize
+from fusedcomm.compile.graph.effects import writes_before_end
+from fusedcomm.compile.graph.layout import CannotFuse
+from fusedcomm.compile.graph.matmuls import Product
+from fusedcomm.compile.graph.rewrite import erase_unused, held_outputs
+from fusedcomm.compile.graph.sort import sort
+from fusedcomm.compile.graph.views import value
+from fusedcomm.cost.model import DEFAULTS
+
+NOTE = "fusedcomm_moves"  # in the metadata of an exchange: over what it was moved, or why it was not
+_FUSERS = {module.OP: module for module in (matmul_all_to_all, all_to_all_matmul)}
+_MAX_ROUNDS = 8
+
+
+def commute(graph: Graph, fuse: Sequence[str]) -> bool:
+    """Move exchanges of the graph where ops of ``fuse`` can then take their place; returns whether any moved."""
+    has_exchanges = collectives.find(graph, "all_to_all") or normalize.find(graph, gathers=True)
+    if not has_exchanges or writes_before_end(graph):
+        return False
+    base, moved = prepared(graph), None
+    reasons: dict[str, str] = {}
+    for group_name in _groups(base):
+        rounds = _Rounds(moved or base, group_name, fuse)
+        moved = rounds.run() or moved
+        reasons |= rounds.reasons
+    if moved is not None:
+        small.join(moved)
+        replace_nodes(graph, moved)
+    for start in collectives.find(graph, "all_to_all"):
+        if start.name in reasons:
+            start.meta[NOTE] = f"commute: {reasons[start.name]}"
+    return moved is not None
+
+
+def erase_unread(graph: Graph) -> None:
+    """Erase moved exchanges that nothing reads.
+
+    AOTAutograd copies those of the forward into the backward where it has saved what they send, and what they bring.
+    """
+    for start in collectives.find(graph, "all_to_all"):
+        if NOTE in start.meta or SMALL in start.meta:
+            for wait in list(start.users):
+                erase_unused(wait)
+
+
+def note_of(start: Node) -> str:
+    """What the report says of the moves of a collective."""
+    if SMALL in start.meta:
+        return f"it carries {start.meta[SMALL]} of moved ops"
+    note: str = start.meta.get(NOTE, "")
+    return note
+
+
+def _groups(graph: Graph) -> list[str]:
+    """The groups of the graph's exchanges, in order."""
+    found: dict[str, None] = {}
+    for start in collectives.find(graph, "all_to_all"):
+        if isinstance(start.args[3], str):
+            found[start.args[3]] = None
+    return list(found)
+
+
+class _Rounds:
+    """Tries to move all exchanges of a group; those that do not gain by it stay where they are in the next round."""
+
+    def __init__(self, graph: Graph, group_name: str, fuse: Sequence[str]) -> None:
+        self.graph, self.group_name = graph, group_name
+        self.group_size = collectives.size_of_group(group_name)
+        self.reasons: dict[str, str] = {}  # why exchanges stay where they are, by name
+        self.fusers = [module for op, module in _FUSERS.items() if op in fuse]
+
+    def run(self) -> Graph | None:
+        with held_outputs(self.graph):
+            exchanges = _exchanges(self.graph, self.group_name, self.group_size)
+            open_ones = [i for i, each in exchanges.items() if not self.products(each.start)]
+        ways = dict.fromkeys(open_ones, EARLIER)
+        for _ in range(_MAX_ROUNDS):
+            if not ways:
+                return None
+            moved = _Moved(copied(self.graph), self, ways)
+            if not moved.losing:
+                return moved.graph
+            ways = _otherwise(ways, moved.losing)
+        return None
+
+    def products(self, start: Node) -> list[Product]:
+        """The matmuls with which the exchange that starts here can be fused."""
+        for module in self.fusers:
+            try:
+                return module.match(start).products
+            except CannotFuse:
+                continue
+        return []
+
+
+def _exchanges(graph: Graph, group_name: str, group_size: int) -> dict[int, Exchange]:
+    found = {}
+    starts = [each for each in collectives.find(graph, "all_to_all") if each.args[3] == group_name]
+    for i, start in enumerate(starts):
+        try:
+            found[i] = Exchange.of(start, collectives.read(start).wait, group_size)
+        except CannotFuse:
+            continue
+    return found
+
+
+class _Moved:
+    """One attempt: a copy of the graph in which some exchanges are moved, each one of ``ways``."""
+
+    def __init__(self, graph: Graph, rounds: _Rounds, ways: dict[int, str]) -> None:
+        self.graph, self.rounds, self.ways = graph, rounds, ways
+        self.mover = Mover(graph, rounds.group_name, rounds.group_size)
+        self.failed = 0  # bits of exchanges, as in all that follows
+        self.roots: list[tuple[Node, int]] = []  # what is computed another way, and by which exchanges
+        with held_outputs(graph):
+            exchanges = _exchanges(graph, rounds.group_name, rounds.group_size)
+            self.sent = {1 << i: exchanges[i] for i in ways}
+            self.before = {bit: seconds_left(collectives.read(each.start), []) for bit, each in self.sent.items()}
+            self._move()
+            self.losing = self.failed or self._without_gain()
+
+    def _move(self) -> None:
+        mover = self.mover
+        earlier = {bit: each for bit, each in self.sent.items() if self.ways[bit.bit_length() - 1] == EARLIER}
+        later = {bit: each for bit, each in self.sent.items() if bit not in earlier}
+        for each in later.values():
+            mover.places[each.received], mover.given[each.received] = each.place, each.sent
+        for bit, each in earlier.items():
+            self._attempt(bit, self._seed, each)
+        infer(mover)
+        self.behind = behind = Behind(mover, {each.received: bit for bit, each in later.items()})
+        new = {}
+        for bit, each in earlier.items():
+            new[each.received] = self._attempt(bit, mover.exchanged, each.sent, each.place), bit
+        for node, feeds_matmul in behind.locals.items():
+            bits = behind.nodes[node]
+            new[node] = self._attempt(bits, mover.local, node, feeds_matmul), bits
+        if self.failed:
+            return
+        for old, (node, bits) in new.items():
+            self.roots.append((node, bits))
+            old.replace_all_uses_with(node, delete_user_cb=lambda user: user not in mover.created)
+        for node in [*new, *reversed(behind.nodes), *reversed(list(mover.created))]:
+            erase_unused(node)
+        sort(self.graph)
+
+    def _attempt(self, bits: int, act: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return act(*args)
+        except CannotFuse as reason:
+            self.failed |= bits
+            self.rounds.reasons |= {each.start.name: str(reason) for bit, each in self.sent.items() if bit & bits}
+
+    def _seed(self, exchange: Exchange) -> None:
+        seeds = origins(exchange, self.rounds.group_size)
+        if not seeds or not exchange.passed:
+            raise CannotFuse("no matmul makes what is exchanged, block by block")
+        for node, place in seeds.items():
+            if self.mover.seeds.setdefault(node, place) != place:
+                raise CannotFuse("a matmul's result is exchanged along two dims")
+            self.mover.places[node] = place
+
+    def _without_gain(self) -> int:
+        """Exchanges that move together with others and, all in all, cost as much there as where they were."""
+        owners = self._owners()
+        parts: list[int] = []  # bits that share an exchange, directly or not
+        for bits in [*self.sent, *owners.values()]:
+            shared = [part for part in parts if part & bits]
+            parts = [part for part in parts if not part & bits] + [functools.reduce(operator.or_, shared, bits)]
+        for start, bits in owners.items():
+            passed = dict.fromkeys(name for bit in self.sent if bit & bits for name in self._passed(bit))
+            start.meta[NOTE] = f"moved over {', '.join(passed)}" if passed else ""
+        self.together = {
+            start: len(starts)
+            for purpose in PURPOSES
+            for starts in small.alike(self.graph, purpose)
+            for start in starts
+        }
+        losing = 0
+        for part in parts:
+            before = sum(self.before[bit] for bit in self.sent if bit & part)
+            after = sum(self._seconds(start) for start, bits in owners.items() if bits & part)
+            if after >= before:
+                losing |= part
+                for each in (each for bit, each in self.sent.items() if bit & part):
+                    self.rounds.reasons[each.start.name] = each.obstacle or "a move would cost what it saves"
+        return losing
+
+    def _passed(self, bit: int) -> list[str]:
+        return self.behind.passed(bit) or self.sent[bit].passed
+
+    def _owners(self) -> dict[Node, int]:
+        """For each new collective: the exchanges because of which it is there."""
+        owners: dict[Node, int] = {}
+        given = {each.sent: bit for bit, each in self.sent.items() if each.received in self.mover.given}
+        for root, bits in self.roots:
+            stack, seen, starts = [root], {root}, []
+            while stack:
+                node = stack.pop()
+                bits |= given.get(node, 0)
+                if node in self.mover.created:
+                    if collectives.kind_of(node):
+                        starts.append(node)
+                    stack += [each for each in node.all_input_nodes if each not in seen]
+                    seen.update(node.all_input_nodes)
+            for start in starts:
+                owners[start] = owners.get(start, 0) | bits
+        return owners
+
+    def _seconds(self, start: Node) -> float:
+        """How long the program waits for a new collective."""
+        if SMALL not in start.meta:
+            return seconds_left(collectives.read(start), self.rounds.products(start))
+        return seconds_left(collectives.read(start), []) - _latency(start) * (1 - 1 / self.together[start])
+
+
+def _latency(start: Node) -> float:
+    """How long the smallest collective of this kind takes."""
+    device_type = value(start).device.type
+    return DEFAULTS.get(device_type, DEFAULTS["cuda"]).backend_latency[collectives.STARTS[start.target][0]]  # type: ignore[index]
+
+
+def _otherwise(ways: dict[int, str], losing: int) -> dict[int, str]:
+    """Other ways for the exchanges that lose: first later for all that moved earlier, then not at all."""
+    lost = {i: way for i, way in ways.items() if losing >> i & 1}
+    retry = [i for i, way in lost.items() if way == EARLIER]
+    if retry:
+        return ways | dict.fromkeys(retry, LATER)
+    return {i: way for i, way in ways.items() if i not in lost}

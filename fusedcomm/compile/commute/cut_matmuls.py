@@ -1,0 +1,216 @@
+"""Matmuls cut where only a part of their operand or result is exchanged.
+
+    cat([a, b], features) @ w      ->  a @ w[:k] + b @ w[k:]
+    x @ cat([a, b], features)      ->  cat([x @ a, x @ b])             the same for rows
+    (x @ w)[..., :n], the rest     ->  x @ w[:, :n], x @ w[:, n:]
+
+Parts that are exchanged alike, as equally wide q, k and v, stay one matmul.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+
+import torch
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.commute.places import shape
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.layout import Size, size_of
+from fusedcomm.compile.graph.matmuls import MATMULS
+from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of
+from fusedcomm.compile.graph.views import RESHAPES
+
+aten = torch.ops.aten
+_PLAIN = {aten.mm.default, aten.addmm.default}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some features of a tensor."""
+
+    nodes: tuple[Node, ...]
+    begin: Size
+    width: Size
+
+
+def cut(graph: Graph) -> None:
+    """Cut all such matmuls of a graph whose results are held."""
+    rewriter = Rewriter(graph)
+    towards, behind = _towards(graph), _behind(graph)
+    for cat in list(graph.find_nodes(op="call_function", target=aten.cat.default)):
+        if _is_last(cat, *args_of(cat)[1:]):
+            groups = _groups([Part((part,), 0, shape(part)[-1]) for part in args_of(cat)[0]], behind)
+            if len(groups) > 1:
+                _cut_readers(rewriter, cat, groups)
+    for node in list(graph.nodes):
+        if node.target in _PLAIN and not node._erased:
+            parts = _parts_read(node)
+            groups = _groups(parts, towards) if parts else []
+            if len(groups) > 1:
+                _cut_result(rewriter, node, groups)
+
+
+def _behind(graph: Graph) -> set[Node]:
+    """What is computed from an exchange without a matmul between."""
+    found = set()
+    for node in graph.nodes:
+        if collectives.kind_of(node) == "all_to_all" or (
+            node.target not in MATMULS and any(each in found for each in node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
+
+
+def _towards(graph: Graph) -> set[Node]:
+    """From what an exchange is computed without a matmul between."""
+    found = set()
+    for node in reversed(graph.nodes):
+        if any(each in found and each.target not in MATMULS for each in node.users) or (
+            collectives.kind_of(node) == "all_to_all"
+        ):
+            found.add(node)
+    return found
+
+
+def _groups(parts: Iterable[Part], exchanged: set[Node]) -> list[Part]:
+    """Neighbours joined if they are equally wide and exchanged, or not exchanged; one if none is exchanged."""
+
+    def kind(part: Part) -> Size | None:
+        return part.width if any(node in exchanged for node in part.nodes) else None
+
+    joined = [(key, list(group)) for key, group in groupby(parts, kind)]
+    if all(key is None for key, _ in joined):
+        return []
+    return [_joined(group) for _, group in joined]
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    nodes = tuple(node for part in parts for node in part.nodes)
+    return Part(nodes, parts[0].begin, sum(part.width for part in parts))
+
+
+def _is_last(node: Node, dim: int = 0, *_: object) -> bool:
+    ndim = len(shape(node))
+    return dim % ndim == ndim - 1
+
+
+def _keeps_features(node: Node, like: Node) -> bool:
+    return node.target in RESHAPES and shape(node)[-1:] == shape(like)[-1:] and node.args[0] is like
+
+
+# cat, then matmul
+
+
+def _cut_readers(rewriter: Rewriter, cat: Node, groups: Sequence[Part]) -> None:
+    """Cut the matmuls that read ``cat``, of which ``groups`` are the parts."""
+    views = [cat, *(user for user in cat.users if _keeps_features(user, cat))]
+    turned = [user for view in views for user in view.users if user.target is aten.permute.default]
+    for view in [*views, *turned]:
+        if len(shape(view)) == 2:
+            for user in list(view.users):
+                if user.target in _PLAIN:
+                    _cut_reader(rewriter, user, view, cat, groups, is_turned=view in turned)
+
+
+def _cut_reader(
+    rewriter: Rewriter, matmul: Node, view: Node, cat: Node, groups: Sequence[Part], is_turned: bool
+) -> None:
+    *bias, a, b = matmul.args
+    is_left = a is view
+    if (bias and not (is_left and not is_turned)) or a is b or matmul.kwargs:
+        return
+    call = rewriter.call
+    with rewriter.before(matmul, like=cat):
+        rows = shape(view)[1 if is_turned else 0]
+        parts = [_two_dims(rewriter, group, rows) for group in groups]
+    with rewriter.before(matmul, like=matmul):
+        if is_turned:
+            parts = [call(aten.permute.default, part, [1, 0]) for part in parts]
+        if is_left == is_turned:  # the features are rows or columns of the result
+            results = [call(aten.mm.default, *((part, b) if is_left else (a, part))) for part in parts]
+            result = call(aten.cat.default, results, 0 if is_left else 1)
+        else:
+            other = b if is_left else a
+            dim = 0 if is_left else 1
+            ends = list(accumulate(group.width for group in groups))
+            others = [call(SLICE, other, dim, end - group.width, end) for group, end in zip(groups, ends, strict=True)]
+            pairs = [(part, each) if is_left else (each, part) for part, each in zip(parts, others, strict=True)]
+            result = call(aten.addmm.default, *bias, *pairs[-1]) if bias else call(aten.mm.default, *pairs[-1])
+            for pair in pairs[:-1]:
+                result = call(aten.add.Tensor, call(aten.mm.default, *pair), result)
+    replace_node(matmul, result)
+
+
+def _two_dims(rewriter: Rewriter, group: Part, rows: Size) -> Node:
+    (first, *others) = group.nodes
+    joined = rewriter.call(aten.cat.default, list(group.nodes), -1) if others else first
+    return rewriter.reshape(joined, [rows, group.width])
+
+
+# matmul, then parts of its result
+
+
+def _parts_read(matmul: Node) -> list[Part]:
+    """The parts of its columns that are read, in order; none if anything reads all."""
+    parts: dict[tuple[Size, Size], list[Node]] = {}
+    for view in [matmul, *(user for user in matmul.users if _keeps_features(user, matmul))]:
+        for user in view.users:
+            if _keeps_features(user, matmul) and view is matmul:
+                continue
+            found = _cuts(user)
+            if not found:
+                return []
+            for begin, width, node in found:
+                parts.setdefault((begin, width), []).append(node)
+    if not all(isinstance(begin, int) and isinstance(width, int) for begin, width in parts):
+        return []
+    found_parts = [Part(tuple(nodes), begin, width) for (begin, width), nodes in sorted(parts.items())]
+    overlap = any(a.begin + a.width != b.begin for a, b in pairwise(found_parts))
+    return [] if overlap else found_parts
+
+
+def _cuts(node: Node) -> list[tuple[Size, Size, Node]]:
+    """Where the parts begin, and how wide they are, if node cuts the last dim."""
+    args = args_of(node)
+    if node.target is SLICE and len(args) == 4 and _is_last(args[0], args[1]):
+        begin = args[2] or 0
+        return [(begin, shape(node)[-1], node)] if isinstance(begin, int) and begin >= 0 else []
+    if node.target in SPLITS and _is_last(args[0], *args[2:]):
+        widths = [size_of(part.shape[-1]) for part in node.meta["val"]]
+        begins = [0, *accumulate(widths)]
+        if all(user.target is operator.getitem for user in node.users):
+            return [(begins[user.args[1]], widths[user.args[1]], user) for user in node.users]  # type: ignore[index]
+    return []
+
+
+def _cut_result(rewriter: Rewriter, matmul: Node, groups: Sequence[Part]) -> None:
+    *bias, x, w = matmul.args
+    if matmul.kwargs or (bias and len(shape(bias[0])) != 1):  # type: ignore[arg-type]
+        return
+    for group in groups:
+        end = group.begin + group.width
+        with rewriter.before(matmul, like=matmul):
+            columns = rewriter.call(SLICE, w, 1, group.begin, end)
+            if bias:
+                part = rewriter.call(SLICE, bias[0], 0, group.begin, end)
+                y = rewriter.call(aten.addmm.default, part, x, columns)
+            else:
+                y = rewriter.call(aten.mm.default, x, columns)
+        for node in group.nodes:
+            begin = _begin(node) - group.begin
+            size = shape(node)
+            with rewriter.before(node, like=node):
+                part = rewriter.reshape(y, [*size[:-1], group.width])
+                if size[-1] != group.width:
+                    part = rewriter.call(SLICE, part, len(size) - 1, begin, begin + size[-1])
+            replace_node(node, part)
+
+
+def _begin(node: Node) -> Size:
+    cutter = node.args[0] if node.target is operator.getitem else node
+    return next(begin for begin, _, each in _cuts(cutter) if each is node)  # type: ignore[arg-type]

@@ -1,0 +1,305 @@
+"""Tensors in the layout that an exchange makes, computed from the operands in that layout.
+
+``exchanged(t)`` has t's shape: block p of every rank s is on rank p, in the place of block s. It is what an
+all_to_all along the blocks' dim gives, and the same again gives t back. Since an op that acts on each block alone gives
+the same before and after, ``exchanged(op(t)) = op(exchanged(t))``, with the op's own arguments.
+
+A tensor that has no blocks, as a table of angles per token, is needed from every rank: ``of_all(t)`` has one part more
+in front, of all ranks in order, by which it is then broadcast along the blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fusedcomm.compile.commute.places import (
+    COMPLEX,
+    FILLS,
+    REDUCTIONS,
+    SUMS,
+    VIEWS,
+    Place,
+    dims_argument,
+    is_elementwise,
+    permuted,
+    rule,
+    shape,
+    tensors,
+)
+from fusedcomm.compile.graph.collectives import functional
+from fusedcomm.compile.graph.layout import CannotFuse, Size, assumed, product, quotient
+from fusedcomm.compile.graph.matmuls import name_of
+from fusedcomm.compile.graph.rewrite import Rewriter
+from fusedcomm.compile.graph.split_cat import args_of
+from fusedcomm.compile.graph.views import CASTS, PERMUTES, SAME, WAIT, value
+
+aten = torch.ops.aten
+SMALL = "fusedcomm_small"  # in the metadata of an exchange that may be joined with others
+PURPOSES = CONSTANTS, NORMS, GRADIENTS = "constants", "sums of norms", "gradients of weights"
+REARRANGES = VIEWS | PERMUTES | SAME | CASTS | {aten.expand.default}
+
+
+class Mover:
+    """Writes nodes in the exchanged layout of one group into a graph, each behind the node that it stands for."""
+
+    def __init__(self, graph: Graph, group_name: str, group_size: int) -> None:
+        self.graph, self.group_name, self.group_size = graph, group_name, group_size
+        self.rewriter = Rewriter(graph)
+        self.places: dict[Node, Place | None] = {}  # of what is computed from blocks; None: it has none itself
+        self.seeds: dict[Node, Place] = {}  # results of matmuls, which are exchanged as they are
+        self.given: dict[Node, Node] = {}  # what arrives by an exchange: what was sent
+        self.created: dict[Node, None] = {}
+        self._last: dict[Node, Node] = {}
+        self._exchanged: dict[tuple[Node, Place], Node] = {}
+        self._of_all: dict[Node, Node] = {}
+        self._spread: dict[tuple[Node, Place, Size], Node] = {}
+        self._parts: dict[Node, Node] = {}
+
+    # the two layouts
+
+    def exchanged(self, node: Node, place: Place) -> Node:
+        """``node``, whose blocks lie at ``place``, exchanged."""
+        key = (node, place)
+        if key not in self._exchanged:
+            self._exchanged[key] = self._exchange(node, place)
+        return self._exchanged[key]
+
+    def _exchange(self, node: Node, place: Place) -> Node:
+        if node in self.given and self.places[node] == place:
+            return self.given[node]
+        if node.target in FILLS:
+            return node  # equal numbers
+        if self.places.get(node, place) not in (place, None):
+            raise CannotFuse(f"{name_of(node)} is exchanged along two dims")
+        if (node in self.places and node not in self.seeds) or self._may_be_passed(node, place):
+            return self._repeated(node, place)
+        small = None if node in self.seeds else CONSTANTS
+        return self._write(node, lambda: self._all_to_all(node, place, small))
+
+    def _may_be_passed(self, node: Node, place: Place | None = None) -> bool:
+        """Whether the one tensor that node is computed from may be exchanged in its stead: it is no larger."""
+        if node in self.places or not (node.target in REARRANGES or is_elementwise(node)) or len(tensors(node)) != 1:
+            return False
+        (operand,) = tensors(node)
+        if place is not None:
+            try:
+                rule(node, operand).back(place, self.group_size, node)
+            except CannotFuse:
+                return False
+        return num_bytes(operand) <= num_bytes(node)
+
+    def _repeated(self, node: Node, place: Place) -> Node:
+        """The op of node once more, with exchanged operands."""
+        operands: dict[Node, Node] = {}
+        for operand in tensors(node):
+            back = rule(node, operand).back(place, self.group_size, node)
+            if operand.target in FILLS:
+                operands[operand] = operand
+            elif back is not None:
+                operands[operand] = self.exchanged(operand, back)
+            else:
+                operands[operand] = self._along_blocks(operand, place, shape(node)[place.dim])
+        return self._write(node, lambda: self._call(node, operands))
+
+    def _along_blocks(self, node: Node, place: Place, size: Size) -> Node:
+        """What is equal for all blocks: the parts of all ranks in their places along a dim of ``size``."""
+        key = (node, place, size)
+        if key in self._spread:
+            return self._spread[key]
+        of_all, own, group_size, rewriter = self.of_all(node), shape(node), self.group_size, self.rewriter
+        own = [1] * (-place.dim - len(own)) + own
+        at = len(own) + place.dim
+        before, behind = own[:at], own[at + 1 :]
+        outer = _known_quotient(size, place.inner * group_size)
+
+        def write() -> Node:
+            parts = rewriter.reshape(of_all, [group_size, *own])
+            dims = [*range(1, at + 1), 0, *range(at + 1, len(own) + 1)]
+            parts = rewriter.call(aten.permute.default, parts, dims)
+            parts = rewriter.reshape(parts, [*before, 1, group_size, 1, *behind])
+            parts = rewriter.call(aten.expand.default, parts, [*before, outer, group_size, place.inner, *behind])
+            return rewriter.reshape(parts, [*before, size, *behind])
+
+        self._spread[key] = self._write(node, write)
+        return self._spread[key]
+
+    def of_all(self, node: Node) -> Node:
+        """[R, *shape]: ``node`` of every rank."""
+        if node not in self._of_all:
+            self._of_all[node] = self._gather(node)
+        return self._of_all[node]
+
+    def _gather(self, node: Node) -> Node:
+        size = [self.group_size, *shape(node)]
+        if node.target in FILLS:
+            return self._write(node, lambda: self.rewriter.call(aten.expand.default, node, size))
+        if node in self.places and node not in self.seeds:
+            if self.is_sum_over_blocks(node):
+                part = self.part_of_sum(node)
+                return self._write(node, lambda: self._cast(self._all_reduce(part), node))
+            return self._batched(node)
+        if self._may_be_passed(node):
+            return self._batched(node)
+
+        def write() -> Node:
+            parts = self.rewriter.call(aten.expand.default, node, size)
+            return self._start_and_wait(parts, CONSTANTS)
+
+        return self._write(node, write)
+
+    def _batched(self, node: Node) -> Node:
+        """The op of node for the parts of all ranks at once: dims are counted from the last, sizes have R in front."""
+        operands = {operand: self.of_all(operand) for operand in tensors(node)}
+        ndim, size = len(shape(node)), [self.group_size, *shape(node)]
+
+        def write() -> Node:
+            call, args = self.rewriter.call, args_of(node)
+            if node.target in VIEWS:
+                return self.rewriter.reshape(operands[args[0]], size)
+            if node.target in PERMUTES:
+                along = permuted(node, args[0]).along
+                return call(aten.permute.default, operands[args[0]], [0, *(d % ndim + 1 for d in along if d)])
+            for operand, of_all in operands.items():  # the parts in front of all dims
+                own = shape(operand)
+                if len(own) < ndim:
+                    new_dims: list[Size] = [1] * (ndim - len(own))
+                    operands[operand] = self.rewriter.reshape(of_all, [self.group_size, *new_dims, *own])
+            if node.target is aten.expand.default:
+                return call(aten.expand.default, operands[args[0]], size)
+            if node.target in REDUCTIONS:
+                dims = dims_argument(node)
+                return call(_WITH_DIMS.get(node.target, node.target), operands[args[0]], dims, *args[2:], **node.kwargs)
+            return self._call(node, operands)
+
+        return self._write(node, write)
+
+    # sums over blocks
+
+    def is_sum_over_blocks(self, node: Node) -> bool:
+        if node.target not in SUMS:
+            return False
+        (operand,) = tensors(node)
+        place = self.places.get(operand)
+        return place is not None and place.dim in dims_argument(node)
+
+    def part_of_sum(self, node: Node) -> Node:
+        """[R, *shape]: of a sum over blocks, the part of this rank's blocks, for every rank."""
+        if node not in self._parts:
+            (operand,) = tensors(node)
+            place = self.places[operand]
+            assert place is not None
+            exchanged = self.exchanged(operand, place)
+            self._parts[node] = self._write(node, lambda: self._sum(node, exchanged, place))
+        return self._parts[node]
+
+    def _sum(self, node: Node, exchanged: Node, place: Place) -> Node:
+        size, rewriter = shape(exchanged), self.rewriter
+        at, ndim = len(size) + place.dim, len(size)
+        dims = [d % ndim for d in dims_argument(node)]
+        outer = _known_quotient(size[at], place.inner * self.group_size)
+        parts = rewriter.reshape(exchanged, [*size[:at], outer, self.group_size, place.inner, *size[at + 1 :]])
+        parts = rewriter.call(aten.permute.default, parts, [at + 1, *(d for d in range(ndim + 2) if d != at + 1)])
+        summed = [d + 1 if d < at else d + 2 for d in dims if d != at] + [at + 1, at + 2]
+        dtype = torch.promote_types(value(node).dtype, torch.float32)  # rounded once, when all parts are added
+        total = rewriter.call(aten.sum.dim_IntList, parts, sorted(summed), False, dtype=dtype)
+        total = rewriter.reshape(total, [self.group_size, *shape(node)])
+        if node.target in (aten.mean.dim, aten.mean.default):
+            total = rewriter.call(aten.div.Tensor, total, rewriter.size(product(size[d] for d in dims)))
+        return total
+
+    # back to the program's layout
+
+    def local(self, node: Node, feeds_matmul: bool) -> Node:
+        """``node`` again, from what is exchanged."""
+        is_small = max(map(num_bytes, self.given.values())) >= 4 * num_bytes(node)
+        small = GRADIENTS if is_small and not feeds_matmul else None
+        if self.is_sum_over_blocks(node):
+            part = self.part_of_sum(node)
+            return self._write(node, lambda: self._sum_of_parts(node, part))
+        place = self.places[node]
+        if place is None:
+            raise CannotFuse(f"{name_of(node)} is read in the layout of the program too")
+        exchanged = self.exchanged(node, place)
+        return self._write(node, lambda: self._all_to_all(exchanged, place, small))
+
+    def _sum_of_parts(self, node: Node, part: Node) -> Node:
+        received = self._start_and_wait(part, GRADIENTS)
+        return self._cast(self.rewriter.call(aten.sum.dim_IntList, received, [0]), node)
+
+    # writing
+
+    def _all_to_all(self, node: Node, place: Place, small: str | None) -> Node:
+        size, rewriter = shape(node), self.rewriter
+        at, group_size = len(size) + place.dim, self.group_size
+        outer = _known_quotient(size[at], place.inner * group_size)
+        cut = rewriter.reshape(node, [*size[:at], outer, group_size, place.inner, *size[at + 1 :]])
+        dims = [at + 1, *(d for d in range(len(size) + 2) if d != at + 1)]
+        sent = rewriter.call(aten.permute.default, cut, dims)
+        received = self._start_and_wait(sent, small)
+        back = [*range(1, at + 2), 0, *range(at + 2, len(size) + 2)]
+        return rewriter.reshape(rewriter.call(aten.permute.default, received, back), size)
+
+    def _start_and_wait(self, sent: Node, small: str | None) -> Node:
+        call, splits, is_complex = self.rewriter.call, [1] * self.group_size, value(sent).is_complex()
+        sent = self.rewriter.contiguous(sent)
+        if is_complex:  # which not every backend takes
+            sent = call(aten.view_as_real.default, sent)
+        start = call(functional.all_to_all_single.default, sent, splits, splits, self.group_name)
+        if small is not None:
+            start.meta[SMALL] = small
+        received = call(WAIT, start)
+        return call(aten.view_as_complex.default, received) if is_complex else received
+
+    def _cast(self, total: Node, node: Node) -> Node:
+        dtype = value(node).dtype
+        return total if value(total).dtype == dtype else self.rewriter.call(_CAST, total, dtype)
+
+    def _all_reduce(self, part: Node) -> Node:
+        part = self.rewriter.contiguous(part)
+        start = self.rewriter.call(functional.all_reduce.default, part, "sum", self.group_name)
+        start.meta[SMALL] = NORMS
+        return self.rewriter.call(WAIT, start)
+
+    def _call(self, node: Node, operands: dict[Node, Node]) -> Node:
+        target = aten.reshape.default if node.target in VIEWS else node.target
+        args: Any = map_arg(node.args, lambda each: operands.get(each, each))
+        kwargs: Any = map_arg(node.kwargs, lambda each: operands.get(each, each))
+        if node.target in VIEWS:
+            return self.rewriter.reshape(args[0], shape(node))
+        if target in COMPLEX:  # strides must be those of pairs
+            args = (self.rewriter.contiguous(args[0]),)
+        return self.rewriter.call(target, *args, **kwargs)
+
+    def _write(self, node: Node, write: Callable[[], Node]) -> Node:
+        """What ``write`` adds, behind ``node`` and what was put there before."""
+        anchor = node
+        if node.op == "placeholder":
+            anchor = self.graph.find_nodes(op="placeholder")[-1]
+        before = self._last.get(anchor, anchor).next
+        with self.rewriter.before(before, like=node):
+            result = write()
+        if self.rewriter.created:
+            self._last[anchor] = self.rewriter.created[-1]
+            self.created.update(dict.fromkeys(self.rewriter.created))
+        return result
+
+
+_WITH_DIMS = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
+_CAST = torch.ops.prims.convert_element_type.default
+
+
+def _known_quotient(a: Size, b: Size) -> Size:
+    found = quotient(a, b)
+    assert found is not None
+    return found
+
+
+def num_bytes(node: Node) -> int:
+    """About: symbols are as long as `assumed` says, which is equal on all ranks."""
+    return math.prod(map(assumed, shape(node))) * value(node).dtype.itemsize

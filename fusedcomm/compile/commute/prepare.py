@@ -1,0 +1,52 @@
+"""A copy of a graph to move exchanges in: equal nodes are one, and what hides the way is written another way."""
+
+from __future__ import annotations
+
+import torch
+from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.commute import cut_matmuls
+from fusedcomm.compile.fuse.fuser import Fuser
+from fusedcomm.compile.graph.rewrite import held_outputs, replace_node
+from fusedcomm.compile.graph.split_cat import args_of
+from fusedcomm.compile.graph.views import value
+
+aten = torch.ops.aten
+
+
+def prepared(graph: Graph) -> Graph:
+    """A copy whose exchanges are all_to_alls, and in which no node reads what another overwrites."""
+    new = fx_graph_cse(graph)
+    new.output_node().meta = dict(graph.output_node().meta)
+    Fuser(new).normalize(gathers=True)
+    with held_outputs(new):
+        for node in new.find_nodes(op="call_function", target=aten.copy.default):
+            old, source = args_of(node)[:2]
+            if isinstance(source, Node) and _alike(old, source):
+                replace_node(node, source)
+        cut_matmuls.cut(new)
+    return new
+
+
+def copied(graph: Graph) -> Graph:
+    new = Graph()
+    new.output(new.graph_copy(graph, {}))
+    new.output_node().meta = dict(graph.output_node().meta)
+    return new
+
+
+def replace_nodes(graph: Graph, new: Graph) -> None:
+    """Give ``graph`` the nodes of ``new``. Its inputs stay the same nodes."""
+    copies = dict(zip(new.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder"), strict=True))
+    output = graph.output_node()
+    meta = dict(output.meta)
+    for node in reversed(list(graph.nodes)):
+        if node.op != "placeholder":
+            graph.erase_node(node)
+    result = graph.graph_copy(new, copies)
+    graph.output(result).meta = meta
+
+
+def _alike(a: Node, b: Node) -> bool:
+    return value(a).shape == value(b).shape and value(a).dtype == value(b).dtype
