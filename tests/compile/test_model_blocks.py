@@ -36,7 +36,10 @@ WANT = {  # forward, backward
     "deepspeed": (Counts(1, 1, 2), Counts(1, 1, 2)),
     "packed": (Counts(1, 1), Counts(1, 1)),
 }
-DYNAMIC = {"flux_single": (Counts(0, 0, 4), Counts(0, 0, 4))}  # where WANT does not hold
+OTHERWISE = {  # where WANT does not hold
+    ("flux_single", "dynamic"): (Counts(0, 0, 4), Counts(0, 0, 4)),
+    ("ltx", "checkpointed"): (Counts(2, 2, 4), Counts(4, 3, 9)),  # the second attention needs the first one's output
+}
 QUICK = ["flux2", "flux_double", "wan"]
 ROUNDING = {"float32": 2e-6, "bfloat16": 2e-2}  # relative to the largest value
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -54,17 +57,17 @@ SOME = [pytest.param(b, marks=pytest.mark.thorough if b in QUICK else pytest.mar
 
 def counts_of(case: Case) -> dict[str, Counter[str]]:
     """By graph. A checkpointed backward runs again the exchanges before the attention, and the one behind it alone, for
-    grad w: its input is there.
+    grad w: its matmul is not needed.
     """
-    forward, backward = (
-        Counter(c._asdict()) for c in (DYNAMIC if case.dynamic else {}).get(case.block, WANT[case.block])
-    )
-    if case.checkpointed and RECOMPUTED:
+    recomputed = case.checkpointed and RECOMPUTED
+    option = "dynamic" if case.dynamic else "checkpointed" if recomputed else ""
+    forward, backward = (Counter(c._asdict()) for c in OTHERWISE.get((case.block, option), WANT[case.block]))
+    if recomputed and (case.block, option) not in OTHERWISE:
         again = forward.copy()
         again["all_to_all_single"] += again.pop("all_to_all_matmul")
         backward.update(again)
     graphs = {"inference": forward} if case.inference else {"forward": forward, "backward": backward}
-    return {graph: Counter({k: case.layers * n for k, n in by.items() if n}) for graph, by in graphs.items()}
+    return {graph: Counter({name: case.layers * n for name, n in by.items() if n}) for graph, by in graphs.items()}
 
 
 def check(pool: Any, case: Case) -> None:

@@ -41,7 +41,7 @@ class Case:
     inference: bool = False
     unequal: bool = False  # each rank has weights of its own
     pairs: bool = False  # groups of two ranks that are not neighbours
-    interpreted: bool = False  # graphs run op by op, in a tenth of the time that Inductor's code takes to compile
+    interpreted: bool = False  # graphs are run op by op: Inductor's code takes longer to compile
 
     def __str__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self)[1:] if getattr(self, f.name) != f.default}
