@@ -1,6 +1,5 @@
-"""What the passes make of the blocks of tests/helpers/model_blocks.py, and whether all values stay::
-
-python -m tests.helpers.block_checks wan --layers 2 --dynamic
+"""What the passes make of the blocks of tests/helpers/model_blocks.py, and whether all values stay:
+`python -m tests.helpers.block_checks wan --layers 2 --dynamic` prints it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from tests.helpers.process_groups import left_as_found
 
 Values = dict[str, Tensor]
 Differences = dict[str, float]
-
-
 TINY = Size()
 
 
@@ -46,10 +43,7 @@ class Case:
     inference: bool = False
     unequal: bool = False  # each rank has weights of its own
     pairs: bool = False  # groups of two ranks that are not neighbours
-    interpreted: bool = False  # graphs run op by op, in a tenth of the time that Inductor's code takes to compile
-
-    def phases(self) -> list[str]:
-        return ["inference"] if self.inference else ["forward", "backward"]
+    interpreted: bool = False  # graphs are run op by op: Inductor's code takes longer to compile
 
     def __str__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self)[1:] if getattr(self, f.name) != f.default}
@@ -147,7 +141,8 @@ def outcome_of(case: Case, group: Any, seed: int) -> Outcome:
             for by, more in zip(found, compare(case, larger, program, model, seed), strict=True):
                 by |= {f"{name} of more tokens": value for name, value in more.items()}
             assert len(graphs) == compiled, "another number of tokens must not compile the program again"
-    left = dict(zip(case.phases(), map(collectives_left, graphs), strict=True))
+    phases = ["inference"] if case.inference else ["forward", "backward"]
+    left = dict(zip(phases, map(collectives_left, graphs), strict=True))
     fused: dict[str, Counter[str]] = {phase: Counter() for phase in left}
     for line in report.collectives:
         if line.op is not None:

@@ -152,7 +152,7 @@ ROTARIES: dict[str, Rotary] = {
 
 
 def rotary_table(rotary: str, tokens: int, size: Size) -> Table:
-    """Of all ranks' tokens: cos and sin of two neighbours are the same angle's, which pairs of every form fit."""
+    """cos and sin, [tokens, dim], the same for the two elements that a rotary of this form pairs."""
     dim = size.dim if rotary == "flat" else size.head_dim
     angles = torch.arange(tokens)[:, None] / 10.0 ** (torch.arange(dim // 2) / dim)
     if rotary == "complex":
@@ -278,8 +278,8 @@ class QwenImage(FluxDouble):
             self.rotate(self.norm_added_q(text_q), tables[1]),
             self.rotate(self.norm_added_k(text_k), tables[1]),
         )
-        joined = (torch.cat(pair, dim=1) for pair in ((text_q, q), (text_k, k), (text_v, v)))
-        out = ulysses(*joined, self.group).flatten(2, 3).to(q.dtype)
+        q, k, v = (torch.cat(pair, dim=1) for pair in ((text_q, q), (text_k, k), (text_v, v)))
+        out = ulysses(q, k, v, self.group).flatten(2, 3).to(q.dtype)
         x, y = out[:, text.shape[1] :, :], out[:, : text.shape[1], :]
         return [image + self.to_out(x.contiguous()), text + self.to_add_out(y.contiguous())]
 
@@ -407,7 +407,7 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.checkpointed = group, checkpointed
-        self.ranks, self.rank = (1, 0) if group is None or not whole_tables else (group.size(), group.rank())
+        self.part = (group.size(), group.rank()) if whole_tables and group is not None else None
         self.layers = nn.ModuleList(BLOCKS[name](size, group, rotary) for _ in range(layers))
         generator = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
@@ -415,8 +415,9 @@ class Model(nn.Module):
 
     def forward(self, streams: list[Tensor], tables: list[Table]) -> list[Tensor]:
         """Whole tables are cut as diffusers does."""
-        if self.ranks > 1:
-            tables = [tuple(each.chunk(self.ranks)[self.rank] for each in table) for table in tables]
+        if self.part is not None:
+            ranks, rank = self.part
+            tables = [tuple(each.chunk(ranks)[rank] for each in table) for table in tables]
         for layer in self.layers:
             if self.checkpointed:
                 streams = checkpoint(layer, streams, tables, use_reentrant=False)
