@@ -93,8 +93,7 @@ class _Rounds:
     def run(self) -> Graph | None:
         with held_outputs(self.graph):
             exchanges = _exchanges(self.graph, self.group_name, self.group_size)
-            open_ones = [i for i, each in exchanges.items() if not self.products(each.start)]
-        ways = dict.fromkeys(open_ones, EARLIER)
+            ways = {i: self._first_way(each) for i, each in exchanges.items() if not self.products(each.start)}
         for _ in range(_MAX_ROUNDS):
             if not ways:
                 return None
@@ -103,6 +102,13 @@ class _Rounds:
                 return moved.graph
             ways = _otherwise(ways, moved.losing)
         return None
+
+    def _first_way(self, exchange: Exchange) -> str:
+        """Earlier if matmuls make what is sent, block by block, with something between."""
+        try:
+            return EARLIER if origins(exchange, self.group_size) and exchange.passed else LATER
+        except CannotFuse:
+            return LATER
 
     def products(self, start: Node) -> list[Product]:
         """The matmuls with which the exchange that starts here can be fused."""
@@ -173,10 +179,7 @@ class _Moved:
             self.rounds.reasons |= {each.start.name: str(reason) for bit, each in self.sent.items() if bit & bits}
 
     def _seed(self, exchange: Exchange) -> None:
-        seeds = origins(exchange, self.rounds.group_size)
-        if not seeds or not exchange.passed:
-            raise CannotFuse("no matmul makes what is exchanged, block by block")
-        for node, place in seeds.items():
+        for node, place in origins(exchange, self.rounds.group_size).items():
             if self.mover.seeds.setdefault(node, place) != place:
                 raise CannotFuse("a matmul's result is exchanged along two dims")
             self.mover.places[node] = place
