@@ -16,6 +16,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
+from fusedcomm.compile.merge.sums import SumMerger
 from fusedcomm.compile.overlap import inductor_order
 from fusedcomm.compile.overlap.estimator import Estimator, device_type_of
 from fusedcomm.compile.overlap.scheduler import OverlapReport, order_again, schedule_graph
@@ -83,10 +84,12 @@ class _Run:
         self.phase = _phase(graph)
         self.fuser = Fuser(graph)
         self.merger = Merger(graph, settings.fuse)
+        self.sums = SumMerger(graph, settings.fuse)
 
     def lines(self) -> list[CollectiveReport]:
         self.fuser.normalize(gathers=True)
         before = self._starts()
+        attempt("merge", self.sums.merge)
         for mesh in self.settings.merge:
             attempt("merge", self.merger.merge, mesh)
         starts = self._starts()
@@ -116,9 +119,10 @@ class _Run:
         return report
 
     def _merged(self, start: str, kind: str, source: str) -> CollectiveReport:
-        into = self.merger.into[start]
-        while into in self.merger.into:  # several meshes may have merged it in turn
-            into = self.merger.into[into]
+        gone = self.sums.into | self.merger.into
+        into = gone[start]
+        while into in gone:  # it may have been merged several times
+            into = gone[into]
         return CollectiveReport(self.phase, "merged", kind, source, start, reason=f"into {into}")
 
     def _fused(self, start: str, kind: str, source: str, fused: Fused) -> CollectiveReport:
