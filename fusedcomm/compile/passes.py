@@ -12,7 +12,7 @@ from torch.fx import Graph
 
 from fusedcomm import files
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
-from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph import breaks, collectives, opaque
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
@@ -23,6 +23,8 @@ from fusedcomm.compile.overlap.scheduler import OverlapReport, order_again, sche
 from fusedcomm.compile.reports import CollectiveReport, CompileReport, FusedCall, source_of
 
 log = logging.getLogger(__name__)
+
+_OPAQUE = "an opaque op with a group: fusedcomm.compile.register_collective says what it stands for"
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class Settings:
         return next((each for each in self.overlap if each.device_type == device_type), None)
 
     def uuid(self) -> str:
-        digests = [estimator.digest() for estimator in self.overlap]
-        return files.cache_key(self.fuse, digests, self.merge, collectives.memberships(), torch.__version__)
+        overlap = [estimator.digest() for estimator in self.overlap]
+        programs, groups = opaque.registered(), collectives.memberships()
+        return files.cache_key(self.fuse, overlap, self.merge, programs, groups, torch.__version__)
 
 
 class FusedcommPass(CustomGraphPass):
@@ -51,7 +54,7 @@ class FusedcommPass(CustomGraphPass):
         self.report = report
 
     def __call__(self, graph: Graph) -> None:
-        if any(collectives.kind_of(node) for node in graph.nodes):
+        if any(collectives.kind_of(node) or opaque.name_of(node) for node in graph.nodes):
             lines = _Run(graph, self.settings).lines()
             for line in lines:
                 log.debug("%s", line)
@@ -87,6 +90,14 @@ class _Run:
         self.sums = SumMerger(graph, settings.fuse)
 
     def lines(self) -> list[CollectiveReport]:
+        attempt("expand", opaque.expand, self.graph)
+        return self._of_collectives() + [
+            CollectiveReport(self.phase, "exposed", name, source_of(node), node.name, reason=_OPAQUE)
+            for node in self.graph.nodes
+            if (name := opaque.name_of(node))
+        ]
+
+    def _of_collectives(self) -> list[CollectiveReport]:
         self.fuser.normalize(gathers=True)
         before = self._starts()
         attempt("merge", self.sums.merge)
@@ -96,6 +107,7 @@ class _Run:
         scheduled = self._schedule()
         found = self.fuser.fuse(self.settings.fuse) if scheduled is None else scheduled.fused
         fused = {start: each for each in found for start in each.savings_us}
+        self.hints = breaks.hints(self.graph)
         return [self._merged(start, *before[start]) for start in before if start not in starts] + [
             self._fused(start, *facts, fused[start]) if start in fused else self._left(start, *facts, scheduled)
             for start, facts in starts.items()
@@ -132,6 +144,7 @@ class _Run:
     def _left(self, start: str, kind: str, source: str, scheduled: OverlapReport | None) -> CollectiveReport:
         reasons = self.merger.reasons.get(start, []) + self.fuser.reasons.get(start, [])
         reason = "; ".join(reasons) or f"no op of fusedcomm fuses {kind}"
+        reason += self.hints.get(start, "")
         line = None if scheduled is None else scheduled.line(start)
         if line is None:
             return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason)

@@ -31,7 +31,10 @@ MERGED: dict[str, tuple[Program, list[tuple[Any, ...]]]] = {
     ),
     "permuted": (lambda c, a, b, d: c.ar(a.permute(1, 0, 2), 0) + c.ar(b, 0).permute(1, 0, 2).contiguous(), [(AR, 0)]),
     "reduce_scatter": (lambda c, a, b, d: c.rs(a, 0) + c.rs(b, 0), [(RS, 0)]),
-    "reduce_scatter of dim 1": (lambda c, a, b, d: c.rs(a, 0, dim=1) + c.rs(b, 0, dim=1) + c.rs(d, 0, dim=1), [(RS, 0)]),
+    "reduce_scatter of dim 1": (
+        lambda c, a, b, d: c.rs(a, 0, dim=1) + c.rs(b, 0, dim=1) + c.rs(d, 0, dim=1),
+        [(RS, 0)],
+    ),
     "scattered along different dims": (
         lambda c, a, b, d: c.rs(a, 0, dim=1).view(4, 4, 6) + c.rs(b, 0),
         [(RS, 0)],
@@ -67,8 +70,9 @@ def merged(world: World, program: Program) -> tuple[Graph, SumMerger]:
     merger = SumMerger(module.graph)
     merger.merge()
     module.graph.lint()
-    given = [sum(each, []) for each in zip(*(inputs(world, SHAPE, seed) for seed in range(3)), strict=True)]
-    copies = [[t.clone() for t in each] for each in given]
+    parts = [inputs(world, SHAPE, seed) for seed in range(3)]
+    given = [[t for (t,) in of_rank] for of_rank in zip(*parts, strict=True)]
+    copies = [[t.clone() for t in of_rank] for of_rank in given]
     want = simulate(plain.graph, world, given)
     torch.testing.assert_close(simulate(module.graph, world, copies), want, rtol=0, atol=0)
     return module.graph, merger

@@ -99,7 +99,7 @@ class Fuser:
 def can_fuse(start: Node, ops: Sequence[str] = OPS) -> bool:
     """Whether one of the ops can stand for the collective that starts here, as the graph is."""
     kind = collectives.kind_of(start)
-    modules = (module for module in MODULES if module.OP in ops and module.KIND == kind)
+    modules = (module for module in MODULES if module.OP in ops and kind == module.KIND)
     return any(attempt(module.OP, module.match, start) is not None for module in modules)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -20,7 +21,7 @@ from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import Collective, functional
 from fusedcomm.compile.graph.layout import CannotFuse, Layout, size_of
 from fusedcomm.compile.graph.matmuls import check_single_use
-from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, hidden_from, held_outputs
+from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs, hidden_from
 from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import WAIT, along, path_back, value
 from fusedcomm.compile.merge.merger import obstacle
@@ -115,18 +116,18 @@ class SumMerger:
                 readers = [user for user in term.x.users if user not in self.rewriter.created]
                 stack.enter_context(hidden_from(term.x, readers))
             if not can_fuse(wait.args[0], self.fuse_ops):  # type: ignore[arg-type]
-                raise CannotFuse("merged, fewer of them could be fused with matmuls")
+                raise CannotFuse("merged, fewer could be fused with matmuls")
 
 
 def _terms(root: Node) -> Iterator[tuple[Node, Node]]:
     """The terms of a sum, from left to right, each with the addition that reads it."""
-    stack = [(operand, root) for operand in reversed(root.args)]
+    stack: list[tuple[Any, Node]] = [(operand, root) for operand in reversed(root.args)]
     while stack:
         node, user = stack.pop()
-        if _is_sum(node) and _only(node.users) == [user]:  # type: ignore[arg-type]
-            stack += [(operand, node) for operand in reversed(node.args)]  # type: ignore[union-attr]
+        if _is_sum(node) and _only(node.users) == [user]:
+            stack += [(operand, node) for operand in reversed(node.args)]
         else:
-            yield node, user  # type: ignore[misc]
+            yield node, user
 
 
 def _is_sum(node: object) -> bool:
