@@ -10,9 +10,9 @@ Graphs compiled from then on are looked at, forward and backward; the program st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fusedcomm.compile.passes import CommutePass, FusedcommPass, OrderPass
     from fusedcomm.compile.reports import CompileReport
 
-__all__ = ["disable", "enable", "enabled", "report"]
+__all__ = ["disable", "enable", "enabled", "register_collective", "report"]
 
 _pass: FusedcommPass | None = None
 _commute_pass: CommutePass | None = None
@@ -42,8 +42,9 @@ def enable(
     """Add the passes to torch.compile's (Inductor's), after those that are there, and begin a new `report()`.
 
     Graphs compiled until `disable()` have, forward and backward, each collective that stands beside a matmul fused with
-    it where an op of fusedcomm has the same result. Nothing else changes: a collective that cannot be fused stays as it
-    was, and `report()` says why. Call it alike on every rank.
+    it where an op of fusedcomm has the same result. Reductions that are added to each other become one of their sum,
+    and custom ops that `register_collective` knows are written out before. Nothing else changes: a collective that
+    cannot be fused stays as it was, and `report()` says why. Call it alike on every rank.
 
     Args:
         fuse: the ops to use, of "matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter"
@@ -147,6 +148,36 @@ def enabled(
         disable()
         if outer is not None:
             _install(outer)
+
+
+def register_collective(name: str, program: Callable[..., Any]) -> None:
+    """Say what a custom op of another package stands for, so that graphs compiled from now on have that in its place.
+
+    DeepSpeed's ``deepspeed::dim_zero_all_to_all`` is known. Call it alike on every rank.
+
+    Args:
+        name: the op's qualified name, "namespace::op". An earlier program of that name is replaced.
+        program: a function with the op's arguments and results, written with functional collectives. It is traced with
+            fake tensors of each call, and its results must have the shapes, dtypes and strides of the op's. A backward
+            that calls the op is covered too.
+
+    Raises:
+        ValueError: name is not of that form, or is one of torch's or fusedcomm's own.
+        TypeError: program is no Python function; the key of compiled graphs has its code.
+
+    Example::
+
+        def program(x, group_name):
+            return torch.ops._c10d_functional.wait_tensor(
+                torch.ops._c10d_functional.all_reduce(x, "sum", group_name)
+            )
+
+
+        fusedcomm.compile.register_collective("package::all_reduce", program)
+    """
+    from fusedcomm.compile.graph import opaque
+
+    opaque.register(name, program)
 
 
 def report() -> CompileReport:

@@ -11,18 +11,21 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fusedcomm import files
-from fusedcomm.compile.commute.commuter import commute, erase_unread, note_of
+from fusedcomm.compile.commute.commuter import CARRIES, commute, erase_unread, note_of
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
-from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph import breaks, collectives, opaque
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
+from fusedcomm.compile.merge.sums import SumMerger
 from fusedcomm.compile.overlap import inductor_order
 from fusedcomm.compile.overlap.estimator import Estimator, device_type_of
 from fusedcomm.compile.overlap.scheduler import OverlapReport, order_again, schedule_graph
 from fusedcomm.compile.reports import CollectiveReport, CompileReport, FusedCall, source_of
 
 log = logging.getLogger(__name__)
+
+_OPAQUE = "an opaque op with a group: fusedcomm.compile.register_collective says what it stands for"
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,9 @@ class Settings:
         return next((each for each in self.overlap if each.device_type == device_type), None)
 
     def uuid(self) -> str:
-        digests = [estimator.digest() for estimator in self.overlap]
-        return files.cache_key(
-            self.fuse, digests, self.merge, self.commute, collectives.memberships(), torch.__version__
-        )
+        overlap = [estimator.digest() for estimator in self.overlap]
+        programs, groups = opaque.registered(), collectives.memberships()
+        return files.cache_key(self.fuse, overlap, self.merge, self.commute, programs, groups, torch.__version__)
 
 
 class FusedcommPass(CustomGraphPass):
@@ -54,7 +56,7 @@ class FusedcommPass(CustomGraphPass):
         self.report = report
 
     def __call__(self, graph: Graph) -> None:
-        if any(collectives.kind_of(node) for node in graph.nodes):
+        if any(collectives.kind_of(node) or opaque.name_of(node) for node in graph.nodes):
             lines = _Run(graph, self.settings).lines()
             for line in lines:
                 log.debug("%s", line)
@@ -71,6 +73,7 @@ class CommutePass(CustomGraphPass):
         self.settings = settings
 
     def __call__(self, graph: Graph) -> None:
+        attempt("expand", opaque.expand, graph)
         attempt("commute", commute, graph, self.settings.fuse)
 
     def uuid(self) -> Any:
@@ -100,18 +103,29 @@ class _Run:
         self.phase = _phase(graph)
         self.fuser = Fuser(graph)
         self.merger = Merger(graph, settings.fuse)
+        self.sums = SumMerger(graph, settings.fuse)
 
     def lines(self) -> list[CollectiveReport]:
         erase_unread(self.graph)
+        attempt("expand", opaque.expand, self.graph)
+        return self._of_collectives() + [
+            CollectiveReport(self.phase, "exposed", name, source_of(node), node.name, reason=_OPAQUE)
+            for node in self.graph.nodes
+            if (name := opaque.name_of(node))
+        ]
+
+    def _of_collectives(self) -> list[CollectiveReport]:
         self.fuser.normalize(gathers=True)
         before = self._starts()
         self.notes = {node.name: note_of(node) for node in self.graph.nodes if collectives.kind_of(node)}
+        attempt("merge", self.sums.merge)
         for mesh in self.settings.merge:
             attempt("merge", self.merger.merge, mesh)
         starts = self._starts()
         scheduled = self._schedule()
         found = self.fuser.fuse(self.settings.fuse) if scheduled is None else scheduled.fused
         fused = {start: each for each in found for start in each.savings_us}
+        self.hints = breaks.hints(self.graph)
         return [self._merged(start, *before[start]) for start in before if start not in starts] + [
             self._fused(start, *facts, fused[start]) if start in fused else self._left(start, *facts, scheduled)
             for start, facts in starts.items()
@@ -135,9 +149,10 @@ class _Run:
         return report
 
     def _merged(self, start: str, kind: str, source: str) -> CollectiveReport:
-        into = self.merger.into[start]
-        while into in self.merger.into:  # several meshes may have merged it in turn
-            into = self.merger.into[into]
+        gone = self.sums.into | self.merger.into
+        into = gone[start]
+        while into in gone:  # it may have been merged several times
+            into = gone[into]
         return CollectiveReport(self.phase, "merged", kind, source, start, reason=f"into {into}")
 
     def _fused(self, start: str, kind: str, source: str, fused: Fused) -> CollectiveReport:
@@ -146,10 +161,12 @@ class _Run:
         return CollectiveReport(self.phase, "fused", kind, source, start, fused.op, reason, saving, call)
 
     def _left(self, start: str, kind: str, source: str, scheduled: OverlapReport | None) -> CollectiveReport:
+        note = self.notes.get(start, "")
         reasons = self.merger.reasons.get(start, []) + self.fuser.reasons.get(start, [])
-        if note := self.notes.get(start):
-            reasons = [*reasons, note]
+        if note:
+            reasons = [note] if note.startswith(CARRIES) else [*reasons, note]
         reason = "; ".join(reasons) or f"no op of fusedcomm fuses {kind}"
+        reason += self.hints.get(start, "")
         line = None if scheduled is None else scheduled.line(start)
         if line is None:
             return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason)

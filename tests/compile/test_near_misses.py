@@ -109,6 +109,25 @@ def right_operand(r: int) -> Any:
     return program, [(B, T * r, HEADS // r, DIM), (K, B * T)]
 
 
+@near_miss("all_gather_matmul: the gathered tensor is the result of a matmul: no op fuses that order")
+def logits_are_gathered(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return all_gather((x @ w).view(B, T, N), 2, world())
+
+    return program, [(B * T, K), (K, N)]
+
+
+@near_miss("matmul_all_reduce: what is reduced is looked up in a table, as a parallel embedding does: no op fuses that")
+def a_part_of_the_vocabulary(r: int) -> Any:
+    def program(x: Tensor, table: Tensor) -> Any:
+        tokens = x.long()
+        outside = (tokens < 0) | (tokens >= K)
+        found = torch.nn.functional.embedding(tokens.masked_fill(outside, 0), table)
+        return funcol.all_reduce(found.masked_fill(outside[..., None], 0.0), "sum", world())
+
+    return program, [(B, T), (K, N)]
+
+
 @near_miss("all_gather_matmul: what arrives is the right operand of the matmul")
 def gathered_weight(r: int) -> Any:
     def program(x: Tensor, w: Tensor) -> Any:

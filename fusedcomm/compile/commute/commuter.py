@@ -29,6 +29,7 @@ from fusedcomm.compile.graph.views import value
 from fusedcomm.cost.model import DEFAULTS
 
 NOTE = "fusedcomm_moves"  # in the metadata of an exchange: over what it was moved, or why it was not
+CARRIES = "it carries"
 _FUSERS = {module.OP: module for module in (matmul_all_to_all, all_to_all_matmul)}
 _MAX_ROUNDS = 8
 
@@ -67,7 +68,7 @@ def erase_unread(graph: Graph) -> None:
 def note_of(start: Node) -> str:
     """What the report says of the moves of a collective."""
     if SMALL in start.meta:
-        return f"it carries {start.meta[SMALL]} of moved ops"
+        return f"{CARRIES} {start.meta[SMALL]} of moved ops"
     note: str = start.meta.get(NOTE, "")
     return note
 

@@ -12,7 +12,8 @@ from fusedcomm.compile.fuse import match_gather
 from fusedcomm.compile.fuse.match_gather import Gathered, Reader
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.matmuls import Product
+from fusedcomm.compile.graph.layout import CannotFuse
+from fusedcomm.compile.graph.matmuls import MATMULS, Product
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import value
 
@@ -34,7 +35,7 @@ class AllGatherMatmulMatch:
 def match(start: Node) -> AllGatherMatmulMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
     found = match_gather.read(start)
-    (reader, first), *more = sorted(found.consumers(), key=lambda each: found.copies(each[0].layout))
+    (reader, first), *more = sorted(_consumers(found), key=lambda each: found.copies(each[0].layout))
     products = [first]
     for other, product in more:
         shares = [f for dim in other.layout.dims for f in dim] == reader.layout.order
@@ -44,6 +45,15 @@ def match(start: Node) -> AllGatherMatmulMatch:
         if shares and independent and value(other.node).dtype == value(reader.node).dtype:
             products.append(product)
     return AllGatherMatmulMatch(found, reader, products)
+
+
+def _consumers(found: Gathered) -> list[tuple[Reader, Product]]:
+    try:
+        return found.consumers()
+    except CannotFuse:
+        if found.x.target in MATMULS:  # as the gather of logits
+            raise CannotFuse("the gathered tensor is the result of a matmul: no op fuses that order") from None
+        raise
 
 
 def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:

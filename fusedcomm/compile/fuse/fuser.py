@@ -97,5 +97,12 @@ class Fuser:
         return result
 
 
+def can_fuse(start: Node, ops: Sequence[str] = OPS) -> bool:
+    """Whether one of the ops can stand for the collective that starts here, as the graph is."""
+    kind = collectives.kind_of(start)
+    modules = (module for module in MODULES if module.OP in ops and kind == module.KIND)
+    return any(attempt(module.OP, module.match, start) is not None for module in modules)
+
+
 def _writes_in_place(start: Node) -> str:
     return "the graph writes in place"

@@ -11,10 +11,11 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product, check_single_use, producer
-from fusedcomm.compile.graph.views import along, follow, is_cast, path_back
+from fusedcomm.compile.graph.views import along, follow, is_cast, path_back, value
 
 aten = torch.ops.aten
 REDUCE_OPS = ("sum", "avg")
+MASKS = {aten.where.self, aten.mul.Tensor, aten.masked_fill.Scalar, aten.index_put.default}
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
     if collective.reduce_op not in REDUCE_OPS:
         raise CannotFuse(f"reduce_op must be sum or avg, got {collective.reduce_op}")
     path = path_back(collective.sent, through_casts=True)
+    if _is_looked_up(path[0]):
+        raise CannotFuse("what is reduced is looked up in a table, as a parallel embedding does: no op fuses that")
     product = producer(path[0], sums=True)
     if any(is_cast(node) for node in path[1:]):
         raise CannotFuse("the matmul's result is cast before it is reduced")
@@ -40,6 +43,17 @@ def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
         received, blocks, _ = collective.received(sent)
     bias = None if product.bias is None else _bias_of_all(product.bias, collective)
     return Reduced(collective, product, bias), follow(collective.wait, received), blocks
+
+
+def _is_looked_up(node: Node) -> bool:
+    """Whether node is a lookup's result, perhaps masked."""
+    while node.target in MASKS:
+        tensors = [each for each in node.args if isinstance(each, Node) and value(each).dtype.is_floating_point]
+        wide = [each for each in tensors if value(each).shape == value(node).shape]
+        if not wide:
+            return False
+        node = path_back(wide[-1], through_casts=True)[0]  # where(mask, 0, looked up)
+    return node.target is aten.embedding.default
 
 
 def _bias_of_all(bias: Node, collective: Collective) -> Node:

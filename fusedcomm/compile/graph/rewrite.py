@@ -141,6 +141,21 @@ def held_outputs(graph: Graph) -> Iterator[None]:
             graph.erase_node(holder)
 
 
+@contextmanager
+def hidden_from(node: Node, users: Sequence[Node]) -> Iterator[None]:
+    """These users read something else instead of node meanwhile."""
+    with node.graph.inserting_before(node):
+        other = node.graph.placeholder("other")
+    other.meta.update(node.meta)
+    try:
+        for user in users:
+            user.replace_input_with(node, other)
+        yield
+    finally:
+        other.replace_all_uses_with(node)
+        node.graph.erase_node(other)
+
+
 def returned(result: Any) -> Any:
     """Stands for the output node, as a user of one of its arguments, while passes run."""
     return result

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.fuse import fuser
+from fusedcomm.compile.fuse.fuser import can_fuse
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import Collective, functional
@@ -22,7 +22,7 @@ from fusedcomm.compile.graph.effects import has_messages, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse, Layout
 from fusedcomm.compile.graph.matmuls import name_of
 from fusedcomm.compile.graph.normalize import from_one_call, part_of
-from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs
+from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs, hidden_from
 from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import along, follow, path_back, value
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
@@ -52,17 +52,17 @@ class Merger:
     def __init__(self, graph: Graph, fuse_ops: Sequence[str] = ()) -> None:
         self.graph = graph
         self.rewriter = Rewriter(graph)
-        self.modules = [module for module in fuser.MODULES if module.OP in fuse_ops]
+        self.fuse_ops = fuse_ops
         self.into: dict[str, str] = {}  # from the name of a start that is gone to that of the merged one
         self.reasons: dict[str, list[str]] = {}  # by the name of the start
 
     def merge(self, mesh: FlattenedMesh) -> None:
         """Merge all chains over dims of the mesh."""
-        before, obstacle = len(self.into), _obstacle(self.graph)
+        before, why_not = len(self.into), obstacle(self.graph)
         with held_outputs(self.graph):
             for start in [node for node in self.graph.nodes if _is_over(node, mesh)]:
-                if obstacle is not None:
-                    self.reasons[start.name] = [f"merge: {obstacle}"]
+                if why_not is not None:
+                    self.reasons[start.name] = [f"merge: {why_not}"]
                 elif start.name not in self.into:
                     for chain in self._attempt(start, find, mesh) or ():
                         if self._attempt(start, self._rewrite, chain):
@@ -98,21 +98,11 @@ class Merger:
 
     def _num_fused(self, starts: Iterable[Node], x: Node, old_users: list[Node]) -> int:
         """How many merged collectives can be fused once the old ones, which also read x, are gone."""
-        with x.graph.inserting_before(x):
-            other = x.graph.placeholder("other")
-        other.meta.update(x.meta)
-        try:
-            for user in old_users:
-                user.replace_input_with(x, other)
+        with hidden_from(x, old_users):
             return sum(map(self._can_fuse, starts))
-        finally:
-            other.replace_all_uses_with(x)
-            x.graph.erase_node(other)
 
     def _can_fuse(self, start: Node) -> bool:
-        kind = collectives.kind_of(start)
-        modules = (module for module in self.modules if kind == module.KIND)
-        return any(attempt(module.OP, module.match, start) is not None for module in modules)
+        return can_fuse(start, self.fuse_ops)
 
 
 def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:
@@ -225,7 +215,7 @@ def _is_over(node: Node, mesh: FlattenedMesh) -> bool:
     return isinstance(name, str) and mesh.named(name) is not None
 
 
-def _obstacle(graph: Graph) -> str | None:
+def obstacle(graph: Graph) -> str | None:
     """Why nothing in the graph can be merged, or None."""
     if writes_before_end(graph):  # a merged collective reads its operand where the chain's first stands
         return "the graph writes in place"

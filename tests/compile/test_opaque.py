@@ -1,0 +1,153 @@
+"""Custom ops of other packages that hold a collective: listed, and written out where their meaning is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm.compile
+from fusedcomm.compile.graph import opaque
+from tests.helpers.graphs import collectives_of, recorded_graphs, targets
+from tests.helpers.merge_world import MESHES, Calls, World, fake_world, traced
+from tests.helpers.on_ranks import on_ranks
+
+_lib = torch.library.Library("deepspeed", "FRAGMENT")
+_others = torch.library.Library("somepackage", "FRAGMENT")
+
+
+def define() -> None:
+    """DeepSpeed's op with its fake and gradient, where DeepSpeed is not imported; and one that nobody knows."""
+    if hasattr(torch.ops.deepspeed, "dim_zero_all_to_all"):
+        return
+
+    def exchange(x: Tensor, group_name: str) -> Tensor:
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=dist.distributed_c10d._resolve_process_group(group_name))
+        return out
+
+    def reduced(x: Tensor, group_name: str, scale: float = 1.0) -> Tensor:
+        out = x * scale
+        dist.all_reduce(out, group=dist.distributed_c10d._resolve_process_group(group_name))
+        return out
+
+    def keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.group_name = inputs[1]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.ops.deepspeed.dim_zero_all_to_all(grad.contiguous(), ctx.group_name), None
+
+    _lib.define("dim_zero_all_to_all(Tensor input, str group_name) -> Tensor")
+    _others.define("reduced(Tensor x, str group_name, float scale=1.0) -> Tensor")
+    for lib, name, kernel in ((_lib, "dim_zero_all_to_all", exchange), (_others, "reduced", reduced)):
+        lib.impl(name, kernel, "CPU")
+        torch.library.register_fake(f"{lib.ns}::{name}", lambda x, *args: torch.empty_like(x), lib=lib)
+    torch.library.register_autograd("deepspeed::dim_zero_all_to_all", backward, setup_context=keep, lib=_lib)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    define()
+    before = dict(opaque._programs)
+    with fake_world(MESHES["2x3"]) as world:
+        yield world
+    opaque._programs.clear()
+    opaque._programs.update(before)
+
+
+def reduce_scaled(x: Tensor, group_name: str, scale: float = 1.0) -> Tensor:
+    c10d = torch.ops._c10d_functional
+    return c10d.wait_tensor(c10d.all_reduce(x * scale, "sum", group_name))
+
+
+def reduce_averaged(x: Tensor, group_name: str, scale: float = 1.0) -> Tensor:
+    c10d = torch.ops._c10d_functional
+    return c10d.wait_tensor(c10d.all_reduce(x * scale, "avg", group_name))
+
+
+def test_an_unknown_op_is_listed_until_it_is_registered(world: World) -> None:
+    from fusedcomm.compile.passes import FusedcommPass, Settings
+    from fusedcomm.compile.reports import CompileReport
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.somepackage.reduced(x @ w, world.name(0), scale=2.0) + Calls(world).ar(x @ w, 0)
+
+    keys = [Settings().uuid()]
+    for _ in range(2):
+        graph, report = traced(program, (4, 3), (3, 5)).graph, CompileReport()
+        FusedcommPass(Settings(), report)(graph)
+        found = {line.collective: line for line in report.collectives if line.node.startswith("reduced")}
+        if found:
+            assert found["somepackage::reduced"].status == "exposed"
+            assert "register_collective" in found["somepackage::reduced"].reason
+        else:
+            assert not targets(graph, "somepackage")
+        fusedcomm.compile.register_collective("somepackage::reduced", reduce_scaled)
+        keys.append(Settings().uuid())
+    assert keys[0] != keys[1] == keys[2]
+    fusedcomm.compile.register_collective("somepackage::reduced", reduce_averaged)
+    assert Settings().uuid() not in keys
+    assert [line.status for line in report.collectives] == ["merged", "merged", "exposed"]
+
+
+def test_a_program_that_returns_something_else_is_not_put_in_place(world: World) -> None:
+    fusedcomm.compile.register_collective("somepackage::reduced", lambda x, group_name: x.sum())
+    graph = traced(lambda x: torch.ops.somepackage.reduced(x, world.name(0)), (4, 3)).graph
+    before = str(graph)
+    with pytest.warns(UserWarning, match="must return what the op does"):
+        assert not opaque.expand(graph)
+    assert str(graph) == before
+
+
+def test_a_name_that_is_no_group_is_none(world: World) -> None:
+    graph = traced(lambda x: torch.ops.somepackage.reduced(x, "no group"), (4, 3)).graph
+    assert not any(map(opaque.name_of, graph.nodes))
+
+
+@pytest.mark.parametrize("name", ["reduced", "::reduced", "aten::add", "fusedcomm::matmul_all_reduce"])
+def test_names_that_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match='name must be "namespace::op" of a custom op'):
+        fusedcomm.compile.register_collective(name, reduce_scaled)
+
+
+def test_only_functions_are_taken() -> None:
+    with pytest.raises(TypeError, match="program must be a Python function"):
+        fusedcomm.compile.register_collective("somepackage::reduced", reduce_scaled.__call__)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_deepspeeds_exchange(rank: int, dynamic: bool) -> None:
+    """As its Ulysses for Hugging Face models writes it, both ways, forward and backward: values, and all is fused."""
+    define()
+    group_name = dist.group.WORLD.group_name
+    exchange = torch.ops.deepspeed.dim_zero_all_to_all
+
+    def program(x: Tensor, w: Tensor, wo: Tensor) -> Tensor:  # x: [tokens / 2, batch, K]
+        tokens, batch, _ = x.shape
+        heads = (x @ w).reshape(tokens, batch, 2, 2, 4).permute(2, 0, 1, 3, 4).contiguous()
+        mine = exchange(heads, group_name).reshape(2 * tokens, batch, 2, 4).contiguous()
+        out = (mine.sigmoid() * mine).reshape(2, tokens, batch, 8).contiguous()
+        back = exchange(out, group_name).permute(1, 2, 0, 3)
+        return back.reshape(tokens, batch, 16).contiguous() @ wo
+
+    torch.manual_seed(rank)
+    args = [torch.randn(shape, requires_grad=True) for shape in ((6, 2, 8), (8, 16), (16, 8))]
+    if dynamic:
+        torch._dynamo.mark_dynamic(args[0], 0)
+    answers = []
+    with recorded_graphs() as graphs, fusedcomm.compile.enabled() as report:
+        for run in (program, torch.compile(program, fullgraph=True)):
+            out = run(*args)
+            answers.append([out, *torch.autograd.grad((out * torch.arange(8)).sum(), args)])
+    torch.testing.assert_close(*answers)
+    text = str(report)
+    assert [targets(graph, "deepspeed") + collectives_of(graph) for graph in graphs] == [[], []], text
+    assert [sorted(targets(graph, "fusedcomm")) for graph in graphs] == [
+        ["all_to_all_matmul", "matmul_all_to_all"],
+        ["all_to_all_matmul", "matmul_all_to_all"],
+    ], text
