@@ -8,7 +8,7 @@ OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatt
 OP ?= $(OPS)
 NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help setup demo test test-all test-torch lint docs wheel bench figures soak sanitize clean
+.PHONY: help setup models demo test test-all test-torch lint docs wheel bench figures soak sanitize clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,10 +27,13 @@ help:
 	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"
 	@echo "            found is in .venv/soak.json; SOAK_ARGS= --calls, --seconds, --seed, --device cuda, --json FILE"
 	@echo "make sanitize  of those the tests of the native part, built with the sanitizers of g++ for addresses and threads"
+	@echo "make models  the packages whose models make test-all runs where they are there: 0.6 GB, minutes, Python 3.11 or newer"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
 	@echo "make clean  remove .venv and everything built"
 
 setup: $(VENV)/.built $(VENV)/.dev
+
+models: $(VENV)/.models
 
 demo: $(VENV)/.built
 	$(BIN)/python -m fusedcomm demo
@@ -122,6 +125,11 @@ $(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml fusedcomm/__init__.
 # fusedcomm itself is there already: this adds what the extra names, and builds nothing again.
 $(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.built
 	$(PIP) "fusedcomm[dev]"
+	@touch $@
+
+# DeepSpeed comes as source only; without isolation it is built beside the torch that is there.
+$(VENV)/.models: constraints.txt pyproject.toml | $(VENV)/.dev
+	$(PIP) --no-build-isolation "fusedcomm[models]"
 	@touch $@
 
 # tests/kernels/test_compile_only.py asserts the signal order in PTX under this version too.
