@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import fusedcomm.compile
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch.ranks import RankPool
+from tests.helpers.block_checks import no_latency
 from tests.helpers.graphs import recorded_graphs
 from tests.models.case import Case
 
@@ -102,7 +103,7 @@ def check(rank: int, model: str, training: bool, layers: int) -> str:
         want = run(whole, whole, inputs, weights)
         parallel = case.parallelize(copy.deepcopy(whole))
         eager = run(parallel, parallel, case.local(inputs), case.local(weights))
-        with recorded_graphs(), fusedcomm.compile.enabled() as report:
+        with recorded_graphs(), no_latency(), fusedcomm.compile.enabled() as report:
             got = run(torch.compile(parallel), parallel, case.local(inputs), case.local(weights))
     want["result"] = case.local(want["result"])
     assert_near({name: of_all_ranks(t, case, name) for name, t in got.items()}, want)

@@ -19,7 +19,7 @@ from fusedcomm.compile.commute.prepare import copied, prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
 from fusedcomm.compile.fuse import all_to_all_matmul, matmul_all_to_all
 from fusedcomm.compile.fuse.time_saved import seconds_left
-from fusedcomm.compile.graph import collectives, normalize
+from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.effects import writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.matmuls import Product
@@ -36,8 +36,8 @@ _MAX_ROUNDS = 8
 
 def commute(graph: Graph, fuse: Sequence[str]) -> bool:
     """Move exchanges of the graph where ops of ``fuse`` can then take their place; returns whether any moved."""
-    has_exchanges = collectives.find(graph, "all_to_all") or normalize.find(graph, gathers=True)
-    if not has_exchanges or writes_before_end(graph):
+    kinds = {collectives.kind_of(node) for node in graph.nodes}
+    if kinds.isdisjoint(("all_to_all", "all_gather")) or writes_before_end(graph):
         return False
     base, moved = prepared(graph), None
     reasons: dict[str, str] = {}
