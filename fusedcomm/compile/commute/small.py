@@ -11,7 +11,7 @@ from collections import defaultdict
 import torch
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.commute.mover import PURPOSES, SMALL
+from fusedcomm.compile.commute.mover import CONSTANTS, GRADIENTS, PURPOSES, SMALL
 from fusedcomm.compile.commute.places import shape
 from fusedcomm.compile.graph.layout import product
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
@@ -19,10 +19,11 @@ from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import WAIT, value
 
 aten = torch.ops.aten
+SENT_AS_BYTES = (CONSTANTS, GRADIENTS)  # what is summed needs its dtype
 
 
 def join(graph: Graph) -> None:
-    """Join collectives of one purpose, group and dtype that do not depend on each other."""
+    """Join collectives of one purpose and group that do not depend on each other."""
     rewriter = Rewriter(graph)
     for purpose in PURPOSES:
         for starts in alike(graph, purpose):
@@ -39,26 +40,30 @@ def alike(graph: Graph, purpose: str) -> list[list[Node]]:
         level[node] = max((level[each] for each in node.all_input_nodes), default=0)
         if node.meta.get(SMALL) == purpose:
             sent, *others = node.args
-            found[node.target, str(others), value(sent).dtype, level[node]].append(node)  # type: ignore[arg-type]
+            dtype = None if purpose in SENT_AS_BYTES else value(sent).dtype  # type: ignore[arg-type]
+            found[node.target, str(others), dtype, level[node]].append(node)
             level[node] += 1
     return list(found.values())
 
 
 def _join(rewriter: Rewriter, starts: list[Node]) -> None:
-    """[R, ...] of each, side by side as [R, all elements]."""
-    last = starts[-1]
+    """[R, ...] of each, side by side as [R, all elements]; as [R, all bytes] if they have different dtypes."""
+    last, call = starts[-1], rewriter.call
     sents: list[Node] = [start.args[0] for start in starts]  # type: ignore[misc]
+    group_size = shape(sents[0])[0]
+    are_bytes = len({value(sent).dtype for sent in sents}) > 1
     with rewriter.before(last, like=last):
-        widths = [product(shape(sent)[1:]) for sent in sents]
-        group_size = shape(sents[0])[0]
-        rows = [rewriter.reshape(sent, [group_size, width]) for sent, width in zip(sents, widths, strict=True)]
-        start = rewriter.call(last.target, rewriter.call(aten.cat.default, rows, 1), *last.args[1:])
+        rows = [rewriter.reshape(sent, [group_size, product(shape(sent)[1:])]) for sent in sents]
+        if are_bytes:
+            rows = [call(aten.view.dtype, row, torch.uint8) for row in rows]
+        widths = [shape(row)[1] for row in rows]
+        start = call(last.target, call(aten.cat.default, rows, 1), *last.args[1:])
         start.meta[SMALL] = last.meta[SMALL]
-        received = rewriter.call(aten.split_with_sizes.default, rewriter.call(WAIT, start), widths, 1)
-        parts = [rewriter.call(operator.getitem, received, i) for i in range(len(starts))]
-        parts = [
-            rewriter.contiguous(rewriter.reshape(part, shape(sent))) for part, sent in zip(parts, sents, strict=True)
-        ]
+        received = call(aten.split_with_sizes.default, call(WAIT, start), widths, 1)
+        parts = [rewriter.contiguous(call(operator.getitem, received, i)) for i in range(len(starts))]
+        if are_bytes:
+            parts = [call(aten.view.dtype, part, value(sent).dtype) for part, sent in zip(parts, sents, strict=True)]
+        parts = [rewriter.reshape(part, shape(sent)) for part, sent in zip(parts, sents, strict=True)]
     for old, part in zip(starts, parts, strict=True):
         (wait,) = old.users
         replace_node(wait, part)
