@@ -57,7 +57,7 @@ FLAGS = [each.name for each in fields(Case) if each.type == "bool"]
 class Outcome:
     """What a rank found. Each difference is relative to the largest value."""
 
-    lines: list[str]  # of the report
+    lines: list[str]  # the report's
     fused: dict[str, Counter[str]]  # by graph: ops, each as often as it stands for an exchange
     left: dict[str, list[tuple[str, str]]]  # by graph: the other collectives, their names and shapes
     from_eager: Differences  # by value: from the same program in eager, on this rank

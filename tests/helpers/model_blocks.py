@@ -25,8 +25,8 @@ _aten = torch.ops.aten
 @dataclass(frozen=True)
 class Size:
     batch: int = 1
-    tokens: int = 8  # of this rank
-    text: int = 4  # of this rank, in a second stream
+    tokens: int = 8  # this rank's
+    text: int = 4  # this rank's, in a second stream
     heads: int = 4
     head_dim: int = 8
 

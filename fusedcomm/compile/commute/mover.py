@@ -51,7 +51,7 @@ class Mover:
     def __init__(self, graph: Graph, group_name: str, group_size: int) -> None:
         self.graph, self.group_name, self.group_size = graph, group_name, group_size
         self.rewriter = Rewriter(graph)
-        self.places: dict[Node, Place | None] = {}  # of what is computed from blocks; None: it has none itself
+        self.places: dict[Node, Place | None] = {}  # where the blocks are; None: computed from blocks, has none
         self.seeds: dict[Node, Place] = {}  # results of matmuls, which are exchanged as they are
         self.given: dict[Node, Node] = {}  # what arrives by an exchange: what was sent
         self.created: dict[Node, None] = {}

@@ -35,7 +35,7 @@ def join(graph: Graph) -> None:
 def alike(graph: Graph, purpose: str) -> list[list[Node]]:
     """The small collectives of this purpose, those together that can be one: none of them depends on another."""
     found: dict[tuple[object, ...], list[Node]] = defaultdict(list)
-    level: dict[Node, int] = {}  # of each node, how many of these collectives it depends on, one behind the other
+    level: dict[Node, int] = {}  # how many of these collectives a node depends on, one behind the other
     for node in graph.nodes:
         level[node] = max((level[each] for each in node.all_input_nodes), default=0)
         if node.meta.get(SMALL) == purpose:
