@@ -49,7 +49,7 @@ def commute(graph: Graph, fuse: Sequence[str]) -> bool:
         small.join(moved)
         replace_nodes(graph, moved)
     for start in collectives.find(graph, "all_to_all"):
-        if start.name in reasons:
+        if reasons.get(start.name):
             start.meta[NOTE] = f"commute: {reasons[start.name]}"
     return moved is not None
 
@@ -107,9 +107,11 @@ class _Rounds:
     def _first_way(self, exchange: Exchange) -> str:
         """Earlier if matmuls make what is sent, block by block, with something between."""
         try:
-            return EARLIER if origins(exchange, self.group_size) and exchange.passed else LATER
+            way = EARLIER if origins(exchange, self.group_size) and exchange.passed else LATER
         except CannotFuse:
-            return LATER
+            way = LATER
+        self.reasons[exchange.start.name] = exchange.obstacle
+        return way
 
     def products(self, start: Node) -> list[Product]:
         """The matmuls with which the exchange that starts here can be fused."""
@@ -208,7 +210,8 @@ class _Moved:
             if after >= before:
                 losing |= part
                 for each in (each for bit, each in self.sent.items() if bit & part):
-                    self.rounds.reasons[each.start.name] = each.obstacle or "a move would cost what it saves"
+                    if not self.rounds.reasons[each.start.name]:
+                        self.rounds.reasons[each.start.name] = "a move would cost what it saves"
         return losing
 
     def _passed(self, bit: int) -> list[str]:

@@ -17,13 +17,12 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.commute.places import shape
+from fusedcomm.compile.commute.places import VIEWS, shape
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.layout import Size, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of
-from fusedcomm.compile.graph.views import RESHAPES
 
 aten = torch.ops.aten
 _PLAIN = {aten.mm.default, aten.addmm.default}
@@ -100,7 +99,7 @@ def _is_last(node: Node, dim: int = 0, *_: object) -> bool:
 
 
 def _keeps_features(node: Node, like: Node) -> bool:
-    return node.target in RESHAPES and shape(node)[-1:] == shape(like)[-1:] and node.args[0] is like
+    return node.target in VIEWS and shape(node)[-1:] == shape(like)[-1:] and node.args[0] is like
 
 
 # cat, then matmul
@@ -190,7 +189,7 @@ def _cuts(node: Node) -> list[tuple[Size, Size, Node]]:
 
 def _cut_result(rewriter: Rewriter, matmul: Node, groups: Sequence[Part]) -> None:
     *bias, x, w = matmul.args
-    if matmul.kwargs or (bias and len(shape(bias[0])) != 1):  # type: ignore[arg-type]
+    if matmul.kwargs or (bias and shape(bias[0]) != shape(matmul)[1:]):  # type: ignore[arg-type]
         return
     for group in groups:
         end = group.begin + group.width

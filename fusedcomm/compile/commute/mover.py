@@ -274,7 +274,9 @@ class Mover:
             return self.rewriter.reshape(args[0], shape(node))
         if target in COMPLEX:  # strides must be those of pairs
             args = (self.rewriter.contiguous(args[0]),)
-        return self.rewriter.call(target, *args, **kwargs)
+        result = self.rewriter.call(target, *args, **kwargs)
+        # a number that became a tensor with dims decides on the dtype
+        return self._cast(result, node) if is_elementwise(node) else result
 
     def _write(self, node: Node, write: Callable[[], Node]) -> Node:
         """What ``write`` adds, behind ``node`` and what was put there before."""

@@ -33,15 +33,21 @@ def join(graph: Graph) -> None:
 
 
 def alike(graph: Graph, purpose: str) -> list[list[Node]]:
-    """The small collectives of this purpose, those together that can be one: none of them depends on another."""
+    """The small collectives of this purpose, those together that can be one: none of them depends on another.
+
+    What the forward needs must not wait for the gradients of the outputs.
+    """
     found: dict[tuple[object, ...], list[Node]] = defaultdict(list)
+    backward: set[Node] = {node for node in graph.find_nodes(op="placeholder") if "tangents_" in node.name}
     level: dict[Node, int] = {}  # how many of these collectives a node depends on, one behind the other
     for node in graph.nodes:
         level[node] = max((level[each] for each in node.all_input_nodes), default=0)
+        if any(each in backward for each in node.all_input_nodes):
+            backward.add(node)
         if node.meta.get(SMALL) == purpose:
             sent, *others = node.args
             dtype = None if purpose in SENT_AS_BYTES else value(sent).dtype  # type: ignore[arg-type]
-            found[node.target, str(others), dtype, level[node]].append(node)
+            found[node.target, str(others), dtype, level[node], node in backward].append(node)
             level[node] += 1
     return list(found.values())
 
