@@ -83,8 +83,12 @@ class Mover:
         return self._write(node, lambda: self._all_to_all(node, place, small))
 
     def _may_be_passed(self, node: Node, place: Place | None = None) -> bool:
-        """Whether the one tensor that node is computed from may be exchanged in its stead: it is no larger."""
-        if node in self.places or not (node.target in REARRANGES or is_elementwise(node)) or len(tensors(node)) != 1:
+        """Whether the one tensor that node is computed from may be exchanged in its stead: it is no larger.
+
+        Numbers in node's arguments may be this rank's own, as the first of its positions is.
+        """
+        is_plain = is_elementwise(node) and len(node.args) == 1 and not node.kwargs
+        if node in self.places or not (node.target in REARRANGES or is_plain):
             return False
         (operand,) = tensors(node)
         if place is not None:
@@ -206,7 +210,9 @@ class Mover:
         parts = rewriter.reshape(exchanged, [*size[:at], outer, self.group_size, place.inner, *size[at + 1 :]])
         parts = rewriter.call(aten.permute.default, parts, [at + 1, *(d for d in range(ndim + 2) if d != at + 1)])
         summed = [d + 1 if d < at else d + 2 for d in dims if d != at] + [at + 1, at + 2]
-        dtype = torch.promote_types(value(node).dtype, torch.float32)  # rounded once, when all parts are added
+        dtype = value(node).dtype
+        if dtype.is_floating_point:
+            dtype = torch.promote_types(dtype, torch.float32)  # rounded once, when all parts are added
         total = rewriter.call(aten.sum.dim_IntList, parts, sorted(summed), False, dtype=dtype)
         total = rewriter.reshape(total, [self.group_size, *shape(node)])
         if node.target in (aten.mean.dim, aten.mean.default):

@@ -1,0 +1,177 @@
+"""Programs with one exchange and something between it and its matmul: what moves, and the values of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedcomm.compile
+from tests.helpers.block_checks import interpreted, no_latency
+from tests.helpers.model_blocks import all_to_all
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.thorough import thorough_but
+
+TOKENS, HEADS, HEAD_DIM = 4, 4, 4
+DIM = HEADS * HEAD_DIM
+Values = dict[str, Tensor]
+Program = Callable[[Values], Any]
+BEFORE: dict[
+    str, Callable[[Tensor, Values], Tensor]
+] = {  # between a matmul's result [t, heads, head_dim] and an exchange
+    "softmax": lambda y, v: y.softmax(-1),
+    "softmax over tokens": lambda y, v: y.softmax(0),
+    "largest of a head": lambda y, v: y / (1 + y.abs().amax(-1, True)),
+    "variance of a head": lambda y, v: y / (1 + y.var(-1, keepdim=True)),
+    "where": lambda y, v: torch.where(v["token"] > 0, y, 0.0),
+    "masked_fill": lambda y, v: y.sin().masked_fill(v["token"] > 0, -1.0),
+    "comparison": lambda y, v: (y > v["token"]) * y,
+    "in place": lambda y, v: y.mul(2).add_(v["token"]).mul_(v["token"]),
+    "number of its own": lambda y, v: torch.tanh(y) * v["number"],
+    "number of a larger dtype": lambda y, v: y.bfloat16() * v["number"],
+    "tensor per head": lambda y, v: y.sin() * v["head"] + v["all"],
+    "positions": lambda y, v: y * (torch.arange(TOKENS) + dist.get_rank() * TOKENS)[:, None, None].float().cos(),
+    "mean of heads and tokens": lambda y, v: y - y.mean(dim=(0, 1), keepdim=True),
+    "sum over everything": lambda y, v: y / (1 + y.square().sum()),
+    "count": lambda y, v: y * (y > 0).sum((1, 2), keepdim=True),
+    "residual": lambda y, v: y.sin() + v["x"].unflatten(1, (HEADS, HEAD_DIM)),
+    "norm across heads": lambda y, v: F.rms_norm(y.flatten(1), (DIM,), v["feature"]).unflatten(1, (HEADS, HEAD_DIM)),
+    "layer norm across heads": lambda y, v: F.layer_norm(y.flatten(1), (DIM,), v["feature"]).unflatten(
+        1, (HEADS, HEAD_DIM)
+    ),
+    "dropout of a mask": lambda y, v: y * F.dropout(torch.ones_like(y), 0.0) * v["token"],
+}
+STAYS = {  # with what stands in its way
+    "softmax over heads": (lambda y, v: y.softmax(1), "a move would cost what it saves"),
+    "running sum": (lambda y, v: y.cumsum(1), "cumsum stands between"),
+    "turned heads": (lambda y, v: y.flip(1), "rev stands between"),
+}
+BEHIND: dict[str, Callable[[Tensor, Values], Tensor]] = {  # between an exchange and a matmul
+    "norm": lambda y, v: F.rms_norm(y, (HEAD_DIM,), v["in head"]),
+    "gate": lambda y, v: y * v["all"].sigmoid(),
+    "number per token": lambda y, v: y * v["token"],
+}
+QUICK = ["mean of heads and tokens", "norm across heads", "number of a larger dtype", "positions", "tensor per head"]
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return all_to_all(x, dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return all_to_all(grad.contiguous(), dist.group.WORLD)
+
+
+def to_heads(y: Tensor) -> Tensor:
+    """[t, heads, head_dim] -> [R t, heads / R, head_dim]"""
+    world_size = dist.get_world_size()
+    y = y.unflatten(1, (world_size, -1)).transpose(0, 1).contiguous()
+    return Exchange.apply(y).flatten(0, 1)
+
+
+def to_tokens(y: Tensor) -> Tensor:
+    world_size = dist.get_world_size()
+    return Exchange.apply(y.unflatten(0, (world_size, -1)).contiguous()).transpose(0, 1).flatten(1, 2)
+
+
+def inputs() -> Values:
+    """Of this rank alone, weights too."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    shapes = {
+        "x": (TOKENS, DIM),
+        "w": (DIM, DIM),
+        "token": (TOKENS, 1, 1),
+        "head": (HEADS, 1),
+        "in head": (HEAD_DIM,),
+        "feature": (DIM,),
+        "all": (TOKENS, HEADS, HEAD_DIM),
+        "number": (),
+        "y": (TOKENS * world_size, HEADS // world_size, HEAD_DIM),
+        "wide": (DIM, 3 * DIM),
+    }
+    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+
+
+def results(program: Program, values: Values) -> list[Tensor | None]:
+    """The outputs, and this rank's gradient of each input."""
+    outs = program(values)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    loss = sum((out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in outs)
+    return [*outs, *torch.autograd.grad(loss, list(values.values()), allow_unused=True)]
+
+
+def check(program: Program) -> fusedcomm.compile.CompileReport:
+    """The compiled program has eager's values, dtypes and gradients on this rank."""
+    torch._dynamo.reset()  # all programs come from few lines
+    values = inputs()
+    want = results(program, values)
+    with no_latency(), fusedcomm.compile.enabled() as report:
+        got = results(torch.compile(program, fullgraph=True, backend=interpreted), values)
+    for a, b in zip(got, want, strict=True):
+        if a is None or b is None:  # a gradient that is 0 everywhere may be left out
+            assert all(each is None or not each.any() for each in (a, b))
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-4 if b.dtype == torch.float32 else 2e-2, atol=1e-4)
+    return report
+
+
+def product(v: Values) -> Tensor:
+    return (v["x"] @ v["w"]).unflatten(1, (HEADS, HEAD_DIM))
+
+
+@pytest.mark.filterwarnings("error:fusedcomm.compile")
+@on_ranks(2)
+@pytest.mark.parametrize("name", thorough_but(QUICK, BEFORE))
+def test_ops_between_a_matmul_and_an_exchange(rank: int, name: str) -> None:
+    check(lambda v: to_heads(BEFORE[name](product(v), v)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", thorough_but(["norm"], BEHIND))
+def test_ops_between_an_exchange_and_a_matmul(rank: int, name: str) -> None:
+    check(lambda v: BEHIND[name](to_tokens(v["y"]), v).flatten(1) @ v["w"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", thorough_but(["softmax over heads"], STAYS))
+def test_what_mixes_blocks_stays(rank: int, name: str) -> None:
+    op, reason = STAYS[name]
+    report = check(lambda v: to_heads(op(product(v), v)))
+    assert report.collectives[0].reason.endswith(f"commute: {reason}"), report.collectives[0].reason
+
+
+@on_ranks(2)
+def test_sums_that_the_forward_returns_wait_for_no_gradient(rank: int) -> None:
+    def program(v: Values) -> Any:
+        y = product(v)
+        squares = y.square().mean((1, 2), keepdim=True)
+        return to_heads(y * torch.rsqrt(squares + 1)), squares
+
+    check(program)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("bias", [1, 3 * DIM])
+def test_a_wide_matmul_with_a_bias_is_cut(rank: int, bias: int) -> None:
+    def program(v: Values) -> Any:
+        y = torch.addmm(v["wide"][0, :bias], v["x"], v["wide"])
+        return to_heads(y[:, :DIM].unflatten(1, (HEADS, HEAD_DIM)).sin()), y[:, DIM:].sin()
+
+    check(program)
+
+
+@on_ranks(2)
+def test_rows_that_are_one_are_not_cut_as_several(rank: int) -> None:
+    def program(v: Values) -> Any:
+        y = (v["x"][:1] @ v["wide"]).expand(TOKENS, -1)
+        return to_heads(y[:, :DIM].unflatten(1, (HEADS, HEAD_DIM)).sin()), y[:, DIM:].sin()
+
+    check(program)
