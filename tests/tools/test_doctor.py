@@ -151,8 +151,8 @@ def planted_topology(rank: int, reason: str) -> GroupAnswer:
     """The library's own verdict for a group whose vote said so."""
     ours = dispatch.member
 
-    def member(group_name: str, device: torch.device) -> Any:
-        real = ours(group_name, device)
+    def member(*call: Any) -> Any:
+        real = ours(*call)
         return dataclasses.replace(real, topology=dataclasses.replace(real.topology, no_workspace=reason))
 
     with mock.patch.object(dispatch, "member", member):
