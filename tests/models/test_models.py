@@ -30,20 +30,29 @@ pytestmark = pytest.mark.thorough
 # Fused, of all collectives, by kind, in models of one layer, of each kind that the model has. DeepSpeed's own op for
 # models of Hugging Face, 4 and 8 exchanges, is not known to be a collective.
 FUSED = {  # model: inference; forward and backward
-    "diffusers.wan": ("all_gather 0/1, all_to_all 2/4", "all_gather 0/1, all_to_all 4/8"),
-    "diffusers.wan-fused-qkv": ("all_gather 0/1, all_to_all 1/4", "all_gather 0/1, all_to_all 2/8"),
-    "diffusers.flux": ("all_gather 0/1, all_to_all 1/8", "all_gather 0/1, all_to_all 2/16"),
-    "diffusers.flux2": ("all_gather 0/1, all_to_all 0/8", "all_gather 0/1, all_to_all 0/16"),
-    "diffusers.qwen-image": ("all_gather 0/1, all_to_all 0/4", "all_gather 0/1, all_to_all 0/8"),
-    "diffusers.ltx": ("all_gather 0/1, all_to_all 4/8", "all_gather 0/1, all_to_all 8/16"),
+    "diffusers.wan": (
+        "all_gather 0/1, all_reduce 0/1, all_to_all 4/5",
+        "all_gather 0/1, all_reduce 0/2, all_to_all 8/10",
+    ),
+    "diffusers.wan-fused-qkv": (
+        "all_gather 0/1, all_reduce 0/1, all_to_all 2/3",
+        "all_gather 0/1, all_reduce 0/2, all_to_all 4/6",
+    ),
+    "diffusers.flux": ("all_gather 0/1, all_to_all 12/13", "all_gather 0/1, all_to_all 24/26"),
+    "diffusers.flux2": ("all_gather 0/1, all_to_all 10/11", "all_gather 0/1, all_to_all 20/22"),
+    "diffusers.qwen-image": ("all_gather 0/1, all_to_all 7/8", "all_gather 0/1, all_to_all 14/16"),
+    "diffusers.ltx": (
+        "all_gather 0/1, all_reduce 0/2, all_to_all 8/9",
+        "all_gather 0/1, all_reduce 0/4, all_to_all 16/18",
+    ),
     "transformers.llama": ("all_gather 0/1, all_reduce 2/3", "all_gather 0/1, all_reduce 8/9"),
     "transformers.qwen3": ("all_gather 0/1, all_reduce 2/3", "all_gather 0/1, all_reduce 8/9"),
     "deepspeed.distributed-attention": ("all_to_all 4/4", "all_to_all 8/8"),
-    "deepspeed.distributed-attention-with-norms": ("all_to_all 2/4", "all_to_all 4/8"),
+    "deepspeed.distributed-attention-with-norms": ("all_to_all 4/5", "all_to_all 8/10"),
     "deepspeed.hugging-face-llama": ("all_gather 0/1", "all_gather 0/1"),
     "torchtitan.llama": ("all_gather 3/4, reduce_scatter 2/3", "all_gather 5/7, reduce_scatter 5/6"),
 }
-FUSED_IN_TWO_LAYERS = {"diffusers.wan": "all_gather 0/1, all_to_all 8/16"}
+FUSED_IN_TWO_LAYERS = {"diffusers.wan": "all_gather 0/1, all_reduce 0/4, all_to_all 16/18"}
 FUSED_ON_FOUR_RANKS = {"diffusers.flux": FUSED["diffusers.flux"][0]}  # as on two
 
 
