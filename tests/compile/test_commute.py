@@ -82,7 +82,7 @@ def to_tokens(y: Tensor) -> Tensor:
 
 
 def inputs() -> Values:
-    """Of this rank alone, weights too."""
+    """This rank's own, weights too."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     shapes = {
