@@ -7,7 +7,7 @@ Every op takes a group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim)
 from fusedcomm import nn
 from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.ops import import_hooks
+from fusedcomm.ops import import_hooks, same_moves  # noqa: F401 same_moves registers its op
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.explain import explain

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.commute import small
+from fusedcomm.compile.commute import same_moves, small
 from fusedcomm.compile.commute.mover import PURPOSES, SMALL, Mover
 from fusedcomm.compile.commute.prepare import copied, prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
@@ -47,6 +47,7 @@ def commute(graph: Graph, fuse: Sequence[str]) -> bool:
         reasons |= rounds.reasons
     if moved is not None:
         small.join(moved)
+        same_moves.note(moved)
         replace_nodes(graph, moved)
     for start in collectives.find(graph, "all_to_all"):
         if reasons.get(start.name):
@@ -139,12 +140,13 @@ class _Moved:
 
     def __init__(self, graph: Graph, rounds: _Rounds, ways: dict[int, str]) -> None:
         self.graph, self.rounds, self.ways = graph, rounds, ways
-        self.mover = Mover(graph, rounds.group_name, rounds.group_size)
         self.failed = 0  # bits of exchanges, as in all that follows
         self.roots: list[tuple[Node, int]] = []  # what is computed another way, and by which exchanges
         with held_outputs(graph):
             exchanges = _exchanges(graph, rounds.group_name, rounds.group_size)
             self.sent = {1 << i: exchanges[i] for i in ways}
+            device = value(exchanges[next(iter(ways))].sent).device
+            self.mover = Mover(graph, rounds.group_name, rounds.group_size, device)
             self.before = {bit: seconds_left(collectives.read(each.start), []) for bit, each in self.sent.items()}
             self._move()
             self.losing = self.failed or self._without_gain()

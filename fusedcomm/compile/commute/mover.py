@@ -20,18 +20,19 @@ from torch.fx.node import map_arg
 
 from fusedcomm.compile.commute.places import (
     COMPLEX,
-    FILLS,
     REDUCTIONS,
     SUMS,
     VIEWS,
     Place,
     dims_argument,
     is_elementwise,
+    is_fill,
     permuted,
     rule,
     shape,
     tensors,
 )
+from fusedcomm.compile.commute.same_moves import MOVED
 from fusedcomm.compile.graph.collectives import functional
 from fusedcomm.compile.graph.layout import CannotFuse, Size, assumed, product, quotient
 from fusedcomm.compile.graph.matmuls import name_of
@@ -48,8 +49,8 @@ REARRANGES = VIEWS | PERMUTES | SAME | CASTS | {aten.expand.default}
 class Mover:
     """Writes nodes in the exchanged layout of one group into a graph, each behind the node that it stands for."""
 
-    def __init__(self, graph: Graph, group_name: str, group_size: int) -> None:
-        self.graph, self.group_name, self.group_size = graph, group_name, group_size
+    def __init__(self, graph: Graph, group_name: str, group_size: int, device: torch.device) -> None:
+        self.graph, self.group_name, self.group_size, self.device = graph, group_name, group_size, device
         self.rewriter = Rewriter(graph)
         self.places: dict[Node, Place | None] = {}  # where the blocks are; None: computed from blocks, has none
         self.seeds: dict[Node, Place] = {}  # results of matmuls, which are exchanged as they are
@@ -73,7 +74,7 @@ class Mover:
     def _exchange(self, node: Node, place: Place) -> Node:
         if node in self.given and self.places[node] == place:
             return self.given[node]
-        if node.target in FILLS:
+        if is_fill(node):
             return node  # equal numbers
         if self.places.get(node, place) not in (place, None):
             raise CannotFuse(f"{name_of(node)} is exchanged along two dims")
@@ -103,7 +104,7 @@ class Mover:
         operands: dict[Node, Node] = {}
         for operand in tensors(node):
             back = rule(node, operand).back(place, self.group_size, node)
-            if operand.target in FILLS:
+            if is_fill(operand):
                 operands[operand] = operand
             elif back is not None:
                 operands[operand] = self.exchanged(operand, back)
@@ -141,7 +142,7 @@ class Mover:
 
     def _gather(self, node: Node) -> Node:
         size = [self.group_size, *shape(node)]
-        if node.target in FILLS:
+        if is_fill(node):
             return self._write(node, lambda: self.rewriter.call(aten.expand.default, node, size))
         if node in self.places and node not in self.seeds:
             if self.is_sum_over_blocks(node):
@@ -253,6 +254,8 @@ class Mover:
 
     def _start_and_wait(self, sent: Node, small: str | None) -> Node:
         call, splits, is_complex = self.rewriter.call, [1] * self.group_size, value(sent).is_complex()
+        if value(sent).device != self.device:
+            raise CannotFuse(f"a tensor of {value(sent).device} stands between")
         sent = self.rewriter.contiguous(sent)
         if is_complex:  # which not every backend takes
             sent = call(aten.view_as_real.default, sent)
@@ -295,6 +298,8 @@ class Mover:
         if self.rewriter.created:
             self._last[anchor] = self.rewriter.created[-1]
             self.created.update(dict.fromkeys(self.rewriter.created))
+            for each in self.rewriter.created:
+                each.meta[MOVED] = self.group_name
         return result
 
 

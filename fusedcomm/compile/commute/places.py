@@ -28,7 +28,14 @@ REDUCTIONS = SUMS | {aten.amax.default, aten.amin.default, aten.var_mean.correct
 CUTS = SPLITS | {aten.slice.Tensor, aten.slice_scatter.default}
 PICKS = {aten.select.int, aten.unbind.int}
 COMPLEX = {aten.view_as_complex.default, aten.view_as_real.default}
-FILLS = {aten.full.default, aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.scalar_tensor.default}
+# what makes a tensor of one number: where that number stands among the arguments, if they have it
+FILLS = {
+    aten.full.default: 1,
+    aten.scalar_tensor.default: 0,
+    aten.empty.memory_format: None,
+    aten.zeros.default: None,
+    aten.ones.default: None,
+}
 VIEWS = RESHAPES - {aten.expand.default}
 
 
@@ -144,10 +151,23 @@ def keeps_dims(node: Node) -> bool:
     return bool(node.kwargs.get("keepdim", args[2] if len(args) > 2 else False))
 
 
+def is_fill(node: Node) -> bool:
+    """Whether node is a tensor of one number that stands in the graph, which `same_moves` compares between ranks."""
+    if node.target not in FILLS:
+        return False
+    at = FILLS[node.target]
+    return at is None or not isinstance(node.args[at], Node)
+
+
 def is_elementwise(node: Node) -> bool:
-    """Whether each element of the result is computed from one of every operand, broadcast, and from nothing else."""
+    """Whether each element of the result is computed from one of every operand, broadcast, and from nothing else.
+
+    A number that the program computes, as `Tensor.item` gives one, is this rank's own.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    if not all(map(is_tensor, node.all_input_nodes)):
         return False
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 

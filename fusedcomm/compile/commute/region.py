@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fusedcomm.compile.commute.mover import REARRANGES, Mover
-from fusedcomm.compile.commute.places import FILLS, REDUCTIONS, Place, is_elementwise, is_tensor, rule, shape, tensors
+from fusedcomm.compile.commute.places import REDUCTIONS, Place, is_elementwise, is_fill, is_tensor, rule, shape, tensors
 from fusedcomm.compile.graph.effects import has_effects, is_write
 from fusedcomm.compile.graph.layout import CannotFuse, quotient
 from fusedcomm.compile.graph.matmuls import MATMULS, name_of
@@ -49,7 +49,7 @@ def origins(exchange: Exchange, group_size: int) -> dict[Node, Place]:
     stack, seen = [(exchange.sent, exchange.place)], set()
     while stack:
         node, place = stack.pop()
-        if (node, place) in seen or node.op != "call_function" or node.target in FILLS:
+        if (node, place) in seen or node.op != "call_function" or is_fill(node):
             continue
         seen.add((node, place))
         if node.target in MATMULS:

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.commute.mover import CONSTANTS, GRADIENTS, PURPOSES, SMALL
 from fusedcomm.compile.commute.places import shape
+from fusedcomm.compile.commute.same_moves import MOVED
 from fusedcomm.compile.graph.layout import product
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.sort import sort
@@ -70,6 +71,8 @@ def _join(rewriter: Rewriter, starts: list[Node]) -> None:
         if are_bytes:
             parts = [call(aten.view.dtype, part, value(sent).dtype) for part, sent in zip(parts, sents, strict=True)]
         parts = [rewriter.reshape(part, shape(sent)) for part, sent in zip(parts, sents, strict=True)]
+    for each in rewriter.created:
+        each.meta[MOVED] = last.args[-1]
     for old, part in zip(starts, parts, strict=True):
         (wait,) = old.users
         replace_node(wait, part)
