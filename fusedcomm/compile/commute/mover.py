@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.places import (
     COMPLEX,
     REDUCTIONS,
@@ -32,7 +33,6 @@ from fusedcomm.compile.commute.places import (
     shape,
     tensors,
 )
-from fusedcomm.compile.commute.same_moves import MOVED
 from fusedcomm.compile.graph.collectives import functional
 from fusedcomm.compile.graph.layout import CannotFuse, Size, assumed, product, quotient
 from fusedcomm.compile.graph.matmuls import name_of

@@ -11,9 +11,9 @@ from collections import defaultdict
 import torch
 from torch.fx import Graph, Node
 
+from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import CONSTANTS, GRADIENTS, PURPOSES, SMALL
 from fusedcomm.compile.commute.places import shape
-from fusedcomm.compile.commute.same_moves import MOVED
 from fusedcomm.compile.graph.layout import product
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.sort import sort
