@@ -31,6 +31,7 @@ BEFORE: dict[
     "where": lambda y, v: torch.where(v["token"] > 0, y, 0.0),
     "masked_fill": lambda y, v: y.sin().masked_fill(v["token"] > 0, -1.0),
     "comparison": lambda y, v: (y > v["token"]) * y,
+    "in place into a smaller dtype": lambda y, v: torch.empty_like(y, dtype=torch.bfloat16).copy_(y * v["token"]),
     "in place": lambda y, v: y.mul(2).add_(v["token"]).mul_(v["token"]),
     "number of its own": lambda y, v: torch.tanh(y) * v["number"],
     "number of a larger dtype": lambda y, v: y.bfloat16() * v["number"],

@@ -36,7 +36,6 @@ WANT = {  # forward, backward
     "deepspeed": (Counts(3, 1), Counts(1, 3)),
     "packed": (Counts(1, 1), Counts(1, 1)),
 }
-IN_BFLOAT16 = {"wan": (Counts(1, 1, 2), Counts(1, 1, 2))}  # its norms across heads do not move there yet
 SAVES_CONSTANTS = ["flux2"]  # what a checkpointed backward of the others exchanges again
 NOTHING_MOVES = ["packed"]  # the others exchange constants once, and partial gradients of weights once
 QUICK = ["flux2", "flux_double", "wan"]
@@ -59,10 +58,8 @@ def counts_of(case: Case) -> dict[str, Counter[str]]:
     """By graph. A checkpointed backward runs the forward's exchanges again; of the one behind the attention it needs
     what arrives alone, for grad w.
     """
-    stays = IN_BFLOAT16 if case.autocast or case.bfloat16 else {}
-    want = stays.get(case.block, WANT[case.block])
-    forward, backward = (Counter({name: case.layers * n for name, n in c._asdict().items()}) for c in want)
-    if case.block not in (*NOTHING_MOVES, *stays):
+    forward, backward = (Counter({name: case.layers * n for name, n in c._asdict().items()}) for c in WANT[case.block])
+    if case.block not in NOTHING_MOVES:
         forward["all_to_all_single"] += 1
         backward["all_to_all_single"] += 1
     if case.checkpointed and RECOMPUTED:

@@ -146,7 +146,7 @@ class Mover:
         if node in self.places and node not in self.seeds:
             if self.is_sum_over_blocks(node):
                 part = self.part_of_sum(node)
-                return self._write(node, lambda: self._cast(self._all_reduce(part), node))
+                return self._write(node, lambda: self.rewriter.cast(self._all_reduce(part), value(node).dtype))
             return self._batched(node)
         if self._may_be_passed(node):
             return self._batched(node)
@@ -236,7 +236,7 @@ class Mover:
 
     def _sum_of_parts(self, node: Node, part: Node) -> Node:
         received = self._start_and_wait(part, GRADIENTS)
-        return self._cast(self.rewriter.call(aten.sum.dim_IntList, received, [0]), node)
+        return self.rewriter.cast(self.rewriter.call(aten.sum.dim_IntList, received, [0]), value(node).dtype)
 
     # writing
 
@@ -262,10 +262,6 @@ class Mover:
         received = call(WAIT, start)
         return call(aten.view_as_complex.default, received) if is_complex else received
 
-    def _cast(self, total: Node, node: Node) -> Node:
-        dtype = value(node).dtype
-        return total if value(total).dtype == dtype else self.rewriter.call(_CAST, total, dtype)
-
     def _all_reduce(self, part: Node) -> Node:
         part = self.rewriter.contiguous(part)
         start = self.rewriter.call(functional.all_reduce.default, part, "sum", self.group_name)
@@ -282,7 +278,7 @@ class Mover:
             args = (self.rewriter.contiguous(args[0]),)
         result = self.rewriter.call(target, *args, **kwargs)
         # a number that became a tensor with dims decides on the dtype
-        return self._cast(result, node) if is_elementwise(node) else result
+        return self.rewriter.cast(result, value(node).dtype) if is_elementwise(node) else result
 
     def _write(self, node: Node, write: Callable[[], Node]) -> Node:
         """What ``write`` adds, behind ``node`` and what was put there before."""
@@ -299,7 +295,6 @@ class Mover:
 
 
 _WITH_DIMS = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
-_CAST = torch.ops.prims.convert_element_type.default
 
 
 def _known_quotient(a: Size, b: Size) -> Size:
