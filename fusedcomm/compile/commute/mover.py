@@ -41,6 +41,7 @@ from fusedcomm.compile.graph.views import CASTS, PERMUTES, SAME, WAIT, value
 
 aten = torch.ops.aten
 SMALL = "fusedcomm_small"  # in the metadata of an exchange that may be joined with others
+NORMED = "fusedcomm_normed"  # in the metadata of what is computed from blocks and from a sum over all blocks
 PURPOSES = CONSTANTS, NORMS, GRADIENTS = "constants", "sums of norms", "gradients of weights"
 REARRANGES = VIEWS | PERMUTES | SAME | CASTS | {aten.expand.default}
 
@@ -109,7 +110,10 @@ class Mover:
                 operands[operand] = self.exchanged(operand, back)
             else:
                 operands[operand] = self._along_blocks(operand, place, shape(node)[place.dim])
-        return self._write(node, lambda: self._call(node, operands))
+        repeated = self._write(node, lambda: self._call(node, operands))
+        if any(each in self.places and self.places[each] is None for each in operands):
+            repeated.meta[NORMED] = True
+        return repeated
 
     def _along_blocks(self, node: Node, place: Place, size: Size) -> Node:
         """What is equal for all blocks: the parts of all ranks in their places along a dim of ``size``."""
