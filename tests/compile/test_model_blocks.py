@@ -40,7 +40,8 @@ SAVES_CONSTANTS = ["flux2"]  # what a checkpointed backward of the others exchan
 NOTHING_MOVES = ["packed"]  # the others exchange constants once, and partial gradients of weights once
 QUICK = ["flux2", "flux_double", "wan"]
 MANY_HEADS = Size(heads=16)  # tables of angles in float32 are small beside them
-ROUNDING = {"float32": 2e-6, "bfloat16": 3e-2}  # relative to the largest value
+A_TABLE_PER_HEAD = ["ltx"]  # in float32, exchanged once for all layers: in bfloat16 one layer does not save as much
+ROUNDING = {"float32": 2e-6, "bfloat16": 4e-2}  # relative to the largest value
 OPTIONS: dict[str, dict[str, Any]] = {
     "inference": {"inference": True},
     "two_layers": {"layers": 2},
@@ -97,7 +98,8 @@ def test_what_is_kept_for_the_backward(ranks: Any, block: str) -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("block", SOME)
 def test_options(ranks: Any, block: str, option: str) -> None:
-    check(ranks(2), replace(Case(block, interpreted=True), **OPTIONS[option]))
+    layers = {"layers": 2} if block in A_TABLE_PER_HEAD and option in ("autocast", "bfloat16") else {}
+    check(ranks(2), replace(Case(block, interpreted=True), **OPTIONS[option], **layers))
 
 
 @pytest.mark.parametrize("block", SOME)
