@@ -166,6 +166,21 @@ def test_a_norm_across_heads_keeps_no_more_for_the_backward(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.thorough
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("correction", [None, 0, 1])
+def test_a_variance_across_heads_moves(rank: int, keepdim: bool, correction: int | None) -> None:
+    def program(v: Values) -> Any:
+        y = product(v).flatten(1)
+        variance, mean = torch.var_mean(y, 1, correction=correction, keepdim=keepdim)
+        variance, mean = variance.view(TOKENS, 1), mean.view(TOKENS, 1)
+        return to_heads(((y - mean) * torch.rsqrt(variance + 1)).unflatten(1, (HEADS, HEAD_DIM)))
+
+    fused = [line.op for line in check(program).collectives if line.status == "fused"]
+    assert fused == ["matmul_all_to_all", "all_to_all_matmul"]
+
+
+@on_ranks(2)
 def test_sums_that_the_forward_returns_wait_for_no_gradient(rank: int) -> None:
     def program(v: Values) -> Any:
         y = product(v)

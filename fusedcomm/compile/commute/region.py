@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from fusedcomm.compile.commute.moments import as_sums
 from fusedcomm.compile.commute.mover import REARRANGES, Mover
 from fusedcomm.compile.commute.places import REDUCTIONS, Place, is_elementwise, is_fill, is_tensor, rule, shape, tensors
 from fusedcomm.compile.graph.effects import has_effects, is_write
@@ -69,7 +70,7 @@ def origins(exchange: Exchange, group_size: int) -> dict[Node, Place]:
 
 def infer(mover: Mover) -> None:
     """Note for each node that is computed from blocks where they lie in it. What mixes blocks ends a region."""
-    for node in mover.graph.nodes:
+    for node in (each for whole in mover.graph.nodes for each in as_sums(mover, whole) or [whole]):
         is_computed = node.op == "call_function" and node not in mover.places and is_tensor(node)
         if is_computed and any(each in mover.places for each in tensors(node)):
             try:
