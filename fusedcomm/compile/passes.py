@@ -12,7 +12,7 @@ from torch.fx import Graph
 
 from fusedcomm import files
 from fusedcomm.compile.commute import digests
-from fusedcomm.compile.commute.commuter import CARRIES, commute, erase_unread, note_of
+from fusedcomm.compile.commute.commuter import CARRIES, commute, erase_copies, note_of
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import breaks, collectives, opaque
 from fusedcomm.compile.graph.attempt import attempt
@@ -108,7 +108,7 @@ class _Run:
 
     def lines(self) -> list[CollectiveReport]:
         found = digests.find(self.graph)
-        erase_unread(self.graph)
+        erase_copies(self.graph, of_backward=self.phase == "backward")
         attempt("expand", opaque.expand, self.graph)
         lines = self._of_collectives()
         digests.check_first(self.graph, found)

@@ -16,8 +16,11 @@ from torch._inductor.virtualized import V
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from fusedcomm.ops.library import lib
+
 OUT_OPS = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")  # one result, written by `.out`
 PAIR_OPS = ("all_to_all_matmul", "all_gather_matmul")  # a result, or a list of them, and the by-product
+_PLAIN = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")  # as backwards make them
 
 
 def _register() -> None:
@@ -29,6 +32,27 @@ def _register() -> None:
             overload = getattr(torch.ops.fusedcomm, op).default
             lowering.add_layout_constraint(overload, _constrain)
             lowering.register_lowering(overload, type_promotion_kind=None)(lower(overload))
+    for op in _PLAIN:
+        overload = getattr(torch.ops._c10d_functional, op).default
+        if overload in lowering.lowerings:
+            lowering.lowerings[overload] = _lower_plain(overload, lowering.lowerings[overload])
+
+
+def _lower_plain(overload: torch._ops.OpOverload, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """A C++ wrapper cannot pass on a group name of type Any, as torch 2.13 has it; so it calls an op that takes str."""
+    name = str(overload._schema.name).partition("::")[2]
+    args = str(overload._schema).partition("(")[2].replace("Any group_name", "str group_name")
+    lib.define(f"{name}({args}", tags=[torch.Tag.pt2_compliant_tag])
+    lib.impl(name, overload, "CompositeImplicitAutograd")
+    same = getattr(torch.ops.fusedcomm, name).default
+
+    @functools.wraps(otherwise)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        if not V.graph.cpp_wrapper or V.graph.aot_mode:  # a package is to need no ops of fusedcomm but its own
+            return otherwise(*args, **kwargs)
+        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(same, *args, **kwargs))
+
+    return lower
 
 
 def _lower_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:

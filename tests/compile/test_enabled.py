@@ -176,22 +176,6 @@ def test_a_gather_stays_of_which_the_program_itself_takes_a_part(rank: int, part
     assert collectives_of(graphs[0]) == ["all_gather_into_tensor"]
 
 
-@pytest.mark.thorough
-@on_ranks(2)
-def test_a_result_that_nothing_reads(rank: int) -> None:
-    """A rank that does not use what arrives still takes part in the exchange."""
-
-    def program(x: Tensor, w: Tensor, use: bool) -> Tensor:
-        y = funcol.wait_tensor(funcol.all_to_all_single(x @ w, None, None, world()))
-        return y + 1 if use else x + 1
-
-    x, w = torch.randn(4, 6) + rank, torch.randn(6, 8)
-    with recorded_graphs() as graphs, fusedcomm.compile.enabled() as report:
-        out = torch.compile(program, fullgraph=True)(x, w, False)
-    assert out.equal(x + 1) and collectives_of(graphs[0]) == ["all_to_all_single"]
-    assert "nothing reads its result" in report.collectives[0].reason
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("module", "function"),

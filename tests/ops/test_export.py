@@ -75,20 +75,37 @@ def test_a_package_of_aot_inductor(rank: int, op: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @on_ranks(2)
+@pytest.mark.parametrize("frozen", ["nothing", "x"])
 @pytest.mark.parametrize("op", OPS)
-def test_the_cpp_wrapper(rank: int, op: str) -> None:
-    """matmul_reduce_scatter with its gradient, which is all_gather_matmul: that has a list among its results.
-
-    Others make plain collectives in the backward, which torch's wrapper does not take.
-    """
+def test_the_cpp_wrapper(rank: int, op: str, frozen: str) -> None:
+    """With gradients: all_gather_matmul has a list among its results, and others make plain collectives."""
     torch.manual_seed(rank)
     torch._dynamo.reset()
-    program, x = Program(op), torch.randn(2, 6, 8, requires_grad=True)
+    program, x = Program(op), torch.randn(2, 6, 8, requires_grad=frozen != "x")
+    inputs = [each for each in (x, *program.parameters()) if each.requires_grad]
     compiled: Any = torch.compile(program, fullgraph=True, options={"cpp_wrapper": True})
     answers = []
     for run in (program, compiled):
-        with fusedcomm.force_algorithm("unfused"), torch.set_grad_enabled(op == "matmul_reduce_scatter"):
+        with fusedcomm.force_algorithm("unfused"):
             outs = run(x)  # gloo waits for as long as a rank compiles
             loss = torch.stack([out.square().sum() for out in outs]).sum()
-            answers.append([*outs, *(torch.autograd.grad(loss, x) if loss.requires_grad else ())])
+            grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+            answers.append([*outs, *(grad for grad in grads if grad is not None)])
     torch.testing.assert_close(*answers)
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+def test_torchs_own_collectives_behind_the_cpp_wrapper(rank: int) -> None:
+    _c10d = torch.ops._c10d_functional
+
+    def program(x: Tensor) -> Tensor:
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        y = _c10d.wait_tensor(_c10d.all_to_all_single(x.sin(), [2, 2], [2, 2], group))
+        y = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(y.cos(), "sum", 2, group))
+        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(y.sin(), 2, group)) + 1  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 3) + rank
+    compiled: Any = torch.compile(program, fullgraph=True, options={"cpp_wrapper": True})
+    torch.testing.assert_close(compiled(x), program(x))

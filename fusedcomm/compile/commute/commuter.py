@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fusedcomm.compile.commute import digests, small
 from fusedcomm.compile.commute.backward import recompute_normed
+from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import PURPOSES, SMALL, Mover
 from fusedcomm.compile.commute.prepare import copied, prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
@@ -26,7 +28,7 @@ from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import erase_unused, held_outputs
 from fusedcomm.compile.graph.sort import sort
-from fusedcomm.compile.graph.views import value
+from fusedcomm.compile.graph.views import WAIT, value
 from fusedcomm.cost.model import DEFAULTS
 
 NOTE = "fusedcomm_moves"  # in the metadata of an exchange: over what it was moved, or why it was not
@@ -57,15 +59,24 @@ def commute(graph: Graph, fuse: Sequence[str]) -> bool:
     return moved is not None
 
 
-def erase_unread(graph: Graph) -> None:
-    """Erase moved exchanges that nothing reads.
+def erase_copies(graph: Graph, of_backward: bool) -> None:
+    """Erase collectives that nothing reads here, as they are copies of those in the other of forward and backward.
 
-    AOTAutograd copies those of the forward into the backward where it has saved what they send, and what they bring.
+    A wait is never dead code. So AOTAutograd's partitioner puts a collective of the forward into the backward too where
+    it has saved what it sends, and what is made of what it brings; and a moved one into both. One that the program
+    itself has for nothing stays in its own graph, as peers may read theirs, and so does what is to be recomputed.
     """
-    for start in collectives.find(graph, "all_to_all"):
-        if NOTE in start.meta or SMALL in start.meta:
-            for wait in list(start.users):
-                erase_unused(wait)
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        start = wait
+        while start.target is WAIT:
+            start = start.args[0]
+        if not wait.users and (MOVED in start.meta or (of_backward and _is_of_forward(start))):
+            erase_unused(wait)
+
+
+def _is_of_forward(node: Node) -> bool:
+    recomputed = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("partitioner_tag") == "is_forward" and node.meta.get("recompute") not in recomputed
 
 
 def note_of(start: Node) -> str:

@@ -37,10 +37,10 @@ class Exchange:
         inner = quotient(rows, group_size)
         if inner is None:
             raise CannotFuse(f"its dim 0, of size {rows}, is not known to be divisible by {group_size}")
-        if not wait.users:
-            raise CannotFuse("nothing reads its result")
         while len(wait.users) == 1 and next(iter(wait.users)).target is WAIT:
             wait = next(iter(wait.users))
+        if not wait.users:
+            raise CannotFuse("nothing reads its result")
         return Exchange(start, sent, wait, Place(-len(shape(sent)), inner))
 
 

@@ -23,6 +23,7 @@ from fusedcomm.compile.graph.effects import writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.rewrite import Rewriter, erased, held_outputs
 from fusedcomm.compile.graph.sort import sort
+from fusedcomm.compile.graph.views import WAIT, is_read
 
 MODULES = (  # if two match one collective, the first takes it
     matmul_all_to_all,
@@ -84,9 +85,18 @@ class Fuser:
             if reason is not None:
                 raise CannotFuse(reason)
         savings = {each.start.name: saving_us(each, match.products) for each in match.collectives}
+        is_unread = not any(is_read(each.wait) for each in match.collectives)
         with erased() as names:
             node = module.rewrite(self.rewriter, match)
-        return Fused(module.OP, node, savings, tuple(names), tuple(self.rewriter.created))
+        created = self.rewriter.created
+        if is_unread:
+            created = [*created, self._waited_for(node)]
+        return Fused(module.OP, node, savings, tuple(names), tuple(created))
+
+    def _waited_for(self, op: Node) -> Node:
+        """A wait keeps an op that nothing reads, as it keeps a collective: peers may read theirs, and wait for it."""
+        with self.rewriter.before(op.next, like=op):
+            return self.rewriter.call(WAIT, op)
 
     def _try(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
         """``act(*args)``, or None if it cannot be done; the reason is noted for the collective that args end with."""

@@ -57,6 +57,11 @@ def source(node: Any) -> Node | None:
     return None if join is None else join.origin
 
 
+def is_read(node: Node) -> bool:
+    """Whether anything but waits reads node."""
+    return any(user.target is not WAIT or is_read(user) for user in node.users)
+
+
 def is_cast(node: Node) -> bool:
     return node.target in CASTS
 
@@ -112,8 +117,6 @@ def follow(node: Node, layout: Layout) -> list[tuple[Node, Layout]]:
     """node, and the nodes that rearrange it further, as long as each is the only reader of the one before."""
     found = [(node, layout)]
     while True:
-        if not found[-1][0].users:  # an op in its place would be removed, perhaps not on every rank
-            raise CannotFuse("nothing reads its result")
         nexts = list(derived(found[-1][0]))
         if len(nexts) != 1 or (following := nexts[0][1]) is None or is_cast(following):
             return found
