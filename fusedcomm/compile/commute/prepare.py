@@ -6,7 +6,6 @@ import torch
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.commute import cut_matmuls
 from fusedcomm.compile.fuse.fuser import Fuser
 from fusedcomm.compile.graph.rewrite import held_outputs, replace_node
 from fusedcomm.compile.graph.split_cat import args_of
@@ -25,7 +24,6 @@ def prepared(graph: Graph) -> Graph:
             old, source = args_of(node)[:2]
             if isinstance(source, Node) and _alike(old, source):
                 replace_node(node, source)
-        cut_matmuls.cut(new)
     return new
 
 
