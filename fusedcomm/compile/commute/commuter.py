@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fusedcomm.compile.commute import cut_matmuls, digests, small
+from fusedcomm.compile.commute.backward import recompute_normed
 from fusedcomm.compile.commute.mover import PURPOSES, SMALL, Mover
 from fusedcomm.compile.commute.prepare import copied, prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
@@ -47,6 +48,7 @@ def commute(graph: Graph, fuse: Sequence[str]) -> bool:
         reasons |= rounds.reasons
     if moved is not None:
         small.join(moved)
+        recompute_normed(moved)
         digests.note(moved)
         replace_nodes(graph, moved)
     for start in collectives.find(graph, "all_to_all"):
