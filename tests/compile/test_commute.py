@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx import Node
 from torch.nn import functional as F
 
 import fusedcomm.compile
+from fusedcomm.compile.commute import cut_matmuls
+from fusedcomm.compile.graph.attempt import _warn_once
 from tests.helpers.block_checks import interpreted, no_latency, saved_tensors
+from tests.helpers.graphs import recorded_graphs
 from tests.helpers.model_blocks import all_to_all
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.thorough import thorough_but
@@ -207,3 +212,39 @@ def test_rows_that_are_one_are_not_cut_as_several(rank: int) -> None:
         return to_heads(y[:, :DIM].unflatten(1, (HEADS, HEAD_DIM)).sin()), y[:, DIM:].sin()
 
     check(program)
+
+
+def part_of_a_wide_matmul(v: Values, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    part, rest = (v["x"] @ v["wide"]).split([DIM, 2 * DIM], dim=1)
+    return to_heads(op(part.unflatten(1, (HEADS, HEAD_DIM)))), rest.cos()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_matmul_is_cut_where_its_own_exchange_moves(rank: int, moves: bool) -> None:
+    def program(v: Values) -> Any:
+        op = torch.sin if moves else lambda y: y.cumsum(1)
+        return *part_of_a_wide_matmul(v, op), to_heads(product(v).sin())
+
+    with recorded_graphs() as graphs:
+        report = check(program)
+    print(report)
+    assert [line.op is not None for line in report.collectives if line.graph == "forward"] == [moves, True]
+    wide = [n for n in graphs[0].find_nodes(op="call_function", target=torch.ops.aten.mm.default) if is_wide(n)]
+    assert len(wide) == (0 if moves else 1)
+
+
+def is_wide(node: Node) -> bool:
+    return node.meta["val"].shape[1] == 3 * DIM
+
+
+@on_ranks(2)
+def test_where_cutting_a_matmul_fails_the_other_exchanges_move(rank: int) -> None:
+    def program(v: Values) -> Any:
+        return *part_of_a_wide_matmul(v, torch.sin), to_heads(product(v).sin())
+
+    _warn_once.cache_clear()
+    broken = mock.patch.object(cut_matmuls, "_begin", side_effect=RuntimeError("broken"))
+    with broken, pytest.warns(UserWarning, match="commute failed.*broken"):
+        report = check(program)
+    assert [line.op is not None for line in report.collectives if line.graph == "forward"] == [False, True]

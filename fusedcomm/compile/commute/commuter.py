@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusedcomm.compile.commute import digests, small
+from fusedcomm.compile.commute import cut_matmuls, digests, small
 from fusedcomm.compile.commute.backward import recompute_normed
 from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import PURPOSES, SMALL, Mover
@@ -106,9 +106,7 @@ class _Rounds:
         self.fusers = [module for op, module in _FUSERS.items() if op in fuse]
 
     def run(self) -> Graph | None:
-        with held_outputs(self.graph):
-            exchanges = _exchanges(self.graph, self.group_name, self.group_size)
-            ways = {i: self._first_way(each) for i, each in exchanges.items() if not self.products(each.start)}
+        ways = self._first_ways()
         for _ in range(_MAX_ROUNDS):
             if not ways:
                 return None
@@ -118,14 +116,40 @@ class _Rounds:
             ways = _otherwise(ways, moved.losing)
         return None
 
+    def _first_ways(self) -> dict[int, str]:
+        """Where all exchanges are to move that are not beside matmuls, by their number, if all matmuls may be cut."""
+        with held_outputs(self.graph):
+            found = [i for i, each in self.exchanges(self.graph).items() if not self.products(each.start)]
+        graph = copied(self.graph)
+        with held_outputs(graph):
+            exchanges = self.cut(graph, found, found)
+            return {i: self._first_way(exchanges[i]) for i in found}
+
     def _first_way(self, exchange: Exchange) -> str:
-        """Earlier if matmuls make what is sent, block by block, with something between."""
+        """Earlier if matmuls make what is sent, block by block, with something between, or among other results."""
         try:
-            way = EARLIER if origins(exchange, self.group_size) and exchange.passed else LATER
+            found = origins(exchange, self.group_size)
+            way = EARLIER if found and (exchange.passed or self.products(exchange.start)) else LATER
         except CannotFuse:
             way = LATER
         self.reasons[exchange.start.name] = exchange.obstacle
         return way
+
+    def cut(self, graph: Graph, earlier: Iterable[int], later: Iterable[int]) -> dict[int, Exchange]:
+        """Cut the matmuls that are in the way of these; returns all exchanges."""
+        exchanges = self.exchanges(graph)
+        cut_matmuls.cut(graph, *({exchanges[i].start for i in each} for each in (earlier, later)))
+        return self.exchanges(graph)
+
+    def exchanges(self, graph: Graph) -> dict[int, Exchange]:
+        found = {}
+        starts = [each for each in collectives.find(graph, "all_to_all") if each.args[3] == self.group_name]
+        for i, start in enumerate(starts):
+            try:
+                found[i] = Exchange.of(start, collectives.read(start).wait, self.group_size)
+            except CannotFuse:
+                continue
+        return found
 
     def products(self, start: Node) -> list[Product]:
         """The matmuls with which the exchange that starts here can be fused."""
@@ -137,17 +161,6 @@ class _Rounds:
         return []
 
 
-def _exchanges(graph: Graph, group_name: str, group_size: int) -> dict[int, Exchange]:
-    found = {}
-    starts = [each for each in collectives.find(graph, "all_to_all") if each.args[3] == group_name]
-    for i, start in enumerate(starts):
-        try:
-            found[i] = Exchange.of(start, collectives.read(start).wait, group_size)
-        except CannotFuse:
-            continue
-    return found
-
-
 class _Moved:
     """One attempt: a copy of the graph in which some exchanges are moved, each one of ``ways``."""
 
@@ -156,7 +169,7 @@ class _Moved:
         self.failed = 0  # bits of exchanges, as in all that follows
         self.roots: list[tuple[Node, int]] = []  # what is computed another way, and by which exchanges
         with held_outputs(graph):
-            exchanges = _exchanges(graph, rounds.group_name, rounds.group_size)
+            exchanges = rounds.cut(graph, *([i for i in ways if ways[i] == way] for way in (EARLIER, LATER)))
             self.sent = {1 << i: exchanges[i] for i in ways}
             device = value(exchanges[next(iter(ways))].sent).device
             self.mover = Mover(graph, rounds.group_name, rounds.group_size, device)

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.commute.places import VIEWS, shape
 from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.layout import Size, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
@@ -37,43 +38,41 @@ class Part:
     width: Size
 
 
-def cut(graph: Graph) -> None:
-    """Cut all such matmuls of a graph whose results are held."""
+def cut(graph: Graph, earlier: set[Node], later: set[Node]) -> None:
+    """Cut what is computed from exchanges that move later, and from what those that move earlier are computed.
+
+    The exchanges are given by the nodes that start them. The graph's results are held.
+    """
     rewriter = Rewriter(graph)
-    towards, behind = _towards(graph), _behind(graph)
-    for cat in list(graph.find_nodes(op="call_function", target=aten.cat.default)):
-        if _is_last(cat, *args_of(cat)[1:]):
-            groups = _groups([Part((part,), 0, shape(part)[-1]) for part in args_of(cat)[0]], behind)
-            if len(groups) > 1:
-                _cut_readers(rewriter, cat, groups)
+    towards, behind = _towards(graph, earlier), _behind(graph, later)
     for node in list(graph.nodes):
-        if node.target in _PLAIN and not node._erased:
-            parts = _parts_read(node)
-            groups = _groups(parts, towards) if parts else []
-            if len(groups) > 1:
-                _cut_result(rewriter, node, groups)
+        if node.target is aten.cat.default:
+            attempt("commute", _cut_readers, rewriter, node, behind)
+    for node in list(graph.nodes):
+        if node.target in _PLAIN:
+            attempt("commute", _cut_result, rewriter, node, towards)
 
 
-def _behind(graph: Graph) -> set[Node]:
-    """What is computed from an exchange without a matmul between."""
+def _behind(graph: Graph, starts: set[Node]) -> set[Node]:
+    """What is computed from these exchanges without a matmul or another exchange between."""
     found = set()
     for node in graph.nodes:
-        if collectives.kind_of(node) == "all_to_all" or (
-            node.target not in MATMULS and any(each in found for each in node.all_input_nodes)
-        ):
+        if node in starts or (not _is_end(node) and any(each in found for each in node.all_input_nodes)):
             found.add(node)
     return found
 
 
-def _towards(graph: Graph) -> set[Node]:
-    """From what an exchange is computed without a matmul between."""
+def _towards(graph: Graph, starts: set[Node]) -> set[Node]:
+    """From what these exchanges are computed without a matmul or another exchange between."""
     found = set()
     for node in reversed(graph.nodes):
-        if any(each in found and each.target not in MATMULS for each in node.users) or (
-            collectives.kind_of(node) == "all_to_all"
-        ):
+        if node in starts or any(each in found and (each in starts or not _is_end(each)) for each in node.users):
             found.add(node)
     return found
+
+
+def _is_end(node: Node) -> bool:
+    return node.target in MATMULS or collectives.kind_of(node) == "all_to_all"
 
 
 def _groups(parts: Iterable[Part], exchanged: set[Node]) -> list[Part]:
@@ -105,29 +104,30 @@ def _keeps_features(node: Node, like: Node) -> bool:
 # cat, then matmul
 
 
-def _cut_readers(rewriter: Rewriter, cat: Node, groups: Sequence[Part]) -> None:
-    """Cut the matmuls that read ``cat``, of which ``groups`` are the parts."""
+def _cut_readers(rewriter: Rewriter, cat: Node, behind: set[Node]) -> None:
+    """Cut the matmuls that read what ``cat`` joins."""
+    groups = []
+    if _is_last(cat, *args_of(cat)[1:]):
+        groups = _groups([Part((part,), 0, shape(part)[-1]) for part in args_of(cat)[0]], behind)
+    if len(groups) < 2:
+        return
     views = [cat, *(user for user in cat.users if _keeps_features(user, cat))]
     turned = [user for view in views for user in view.users if user.target is aten.permute.default]
     for view in [*views, *turned]:
         if len(shape(view)) == 2:
             for user in list(view.users):
                 if user.target in _PLAIN:
-                    _cut_reader(rewriter, user, view, cat, groups, is_turned=view in turned)
+                    attempt("commute", _cut_reader, rewriter, user, view, groups, view in turned)
 
 
-def _cut_reader(
-    rewriter: Rewriter, matmul: Node, view: Node, cat: Node, groups: Sequence[Part], is_turned: bool
-) -> None:
+def _cut_reader(rewriter: Rewriter, matmul: Node, view: Node, groups: Sequence[Part], is_turned: bool) -> None:
     *bias, a, b = matmul.args
     is_left = a is view
     if (bias and not (is_left and not is_turned)) or a is b or matmul.kwargs:
         return
     call = rewriter.call
-    with rewriter.before(matmul, like=cat):
-        rows = shape(view)[1 if is_turned else 0]
-        parts = [_two_dims(rewriter, group, rows) for group in groups]
     with rewriter.before(matmul, like=matmul):
+        parts = [_two_dims(rewriter, group, shape(view)[1 if is_turned else 0]) for group in groups]
         if is_turned:
             parts = [call(aten.permute.default, part, [1, 0]) for part in parts]
         if is_left == is_turned:  # the features are rows or columns of the result
@@ -187,27 +187,29 @@ def _cuts(node: Node) -> list[tuple[Size, Size, Node]]:
     return []
 
 
-def _cut_result(rewriter: Rewriter, matmul: Node, groups: Sequence[Part]) -> None:
+def _cut_result(rewriter: Rewriter, matmul: Node, towards: set[Node]) -> None:
     *bias, x, w = matmul.args
-    if matmul.kwargs or (bias and shape(bias[0]) != shape(matmul)[1:]):  # type: ignore[arg-type]
+    groups = _groups(_parts_read(matmul), towards)
+    if len(groups) < 2 or matmul.kwargs or (bias and shape(bias[0]) != shape(matmul)[1:]):  # type: ignore[arg-type]
         return
-    for group in groups:
-        end = group.begin + group.width
-        with rewriter.before(matmul, like=matmul):
+    new = {}
+    with rewriter.before(matmul, like=matmul):
+        for group in groups:
+            end = group.begin + group.width
             columns = rewriter.call(SLICE, w, 1, group.begin, end)
             if bias:
                 part = rewriter.call(SLICE, bias[0], 0, group.begin, end)
                 y = rewriter.call(aten.addmm.default, part, x, columns)
             else:
                 y = rewriter.call(aten.mm.default, x, columns)
-        for node in group.nodes:
-            begin = _begin(node) - group.begin
-            size = shape(node)
-            with rewriter.before(node, like=node):
+            for node in group.nodes:
+                begin, size = _begin(node) - group.begin, shape(node)
                 part = rewriter.reshape(y, [*size[:-1], group.width])
                 if size[-1] != group.width:
                     part = rewriter.call(SLICE, part, len(size) - 1, begin, begin + size[-1])
-            replace_node(node, part)
+                new[node] = part
+    for node, part in new.items():
+        replace_node(node, part)
 
 
 def _begin(node: Node) -> Size:

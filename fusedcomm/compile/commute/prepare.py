@@ -6,7 +6,6 @@ import torch
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.commute import cut_matmuls
 from fusedcomm.compile.fuse.fuser import Fuser
 from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs, replace_node
 from fusedcomm.compile.graph.split_cat import args_of
@@ -28,7 +27,6 @@ def prepared(graph: Graph) -> Graph:
                 with rewriter.before(node, like=node):
                     result = rewriter.cast(source, value(node).dtype)
                 replace_node(node, result)
-        cut_matmuls.cut(new)
     return new
 
 
