@@ -88,9 +88,8 @@ def test_what_peers_multiply_is_not_known(op: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "op", [pytest.param(op, marks=pytest.mark.thorough if i else ()) for i, op in enumerate(BEHIND_A_MATMUL)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("op", BEHIND_A_MATMUL)
 def test_one_rank_reads_it(rank: int, op: str) -> None:
     """Inductor's code keeps the call: without it the reader would wait for its peer."""
 
