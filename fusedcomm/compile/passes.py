@@ -11,7 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fusedcomm import files
-from fusedcomm.compile.commute import same_moves
+from fusedcomm.compile.commute import digests
 from fusedcomm.compile.commute.commuter import CARRIES, commute, erase_copies, note_of
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import breaks, collectives, opaque
@@ -107,11 +107,11 @@ class _Run:
         self.sums = SumMerger(graph, settings.fuse)
 
     def lines(self) -> list[CollectiveReport]:
-        digests = same_moves.digests(self.graph)
+        found = digests.find(self.graph)
         erase_copies(self.graph, of_backward=self.phase == "backward")
         attempt("expand", opaque.expand, self.graph)
         lines = self._of_collectives()
-        same_moves.check_first(self.graph, digests)
+        digests.check_first(self.graph, found)
         return lines + [
             CollectiveReport(self.phase, "exposed", name, source_of(node), node.name, reason=_OPAQUE)
             for node in self.graph.nodes

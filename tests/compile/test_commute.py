@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedcomm.compile
-from tests.helpers.block_checks import interpreted, no_latency
+from tests.helpers.block_checks import interpreted, no_latency, saved_tensors
 from tests.helpers.model_blocks import all_to_all
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.thorough import thorough_but
@@ -31,6 +31,7 @@ BEFORE: dict[
     "where": lambda y, v: torch.where(v["token"] > 0, y, 0.0),
     "masked_fill": lambda y, v: y.sin().masked_fill(v["token"] > 0, -1.0),
     "comparison": lambda y, v: (y > v["token"]) * y,
+    "in place into a smaller dtype": lambda y, v: torch.empty_like(y, dtype=torch.bfloat16).copy_(y * v["token"]),
     "in place": lambda y, v: y.mul(2).add_(v["token"]).mul_(v["token"]),
     "number of its own": lambda y, v: torch.tanh(y) * v["number"],
     "number of a larger dtype": lambda y, v: y.bfloat16() * v["number"],
@@ -146,6 +147,22 @@ def test_what_mixes_blocks_stays(rank: int, name: str) -> None:
     op, reason = STAYS[name]
     report = check(lambda v: to_heads(op(product(v), v)))
     assert report.collectives[0].reason.endswith(f"commute: {reason}"), report.collectives[0].reason
+
+
+@on_ranks(2)
+def test_a_norm_across_heads_keeps_no_more_for_the_backward(rank: int) -> None:
+    """Its input is kept, the normed tensor computed again; a weight and a number per token are of all ranks."""
+    kept = {}
+    for commute in (True, False):
+        torch._dynamo.reset()
+        values = inputs()
+        program = torch.compile(
+            lambda v: to_heads(BEFORE["norm across heads"](product(v), v)), fullgraph=True, backend=interpreted
+        )
+        with no_latency(), fusedcomm.compile.enabled(commute=commute), saved_tensors(values.values()) as saved:
+            program(values)
+        kept[commute] = sum(saved.values())
+    assert kept[False] < kept[True] <= kept[False] + 4 * (DIM + dist.get_world_size() * TOKENS)
 
 
 @on_ranks(2)

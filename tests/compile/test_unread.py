@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import fusedcomm.compile
 from fusedcomm.compile.commute.commuter import erase_copies
-from fusedcomm.compile.commute.same_moves import MOVED
+from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import functional
 from fusedcomm.compile.passes import FusedcommPass, Settings

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -43,6 +43,7 @@ class Case:
     inference: bool = False
     unequal: bool = False  # each rank has weights of its own
     pairs: bool = False  # groups of two ranks that are not neighbours
+    unmoved: bool = False  # exchanges stay where the block has them
     interpreted: bool = False  # graphs are run op by op: Inductor's code takes longer to compile
 
     def __str__(self) -> str:
@@ -60,6 +61,7 @@ class Outcome:
     lines: list[str]  # the report's
     fused: dict[str, Counter[str]]  # by graph: ops, each as often as it stands for an exchange
     left: dict[str, list[tuple[str, str]]]  # by graph: the other collectives, their names and shapes
+    saved_bytes: int  # what the compiled forward keeps for the backward, besides its inputs
     from_eager: Differences  # by value: from the same program in eager, on this rank
     from_one: Differences  # from one process in float32 that has all tokens; gradients of weights are summed over ranks
 
@@ -71,6 +73,8 @@ class Outcome:
         for other, by in (("eager", self.from_eager), ("one process", self.from_one)):
             if by:
                 parts.append(f"worst difference from {other}: {max(by.values()):.1e}, {max(by, key=by.__getitem__)}")
+        if self.saved_bytes:
+            parts.append(f"saved for the backward: {self.saved_bytes} bytes")
         return "\n".join(parts)
 
     def names_left(self, graph: str) -> Counter[str]:
@@ -133,21 +137,47 @@ def outcome(rank: int, case: Case) -> Outcome:
 
 def outcome_of(case: Case, group: Any, seed: int) -> Outcome:
     model = make(case, group)
-    with no_latency(), recorded_graphs() as graphs, fusedcomm.compile.enabled() as report:
-        program = torch.compile(model, fullgraph=True, backend=interpreted if case.interpreted else "inductor")
+    saved: list[int] = []
+    with no_latency(), recorded_graphs() as graphs, fusedcomm.compile.enabled(commute=not case.unmoved) as report:
+        compiled = torch.compile(model, fullgraph=True, backend=interpreted if case.interpreted else "inductor")
+
+        def program(streams: list[Tensor], tables: list[Table]) -> Any:
+            with saved_tensors([*streams, *(t for table in tables for t in table), *model.parameters()]) as kept:
+                outs = compiled(streams, tables)
+            saved.append(sum(kept.values()))
+            return outs
+
         found = compare(case, case.size, program, model, seed)
         if case.dynamic:
-            compiled, larger = len(graphs), replace(case.size, tokens=case.size.tokens + 3, text=case.size.text + 5)
+            num_graphs, larger = len(graphs), replace(case.size, tokens=case.size.tokens + 3, text=case.size.text + 5)
             for by, more in zip(found, compare(case, larger, program, model, seed), strict=True):
                 by |= {f"{name} of more tokens": value for name, value in more.items()}
-            assert len(graphs) == compiled, "another number of tokens must not compile the program again"
+            assert len(graphs) == num_graphs, "another number of tokens must not compile the program again"
     phases = ["inference"] if case.inference else ["forward", "backward"]
     left = dict(zip(phases, map(collectives_left, graphs), strict=True))
     fused: dict[str, Counter[str]] = {phase: Counter() for phase in left}
     for line in report.collectives:
         if line.op is not None:
             fused[line.graph][line.op] += 1
-    return Outcome([str(line) for line in report.collectives], fused, left, *found)
+    return Outcome([str(line) for line in report.collectives], fused, left, saved[0], *found)
+
+
+@contextmanager
+def saved_tensors(given: Iterable[Tensor]) -> Iterator[dict[int, int]]:
+    """The bytes of each storage that autograd keeps of what runs meanwhile, besides what is given."""
+    own, saved = {storage_of(t) for t in given}, {}
+
+    def keep(t: Tensor) -> Tensor:
+        if storage_of(t) not in own:
+            saved[storage_of(t)] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        yield saved
+
+
+def storage_of(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 @contextmanager

@@ -14,11 +14,12 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusedcomm.compile.commute import same_moves, small
+from fusedcomm.compile.commute import digests, small
+from fusedcomm.compile.commute.backward import recompute_normed
+from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import PURPOSES, SMALL, Mover
 from fusedcomm.compile.commute.prepare import copied, prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
-from fusedcomm.compile.commute.same_moves import MOVED
 from fusedcomm.compile.fuse import all_to_all_matmul, matmul_all_to_all
 from fusedcomm.compile.fuse.time_saved import seconds_left
 from fusedcomm.compile.graph import collectives
@@ -49,7 +50,8 @@ def commute(graph: Graph, fuse: Sequence[str]) -> bool:
         reasons |= rounds.reasons
     if moved is not None:
         small.join(moved)
-        same_moves.note(moved)
+        recompute_normed(moved)
+        digests.note(moved)
         replace_nodes(graph, moved)
     for start in collectives.find(graph, "all_to_all"):
         if reasons.get(start.name):

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.places import (
     COMPLEX,
     REDUCTIONS,
@@ -32,7 +33,6 @@ from fusedcomm.compile.commute.places import (
     shape,
     tensors,
 )
-from fusedcomm.compile.commute.same_moves import MOVED
 from fusedcomm.compile.graph.collectives import functional
 from fusedcomm.compile.graph.layout import CannotFuse, Size, assumed, product, quotient
 from fusedcomm.compile.graph.matmuls import name_of
@@ -42,6 +42,7 @@ from fusedcomm.compile.graph.views import CASTS, PERMUTES, SAME, WAIT, value
 
 aten = torch.ops.aten
 SMALL = "fusedcomm_small"  # in the metadata of an exchange that may be joined with others
+NORMED = "fusedcomm_normed"  # in the metadata of what is computed from blocks and from a sum over all blocks
 PURPOSES = CONSTANTS, NORMS, GRADIENTS = "constants", "sums of norms", "gradients of weights"
 REARRANGES = VIEWS | PERMUTES | SAME | CASTS | {aten.expand.default}
 
@@ -110,7 +111,10 @@ class Mover:
                 operands[operand] = self.exchanged(operand, back)
             else:
                 operands[operand] = self._along_blocks(operand, place, shape(node)[place.dim])
-        return self._write(node, lambda: self._call(node, operands))
+        repeated = self._write(node, lambda: self._call(node, operands))
+        if any(each in self.places and self.places[each] is None for each in operands):
+            repeated.meta[NORMED] = True
+        return repeated
 
     def _along_blocks(self, node: Node, place: Place, size: Size) -> Node:
         """What is equal for all blocks: the parts of all ranks in their places along a dim of ``size``."""
@@ -147,7 +151,7 @@ class Mover:
         if node in self.places and node not in self.seeds:
             if self.is_sum_over_blocks(node):
                 part = self.part_of_sum(node)
-                return self._write(node, lambda: self._cast(self._all_reduce(part), node))
+                return self._write(node, lambda: self.rewriter.cast(self._all_reduce(part), value(node).dtype))
             return self._batched(node)
         if self._may_be_passed(node):
             return self._batched(node)
@@ -237,7 +241,7 @@ class Mover:
 
     def _sum_of_parts(self, node: Node, part: Node) -> Node:
         received = self._start_and_wait(part, GRADIENTS)
-        return self._cast(self.rewriter.call(aten.sum.dim_IntList, received, [0]), node)
+        return self.rewriter.cast(self.rewriter.call(aten.sum.dim_IntList, received, [0]), value(node).dtype)
 
     # writing
 
@@ -265,10 +269,6 @@ class Mover:
         received = call(WAIT, start)
         return call(aten.view_as_complex.default, received) if is_complex else received
 
-    def _cast(self, total: Node, node: Node) -> Node:
-        dtype = value(node).dtype
-        return total if value(total).dtype == dtype else self.rewriter.call(_CAST, total, dtype)
-
     def _all_reduce(self, part: Node) -> Node:
         part = self.rewriter.contiguous(part)
         start = self.rewriter.call(functional.all_reduce.default, part, "sum", self.group_name)
@@ -285,7 +285,7 @@ class Mover:
             args = (self.rewriter.contiguous(args[0]),)
         result = self.rewriter.call(target, *args, **kwargs)
         # a number that became a tensor with dims decides on the dtype
-        return self._cast(result, node) if is_elementwise(node) else result
+        return self.rewriter.cast(result, value(node).dtype) if is_elementwise(node) else result
 
     def _write(self, node: Node, write: Callable[[], Node]) -> Node:
         """What ``write`` adds, behind ``node`` and what was put there before."""
@@ -304,7 +304,6 @@ class Mover:
 
 
 _WITH_DIMS = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
-_CAST = torch.ops.prims.convert_element_type.default
 
 
 def _known_quotient(a: Size, b: Size) -> Size:

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.commute import cut_matmuls
 from fusedcomm.compile.fuse.fuser import Fuser
-from fusedcomm.compile.graph.rewrite import held_outputs, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs, replace_node
 from fusedcomm.compile.graph.split_cat import args_of
 from fusedcomm.compile.graph.views import value
 
@@ -20,11 +20,14 @@ def prepared(graph: Graph) -> Graph:
     new = fx_graph_cse(graph)
     new.output_node().meta = dict(graph.output_node().meta)
     Fuser(new).normalize(gathers=True)
+    rewriter = Rewriter(new)
     with held_outputs(new):
         for node in new.find_nodes(op="call_function", target=aten.copy.default):
-            old, source = args_of(node)[:2]
-            if isinstance(source, Node) and _alike(old, source):
-                replace_node(node, source)
+            source = args_of(node)[1]
+            if isinstance(source, Node) and value(source).shape == value(node).shape:
+                with rewriter.before(node, like=node):
+                    result = rewriter.cast(source, value(node).dtype)
+                replace_node(node, result)
         cut_matmuls.cut(new)
     return new
 
@@ -46,7 +49,3 @@ def replace_nodes(graph: Graph, new: Graph) -> None:
             graph.erase_node(node)
     result = graph.graph_copy(new, copies)
     graph.output(result).meta = meta
-
-
-def _alike(a: Node, b: Node) -> bool:
-    return value(a).shape == value(b).shape and value(a).dtype == value(b).dtype

@@ -11,9 +11,10 @@ from collections import defaultdict
 import torch
 from torch.fx import Graph, Node
 
+from fusedcomm.compile.commute.backward import depends_on_gradients
+from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import CONSTANTS, GRADIENTS, PURPOSES, SMALL
 from fusedcomm.compile.commute.places import shape
-from fusedcomm.compile.commute.same_moves import MOVED
 from fusedcomm.compile.graph.layout import product
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.sort import sort
@@ -39,12 +40,10 @@ def alike(graph: Graph, purpose: str) -> list[list[Node]]:
     What the forward needs must not wait for the gradients of the outputs.
     """
     found: dict[tuple[object, ...], list[Node]] = defaultdict(list)
-    backward: set[Node] = {node for node in graph.find_nodes(op="placeholder") if "tangents_" in node.name}
+    backward = depends_on_gradients(graph)
     level: dict[Node, int] = {}  # how many of these collectives a node depends on, one behind the other
     for node in graph.nodes:
         level[node] = max((level[each] for each in node.all_input_nodes), default=0)
-        if any(each in backward for each in node.all_input_nodes):
-            backward.add(node)
         if node.meta.get(SMALL) == purpose:
             sent, *others = node.args
             dtype = None if purpose in SENT_AS_BYTES else value(sent).dtype  # type: ignore[arg-type]

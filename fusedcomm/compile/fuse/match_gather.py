@@ -117,10 +117,7 @@ class Gathered:
         return SentDims(dims, batch, gather_dim, scatter_dim)
 
     def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtype: torch.dtype) -> Node:
-        x = rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims))))
-        if value(x).dtype == dtype:
-            return x
-        return rewriter.call(torch.ops.prims.convert_element_type.default, x, dtype)
+        return rewriter.cast(rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims)))), dtype)
 
     def copies(self, received: Layout) -> bool:
         """Whether x must be rearranged for what arrives to have the order of ``received``."""

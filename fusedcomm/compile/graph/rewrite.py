@@ -105,6 +105,10 @@ class Rewriter:
             node = self._permute(node, [now.index(run) for run in runs])
         return self.reshape(node, layout.shape)
 
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        same = node.meta["val"].dtype == dtype
+        return node if same else self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
     def contiguous(self, node: Node) -> Node:
         if node.meta["val"].is_contiguous():
             return node
@@ -112,10 +116,8 @@ class Rewriter:
 
     def result(self, new: Node, old: Node) -> Node:
         """``new`` made to stand for ``old``: cast to its dtype, and with its strides where the user sees them."""
-        like, val = old.meta["val"], new.meta["val"]
-        if val.dtype != like.dtype:
-            new = self.call(torch.ops.prims.convert_element_type.default, new, like.dtype)
-        if val.stride() == like.stride() or not _is_visible(old):
+        like, new = old.meta["val"], self.cast(new, old.meta["val"].dtype)
+        if new.meta["val"].stride() == like.stride() or not _is_visible(old):
             return new
         order = sorted(range(like.ndim), key=lambda d: -hint(like.stride(d)))
         back = [order.index(d) for d in range(like.ndim)]

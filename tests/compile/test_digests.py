@@ -98,7 +98,7 @@ def test_without_the_comparison_values_are_wrong(rank: int) -> None:
     with (
         no_latency(),
         fusedcomm.compile.enabled(),
-        patch("fusedcomm.compile.commute.same_moves.check_first"),
+        patch("fusedcomm.compile.commute.digests.check_first"),
     ):
         got = results(torch.compile(by_rank, fullgraph=True, backend=interpreted), values)
     with pytest.raises(AssertionError):

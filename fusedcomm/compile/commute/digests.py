@@ -25,13 +25,13 @@ _DIGEST = "fusedcomm_digest"  # in the metadata of every collective of a group w
 def note(graph: Graph) -> None:
     """Keep the digests with the graph's collectives, through the partitioner, for `check_first`."""
     groups = {node.meta[MOVED] for node in graph.nodes if MOVED in node.meta}
-    digests = {group_name: _digest(graph, group_name) for group_name in groups}
+    found = {group_name: _digest(graph, group_name) for group_name in groups}
     for node in graph.nodes:
-        if digest := digests.get(_group_of(node)):
+        if digest := found.get(_group_of(node)):
             node.meta[_DIGEST] = digest
 
 
-def digests(graph: Graph) -> dict[tuple[str, str, str], None]:
+def find(graph: Graph) -> dict[tuple[str, str, str], None]:
     """(digest, device type, group name) of the collectives that were noted, in order."""
     return {
         (node.meta[_DIGEST], value(node).device.type, _group_of(node)): None  # type: ignore[misc]
