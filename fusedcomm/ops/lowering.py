@@ -50,8 +50,8 @@ def _lower_plain(overload: torch._ops.OpOverload, otherwise: Callable[..., Any])
     def lower(*args: Any, **kwargs: Any) -> Any:
         if not V.graph.cpp_wrapper or V.graph.aot_mode:  # a package is to need no ops of fusedcomm but its own
             return otherwise(*args, **kwargs)
-        result: Any = ir._CollectiveKernel.create_out_of_place(same, *args, **kwargs)
-        return ir.TensorBox.create(result)
+        create: Any = ir._CollectiveKernel.create_out_of_place
+        return ir.TensorBox.create(create(same, *args, **kwargs))
 
     return lower
 

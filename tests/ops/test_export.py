@@ -78,12 +78,24 @@ def test_a_package_of_aot_inductor(rank: int, op: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("frozen", ["nothing", "x"])
 @pytest.mark.parametrize("op", OPS)
 def test_the_cpp_wrapper(rank: int, op: str, frozen: str) -> None:
-    """With gradients: all_gather_matmul has a list among its results, and others make plain collectives."""
+    """all_gather_matmul has a list among its results, and backwards make plain collectives."""
+    check_training(rank, op, frozen, {"cpp_wrapper": True})
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_without_lowerings(rank: int, op: str) -> None:
+    """Inductor then calls the ops as any others, as it does in its lite mode."""
+    check_training(rank, op, "nothing", {"fallback_by_default": True})
+
+
+def check_training(rank: int, op: str, frozen: str, options: dict[str, Any]) -> None:
     torch.manual_seed(rank)
     torch._dynamo.reset()
     program, x = Program(op), torch.randn(2, 6, 8, requires_grad=frozen != "x")
     inputs = [each for each in (x, *program.parameters()) if each.requires_grad]
-    compiled: Any = torch.compile(program, fullgraph=True, options={"cpp_wrapper": True})
+    compiled: Any = torch.compile(program, fullgraph=True, options=options)
     answers = []
     for run in (program, compiled):
         with fusedcomm.force_algorithm("unfused"):
