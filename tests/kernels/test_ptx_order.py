@@ -83,7 +83,7 @@ def test_the_order_checker_can_fail(ptx: str, count: int) -> None:
 
 
 COUNTER, FLAG = r"atom\.global\.gpu\.acq_rel\.add", r"atom\.global\.sys\.release\.exch"
-POLL = r"(?:ld|atom)\.global\.sys\.acquire(?:\.add)?\.[bu]64"
+POLL = r"(?:ld|atom)\.global\.sys\.acquire(?:\.add)?\.(?:u|b)64"
 STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r1, %r1, %r1 };"
 TMA_STORE = (
     "cp.async.bulk.tensor.2d.global.shared::cta [%rd1, {%r1, %r1}], [%r1]; cp.async.bulk.wait_group.read 0; bar.sync 0;"
