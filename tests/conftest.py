@@ -56,7 +56,7 @@ def shared_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPat
 def compilers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[kernel_compilers.Compilers]:
-    """The processes by target. They begin before the first test, for tests/kernels/test_compile_only.py."""
+    """The processes by target. They begin before the first test, for those of tests/kernels."""
     started = kernel_compilers.start(request.session, tmp_path_factory)
     yield started
     for compiler in started.values():

@@ -8,6 +8,7 @@ Rules say what cannot run, each with its reason:
     one row does not fit a slot                         unfused     rounds are cut between rows
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph capture                             not chunked a graph would fix the slots that it copies to
+    Hopper and later, Triton before 3.7                 not fused   its kernels lack a fence of the async proxy
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
 
 The algorithm that `cost` estimates to be fastest runs, of those that are left. Its numbers were measured on this
@@ -126,10 +127,13 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> 
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
     if why := model.decode_reason(exchange, exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
-    if torch.cuda.is_current_stream_capturing():
-        name, why = _fastest(op, exchange, kind, constants, ("fused", "unfused"))
-        return name, f"{why}; CUDA graph: not chunked"
-    return _fastest(op, exchange, kind, constants, ("fused", "chunked", "unfused"))
+    capturing, no_fused = torch.cuda.is_current_stream_capturing(), member.topology.no_fused
+    if capturing and no_fused:
+        return "unfused", f"{no_fused}; CUDA graph: not chunked"
+    excluded = {"fused": no_fused, "chunked": capturing}
+    usable = tuple(name for name in ("fused", "chunked", "unfused") if not excluded.get(name))
+    name, why = _fastest(op, exchange, kind, constants, usable)
+    return name, f"{why}; CUDA graph: not chunked" if capturing else why
 
 
 @functools.lru_cache(maxsize=1024)

@@ -67,7 +67,8 @@ def run(
             plan, ours = prepare(op, exchange, x.dtype, x.device, group_name, record)
             assert ours is not None
             name, loading = plan.algorithm, None
-            if x.is_cuda and name != "unfused" and (name == "fused" or plan.reason != planner.FORCED):
+            may_load = name == "fused" or (plan.reason != planner.FORCED and ours.topology.no_fused is None)
+            if x.is_cuda and name != "unfused" and may_load:
                 loading = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, w, bias, *options.values()))
                 name = _loading(name, op, loading, ours)
             fingerprint = 0 if name == "unfused" else fingerprint_of(op, exchange.key, x.dtype)

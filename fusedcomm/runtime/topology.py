@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -27,7 +28,7 @@ class Topology:
     """What the group has voted; equal on all ranks. A reason is None if nothing is in the way."""
 
     no_workspace: str | None  # why chunked and fused cannot run
-    no_fused: str | None  # why fused cannot run even with a workspace; only on CPUs
+    no_fused: str | None  # why fused cannot run even with a workspace
     workspace_bytes: int  # the smallest cap of all ranks
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
@@ -105,6 +106,8 @@ def _found(device: torch.device) -> dict[str, Any]:
             facts["no_workspace"] = (
                 f"compute capability must be at least 8.0, got {properties.major}.{properties.minor}"
             )
+        elif facts["no_workspace"] is None and properties.major >= 9:
+            facts["no_fused"] = _no_fence()
         if os.environ.get("NCCL_P2P_DISABLE") == "1":
             facts["no_workspace"] = "NCCL_P2P_DISABLE=1 forbids peer memory"
     return facts
@@ -114,6 +117,14 @@ def _no_fused(device: torch.device) -> str | None:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on CPU the fused kernel runs only in Triton's interpreter (TRITON_INTERPRET=1), for tests"
     return _no_triton() if device.type == "cpu" else None
+
+
+def _no_fence() -> str | None:
+    """Before Triton 3.7 some kernels may read shared memory before the copies to it that they have waited for."""
+    version = importlib.metadata.version("triton")
+    if tuple(int(number) for number in version.split(".")[:2]) >= (3, 7):
+        return None
+    return f"Triton must be at least 3.7 to fence copies on compute capability 9.0 and later, got {version}"
 
 
 def _no_triton() -> str | None:

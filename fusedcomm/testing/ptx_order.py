@@ -2,21 +2,45 @@
 
 This follows every path through a kernel with a few facts about what has happened on it. All of these must hold:
 
-    data stores -> bar.sync -> counter (acq_rel) -> bar.sync -> flag (release.sys)    a push
-    poll (acquire.sys) -> bar.sync -> data loads, cp.async too                        reads
+    data stores -> bar.sync -> counter (acq_rel.gpu) -> bar.sync -> flag (release.sys)    a push
+    poll (acquire.sys) -> bar.sync -> data loads, cp.async too                            reads
+    cp.async -> wait_group -> bar.sync -> fence.proxy.async -> wgmma or tcgen05.mma       chunks to tensor cores
+    TMA load -> mbarrier wait -> wgmma                                                    weights to tensor cores
 
-and stores of the async proxy (TMA) must be waited for before the barrier. Scalar 64-bit accesses
-are header words, all other global accesses are data.
+Stores of the async proxy (TMA) must be complete, not only read, before the barrier. Scalar 64-bit accesses are header
+words, all other global accesses are data.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 _LABEL = re.compile(r"^([\w$]+):(?!:)")
-_OPERATION = re.compile(r"^(@!?%\w+\s+)?([\w.:]+)\s*(.*)$")
+_OPERATION = re.compile(r"^(@!?%?\w+\s+)?([\w.:]+)\s*(.*)$")
 _WORD = re.compile(r"\.[bus]64$")
+_STRENGTH = {"weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio", "cta", "cluster", "gpu", "sys"}
+_STRONG_ENOUGH = {  # how words that ranks or programs share may be accessed
+    "exch": ({"release", "sys"}, {"acq_rel", "sys"}),  # a flag
+    "add": ({"acquire", "sys"}, {"acq_rel", "gpu"}),  # a poll, a counter
+    "or": ({"acquire", "sys"},),  # who has given up
+    "cas": ({"acq_rel", "gpu"},),  # the record of this device
+    "ld": ({"acquire", "sys"},),
+    "st": ({"release", "sys"},),
+}
+
+
+class Rule(StrEnum):
+    """What a place in a kernel must keep."""
+
+    STRENGTH = "a shared word is accessed with too weak an order or too small a scope"
+    BARRIER = "stores before it are not complete in all threads"
+    COUNT = "data stores before it are not counted"
+    READ = "data are read before the wait and its barrier"
+    LANDED = "copies to shared memory are not waited for, with a barrier, on this turn of the loop"
+    FENCE = "copies to shared memory are read by the async proxy without fence.proxy.async"
+    MBARRIER = "TMA loads are not waited for on this turn of the loop"
 
 
 @dataclass(frozen=True)
@@ -34,12 +58,21 @@ class PathFacts:
     unbarred: bool = False  # global stores since the last barrier
     uncounted: bool = False  # data stores since the last counter
     unwaited: bool = False  # TMA stores since the last cp.async.bulk.wait_group 0
-    polled: bool = False  # a poll since the last barrier
+    polled: bool = False  # a poll since the last barrier, and no pause since
     acquired: bool = False  # a poll, then a barrier
+    copied: bool = False  # cp.async
+    waited: bool = False  # cp.async.wait_group since the last barrier
+    landed: bool = False  # cp.async.wait_group, then a barrier, on this turn of the loop
+    unfenced: bool = False  # cp.async since the last fence of the async proxy
+    loaded: bool = False  # TMA loads
+    arrived: bool = False  # a wait for an mbarrier on this turn of the loop
 
 
 def violations(ptx: str, reads_after_wait: bool = False) -> list[str]:
-    """One line per instruction that a path reaches too early. ``reads_after_wait``: check loads too."""
+    """One line per instruction that a path reaches too early, with the `Rule` that it breaks.
+
+    ``reads_after_wait``: check that loads come after the wait for their flag.
+    """
     instructions, labels = _parse(ptx)
     found: set[tuple[int, str]] = set()
     seen: set[tuple[int, PathFacts]] = set()
@@ -50,41 +83,100 @@ def violations(ptx: str, reads_after_wait: bool = False) -> list[str]:
             continue
         seen.add((at, facts))
         instruction = instructions[at]
-        facts, problem = _step(instruction, facts, reads_after_wait)
-        if problem:
-            found.add((instruction.line, f"line {instruction.line}: {instruction.op}: {problem}"))
+        facts, rule = _step(instruction, facts, reads_after_wait)
+        if rule is not None:
+            found.add((instruction.line, f"line {instruction.line}: {instruction.op}: {rule}"))
         if instruction.op.startswith("bra"):
             # Names are unique, except those that inline assembly repeats in scopes of its own.
-            targets = labels[instruction.operands.strip()]
-            work.append((min(targets, key=lambda target: abs(target - at)), facts))
+            label = instruction.operands.strip()
+            target = min(labels[label], key=lambda each: abs(each - at))
+            jumped = replace(facts, arrived=True) if label == "skipWait" else facts  # what would read is skipped too
+            work.append((target, _next_turn(jumped, instructions[target:at])))
         if instruction.predicated or not instruction.op.startswith(("bra", "ret")):
             work.append((at + 1, facts))
     return [text for _, text in sorted(found)]
 
 
-def _step(instruction: Instruction, facts: PathFacts, reads_after_wait: bool) -> tuple[PathFacts, str | None]:
+def _step(instruction: Instruction, facts: PathFacts, reads_after_wait: bool) -> tuple[PathFacts, Rule | None]:
     op = instruction.op
+    if not _is_strong_enough(op):
+        return facts, Rule.STRENGTH
     if op.startswith(("bar.sync", "barrier.sync", "barrier.cta.sync")):
-        acquired = facts.acquired or facts.polled
-        return replace(facts, unbarred=facts.unwaited, polled=False, acquired=acquired), None
-    if op.startswith("cp.async.bulk.tensor") and ".global.shared" in op:
-        return replace(facts, unbarred=True, uncounted=True, unwaited=True), None
-    if op == "cp.async.bulk.wait_group" and instruction.operands.strip() == "0":
-        return replace(facts, unwaited=False), None
+        return _behind_barrier(facts), None
+    if op.startswith(("ld", "atom")) and "acquire" in op and ".or" not in op:
+        return replace(facts, polled=True, acquired=False), None
+    if op.startswith("nanosleep"):
+        return replace(facts, polled=False, acquired=False), None
+    if reads_after_wait and not facts.acquired and _reads_data(op):
+        return facts, Rule.READ
+    if op.startswith(("atom", "st")) and ("release" in op or "acq_rel" in op):
+        return _released(op, facts)
     if op.startswith("st.") and "global" in op:
         return replace(facts, unbarred=True, uncounted=facts.uncounted or not _WORD.search(op)), None
-    if op.startswith(("atom", "ld")) and "acquire" in op and ".sys" in op:
-        return replace(facts, polled=True, acquired=False), None
-    if reads_after_wait and _reads_data(op):
-        return facts, None if facts.acquired else "data are read before the wait and its barrier"
-    if op.startswith("atom") and ("release" in op or "acq_rel" in op):
-        problem = "stores before it are not complete in all threads" if facts.unbarred else None
-        if "acq_rel" in op:
-            return replace(facts, uncounted=False), problem
-        if ".sys" in op and facts.uncounted:
-            problem = "data stores before it are not counted"
-        return facts, problem
-    return facts, None
+    if op.startswith(("wgmma.mma_async", "tcgen05.mma", "mma.sync")):
+        return facts, _multiplied(op, facts)
+    return _moved(instruction, facts), None
+
+
+def _is_strong_enough(op: str) -> bool:
+    first, *parts = op.split(".")
+    strength = _STRENGTH.intersection(parts)
+    if first in ("atom", "red"):
+        kinds = _STRONG_ENOUGH.keys() & set(parts)
+        return any(strength in _STRONG_ENOUGH[kind] for kind in kinds)
+    return first not in ("ld", "st") or not strength or strength in _STRONG_ENOUGH[first]
+
+
+def _behind_barrier(facts: PathFacts) -> PathFacts:
+    acquired, landed = facts.acquired or facts.polled, facts.landed or facts.waited
+    return replace(facts, unbarred=facts.unwaited, polled=False, acquired=acquired, waited=False, landed=landed)
+
+
+def _released(op: str, facts: PathFacts) -> tuple[PathFacts, Rule | None]:
+    rule = Rule.BARRIER if facts.unbarred else None
+    if "acq_rel" in op:
+        return replace(facts, uncounted=False), rule
+    return facts, Rule.COUNT if facts.uncounted else rule
+
+
+def _multiplied(op: str, facts: PathFacts) -> Rule | None:
+    """What is missing before tensor cores read shared memory, on sm_80 through registers."""
+    if facts.copied and not facts.landed:
+        return Rule.LANDED
+    if op.startswith("mma.sync"):
+        return None
+    if facts.unfenced:
+        return Rule.FENCE
+    return Rule.MBARRIER if facts.loaded and not facts.arrived else None
+
+
+def _moved(instruction: Instruction, facts: PathFacts) -> PathFacts:
+    """After an instruction of the asynchronous copies, or any other."""
+    op = instruction.op
+    if op.startswith(("cp.async.ca", "cp.async.cg")):
+        return replace(facts, copied=True, unfenced=True)
+    if op.startswith("cp.async.wait_"):
+        return replace(facts, waited=True)
+    if op.startswith("fence.proxy.async") and not op.endswith(".global"):
+        return replace(facts, unfenced=False)
+    if op.startswith("cp.async.bulk.tensor"):
+        if ".global.shared" in op:
+            return replace(facts, unbarred=True, uncounted=True, unwaited=True)
+        return replace(facts, loaded=True)
+    if op == "cp.async.bulk.wait_group" and instruction.operands.strip() == "0":
+        return replace(facts, unwaited=False)
+    if op.startswith("mbarrier.try_wait"):
+        return replace(facts, arrived=True)
+    return facts
+
+
+def _next_turn(facts: PathFacts, body: list[Instruction]) -> PathFacts:
+    """A loop that copies must wait on each turn."""
+    if any(each.op.startswith(("cp.async.ca", "cp.async.cg")) for each in body):
+        facts = replace(facts, landed=False)
+    if any(each.op.startswith("cp.async.bulk.tensor") for each in body):
+        facts = replace(facts, arrived=False)
+    return facts
 
 
 def _reads_data(op: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import itertools
@@ -69,6 +70,7 @@ NO_PEERS = replace(ABLE, no_workspace="rank 1 is on another host than rank 0")
 NO_TRITON = replace(ABLE, no_workspace="rank 0: Triton is not installed")
 
 
+NO_FENCE = replace(ABLE, no_fused="Triton must be at least 3.7")
 TUNED = replace(ABLE, constants=replace(model.DEFAULTS["cuda"], source=model.TUNED))  # the same numbers, but measured
 ESTIMATED = "estimated "
 
@@ -82,6 +84,8 @@ ESTIMATED = "estimated "
         (OP, SMALL, FP32, member(), False, False, "chunked", ESTIMATED),
         (OP, SMALL, FP32, member(), False, True, "fused", ESTIMATED),
         (OP, LARGE, BF16, member(), True, False, "fused", ESTIMATED),
+        (OP, SMALL, BF16, member(verdict=NO_FENCE), False, False, "chunked", ESTIMATED),
+        (OP, LARGE, BF16, member(verdict=NO_FENCE), True, False, "unfused", "Triton must be at least 3.7"),
         (OP, SMALL, BF16, member(verdict=NO_TRITON), False, False, "unfused", "rank 0: Triton is not installed"),
         (OP, SMALL, BF16, member(verdict=NO_PEERS), False, False, "unfused", "rank 1 is on another host"),
         (OP, HUGE_ROW, BF16, member(), False, False, "unfused", "one row for every peer takes"),
@@ -331,3 +335,16 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, device: str, key: str) 
     for installed in (True, False):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=installed: object() if found else None)
         assert topology._found(torch.device(device))[key] == (None if installed else "Triton is not installed")
+
+
+@pytest.mark.parametrize(
+    ("major", "version", "offered"), [(9, "3.6.0", False), (9, "3.10.1", True), (8, "3.6.0", True)]
+)
+def test_kernels_that_triton_does_not_fence_are_not_offered(
+    monkeypatch: pytest.MonkeyPatch, major: int, version: str, offered: bool
+) -> None:
+    gpu = SimpleNamespace(uuid="0", major=major, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    reason = topology._found(torch.device("cuda"))["no_fused"]
+    assert reason is None if offered else reason.endswith(f"got {version}")

@@ -9,16 +9,15 @@ tests. `pytest -s` prints the table.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.thorough import thorough_but
-
 pytest.importorskip("triton")
 
-from fusedcomm.testing import compile_only, ptx_order
-from tests.helpers.compilers import SOAKED, TARGETS, TRITON_36, Compilers, Target
+from fusedcomm.testing import compile_only
+from fusedcomm.testing.ptx_order import Rule
+from tests.helpers.compilers import SOAKED, TARGETS, Target
+from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)  # the first test of each target may wait for a minute's compiling
 
@@ -28,38 +27,11 @@ SHARED_BYTES = {
     100: 227 << 10,
 }  # sm_80's kernels run on sm_86, 89 and 120 too
 REGISTERS = 64 << 10  # how many a multiprocessor has
-
-Compiled = dict[str, dict[str, Any]]  # by name
-
-
-@pytest.fixture(
-    scope="module",
-    params=[*thorough_but(TARGETS[:1], TARGETS), *(pytest.param(target, marks=pytest.mark.soak) for target in SOAKED)],
-    ids=str,
-)
-def target(request: pytest.FixtureRequest) -> Target:
-    if not request.param.is_there():
-        pytest.skip(f"{TRITON_36} does not exist: make test-all installs Triton 3.6 there")
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def arch(target: Target) -> int:
-    return target.arch
-
-
-@pytest.fixture(scope="module")
-def folder(target: Target, compilers: Compilers) -> Path:
-    return compilers[target].folder
-
-
-@pytest.fixture(scope="module")
-def compiled(target: Target, compilers: Compilers) -> Compiled:
-    kernels = compilers[target].result(timeout_s=850)
-    if target.triton == "3.6":
-        assert all(kernel["triton"].startswith("3.6.") for kernel in kernels)
-    assert {kernel["arch"] for kernel in kernels} == {target.arch}
-    return {kernel["name"]: kernel for kernel in kernels}
+UNFENCED = {  # under Triton 3.6, for sm_90 and later; the planner does not offer them there
+    *("gather", "gather first of two", "gather rows transposed bias", "gather rows batched fp16", "gather K"),
+    *("gather K transposed bias", "gather K short runs", "gather K 1024 rows", "push rows scattered"),
+    *("gather 512 rows", "gather 256 rows", "gather 64 rows"),
+}
 
 
 def counts_of(compiled: Compiled, kernel_name: str) -> dict[str, dict[str, int]]:
@@ -148,8 +120,11 @@ def test_no_spills_and_within_the_budget(compiled: Compiled, arch: int) -> None:
         assert kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, name
 
 
-def test_no_flag_overtakes_data(compiled: Compiled) -> None:
-    assert {name: kernel["order"] for name, kernel in compiled.items() if kernel["order"]} == {}
+def test_no_flag_overtakes_data(compiled: Compiled, target: Target) -> None:
+    violations = {name: kernel["order"] for name, kernel in compiled.items() if kernel["order"]}
+    unfenced = UNFENCED if target.triton == "3.6" and target.arch >= 90 else set()
+    assert violations.keys() == unfenced
+    assert all(Rule.FENCE in text for texts in violations.values() for text in texts)
 
 
 @pytest.mark.parametrize("name", ["push", "pack"])
@@ -166,69 +141,3 @@ def test_only_the_last_kernel_of_a_round_counts_arrivals(compiled: Compiled, tar
     first, last = ((folder / f"{name}.{target.arch}.ptx") for name in ("gather_first_of_two", "gather"))
     assert "atom.global.gpu.acq_rel.add" not in first.read_text()
     assert "atom.global.gpu.acq_rel.add" in last.read_text()
-
-
-PUSH = """
-.visible .entry push() {
-$L__BB0_1:
-    @%p1 st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };
-    @%p2 bra $L__BB0_1;
-    bar.sync 0; mov.b32 %r5, 0;
-    @%p3 atom.global.gpu.acq_rel.add.u64 %rd2, [ %rd3 + 0 ], %rd4;
-    @%p4 bra $L__BB0_2;
-    st.global.b64 [ %rd3 + 0 ], { %rd5 };
-    bar.sync 0;
-    @%p3 atom.global.sys.release.exch.b64 %rd6, [ %rd7 + 0 ], %rd8;
-$L__BB0_2:
-    ret;
-}
-"""
-UNPACK = """
-.visible .entry unpack() {
-$L__BB0_1:
-    @%p1 atom.global.sys.acquire.add.u64 %rd1, [ %rd2 + 0 ], %rd3;
-    @%p2 bra $L__BB0_1;
-    bar.sync 0;
-    ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd4 + 0 ];
-    ret;
-}
-"""
-GATHER = UNPACK.replace("ld.global.v4.b32 { %r1, %r2, %r3, %r4 }", "cp.async.cg.shared.global [ %r1 + 0 ]")
-
-
-def test_the_order_checker_accepts_the_right_order() -> None:
-    assert ptx_order.violations(PUSH) == []
-    assert ptx_order.violations(UNPACK, reads_after_wait=True) == []
-    assert ptx_order.violations(GATHER, reads_after_wait=True) == []
-
-
-def _moved(ptx: str, what: str, before: str) -> str:
-    """``ptx`` with the first line that holds ``what`` put before the first with ``before``."""
-    lines = ptx.splitlines()
-    line = lines.pop(next(i for i, text in enumerate(lines) if what in text))
-    lines.insert(next(i for i, text in enumerate(lines) if before in text), line)
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize(
-    "ptx, count",
-    [
-        pytest.param(PUSH.replace("bar.sync 0; mov.b32 %r5, 0;", ""), 1, id="no barrier before the counter"),
-        pytest.param(PUSH.replace("    bar.sync 0;\n", ""), 1, id="no barrier before the flag"),
-        pytest.param(_moved(PUSH, "release.exch", "acq_rel"), 1, id="flag before the counter"),
-        pytest.param(_moved(PUSH, "bar.sync 0; mov", "st.global.v4"), 1, id="store after the barrier"),
-        pytest.param(_moved(PUSH, "st.global.v4", "st.global.b64"), 1, id="store after the counter"),
-        pytest.param(
-            PUSH.replace("st.global.v4.b32", "cp.async.bulk.tensor.2d.global.shared::cta"),
-            2,
-            id="TMA store that nobody waits for",
-        ),
-        pytest.param(UNPACK.replace("bar.sync 0;", ""), 1, id="no barrier after the poll"),
-        pytest.param(_moved(UNPACK, "ld.global.v4", "atom"), 1, id="read before the poll"),
-        pytest.param(_moved(UNPACK, "bar.sync", "$L__BB0_1"), 1, id="barrier before the poll"),
-        pytest.param(GATHER.replace("bar.sync 0;", ""), 1, id="no barrier before loads into shared memory"),
-        pytest.param(_moved(GATHER, "cp.async.cg", "atom"), 1, id="loads into shared memory before the poll"),
-    ],
-)
-def test_the_order_checker_can_fail(ptx: str, count: int) -> None:
-    assert len(ptx_order.violations(ptx, reads_after_wait="unpack" in ptx)) == count

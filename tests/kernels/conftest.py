@@ -1,0 +1,43 @@
+"""The kernels of each target, compiled by the processes that tests/helpers/compilers.py has started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.compilers import SOAKED, TARGETS, TRITON_36, Compilers, Target
+from tests.helpers.thorough import thorough_but
+
+Compiled = dict[str, dict[str, Any]]  # by name
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*thorough_but(TARGETS[:1], TARGETS), *(pytest.param(target, marks=pytest.mark.soak) for target in SOAKED)],
+    ids=str,
+)
+def target(request: pytest.FixtureRequest) -> Target:
+    if not request.param.is_there():
+        pytest.skip(f"{TRITON_36} does not exist: make test-all installs Triton 3.6 there")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def arch(target: Target) -> int:
+    return target.arch
+
+
+@pytest.fixture(scope="module")
+def folder(target: Target, compilers: Compilers) -> Path:
+    return compilers[target].folder
+
+
+@pytest.fixture(scope="module")
+def compiled(target: Target, compilers: Compilers) -> Compiled:
+    kernels = compilers[target].result(timeout_s=850)
+    if target.triton == "3.6":
+        assert all(kernel["triton"].startswith("3.6.") for kernel in kernels)
+    assert {kernel["arch"] for kernel in kernels} == {target.arch}
+    return {kernel["name"]: kernel for kernel in kernels}
