@@ -36,9 +36,9 @@ def define_out(op: str, kernel: Callable[..., Tensor], fake: Callable[..., Tenso
     ``kernel`` and ``fake`` are the op's own, which take ``out`` too.
     """
     args = str(getattr(torch.ops.fusedcomm, op).default._schema).partition("(")[2].removesuffix(") -> Tensor")
-    # by the tag Inductor's fallbacks find `.out`, and call it with lists cut into their elements
-    names = ["pt2_compliant_tag"] if "[]" in args else ["pt2_compliant_tag", "out"]
-    tags = [getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)]
+    # Inductor's fallbacks, if they find an `.out` with arguments of the same names, cut a list into its elements for it
+    args = args.replace("out_shape", "view_shape")
+    tags = [getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "out") if hasattr(torch.Tag, name)]
     lib.define(f"{op}.out({args}, *, Tensor(a!) out) -> Tensor(a!)", tags=tags)
     for key in ("CPU", "CUDA"):
         lib.impl(f"{op}.out", kernel, key)
