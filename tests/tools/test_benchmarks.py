@@ -20,6 +20,7 @@ import fusedcomm
 from benchmarks import (
     block,
     compile_time,
+    model_blocks,
     ops,
     start_program,
     tensor_parallel_mlp,
@@ -203,9 +204,43 @@ def test_a_wrong_result_of_the_start_program_is_not_timed(ranks: Callable[[int],
 def test_what_is_compiled_is_not_what_was_compiled_before() -> None:
     """Dynamo keeps compiled code by code object, so the variants must not share one."""
     program = start_program.matmul_and_reshard_heads
-    copies = [start_program._same_program(program) for _ in range(2)]
+    copies = [start_program.same_program(program) for _ in range(2)]
     assert len({id(each.__code__) for each in (program, *copies)}) == 3
     assert all(each.__code__.co_code == program.__code__.co_code for each in copies)
+
+
+STEP = ("--tokens", "4", "--text", "4", "--heads", "4", "--head_dim", "8", "--layers", "1")
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shared_ranks")
+def test_the_bench_of_model_blocks_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    options = ("--block", "flux_single", "--dtype", "float32", "--json", str(file))
+    assert model_blocks.main([*STEP, *FEW, *options]) == 0
+    report = json.loads(file.read_text())
+    (row,), (goal,) = report["rows"], report["goals"]
+    assert report["sizes"]["tokens"] == 4 and row["exchanges"] == 8
+    assert list(row["times"]) == ["removed", "eager", "plain", "unmoved", "compiled"]
+    assert goal["value"] == row["plain_over_compiled"]["median"] and goal["met"] == (goal["value"] >= 1.15)
+    assert str(Goal(**goal)) in capsys.readouterr().out
+
+
+def wrong_on_rank_1(model: Any, streams: Any, tables: Any) -> list[Tensor]:
+    return [y + (model.group is not None) * dist.get_rank() for y in model(streams, tables)]
+
+
+def measure_a_wrong_block(rank: int) -> None:
+    not_compiled = mock.patch.object(torch, "compile", lambda program, **options: program)
+    with not_compiled, mock.patch.object(model_blocks, "_forward", wrong_on_rank_1):
+        sizes = model_blocks.StepSizes(tokens=4, text=4, heads=4, head_dim=8, layers=1)
+        model_blocks.measure_block(rank, "wan", sizes, "float32", "cpu", 1)
+
+
+def test_a_wrong_result_of_a_model_block_is_not_timed(ranks: Callable[[int], RankPool]) -> None:
+    with pytest.raises(RankError, match="'eager' gave wrong values: rank 1: result 0: relative error") as raised:
+        ranks(2).run(measure_a_wrong_block)
+    assert raised.value.exception_type == "ValuesDiffer"
 
 
 def only_passes(gm: GraphModule, inputs: Any, **options: Any) -> None:
