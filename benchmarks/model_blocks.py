@@ -195,8 +195,8 @@ RATIOS: dict[str, Callable[[StepRow], Ratio]] = {
 }
 
 
-def _time_column(name: str) -> Column:
-    return Column(f"{name}\nms", TIMES[name], lambda row: ms(row.times[name].median, 1))
+def _time_column(name: str, drop: int) -> Column:
+    return Column(f"{name}\nms", TIMES[name], lambda row: ms(row.times[name].median, 1), drop=drop)
 
 
 def _ratio_column(head: str, drop: int) -> Column:
@@ -208,7 +208,7 @@ COLUMNS = (
     Column("block", "its name", lambda row: row.block, left=True),
     Column("dtype", "the dtype of weights and streams", lambda row: row.dtype, left=True),
     Column("fused", "exchanges that became fused ops, of how many", lambda row: f"{row.fused}/{row.exchanges}"),
-    *map(_time_column, TIMED),
+    *map(_time_column, TIMED, (0, 4, 0, 3, 0)),
     *map(_ratio_column, RATIOS, (0, 1, 2)),
 )
 
