@@ -34,6 +34,7 @@ from fusedcomm.bench.timing import Timing
 from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing import RankPool
+from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.thorough import thorough_but
 
 SHAPE = ("--shape", "36", "16", "24")
@@ -209,21 +210,23 @@ def test_what_is_compiled_is_not_what_was_compiled_before() -> None:
     assert all(each.__code__.co_code == program.__code__.co_code for each in copies)
 
 
-STEP = ("--tokens", "4", "--text", "4", "--heads", "4", "--head_dim", "8", "--layers", "1")
+STEP = model_blocks.StepSizes(tokens=4, text=4, heads=4, head_dim=8, layers=1)
+
+
+def measure_an_interpreted_block(rank: int) -> model_blocks.StepRow:
+    compile_ = torch.compile
+    without_code = mock.patch.object(
+        torch, "compile", lambda fn, **options: compile_(fn, backend=interpreted, **options)
+    )
+    with without_code, no_latency():
+        return model_blocks.measure_block(rank, "flux_single", STEP, "float32", "cpu", 2)
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("shared_ranks")
-def test_the_bench_of_model_blocks_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "bench.json"
-    options = ("--block", "flux_single", "--dtype", "float32", "--json", str(file))
-    assert model_blocks.main([*STEP, *FEW, *options]) == 0
-    report = json.loads(file.read_text())
-    (row,), (goal,) = report["rows"], report["goals"]
-    assert report["sizes"]["tokens"] == 4 and row["exchanges"] == 8
-    assert list(row["times"]) == ["removed", "eager", "plain", "unmoved", "compiled"]
-    assert goal["value"] == row["plain_over_compiled"]["median"] and goal["met"] == (goal["value"] >= 1.15)
-    assert str(Goal(**goal)) in capsys.readouterr().out
+def test_the_bench_of_model_blocks_counts_what_is_fused(ranks: Callable[[int], RankPool]) -> None:
+    row, _ = ranks(2).run(measure_an_interpreted_block)
+    assert (row.exchanges, row.fused) == (8, 8)
+    assert list(row.times) == ["removed", "eager", "plain", "unmoved", "compiled"]
 
 
 def wrong_on_rank_1(model: Any, streams: Any, tables: Any) -> list[Tensor]:
@@ -233,8 +236,7 @@ def wrong_on_rank_1(model: Any, streams: Any, tables: Any) -> list[Tensor]:
 def measure_a_wrong_block(rank: int) -> None:
     not_compiled = mock.patch.object(torch, "compile", lambda program, **options: program)
     with not_compiled, mock.patch.object(model_blocks, "_forward", wrong_on_rank_1):
-        sizes = model_blocks.StepSizes(tokens=4, text=4, heads=4, head_dim=8, layers=1)
-        model_blocks.measure_block(rank, "wan", sizes, "float32", "cpu", 1)
+        model_blocks.measure_block(rank, "wan", STEP, "float32", "cpu", 1)
 
 
 def test_a_wrong_result_of_a_model_block_is_not_timed(ranks: Callable[[int], RankPool]) -> None:
