@@ -23,6 +23,7 @@ help:
 	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
 	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
 	@echo "            make bench OP=compile: the start program under torch.compile; OP=compile_time: what the passes cost"
+	@echo "            make bench OP=model_blocks: training steps of blocks of real models under torch.compile"
 	@echo "make figures  the figures of docs/benchmark.md and others, into benchmarks/results; 55 minutes of a machine that does nothing else"
 	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"
 	@echo "            found is in .venv/soak.json; SOAK_ARGS= --calls, --seconds, --seed, --device cuda, --json FILE"
@@ -88,6 +89,7 @@ figures: setup
 	  $(BIN)/python -m benchmarks.ops $$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
 	$(BIN)/python -m benchmarks.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
 	$(BIN)/python -m benchmarks.start_program --json $(RESULTS)-compile.json
+	$(BIN)/python -m benchmarks.model_blocks --json $(RESULTS)-model-blocks.json
 	$(BIN)/python -m benchmarks.compile_time --rounds 3 --json benchmarks/results/cpu-compile-time.json
 	$(BIN)/python -m benchmarks.overlap --json benchmarks/results/overlap.json --plot benchmarks/results
 	$(BIN)/python -m benchmarks.redistribution --json benchmarks/results/redistribution.json

@@ -121,7 +121,7 @@ class ProgramData:
         from fusedcomm.compile.passes import FusedcommPass, Settings
 
         normalize = FusedcommPass(Settings(fuse=()), CompileReport())
-        with _no_caches():
+        with no_caches():
             plain = self._compiled()
             with config.patch(post_grad_custom_pre_pass=normalize):
                 exchange = self._compiled()
@@ -149,7 +149,7 @@ class ProgramData:
         return zip(self.xs, self.ws, strict=True)
 
     def _compiled(self) -> Callable[[], list[Tensor]]:
-        call = self._calling(torch.compile(_same_program(matmul_and_reshard_heads), fullgraph=True))
+        call = self._calling(torch.compile(same_program(matmul_and_reshard_heads), fullgraph=True))
         call()
         return call
 
@@ -184,13 +184,13 @@ class ProgramData:
         return xs, ws
 
 
-def _same_program(program: Any) -> Any:
+def same_program(program: Any) -> Any:
     """``program`` with a code object of its own: Dynamo keeps what it has compiled by code object."""
     return types.FunctionType(program.__code__.replace(), program.__globals__, argdefs=program.__defaults__)
 
 
 @contextlib.contextmanager
-def _no_caches() -> Iterator[None]:
+def no_caches() -> Iterator[None]:
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 

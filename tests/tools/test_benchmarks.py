@@ -20,6 +20,7 @@ import fusedcomm
 from benchmarks import (
     block,
     compile_time,
+    model_blocks,
     ops,
     start_program,
     tensor_parallel_mlp,
@@ -33,6 +34,7 @@ from fusedcomm.bench.timing import Timing
 from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing import RankPool
+from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.thorough import thorough_but
 
 SHAPE = ("--shape", "36", "16", "24")
@@ -203,9 +205,44 @@ def test_a_wrong_result_of_the_start_program_is_not_timed(ranks: Callable[[int],
 def test_what_is_compiled_is_not_what_was_compiled_before() -> None:
     """Dynamo keeps compiled code by code object, so the variants must not share one."""
     program = start_program.matmul_and_reshard_heads
-    copies = [start_program._same_program(program) for _ in range(2)]
+    copies = [start_program.same_program(program) for _ in range(2)]
     assert len({id(each.__code__) for each in (program, *copies)}) == 3
     assert all(each.__code__.co_code == program.__code__.co_code for each in copies)
+
+
+STEP = model_blocks.StepSizes(tokens=4, text=4, heads=4, head_dim=8, layers=1)
+
+
+def measure_an_interpreted_block(rank: int) -> model_blocks.StepRow:
+    compile_ = torch.compile
+    without_code = mock.patch.object(
+        torch, "compile", lambda fn, **options: compile_(fn, backend=interpreted, **options)
+    )
+    with without_code, no_latency():
+        return model_blocks.measure_block(rank, "flux_single", STEP, "float32", "cpu", 2)
+
+
+@pytest.mark.thorough
+def test_the_bench_of_model_blocks_counts_what_is_fused(ranks: Callable[[int], RankPool]) -> None:
+    row, _ = ranks(2).run(measure_an_interpreted_block)
+    assert (row.exchanges, row.fused) == (8, 8)
+    assert list(row.times) == ["removed", "eager", "plain", "unmoved", "compiled"]
+
+
+def wrong_on_rank_1(model: Any, streams: Any, tables: Any) -> list[Tensor]:
+    return [y + (model.group is not None) * dist.get_rank() for y in model(streams, tables)]
+
+
+def measure_a_wrong_block(rank: int) -> None:
+    not_compiled = mock.patch.object(torch, "compile", lambda program, **options: program)
+    with not_compiled, mock.patch.object(model_blocks, "_forward", wrong_on_rank_1):
+        model_blocks.measure_block(rank, "wan", STEP, "float32", "cpu", 1)
+
+
+def test_a_wrong_result_of_a_model_block_is_not_timed(ranks: Callable[[int], RankPool]) -> None:
+    with pytest.raises(RankError, match="'eager' gave wrong values: rank 1: result 0: relative error") as raised:
+        ranks(2).run(measure_a_wrong_block)
+    assert raised.value.exception_type == "ValuesDiffer"
 
 
 def only_passes(gm: GraphModule, inputs: Any, **options: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks import block, compile_time, ops, overlap, planner_choices, redistribution, start_program
+from benchmarks import block, compile_time, model_blocks, ops, overlap, planner_choices, redistribution, start_program
 from fusedcomm.bench import table
 from fusedcomm.bench.all_to_all import command, suite
 from fusedcomm.bench.measure import OpRow
@@ -71,6 +71,11 @@ def program_row() -> start_program.ProgramRow:
     return start_program.ProgramRow("bfloat16", 16, times, *[start_program.Ratio(1.85, 1.7, 2.0)] * 4)
 
 
+def step_row() -> model_blocks.StepRow:
+    times = dict.fromkeys(model_blocks.TIMED, LATE)
+    return model_blocks.StepRow("flux_single", "bfloat16", 16, 16, times, *[start_program.Ratio(1.85, 1.7, 2.0)] * 3)
+
+
 def explained() -> CompileReport:
     node, where = "all_gather_into_tensor_coalesced_12", "/somewhere/else/that/is/long/ulysses_attention.py:41"
     lines = [
@@ -114,6 +119,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         block.COLUMNS, [block.BlockRow("bfloat16", LATE, LATE, LATE, 0.75, (-0.75, 0.8), (-0.55, 1.8))]
     ),
     "benchmark of the start program": lambda: Table(start_program.COLUMNS, [program_row()]),
+    "benchmark of model blocks": lambda: Table(model_blocks.COLUMNS, [step_row()]),
     "benchmark of the planner": lambda: Table(
         planner_choices.columns_of(FORCED[1:-1]),
         [
