@@ -32,6 +32,7 @@ class Topology:
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
     check: bool = False  # FUSEDCOMM_CHECK of any rank
+    tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
@@ -65,12 +66,13 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         constants=constants if _all_have_the_same(facts, rank) else None,
         check=any(fact["check"] for fact in facts),
+        tf32=all(fact["tf32"] for fact in facts),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
 
 
 def tf32_allowed() -> bool:
-    """Whether float32 matmuls may round their inputs to TF32: torch's own switch."""
+    """Whether float32 matmuls of this rank may round their inputs to TF32: torch's own switch."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -86,7 +88,12 @@ def no_native() -> str | None:
 
 
 def _settings() -> dict[str, Any]:
-    return {"workspace_bytes": env.workspace_bytes(), "algorithm": env.algorithm(), "check": env.check()}
+    return {
+        "workspace_bytes": env.workspace_bytes(),
+        "algorithm": env.algorithm(),
+        "check": env.check(),
+        "tf32": tf32_allowed(),
+    }
 
 
 def _found(device: torch.device) -> dict[str, Any]:

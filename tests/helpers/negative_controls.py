@@ -256,6 +256,12 @@ CONTROLS: dict[str, Control] = {
         "    if False:",
         "tests/runtime/test_workspace.py::test_settings_that_differ_by_rank",
     ),
+    "TF32 settings are voted on": Control(
+        "fusedcomm/runtime/topology.py",
+        'all(fact["tf32"] for fact in facts)',
+        "tf32_allowed()",
+        "tests/runtime/test_workspace.py::test_ranks_with_other_tf32_settings_plan_alike",
+    ),
     "tuned numbers are voted on": Control(
         "fusedcomm/runtime/topology.py",
         "constants if _all_have_the_same(facts, rank) else None",
