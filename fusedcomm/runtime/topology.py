@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm import env
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import Constants
-from fusedcomm.runtime import group
+from fusedcomm.runtime import group, triton_probe
 from fusedcomm.runtime.departures import Departures, own_life
 from fusedcomm.runtime.vote import agree
 
@@ -98,29 +98,28 @@ def _settings() -> dict[str, Any]:
 
 def _found(device: torch.device) -> dict[str, Any]:
     """What this rank finds on its machine. Raises OSError."""
-    facts: dict[str, Any] = {
+    return {
         "host": env.known_host_id(),
         "no_fused": _no_fused(device),
-        # On a GPU chunked needs Triton too: its signals, waits and copy-outs are kernels.
-        "no_workspace": no_native() if device.type == "cpu" else _no_triton(),
-        "uuid": "",
+        "no_workspace": no_native() if device.type == "cpu" else _no_kernels(device),
+        "uuid": "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid),
     }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts["uuid"] = str(properties.uuid)
-        if properties.major < 8:
-            facts["no_workspace"] = (
-                f"compute capability must be at least 8.0, got {properties.major}.{properties.minor}"
-            )
-        if os.environ.get("NCCL_P2P_DISABLE") == "1":
-            facts["no_workspace"] = "NCCL_P2P_DISABLE=1 forbids peer memory"
-    return facts
 
 
 def _no_fused(device: torch.device) -> str | None:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on CPU the fused kernel runs only in Triton's interpreter (TRITON_INTERPRET=1), for tests"
     return _no_triton() if device.type == "cpu" else None
+
+
+def _no_kernels(device: torch.device) -> str | None:
+    """Why nothing but unfused runs on a GPU. chunked needs Triton too: its signals, waits and copy-outs are kernels."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1 forbids peer memory"
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < 8:
+        return f"compute capability must be at least 8.0, got {properties.major}.{properties.minor}"
+    return _no_triton() or triton_probe.cannot_launch(device)
 
 
 def _no_triton() -> str | None:

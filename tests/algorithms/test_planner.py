@@ -28,7 +28,7 @@ from fusedcomm.cost import model
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops import dispatch
-from fusedcomm.runtime import topology
+from fusedcomm.runtime import topology, triton_probe
 from fusedcomm.runtime.members import Member
 from fusedcomm.runtime.topology import Topology
 
@@ -319,6 +319,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, device: str, key: str) 
     """On a GPU not even chunked runs, because its signals are kernels."""
     gpu = SimpleNamespace(uuid="0", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(triton_probe, "cannot_launch", lambda device: None)
     for installed in (True, False):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=installed: object() if found else None)
         assert topology._found(torch.device(device))[key] == (None if installed else "Triton is not installed")

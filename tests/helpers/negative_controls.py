@@ -256,6 +256,12 @@ CONTROLS: dict[str, Control] = {
         "    if False:",
         "tests/runtime/test_workspace.py::test_settings_that_differ_by_rank",
     ),
+    "a GPU's kernels are tried before the vote": Control(
+        "fusedcomm/runtime/topology.py",
+        "_no_triton() or triton_probe.cannot_launch(device)",
+        "_no_triton()",
+        "tests/runtime/test_triton_probe.py::test_one_rank_whose_kernels_do_not_run_makes_all_unfused",
+    ),
     "TF32 settings are voted on": Control(
         "fusedcomm/runtime/topology.py",
         'all(fact["tf32"] for fact in facts)',
