@@ -128,6 +128,12 @@ CONTROLS: dict[str, Control] = {
         "        self.timeout = 3600.0",
         "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
     ),
+    "a bound of torch's rendezvous on GPUs": Control(
+        MEMBERS,
+        "            if left <= 0:\n",
+        "            if False:\n",
+        "tests/runtime/test_rendezvous_on_gpus.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
+    ),
     "a bound of a store that is cut off": Control(
         "fusedcomm/runtime/vote.py",
         "result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)",
