@@ -71,13 +71,13 @@ def _step(instruction: Instruction, facts: PathFacts, reads_after_wait: bool) ->
         return replace(facts, unbarred=True, uncounted=True, unwaited=True), None
     if op == "cp.async.bulk.wait_group" and instruction.operands.strip() == "0":
         return replace(facts, unwaited=False), None
-    if op.startswith("st.") and "global" in op:
+    if op.startswith("st.") and "global" in op and "release" not in op:
         return replace(facts, unbarred=True, uncounted=facts.uncounted or not _WORD.search(op)), None
     if op.startswith(("atom", "ld")) and "acquire" in op and ".sys" in op:
         return replace(facts, polled=True, acquired=False), None
     if reads_after_wait and _reads_data(op):
         return facts, None if facts.acquired else "data are read before the wait and its barrier"
-    if op.startswith("atom") and ("release" in op or "acq_rel" in op):
+    if op.startswith(("atom", "st.")) and ("release" in op or "acq_rel" in op):
         problem = "stores before it are not complete in all threads" if facts.unbarred else None
         if "acq_rel" in op:
             return replace(facts, uncounted=False), problem

@@ -159,7 +159,15 @@ def test_data_end_in_count_and_signal(compiled: Compiled, target: Target, folder
     last_store = ptx.rindex("st.global.v4")
     counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)
     assert ptx.index("bar.sync", last_store) < counter
-    assert ptx.index("atom.global.sys.release.exch", counter)
+    assert ptx.index("st.release.sys.global.b64", counter)
+
+
+@pytest.mark.parametrize("name", ["push", "pack", "unpack"])
+def test_no_atomic_of_system_scope_goes_to_the_hosts_memory(compiled: Compiled, folder: Path, name: str) -> None:
+    """The error record lies there. The one exchange tells the ranks' headers that this rank has failed."""
+    (ptx,) = (path.read_text() for path in folder.glob(f"{name}.*.ptx"))
+    assert "st.release.sys.global.b64" in ptx
+    assert ptx.count("atom.global.sys.release.exch") == (name == "unpack")
 
 
 def test_only_the_last_kernel_of_a_round_counts_arrivals(compiled: Compiled, target: Target, folder: Path) -> None:
@@ -178,7 +186,7 @@ $L__BB0_1:
     @%p4 bra $L__BB0_2;
     st.global.b64 [ %rd3 + 0 ], { %rd5 };
     bar.sync 0;
-    @%p3 atom.global.sys.release.exch.b64 %rd6, [ %rd7 + 0 ], %rd8;
+    { .reg .pred %first; @%first st.release.sys.global.b64 [%rd7], %rd8; mov.b32 %r6, 0; }
 $L__BB0_2:
     ret;
 }
@@ -215,7 +223,7 @@ def _moved(ptx: str, what: str, before: str) -> str:
     [
         pytest.param(PUSH.replace("bar.sync 0; mov.b32 %r5, 0;", ""), 1, id="no barrier before the counter"),
         pytest.param(PUSH.replace("    bar.sync 0;\n", ""), 1, id="no barrier before the flag"),
-        pytest.param(_moved(PUSH, "release.exch", "acq_rel"), 1, id="flag before the counter"),
+        pytest.param(_moved(PUSH, "st.release", "acq_rel"), 1, id="flag before the counter"),
         pytest.param(_moved(PUSH, "bar.sync 0; mov", "st.global.v4"), 1, id="store after the barrier"),
         pytest.param(_moved(PUSH, "st.global.v4", "st.global.b64"), 1, id="store after the counter"),
         pytest.param(

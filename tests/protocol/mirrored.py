@@ -86,7 +86,7 @@ MIRRORED: dict[str, dict[str, str]] = {
     "model.ProtocolModel._signal": {
         "fusedcomm/runtime/workspace.py:Workspace.signal": "1214a01280c4",
         "kernels/cpu/flags.h:signal_word": "cc9f1999f48d",
-        "kernels/triton/primitives.py:signal": "c867331c0e6b",
+        "kernels/triton/primitives.py:signal": "907043027187",
     },
     "model.ProtocolModel._wait": {
         "fusedcomm/runtime/workspace.py:Workspace._must_stop": "6f026c89d0f2",
