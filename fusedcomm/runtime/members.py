@@ -156,6 +156,7 @@ class Member:
                 segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
                 self.workspace = Workspace(self.rank, segments, self.group_name, (segment, handle), self.guard_bytes)
                 self.workspace.departures = self.departures
+                self.workspace.share_gpu(self.topology.ranks_per_gpu)
                 self.workspace.call_number = self.num_calls
                 self.workspace.arm()
                 return self.workspace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class Topology:
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
     check: bool = False  # FUSEDCOMM_CHECK of any rank
+    ranks_per_gpu: int = 1  # the most that share one; each rank's kernels get their part of its multiprocessors
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
 
 
@@ -66,6 +68,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         constants=constants if _all_have_the_same(facts, rank) else None,
         check=any(fact["check"] for fact in facts),
+        ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
         tf32=all(fact["tf32"] for fact in facts),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
@@ -134,6 +137,11 @@ def _no_workspace(facts: list[dict[str, Any]]) -> str | None:
         if fact["host"] != facts[0]["host"]:
             return f"rank {rank} is on another host than rank 0"
     return None
+
+
+def _ranks_per_gpu(uuids: list[str]) -> int:
+    """How many ranks the busiest GPU has. An empty UUID is a CPU."""
+    return max(Counter(filter(None, uuids)).values(), default=1)
 
 
 def _no_peer_access(rank: int, uuids: list[str]) -> str | None:

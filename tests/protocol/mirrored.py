@@ -125,7 +125,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/members.py:_all_members": "694e0566f76f",
         "fusedcomm/runtime/members.py:reset": "d0226c269e6b",
         "fusedcomm/runtime/members.py:Member.reset": "6983a5913414",
-        "fusedcomm/runtime/members.py:Member._make": "04b25297f6c1",
+        "fusedcomm/runtime/members.py:Member._make": "cb33eae9ca94",
         "fusedcomm/runtime/members.py:Member._allocate": "4ad609bb7251",
         "fusedcomm/runtime/members.py:Member._agree": "8506304173dc",
         "fusedcomm/runtime/members.py:Member._free": "f9c3dc34aebc",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.algorithms import kernel_launch, planner
 from fusedcomm.geometry import shapes
-from fusedcomm.runtime import segment, workspace
+from fusedcomm.runtime import segment, topology, workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
@@ -274,6 +274,28 @@ def test_settings_that_differ_by_rank(rank: int) -> None:
     with fresh_group(ALGORITHM="unfused") as group:
         check(group, problem, call(group, problem))
         assert member_of(group).workspace is None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_kernels_of_all_ranks_on_one_gpu_fit_it_together(num_ranks: int) -> None:
+    """The gathers of all ranks wait for the copies of all ranks, none of which may wait for an SM."""
+    header = [torch.zeros(1 << 16, dtype=torch.uint8)]
+    for num_sms in (108, 132):
+        ours = workspace.Workspace(0, header, "group")
+        ours.num_sms = num_sms
+        ours.share_gpu(num_ranks)
+        assert num_ranks * (ours.num_programs("gather") + ours.num_programs("pack")) <= num_sms
+
+
+@on_ranks(2)
+def test_ranks_that_share_a_gpu_share_its_multiprocessors(rank: int) -> None:
+    assert topology._ranks_per_gpu(["a", "b", "a"]) == 2
+    assert topology._ranks_per_gpu(["", ""]) == 1  # CPUs
+    with fresh_group() as group, mock.patch.object(topology, "_ranks_per_gpu", lambda uuids: 2):
+        call(group, BY_NAME["heads"])
+        held = member_of(group).workspace
+        assert held is not None
+        assert held.num_sms == workspace._num_sms(held.device) // 2
 
 
 @on_ranks(2)
