@@ -130,8 +130,8 @@ def measure_row(
     calls = DECODE_CALLS if decode else 1
     times = _decided({name: _repeated(data, name, calls) for name in names}, device, rounds)
     exchange = tune.exchange_of(bench.op, size, num_ranks)
-    name, default = planner.dtype_name(DTYPES[dtype], device_type), DEFAULTS[device_type]
-    used = ours.topology.constants or default
+    name = planner.dtype_name(DTYPES[dtype], device_type == "cuda" and ours.topology.tf32)
+    used = ours.topology.constants or DEFAULTS[device_type]
     estimates = estimate(bench.op, exchange, name, used)
     return ChoiceRow(
         *(bench.op, size.rows, size.k, size.n, dtype, decode, used.source),

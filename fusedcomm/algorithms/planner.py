@@ -32,7 +32,6 @@ from fusedcomm.cost import model
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.members import Member
-from fusedcomm.runtime.topology import tf32_allowed
 
 log = logging.getLogger("fusedcomm")
 
@@ -122,7 +121,7 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
 
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
     constants = member.topology.constants or model.DEFAULTS[member.device.type]
-    kind = dtype_name(dtype, member.device.type)
+    kind = dtype_name(dtype, member.device.type == "cuda" and member.topology.tf32)
     if member.device.type == "cpu":
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
     if why := model.decode_reason(exchange, exchange.chunk_numel * dtype.itemsize, constants):
@@ -149,10 +148,9 @@ def _fastest(op: str, exchange: Exchange, dtype: str, constants: Constants, usab
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def dtype_name(dtype: torch.dtype, device_type: str) -> str:
-    """The dtype's name in `cost`."""
-    tf32 = dtype == torch.float32 and device_type == "cuda" and tf32_allowed()
-    return "tf32" if tf32 else _NAMES[dtype]
+def dtype_name(dtype: torch.dtype, tf32: bool) -> str:
+    """The dtype's name in `cost`. ``tf32``: whether float32 matmuls count as TF32."""
+    return "tf32" if tf32 and dtype == torch.float32 else _NAMES[dtype]
 
 
 def _text(seconds: float) -> str:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import _symmetric_memory as symm_mem
 
+from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.runtime import dumps, flight_recorder, signals, topology
+from fusedcomm.runtime import dumps, flight_recorder, on_thread, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.departures import Departures, announce, farewell, leaving_by
@@ -29,7 +32,7 @@ from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.vote import agree
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.runtime.workspace import LOOK_S, Workspace
 
 _MIN_SLOT_BYTES = 1 << 20
 
@@ -153,6 +156,7 @@ class Member:
                 segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
                 self.workspace = Workspace(self.rank, segments, self.group_name, (segment, handle), self.guard_bytes)
                 self.workspace.departures = self.departures
+                self.workspace.share_gpu(self.topology.ranks_per_gpu)
                 self.workspace.call_number = self.num_calls
                 self.workspace.arm()
                 return self.workspace
@@ -180,6 +184,8 @@ class Member:
 
     def _rendezvous(self, segment: torch.Tensor, op: str) -> tuple[Any, str]:
         """The handle through which peers' segments are reached, or why they cannot be."""
+        if self.device.type == "cuda" and (error := self._blocked(segment)):
+            return None, f"cannot map its peers' memory: {error}"
         try:
             return symm_mem._SymmetricMemory.rendezvous(segment, self.group_name), ""
         except torch.distributed.DistStoreError as late:
@@ -187,6 +193,26 @@ class Member:
             raise PeerTimeoutError(message, peers=_who_did_not_come(str(late)), op=op, epoch=0) from late
         except RuntimeError as error:
             return None, f"cannot map its peers' memory: {error}"
+
+    def _blocked(self, segment: torch.Tensor) -> str:
+        """Why torch's rendezvous on GPUs has not ended, or nothing. What it has made, torch finds again by the segment.
+
+        It waits for the peers' memory in ``recvmsg`` without a bound, so that a rank that dies or fails in it would
+        block the others for good. As an op it leaves the GIL to this thread; by its binding it does not. It gets half
+        of the time-out: a rank that has failed still waits in the vote that follows.
+        """
+        bound = env.timeout_s() / 2
+        deadline = time.monotonic() + bound
+        rendezvous = torch.ops.symm_mem._rendezvous
+        result = on_thread.start(lambda: rendezvous(segment, self.group_name), "fusedcomm-rendezvous")
+        while not result.done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return f"torch's rendezvous has not ended within {bound:g} s"
+            if self.departures is not None and any(map(self.departures.is_gone, range(self.group_size))):
+                return "the process of a peer is gone"
+            futures.wait([result], min(left, LOOK_S))
+        return str(result.exception() or "")
 
     def _agree(self, op: str, fingerprint: int, error: str, stage: str) -> str | None:
         """Check that all ranks are at this stage of this call. Return what the first rank that failed says, or None."""

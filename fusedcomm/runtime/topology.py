@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm import env
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import Constants
-from fusedcomm.runtime import group
+from fusedcomm.runtime import group, triton_probe
 from fusedcomm.runtime.departures import Departures, own_life
 from fusedcomm.runtime.vote import agree
 
@@ -33,6 +34,8 @@ class Topology:
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
     constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
     check: bool = False  # FUSEDCOMM_CHECK of any rank
+    ranks_per_gpu: int = 1  # the most that share one; each rank's kernels get their part of its multiprocessors
+    tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
@@ -66,12 +69,14 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         constants=constants if _all_have_the_same(facts, rank) else None,
         check=any(fact["check"] for fact in facts),
+        ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
+        tf32=all(fact["tf32"] for fact in facts),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
 
 
 def tf32_allowed() -> bool:
-    """Whether float32 matmuls may round their inputs to TF32: torch's own switch."""
+    """Whether float32 matmuls of this rank may round their inputs to TF32: torch's own switch."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -87,40 +92,44 @@ def no_native() -> str | None:
 
 
 def _settings() -> dict[str, Any]:
-    return {"workspace_bytes": env.workspace_bytes(), "algorithm": env.algorithm(), "check": env.check()}
+    return {
+        "workspace_bytes": env.workspace_bytes(),
+        "algorithm": env.algorithm(),
+        "check": env.check(),
+        "tf32": tf32_allowed(),
+    }
 
 
 def _found(device: torch.device) -> dict[str, Any]:
     """What this rank finds on its machine. Raises OSError."""
-    facts: dict[str, Any] = {
+    return {
         "host": env.known_host_id(),
         "no_fused": _no_fused(device),
-        # On a GPU chunked needs Triton too: its signals, waits and copy-outs are kernels.
-        "no_workspace": no_native() if device.type == "cpu" else _no_triton(),
-        "uuid": "",
+        "no_workspace": no_native() if device.type == "cpu" else _no_kernels(device),
+        "uuid": "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid),
     }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts["uuid"] = str(properties.uuid)
-        if properties.major < 8:
-            facts["no_workspace"] = (
-                f"compute capability must be at least 8.0, got {properties.major}.{properties.minor}"
-            )
-        elif facts["no_workspace"] is None and properties.major >= 9:
-            facts["no_fused"] = _no_fence()
-        if os.environ.get("NCCL_P2P_DISABLE") == "1":
-            facts["no_workspace"] = "NCCL_P2P_DISABLE=1 forbids peer memory"
-    return facts
 
 
 def _no_fused(device: torch.device) -> str | None:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on CPU the fused kernel runs only in Triton's interpreter (TRITON_INTERPRET=1), for tests"
-    return _no_triton() if device.type == "cpu" else None
+    return _no_triton() if device.type == "cpu" else _no_fence(device)
 
 
-def _no_fence() -> str | None:
+def _no_kernels(device: torch.device) -> str | None:
+    """Why nothing but unfused runs on a GPU. chunked needs Triton too: its signals, waits and copy-outs are kernels."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1 forbids peer memory"
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < 8:
+        return f"compute capability must be at least 8.0, got {properties.major}.{properties.minor}"
+    return _no_triton() or triton_probe.cannot_launch(device)
+
+
+def _no_fence(device: torch.device) -> str | None:
     """Before Triton 3.7 some kernels may read shared memory before the copies to it that they have waited for."""
+    if _no_triton() or torch.cuda.get_device_properties(device).major < 9:
+        return None
     version = importlib.metadata.version("triton")
     if tuple(int(number) for number in version.split(".")[:2]) >= (3, 7):
         return None
@@ -139,6 +148,11 @@ def _no_workspace(facts: list[dict[str, Any]]) -> str | None:
         if fact["host"] != facts[0]["host"]:
             return f"rank {rank} is on another host than rank 0"
     return None
+
+
+def _ranks_per_gpu(uuids: list[str]) -> int:
+    """How many ranks the busiest GPU has. An empty UUID is a CPU."""
+    return max(Counter(filter(None, uuids)).values(), default=1)
 
 
 def _no_peer_access(rank: int, uuids: list[str]) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from torch.distributed import DistError, Store
 
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerTimeoutError
-from fusedcomm.runtime import group
+from fusedcomm.runtime import group, on_thread
 from fusedcomm.runtime.departures import Departures
 from fusedcomm.runtime.patience import Patience
 
@@ -162,21 +161,8 @@ class _Vote:
     def _bounded(self, call: Callable[[], T]) -> T:
         """Run ``call`` on a thread of its own: while the store's host cannot be reached, it blocks as long as TCP
         tries.
-
-        When the time is over, the thread is left behind. It ends with its call, and does nothing after it.
         """
-        result: futures.Future[T] = futures.Future()
-
-        def run() -> None:
-            try:
-                result.set_result(call())
-            except BaseException as error:
-                result.set_exception(error)
-
-        try:
-            threading.Thread(target=run, name=STORE_THREAD, daemon=True).start()
-        except RuntimeError:  # no thread can be started, as in exit handlers since Python 3.12
-            run()
+        result = on_thread.start(call, STORE_THREAD)
         try:
             return result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)
         except futures.TimeoutError:

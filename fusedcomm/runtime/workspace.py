@@ -75,7 +75,7 @@ class Workspace:
         self.record = ErrorRecord(self.group_size, self.device)
         self.timeout_s = env.timeout_s()
         self.num_slots = self.layout.num_slots
-        self.num_sms = _num_sms(self.device)  # virtual groups divide it between their ranks
+        self.num_sms = _num_sms(self.device)
         self.lane = 0  # waiting kernels with the same device and lane run in one order
         self.epoch = 0
         self.waiting: tuple[int, float] | None = None  # the rank that the host waits for, and since when
@@ -106,6 +106,10 @@ class Workspace:
         words = self.buffers[self.rank][: self.layout.broken].view(torch.int64)
         words[self.layout.timeout // 8] = int(self.timeout_s * 1e9)
         words[self.layout.record // 8] = self.record.words.data_ptr()
+
+    def share_gpu(self, num_ranks: int) -> None:
+        """Leave room for the kernels of the other ranks on this GPU. All wait at the same time for what all send."""
+        self.num_sms = max(1, self.num_sms // num_ranks)
 
     def num_programs(self, kind: str) -> int:
         """Programs of a persistent kernel. All run at the same time; those that wait leave SMs to those that send."""

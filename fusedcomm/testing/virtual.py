@@ -31,7 +31,7 @@ class VirtualGroup:
             self.streams = [torch.cuda.Stream(self.device) if self.cuda else None for _ in range(group_size)]
             for rank, workspace in enumerate(self.workspaces):
                 workspace.lane = rank  # ranks of one device must not be put into one order
-                workspace.num_sms = max(1, workspace.num_sms // group_size)
+                workspace.share_gpu(group_size)
                 if self.cuda:
                     self._warm_up(workspace)
         self._clear()

@@ -85,6 +85,8 @@ def _operands(
         w_row = (batch * (N if W_TRANSPOSED else K)).to(tl.int32)
     else:
         w = w + batch * w_strides[0]
+        if W_TRANSPOSED:  # otherwise they lie side by side, and 32 bits spare registers
+            w_columns = w_columns.to(tl.int64)
     return x_rows, x_mask, w, w_row, w_columns, w_mask
 
 

@@ -29,7 +29,7 @@ from fusedcomm.cost import model
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops import dispatch
-from fusedcomm.runtime import topology
+from fusedcomm.runtime import topology, triton_probe
 from fusedcomm.runtime.members import Member
 from fusedcomm.runtime.topology import Topology
 
@@ -58,15 +58,9 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return state
 
 
-@pytest.fixture
-def tf32(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    state = [False]
-    monkeypatch.setattr(planner, "tf32_allowed", lambda: state[-1])
-    return state
-
-
 BF16, FP32 = torch.bfloat16, torch.float32
 NO_PEERS = replace(ABLE, no_workspace="rank 1 is on another host than rank 0")
+TF32 = replace(ABLE, tf32=True)
 NO_TRITON = replace(ABLE, no_workspace="rank 0: Triton is not installed")
 
 
@@ -76,46 +70,43 @@ ESTIMATED = "estimated "
 
 
 @pytest.mark.parametrize(
-    "op, exchange, dtype, us, graph, allowed, algorithm, reason",
+    "op, exchange, dtype, us, graph, algorithm, reason",
     [
-        (OP, SMALL, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
-        (OP, SMALL, BF16, member(), False, False, "fused", ESTIMATED),
-        (OP, LARGE, BF16, member(), False, False, "chunked", ESTIMATED),
-        (OP, SMALL, FP32, member(), False, False, "chunked", ESTIMATED),
-        (OP, SMALL, FP32, member(), False, True, "fused", ESTIMATED),
-        (OP, LARGE, BF16, member(), True, False, "fused", ESTIMATED),
-        (OP, SMALL, BF16, member(verdict=NO_FENCE), False, False, "chunked", ESTIMATED),
-        (OP, LARGE, BF16, member(verdict=NO_FENCE), True, False, "unfused", "Triton must be at least 3.7"),
-        (OP, SMALL, BF16, member(verdict=NO_TRITON), False, False, "unfused", "rank 0: Triton is not installed"),
-        (OP, SMALL, BF16, member(verdict=NO_PEERS), False, False, "unfused", "rank 1 is on another host"),
-        (OP, HUGE_ROW, BF16, member(), False, False, "unfused", "one row for every peer takes"),
-        (OP, SMALL, BF16, None, False, False, "unfused", "one rank"),
-        (OP, DECODE, BF16, member(), False, False, "unfused", "16 KiB per peer, less than 64"),
-        (OP, DECODE, BF16, member(), True, False, "unfused", "16 KiB per peer, less than 64"),
-        (OP, DECODE, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
-        (OP, DECODE, BF16, member(verdict=TUNED), False, False, "fused", ESTIMATED),
-        ("matmul_reduce_scatter", FEW_ROWS, BF16, member(), False, False, "unfused", "32 rows per rank, fewer than"),
-        ("matmul_reduce_scatter", FEW_ROWS, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
-        ("matmul_reduce_scatter", BATCHES, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
-        ("matmul_all_reduce", DECODED, BF16, member("cpu"), False, False, "chunked", ESTIMATED),
-        ("all_to_all_matmul", GATHERED_K, BF16, member(), False, False, "fused", ESTIMATED),
-        ("all_gather_matmul", GATHERED_ROWS, BF16, member(), False, False, "chunked", ESTIMATED),
+        (OP, SMALL, BF16, member("cpu"), False, "chunked", ESTIMATED),
+        (OP, SMALL, BF16, member(), False, "fused", ESTIMATED),
+        (OP, LARGE, BF16, member(), False, "chunked", ESTIMATED),
+        (OP, SMALL, FP32, member(), False, "chunked", ESTIMATED),
+        (OP, SMALL, FP32, member(verdict=TF32), False, "fused", ESTIMATED),
+        (OP, LARGE, BF16, member(), True, "fused", ESTIMATED),
+        (OP, SMALL, BF16, member(verdict=NO_FENCE), False, "chunked", ESTIMATED),
+        (OP, LARGE, BF16, member(verdict=NO_FENCE), True, "unfused", "Triton must be at least 3.7"),
+        (OP, SMALL, BF16, member(verdict=NO_TRITON), False, "unfused", "rank 0: Triton is not installed"),
+        (OP, SMALL, BF16, member(verdict=NO_PEERS), False, "unfused", "rank 1 is on another host"),
+        (OP, HUGE_ROW, BF16, member(), False, "unfused", "one row for every peer takes"),
+        (OP, SMALL, BF16, None, False, "unfused", "one rank"),
+        (OP, DECODE, BF16, member(), False, "unfused", "16 KiB per peer, less than 64"),
+        (OP, DECODE, BF16, member(), True, "unfused", "16 KiB per peer, less than 64"),
+        (OP, DECODE, BF16, member("cpu"), False, "chunked", ESTIMATED),
+        (OP, DECODE, BF16, member(verdict=TUNED), False, "fused", ESTIMATED),
+        ("matmul_reduce_scatter", FEW_ROWS, BF16, member(), False, "unfused", "32 rows per rank, fewer than"),
+        ("matmul_reduce_scatter", FEW_ROWS, BF16, member("cpu"), False, "chunked", ESTIMATED),
+        ("matmul_reduce_scatter", BATCHES, BF16, member("cpu"), False, "chunked", ESTIMATED),
+        ("matmul_all_reduce", DECODED, BF16, member("cpu"), False, "chunked", ESTIMATED),
+        ("all_to_all_matmul", GATHERED_K, BF16, member(), False, "fused", ESTIMATED),
+        ("all_gather_matmul", GATHERED_ROWS, BF16, member(), False, "chunked", ESTIMATED),
     ],
 )
 def test_each_rule(
     capturing: list[bool],
-    tf32: list[bool],
     op: str,
     exchange: Exchange,
     dtype: torch.dtype,
     us: Member | None,
     graph: bool,
-    allowed: bool,
     algorithm: str,
     reason: str,
 ) -> None:
     capturing.append(graph)
-    tf32.append(allowed)
     plan = planner.plan(op, exchange, dtype, us)
     assert plan.algorithm == algorithm, plan
     assert plan.reason.startswith(reason)
@@ -332,6 +323,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, device: str, key: str) 
     """On a GPU not even chunked runs, because its signals are kernels."""
     gpu = SimpleNamespace(uuid="0", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(triton_probe, "cannot_launch", lambda device: None)
     for installed in (True, False):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=installed: object() if found else None)
         assert topology._found(torch.device(device))[key] == (None if installed else "Triton is not installed")
@@ -346,5 +338,5 @@ def test_kernels_that_triton_does_not_fence_are_not_offered(
     gpu = SimpleNamespace(uuid="0", major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    reason = topology._found(torch.device("cuda"))["no_fused"]
+    reason = topology._no_fused(torch.device("cuda"))
     assert reason is None if offered else reason.endswith(f"got {version}")

@@ -128,6 +128,12 @@ CONTROLS: dict[str, Control] = {
         "        self.timeout = 3600.0",
         "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
     ),
+    "a bound of torch's rendezvous on GPUs": Control(
+        MEMBERS,
+        "            if left <= 0:\n",
+        "            if False:\n",
+        "tests/runtime/test_rendezvous_on_gpus.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
+    ),
     "a bound of a store that is cut off": Control(
         "fusedcomm/runtime/vote.py",
         "result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)",
@@ -255,6 +261,18 @@ CONTROLS: dict[str, Control] = {
         "    if len(set(values)) > 1:",
         "    if False:",
         "tests/runtime/test_workspace.py::test_settings_that_differ_by_rank",
+    ),
+    "a GPU's kernels are tried before the vote": Control(
+        "fusedcomm/runtime/topology.py",
+        "_no_triton() or triton_probe.cannot_launch(device)",
+        "_no_triton()",
+        "tests/runtime/test_triton_probe.py::test_one_rank_whose_kernels_do_not_run_makes_all_unfused",
+    ),
+    "TF32 settings are voted on": Control(
+        "fusedcomm/runtime/topology.py",
+        'all(fact["tf32"] for fact in facts)',
+        "tf32_allowed()",
+        "tests/runtime/test_workspace.py::test_ranks_with_other_tf32_settings_plan_alike",
     ),
     "tuned numbers are voted on": Control(
         "fusedcomm/runtime/topology.py",

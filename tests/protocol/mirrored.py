@@ -86,7 +86,7 @@ MIRRORED: dict[str, dict[str, str]] = {
     "model.ProtocolModel._signal": {
         "fusedcomm/runtime/workspace.py:Workspace.signal": "1214a01280c4",
         "kernels/cpu/flags.h:signal_word": "cc9f1999f48d",
-        "kernels/triton/primitives.py:signal": "c867331c0e6b",
+        "kernels/triton/primitives.py:signal": "907043027187",
     },
     "model.ProtocolModel._wait": {
         "fusedcomm/runtime/workspace.py:Workspace._must_stop": "6f026c89d0f2",
@@ -125,7 +125,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/members.py:_all_members": "694e0566f76f",
         "fusedcomm/runtime/members.py:reset": "d0226c269e6b",
         "fusedcomm/runtime/members.py:Member.reset": "6983a5913414",
-        "fusedcomm/runtime/members.py:Member._make": "04b25297f6c1",
+        "fusedcomm/runtime/members.py:Member._make": "cb33eae9ca94",
         "fusedcomm/runtime/members.py:Member._allocate": "4ad609bb7251",
         "fusedcomm/runtime/members.py:Member._agree": "8506304173dc",
         "fusedcomm/runtime/members.py:Member._free": "f9c3dc34aebc",

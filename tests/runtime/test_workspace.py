@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.algorithms import kernel_launch, planner
-from fusedcomm.runtime import segment, workspace
+from fusedcomm.geometry import shapes
+from fusedcomm.runtime import segment, topology, workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
@@ -271,6 +274,46 @@ def test_settings_that_differ_by_rank(rank: int) -> None:
     with fresh_group(ALGORITHM="unfused") as group:
         check(group, problem, call(group, problem))
         assert member_of(group).workspace is None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_kernels_of_all_ranks_on_one_gpu_fit_it_together(num_ranks: int) -> None:
+    """The gathers of all ranks wait for the copies of all ranks, none of which may wait for an SM."""
+    header = [torch.zeros(1 << 16, dtype=torch.uint8)]
+    for num_sms in (108, 132):
+        ours = workspace.Workspace(0, header, "group")
+        ours.num_sms = num_sms
+        ours.share_gpu(num_ranks)
+        assert num_ranks * (ours.num_programs("gather") + ours.num_programs("pack")) <= num_sms
+
+
+@on_ranks(2)
+def test_ranks_that_share_a_gpu_share_its_multiprocessors(rank: int) -> None:
+    assert topology._ranks_per_gpu(["a", "b", "a"]) == 2
+    assert topology._ranks_per_gpu(["", ""]) == 1  # CPUs
+    with fresh_group() as group, mock.patch.object(topology, "_ranks_per_gpu", lambda uuids: 2):
+        call(group, BY_NAME["heads"])
+        held = member_of(group).workspace
+        assert held is not None
+        assert held.num_sms == workspace._num_sms(held.device) // 2
+
+
+@on_ranks(2)
+def test_ranks_with_other_tf32_settings_plan_alike(rank: int) -> None:
+    """The estimates of float32 on GPUs depend on the setting, and a rank that runs unfused can meet no other."""
+    op, exchange = "matmul_all_to_all", shapes.matmul_all_to_all((1024, 512), (512, 1024), None, 0, 1, 2)
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if rank == 0 else "ieee"
+    try:
+        with fresh_group() as group, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+            call(group, BY_NAME["heads"])
+            ours = dataclasses.replace(member_of(group), device=torch.device("cuda", 0))
+            plans: list[Any] = [None, None]
+            dist.all_gather_object(plans, planner.plan(op, exchange, torch.float32, ours), group)
+            with_tf32 = dataclasses.replace(ours, topology=dataclasses.replace(ours.topology, tf32=True))
+            assert plans[0] == plans[1] != planner.plan(op, exchange, torch.float32, with_tf32)
+    finally:
+        matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "soon"])

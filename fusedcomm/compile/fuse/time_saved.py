@@ -21,6 +21,7 @@ from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.views import value
 from fusedcomm.cost.model import DEFAULTS, Constants
 from fusedcomm.runtime import members
+from fusedcomm.runtime.topology import tf32_allowed
 
 SizeOf: TypeAlias = "Callable[[int | torch.SymInt], int]"
 LAYOUT_COPIES = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # at most, before sending and after arrival
@@ -63,10 +64,10 @@ def _num_bytes(collective: Collective, size: SizeOf) -> float:
 
 
 def _matmul(product: Product, constants: Constants, size: SizeOf) -> float:
-    seconds = 0.0
+    seconds, tf32 = 0.0, constants.device_type == "cuda" and tf32_allowed()
     for x, w in zip(product.xs, product.ws, strict=True):
         *batches, m, k = map(size, _shape(x))
-        dtype = dtype_name(value(x).dtype, constants.device_type)
+        dtype = dtype_name(value(x).dtype, tf32)
         seconds += constants.matmul(dtype, math.prod(batches), m, k, size(_shape(w)[-1]))
     return seconds
 

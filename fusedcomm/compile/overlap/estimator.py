@@ -197,7 +197,7 @@ class Estimator:
         group_name = plain[-1]
         try:
             exchange = exchange_of(op, *plain)
-            dtype = self._dtype_name(plain[0].dtype)
+            dtype = planner.dtype_name(plain[0].dtype, self.tf32)
         except (ValueError, KeyError):  # sizes are not known, or the op would not take the dtype
             return self._unknown_fused(op, plain)
         chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
@@ -260,7 +260,7 @@ class Estimator:
             return 0.0
         dtype, batches, m, k, n = sizes
         try:
-            return self.constants.matmul(self._dtype_name(dtype), batches, m, k, n)
+            return self.constants.matmul(planner.dtype_name(dtype, self.tf32), batches, m, k, n)
         except KeyError:
             num_bytes = batches * (m * k + k * n + m * n) * dtype.itemsize
             return self._roofline(2.0 * batches * m * k * n, num_bytes, dtype)
@@ -277,13 +277,9 @@ class Estimator:
         if dtype.itemsize == 1:
             return 2 * rates["bfloat16"]
         try:
-            return rates[self._dtype_name(dtype)]
+            return rates[planner.dtype_name(dtype, self.tf32)]
         except KeyError:
             return rates["float32"]
-
-    def _dtype_name(self, dtype: torch.dtype) -> str:
-        """The dtype's name in `cost`. Raises KeyError."""
-        return "tf32" if self.tf32 and dtype == torch.float32 else planner.dtype_name(dtype, "cpu")
 
     @property
     def _measured(self) -> bool:

@@ -1,0 +1,96 @@
+"""Indices beyond 32 bits in the Triton interpreter, whose integers wrap as a GPU's do: strides near 2^31 and 2^32, and
+results of more elements.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fusedcomm.algorithms import kernel_launch
+from fusedcomm.geometry import shapes
+from fusedcomm.geometry.exchange import Exchange
+from tests.helpers.sparse import sparse
+from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, virtual_ranks
+
+K, N, ROWS = 5, 7, 6
+REACH = [2**31 - 64, 2**31 + 64, 2**32 + 64]  # index of w's last row or column
+
+
+def far_apart(values: Tensor, transposed: bool, reach: int) -> Tensor:
+    """``values`` [K, N] with its rows, or transposed its columns, so far apart that the last begins at ``reach``."""
+    long, short = values.shape if not transposed else values.shape[::-1]
+    step = -(-reach // (long - 1))
+    strides = (1, step) if transposed else (step, 1)
+    w = sparse((long - 1) * step + short).as_strided(values.shape, strides)
+    return w.copy_(values)
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).float()
+
+
+def one_rank(exchange: Exchange) -> VirtualRank:
+    (rank,) = virtual_ranks(1, exchange.chunk_numel * 4)
+    return rank
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("reach", REACH)
+def test_a_push_reads_w_where_it_lies(reach: int, transposed: bool) -> None:
+    x, values = integers(ROWS, K), integers(K, N)
+    exchange = shapes.matmul_all_to_all((ROWS, K), (K, N), None, 0, 1, 1)
+    rank, out = one_rank(exchange), torch.full((ROWS, N), torch.nan)
+    (spans,) = exchange.rounds(1 << 62)
+    kernel_launch.push(x, far_apart(values, transposed, reach), None, spans, rank, FINGERPRINT)
+    kernel_launch.unpack(out, spans.unpack, rank, FINGERPRINT)
+    torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("reach", REACH)
+def test_a_gather_reads_w_where_it_lies(reach: int, transposed: bool) -> None:
+    x, values = integers(ROWS, K), integers(K, N)
+    exchange = shapes.all_gather_matmul((ROWS, K), ((K, N),), 0, 1)
+    rank, out = one_rank(exchange), torch.full((ROWS, N), torch.nan)
+    (spans,) = exchange.rounds(1 << 62)
+    kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+    w = far_apart(values, transposed, reach)
+    kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
+    torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("reach", REACH)
+def test_a_gather_of_k_reads_w_where_it_lies(reach: int, transposed: bool) -> None:
+    """Each of 2 ranks sends a part of every row."""
+    xs, values = [integers(2 * ROWS, K), integers(2 * ROWS, K) + 1], integers(2 * K, N)
+    exchange = shapes.all_to_all_matmul((2 * ROWS, K), (2 * K, N), 1, 0, 2)
+    ranks = virtual_ranks(2, exchange.chunk_numel * 8)
+    (spans,) = exchange.rounds(1 << 62)
+    for rank, x in zip(ranks, xs, strict=True):
+        kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+    w = far_apart(values, transposed, reach)
+    for rank in ranks:
+        out = torch.full((ROWS, N), torch.nan)
+        kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
+        want = torch.cat([x.chunk(2)[rank.rank] for x in xs], 1) @ values
+        torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("row", [1 << 14, 1 << 15])
+def test_copies_reach_rows_beyond_32_bits(row: int) -> None:
+    """A round sends one row of 2^17 elements; row 2^14 begins at 2^31, and row 2^15 at 2^32."""
+    num_rows, length = (1 << 15) + 1, 1 << 17
+    exchange = shapes.all_gather_matmul((num_rows, length), ((length, 1),), 0, 1)
+    x, out = sparse(num_rows * length).view(num_rows, length), sparse(num_rows * length).view(num_rows, length)
+    x[row] = torch.arange(length)
+    (rank,) = virtual_ranks(1, length * 4)
+    spans = exchange.rounds(length)[row]
+    kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+    kernel_launch.unpack(out, spans.unpack, rank, FINGERPRINT)
+    torch.testing.assert_close(out[row], x[row], rtol=0, atol=0)
+    assert not any(out[other].any() for other in {0, (1 << 14) - 1, 1 << 14, 1 << 15} - {row})
