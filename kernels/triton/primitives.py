@@ -127,23 +127,9 @@ def signal(flag_ptr, value):
     The barrier puts the stores of all threads before the release of the one that signals. The kernels here write peers'
     memory with ordinary stores only. A kernel that used TMA stores (the async proxy) would have to complete them first,
     in the thread that issued them (cp.async.bulk.wait_group 0).
-
-    It is a store, because an atomic at system scope needs more of the host's bus than ordinary PCIe has where the flag
-    lies in the host's memory, as that of the error record does.
     """
     block_barrier()
-    if INTERPRET:
-        tl.atomic_xchg(flag_ptr, tl.cast(value, tl.int64), sem="release", scope="sys")
-    else:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred %first; .reg .b32 %thread; mov.u32 %thread, %tid.x; setp.eq.u32 %first, %thread, 0; "
-            "@%first st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,l,~{memory}",
-            [flag_ptr.to(tl.int64), tl.cast(value, tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    tl.atomic_xchg(flag_ptr, tl.cast(value, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
 
 import fusedcomm
 import fusedcomm.compile
+from fusedcomm.runtime.members import member
 from tests.compile.test_commute import BEFORE, Program, Values, check, inputs, product, results, to_heads
 from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.on_ranks import on_ranks
@@ -120,6 +122,7 @@ def test_scheduled_graphs_compare_too(rank: int, cpp_wrapper: bool) -> None:
         inductor.patch(cpp_wrapper=cpp_wrapper),
         fusedcomm.compile.enabled(overlap=not cpp_wrapper),
         patch("fusedcomm.ops.same_moves._compare") as compare,
+        patch.object(member(_get_default_group().group_name, torch.device("cpu")), "same_moves", set()),
         torch.no_grad(),
     ):
         got = torch.compile(program, fullgraph=True)(values)

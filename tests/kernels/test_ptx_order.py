@@ -26,7 +26,7 @@ $L__BB0_1:
     @%p4 bra $L__BB0_2;
     st.global.b64 [ %rd3 + 0 ], { %rd5 };
     bar.sync 0;
-    { .reg .pred %first; @%first st.release.sys.global.b64 [%rd7], %rd8; mov.b32 %r6, 0; }
+    @%p3 atom.global.sys.release.exch.b64 %rd6, [ %rd7 + 0 ], %rd8;
 $L__BB0_2:
     ret;
 }
@@ -63,7 +63,7 @@ def _moved(ptx: str, what: str, before: str) -> str:
     [
         pytest.param(PUSH.replace("bar.sync 0; mov.b32 %r5, 0;", ""), 1, id="no barrier before the counter"),
         pytest.param(PUSH.replace("    bar.sync 0;\n", ""), 1, id="no barrier before the flag"),
-        pytest.param(_moved(PUSH, "st.release", "acq_rel"), 1, id="flag before the counter"),
+        pytest.param(_moved(PUSH, "release.exch", "acq_rel"), 1, id="flag before the counter"),
         pytest.param(_moved(PUSH, "bar.sync 0; mov", "st.global.v4"), 1, id="store after the barrier"),
         pytest.param(_moved(PUSH, "st.global.v4", "st.global.b64"), 1, id="store after the counter"),
         pytest.param(
@@ -82,7 +82,7 @@ def test_the_order_checker_can_fail(ptx: str, count: int) -> None:
     assert len(ptx_order.violations(ptx, reads_after_wait="unpack" in ptx)) == count
 
 
-COUNTER, FLAG = r"atom\.global\.gpu\.acq_rel\.add", r"st\.release\.sys\.global"
+COUNTER, FLAG = r"atom\.global\.gpu\.acq_rel\.add", r"atom\.global\.sys\.release\.exch"
 POLL = r"(?:ld|atom)\.global\.sys\.acquire(?:\.add)?\.(?:u|b)64"
 STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r1, %r1, %r1 };"
 TMA_STORE = (
@@ -95,13 +95,13 @@ class Mutant(NamedTuple):
     rule: Rule  # what it breaks
     pattern: str
     by: str
-    which: int | None = None  # of the matches; None: all
+    which: int | None = None  # index of the match that changes; None: all do
 
 
 BARRIERS, FENCES = r"bar\.sync\s+0;", r"fence\.proxy\.async\S*;"
 MUTANTS = {
-    "flag at the scope of one GPU": Mutant("push", Rule.STRENGTH, FLAG, "st.release.gpu.global", -1),
-    "relaxed flag": Mutant("push", Rule.STRENGTH, FLAG, "st.relaxed.sys.global", -1),
+    "flag at the scope of one GPU": Mutant("push", Rule.STRENGTH, FLAG, "atom.global.gpu.release.exch", -1),
+    "relaxed flag": Mutant("push", Rule.STRENGTH, FLAG, "atom.global.sys.relaxed.exch", -1),
     "counter of one block": Mutant("push", Rule.STRENGTH, COUNTER, "atom.global.cta.acq_rel.add", -1),
     "relaxed counter": Mutant("pack", Rule.STRENGTH, COUNTER, "atom.global.gpu.relaxed.add", -1),
     "relaxed poll in the loop": Mutant("unpack", Rule.STRENGTH, POLL, "atom.global.sys.relaxed.add.u64", 1),
