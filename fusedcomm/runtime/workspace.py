@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
@@ -198,7 +199,8 @@ class Workspace:
         this process may still be in a call, and would take a word in the own header for a peer's.
         """
         epoch = self.epoch + 1
-        with _beside_kernels(self.device):
+        # the garbage collector may call this while torch.compile traces
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), _beside_kernels(self.device):
             if self.left or self.captured or self.rank in self.breakers(epoch):
                 return
             self.left = True

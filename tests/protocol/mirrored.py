@@ -86,7 +86,7 @@ MIRRORED: dict[str, dict[str, str]] = {
     "model.ProtocolModel._signal": {
         "fusedcomm/runtime/workspace.py:Workspace.signal": "1214a01280c4",
         "kernels/cpu/flags.h:signal_word": "cc9f1999f48d",
-        "kernels/triton/primitives.py:signal": "907043027187",
+        "kernels/triton/primitives.py:signal": "c867331c0e6b",
     },
     "model.ProtocolModel._wait": {
         "fusedcomm/runtime/workspace.py:Workspace._must_stop": "6f026c89d0f2",
@@ -115,7 +115,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "kernels/triton/handshake.py:begin_push_kernel": "11c3b5410d8e",
     },
     "model.ProtocolModel._fail and _tell": {
-        "fusedcomm/runtime/workspace.py:Workspace.leave": "5794ed583e60",
+        "fusedcomm/runtime/workspace.py:Workspace.leave": "167aeef7ed9e",
         "fusedcomm/runtime/workspace.py:Workspace.fail": "62c45152dd52",
         "fusedcomm/runtime/workspace.py:Workspace.guarded": "3fe52f56808d",
         "kernels/triton/primitives.py:fail": "f785fbde7abf",

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedcomm
 from fusedcomm.runtime import departures, members, workspace
@@ -116,6 +119,29 @@ def test_a_rank_that_destroys_its_group_says_why(rank: int, error: Exception | N
                 each(group, HEADS)
             assert caught.value.peers == [1]
     dist.destroy_process_group(group)
+
+
+class NoOps(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was seen by a mode")
+
+
+class NoFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was seen by a mode")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", [FakeTensorMode, NoOps, NoFunctions])
+def test_a_group_that_is_collected_while_a_program_is_traced_says_so(rank: int, mode: Any) -> None:
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        if rank == 1:
+            with mode():
+                members._destroyed(members._groups[group])
+        else:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match="rank 1 has left: its group was destroyed"):
+                call(group, HEADS)
 
 
 @on_ranks(2)
