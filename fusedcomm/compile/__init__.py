@@ -121,7 +121,8 @@ def enabled(
     before.
 
     torch compiles a backward at its first use, which may come after the statement: inside it backwards are compiled
-    together with their forwards (torch._functorch.config.force_non_lazy_backward_lowering).
+    together with their forwards (torch._functorch.config.force_non_lazy_backward_lowering). ``retain_graph=True`` then
+    needs ``torch._functorch.config.donated_buffer = False``, as torch's error says.
 
     Args:
         fuse: as in `enable`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -9,14 +10,17 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
 import fusedcomm
 import fusedcomm.compile
+from fusedcomm.ops import same_moves
 from fusedcomm.runtime.members import member
-from tests.compile.test_commute import BEFORE, Program, Values, check, inputs, product, results, to_heads
+from tests.compile.test_commute import BEFORE, HEADS, TOKENS, Program, Values, check, inputs, product, results, to_heads
 from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.thorough import thorough_but
 
 
 def by_rank(v: Values) -> Any:
@@ -58,6 +62,48 @@ def test_a_number_that_ranks_do_not_share_may_stay(rank: int) -> None:
     torch.testing.assert_close(got, results(by_rank, values))
 
 
+SIZED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # whose result has the same size on all ranks, and own not
+    "begin of a slice": lambda y, own: y.narrow(0, own.shape[0], TOKENS),
+    "constant": lambda y, own: y * own.sum(0),
+    "index": lambda y, own: y.unflatten(0, (-1, 6)).select(1, own.shape[0]),
+}
+
+
+def sized(name: str, own: Tensor, v: Values) -> Any:
+    y = SIZED[name]((torch.cat([v["x"]] * 3) @ v["w"]).sin(), own @ v["w"])
+    return to_heads(y.cos().unflatten(1, (HEADS, -1)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", thorough_but(["begin of a slice"], SIZED))
+def test_dynamic_sizes_are_compared_when_they_are_new(rank: int, name: str) -> None:
+    torch._dynamo.reset()
+    values = inputs()
+    agree = patch.object(same_moves, "agree", wraps=same_moves.agree)
+    with no_latency(), fusedcomm.compile.enabled(), torch.no_grad(), agree as votes:
+        compiled = torch.compile(sized, fullgraph=True, backend=interpreted)
+        met = []
+        for rows in (2, 3, 2):
+            own = values["w"].detach()[:rows]
+            torch._dynamo.mark_dynamic(own, 0)
+            torch.testing.assert_close(compiled(name, own, values), sized(name, own, values))
+            met.append(votes.call_count)
+        assert met == [1, 2, 2], met
+        own = values["w"].detach()[: 4 + rank]
+        torch._dynamo.mark_dynamic(own, 0)
+        with pytest.raises(fusedcomm.PeerMismatchError, match="sizes that differ on ranks"):
+            compiled(name, own, values)
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_a_dtype_that_differs_is_refused(rank: int) -> None:
+    def program(v: Values) -> Any:
+        return to_heads(product(v).sin() * (v["token"].bfloat16() if rank else v["token"]))
+
+    assert "differ on ranks" in refused(program)
+
+
 @on_ranks(2)
 @pytest.mark.thorough
 def test_a_count_that_the_program_computes_stands_in_the_way(rank: int) -> None:
@@ -74,13 +120,13 @@ def test_the_first_call_alone_is_a_collective(rank: int) -> None:
     group_size, group_name = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
     call = torch.ops.fusedcomm.same_moves
     for _ in range(2):
-        assert call("a", "cpu", group_size, group_name).shape == (0,)
+        assert call("a", [], "cpu", group_size, group_name).shape == (0,)
     dist.barrier()
     if rank == 0:  # nobody else comes
-        call("a", "cpu", group_size, group_name)
+        call("a", [], "cpu", group_size, group_name)
     with pytest.raises(fusedcomm.PeerMismatchError, match="differ on ranks"):
-        call(f"b{rank}", "cpu", group_size, group_name)
-    call("c", "cpu", group_size, group_name)
+        call(f"b{rank}", [], "cpu", group_size, group_name)
+    call("c", [], "cpu", group_size, group_name)
 
 
 @on_ranks(2)

@@ -24,6 +24,7 @@ from fusedcomm.compile.graph.layout import Size, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of
+from fusedcomm.compile.graph.views import value
 
 aten = torch.ops.aten
 _PLAIN = {aten.mm.default, aten.addmm.default}
@@ -112,12 +113,16 @@ def _cut_readers(rewriter: Rewriter, cat: Node, behind: set[Node]) -> None:
     if len(groups) < 2:
         return
     views = [cat, *(user for user in cat.users if _keeps_features(user, cat))]
-    turned = [user for view in views for user in view.users if user.target is aten.permute.default]
+    turned = [user for view in views for user in view.users if _is_transpose(user)]
     for view in [*views, *turned]:
         if len(shape(view)) == 2:
             for user in list(view.users):
                 if user.target in _PLAIN:
                     attempt("commute", _cut_reader, rewriter, user, view, groups, view in turned)
+
+
+def _is_transpose(node: Node) -> bool:
+    return node.target is aten.permute.default and [dim % 2 for dim in args_of(node)[1]] == [1, 0]
 
 
 def _cut_reader(rewriter: Rewriter, matmul: Node, view: Node, groups: Sequence[Part], is_turned: bool) -> None:
@@ -127,7 +132,8 @@ def _cut_reader(rewriter: Rewriter, matmul: Node, view: Node, groups: Sequence[P
         return
     call = rewriter.call
     with rewriter.before(matmul, like=matmul):
-        parts = [_two_dims(rewriter, group, shape(view)[1 if is_turned else 0]) for group in groups]
+        rows = shape(view)[1 if is_turned else 0]
+        parts = [_two_dims(rewriter, group, rows, value(view).dtype) for group in groups]
         if is_turned:
             parts = [call(aten.permute.default, part, [1, 0]) for part in parts]
         if is_left == is_turned:  # the features are rows or columns of the result
@@ -145,10 +151,10 @@ def _cut_reader(rewriter: Rewriter, matmul: Node, view: Node, groups: Sequence[P
     replace_node(matmul, result)
 
 
-def _two_dims(rewriter: Rewriter, group: Part, rows: Size) -> Node:
+def _two_dims(rewriter: Rewriter, group: Part, rows: Size, dtype: torch.dtype) -> Node:
     (first, *others) = group.nodes
     joined = rewriter.call(aten.cat.default, list(group.nodes), -1) if others else first
-    return rewriter.reshape(joined, [rows, group.width])
+    return rewriter.cast(rewriter.reshape(joined, [rows, group.width]), dtype)
 
 
 # matmul, then parts of its result

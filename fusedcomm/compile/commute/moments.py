@@ -28,7 +28,7 @@ def as_sums(mover: Mover, node: Node) -> list[Node]:
     count = product(shape(operand)[dim] for dim in dims)
     asked: Any = node.kwargs.get("correction")
     correction = 1 if asked is None else asked
-    if place is None or place.dim not in dims or not isinstance(count, int):
+    if place is None or place.dim not in dims or not isinstance(count, int) or count <= correction:
         return []
     rewriter = Rewriter(mover.graph)
     with rewriter.before(node, like=node):

@@ -308,7 +308,8 @@ _WITH_DIMS = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.me
 
 def _known_quotient(a: Size, b: Size) -> Size:
     found = quotient(a, b)
-    assert found is not None
+    if found is None:  # b is 0
+        raise CannotFuse("it has no elements")
     return found
 
 
