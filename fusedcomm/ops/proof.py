@@ -36,12 +36,12 @@ from fusedcomm.runtime.segment import FINGERPRINT
 from fusedcomm.runtime.vote import agree
 from fusedcomm.runtime.workspace import Call, Workspace
 
-Algorithms = Mapping[str, Callable[..., Any]]  # of an op, by name
+Algorithms = Mapping[str, Callable[..., Any]]  # by name, those of an op
 
 # Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
 SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
-NUM_ROUNDS = 3  # of the larger problem at least: both slots are used, and one again
-BOUND_S = 120.0  # of a wait in a proof: a peer may be compiling its kernels
+NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
+BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
 _MOST_LETTERS = 300
 _WRONG, _LATE, _BROKEN = range(3)  # the cause comes first; a rank whose peer has failed is late or broken itself
 

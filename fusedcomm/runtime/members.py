@@ -61,7 +61,7 @@ class Member:
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
     loaded: set[Any] = field(default_factory=set)  # calls whose fused kernels have run: a capture cannot load them
-    outcomes: Outcomes = field(default_factory=dict)  # of proofs; equal on all ranks
+    outcomes: Outcomes = field(default_factory=dict)  # what proofs have found; equal on all ranks
     same_moves: set[str] = field(default_factory=set)  # digests of compiled graphs that all ranks have
     lock: threading.RLock = field(default_factory=threading.RLock)
 

@@ -38,7 +38,7 @@ class Topology:
     ranks_per_gpu: int = 1  # the most that share one; each rank's kernels get their part of its multiprocessors
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
     prove: bool = False  # whether an algorithm must be proved before it is used
-    outcomes: Mapping[str, str] = field(default_factory=dict)  # of proofs, as `proof_file` names them
+    outcomes: Mapping[str, str] = field(default_factory=dict)  # what proofs have found, as `proof_file` names them
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
