@@ -40,13 +40,14 @@ from benchmarks.common import (
     refuse_wrong_pages,
     tabulated,
 )
-from fusedcomm.bench.op_bench import AUTO, BASELINE, ROOF, MatmulSize, OpBench, OpData
+from fusedcomm.bench.op_bench import AUTO, BASELINE, ROOF, OpBench, OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
+from fusedcomm.ops.whole_group import MatmulSize
 
 ROWS = (512, 2048, 2500)
 ALIGNED = MatmulSize(2048, 1024, 2048)  # whose neighbours are ragged

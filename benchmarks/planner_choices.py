@@ -26,7 +26,7 @@ from benchmarks.common import DTYPES, ms, tabulated
 from benchmarks.ops import ALGORITHMS, DECODE_CALLS, SHAPE_COLUMNS, TIMEOUT_S, sizes_of
 from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
-from fusedcomm.bench.op_bench import MatmulSize, OpBench, OpData
+from fusedcomm.bench.op_bench import OpBench, OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import ValuesDiffer, check_values, measure_rounds
 from fusedcomm.cost.model import DEFAULT, DEFAULTS, estimate
@@ -35,6 +35,7 @@ from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
 

@@ -45,13 +45,14 @@ from benchmarks.common import (
     refuse_wrong_pages,
     tabulated,
 )
-from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, difference, measure_rounds
+from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
 from fusedcomm.cli.demo_problem import DTENSOR_LOGGER
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
+from fusedcomm.ops.exact_problem import difference
 
 EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "exchange", "compiled", "op"
 TIMED = (ROOF, PLAIN, EXCHANGE, COMPILED, OP)

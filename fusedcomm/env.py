@@ -44,10 +44,12 @@ def cache_dir() -> Path:
 
 def check() -> bool:
     """``FUSEDCOMM_CHECK=1``: ranks compare their calls before they make them, and slots have guard bytes."""
-    text = os.environ.get("FUSEDCOMM_CHECK") or "0"
-    if text not in ("0", "1"):
-        raise ValueError(f"FUSEDCOMM_CHECK must be 0 or 1, got {text!r}")
-    return text == "1"
+    return _flag("FUSEDCOMM_CHECK", "0")
+
+
+def prove() -> bool:
+    """``FUSEDCOMM_PROVE=0``: GPUs use algorithms that the group has not proved there (default 1: they do not)."""
+    return _flag("FUSEDCOMM_PROVE", "1")
 
 
 def dump_dir() -> Path | None:
@@ -77,6 +79,13 @@ def known_host_id() -> str:
     return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
 
 
+def _flag(name: str, default: str) -> bool:
+    text = os.environ.get(name) or default
+    if text not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
 def _positive(name: str, default: float) -> float:
     text = os.environ.get(name)
     if not text:
@@ -96,6 +105,7 @@ SETTINGS: dict[str, Callable[[], object]] = {  # each function raises ValueError
     "FUSEDCOMM_CHECK": check,
     "FUSEDCOMM_DUMP_DIR": dump_dir,
     "FUSEDCOMM_HOST_ID": host_id,
+    "FUSEDCOMM_PROVE": prove,
     "FUSEDCOMM_TIMEOUT_S": timeout_s,
     "FUSEDCOMM_WORKSPACE_BYTES": workspace_bytes,
 }

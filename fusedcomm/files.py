@@ -1,4 +1,6 @@
-"""Replaces files that other processes may read, and makes the key of compiled graphs from the package's sources."""
+"""Replaces files that other processes may read, reads what only this user can have written, and makes the key of
+compiled graphs from the package's sources.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -27,6 +30,23 @@ def replace(file: Path, text: str) -> Path:
             os.unlink(temporary)
         raise
     return file
+
+
+def read_own(file: Path, max_bytes: int) -> bytes:
+    """The content of a file that only this user can have written. Raises OSError, also for a symlink, or ValueError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its writer
+    with open(os.open(file, flags), "rb") as opened:
+        facts = os.fstat(opened.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError("it must be a regular file")
+        if facts.st_uid != os.geteuid():
+            raise ValueError(f"it must be owned by user {os.geteuid()}, got {facts.st_uid}")
+        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(f"only its owner may be able to write it, got mode {stat.S_IMODE(facts.st_mode):o}")
+        content = opened.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it must have at most {max_bytes} bytes")
+    return content
 
 
 def cache_key(*facts: object) -> str:

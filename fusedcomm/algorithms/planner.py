@@ -10,6 +10,7 @@ Rules say what cannot run, each with its reason:
     GPU, CUDA graph capture                             not chunked a graph would fix the slots that it copies to
     Hopper and later, Triton before 3.7                 not fused   its kernels lack a fence of the async proxy
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
+    GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
 
 The algorithm that `cost` estimates to be fastest runs, of those that are left. Its numbers were measured on this
 machine by `fusedcomm tune` or are default ones; the reason says which. A decode size has less than 64 KiB per peer, or
@@ -32,6 +33,7 @@ from fusedcomm.cost import model
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.proof_file import name_of
 
 log = logging.getLogger("fusedcomm")
 
@@ -65,8 +67,8 @@ class Plan:
 class force_algorithm:  # a function to its users: force_algorithm("fused"), or in a with statement
     """Make every op of this process use an algorithm where it can run; in a ``with`` statement, inside it only.
 
-    Where the algorithm cannot run, the call runs ``unfused`` and logs the reason once. Call it alike on every rank, as
-    the ranks of a call must run the same algorithm. It overrules ``FUSEDCOMM_ALGORITHM``.
+    Where the algorithm cannot run, the call runs ``unfused`` and logs the reason once. On a GPU it needs no proof. Call
+    it alike on every rank, as the ranks of a call must run the same algorithm. It overrules ``FUSEDCOMM_ALGORITHM``.
 
     Args:
         name: "unfused", "chunked" or "fused"; None gives the choice back to ``FUSEDCOMM_ALGORITHM`` or the planner.
@@ -115,6 +117,12 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
         algorithm, why = _choose(op, exchange, dtype, member)
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
+    if member.topology.prove and why != FORCED:
+        wrong = member.outcomes.get(name_of(op, algorithm, dtype))
+        if wrong:
+            log_fallback(op, wrong)
+            return Plan(op, "unfused", wrong)
+        why += "; proved at its first call" if wrong is None else ""
     slot_bytes, num_rounds = _rounds(exchange, dtype, member)
     return Plan(op, algorithm, why, slot_bytes, num_rounds)
 

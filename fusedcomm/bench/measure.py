@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, MatmulSize, OpData
+from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import Check, Timing, check_values, measure
 from fusedcomm.launch import console, world
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.bench.timing import difference
+from fusedcomm.ops.exact_problem import difference
+from fusedcomm.ops.whole_group import MatmulSize, WholeGroup
 
 ROOF, COLLECTIVE, BASELINE, AUTO = "roof", "collective", "baseline", "auto"
 Variants = Mapping[str, Callable[[], tuple[Tensor, ...]]]
@@ -24,32 +25,8 @@ RESULTS = {
 MATMULS = {"forward": 1, "backward": 2, "both": 3}  # how many of one size a pass has
 
 
-@dataclass(frozen=True)
-class MatmulSize:
-    """The local matmul: [rows, K] @ [K, N], or [batch, rows / batch, K] @ [K, N]."""
-
-    rows: int
-    k: int
-    n: int
-    batch: int = 0
-
-    @property
-    def lead(self) -> tuple[int, ...]:
-        return (self.batch, self.rows // self.batch) if self.batch else (self.rows,)
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.k * self.n
-
-
-class OpBench(abc.ABC):
+class OpBench(WholeGroup):
     """One op, and the program of today that it equals."""
-
-    op: str
-    kind: str  # the collective: "all_to_all", "all_gather", "reduce_scatter", "all_reduce"
-    cut: str | None  # what the group divides: "rows", "k" or "n"
-    gathers = False  # the collective comes before the matmul
-    same_grad_on_all_ranks = False
 
     @property
     def k(self) -> tuple[int, ...]:
@@ -62,27 +39,9 @@ class OpBench(abc.ABC):
     def n(self) -> tuple[int, ...]:
         return (256, 512, 1024, 2048) if self.gathers else (2048, 4096)
 
-    def x_shape(self, size: MatmulSize, num_ranks: int) -> tuple[int, ...]:
-        """The shape of each rank's x; w is [K, N]."""
-        return (*size.lead, size.k)
-
-    @abc.abstractmethod
-    def dims(self, x: Tensor) -> tuple[int, ...]:
-        """The op's dims, which follow x and w."""
-
     @abc.abstractmethod
     def collective(self, t: Tensor) -> Tensor:
         """What users write for the exchange, with the layout copies that it needs; differentiable."""
-
-    @abc.abstractmethod
-    def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
-        """Every rank's result of ``collective`` from every rank's tensor, in one process: the oracle."""
-
-    def program(self, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-        """Every rank's result from every rank's inputs, in one process: the oracle."""
-        if self.gathers:
-            return [torch.matmul(x, w) for x, w in zip(self.exchanged(xs), ws, strict=True)]
-        return self.exchanged([torch.matmul(x, w) for x, w in zip(xs, ws, strict=True)])
 
     def exchanges(self, direction: str) -> int:
         """How often a pass exchanges the tensor next to the collective. An all_reduce's gradient is there already."""

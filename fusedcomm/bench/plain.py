@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fusedcomm.bench import baselines
 from fusedcomm.bench.measure import BUS, DTYPES, Options, captured, timed
-from fusedcomm.bench.timing import Timing, check_values, difference
+from fusedcomm.bench.timing import Timing, check_values
 from fusedcomm.launch import console, world
+from fusedcomm.ops.exact_problem import difference
 
 COPY = "copy"
 COLLECTIVES = {  # by their names in torch.distributed

@@ -81,20 +81,6 @@ def check_values(variants: Mapping[str, Callable[[], Result]], check: Callable[[
             _raise_if_any(check(name, result) or "", device, f"{name!r} gave wrong values")
 
 
-def difference(result: Tensor, expected: Tensor) -> str | None:
-    """Where the values differ, or None."""
-    if result.shape != expected.shape:
-        return f"shape {tuple(result.shape)}, must be {tuple(expected.shape)}"
-    if result.dtype != expected.dtype:
-        return f"{result.dtype}, must be {expected.dtype}"
-    wrong = int((result != expected).sum())
-    if wrong == 0:
-        return None
-    where = (result != expected).nonzero()[0].tolist()
-    got, must = result[tuple(where)].item(), expected[tuple(where)].item()
-    return f"{wrong} of {result.numel()} elements, first at {where}: {got}, must be {must}"
-
-
 def measure(
     variants: Mapping[str, Callable[[], Any]],
     device: torch.device,

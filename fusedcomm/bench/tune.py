@@ -32,13 +32,14 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm import env, reference
 from fusedcomm.algorithms.planner import force_algorithm
-from fusedcomm.bench.op_bench import MatmulSize, OpData
+from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import check_values, measure
 from fusedcomm.cost import model, tuned
 from fusedcomm.cost.model import ITEMSIZE, KINDS, Constants
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import group
 from fusedcomm.runtime.group import resolve
 from fusedcomm.runtime.members import Member, WorkspaceUnavailable

@@ -23,13 +23,14 @@ from fusedcomm.bench.measure import (
     size_of,
     variants,
 )
-from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS, MatmulSize
+from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.plain import COLLECTIVES, block_numel, measure_collective
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
+from fusedcomm.ops.whole_group import MatmulSize
 
 ROUND_S = 60  # for one round of a size, at most
 DTYPE_HELP = "the dtype of the data (default: bfloat16 on GPUs, float32 and bfloat16 on CPU)"

@@ -13,7 +13,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.bench.timing import Variants, difference
+from fusedcomm.bench.timing import Variants
+from fusedcomm.ops.exact_problem import difference
 
 ROOF = "matmul alone (roof)"
 DTENSOR = "DTensor"

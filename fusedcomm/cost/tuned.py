@@ -10,8 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
-import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,7 @@ def read(device: torch.device, group_size: int) -> Constants | None:
     expected = key(device, group_size)
     try:
         file = path_of(expected)
-        return _parse(_read_own(file), expected)
+        return _parse(files.read_own(file, MAX_BYTES), expected)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -97,23 +95,6 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else "unknown CPU"
-
-
-def _read_own(file: Path) -> bytes:
-    """The content of a file that only this user can have written. Raises OSError, also for a symlink, or ValueError."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its writer
-    with open(os.open(file, flags), "rb") as opened:
-        facts = os.fstat(opened.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise ValueError("it must be a regular file")
-        if facts.st_uid != os.geteuid():
-            raise ValueError(f"it must be owned by user {os.geteuid()}, got {facts.st_uid}")
-        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError(f"only its owner may be able to write it, got mode {stat.S_IMODE(facts.st_mode):o}")
-        content = opened.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"it must have at most {MAX_BYTES} bytes")
-    return content
 
 
 def _parse(content: bytes, expected: dict[str, Any]) -> Constants:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, ranks_text
 from fusedcomm.machine import version
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime.group import store
+from fusedcomm.runtime.members import known_member
 from fusedcomm.runtime.vote import agree
 
 ASK_S = 90.0  # until all ranks have answered; on GPUs CUDA starts
@@ -51,6 +52,7 @@ class GroupAnswer:
 
     ranks: list[dict[str, Any]]  # every rank's facts
     verdicts: list[AlgorithmVerdict]
+    proofs: dict[str, str] | None = None  # by op, algorithm and dtype: what is wrong, if anything; None: none are made
 
     @property
     def num_hosts(self) -> int:
@@ -79,11 +81,13 @@ def ask(rank: int, device_types: list[str]) -> GroupAnswer:
         own = _facts("cuda" in device_types)
         with _bounded():
             ranks = agree(store(world, "doctor"), rank, world.size(), own, what="fusedcomm doctor")
-            verdicts = []
+            verdicts, proofs = [], None
             for device_type in device_types:
                 if device_type == "cpu" or all(fact["gpu"] for fact in ranks):  # alike on all ranks: a vote follows
                     verdicts += _verdicts(device_type, world.size())
-        return GroupAnswer(ranks, verdicts)
+                    if (found := _proofs(device_type, world.group_name)) is not None:
+                        proofs = found
+        return GroupAnswer(ranks, verdicts, proofs)
     finally:
         log.setLevel(level)
 
@@ -134,6 +138,18 @@ def find_verdicts(group: GroupAnswer, primary: str | None) -> list[Finding]:
                 level, advice = ABSENT, "groups whose ranks are on one host can"
         findings.append(Finding("algorithms", f"{verdict.device} {verdict.algorithm}", level, str(verdict), advice))
     return findings
+
+
+def find_proofs(group: GroupAnswer) -> list[Finding]:
+    """What is on record of the algorithms that GPUs use only after a proof."""
+    if group.proofs is None:
+        return []
+    wrong = [text for text in group.proofs.values() if text]
+    advice = "please report it; without the proofs-*.json of the cache directory they are proved again"
+    findings = [Finding("algorithms", "cuda proofs", WARNING, text, advice) for text in wrong]
+    right = [name for name, text in group.proofs.items() if not text]
+    text = f"right on record: {', '.join(right) or 'none'}; others are proved at their first use"
+    return [*findings, Finding("algorithms", "cuda proofs", OK, text)]
 
 
 def _facts(with_gpus: bool) -> dict[str, Any]:
@@ -197,6 +213,12 @@ def _verdicts(device_type: str, num_ranks: int) -> list[AlgorithmVerdict]:
             reason = cannot or f"the planner chooses {most}: {chosen[most][0].partition(' (')[2][:-1]}"
         verdicts.append(AlgorithmVerdict(device_type, name, bool(calls), cannot is None, reason))
     return verdicts
+
+
+def _proofs(device_type: str, group_name: str) -> dict[str, str] | None:
+    """The outcomes that hold for the group, which has voted; None where algorithms are used without a proof."""
+    known = known_member(group_name, torch.device(device_type))
+    return dict(known.outcomes) if known is not None and known.topology.prove else None
 
 
 def _cannot(algorithm: str, device_type: str, num_ranks: int) -> str | None:

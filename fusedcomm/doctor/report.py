@@ -156,7 +156,8 @@ def _judge(report: DoctorReport, machine: Machine, num_gpus: int) -> None:
     ours = gpus.of(machine, report.uuids())
     report.findings += gpus.find(ours)
     primary = "cpu" if num_gpus < 2 else None if gpus.no_nvlink(ours) else "cuda"
-    report.findings += [finding for each in report.groups for finding in across_ranks.find_verdicts(each, primary)]
+    for each in report.groups:
+        report.findings += across_ranks.find_verdicts(each, primary) + across_ranks.find_proofs(each)
 
 
 def _check_ranks(report: DoctorReport, ranks: CheckRanks, device_type: str, limit_s: float) -> None:

@@ -69,6 +69,13 @@ RULES = (
         "streams share few hardware queues: a kernel that waits for peers holds up the pushes behind it",
         "unset it, or set 8 or more; Megatron asks for 1",
     ),
+    Rule(
+        "FUSEDCOMM_PROVE",
+        lambda value: value == "0",
+        WARNING,
+        "GPUs use algorithms that have not been compared with the reference on them",
+        "unset it",
+    ),
     Rule("NCCL_P2P_DISABLE", lambda value: value == "1", ERROR, "forbids peer memory: GPUs run unfused", "unset it"),
     Rule(
         "NCCL_CUMEM_ENABLE",

@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.algorithms import planner
 from fusedcomm.algorithms.planner import Plan
-from fusedcomm.errors import PeerError
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_out
-from fusedcomm.ops import call_check
+from fusedcomm.ops import call_check, proof
 from fusedcomm.runtime import dumps, exits, flight_recorder, group
 from fusedcomm.runtime.members import Member, WorkspaceUnavailable, member, on_device
+from fusedcomm.runtime.proof_file import name_of
 from fusedcomm.runtime.topology import tf32_allowed
-from fusedcomm.runtime.workspace import Call, Workspace
+from fusedcomm.runtime.workspace import Call
 
 
 def prepare(
@@ -66,45 +66,70 @@ def run(
         with dumps.on_failure(), flight_recorder.Record(op, group_name, x.device, exchange, x.dtype) as record:
             plan, ours = prepare(op, exchange, x.dtype, x.device, group_name, record)
             assert ours is not None
-            name, loading = plan.algorithm, None
-            may_load = name == "fused" or (plan.reason != planner.FORCED and ours.topology.no_fused is None)
-            if x.is_cuda and name != "unfused" and may_load:
-                loading = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, w, bias, *options.values()))
-                name = _loading(name, op, loading, ours)
-            fingerprint = 0 if name == "unfused" else fingerprint_of(op, exchange.key, x.dtype)
+            fingerprint = 0 if plan.algorithm == "unfused" else fingerprint_of(op, exchange.key, x.dtype)
+            kind = None
+            if x.is_cuda and plan.algorithm != "unfused":
+                kind = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, w, bias, *options.values()))
             with ours.lock:
                 gathers = options.get("return_gathered", False)
-                workspace = _workspace_for(record, plan, ours, fingerprint, bias, by_product=gathers)
-                if workspace is not None:
-                    result = algorithms[name](Call(op, fingerprint, exchange, workspace), x, w, bias, **options)
-                    if loading is not None and name == "fused":
-                        ours.loaded.add(loading)
+                name = _begin(record, plan, ours, algorithms, fingerprint, kind, bias=bias, by_product=gathers)
+                if record.workspace is not None:
+                    call = Call(op, fingerprint, exchange, record.workspace)
+                    result = algorithms[name](call, x, w, bias, **options)
+                    if kind is not None and name == "fused":
+                        ours.loaded.add(kind)
                     return result
             return unfused()  # without the lock, as gloo's waits may be long
 
 
-def _workspace_for(
-    record: flight_recorder.Record, plan: Plan, ours: Member, fingerprint: int, bias: Any, by_product: bool
-) -> Workspace | None:
-    """The workspace, or None if the call runs unfused. With FUSEDCOMM_CHECK all ranks compare the call first.
+def _begin(
+    record: flight_recorder.Record,
+    plan: Plan,
+    ours: Member,
+    algorithms: Mapping[str, Callable[..., Any]],
+    fingerprint: int,
+    kind: tuple[Any, ...] | None,
+    *,
+    bias: Any,
+    by_product: bool,
+) -> str:
+    """What ranks do together before a call: with FUSEDCOMM_CHECK they compare it, they prove its algorithm where it is
+    new, and make its workspace, which the record has unless the call runs unfused.
 
-    A call that fails here has sent nothing, so the next one takes its number.
+    Returns the algorithm's name. A call that fails here has sent nothing, so the next one takes its number.
     """
+    assert record.dtype is not None and record.exchange is not None  # it is that of an op
     ours.count(record, plan.algorithm)
     try:
         if ours.topology.check:
             call_check.same_call(record, plan, ours, fingerprint, bias=bias, by_product=by_product)
         record.state = flight_recorder.RUNNING
-        if plan.algorithm == "unfused":
-            return None
+        if names := proof.unproved(plan, record.dtype, ours):
+            ours.enter(record.op, fingerprint)
+            for name in names:
+                proof.prove(record.op, name, algorithms, record.dtype, ours)
+            plan = planner.plan(record.op, record.exchange, record.dtype, ours)  # which a failed proof has changed
+            record.algorithm = plan.algorithm
+        name = plan.algorithm
+        if name == "unfused":
+            return name
+        if kind is not None and (name == "fused" or _may_load(plan, ours, record.dtype)):
+            name = _loading(name, record.op, kind, ours)
         record.runs_on(ours.workspace_for(plan.slot_bytes, record.op, fingerprint))
+        return name
     except WorkspaceUnavailable as error:
         record.algorithm = "unfused"
         planner.log_fallback(record.op, str(error))
-    except PeerError:
+        return "unfused"
+    except RuntimeError:  # a PeerError among others
         ours.num_calls -= 1
         raise
-    return record.workspace
+
+
+def _may_load(plan: Plan, ours: Member, dtype: torch.dtype) -> bool:
+    """Whether the first call of a kind may run fused although chunked is planned."""
+    wrong = ours.outcomes.get(name_of(plan.op, "fused", dtype))
+    return plan.reason != planner.FORCED and ours.topology.no_fused is None and not wrong
 
 
 def _copied(unfused: Callable[[], Tensor], out: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan, _ = prepare(op, exchange, x.dtype, device, group_name)
     return plan
+
+
+def algorithms_of(op: str) -> Mapping[str, Callable[..., Any]]:
+    return _OPS[op].ALGORITHMS
 
 
 def exchange_of(op: str, *args: Any) -> Exchange:

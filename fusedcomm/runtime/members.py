@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.departures import Departures, announce, farewell, leaving_by
 from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.launch_order import ordered
+from fusedcomm.runtime.proof_file import Outcomes
 from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.vote import agree
@@ -60,6 +61,7 @@ class Member:
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
     loaded: set[Any] = field(default_factory=set)  # calls whose fused kernels have run: a capture cannot load them
+    outcomes: Outcomes = field(default_factory=dict)  # what proofs have found; equal on all ranks
     same_moves: set[tuple[str | int, ...]] = field(default_factory=set)  # digests, and sizes, that all ranks have met
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -79,6 +81,13 @@ class Member:
     @cached_property
     def max_slot_bytes(self) -> int:
         return slot_bytes_within(self.topology.workspace_bytes, self.group_size, self.guard_bytes)
+
+    def for_proof(self, slot_bytes: int) -> Member:
+        """A Member with a guarded workspace of its own, whose failure spoils nothing of this one."""
+        size = Workspace.num_bytes(self.group_size, slot_bytes, GUARD_BYTES)
+        small = replace(self.topology, workspace_bytes=size, check=True)
+        facts = (self.rank, self.group_size, self.group_name, self.device, self.store)
+        return Member(*facts, small, self.ranks, self.departures)
 
     def count(self, record: flight_recorder.Record, algorithm: str | None = None) -> None:
         self.num_calls += 1
@@ -272,6 +281,7 @@ def member(group_name: str, device: torch.device, record: flight_recorder.Record
             group.members[device] = Member(
                 pg.rank(), pg.size(), group_name, device, store, voted, ranks, departures, resets=group.resets
             )
+            group.members[device].outcomes.update(voted.outcomes)
         return group.members[device]
 
 

@@ -7,7 +7,8 @@ import importlib.util
 import logging
 import os
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm import env
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import Constants
-from fusedcomm.runtime import group, triton_probe
+from fusedcomm.runtime import group, proof_file, triton_probe
 from fusedcomm.runtime.departures import Departures, own_life
 from fusedcomm.runtime.vote import agree
 
@@ -36,6 +37,8 @@ class Topology:
     check: bool = False  # FUSEDCOMM_CHECK of any rank
     ranks_per_gpu: int = 1  # the most that share one; each rank's kernels get their part of its multiprocessors
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
+    prove: bool = False  # whether an algorithm must be proved before it is used
+    outcomes: Mapping[str, str] = field(default_factory=dict)  # what proofs have found, as `proof_file` names them
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
@@ -49,13 +52,14 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         return Topology(reason, None, env.workspace_bytes(), env.algorithm()), None
     store = group.store(pg, f"topology/{device.type}")
     constants = None
-    own = _settings() | own_life()
+    own = _settings() | {"prove": _must_prove(device)} | own_life()
     try:
         constants = tuned.read(device, group_size)
         own |= _found(device) | {"constants": constants.digest if constants else None}
+        own["outcomes"] = proof_file.read(device, group_size) if own["prove"] else {}
     except OSError as error:  # without descriptors, say; the peers wait to hear of it
         reason = f"it cannot find out what it can do ({error})"
-        own |= {"host": "", "no_fused": None, "no_workspace": reason, "uuid": "", "constants": None}
+        own |= {"host": "", "no_fused": None, "no_workspace": reason, "uuid": "", "constants": None, "outcomes": {}}
     facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
     no_workspace = _no_workspace(facts)
     if no_workspace is None and device.type == "cuda":
@@ -71,8 +75,22 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         check=any(fact["check"] for fact in facts),
         ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
         tf32=all(fact["tf32"] for fact in facts),
+        prove=any(fact["prove"] for fact in facts),
+        outcomes=_outcomes([fact["outcomes"] for fact in facts]),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
+
+
+def _must_prove(device: torch.device) -> bool:
+    """Algorithms are proved on GPUs, of which there are many kinds; those of CPUs are what the tests run."""
+    return device.type == "cuda" and env.prove()
+
+
+def _outcomes(by_rank: list[Mapping[str, str]]) -> dict[str, str]:
+    """What holds for all ranks: what is wrong for one is wrong, and what is right must be on record for each."""
+    found = {name: [outcomes.get(name) for outcomes in by_rank] for outcomes in by_rank for name in outcomes}
+    wrong = {name: next(filter(None, texts), "") for name, texts in found.items()}
+    return {name: wrong[name] for name, texts in found.items() if wrong[name] or None not in texts}
 
 
 def tf32_allowed() -> bool:

@@ -6,6 +6,7 @@ failed on all. Nothing here kills a rank, so the ranks can be anybody's.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,17 +22,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm.bench.op_bench import MatmulSize, OpBench
+from fusedcomm.bench.op_bench import OpBench
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.bench.timing import difference
 from fusedcomm.env import ALGORITHMS
+from fusedcomm.ops import explain, proof
+from fusedcomm.ops.exact_problem import ExactProblem, difference
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime.group import store
+from fusedcomm.runtime.members import member
 from fusedcomm.runtime.vote import agree
 
 WAIT_S = 60  # bound of waits that are to succeed: on a GPU a peer may be compiling its kernels
 ABSENT_S = 5  # bound of waits that are to fail
 SLACK_S = 10  # beyond that bound, for a busy machine
 CALLS = 3  # back to back with fresh data: both slots are used again
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CASES = ((MatmulSize(37, 29, 31), torch.float32), (MatmulSize(3 * 13, 17, 23, batch=3), torch.bfloat16))
 
 
@@ -107,15 +112,12 @@ def own_group(**env: str) -> Iterator[ProcessGroup]:
             dist.destroy_process_group(group)
 
 
-class ExactCall:
-    """An op, and all ranks' inputs: integers so small that every sum is exact in every dtype and order."""
+class ExactCall(ExactProblem):
+    """An exact problem, and this rank's calls of it."""
 
     def __init__(self, bench: OpBench, size: MatmulSize, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.bench, self.dtype, self.device, self.seed = bench, dtype, device, seed
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        size = _divisible(bench, size, self.num_ranks)
-        self.xs = [self._integers(bench.x_shape(size, self.num_ranks), 0, rank) for rank in range(self.num_ranks)]
-        self.ws = [self._integers((size.k, size.n), 1, rank) for rank in range(self.num_ranks)]
+        super().__init__(bench, size, dist.get_world_size(), seed)
+        self.bench, self.dtype, self.device, self.rank = bench, dtype, device, dist.get_rank()
 
     def __str__(self) -> str:
         x, w = (list(ts[self.rank].shape) for ts in (self.xs, self.ws))
@@ -154,21 +156,7 @@ class ExactCall:
         return fusedcomm.explain(self.bench.op, x, w, *self.bench.dims(x), group)
 
     def _grad(self, shape: tuple[int, ...], rank: int) -> Tensor:
-        return self._integers(shape, 2, 0 if self.bench.same_grad_on_all_ranks else rank)
-
-    def _integers(self, shape: tuple[int, ...], which: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * self.seed + 10 * rank + which)
-        return torch.randint(-1, 2, tuple(shape), generator=generator, device="cpu")
-
-
-def _divisible(bench: OpBench, size: MatmulSize, num_ranks: int) -> MatmulSize:
-    """The size that the group divides is multiplied by the number of ranks; the others stay as odd as they are."""
-    rows, k, n = (each * (num_ranks if bench.cut == cut else 1) for cut, each in _cuts(size))
-    return MatmulSize(rows, k, n, size.batch)
-
-
-def _cuts(size: MatmulSize) -> tuple[tuple[str, int], ...]:
-    return ("rows", size.rows), ("k", size.k), ("n", size.n)
+        return self.integers(shape, 2, 0 if self.bench.same_grad_on_all_ranks else rank)
 
 
 def _check_values(op: str, device: torch.device) -> str:
@@ -189,6 +177,18 @@ def _check_plans(device: torch.device) -> str:
     if any(each != by_rank[0] for each in by_rank):
         raise Wrong(f"ranks plan otherwise: {by_rank}")
     return "; ".join([f"can run: {', '.join(can)}", *(f"{name} cannot: {reason}" for name, reason in cannot.items())])
+
+
+def _check_proofs(device: torch.device) -> str:
+    """What comes before an algorithm's first use on a GPU. There the outcomes are kept, and need no proof later."""
+    algorithms = _with_workspace(device)
+    with own_group() as group:
+        ours = member(group.group_name, device)
+        cases = list(itertools.product(PROGRAMS, algorithms, DTYPES))
+        found = [proof.prove(op, name, explain.algorithms_of(op), dtype, ours) for op, name, dtype in cases]
+    if wrong := list(filter(None, found)):  # the same on all ranks
+        raise Wrong("; ".join(wrong))
+    return f"{len(cases)} proofs of {', '.join(algorithms)}: all right"
 
 
 def _check_time_out(device: torch.device) -> str:
@@ -346,6 +346,7 @@ CHECKS = {
             SelftestCheck(op, "result and gradients are those of one process, bit by bit", partial(_check_values, op))
             for op in PROGRAMS
         ),
+        SelftestCheck("proofs", "every algorithm passes the proof that comes before its first use", _check_proofs),
         SelftestCheck("time-out", "a rank that does not call is named, in bounded time", _check_time_out),
         SelftestCheck("mismatch", "ranks in different calls are all told", _check_mismatch),
         SelftestCheck("fallback, memory", "a cap that is too small means unfused, and says so", _check_cap),

@@ -23,12 +23,12 @@ import fusedcomm
 from benchmarks import ops, planner_choices
 from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
-from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.cost import model
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops import dispatch
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import topology, triton_probe
 from fusedcomm.runtime.members import Member
 from fusedcomm.runtime.topology import Topology

@@ -298,6 +298,30 @@ CONTROLS: dict[str, Control] = {
         "        elif None not in attempts:",
         "tests/runtime/test_vote.py::test_old_posts_do_not_count",
     ),
+    "an algorithm is proved before its use": Control(
+        "fusedcomm/ops/dispatch.py",
+        "        if names := proof.unproved(plan, record.dtype, ours):",
+        "        if names := []:",
+        "tests/ops/test_proof.py::test_what_fails_its_proof_is_off_for_all_ranks[wrong-packed-qkv]",
+    ),
+    "all ranks vote on a proof": Control(
+        "fusedcomm/ops/proof.py",
+        "return min(failed)[2] if failed else",
+        "return text or",
+        "tests/ops/test_proof.py::test_what_fails_its_proof_is_off_for_all_ranks[wrong-packed-qkv]",
+    ),
+    "a success that one rank lacks is proved again": Control(
+        "fusedcomm/runtime/topology.py",
+        "if wrong[name] or None not in texts}",
+        "}",
+        "tests/ops/test_proof.py::test_what_one_rank_has_on_record_holds_only_if_it_is_a_failure",
+    ),
+    "a proof is bounded": Control(
+        "fusedcomm/ops/proof.py",
+        "min(BOUND_S, env.timeout_s() / 2)",
+        "3600.0",
+        "tests/ops/test_proof.py::test_what_fails_its_proof_is_off_for_all_ranks[late-packed-qkv]",
+    ),
     # FUSEDCOMM_CHECK=1
     "calls are compared before they begin": Control(
         "fusedcomm/ops/dispatch.py",
@@ -374,7 +398,7 @@ CONTROLS: dict[str, Control] = {
         "tests/package/test_security.py::test_ranks_and_who_starts_them_listen_on_loopback",
     ),
     "cache files of others are refused": Control(
-        "fusedcomm/cost/tuned.py",
+        "fusedcomm/files.py",
         "        if facts.st_uid != os.geteuid():",
         "        if False:",
         "tests/cost/test_tuned.py::test_a_file_that_others_may_have_written_is_ignored",

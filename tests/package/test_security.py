@@ -305,9 +305,10 @@ def test_the_store_has_json_and_no_more_than_the_page_says(ranks: Ranks) -> None
     with pytest.raises(ValueError):  # negative control
         json.loads(pickle.dumps(facts))
     topology = {"host", "workspace_bytes", "algorithm", "check", "no_fused", "no_workspace", "uuid", "constants"}
-    assert set(facts["topology"]) == topology | {"tf32", "life", "process"}
+    assert set(facts["topology"]) == topology | {"tf32", "prove", "outcomes", "life", "process"}
     assert set(facts["workspace"]) == {"op", "fingerprint", "stage", "error"}
     assert all(f"`{name}`" in PAGE for post in facts.values() for name in post)
+    assert facts["topology"].pop("outcomes") == {}
     assert all(isinstance(value, str | int | None) for post in facts.values() for value in post.values())
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.algorithms.planner import Plan
-from fusedcomm.bench.timing import difference
+from fusedcomm.ops.exact_problem import difference
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree

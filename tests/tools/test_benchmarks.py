@@ -28,11 +28,11 @@ from benchmarks import (
 )
 from benchmarks.common import Goal
 from fusedcomm.bench import op_programs
-from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import Timing
 from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.testing import RankPool
 from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.thorough import thorough_but

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fusedcomm.bench import op_bench, plain
 from fusedcomm.bench.measure import BUS, Options, measure_op
-from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
 from fusedcomm.bench.plain import CollectiveData, measure_collective
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import main
 from fusedcomm.launch import world
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.testing import RankPool
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench.json").read_text())

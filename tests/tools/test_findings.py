@@ -7,10 +7,21 @@ from typing import Any
 import pytest
 
 from fusedcomm.cli import main
-from fusedcomm.doctor import report
+from fusedcomm.doctor import across_ranks, report
+from fusedcomm.doctor.across_ranks import GroupAnswer
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, told_once
 from fusedcomm.launch.ranks import RankError, RankFailure
 from tests.helpers.doctor_machines import canned
+
+
+def test_what_is_on_record_of_proofs_is_shown() -> None:
+    proofs = {"matmul_all_reduce fused float32": "", "matmul_all_reduce fused bfloat16": "fused of bfloat16 failed"}
+    wrong, right = across_ranks.find_proofs(GroupAnswer([], [], proofs))
+    assert (wrong.level, wrong.text) == (WARNING, "fused of bfloat16 failed") and "proofs-*.json" in wrong.advice
+    assert right.level == OK and right.text.startswith("right on record: matmul_all_reduce fused float32;")
+    [nothing] = across_ranks.find_proofs(GroupAnswer([], [], {}))
+    assert nothing.text == "right on record: none; others are proved at their first use"
+    assert across_ranks.find_proofs(GroupAnswer([], [])) == []
 
 
 def test_what_a_line_above_says_is_referred_to_and_equal_lines_are_one() -> None:

@@ -28,6 +28,7 @@ from fusedcomm.cli import main
 from fusedcomm.cli import selftest as cli_selftest
 from fusedcomm.launch import console, world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
+from fusedcomm.ops import explain
 from fusedcomm.runtime import topology
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing import selftest
@@ -123,6 +124,20 @@ def no_native_part(rank: int) -> Any:
     return mock.patch.object(topology, "no_native", lambda: "not built" if rank == 1 else None)
 
 
+def wrong_chunked(rank: int) -> Any:
+    """One element of what chunked makes, on one rank, is wrong, in one dtype."""
+    algorithms = explain.algorithms_of("matmul_reduce_scatter")
+    ours = algorithms["chunked"]
+
+    def wrong(call: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        y = ours(call, x, *args, **options)
+        if rank == 1 and x.dtype == torch.float16:
+            y[0, 0] += 1
+        return y
+
+    return mock.patch.dict(algorithms, chunked=wrong)
+
+
 def never_unfused(rank: int) -> Any:
     """The plans of one rank say chunked, whatever runs."""
     plan = fusedcomm.explain
@@ -166,6 +181,14 @@ def test_a_wrong_value_on_one_rank_fails_the_check_of_that_op(ranks: Callable[[i
     assert "FAILED: matmul_reduce_scatter, 0 skipped;" in out
     words = " ".join(out.split())
     assert "rank 1: unfused: matmul_reduce_scatter: x [" in words and "first at" in words
+
+
+def test_an_algorithm_that_fails_its_proof_is_reported(ranks: Callable[[int], RankPool]) -> None:
+    (code, out), _ = ranks(2).run(selftest_in_rank, wrong_chunked, "proofs", "plan")
+    words = " ".join(out.split())
+    assert code == 1 and "FAILED: proofs, 0 skipped;" in words and "plan passed" in words
+    assert "chunked of float16 failed its proof on " in words and "rank 1 gave wrong values: 1 of " in words
+    assert words.count("failed its proof") == 1
 
 
 def test_a_wrong_value_of_one_algorithm_is_reported_and_holds_nobody_up(ranks: Callable[[int], RankPool]) -> None:

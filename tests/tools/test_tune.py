@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from fusedcomm.bench import tune
-from fusedcomm.bench.op_bench import MatmulSize, OpData
+from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cost import model
 from fusedcomm.cost.model import DEFAULTS
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import members, topology
 from fusedcomm.runtime.group import resolve
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fusedcomm.bench.timing import difference
+from fusedcomm.ops.exact_problem import difference
 from fusedcomm.runtime.device_to_host import DeviceToHost
 
 Result = TypeVar("Result")

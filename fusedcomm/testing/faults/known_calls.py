@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm.bench.op_bench import MatmulSize
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.bench.timing import difference
+from fusedcomm.ops.exact_problem import difference
+from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime.segment import NUM_SLOTS
 from fusedcomm.runtime.workspace import Workspace
 

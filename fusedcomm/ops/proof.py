@@ -1,0 +1,176 @@
+"""Proved before use: a GPU's algorithm runs the calls of a group once it has been right there, on all ranks.
+
+At the first call that is planned so, small exact problems run through the algorithm, with a bias, in several rounds.
+Every rank compares what it gets, bit by bit, with the result of the whole group's program, computed on the host, and
+the ranks vote. An algorithm that was wrong, late or raised on any rank is off for the group: its calls run unfused.
+
+The proof has a workspace of its own, small and with guard bytes. What fails there breaks nothing of the group's, and
+nothing of the group's grows. It runs on the current stream, which the host then waits for.
+
+Outcomes are kept in a file (`fusedcomm.runtime.proof_file`), and the topology vote says which of them hold for all
+ranks. A forced algorithm runs without a proof, and although its proof has failed: whoever forces it looks at it.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from fusedcomm import env
+from fusedcomm.algorithms import planner
+from fusedcomm.algorithms.planner import Plan
+from fusedcomm.cost import tuned
+from fusedcomm.errors import PeerError, PeerTimeoutError, text_of
+from fusedcomm.ops.exact_problem import ExactProblem, difference
+from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
+from fusedcomm.runtime import proof_file
+from fusedcomm.runtime.members import Member, WorkspaceUnavailable
+from fusedcomm.runtime.segment import FINGERPRINT
+from fusedcomm.runtime.vote import agree
+from fusedcomm.runtime.workspace import Call, Workspace
+
+Algorithms = Mapping[str, Callable[..., Any]]  # by name, those of an op
+
+# Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
+SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
+NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
+BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
+_MOST_LETTERS = 300
+_WRONG, _LATE, _BROKEN = range(3)  # the cause comes first; a rank whose peer has failed is late or broken itself
+
+
+def unproved(plan: Plan, dtype: torch.dtype, ours: Member) -> list[str]:
+    """The algorithms that a call with this plan may run, and that nothing is known of. It is equal on all ranks."""
+    if plan.algorithm == "unfused" or plan.reason == planner.FORCED or not ours.topology.prove:
+        return []
+    names = [plan.algorithm]
+    if plan.algorithm == "chunked" and ours.device.type == "cuda" and ours.topology.no_fused is None:
+        names.append("fused")  # which the first call of a kind runs, whatever is planned
+    return [name for name in names if proof_file.name_of(plan.op, name, dtype) not in ours.outcomes]
+
+
+def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, ours: Member) -> str:
+    """Prove an algorithm, in all ranks of the group, and keep the outcome. Returns what is wrong, or an empty text.
+
+    Raises PeerError if the ranks do not come together; the group then needs a reset.
+    """
+    if ours.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{op}: {algorithm} is not proved on this GPU yet, and cannot be while a CUDA graph is captured; "
+            "call the op once with these shapes on every rank before the capture"
+        )
+    name = proof_file.name_of(op, algorithm, dtype)
+    problems = [_problem(op, size, ours.group_size) for size in SIZES]
+    own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
+    try:
+        own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
+        cause, wrong = _try(own.workspace, op, algorithms[algorithm], problems, dtype)
+        wrong = _voted(own, op, algorithm, dtype, cause, wrong)
+        if ours.topology.prove:
+            proof_file.add(ours.device, ours.group_size, {name: wrong})
+    except WorkspaceUnavailable as unavailable:
+        wrong = f"{algorithm} could not be proved: {unavailable}"
+    except PeerError as failed:
+        ours.error = own.error or failed.until_reset()
+        raise ours.error.again() from failed
+    except BaseException as left:  # by Ctrl-C: the peers wait in a place to which the next call does not come
+        text = f"{op} on group {ours.group_name!r}, rank {ours.rank}: left by {type(left).__name__}"
+        ours.error = PeerError(text, peers=[ours.rank], op=op, epoch=0).until_reset()
+        raise
+    finally:
+        own.close()
+    ours.outcomes[name] = wrong
+    return wrong
+
+
+def _problem(op: str, size: MatmulSize, num_ranks: int) -> ExactProblem:
+    program = PROGRAMS[op]
+    if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
+        size = replace(size, rows=size.rows * num_ranks)
+    return ExactProblem(program, size, num_ranks, seed=0, bias=True)
+
+
+def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
+    """The size of a slot with which the problem takes NUM_ROUNDS."""
+    exchange = problem.program.exchange(problem.xs[0], problem.ws[0], problem.num_ranks)
+    num_rows = math.prod(exchange.block[: exchange.num_lead])
+    return -(-num_rows // NUM_ROUNDS) * exchange.row_numel * problem.num_ranks * dtype.itemsize
+
+
+def _try(
+    workspace: Workspace | None,
+    op: str,
+    run: Callable[..., Any],
+    problems: list[ExactProblem],
+    dtype: torch.dtype,
+) -> tuple[int, str]:
+    """Run the problems, and say what is wrong on this rank. Nothing that an algorithm does may end the proof."""
+    assert workspace is not None
+    workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
+    workspace.arm()
+    try:
+        with workspace.guarded(op):
+            results = [_run(problem, run, workspace, dtype) for problem in problems]
+            if workspace.device.type == "cuda":
+                torch.cuda.current_stream(workspace.device).synchronize()
+        workspace.check(op)
+        for problem, result in zip(problems, results, strict=True):
+            for got, must in zip(result, _expected(problem, workspace.rank), strict=True):
+                if found := difference(got.cpu(), must.to(dtype)):
+                    return _WRONG, f"gave wrong values: {found}"
+    except PeerTimeoutError as error:
+        return _LATE, f"was late: {_first_line(error)}"
+    except PeerError as error:
+        return _BROKEN if error.peers else _WRONG, f"failed: {_first_line(error)}"  # guard bytes name no peer
+    except Exception as error:
+        return _WRONG, f"raised {_first_line(error)}"
+    return _WRONG, ""
+
+
+def _run(problem: ExactProblem, run: Callable[..., Any], workspace: Workspace, dtype: torch.dtype) -> list[Tensor]:
+    """What one rank gets: its result, and from a gather what was gathered."""
+    program, rank = problem.program, workspace.rank
+    tensors = (ts[rank].to(workspace.device, dtype) for ts in (problem.xs, problem.ws, problem.biases))
+    x, w, bias = tensors
+    exchange = program.exchange(x, w, problem.num_ranks)
+    call = Call(program.op, _fingerprint(program.op), exchange, workspace)
+    if program.gathers:
+        (out,), gathered = run(call, x, [w], [bias], return_gathered=True)
+        return [out, gathered]
+    options = {} if program.kind == "all_to_all" else {"scale": 1.0}
+    out = x.new_full(exchange.out_shape, math.nan)
+    return [run(call, x, w, bias, out=out, **options)]
+
+
+def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:
+    gathered = [problem.program.exchanged(problem.xs)[rank]] if problem.program.gathers else []
+    return [problem.results()[rank], *gathered]
+
+
+def _voted(own: Member, op: str, algorithm: str, dtype: torch.dtype, cause: int, wrong: str) -> str:
+    """What the first cause of all ranks says, and where that was; an empty text if all were right."""
+    key = tuned.key(own.device, own.group_size)
+    versions = [f"{name} {key[name]}" for name in ("driver", "torch", "triton", "fusedcomm") if key[name]]
+    where = f"{key['device']} ({', '.join(versions)})"
+    what = f"{algorithm} of {str(dtype).removeprefix('torch.')}"
+    text = f"{what} failed its proof on {where}: rank {own.rank} {wrong}" if wrong else ""
+    facts = {"cause": cause, "wrong": text}
+    store = PrefixStore("proof", own.store)
+    votes = agree(store, own.rank, own.group_size, facts, what=f"{op}, proof of {what}", departures=own.departures)
+    failed = [(vote["cause"], rank, vote["wrong"]) for rank, vote in enumerate(votes) if vote["wrong"]]
+    return min(failed)[2] if failed else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return text_of(error).splitlines()[0][:_MOST_LETTERS]
+
+
+def _fingerprint(name: str) -> int:
+    return zlib.crc32(f"proof {name}".encode()) & FINGERPRINT or 1

@@ -1,0 +1,443 @@
+"""Proved before use: what is wrong, late or raises on one rank is off for the group, alike on all ranks.
+
+CPU ranks stand in for GPUs: the predicate that asks for proofs is patched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusedcomm
+from fusedcomm.algorithms import chunked, planner
+from fusedcomm.algorithms.planner import Plan
+from fusedcomm.ops import explain, proof
+from fusedcomm.ops.exact_problem import ExactProblem
+from fusedcomm.ops.whole_group import PROGRAMS
+from fusedcomm.runtime import proof_file, topology
+from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.workspace import Round
+from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.op_problems import NAMED
+from tests.helpers.problems import OPS, Problem, integers
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+PUSH, GATHER, REDUCE = (
+    NAMED["packed-qkv"],
+    NAMED["all_gather_matmul-batch-rows-gathered"],
+    NAMED["matmul_reduce_scatter-columns-scattered"],
+)
+LARGE = Problem("large", (600, 8), 512, 0, 1)
+Algorithm = Callable[..., Any]
+
+
+@contextmanager
+def proving(folder: Path | str, plant: Callable[..., Any] | None = None, **env: str) -> Iterator[tuple[Any, list[str]]]:
+    """A group that proves, with a cache directory of its own, and what it proves.
+
+    ``plant``: what ``chunked`` of all ops is replaced by; it gets the rank, the algorithm and its arguments.
+    """
+    made: list[str] = []
+    prove = proof.prove
+
+    def counted(op: str, algorithm: str, *args: Any) -> str:
+        made.append(f"{op} {algorithm}")
+        return prove(op, algorithm, *args)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(topology, "_must_prove", lambda device: True))
+        stack.enter_context(mock.patch.object(proof, "prove", counted))
+        stack.enter_context(mock.patch.object(planner, "_logged", set()))
+        for op in OPS if plant is not None else ():
+            algorithms = explain.algorithms_of(op)
+            planted = planted_in(algorithms["chunked"], plant)
+            stack.enter_context(mock.patch.dict(algorithms, chunked=planted))
+        group = stack.enter_context(fresh_group(CACHE_DIR=str(folder), **env))
+        yield group, made
+        dist.barrier(group)
+
+
+def planted_in(right: Algorithm, plant: Callable[..., Any]) -> Algorithm:
+    return lambda call, *args, **options: plant(dist.get_rank(), right, call, *args, **options)
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fusedcomm").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("fusedcomm").removeHandler(handler)
+
+
+def plan_of_all(group: Any, problem: Problem) -> Plan:
+    """The plan, which must be equal on all ranks."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    plans: list[Any] = [None] * size
+    dist.all_gather_object(plans, problem.plan(integers(problem, rank, size), group), group)
+    assert all(plan == plans[0] for plan in plans)
+    return plans[0]
+
+
+def first_result(result: Any) -> Tensor:
+    return result[0][0] if isinstance(result, tuple) else result
+
+
+def wrong_on_one_rank(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+    result = right(*args, **options)
+    if rank == 1:
+        first_result(result)[-1, -1] += 1
+    return result
+
+
+def raises_on_one_rank(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+    if rank == 1:
+        raise RuntimeError("planted")
+    return right(*args, **options)
+
+
+def raises_everywhere(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+    raise MemoryError("planted")
+
+
+def late_on_one_rank(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+    if rank == 1:
+        time.sleep(2.5)  # longer than a proof's waits: half of the time-out of 4 s
+    return right(*args, **options)
+
+
+def never_waits(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+    """It takes what lies in the slot. A part comes late, so that it lies there too late."""
+    if rank == 0:
+        time.sleep(0.2)
+    with mock.patch.object(Round, "wait", lambda self, src_rank: None):
+        return right(*args, **options)
+
+
+def forgets_the_bias(rank: int, right: Algorithm, call: Any, x: Any, w: Any, bias: Any, **options: Any) -> Any:
+    return right(call, x, w, [None] if isinstance(bias, list) else None, **options)
+
+
+def writes_past_its_slot(rank: int, right: Algorithm, call: Any, *args: Any, **options: Any) -> Any:
+    result = right(call, *args, **options)
+    if rank == 1:
+        call.workspace.buffers[0][-1] += 1
+    return result
+
+
+PLANTED = {
+    "wrong": (wrong_on_one_rank, "rank 1 gave wrong values: 1 of "),
+    "raises": (raises_on_one_rank, "rank 1 raised RuntimeError: planted"),
+    "late": (late_on_one_rank, "rank 0 was late: PeerTimeoutError: "),
+    "raises everywhere": (raises_everywhere, "rank 0 raised MemoryError: planted"),
+    "never waits": (never_waits, "gave wrong values: "),
+    "forgets the bias": (forgets_the_bias, "rank 0 gave wrong values: "),
+    "overruns": (writes_past_its_slot, "guard bytes of rank 0's segment must stay as they are"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("problem", [PUSH, GATHER, REDUCE], ids=str)
+def test_what_is_right_is_used_and_proved_once(rank: int, tmp_path: Path, problem: Problem) -> None:
+    """Neither growth nor a reset proves again, and the proof grows nothing."""
+    with proving(tmp_path) as (group, made), warnings() as messages:
+        assert plan_of_all(group, problem).reason.endswith("; proved at its first call") and not made
+        check(group, problem, call(group, problem))
+        assert made == [f"{problem.op} chunked"] and not messages
+        plan, ours = plan_of_all(group, problem), member_of(group)
+        assert plan.algorithm == "chunked" and "proved" not in plan.reason
+        assert ours.workspace.epoch > 0 and ours.num_calls == 1
+        fusedcomm.reset(group)
+        check(group, problem, call(group, problem, 1), 1)
+        if problem is PUSH:
+            slot_bytes = ours.workspace.usable_bytes
+            check(group, LARGE, call(group, LARGE))
+            assert ours.workspace.usable_bytes > slot_bytes
+        assert len(made) == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        *(("wrong", problem) for problem in (PUSH, GATHER, REDUCE)),
+        *(("raises", problem) for problem in (PUSH, GATHER)),
+        *(("late", problem) for problem in (PUSH, GATHER)),
+        ("raises everywhere", PUSH),
+        ("never waits", PUSH),
+        ("forgets the bias", REDUCE),
+        ("forgets the bias", GATHER),
+        ("overruns", PUSH),
+    ],
+    ids=str,
+)
+def test_what_fails_its_proof_is_off_for_all_ranks(rank: int, tmp_path: Path, name: str, problem: Problem) -> None:
+    plant, text = PLANTED[name]
+    start = time.monotonic()
+    with proving(tmp_path, plant, TIMEOUT_S="4") as (group, made), warnings() as messages:
+        for seed in range(3):
+            check(group, problem, call(group, problem, seed), seed)
+        plan = plan_of_all(group, problem)
+        assert plan.algorithm == "unfused" and text in plan.reason, plan
+        assert plan.reason.startswith("chunked of float32 failed its proof on ")
+        assert f"torch {torch.__version__}, " in plan.reason and f"fusedcomm {fusedcomm.__version__}" in plan.reason
+        assert made == [f"{problem.op} chunked"]
+        assert messages == [f"{problem.op} runs unfused: {plan.reason}"]
+        assert member_of(group).workspace is None  # nothing was made for the group itself
+    assert time.monotonic() - start < 10
+
+
+@on_ranks(2)
+def test_other_ops_and_dtypes_stay_on(rank: int, tmp_path: Path) -> None:
+    def wrong_in_float32(rank: int, right: Algorithm, call: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+        result = right(call, x, *args, **options)
+        if rank == 1 and x.dtype == torch.float32 and not isinstance(result, tuple):
+            result[0, 0] += 1
+        return result
+
+    with proving(tmp_path, wrong_in_float32) as (group, _made):
+        check(group, GATHER, call(group, GATHER))
+        check(group, PUSH, call(group, PUSH))
+        x, w = torch.ones(4, 4).bfloat16(), torch.ones(4, 4).bfloat16()
+        assert (fusedcomm.matmul_all_to_all(x, w, 0, 1, group) == 4).all()
+        failed = {name: bool(text) for name, text in member_of(group).outcomes.items()}
+        assert failed == {
+            "all_gather_matmul chunked float32": False,
+            "matmul_all_to_all chunked float32": True,
+            "matmul_all_to_all chunked bfloat16": False,
+        }
+
+
+@on_ranks(2)
+def test_outcomes_are_kept_and_voted_on(rank: int, tmp_path: Path) -> None:
+    """A rank without a record, or with one of a failure, decides for all: nobody proves alone."""
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    with proving(shared) as (group, made):
+        call(group, PUSH)
+        assert len(made) == 1
+    with proving(shared) as (group, made):
+        check(group, PUSH, call(group, PUSH))
+        assert not made and plan_of_all(group, PUSH).algorithm == "chunked"
+    with proving(shared if rank == 0 else own) as (group, made):
+        check(group, PUSH, call(group, PUSH))
+        assert len(made) == 1
+    if rank == 1:
+        with mock.patch.dict("os.environ", FUSEDCOMM_CACHE_DIR=str(own)):
+            proof_file.add(CPU, 2, {"matmul_all_to_all chunked float32": "it was wrong before"})
+    with proving(shared if rank == 0 else own) as (group, made), warnings() as messages:
+        check(group, PUSH, call(group, PUSH))
+        assert not made and plan_of_all(group, PUSH) == Plan(PUSH.op, "unfused", "it was wrong before")
+        assert messages == ["matmul_all_to_all runs unfused: it was wrong before"]
+
+
+@on_ranks(2)
+def test_a_failure_is_kept_too(rank: int, tmp_path: Path) -> None:
+    with proving(tmp_path, wrong_on_one_rank) as (group, _made):
+        call(group, PUSH)
+        plan = plan_of_all(group, PUSH)
+    with proving(tmp_path) as (group, made):
+        assert plan_of_all(group, PUSH) == plan and plan.algorithm == "unfused"
+        check(group, PUSH, call(group, PUSH))
+        assert not made
+
+
+@on_ranks(2)
+def test_a_forced_algorithm_runs_without_a_proof_and_after_a_failed_one(rank: int, tmp_path: Path) -> None:
+    with proving(tmp_path) as (group, made):
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            check(group, PUSH, call(group, PUSH))
+        assert not made
+        member_of(group).outcomes["matmul_all_to_all chunked float32"] = "it was wrong"
+        assert plan_of_all(group, PUSH).algorithm == "unfused"
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            check(group, PUSH, call(group, PUSH))
+            assert plan_of_all(group, PUSH).reason == planner.FORCED
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_a_proof_leaves_an_error_until_a_reset(rank: int, tmp_path: Path) -> None:
+    """As in a call that makes memory: its peers wait where its next call does not come."""
+
+    def interrupted(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+        if rank == 1:
+            raise KeyboardInterrupt
+        return right(*args, **options)
+
+    with proving(tmp_path, interrupted, TIMEOUT_S="2") as (group, made):
+        with pytest.raises(KeyboardInterrupt if rank == 1 else fusedcomm.PeerTimeoutError):
+            call(group, PUSH)
+        with pytest.raises(fusedcomm.PeerError, match="on every rank before the next call"):
+            call(group, PUSH)
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        with mock.patch.dict(explain.algorithms_of(PUSH.op), chunked=chunked.push_matmul):
+            check(group, PUSH, call(group, PUSH))
+        assert len(made) == 2 and plan_of_all(group, PUSH).algorithm == "chunked"
+
+
+@on_ranks(2)
+def test_without_memory_for_the_proof_the_group_runs_unfused(rank: int, tmp_path: Path) -> None:
+    allocate = Member._allocate
+
+    def without(self: Member, size: int) -> Any:
+        return (None, "has no memory") if rank == 1 else allocate(self, size)
+
+    with proving(tmp_path) as (group, made):
+        with mock.patch.object(Member, "_allocate", without):
+            check(group, PUSH, call(group, PUSH))
+        assert plan_of_all(group, PUSH) == Plan(PUSH.op, "unfused", "chunked could not be proved: rank 1 has no memory")
+        assert len(made) == 1 and not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_nothing_is_proved_where_it_is_not_asked_for(rank: int, tmp_path: Path) -> None:
+    """On CPUs, in a group of one rank, and by the fake tensors of torch.compile."""
+    x, w = torch.ones(2, 4, 8), torch.ones(8, 6)
+    with mock.patch.object(proof, "prove", None), fresh_group(CACHE_DIR=str(tmp_path)) as group:
+        check(group, PUSH, call(group, PUSH))
+        assert not member_of(group).topology.prove
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    with proving(tmp_path) as (group, made):
+        fusedcomm.matmul_all_reduce(x, w, alone)
+        with FakeTensorMode() as mode:
+            fusedcomm.matmul_all_reduce(mode.from_tensor(x), mode.from_tensor(w), group)
+        assert not made
+    dist.destroy_process_group(alone)
+
+
+# without ranks
+
+ABLE = topology.Topology(None, None, 1 << 30, None, prove=True)
+
+
+def gpu_member(verdict: topology.Topology = ABLE) -> Member:
+    return Member(0, 2, "group", GPU, None, verdict)
+
+
+def test_a_planned_chunked_proves_fused_too_where_its_first_call_runs_it() -> None:
+    plan = Plan(PUSH.op, "chunked", "estimated")
+    assert proof.unproved(plan, torch.bfloat16, gpu_member()) == ["chunked", "fused"]
+    assert proof.unproved(plan, torch.bfloat16, gpu_member(replace(ABLE, no_fused="no fence"))) == ["chunked"]
+    assert proof.unproved(replace(plan, algorithm="fused"), torch.bfloat16, gpu_member()) == ["fused"]
+    assert proof.unproved(replace(plan, reason=planner.FORCED), torch.bfloat16, gpu_member()) == []
+    assert proof.unproved(replace(plan, algorithm="unfused"), torch.bfloat16, gpu_member()) == []
+    assert proof.unproved(plan, torch.bfloat16, gpu_member(replace(ABLE, prove=False))) == []
+    ours = gpu_member()
+    ours.outcomes |= {f"{PUSH.op} fused bfloat16": "", f"{PUSH.op} chunked float16": ""}
+    assert proof.unproved(plan, torch.bfloat16, ours) == ["chunked"]
+
+
+def test_a_capture_is_refused_with_what_to_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call the op once with these shapes on every rank before the capture"):
+        proof.prove(PUSH.op, "fused", {}, torch.bfloat16, gpu_member())
+
+
+def test_gpus_prove_unless_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert topology._must_prove(GPU) and not topology._must_prove(CPU)
+    monkeypatch.setenv("FUSEDCOMM_PROVE", "0")
+    assert not topology._must_prove(GPU)
+    monkeypatch.setenv("FUSEDCOMM_PROVE", "yes")
+    with pytest.raises(ValueError, match="FUSEDCOMM_PROVE must be 0 or 1, got 'yes'"):
+        topology._must_prove(GPU)
+
+
+def test_what_one_rank_has_on_record_holds_only_if_it_is_a_failure() -> None:
+    by_rank = [{"a": "", "b": "", "c": "", "e": "first"}, {"a": "", "c": "wrong", "d": "wrong", "e": "second"}]
+    assert topology._outcomes(by_rank) == {"a": "", "c": "wrong", "d": "wrong", "e": "first"}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("num_ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.thorough) for n in (8, 32))])
+def test_problems_are_exact_in_every_dtype_and_take_several_rounds(op: str, num_ranks: int) -> None:
+    """Integers up to 256 are exact in bfloat16, and no partial sum is beyond the sum of magnitudes of few ones."""
+    problems = [proof._problem(op, size, num_ranks) for size in proof.SIZES]
+    for problem in problems:
+        assert max(float(t.abs().max()) for t in problem.results()) <= 256
+        assert sum(float(t.abs().sum()) for t in problem.biases) > 0
+    larger = problems[1]
+    exchange = PROGRAMS[op].exchange(larger.xs[0], larger.ws[0], num_ranks)
+    slot_bytes = max(proof._slot_bytes(problem, torch.float32) for problem in problems)
+    assert len(exchange.rounds(slot_bytes // num_ranks // 4)) >= proof.NUM_ROUNDS
+    assert op != "matmul_all_reduce" or not exchange.splits_columns  # the proof gives every rank the whole bias
+
+
+def test_problems_are_the_same_in_every_process() -> None:
+    first, second = (ExactProblem(PROGRAMS["matmul_all_reduce"], proof.SIZES[0], 2, 0, bias=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.results(), second.results(), strict=True))
+    assert torch.equal(first.biases[0], first.biases[1])  # the contract of an all_reduce's bias
+
+
+# the file
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(proof_file, "_logged", set())
+    return tmp_path
+
+
+def test_the_file_adds_up_and_is_for_one_group_size(cache: Path) -> None:
+    proof_file.add(CPU, 2, {"a": "", "b": "wrong"})
+    proof_file.add(CPU, 2, {"b": ""})
+    assert proof_file.read(CPU, 2) == {"a": "", "b": ""} and proof_file.read(CPU, 4) == {}
+    [file] = cache.iterdir()
+    assert file == proof_file.path_of(CPU, 2) and file.name.startswith("proofs-cpu-2-")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another version": (lambda data: data | {"version": 2}, "it must be of version 1"),
+    "another key": (lambda data: data | {"key": {}}, "of this device, group size and these versions"),
+    "more fields": (lambda data: data | {"more": 1}, "it must have the fields version, key and outcomes"),
+    "no text": (lambda data: data | {"outcomes": {"a": None}}, "its outcomes must be texts"),
+    "a list": (lambda data: [data], "it must have the fields version, key and outcomes"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_file_is_ignored_with_the_reason(name: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    proof_file.add(CPU, 2, {"a": ""})
+    file = proof_file.path_of(CPU, 2)
+    change, reason = CHANGES[name]
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    assert proof_file.read(CPU, 2) == {} and proof_file.read(CPU, 2) == {}
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"proofs in {file} are ignored: ") and reason in record.getMessage()
+    file.chmod(0o660)
+    assert proof_file.read(CPU, 2) == {} and "only its owner" in caplog.records[-1].getMessage()
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(tmp_path / "file"))
+    for _ in range(2):
+        proof_file.add(CPU, 2, {"a": ""})
+    [record] = caplog.records
+    assert record.getMessage().startswith("proofs are not kept, and made again by every group: ")
+
+
+def test_the_module_of_an_op_has_its_algorithms() -> None:
+    for op in OPS:
+        assert explain.algorithms_of(op) is importlib.import_module(f"fusedcomm.ops.{op}").ALGORITHMS
