@@ -15,6 +15,8 @@ import benchmarks.gpu_check
 from benchmarks.gpu_check.driver import PartResult, run_parts
 from benchmarks.gpu_check.parts import BUDGET_S, PARTS, ROWS, proved
 
+MOST_SPOKEN = 300  # characters of a result that the terminal shows; the file has all of it
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
@@ -59,7 +61,7 @@ def spoken(line: dict[str, Any]) -> str | None:
         if line.get("skipped"):
             what = f"skipped: {line['skipped']}"
         else:
-            what = f"ok {json.dumps(line.get('found'))}" if line["ok"] else f"FAILED {line.get('error')}"
+            what = f"ok {json.dumps(line.get('found'))[:MOST_SPOKEN]}" if line["ok"] else f"FAILED {line.get('error')}"
         return f"  {line['part']}: {line['case']}: {what}"
     if "part" in line:
         return "\n".join([f"{line['part']}: {line['status']} after {line['seconds']} s", *line["problems"]])

@@ -20,7 +20,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,19 +42,22 @@ class Skipped(Exception):
     """The case cannot run here; its text says why."""
 
 
-def main(cases: Callable[[torch.device], Cases], argv: Sequence[str] | None = None) -> None:
-    """Run the cases that follow ``--after``, and end this process: with 1 if one of them failed."""
+def main(cases: Callable[[torch.device], Cases], interpret: bool = True) -> None:
+    """Run the cases that follow ``--after``, and end this process: with 1 if one of them failed.
+
+    ``interpret``: whether kernels run in Triton's interpreter where there is no GPU.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--after", metavar="CASE", help="begin behind this case")
     parser.add_argument("--report", type=int, metavar="FD", help="the driver's pipe (default: stdout)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.report is not None:
         end_with_parent(os.getppid())
         os.set_inheritable(args.report, False)
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # with a GPU's memory mapped, a core file takes minutes
-    set_environment(args.device)
+    set_environment(interpret and args.device == "cpu")
     with open(sys.stdout.fileno() if args.report is None else args.report, "w", closefd=False) as file:
 
         def report(line: dict[str, Any]) -> None:
@@ -65,13 +68,14 @@ def main(cases: Callable[[torch.device], Cases], argv: Sequence[str] | None = No
     sys.exit(0 if passed else 1)
 
 
-def set_environment(device_type: str) -> None:
+def set_environment(interpret: bool) -> None:
     """Set what must be set before CUDA starts and before a kernel is defined."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
     os.environ["FUSEDCOMM_TIMEOUT_S"] = str(TIMEOUT_S)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a hardware queue for each stream
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # several ranks on one GPU
-    if device_type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def run(cases: Cases, after: str | None, device: torch.device, report: Callable[[dict[str, Any]], None]) -> bool:

@@ -153,4 +153,4 @@ def _reduce(group_size: int) -> None:
 
 
 if __name__ == "__main__":
-    child.main(cases)
+    child.main(cases, interpret=False)

@@ -70,13 +70,13 @@ class KernelProblem:
 
 def cases(device: torch.device) -> child.Cases:
     cuda = device.type == "cuda"
-    matmuls, sizes = (SHAPES, REDUCED) if cuda else ([TINY], (1,))
+    matmuls = SHAPES if cuda else [TINY]
     kernels: dict[str, Callable[..., KernelProblem]] = {"push": push, "gather": gather}
     first: child.Cases = {
         f"{name} {matmuls[0].name}": partial(_matmul, matmuls[0], kernels[name], device) for name in kernels
     }
     first["unpack"] = partial(_unpack, device)
-    first |= {f"reduce R={size}": partial(_reduce, matmuls[0], size, device) for size in sizes}
+    first |= {f"reduce R={size}": partial(_reduce, matmuls[0], size, device) for size in REDUCED}
     return first | {
         f"{name} {shape.name}": partial(_matmul, shape, kernels[name], device)
         for shape in matmuls[1:]
@@ -110,9 +110,9 @@ def gather(x: Tensor, w: Tensor) -> KernelProblem:
 
 
 def unpack_exchange(cuda: bool) -> tuple[Exchange, int]:
-    """A batch of the start program between 4 ranks: 66 MB from each. In the interpreter, a little from one."""
+    """A batch of the start program between 4 ranks: 66 MB from each. In the interpreter, a little."""
     if not cuda:
-        return shapes.matmul_all_to_all((1, 8, 16), (1, 16, 32), [4, 8], 1, 2, 1), 1
+        return shapes.matmul_all_to_all((1, 8, 16), (1, 16, 64), [8, 8], 1, 2, 4), 4
     return shapes.matmul_all_to_all((1, 16192, 4096), (1, 4096, 8192), [16, 512], 1, 2, 4), 4
 
 
@@ -151,7 +151,7 @@ def _arrived(exchange: Exchange, group_size: int, device: torch.device) -> tuple
     """Rank 0's workspace in round 1, when all chunks are there, with all SMs; and the chunks [R, numel]."""
     numel = exchange.chunk_numel
     workspace = VirtualGroup(group_size, numel * group_size * DTYPE.itemsize, device).workspaces[0]
-    workspace.num_sms *= group_size
+    workspace.num_sms = VirtualGroup(1, 128, device).workspaces[0].num_sms  # those of the whole GPU
     layout, buffer = workspace.layout, workspace.buffers[0]
     start, flags = layout.slot(1, workspace.slot_bytes), layout.flag(1, 0)
     parts = buffer[start : start + group_size * numel * DTYPE.itemsize].view(DTYPE).view(group_size, numel)
