@@ -181,7 +181,7 @@ class _PartProcess:
         """Kill the group. On SIGABRT the process first writes where its threads were (faulthandler)."""
         with contextlib.suppress(ProcessLookupError):
             if write_trace:
-                self.process.send_signal(signal.SIGABRT)
+                os.kill(self.process.pid, signal.SIGABRT)  # Popen.send_signal would reap it
                 deadline = time.monotonic() + TRACE_S
                 while not self._has_ended() and time.monotonic() < deadline:
                     time.sleep(LOOK_S / 4)

@@ -23,7 +23,7 @@ from fusedcomm.testing.virtual import VirtualGroup
 DTYPE = torch.bfloat16
 MATMUL = (32768, 8192, 8192)  # rows, columns, K: about 6 ms of an H100
 TIMES = 5
-RUNS = 16  # of a strided copy with long runs
+RUNS = 16  # a strided copy with long runs has so many
 HOST_GROUP_SIZES = (2, 4, 8)
 HOST_CALLS = 3  # few, so that no queue is full: then the host would wait for the GPU
 

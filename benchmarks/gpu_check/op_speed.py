@@ -16,7 +16,7 @@ from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 GROUP_SIZE = 4
-ROWS, COLUMNS, K = 8192, 4096, 4096  # of all ranks
+ROWS, COLUMNS, K = 8192, 4096, 4096  # all ranks together
 TINY = 32
 
 
