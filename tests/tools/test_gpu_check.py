@@ -275,7 +275,7 @@ class FailingPool:
 )
 def test_what_the_planner_never_offers_is_skipped_and_all_else_fails(reason: str, raised: type[Exception]) -> None:
     pools, pool = processes.Pools(), FailingPool(f"RuntimeError: matmul_all_to_all cannot run as {reason}")
-    pools.pool = pool
+    pools.pool = pool  # type: ignore[assignment]
     with pytest.raises(raised):
         pools.run(2, processes.values, "cpu", "fused")
     assert pool.closed and pools.pool is None
