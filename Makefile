@@ -8,7 +8,7 @@ OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatt
 OP ?= $(OPS)
 NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help setup models demo test test-all test-torch lint docs wheel bench figures soak sanitize clean
+.PHONY: help setup models demo test test-all test-torch lint docs wheel bench figures soak sanitize gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,8 @@ help:
 	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"
 	@echo "            found is in .venv/soak.json; SOAK_ARGS= --calls, --seconds, --seed, --device cuda, --json FILE"
 	@echo "make sanitize  of those the tests of the native part, built with the sanitizers of g++ for addresses and threads"
+	@echo "make gpu-check  what one GPU can prove, in nine minutes, with the Python that README's install has set up:"
+	@echo "            PYTHON=; what was found is in build/gpu-check.jsonl; GPU_CHECK_ARGS= --only PART, --seconds, --json FILE"
 	@echo "make models  the packages whose models make test-all runs where they are there: 0.6 GB, minutes, Python 3.11 or newer"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
 	@echo "make clean  remove .venv and everything built"
@@ -103,6 +105,11 @@ soak: setup $(VENV)/.old_triton
 
 sanitize: setup
 	$(BIN)/python -m pytest -m soak tests/runtime/test_sanitizers.py $(PYTEST_ARGS)
+
+# The Python of README's install runs it: a machine with a GPU often has torch, and no network to fill .venv by.
+GPU_CHECK_ARGS ?= --json build/gpu-check.jsonl
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,11 +1,11 @@
-"""What benchmarks/gpu_check.py calls: cases of all ops, their expected results, and how a virtual rank runs them."""
+"""Calls of all ops: their inputs and expected results, and how a virtual rank runs them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,10 +89,16 @@ class GpuCase:
         return shapes.matmul_all_reduce(x, ws[0], self.reduce_op, group_size)
 
     def inputs(self, group_size: int, rank: int, dtype: torch.dtype, device: torch.device, seed: int) -> GpuInputs:
-        """Small integers, so sums are exact in every order. matmul_all_reduce has the same bias on all ranks."""
-        generator = torch.Generator(device).manual_seed(100 * seed + rank)
+        """Small integers, so sums are exact in every order. matmul_all_reduce has the same bias on all ranks.
+
+        On device "meta" the tensors have no memory.
+        """
+        meta = device.type == "meta"
+        generator = torch.Generator("cpu" if meta else device).manual_seed(100 * seed + rank)
 
         def integers(*shape: int) -> Tensor:
+            if meta:
+                return torch.empty(shape, dtype=dtype, device=device)
             return torch.randint(-2, 3, shape, generator=generator, device=device).to(dtype)
 
         x = integers(*self.local_shape(group_size))
@@ -313,12 +319,43 @@ def first_of(op: str, cuda: bool) -> GpuCase:
     return next(case for case in (CASES if cuda else SMALL) if case.op == op)
 
 
-def loaded_group(
-    group_size: int, case: GpuCase, dtype: torch.dtype, algorithm: str, device: torch.device
-) -> VirtualGroup:
-    """A virtual group in which each rank has run the case once."""
-    slot_bytes = max(128, case.exchange(group_size).chunk_numel * group_size * dtype.itemsize)
-    group = VirtualGroup(group_size, slot_bytes, device)
-    inputs = case.inputs(group_size, 0, dtype, device, 0)
-    group.load(lambda workspace: case.run(workspace, algorithm, inputs), FINGERPRINT)
-    return group
+class GpuCall(NamedTuple):
+    """A case in a virtual group whose slots hold one of ``num_rounds`` equal rounds."""
+
+    group_size: int
+    dtype: torch.dtype
+    case: GpuCase
+    num_rounds: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.case} {str(self.dtype).removeprefix('torch.')} R={self.group_size}"
+
+    def group(self, algorithm: str, device: torch.device) -> VirtualGroup:
+        """A group in which each rank has run the case once."""
+        chunk_bytes = self.case.exchange(self.group_size).chunk_numel * self.dtype.itemsize
+        group = VirtualGroup(self.group_size, max(128, chunk_bytes * self.group_size // self.num_rounds), device)
+        inputs = self.inputs(0, device, 0)
+        group.load(lambda workspace: self.case.run(workspace, algorithm, inputs), FINGERPRINT)
+        return group
+
+    def inputs(self, rank: int, device: torch.device, seed: int) -> GpuInputs:
+        return self.case.inputs(self.group_size, rank, self.dtype, device, seed)
+
+    def check(self, algorithm: str, device: torch.device, times: int = 3) -> dict[str, Any]:
+        """Call back to back with fresh inputs; every result must be exact."""
+        case, group = self.case, self.group(algorithm, device)
+        for seed in range(times):
+            inputs = [self.inputs(rank, device, seed) for rank in range(self.group_size)]
+            results = group.run(lambda workspace, args: case.run(workspace, algorithm, args), inputs)
+            group.check(case.op)
+            for rank, expected in enumerate(case.expected(self.group_size, self.dtype, device, seed)):
+                assert_equal(results[rank], expected, f"{self} {algorithm} rank {rank} call {seed}")
+        return {"calls": times * self.group_size}
+
+
+def assert_equal(outs: list[Tensor], expected: list[Tensor], where: str) -> None:
+    """``expected`` may end with a gathered x that the caller did not get."""
+    for i, (out, want) in enumerate(zip(outs, expected, strict=False)):
+        if not torch.equal(out, want):
+            wrong = (out != want).sum().item() if out.shape == want.shape else "all"
+            raise AssertionError(f"{where}: {wrong} of {out.numel()} elements of result {i} wrong")

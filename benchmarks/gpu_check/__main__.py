@@ -1,0 +1,102 @@
+"""The command: it runs the parts, prints each result as it comes, and sums up."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import benchmarks.gpu_check
+from benchmarks.gpu_check.driver import PartResult, run_parts
+from benchmarks.gpu_check.parts import BUDGET_S, PARTS, ROWS, proved
+
+MOST_SPOKEN = 300  # characters of a result that the terminal shows; the file has all of it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    parts = [part for part in PARTS if part.name in args.only]
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    with open(args.json or "/dev/null", "w") as file:
+
+        def write(line: dict[str, Any]) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            if (text := spoken(line)) is not None:
+                print(text, flush=True)
+
+        command = shlex.join(["python", "-m", "benchmarks.gpu_check", *(sys.argv[1:] if argv is None else argv)])
+        write({"run": {"command": command, "date": now, "device": args.device, "budget_s": args.seconds}})
+        results = run_parts(parts, args.device, args.seconds, write)
+        write({"summary": summary(results, command, args.device)})
+    return 0 if all(result.status == "passed" for result in results) else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.gpu_check", description=benchmarks.gpu_check.__doc__, formatter_class=about
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--json", metavar="FILE", type=Path, help="append lines of JSON to a new FILE as they come")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--only", metavar="PART", nargs="+", choices=names, default=names, help=", ".join(names))
+    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for all parts (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def spoken(line: dict[str, Any]) -> str | None:
+    """What the terminal shows of a line."""
+    if "summary" in line:
+        return _closing(line["summary"])
+    if "case" in line:
+        if line.get("skipped"):
+            what = f"skipped: {line['skipped']}"
+        else:
+            what = f"ok {json.dumps(line.get('found'))[:MOST_SPOKEN]}" if line["ok"] else f"FAILED {line.get('error')}"
+        return f"  {line['part']}: {line['case']}: {what}"
+    if "part" in line:
+        return "\n".join([f"{line['part']}: {line['status']} after {line['seconds']} s", *line["problems"]])
+    return None
+
+
+def summary(results: Sequence[PartResult], command: str, device: str) -> dict[str, Any]:
+    """What the run has shown, with the GPU, its driver, versions, commit and command."""
+    machine = next(
+        (result.cases.get("machine", {}).get("found") for result in results if result.part == "machine"), None
+    )
+    on_gpu = device == "cuda"
+    return {
+        "command": command,
+        "machine": machine,
+        "parts": {result.part: result.status for result in results},
+        "failed": [f"{result.part}/{name}" for result in results for name in result.failed],
+        "skipped": [f"{result.part}/{name}" for result in results for name in result.skipped],
+        "not_run": [f"{result.part}/{name}" for result in results for name in result.not_run],
+        "status_rows": {row: each.says for row, each in ROWS.items() if on_gpu and proved(each, results)},
+    }
+
+
+def _closing(found: dict[str, Any]) -> str:
+    lines = ["", *(f"{part:16s}{status}" for part, status in found["parts"].items())]
+    for name in ("failed", "skipped", "not_run"):
+        lines += [f"{name.replace('_', ' ')}: {', '.join(found[name])}"] if found[name] else []
+    lines += [
+        "",
+        "Rows of docs/status.md that are now true on this GPU:"
+        if found["status_rows"]
+        else "No row of docs/status.md is now true that was not.",
+    ]
+    return "\n".join([*lines, *(f"  {row}: {says}" for row, says in found["status_rows"].items())])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

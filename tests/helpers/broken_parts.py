@@ -1,0 +1,89 @@
+"""A part of benchmarks/gpu_check that goes wrong as it is told: python -m tests.helpers.broken_parts KIND ...
+
+It imports nothing but the standard library, so that a process takes no time to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Say = Callable[[str], object]
+PASSED = {"ok": True, "seconds": 0.0, "found": {"answer": 42}}
+POISONED = {"ok": False, "error": "AcceleratorError: an illegal memory access was encountered", "poisoned": True}
+
+
+def hang(say: Say, folder: Path) -> None:
+    """With a process of its own, as a part that has started ranks."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (folder / "pid").write_text(str(child.pid))
+    time.sleep(600)
+
+
+def hang_deaf(say: Say, folder: Path) -> None:
+    for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def crash(say: Say, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave(say: Say, folder: Path) -> None:
+    print("a last word", file=sys.stderr)
+    sys.exit(3)
+
+
+def poison(say: Say, folder: Path) -> None:
+    say(json.dumps({"case": "poison", **POISONED}) + "\n")
+    sys.exit(1)
+
+
+def corrupt(say: Say, folder: Path) -> None:
+    for text in ('{"case": "corrupt", "ok": tr', "[]", "7", '{"ok": true}', "\x00\xff", '{"cases": 3}'):
+        say(text + "\n")
+
+
+def half_a_line(say: Say, folder: Path) -> None:
+    say('{"case": "half_a_line", "ok": true')
+    sys.exit(0)
+
+
+FAULTS = {each.__name__: each for each in (hang, hang_deaf, crash, leave, poison, corrupt, half_a_line)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=["good", "mute", *FAULTS])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device")
+    parser.add_argument("--report", type=int)
+    parser.add_argument("--after")
+    args = parser.parse_args()
+    os.set_inheritable(args.report, False)
+    if args.kind == "mute":
+        sys.exit(3)
+    names = ["first", args.kind, "last"]
+
+    def say(text: str) -> None:
+        os.write(args.report, text.encode("latin-1"))
+
+    say(json.dumps({"cases": names}) + "\n")
+    for name in names[names.index(args.after) + 1 if args.after else 0 :]:
+        say(json.dumps({"begun": name}) + "\n")
+        if name in FAULTS:
+            FAULTS[name](say, args.folder)
+        else:
+            say(json.dumps({"case": name, **PASSED}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

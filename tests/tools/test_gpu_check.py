@@ -1,0 +1,430 @@
+"""benchmarks/gpu_check without a GPU: its driver with parts that go wrong, and the parts in Triton's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import (
+    child,
+    compile_kernels,
+    driver,
+    kernel_speed,
+    measurements,
+    parts,
+    processes,
+    smoke,
+    start_program,
+    timing,
+)
+from benchmarks.gpu_check.__main__ import main
+from benchmarks.gpu_check.cases import CASES, OPS, SMALL
+from benchmarks.gpu_check.driver import Part, PartResult, run_parts
+from benchmarks.gpu_check.parts import PARTS, ROWS, Evidence, proved
+from fusedcomm.algorithms import kernel_launch
+from fusedcomm.launch.ranks import RankError, RankFailure
+from tests.helpers.broken_parts import FAULTS
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+CASE_S = 1.0
+WHERE = {  # what a part's problem says
+    "hang": "killed in hang: it took longer than 1 s",
+    "hang_deaf": "killed in hang_deaf: it took longer than 1 s",
+    "crash": "killed in crash by SIGSEGV",
+    "leave": "ended with 3 in leave; its last output:\na last word",
+    "corrupt": 'wrote what is no report: {"case": "corrupt", "ok": tr',
+    "half_a_line": 'wrote what is no report: {"case": "half_a_line", "ok": true',
+}
+
+
+def broken(kind: str, folder: Path, limit_s: float = 20) -> Part:
+    return Part(kind, "tests.helpers.broken_parts", limit_s, CASE_S, (kind, str(folder)))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "TRACE_S", 0.2)
+    monkeypatch.setattr(driver, "LOOK_S", 0.02)
+
+
+def run(*asked: Part, budget_s: float = 60) -> tuple[list[PartResult], list[dict[str, Any]]]:
+    lines: list[dict[str, Any]] = []
+    return run_parts(asked, "cpu", budget_s, lines.append), lines
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def leftover(folder: Path) -> int | None:
+    """The process that the part had started, if it lives; it is ended here."""
+    pid = int((folder / "pid").read_text())
+    deadline = time.monotonic() + 1
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if not is_alive(pid):
+        return None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_part_that_goes_wrong_loses_one_case(kind: str, quick: None, tmp_path: Path) -> None:
+    """A new process runs the cases behind it, and the next part runs."""
+    (result, after), lines = run(broken(kind, tmp_path), broken("good", tmp_path))
+    assert (result.status, after.status) == ("failed", "passed")
+    assert result.names == ["first", kind, "last"] and not result.not_run
+    assert result.failed == [kind]
+    assert result.cases["first"]["found"] == result.cases["last"]["found"] == {"answer": 42}
+    assert WHERE.get(kind, "") in "\n".join(result.problems)
+    assert bool(result.problems) == (kind != "poison")  # which has said itself what is wrong
+    named = [(line["part"], line.get("case")) for line in lines]
+    of_part = [(kind, "first"), (kind, kind), (kind, "last"), (kind, None)]
+    assert named == [*of_part, *(("good", case) for case in ("first", "good", "last", None))]
+    if kind == "hang":
+        assert leftover(tmp_path) is None
+
+
+def test_without_the_group_it_would_live_on(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "killpg", os.kill)
+    run(broken("hang", tmp_path, limit_s=0.7))
+    assert leftover(tmp_path) is not None
+
+
+def test_a_hang_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # as child.main does it
+    ((result,), _) = run(broken("hang", tmp_path, limit_s=0.7))
+    assert "broken_parts.py" in result.problems[0] and "in hang" in result.problems[0].partition("last output")[2]
+    leftover(tmp_path)
+
+
+def test_the_budget_bounds_all_parts(quick: None, tmp_path: Path) -> None:
+    """What is left of it bounds a part. Later parts, and the cases that were not reached, are listed."""
+    start = time.monotonic()
+    results, lines = run(*(broken(kind, tmp_path) for kind in ("good", "hang", "good", "crash")), budget_s=0.8)
+    assert time.monotonic() - start < 3
+    assert [each.status for each in results] == ["passed", "failed", "no time", "no time"]
+    assert results[1].problems[0].startswith("killed in hang: the part's time was over")
+    assert results[1].not_run == ["last"]
+    assert [line["status"] for line in lines if "status" in line] == [each.status for each in results]
+
+
+def test_a_part_is_bounded_by_its_own_limit(quick: None, tmp_path: Path) -> None:
+    (result, after), _ = run(broken("hang", tmp_path, limit_s=0.5), broken("good", tmp_path))
+    assert result.not_run == ["last"] and result.seconds < 2 and after.status == "passed"
+
+
+def test_a_part_that_names_no_case_is_not_started_again(quick: None, tmp_path: Path) -> None:
+    ((result,), _) = run(broken("mute", tmp_path))
+    assert result.status == "failed" and result.problems == ["ended with 3 and named no case"]
+
+
+def passing(part: str, *names: str, **cases: dict[str, Any]) -> PartResult:
+    return PartResult(part, list(names), {name: {"ok": True, **cases.get(name, {})} for name in names}, started=True)
+
+
+def test_a_row_is_true_if_all_its_cases_have_passed() -> None:
+    evidence = Evidence("right", ("a/*", "b/x *"))
+    b = passing("b", "x 1", "x 2", "y", y={"ok": False})
+    assert proved(evidence, [passing("a", "one"), b])
+    assert not proved(evidence, [b]), "no case of a"
+    assert not proved(evidence, [passing("a", "one", one={"ok": False}), b])
+    assert not proved(evidence, [passing("a", "one", one={"skipped": "no graphs"}), b])
+    not_reached = passing("a", "one")
+    not_reached.names.append("two")
+    assert not proved(evidence, [not_reached, b])
+    not_named = PartResult("a", [], {"one": {"ok": True}}, ["ended with 3 and named no case"], started=True)
+    assert proved(evidence, [not_named, b])
+
+
+def status_rows() -> list[str]:
+    table = (ROOT / "docs/status.md").read_text().partition("## By part")[2].partition("\n## ")[0]
+    return [cells[1].strip() for line in table.splitlines() if len(cells := re.split(r"(?<!\\)\|", line)) > 2][2:]
+
+
+def test_rows_stand_in_the_status_page() -> None:
+    rows = status_rows()
+    assert len(rows) > 15 and len(set(rows)) == len(rows)
+    assert set(ROWS) <= set(rows)
+    assert "the five ops" not in rows  # a part of a row's name is no name
+
+
+def names_on_a_gpu() -> Iterator[str]:
+    for part in PARTS:
+        module = importlib.import_module(part.module)
+        yield from (f"{part.name}/{name}" for name in module.cases(torch.device("cuda")))
+
+
+def test_every_pattern_of_a_row_has_cases() -> None:
+    """They are named without a GPU. A case belongs to the part that has its name."""
+    results = [PartResult("any", list(names_on_a_gpu()))]
+    assert len(results[0].names) > 100 and len(set(results[0].names)) == len(results[0].names)
+    for evidence in ROWS.values():
+        for pattern in evidence.cases:
+            assert any(parts.fnmatchcase(name, pattern) for name in results[0].names), pattern
+
+
+def test_the_parts_are_modules_and_their_limits_are_of_use() -> None:
+    assert [part.name for part in PARTS][:3] == ["machine", "compile", "smoke"]
+    for part in PARTS:
+        assert (ROOT / (part.module.replace(".", "/") + ".py")).exists()
+        assert part.case_s <= part.limit_s < parts.BUDGET_S < 540
+
+
+def test_a_case_is_reported_before_the_next_begins() -> None:
+    lines: list[dict[str, Any]] = []
+
+    def fail() -> None:
+        raise ValueError("three")
+
+    def skip() -> None:
+        raise child.Skipped("no streams")
+
+    cases: child.Cases = {"one": lambda: 1, "two": skip, "three": fail, "four": lambda: 4}
+    assert not child.run(cases, None, CPU, lines.append)
+    assert [next(iter(line)) for line in lines] == ["cases", *["begun", "case"] * 4]
+    one, two, three, four = lines[2::2]
+    assert (one["found"], two["skipped"], four["ok"]) == (1, "no streams", True)
+    assert three["error"] == "ValueError: three" and "in fail" in three["traceback"] and not three["poisoned"]
+    behind: list[dict[str, Any]] = []
+    assert child.run(cases, "three", CPU, behind.append)
+    assert behind[0] == lines[0] and [line["case"] for line in behind if "case" in line] == ["four"]
+
+
+def test_nothing_runs_in_a_lost_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reports the error of a kernel at the next synchronization, and again at each one after it."""
+
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(child, "_synchronize", lost)
+    assert not child.run({"one": lambda: 1, "two": lambda: 2}, None, CPU, lines.append)
+    assert [line.get("case", line.get("begun")) for line in lines[1:]] == ["one", "one"] and lines[-1]["poisoned"]
+
+
+def test_the_command_writes_what_it_ran_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new" / "check.jsonl"
+    assert main(["--device", "cpu", "--only", "machine", "--json", str(file)]) == 0
+    first, case, part, last = map(json.loads, file.read_text().splitlines())
+    command = f"python -m benchmarks.gpu_check --device cpu --only machine --json {file}"
+    assert first["run"]["command"] == last["summary"]["command"] == command
+    found = last["summary"]["machine"]
+    assert found == case["found"] and found["versions"]["torch"] == torch.__version__
+    assert {"commit", "driver", "cuda_driver", "date", "environment"} <= set(found)
+    assert (found["triton_cannot_launch"], part["status"], last["summary"]["status_rows"]) == (None, "passed", {})
+    assert "machine: passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", list(smoke.cases(CPU)))
+def test_the_smoke_calls_pass_in_the_interpreter(name: str) -> None:
+    smoke.cases(CPU)[name]()
+
+
+@pytest.mark.parametrize("name", ["unpack", "reduce R=8"])
+def test_kernels_of_several_ranks_are_timed_with_right_values(name: str) -> None:
+    assert kernel_speed.cases(CPU)[name]()["ratio"] > 0
+
+
+def test_wrong_values_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = kernel_launch.unpack
+    monkeypatch.setattr(kernel_launch, "unpack", lambda out, *args: (unpack(out, *args), out[0, 0].zero_()))
+    with pytest.raises(AssertionError, match="wrong values"):
+        kernel_speed.cases(CPU)["unpack"]()
+
+
+class FailingPool:
+    """Ranks that raise, as a RankPool reports it."""
+
+    dead, world_size, closed = False, 2, False
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def run(self, *args: Any) -> list[Any]:
+        raise RankError([RankFailure(0, "raised", "RuntimeError", self.message, "")])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("reason", "raised"),
+    [
+        ("fused: Triton must be at least 3.7 to fence copies on compute capability 9.0", child.Skipped),
+        ("fused: rank 0: Triton is not installed", RankError),
+        ("chunked: rank 1: torch's rendezvous failed", RankError),
+    ],
+)
+def test_what_the_planner_never_offers_is_skipped_and_all_else_fails(reason: str, raised: type[Exception]) -> None:
+    pools, pool = processes.Pools(), FailingPool(f"RuntimeError: matmul_all_to_all cannot run as {reason}")
+    pools.pool = pool  # type: ignore[assignment]
+    with pytest.raises(raised):
+        pools.run(2, processes.values, "cpu", "fused")
+    assert pool.closed and pools.pool is None
+
+
+class FakeEvent:
+    """An event of a GPU that is always ready."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at: float | None = None
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return (other.at - self.at) * 1e3
+
+
+@pytest.fixture
+def fake_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines around a GPU's events and streams run, with what they measure on a CPU."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None, raising=False)
+
+
+def test_work_beside_a_matmul_is_told_from_work_behind_it(fake_events: None) -> None:
+    works = measurements.works(CPU)
+    assert {"signal kernel", "stream write", "contiguous copy"} <= set(works)
+    found = measurements._beside(lambda: None, 0.1, works["signal kernel"], None)
+    assert found["beside"] == f"0 of {measurements.TIMES}" and found["took_ms"] > 0 and found["matmul_ms"] >= 0
+
+
+def test_a_time_whose_launches_came_late_is_refused(fake_events: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="longer to launch"):
+        timing._event_ms(lambda: None)
+    monkeypatch.setattr(FakeEvent, "query", lambda self: False)
+    assert timing._event_ms(partial(time.sleep, 0.01)) >= 10
+
+
+def test_copies_copy_what_they_name() -> None:
+    rows, columns = measurements.copied_shape(CPU)
+    for name, copy in measurements.copies(CPU).items():
+        out = copy()
+        assert out is None or out.numel() == rows * columns, name
+
+
+def test_the_start_program_is_cut_into_rounds() -> None:
+    for call in start_program.calls(cuda=True):
+        exchange = call.case.exchange(call.group_size)
+        rounds = exchange.rounds(exchange.chunk_numel // call.num_rounds)
+        assert len(rounds) == call.num_rounds == 2
+    forward, backward = start_program.calls(cuda=True)
+    assert forward.case.w_shape(4, 8192) == [2, 4096, 8192] and forward.case.local_shape(4) == [2, 16192, 4096]
+    assert backward.case.w_shape(4, 4096) == [2, 8192, 4096]
+    assert backward.case.exchange(4).out_shape == [2, 16192, 4096]
+    assert forward.case.exchange(4).out_shape == backward.case.local_shape(4)
+
+
+COUNT_JOBS = """
+import json
+from collections import Counter
+from triton.runtime.jit import JITFunction
+
+names = Counter()
+
+def count(self, *args, grid, warmup, **kwargs):
+    assert warmup and grid[0] >= 1
+    names[self.fn.__name__] += 1
+
+JITFunction.run = count
+from benchmarks.gpu_check.compile_kernels import H100, compile_job, jobs
+
+launches = {name: compile_job(job, H100) for name, job in jobs()}
+print(json.dumps([launches, names]))
+"""
+
+
+def python(code: str, **env: str) -> str:
+    """What ``code`` prints where kernels are compiled, not interpreted."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env={**environ, **env}, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.thorough
+def test_every_call_of_every_part_is_compiled_before() -> None:
+    """Their launches, as the compiler gets them, without the minutes that it takes."""
+    launches, kernels = json.loads(python(COUNT_JOBS))
+    assert all(launches.values()) and len(launches) > 80
+    assert {"push_matmul_kernel", "gather_matmul_kernel", "reduce_kernel", "pack_kernel", "unpack_kernel"} <= set(
+        kernels
+    )
+    assert {"signal_kernel", "begin_push_kernel", "wait_source_kernel", "finish_kernel"} <= set(kernels)
+    for size in processes.ABSENT_OPS:
+        assert {op for op in OPS if any(name.startswith(op) and name.endswith(f"R={size}") for name in launches)} == {
+            *OPS
+        }
+
+
+SAME_KERNELS = """
+import torch
+from benchmarks.gpu_check.cases import CASES, GpuCall
+from benchmarks.gpu_check.compile_kernels import H100, _tiles_for
+from fusedcomm.testing import compile_only
+
+def hashes(name, device, target):
+    (case,) = [case for case in CASES if str(case) == name]
+    with compile_only.compiling(90) as compiled, _tiles_for(target):
+        GpuCall(2, torch.bfloat16, case).group("fused", torch.device(device))
+    return [kernel.hash for kernel in compiled]
+
+for name in ("matmul_all_to_all ragged", "all_gather_matmul list-qkv"):
+    found = hashes(name, "meta", H100)
+    assert len(found) >= 2 and found == hashes(name, "cpu", H100), name
+assert found != hashes(name, "cpu", H100._replace(table=80)), "other tiles are other kernels"
+"""
+
+
+@pytest.mark.thorough
+def test_what_is_compiled_without_memory_is_what_tensors_with_memory_launch(tmp_path: Path) -> None:
+    python(SAME_KERNELS, TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_the_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
+    """All parts in their own processes, as far as they run there."""
+    file = tmp_path / "check.jsonl"
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--json", str(file)]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    summary = lines[-1]["summary"]
+    assert done.returncode == 0, done.stdout
+    assert summary["parts"] == {part.name: "passed" for part in PARTS}
+    graphs = [f"graphs/{op}" for op in OPS]
+    assert summary["skipped"] == ["measurements/beside a matmul", *graphs, "commands/DeviceToHost"]
+    assert not summary["failed"] and not summary["not_run"] and summary["status_rows"] == {}
+    found = {(line["part"], line["case"]): line.get("found") for line in lines if "case" in line}
+    assert found["compile", "kernels"]["arch"] == 90 and found["compile", "kernels"]["launches"] > 3
+    assert set(found["kernel speed", f"push {kernel_speed.TINY.name}"]) > {"ratio", "goal", "met"}
+    assert {op for part, op in found if part == "op speed"} == {*OPS}
+    assert len(found["processes", "2 ranks backward"]) == 2 * len(OPS)
+    assert len(found["processes", "2 ranks planned"]["plans"]) == len(SMALL) < len(CASES)
+    assert len(dict(compile_kernels.jobs())) > compile_kernels.NUM_REHEARSED
