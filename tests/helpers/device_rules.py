@@ -1,8 +1,8 @@
 """What a device refuses, as rules over what reaches its driver: each says what must hold, and the value.
 
-The tensor map's are those of cuTensorMapEncodeTiled in the CUDA driver API, and those of a launch are the ones of
-cuLaunchKernelEx and the architecture. Two rules are the package's own: every address lies in a tensor of the call, and no launch has
-attributes, as no kernel here asks for clusters, a cooperative grid, or a start before its predecessor's end.
+The rules of a tensor map are those of cuTensorMapEncodeTiled in the CUDA driver API; those of a launch are the limits
+of cuLaunchKernelEx and of the architecture. Two rules are the package's own: every address lies in a tensor of the
+call, and a launch has no attributes, as no kernel here asks for clusters, a cooperative grid or an early start.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def tensor_map_violations(map: TensorMap, arch: int, tensors: Sequence[Range]) -
         yield f"tensor map: the device must be sm_90 or later, got sm_{arch}"
     if not 1 <= rank <= 5:
         yield f"tensor map rank: it must be 1 to 5, got {rank}"
+        return
     if map.data_type not in _ITEMSIZES:
         yield f"tensor map data type: it must be one that the kernels load, got {map.data_type}"
         return
@@ -74,6 +75,9 @@ def tensor_map_violations(map: TensorMap, arch: int, tensors: Sequence[Range]) -
         yield f"tensor map dims: they must be 1 to 2**32, got {map.dims}"
     if not all(0 < stride < 2**40 and stride % 16 == 0 for stride in map.strides):
         yield f"tensor map strides: they must be multiples of 16 below 2**40 bytes, got {map.strides}"
+    for stride, inner, dim in zip(map.strides, (map.itemsize, *map.strides), map.dims, strict=False):
+        if stride < inner * dim:
+            yield f"tensor map strides: what they step over must not overlap, got {map.strides} for dims {map.dims}"
     if not all(0 < size <= 256 for size in map.box):
         yield f"tensor map box: its sizes must be 1 to 256, got {map.box}"
     if not all(1 <= stride <= 8 for stride in map.element_strides):

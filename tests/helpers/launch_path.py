@@ -3,8 +3,8 @@
     python -m tests.helpers.launch_path FOLDER ARCH WHAT [PARTS]
 
 WHAT: ``kernels``, the launches of fusedcomm/testing/compile_only.py; ``ops``, calls of all ops as users make them;
-``planted``, launches with a defect each; ``time``, microseconds of the host. It prints JSON, one object per case. It
-must run without TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
+``views``, calls with parts of tensors; ``planted``, launches with a defect each; ``time``, microseconds of the host. It
+prints JSON, one object per case. It must run without TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 import fusedcomm
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry import shapes
+from fusedcomm.launch.provenance import run_facts
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime import signals
 from fusedcomm.runtime.members import Member
@@ -51,14 +52,14 @@ ALIGNED = [  # one for each op, whose tiles are boxes
     Problem("aligned", (256, 128), 256, 1, 0, op="all_to_all_matmul"),
     Problem("aligned", (256, 512), (256, 128), 0, op="all_gather_matmul"),
     Problem("aligned", (256, 512), 256, scatter_dim=0, op="matmul_reduce_scatter"),
-    Problem("aligned", (256, 512), 256, op="matmul_all_reduce"),
+    Problem("aligned", (1024, 512), 256, op="matmul_all_reduce"),
 ]
 RAGGED = [problem for problem in ALL_PROBLEMS if problem.name == "ragged"]
 _SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u32": 4, "u64": 8}
 
 
 @triton.jit
-def empty_kernel():
+def empty_kernel() -> None:
     pass
 
 
@@ -107,7 +108,7 @@ class LaunchPath:
         refused = None
         try:
             call()
-        except (Refused, RuntimeError, ValueError, triton.runtime.errors.OutOfResources) as error:
+        except (Refused, AssertionError, RuntimeError, ValueError, triton.runtime.errors.OutOfResources) as error:
             refused = f"{type(error).__name__}: {error}"
         return {
             "case": name,
@@ -122,9 +123,7 @@ class LaunchPath:
 
 
 def arguments_of(kernel: Any, args: Sequence[Any]) -> list[Argument]:
-    """A compiled kernel's parameters for the arguments of a launch, by its signature; two pointers to scratch end
-    them.
-    """
+    """A compiled kernel's parameters for the arguments of a launch. The last two are pointers to scratch memory."""
     found: list[Argument] = []
     for (name, kind), value in zip(kernel.src.signature.items(), args, strict=False):
         found += _arguments(name, kind, value)
@@ -172,6 +171,34 @@ def ops(path: LaunchPath, problems: Sequence[Problem], dtypes: Sequence[str]) ->
                 }
 
 
+def views(path: LaunchPath) -> Iterator[dict[str, Any]]:
+    """x and w as parts of other tensors, whose strides and addresses decide how a kernel may load them."""
+    made = partial(torch.empty, dtype=torch.bfloat16)
+    x, w = made(64, 512), made(512, 1024)
+    shifted = made(512 * 1024 + 1)[1:]
+    operands = {
+        "a row of a wider x": (made(1, 1003)[:, :512], w),
+        "x behind an odd address": (shifted[: 64 * 512].view(64, 512), w),
+        "w behind an odd address": (x, shifted.view(512, 1024)),
+        "columns of a wider w": (x, made(512, 2048)[:, 8:1032]),
+        "columns of an odd w": (x, made(512, 1031)[:, :1024]),
+        "one row repeated as w": (x, made(1, 1024).expand(512, 1024)),
+        "one column repeated as w": (x, made(512, 1).expand(512, 1024)),
+        "rows of w that overlap": (x, made(512 * 8 + 1024).as_strided((512, 1024), (8, 1))),
+        "batches of w apart": (made(2, 64, 512), made(2, 520, 1024)[:, :512]),
+    }
+    for name, (x, w) in operands.items():
+        dims = x.dim() - 2, x.dim() - 1
+        calls = {
+            "push": partial(fusedcomm.matmul_all_to_all, x, w, *dims),
+            "gather": partial(fusedcomm.all_gather_matmul, x, w, dims[0]),
+        }
+        for kind, start in calls.items():
+            with member(), fusedcomm.force_algorithm("fused", strict=True):
+                path.gpu.keep()
+                yield path.case(f"{kind}, {name}", start)
+
+
 def call(problem: Problem, dtype: torch.dtype, by_product: bool) -> Any:
     inputs = integers(problem, RANK, GROUP_SIZE, dtype)
     if by_product:
@@ -183,7 +210,7 @@ def call(problem: Problem, dtype: torch.dtype, by_product: bool) -> Any:
 def member() -> Iterator[Workspace]:
     """This rank has a part in WORLD, without a vote: its workspace is one of a virtual group's."""
     workspace = VirtualGroup(GROUP_SIZE, SLOT_BYTES, "cuda").workspaces[RANK]
-    topology = Topology(None, None, 4 * SLOT_BYTES, None)
+    topology = Topology(None, None, Workspace.num_bytes(GROUP_SIZE, SLOT_BYTES), None)
     ours = Member(RANK, GROUP_SIZE, dist.group.WORLD.group_name, DEVICE, None, topology, workspace=workspace)
     with mock.patch.object(dispatch, "member", lambda *args: ours):
         yield workspace
@@ -290,7 +317,7 @@ def times(path: LaunchPath) -> dict[str, Any]:
                 start()
             seconds[name].append((time.perf_counter() - began) / CALLS)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
-    return {
+    return run_facts() | {
         "triton": triton.__version__,
         "us": {name: round(1e6 * median, 1) for name, median in medians.items()},
         "ratio": {name: round(median / medians["empty"], 2) for name, median in medians.items()},
@@ -326,7 +353,7 @@ def main(folder: Path, arch: int, what: str, *parts: str) -> None:
         problems = {"all": [*ALL_PROBLEMS, *ALIGNED], "few": [*RAGGED, *ALIGNED]}[table]
         cases = ops(path, problems, dtypes)
     else:
-        cases = {"kernels": kernels, "planted": planted}[what](path)
+        cases = {"kernels": kernels, "views": views, "planted": planted}[what](path)
     for found in cases:
         print(json.dumps(found), flush=True)
 

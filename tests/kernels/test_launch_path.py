@@ -66,8 +66,9 @@ TENSORS = [(0x1000, 0x1400)]
         ({"dims": (0, 8)}, "tensor map dims"),
         ({"dims": (64, 2**32 + 1)}, "tensor map dims"),
         ({"dims": (), "strides": (), "element_strides": ()}, "tensor map rank"),
-        ({"strides": (136,)}, "tensor map strides"),
-        ({"strides": (2**40,)}, "tensor map strides"),
+        ({"strides": (136,)}, "tensor map strides: they must"),
+        ({"strides": (112,)}, "tensor map strides: what they step over"),
+        ({"strides": (2**40,)}, "tensor map strides: they must"),
         ({"box": (512, 4), "swizzle": 0}, "tensor map box: its sizes"),
         ({"box": (64, 0)}, "tensor map box: its sizes"),
         ({"box": (4, 4), "swizzle": 0}, "tensor map box: a row must be"),
@@ -207,6 +208,16 @@ def test_calls_launch_what_they_must(tmp_path: Path) -> None:
         beside = {"begin_push", "signal"} | ({"pack"} if case["op"] in GATHERS else set())
         for kernel, launch in zip(kernels, case["launches"], strict=True):
             assert (launch["stream"] != 0) == (kernel in beside), case
+
+
+@pytest.mark.thorough
+def test_parts_of_tensors_are_taken(tmp_path: Path) -> None:
+    """An odd stride or address is loaded by pointer; a descriptor has the strides that it needs."""
+    cases = {case["case"]: case for case in run(tmp_path, Target("installed", 90), "views")}
+    assert not [case for case in cases.values() if case["refused"]]
+    by_tma = {name for name, case in cases.items() if case["tensor_maps"]}
+    of_w = {f"gather, {x}" for x in ("a row of a wider x", "x behind an odd address")}
+    assert by_tma == {"push, a row of a wider x", "push, columns of a wider w", "gather, columns of a wider w", *of_w}
 
 
 @pytest.mark.soak
