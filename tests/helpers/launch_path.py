@@ -141,7 +141,8 @@ def _arguments(name: str, kind: Any, value: Any) -> Iterator[Argument]:
         for stride in value.strides:
             yield Argument(f"{name}.strides", 8, stride.to_bytes(8, "little"))
     elif kind.startswith("*"):
-        yield Argument(name, 8, value.data_ptr().to_bytes(8, "little"), is_pointer=True)
+        # a tensor without elements has the address 0, which nothing reads
+        yield Argument(name, 8, value.data_ptr().to_bytes(8, "little"), is_pointer=value.numel() > 0)
     elif kind != "constexpr":
         yield Argument(name, _SIZES[kind], value.to_bytes(_SIZES[kind], "little", signed=kind[0] == "i"))
 
@@ -154,20 +155,17 @@ def kernels(path: LaunchPath) -> Iterator[dict[str, Any]]:
 
 def ops(path: LaunchPath, problems: Sequence[Problem], dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every problem by both algorithms, through the public functions; gathers also with their by-product."""
-    with member() as workspace:
-        path.gpu.keep()
-        for problem, dtype, algorithm in itertools.product(problems, dtypes, ("chunked", "fused")):
-            for by_product in (False, True) if problem.op in GATHERS else (False,):
-                epoch = workspace.epoch
-                with fusedcomm.force_algorithm(algorithm, strict=True):
-                    found = path.case(str(problem), partial(call, problem, DTYPES[dtype], by_product))
+    for problem, dtype, algorithm in itertools.product(problems, dtypes, ("chunked", "fused")):
+        for by_product in (False, True) if problem.op in GATHERS else (False,):
+            with member(path) as workspace, fusedcomm.force_algorithm(algorithm, strict=True):
+                found = path.case(str(problem), partial(call, problem, DTYPES[dtype], by_product))
                 yield found | {
                     "op": problem.op,
                     "dtype": dtype,
                     "algorithm": algorithm,
                     "by_product": by_product,
                     "num_ws": len(problem.ns),
-                    "epochs": workspace.epoch - epoch,
+                    "epochs": workspace.epoch,
                 }
 
 
@@ -187,16 +185,16 @@ def views(path: LaunchPath) -> Iterator[dict[str, Any]]:
         "rows of w that overlap": (x, made(512 * 8 + 1024).as_strided((512, 1024), (8, 1))),
         "batches of w apart": (made(2, 64, 512), made(2, 520, 1024)[:, :512]),
     }
-    for name, (x, w) in operands.items():
-        dims = x.dim() - 2, x.dim() - 1
-        calls = {
-            "push": partial(fusedcomm.matmul_all_to_all, x, w, *dims),
-            "gather": partial(fusedcomm.all_gather_matmul, x, w, dims[0]),
-        }
-        for kind, start in calls.items():
-            with member(), fusedcomm.force_algorithm("fused", strict=True):
-                path.gpu.keep()
-                yield path.case(f"{kind}, {name}", start)
+    with path.gpu.kept():
+        for name, (x, w) in operands.items():
+            dims = x.dim() - 2, x.dim() - 1
+            calls = {
+                "push": partial(fusedcomm.matmul_all_to_all, x, w, *dims),
+                "gather": partial(fusedcomm.all_gather_matmul, x, w, dims[0]),
+            }
+            for kind, start in calls.items():
+                with member(path), fusedcomm.force_algorithm("fused", strict=True):
+                    yield path.case(f"{kind}, {name}", start)
 
 
 def call(problem: Problem, dtype: torch.dtype, by_product: bool) -> Any:
@@ -207,12 +205,15 @@ def call(problem: Problem, dtype: torch.dtype, by_product: bool) -> Any:
 
 
 @contextmanager
-def member() -> Iterator[Workspace]:
-    """This rank has a part in WORLD, without a vote: its workspace is one of a virtual group's."""
+def member(path: LaunchPath) -> Iterator[Workspace]:
+    """This rank has a part in WORLD, without a vote: its workspace is one of a virtual group's.
+
+    Each case has one of its own, because a call that is refused half way breaks it.
+    """
     workspace = VirtualGroup(GROUP_SIZE, SLOT_BYTES, "cuda").workspaces[RANK]
     topology = Topology(None, None, Workspace.num_bytes(GROUP_SIZE, SLOT_BYTES), None)
     ours = Member(RANK, GROUP_SIZE, dist.group.WORLD.group_name, DEVICE, None, topology, workspace=workspace)
-    with mock.patch.object(dispatch, "member", lambda *args: ours):
+    with mock.patch.object(dispatch, "member", lambda *args: ours), path.gpu.kept():
         yield workspace
 
 
@@ -309,9 +310,9 @@ def times(path: LaunchPath) -> dict[str, Any]:
     path.unchecked()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
-    for round in range(ROUNDS):
+    for turn in range(ROUNDS):
         for i in range(len(names)):
-            name = names[(round + i) % len(names)]
+            name = names[(turn + i) % len(names)]
             start, began = variants[name], time.perf_counter()
             for _ in range(CALLS):
                 start()

@@ -57,7 +57,7 @@ class Properties:
 
 
 class PretendedGpu:
-    """``tensors`` are the addresses of what torch has made since `forget`, and before the first of its calls."""
+    """``tensors`` are the addresses of what torch has made since the last `forget`, and of what is `kept`."""
 
     def __init__(self, arch: int) -> None:
         self._made: list[Tensor] = []
@@ -77,9 +77,13 @@ class PretendedGpu:
             storage = tensor.untyped_storage()
             yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
-    def keep(self) -> None:
-        """What has been made so far lasts."""
-        self._lasting = len(self._made)
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What has been made so far lasts until the end of the block, and is then gone like all that was made in it."""
+        before, self._lasting = self._lasting, len(self._made)
+        yield
+        self._lasting = before
+        self.forget()
 
     def forget(self) -> None:
         """End a call: what it has made is gone."""

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,19 @@ from tests.helpers.fake_driver import NUM_SMS, SHARED_BYTES
 from tests.helpers.problems import GATHERS, OPS
 from tests.kernels.conftest import Compiled
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(shutil.which("cc") is None, reason="the fake libcuda.so.1 needs a C compiler, cc"),
-]
+pytestmark = pytest.mark.timeout(900)
+
+PYTHON_H = Path(sysconfig.get_paths()["include"], "Python.h")
 
 Cases = dict[str, dict[str, Any]]  # by name
 
 
 def run(folder: Path, target: Target, *what: str, cache: Path | None = None, timeout_s: float = 600) -> list[Any]:
-    """What a process of tests/helpers/launch_path.py prints."""
+    """What a process of tests/helpers/launch_path.py prints. It compiles the driver, and Triton its launchers."""
+    if shutil.which("cc") is None or not PYTHON_H.exists():
+        pytest.skip(f"a launch needs a C compiler, cc, and {PYTHON_H}")
+    if not target.is_there():
+        pytest.skip(f"{TRITON_36} does not exist: make test-all installs Triton 3.6 there")
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache or folder / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
     env.pop("TRITON_INTERPRET", None)
     if target.triton == "3.6":
@@ -224,8 +228,6 @@ def test_parts_of_tensors_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("target", [*TARGETS, *SOAKED], ids=str)
 def test_every_problem_of_every_op_is_taken(target: Target, dtype: str, tmp_path: Path) -> None:
-    if not target.is_there():
-        pytest.skip(f"{TRITON_36} does not exist: make test-all installs Triton 3.6 there")
     cases = run(tmp_path, target, "ops", "all", dtype, timeout_s=3000)
     assert not [case for case in cases if case["refused"]]
     assert {case["op"] for case in cases} == set(OPS)
