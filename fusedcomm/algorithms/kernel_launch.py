@@ -299,14 +299,16 @@ def can_describe_x(x: Tensor) -> bool:
 def can_describe_w(w: Tensor) -> bool:
     """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous.
 
-    Batches of w lie below one another, so a block of K must not reach into the next batch.
+    Batches of w lie below one another, so a block of K must not reach into the next batch. Rows that overlap, as those
+    of an expanded tensor do, have no descriptor.
     """
     num_batches, num_k, num_n = w.shape
     step = _row_step(w)
-    length = num_k if w.stride(2) == 1 else num_n
+    length, row = (num_k, num_n) if w.stride(2) == 1 else (num_n, num_k)
     batches_follow = num_batches == 1 or (w.stride(0) == length * step and num_k % tiles.BLOCK_K == 0)
     return (
         batches_follow
+        and step >= row
         and _aligned(w.data_ptr(), step * w.itemsize)
         and max(num_batches * length, num_n, num_k) <= _INT32_MAX
     )
@@ -323,7 +325,8 @@ def _aligned(*numbers: int) -> bool:
 def describe_x(x: Tensor, config: tiles.TileConfig) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [config.block_m, config.block_k])
+    # A contiguous x of one row may have any stride there: it may be a part of a wider tensor.
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [config.block_m, config.block_k])
 
 
 def describe_w(w: Tensor, config: tiles.TileConfig) -> Any:

@@ -91,6 +91,18 @@ CONTROLS: dict[str, Control] = {
         "                round.part(dst_rank).view(chunk.shape).copy_(chunk)\n\n    def wait",
         "tests/ops/test_all_gather_matmul.py::test_a_list_of_weights_shares_one_gather",
     ),
+    "a descriptor of x has x's width as its stride": Control(
+        "fusedcomm/algorithms/kernel_launch.py",
+        "list(x.shape), [x.shape[1], 1]",
+        "list(x.shape), [x.stride(0), 1]",
+        "tests/algorithms/test_kernel_launch.py::test_one_row_of_a_wider_tensor_has_a_descriptor",
+    ),
+    "rows of w that overlap have no descriptor": Control(
+        "fusedcomm/algorithms/kernel_launch.py",
+        "        and step >= row\n",
+        "",
+        "tests/algorithms/test_kernel_launch.py::test_rows_that_overlap_have_no_descriptor[False]",
+    ),
     "a wait before each read": Control(
         WORKSPACE,
         "        self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)",

@@ -89,6 +89,16 @@ def test_speeds_under_torch_compile() -> None:
     assert per_layer == {"14"} and "The passes take 14 ms of compile time" in text
 
 
+def test_host_time_of_launches() -> None:
+    reports = [results(f"cpu-launches-triton-{version}") for version in ("3.9", "3.6")]
+    expected = [
+        [name, *(text for each in reports for text in (f"{each['us'][name]:.0f}", f"{each['ratio'][name]:.1f}"))]
+        for name in reports[0]["us"]
+    ]
+    assert list(table_rows(page("benchmark"), "launch")) == expected
+    assert reports[0]["machine"]["cpu"] == reports[1]["machine"]["cpu"]
+
+
 def test_speeds_with_other_pages() -> None:
     reports = [results(f"cpu-2-ranks-{pages}-pages") for pages in ("default", "huge")]
     mean = [f"{goal(each, 'base/auto, geometric mean'):.2f}" for each in reports]

@@ -1,0 +1,363 @@
+"""The package's launches through Triton's real launchers, down to a driver without a GPU, in a process of its own.
+
+    python -m tests.helpers.launch_path FOLDER ARCH WHAT [PARTS]
+
+WHAT: ``kernels``, the launches of fusedcomm/testing/compile_only.py; ``ops``, calls of all ops as users make them;
+``views``, calls with parts of tensors; ``planted``, launches with a defect each; ``time``, microseconds of the host. It
+prints JSON, one object per case. It must run without TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import triton
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from triton.runtime.jit import JITFunction
+
+import fusedcomm
+from fusedcomm.algorithms import kernel_launch
+from fusedcomm.geometry import shapes
+from fusedcomm.launch.provenance import run_facts
+from fusedcomm.ops import dispatch
+from fusedcomm.runtime import signals
+from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.topology import Topology
+from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.testing import compile_only
+from fusedcomm.testing.virtual import VirtualGroup
+from tests.helpers.device_rules import Argument, argument_violations
+from tests.helpers.fake_driver import FakeDriver, Refused
+from tests.helpers.op_problems import ALL_PROBLEMS
+from tests.helpers.pretended_gpu import DEVICE, PretendedGpu
+from tests.helpers.problems import GATHERS, Problem, integers
+
+RANK, GROUP_SIZE = 1, 4
+SLOT_BYTES = 1 << 17  # the aligned problems take two rounds or more
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ALIGNED = [  # one for each op, whose tiles are boxes
+    Problem("aligned", (256, 512), 256, 0, 1),
+    Problem("aligned", (256, 128), 256, 1, 0, op="all_to_all_matmul"),
+    Problem("aligned", (256, 512), (256, 128), 0, op="all_gather_matmul"),
+    Problem("aligned", (256, 512), 256, scatter_dim=0, op="matmul_reduce_scatter"),
+    Problem("aligned", (1024, 512), 256, op="matmul_all_reduce"),
+]
+RAGGED = [problem for problem in ALL_PROBLEMS if problem.name == "ragged"]
+_SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u32": 4, "u64": 8}
+
+
+@triton.jit
+def empty_kernel() -> None:
+    pass
+
+
+class LaunchPath:
+    """A pretended GPU behind Triton's own driver and launchers. Every launch is checked."""
+
+    def __init__(self, folder: Path, arch: int) -> None:
+        dist.init_process_group("fake", rank=RANK, world_size=GROUP_SIZE, store=FakeStore())
+        self.gpu = PretendedGpu(arch)
+        self.device = FakeDriver(folder, arch, self.gpu.tensors)
+        from triton.backends.nvidia.driver import CudaDriver
+        from triton.runtime.driver import driver
+
+        driver.set_active(CudaDriver())
+        self._run = JITFunction.run
+        path = self
+
+        def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return path.launch(function, args, grid, warmup, options)
+
+        JITFunction.run = run
+
+    def launch(self, function: Any, args: Sequence[Any], grid: Any, warmup: bool, options: dict[str, Any]) -> Any:
+        before = len(self.device.launches)
+        kernel = self._run(function, *args, grid=grid, warmup=warmup, **options)
+        reached = self.device.launches[before:]
+        if len(reached) != 1:  # Triton leaves out a launch of no programs, and the peers would wait for its signals
+            raise Refused(
+                f"grid: {function.__name__} must reach the device once, did {len(reached)} times, grid {grid}"
+            )
+        violations = argument_violations(reached[0], arguments_of(kernel, args), list(self.gpu.tensors()))
+        text = "; ".join(violations)
+        if text:
+            raise Refused(text)
+        return kernel
+
+    def unchecked(self) -> None:
+        """From now on launches cost what they cost users, but for the driver's part."""
+        JITFunction.run = self._run
+        self.device.check(False)
+
+    def case(self, name: str, call: Callable[[], Any]) -> dict[str, Any]:
+        """What a call launches, and why it was refused, if it was."""
+        self.gpu.forget()
+        launches, maps = len(self.device.launches), len(self.device.tensor_maps)
+        refused = None
+        try:
+            call()
+        except (Refused, AssertionError, RuntimeError, ValueError, triton.runtime.errors.OutOfResources) as error:
+            refused = f"{type(error).__name__}: {error}"
+        return {
+            "case": name,
+            "triton": triton.__version__,
+            "refused": refused,
+            "tensor_maps": len(self.device.tensor_maps) - maps,
+            "launches": [
+                {"kernel": each.kernel.name, "grid": each.grid[0], "shared": each.shared, "stream": each.stream}
+                for each in self.device.launches[launches:]
+            ],
+        }
+
+
+def arguments_of(kernel: Any, args: Sequence[Any]) -> list[Argument]:
+    """A compiled kernel's parameters for the arguments of a launch. The last two are pointers to scratch memory."""
+    found: list[Argument] = []
+    for (name, kind), value in zip(kernel.src.signature.items(), args, strict=False):
+        found += _arguments(name, kind, value)
+    return [*found, *(Argument(name, 8, bytes(8)) for name in ("global scratch", "profile scratch"))]
+
+
+def _arguments(name: str, kind: Any, value: Any) -> Iterator[Argument]:
+    if isinstance(kind, tuple):
+        for i, (each, element) in enumerate(zip(kind, value, strict=True)):
+            yield from _arguments(f"{name}[{i}]", each, element)
+    elif kind.startswith("tensordesc"):
+        yield Argument(name, 128, None)
+        for size in value.shape:
+            yield Argument(f"{name}.shape", 4, size.to_bytes(4, "little"))
+        for stride in value.strides:
+            yield Argument(f"{name}.strides", 8, stride.to_bytes(8, "little"))
+    elif kind.startswith("*"):
+        # a tensor without elements has the address 0, which nothing reads
+        yield Argument(name, 8, value.data_ptr().to_bytes(8, "little"), is_pointer=value.numel() > 0)
+    elif kind != "constexpr":
+        yield Argument(name, _SIZES[kind], value.to_bytes(_SIZES[kind], "little", signed=kind[0] == "i"))
+
+
+def kernels(path: LaunchPath) -> Iterator[dict[str, Any]]:
+    """The launches whose code the compile-only tests read, with every way to load, layout and tile."""
+    for name, start in compile_only.problems(path.device.arch):
+        yield path.case(name, start)
+
+
+def ops(path: LaunchPath, problems: Sequence[Problem], dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every problem by both algorithms, through the public functions; gathers also with their by-product."""
+    for problem, dtype, algorithm in itertools.product(problems, dtypes, ("chunked", "fused")):
+        for by_product in (False, True) if problem.op in GATHERS else (False,):
+            with member(path) as workspace, fusedcomm.force_algorithm(algorithm, strict=True):
+                found = path.case(str(problem), partial(call, problem, DTYPES[dtype], by_product))
+                yield found | {
+                    "op": problem.op,
+                    "dtype": dtype,
+                    "algorithm": algorithm,
+                    "by_product": by_product,
+                    "num_ws": len(problem.ns),
+                    "epochs": workspace.epoch,
+                }
+
+
+def views(path: LaunchPath) -> Iterator[dict[str, Any]]:
+    """x and w as parts of other tensors, whose strides and addresses decide how a kernel may load them."""
+    made = partial(torch.empty, dtype=torch.bfloat16)
+    x, w = made(64, 512), made(512, 1024)
+    shifted = made(512 * 1024 + 1)[1:]
+    operands = {
+        "a row of a wider x": (made(1, 1003)[:, :512], w),
+        "x behind an odd address": (shifted[: 64 * 512].view(64, 512), w),
+        "w behind an odd address": (x, shifted.view(512, 1024)),
+        "columns of a wider w": (x, made(512, 2048)[:, 8:1032]),
+        "columns of an odd w": (x, made(512, 1031)[:, :1024]),
+        "one row repeated as w": (x, made(1, 1024).expand(512, 1024)),
+        "one column repeated as w": (x, made(512, 1).expand(512, 1024)),
+        "rows of w that overlap": (x, made(512 * 8 + 1024).as_strided((512, 1024), (8, 1))),
+        "batches of w apart": (made(2, 64, 512), made(2, 520, 1024)[:, :512]),
+    }
+    with path.gpu.kept():
+        for name, (x, w) in operands.items():
+            dims = x.dim() - 2, x.dim() - 1
+            calls = {
+                "push": partial(fusedcomm.matmul_all_to_all, x, w, *dims),
+                "gather": partial(fusedcomm.all_gather_matmul, x, w, dims[0]),
+            }
+            for kind, start in calls.items():
+                with member(path), fusedcomm.force_algorithm("fused", strict=True):
+                    yield path.case(f"{kind}, {name}", start)
+
+
+def call(problem: Problem, dtype: torch.dtype, by_product: bool) -> Any:
+    inputs = integers(problem, RANK, GROUP_SIZE, dtype)
+    if by_product:
+        return getattr(torch.ops.fusedcomm, problem.op)(*problem.dispatched(inputs, by_product=True))
+    return problem.call(inputs)
+
+
+@contextmanager
+def member(path: LaunchPath) -> Iterator[Workspace]:
+    """This rank has a part in WORLD, without a vote: its workspace is one of a virtual group's.
+
+    Each case has one of its own, because a call that is refused half way breaks it.
+    """
+    workspace = VirtualGroup(GROUP_SIZE, SLOT_BYTES, "cuda").workspaces[RANK]
+    topology = Topology(None, None, Workspace.num_bytes(GROUP_SIZE, SLOT_BYTES), None)
+    ours = Member(RANK, GROUP_SIZE, dist.group.WORLD.group_name, DEVICE, None, topology, workspace=workspace)
+    with mock.patch.object(dispatch, "member", lambda *args: ours), path.gpu.kept():
+        yield workspace
+
+
+def planted(path: LaunchPath) -> Iterator[dict[str, Any]]:
+    """One launch as it is, then with one defect at a time."""
+    push = compile_only.PushRound((512,), 256, 1024, 0, 1, bias=True).push
+    yield path.case("nothing", push)
+    for name, plant in _plants(path).items():
+        with plant:
+            yield path.case(name, push)
+
+
+def _plants(path: LaunchPath) -> dict[str, AbstractContextManager[Any]]:
+    from triton.runtime.driver import driver
+
+    utils = driver.active.utils
+    fill = "fill_tma_descriptor_tiled" if hasattr(utils, "fill_tma_descriptor_tiled") else "fill_tma_descriptor"
+    describe, encode, run = kernel_launch.describe_w, getattr(utils, fill), path._run
+
+    def described(change: Callable[[Any], None]) -> AbstractContextManager[Any]:
+        def changed(*args: Any) -> Any:
+            descriptor = describe(*args)
+            change(descriptor)
+            return descriptor
+
+        return mock.patch.object(kernel_launch, "describe_w", changed)
+
+    def encoded(index: int, value: Any) -> AbstractContextManager[Any]:
+        """fill(address, swizzle, element size, element type, box, shape, strides, padding)"""
+        return mock.patch.object(utils, fill, lambda *args: encode(*args[:index], value, *args[index + 1 :]))
+
+    def launched(
+        num_warps: int | None = None, num_ctas: int = 1, shared: int | None = None
+    ) -> AbstractContextManager[Any]:
+        def changed(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            kernel = run(function, *args, warmup=True, **options)
+            own = kernel.packed_metadata
+            kernel.packed_metadata = (num_warps or own[0], num_ctas, own[2] if shared is None else shared)
+            try:
+                return run(function, *args, warmup=warmup, **options)
+            finally:
+                kernel.packed_metadata = own
+
+        return mock.patch.object(path, "_run", changed)
+
+    def widened(descriptor: Any) -> None:
+        descriptor.strides[0] += 4
+
+    def shifted(descriptor: Any) -> None:
+        descriptor.base = descriptor.base.view(-1)[1:]
+
+    def lengthened(descriptor: Any) -> None:
+        descriptor.shape[0] += 1
+
+    segments = torch.arange(GROUP_SIZE)  # PretendedGpu does not hear of it: it is no tensor of the call
+    return {
+        "stride": described(widened),
+        "address": described(shifted),
+        "end": described(lengthened),
+        "box": encoded(4, [512, 64]),
+        "swizzle": encoded(1, 1),
+        "grid": mock.patch.object(kernel_launch, "_grid", lambda *args: (0,)),
+        "block": launched(num_warps=16),
+        "cluster": launched(num_ctas=2),
+        "shared": launched(shared=300 << 10),
+        "pointer": mock.patch.object(compile_only.MetaWorkspace, "segments", _Always(segments), create=True),
+    }
+
+
+class _Always:
+    """An attribute that has one value, whatever is assigned to it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self.value
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        pass
+
+
+ROUNDS, CALLS = 200, 10
+
+
+def times(path: LaunchPath) -> dict[str, Any]:
+    """CPU microseconds per launch, interleaved round by round: the median, and its ratio to that of an empty kernel.
+
+    The library does nothing here, so a real driver's part comes on top.
+    """
+    variants = _launches()
+    for start in variants.values():
+        start()
+    path.unchecked()
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for turn in range(ROUNDS):
+        for i in range(len(names)):
+            name = names[(turn + i) % len(names)]
+            start, began = variants[name], time.thread_time()
+            for _ in range(CALLS):
+                start()
+            seconds[name].append((time.thread_time() - began) / CALLS)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    return run_facts() | {
+        "triton": triton.__version__,
+        "us": {name: round(1e6 * median, 1) for name, median in medians.items()},
+        "ratio": {name: round(median / medians["empty"], 2) for name, median in medians.items()},
+    }
+
+
+def _launches() -> dict[str, Callable[[], None]]:
+    """One launch of each kind of kernel, in bfloat16."""
+    workspace, made = compile_only.MetaWorkspace(), partial(torch.empty, dtype=torch.bfloat16)
+    x, w, bias, out = made(512, 256), made(256, 1024), made(1024), made(4 * 512, 256)
+    (push,) = shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, GROUP_SIZE).rounds(1 << 62)
+    gathered = made(4 * 512, 1024)
+    (gather,) = shapes.all_gather_matmul(x.shape, [w.shape], 0, GROUP_SIZE).rounds(1 << 62)
+    return {
+        "empty": lambda: empty_kernel[(1,)](),
+        "push": lambda: kernel_launch.push(x, w, bias, push, workspace, 1),
+        "unpack": lambda: kernel_launch.unpack(out, push.unpack, workspace, 1),
+        "pack": lambda: kernel_launch.pack(x, gather.pack, workspace, 1),
+        "gather": lambda: kernel_launch.gather_matmul(gathered, w, bias, gather, workspace, 1, end_round=True),
+        "signal": lambda: signals.signal(workspace, None, 1),
+        "wait": lambda: signals.wait_source(0, workspace, 1),
+    }
+
+
+def main(folder: Path, arch: int, what: str, *parts: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = LaunchPath(folder, arch)
+    if what == "time":
+        print(json.dumps(times(path)), flush=True)
+        return
+    if what == "ops":
+        table, dtypes = parts[0], parts[1:] or list(DTYPES)
+        problems = {"all": [*ALL_PROBLEMS, *ALIGNED], "few": [*RAGGED, *ALIGNED]}[table]
+        cases = ops(path, problems, dtypes)
+    else:
+        cases = {"kernels": kernels, "views": views, "planted": planted}[what](path)
+    for found in cases:
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
