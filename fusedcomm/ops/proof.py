@@ -72,11 +72,12 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
     try:
         own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
         cause, wrong = _try(own.workspace, op, algorithms[algorithm], problems, dtype)
-        wrong = _voted(own, op, algorithm, dtype, cause, wrong)
+        ours.outcomes[name] = wrong = _voted(own, op, algorithm, dtype, cause, wrong)
         if ours.topology.prove:
             proof_file.add(ours.device, ours.group_size, {name: wrong})
     except WorkspaceUnavailable as unavailable:
-        wrong = f"{algorithm} could not be proved: {unavailable}"
+        ours.outcomes[name] = wrong = f"{algorithm} could not be proved: {unavailable}"
+        ours.without_memory.add(name)
     except PeerError as failed:
         ours.error = own.error or failed.until_reset()
         raise ours.error.again() from failed
@@ -86,7 +87,6 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
         raise
     finally:
         own.close()
-    ours.outcomes[name] = wrong
     return wrong
 
 

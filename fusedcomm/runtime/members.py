@@ -23,13 +23,12 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.runtime import dumps, flight_recorder, on_thread, signals, topology
+from fusedcomm.runtime import dumps, flight_recorder, on_thread, proof_file, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.departures import Departures, announce, farewell, leaving_by
 from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.launch_order import ordered
-from fusedcomm.runtime.proof_file import Outcomes
 from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.vote import agree
@@ -61,7 +60,8 @@ class Member:
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
     loaded: set[Any] = field(default_factory=set)  # calls whose fused kernels have run: a capture cannot load them
-    outcomes: Outcomes = field(default_factory=dict)  # what proofs have found; equal on all ranks
+    outcomes: proof_file.Outcomes = field(default_factory=dict)  # what proofs have found; equal on all ranks
+    without_memory: set[str] = field(default_factory=set)  # outcomes that say only this
     same_moves: set[tuple[str | int, ...]] = field(default_factory=set)  # digests, and sizes, that all ranks have met
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -88,6 +88,10 @@ class Member:
         small = replace(self.topology, workspace_bytes=size, check=True)
         facts = (self.rank, self.group_size, self.group_name, self.device, self.store)
         return Member(*facts, small, self.ranks, self.departures)
+
+    def lasting_outcomes(self) -> proof_file.Outcomes:
+        """Those that a reset leaves as they are."""
+        return {name: wrong for name, wrong in self.outcomes.items() if name not in self.without_memory}
 
     def count(self, record: flight_recorder.Record, algorithm: str | None = None) -> None:
         self.num_calls += 1
@@ -412,7 +416,8 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
             record = records.enter_context(flight_recorder.Record(op, each.group_name, each.device))
             record.resets, record.ranks, record.state = known.resets + 1, each.ranks, flight_recorder.RUNNING
         slots = {device.type: each.slot_bytes for device, each in known.members.items()}
-        own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots}
+        outcomes = {device.type: each.lasting_outcomes() for device, each in known.members.items()}
+        own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots, "outcomes": outcomes}
         departures = next((each.departures for each in known.members.values()), None)
         facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op, departures=departures)
         _check_same_call(facts, pg.rank(), op, pg.group_name)
@@ -422,6 +427,10 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
             for device, each in known.members.items()
             if device.type in shared and each.topology.no_workspace is None
         }
+        for device, each in known.members.items():  # a failure may have left ranks with other ones
+            each.outcomes = proof_file.of_all([fact["outcomes"][device.type] for fact in facts])
+            each.without_memory.clear()
+            each.same_moves.clear()
         known.errors.clear()
         devices = sorted(known.members, key=str)
         yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]

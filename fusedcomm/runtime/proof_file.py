@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +26,13 @@ _logged: set[tuple[str, ...]] = set()
 
 def name_of(op: str, algorithm: str, dtype: torch.dtype) -> str:
     return f"{op} {algorithm} {str(dtype).removeprefix('torch.')}"
+
+
+def of_all(by_rank: list[Mapping[str, str]]) -> Outcomes:
+    """What holds for all ranks: what is wrong for one is wrong, and what is right must be on record for each."""
+    found = {name: [outcomes.get(name) for outcomes in by_rank] for outcomes in by_rank for name in outcomes}
+    wrong = {name: next(filter(None, texts), "") for name, texts in found.items()}
+    return {name: wrong[name] for name, texts in found.items() if wrong[name] or None not in texts}
 
 
 def path_of(device: torch.device, group_size: int) -> Path:

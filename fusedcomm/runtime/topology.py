@@ -76,7 +76,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
         tf32=all(fact["tf32"] for fact in facts),
         prove=any(fact["prove"] for fact in facts),
-        outcomes=_outcomes([fact["outcomes"] for fact in facts]),
+        outcomes=proof_file.of_all([fact["outcomes"] for fact in facts]),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
 
@@ -84,13 +84,6 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
 def _must_prove(device: torch.device) -> bool:
     """Algorithms are proved on GPUs, of which there are many kinds; those of CPUs are what the tests run."""
     return device.type == "cuda" and env.prove()
-
-
-def _outcomes(by_rank: list[Mapping[str, str]]) -> dict[str, str]:
-    """What holds for all ranks: what is wrong for one is wrong, and what is right must be on record for each."""
-    found = {name: [outcomes.get(name) for outcomes in by_rank] for outcomes in by_rank for name in outcomes}
-    wrong = {name: next(filter(None, texts), "") for name, texts in found.items()}
-    return {name: wrong[name] for name, texts in found.items() if wrong[name] or None not in texts}
 
 
 def tf32_allowed() -> bool:

@@ -294,6 +294,23 @@ def test_a_rank_that_leaves_a_proof_leaves_an_error_until_a_reset(rank: int, tmp
 
 
 @on_ranks(2)
+def test_ranks_that_differ_in_what_is_proved_agree_at_a_reset(rank: int, tmp_path: Path) -> None:
+    """As where one alone is stopped between the vote and its end."""
+    with proving(tmp_path, TIMEOUT_S="2") as (group, made):
+        check(group, PUSH, call(group, PUSH))
+        if rank == 1:
+            member_of(group).outcomes.clear()
+        with pytest.raises(fusedcomm.PeerError):
+            call(group, PUSH)
+        dist.barrier(group)
+        for seed in (1, 2):
+            fusedcomm.reset(group)
+            check(group, PUSH, call(group, PUSH, seed), seed)
+        assert plan_of_all(group, PUSH).algorithm == "chunked"
+        assert len(made) == (2 if rank == 0 else 3)  # rank 1 alone tried in between
+
+
+@on_ranks(2)
 def test_without_memory_for_the_proof_the_group_runs_unfused(rank: int, tmp_path: Path) -> None:
     allocate = Member._allocate
 
@@ -305,6 +322,9 @@ def test_without_memory_for_the_proof_the_group_runs_unfused(rank: int, tmp_path
             check(group, PUSH, call(group, PUSH))
         assert plan_of_all(group, PUSH) == Plan(PUSH.op, "unfused", "chunked could not be proved: rank 1 has no memory")
         assert len(made) == 1 and not list(tmp_path.iterdir())
+        fusedcomm.reset(group)
+        check(group, PUSH, call(group, PUSH))
+        assert len(made) == 2 and plan_of_all(group, PUSH).algorithm == "chunked"
 
 
 @on_ranks(2)
@@ -362,7 +382,7 @@ def test_gpus_prove_unless_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_one_rank_has_on_record_holds_only_if_it_is_a_failure() -> None:
     by_rank = [{"a": "", "b": "", "c": "", "e": "first"}, {"a": "", "c": "wrong", "d": "wrong", "e": "second"}]
-    assert topology._outcomes(by_rank) == {"a": "", "c": "wrong", "d": "wrong", "e": "first"}
+    assert proof_file.of_all(by_rank) == {"a": "", "c": "wrong", "d": "wrong", "e": "first"}
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -122,7 +122,7 @@ MIRRORED: dict[str, dict[str, str]] = {
     },
     "model.ProtocolModel._arrive and _depart": {
         "fusedcomm/runtime/workspace.py:Workspace.initialise": "1f5e6993702b",
-        "fusedcomm/runtime/members.py:_all_members": "694e0566f76f",
+        "fusedcomm/runtime/members.py:_all_members": "87207d3ea8a6",
         "fusedcomm/runtime/members.py:reset": "d0226c269e6b",
         "fusedcomm/runtime/members.py:Member.reset": "6983a5913414",
         "fusedcomm/runtime/members.py:Member._make": "cb33eae9ca94",
