@@ -19,7 +19,7 @@ class CubinKernel:
     parameters: tuple[int, ...]  # their sizes in bytes, in order
     registers: int  # per thread
     static_shared: int  # bytes
-    threads: int  # of a block: what the kernel requires, or at most takes
+    threads: int  # per block: what the kernel requires, or at most takes
     required: bool
 
 

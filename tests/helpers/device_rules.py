@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tests.helpers.cubin import CubinKernel
 
-REGISTERS = 64 << 10  # of a multiprocessor
+REGISTERS = 64 << 10  # per multiprocessor
 DEFAULT_SHARED = 48 << 10  # what a block may have without asking
 _SWIZZLED = (None, 32, 64, 128)  # by CUtensorMapSwizzle: bytes that a row of a box may have
 _GRID = (2**31 - 1, 65535, 65535)

@@ -71,6 +71,17 @@ def test_what_a_ulysses_block_recovers() -> None:
         assert spread == " to ".join(f"{each:.2f}" for each in row["drawn_anew"])
 
 
+def test_speeds_of_blocks_of_real_models() -> None:
+    def text(ratio: dict[str, float]) -> str:
+        return f"{ratio['median']:.2f} ({ratio['p10']:.2f} to {ratio['p90']:.2f})"
+
+    expected = []
+    for row in results("cpu-2-ranks-model-blocks-xeon")["rows"]:
+        ratios = [row[name] for name in ("plain_over_compiled", "unmoved_over_compiled", "plain_over_removed")]
+        expected.append([f"`{row['block']}`", f"{row['fused']} of {row['exchanges']}", *map(text, ratios)])
+    assert sorted(table_rows(page("benchmark"), "block, float32")) == sorted(expected)
+
+
 def test_speeds_under_torch_compile() -> None:
     rows = results("cpu-2-ranks-compile")["rows"]
     assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
