@@ -97,6 +97,32 @@ def test_dynamic_sizes_are_compared_when_they_are_new(rank: int, name: str) -> N
 
 @on_ranks(2)
 @pytest.mark.thorough
+def test_a_size_that_is_known_too_late_stands_in_the_way(rank: int) -> None:
+    """It is no input of the forward, although a gradient of its results has this size."""
+    torch._dynamo.reset()
+
+    def program(v: Values) -> Any:
+        length = (10 * v["all"].detach().sigmoid()).long().sum().remainder(4).item() + 1
+        torch._check(length >= 1)
+        torch._check(length <= 4)
+        own = v["w"].narrow(0, 0, length)
+        y = SIZED["begin of a slice"]((torch.cat([v["x"]] * 3) @ v["w"]).sin(), own)
+        return to_heads(y.cos().unflatten(1, (HEADS, -1))), own * 2
+
+    values = inputs()
+    with (
+        patch.object(torch._dynamo.config, "capture_scalar_outputs", True),
+        no_latency(),
+        fusedcomm.compile.enabled() as report,
+    ):
+        got = torch.compile(program, fullgraph=True, backend=interpreted)(values)
+    torch.testing.assert_close(got, program(values))
+    reasons = [line.reason for line in report.collectives]
+    assert any("is known too late to be compared between ranks" in reason for reason in reasons), reasons
+
+
+@on_ranks(2)
+@pytest.mark.thorough
 def test_a_dtype_that_differs_is_refused(rank: int) -> None:
     def program(v: Values) -> Any:
         return to_heads(product(v).sin() * (v["token"].bfloat16() if rank else v["token"]))

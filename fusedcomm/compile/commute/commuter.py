@@ -51,8 +51,11 @@ def commute(graph: Graph, fuse: Sequence[str]) -> bool:
     if moved is not None:
         small.join(moved)
         recompute_normed(moved)
-        digests.note(moved)
-        replace_nodes(graph, moved)
+        try:
+            digests.note(moved)
+            replace_nodes(graph, moved)
+        except CannotFuse as reason:
+            reasons, moved = dict.fromkeys(reasons, str(reason)), None
     for start in collectives.find(graph, "all_to_all"):
         if reasons.get(start.name):
             start.meta[NOTE] = f"commute: {reasons[start.name]}"

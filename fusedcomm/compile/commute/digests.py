@@ -82,7 +82,7 @@ def _symbols_of_inputs(graph: Graph) -> dict[str, tuple[Node, int | None]]:
     """Symbols that inputs of the graph are, or have as their size in a dim."""
     found: dict[str, tuple[Node, int | None]] = {}
     for node in graph.find_nodes(op="placeholder"):
-        val = node.meta.get("val")
+        val = node.meta.get("val") if "tangents_" not in node.name else None  # no inputs of the forward
         if isinstance(val, SymInt):
             found[str(size_of(val))] = node, None
         elif isinstance(val, Tensor):

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from fusedcomm.compile.fuse.fuser import Fuser
 from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs, replace_node
 from fusedcomm.compile.graph.split_cat import args_of
-from fusedcomm.compile.graph.views import value
+from fusedcomm.compile.graph.views import sizes_of, value
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def prepared(graph: Graph) -> Graph:
     with held_outputs(new):
         for node in new.find_nodes(op="call_function", target=aten.copy.default):
             source = args_of(node)[1]
-            if isinstance(source, Node) and value(source).shape == value(node).shape:
+            if isinstance(source, Node) and sizes_of(value(source)) == sizes_of(value(node)):
                 with rewriter.before(node, like=node):
                     result = rewriter.cast(source, value(node).dtype)
                 replace_node(node, result)

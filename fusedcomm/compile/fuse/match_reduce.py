@@ -11,7 +11,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product, check_single_use, producer
-from fusedcomm.compile.graph.views import along, follow, is_cast, path_back, value
+from fusedcomm.compile.graph.views import along, follow, is_cast, path_back, sizes_of, value
 
 aten = torch.ops.aten
 REDUCE_OPS = ("sum", "avg")
@@ -49,7 +49,7 @@ def _is_looked_up(node: Node) -> bool:
     """Whether node is a lookup's result, perhaps masked."""
     while node.target in MASKS:
         tensors = [each for each in node.args if isinstance(each, Node) and value(each).dtype.is_floating_point]
-        wide = [each for each in tensors if value(each).shape == value(node).shape]
+        wide = [each for each in tensors if sizes_of(value(each)) == sizes_of(value(node))]
         if not wide:
             return False
         node = path_back(wide[-1], through_casts=True)[0]  # where(mask, 0, looked up)

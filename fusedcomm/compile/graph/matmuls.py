@@ -10,7 +10,7 @@ from torch.fx import Node
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, returned, sizes
 from fusedcomm.compile.graph.split_cat import joined_by
-from fusedcomm.compile.graph.views import along, path_back, value
+from fusedcomm.compile.graph.views import along, path_back, sizes_of, value
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def producer(node: Node, sums: bool = False) -> Product:
         if isinstance(a, Node) and isinstance(b, Node):
             if (biased := _with_bias(node, a, b) or _with_bias(node, b, a)) is not None:
                 return biased
-            if sums and value(a).shape == value(b).shape == value(node).shape:
+            if sums and sizes_of(value(a)) == sizes_of(value(b)) == sizes_of(value(node)):
                 return _sum(node, *(_branch(operand, node) for operand in (a, b)))
     return matmul(node)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, quotient
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, quotient, size_of
 from fusedcomm.compile.graph.split_cat import args_of, join_of, joined_by
 
 aten = torch.ops.aten
@@ -40,6 +40,11 @@ def value(node: Node) -> Tensor:
     return val
 
 
+def sizes_of(tensor: Tensor) -> list[Size]:
+    """Its shape, to be compared without a guard on symbols."""
+    return [size_of(size) for size in tensor.shape]
+
+
 def source(node: Any) -> Node | None:
     """The tensor that has the same elements as node, perhaps in another order or dtype; None where node computes."""
     if not isinstance(node, Node) or node.op != "call_function":
@@ -49,7 +54,7 @@ def source(node: Any) -> Node | None:
         if not isinstance(origin, Node) or not isinstance(origin.meta.get("val"), Tensor):
             return None
         before, after = value(origin), value(node)
-        same = node.target is not aten.expand.default or list(before.shape) == list(after.shape)
+        same = node.target is not aten.expand.default or sizes_of(before) == sizes_of(after)
         return origin if same and before.device == after.device else None
     if node.target is WAIT and args_of(node)[0].target is WAIT:  # waited for already
         return args_of(node)[0]  # type: ignore[no-any-return]
