@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         command = shlex.join(["python", "-m", "benchmarks.gpu_check", *(sys.argv[1:] if argv is None else argv)])
         write({"run": {"command": command, "date": now, "device": args.device, "budget_s": args.seconds}})
-        results = run_parts(parts, args.device, args.seconds, write)
+        with tempfile.TemporaryDirectory() as cache:  # what is proved here is this run's own
+            os.environ["FUSEDCOMM_CACHE_DIR"] = cache
+            results = run_parts(parts, args.device, args.seconds, write)
         write({"summary": summary(results, command, args.device)})
     return 0 if all(result.status == "passed" for result in results) else 1
 
@@ -43,7 +47,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "python -m benchmarks.gpu_check", description=benchmarks.gpu_check.__doc__, formatter_class=about
     )
     names = [part.name for part in PARTS]
-    parser.add_argument("--json", metavar="FILE", type=Path, help="append lines of JSON to a new FILE as they come")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write lines of JSON to FILE as they come")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", metavar="PART", nargs="+", choices=names, default=names, help=", ".join(names))
     parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for all parts (default: %(default)s)")

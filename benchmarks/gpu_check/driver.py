@@ -106,6 +106,13 @@ def _run_part(part: Part, device: str, end: float, result: PartResult, write: Wr
         after = process.last
 
 
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"
+
+
 class _PartProcess:
     """One process of a part: it is started, followed and ended here."""
 
@@ -168,10 +175,12 @@ class _PartProcess:
         if code is None:
             return "it was killed and has not ended"
         if code < 0:
-            return f"killed in {self.running or 'no case'} by {signal.Signals(-code).name}"
+            return f"killed in {self.running or 'no case'} by {_name_of(-code)}"
         if self.result.not_run and not self._is_poisoned():
             return f"ended with {code} in {self.running or 'no case'}"
-        return None if self.result.names else f"ended with {code} and named no case"
+        if not self.result.names:
+            return f"ended with {code} and named no case"
+        return None if code in (0, 1) else f"ended with {code} behind its last case"
 
     def _is_poisoned(self) -> bool:
         """Whether the last case lost the context, which ends the process: its result has said so."""
@@ -209,7 +218,7 @@ class _PartProcess:
             else:
                 result = {"ok": bool(said["ok"]), **said}
                 self._record(str(result.pop("case")), result)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             self._corrupt(line)
 
     def _begin(self, name: str) -> None:

@@ -3,12 +3,13 @@
 At the first call that is planned so, small exact problems run through the algorithm, with a bias, in several rounds.
 Every rank compares what it gets, bit by bit, with the result of the whole group's program, computed on the host, and
 the ranks vote. An algorithm that was wrong, late or raised on any rank is off for the group: its calls run unfused.
+Where it was late, or had no memory, a reset lets it try again.
 
 The proof has a workspace of its own, small and with guard bytes. What fails there breaks nothing of the group's, and
 nothing of the group's grows. It runs on the current stream, which the host then waits for.
 
-Outcomes are kept in a file (`fusedcomm.runtime.proof_file`), and the topology vote says which of them hold for all
-ranks. A forced algorithm runs without a proof, and although its proof has failed: whoever forces it looks at it.
+Other outcomes are kept in a file (`fusedcomm.runtime.proof_file`), and the topology vote says which of them hold for
+all ranks. A forced algorithm runs without a proof, and although its proof has failed: whoever forces it looks at it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fusedcomm import env
 from fusedcomm.algorithms import planner
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.cost import tuned
-from fusedcomm.errors import PeerError, PeerTimeoutError, text_of
+from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.runtime import proof_file
@@ -43,7 +44,7 @@ SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
 BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
 _MOST_LETTERS = 300
-_WRONG, _LATE, _BROKEN = range(3)  # the cause comes first; a rank whose peer has failed is late or broken itself
+_WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a rank whose peer has failed is late or broken itself
 
 
 def unproved(plan: Plan, dtype: torch.dtype, ours: Member) -> list[str]:
@@ -72,12 +73,15 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
     try:
         own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
         cause, wrong = _try(own.workspace, op, algorithms[algorithm], problems, dtype)
-        ours.outcomes[name] = wrong = _voted(own, op, algorithm, dtype, cause, wrong)
-        if ours.topology.prove:
+        cause, wrong = _voted(own, op, algorithm, dtype, cause, wrong)
+        ours.outcomes[name] = wrong
+        if cause != _WRONG:
+            ours.passing.add(name)
+        elif ours.topology.prove:
             proof_file.add(ours.device, ours.group_size, {name: wrong})
     except WorkspaceUnavailable as unavailable:
         ours.outcomes[name] = wrong = f"{algorithm} could not be proved: {unavailable}"
-        ours.without_memory.add(name)
+        ours.passing.add(name)
     except PeerError as failed:
         ours.error = own.error or failed.until_reset()
         raise ours.error.again() from failed
@@ -129,6 +133,8 @@ def _try(
         return _LATE, f"was late: {_first_line(error)}"
     except PeerError as error:
         return _BROKEN if error.peers else _WRONG, f"failed: {_first_line(error)}"  # guard bytes name no peer
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        return _NO_MEMORY, f"raised {_first_line(error)}"
     except Exception as error:
         return _WRONG, f"raised {_first_line(error)}"
     return _WRONG, ""
@@ -154,8 +160,8 @@ def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:
     return [problem.results()[rank], *gathered]
 
 
-def _voted(own: Member, op: str, algorithm: str, dtype: torch.dtype, cause: int, wrong: str) -> str:
-    """What the first cause of all ranks says, and where that was; an empty text if all were right."""
+def _voted(own: Member, op: str, algorithm: str, dtype: torch.dtype, cause: int, wrong: str) -> tuple[int, str]:
+    """The first cause of all ranks, what it says and where that was; an empty text if all were right."""
     key = tuned.key(own.device, own.group_size)
     versions = [f"{name} {key[name]}" for name in ("driver", "torch", "triton", "fusedcomm") if key[name]]
     where = f"{key['device']} ({', '.join(versions)})"
@@ -165,11 +171,13 @@ def _voted(own: Member, op: str, algorithm: str, dtype: torch.dtype, cause: int,
     store = PrefixStore("proof", own.store)
     votes = agree(store, own.rank, own.group_size, facts, what=f"{op}, proof of {what}", departures=own.departures)
     failed = [(vote["cause"], rank, vote["wrong"]) for rank, vote in enumerate(votes) if vote["wrong"]]
-    return min(failed)[2] if failed else ""
+    first, _, text = min(failed, default=(_WRONG, 0, ""))
+    return first, text
 
 
 def _first_line(error: BaseException) -> str:
-    return text_of(error).splitlines()[0][:_MOST_LETTERS]
+    """Without the advice for a call, which a proof is not."""
+    return text_of(error).splitlines()[0].partition(f". {RESET_FIRST}")[0][:_MOST_LETTERS]
 
 
 def _fingerprint(name: str) -> int:

@@ -61,7 +61,7 @@ class Member:
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
     loaded: set[Any] = field(default_factory=set)  # calls whose fused kernels have run: a capture cannot load them
     outcomes: proof_file.Outcomes = field(default_factory=dict)  # what proofs have found; equal on all ranks
-    without_memory: set[str] = field(default_factory=set)  # outcomes that say only this
+    passing: set[str] = field(default_factory=set)  # outcomes that may be others after a reset
     same_moves: set[tuple[str | int, ...]] = field(default_factory=set)  # digests, and sizes, that all ranks have met
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -91,7 +91,7 @@ class Member:
 
     def lasting_outcomes(self) -> proof_file.Outcomes:
         """Those that a reset leaves as they are."""
-        return {name: wrong for name, wrong in self.outcomes.items() if name not in self.without_memory}
+        return {name: wrong for name, wrong in self.outcomes.items() if name not in self.passing}
 
     def count(self, record: flight_recorder.Record, algorithm: str | None = None) -> None:
         self.num_calls += 1
@@ -429,7 +429,7 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
         }
         for device, each in known.members.items():  # a failure may have left ranks with other ones
             each.outcomes = proof_file.of_all([fact["outcomes"][device.type] for fact in facts])
-            each.without_memory.clear()
+            each.passing.clear()
             each.same_moves.clear()
         known.errors.clear()
         devices = sorted(known.members, key=str)

@@ -37,6 +37,10 @@ def crash(say: Say, folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def crash_without_a_name(say: Say, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
+
+
 def leave(say: Say, folder: Path) -> None:
     print("a last word", file=sys.stderr)
     sys.exit(3)
@@ -48,7 +52,7 @@ def poison(say: Say, folder: Path) -> None:
 
 
 def corrupt(say: Say, folder: Path) -> None:
-    for text in ('{"case": "corrupt", "ok": tr', "[]", "7", '{"ok": true}', "\x00\xff", '{"cases": 3}'):
+    for text in ('{"case": "corrupt", "ok": tr', "[" * 20_000, "[]", "7", '{"ok": true}', "\x00\xff", '{"cases": 3}'):
         say(text + "\n")
 
 
@@ -57,12 +61,14 @@ def half_a_line(say: Say, folder: Path) -> None:
     sys.exit(0)
 
 
-FAULTS = {each.__name__: each for each in (hang, hang_deaf, crash, leave, poison, corrupt, half_a_line)}
+FAULTS = {
+    each.__name__: each for each in (hang, hang_deaf, crash, crash_without_a_name, leave, poison, corrupt, half_a_line)
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["good", "mute", *FAULTS])
+    parser.add_argument("kind", choices=["good", "mute", "unfinished", *FAULTS])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device")
     parser.add_argument("--report", type=int)
@@ -83,6 +89,8 @@ def main() -> None:
             FAULTS[name](say, args.folder)
         else:
             say(json.dumps({"case": name, **PASSED}) + "\n")
+    if args.kind == "unfinished":
+        sys.exit(3)
 
 
 if __name__ == "__main__":

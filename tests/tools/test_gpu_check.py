@@ -46,6 +46,7 @@ WHERE = {  # what a part's problem says
     "hang": "killed in hang: it took longer than 1 s",
     "hang_deaf": "killed in hang_deaf: it took longer than 1 s",
     "crash": "killed in crash by SIGSEGV",
+    "crash_without_a_name": f"killed in crash_without_a_name by signal {signal.SIGRTMIN + 6}",
     "leave": "ended with 3 in leave; its last output:\na last word",
     "corrupt": 'wrote what is no report: {"case": "corrupt", "ok": tr',
     "half_a_line": 'wrote what is no report: {"case": "half_a_line", "ok": true',
@@ -100,6 +101,11 @@ def test_a_part_that_goes_wrong_loses_one_case(kind: str, quick: None, tmp_path:
     assert named == [*of_part, *(("good", case) for case in ("first", "good", "last", None))]
     if kind == "hang":
         assert leftover(tmp_path) is None
+
+
+def test_a_part_that_fails_behind_its_last_case_has_failed(quick: None, tmp_path: Path) -> None:
+    ((result,), _) = run(broken("unfinished", tmp_path))
+    assert result.status == "failed" and result.problems == ["ended with 3 behind its last case"]
 
 
 def test_without_the_group_it_would_live_on(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
