@@ -26,6 +26,7 @@ from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.runtime import dumps, flight_recorder, on_thread, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
+from fusedcomm.runtime.captures import WARM_UP, LoadedCalls, is_capturing
 from fusedcomm.runtime.departures import Departures, announce, farewell, leaving_by
 from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.launch_order import ordered
@@ -60,7 +61,7 @@ class Member:
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
-    loaded: set[Any] = field(default_factory=set)  # calls whose fused kernels have run: a capture cannot load them
+    loaded: LoadedCalls = field(default_factory=LoadedCalls)  # calls that have run fused: a capture loads no kernels
     outcomes: Outcomes = field(default_factory=dict)  # what proofs have found; equal on all ranks
     same_moves: set[tuple[str | int, ...]] = field(default_factory=set)  # digests, and sizes, that all ranks have met
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -455,11 +456,8 @@ def _check_same_call(facts: list[dict[str, object]], rank: int, op: str, group_n
 
 
 def _refuse_capture(device: torch.device, op: str) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{op}: memory for this call cannot be made while a CUDA graph is captured; "
-            "call the op once with these shapes on every rank before the capture"
-        )
+    if is_capturing(device):
+        raise RuntimeError(f"{op}: memory for this call cannot be made while a CUDA graph is captured; {WARM_UP}")
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -300,9 +300,15 @@ CONTROLS: dict[str, Control] = {
     ),
     "an algorithm is proved before its use": Control(
         "fusedcomm/ops/dispatch.py",
-        "        if names := proof.unproved(plan, record.dtype, ours):",
-        "        if names := []:",
+        "        if proof.is_unproved(plan, record.dtype, ours):",
+        "        if False:",
         "tests/ops/test_proof.py::test_what_fails_its_proof_is_off_for_all_ranks[wrong-packed-qkv]",
+    ),
+    "a capture loads no kernels": Control(
+        "fusedcomm/ops/dispatch.py",
+        "        if is_capturing(ours.device) and (kernels, workspace.slot_bytes) not in ours.loaded:",
+        "        if False:",
+        "tests/ops/test_captures.py::test_a_capture_runs_what_a_call_before_it_has_loaded",
     ),
     "all ranks vote on a proof": Control(
         "fusedcomm/ops/proof.py",

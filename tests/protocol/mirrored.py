@@ -25,7 +25,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/algorithms/fused.py:_launched": "4ab11f0fba4c",
         "fusedcomm/algorithms/fused.py:_beside": "f27f4897b0ce",
         "fusedcomm/runtime/launch_order.py:ordered": "c5d19c3f0e01",
-        "fusedcomm/algorithms/planner.py:_reject_reason": "304ab96e8739",
+        "fusedcomm/algorithms/planner.py:_reject_reason": "2225f7ba9b28",
         "kernels/triton/rounds.py:next_round": "cf4d43f50adb",
         "kernels/triton/rounds.py:slot_of": "54ac93d3c835",
         "kernels/triton/rounds.py:end_round": "3896372b9156",
