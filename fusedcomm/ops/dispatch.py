@@ -112,7 +112,8 @@ def _begin(
             record.algorithm = plan.algorithm
         if plan.algorithm == "unfused":
             return plan.algorithm
-        workspace = ours.workspace_for(plan.slot_bytes, record.op, fingerprint)
+        by_host = plan.algorithm == "chunked"
+        workspace = ours.workspace_for(plan.slot_bytes, record.op, fingerprint, by_host=by_host)
         if is_capturing(ours.device) and (kernels, workspace.slot_bytes) not in ours.loaded:
             raise RuntimeError(f"{record.op}: its kernels cannot be loaded while a CUDA graph is captured; {WARM_UP}")
         record.runs_on(workspace)

@@ -243,6 +243,12 @@ CONTROLS: dict[str, Control] = {
         "            pass",
         "tests/runtime/test_workspace.py::test_retired_segments_are_kept_and_watched",
     ),
+    "chunked calls leave a captured workspace": Control(
+        MEMBERS,
+        "        leaves = by_host and self.workspace.captured",
+        "        leaves = False",
+        "tests/ops/test_captures.py::test_chunked_calls_leave_a_captured_workspace_to_the_graphs",
+    ),
     # decisions that all ranks must make alike
     "hosts are voted on": Control(
         "fusedcomm/runtime/topology.py",

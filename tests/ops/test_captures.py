@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -30,10 +31,10 @@ class GpuWorkspace:
         self.slot_bytes = self.usable_bytes = slot_bytes
         self.captured, self.epoch, self.call_number = False, 0, 0
 
-    def enter(self, op: str, fingerprint: int) -> None:
+    def enter(self, *args: Any) -> None:
         pass
 
-    check = enter
+    check = forget_error = enter
 
 
 class GpuTensor:
@@ -49,7 +50,7 @@ class Gpu:
     """One rank of a group of two: ``ran`` has the algorithms of the calls in their order."""
 
     def __init__(self) -> None:
-        self.capturing, self.ran = False, list[str]()
+        self.capturing, self.ran, self.ran_on = False, list[str](), list[Any]()
         self.member = Member(0, 2, "group", GPU, None, ABLE)
         self.member.workspace = GpuWorkspace()  # type: ignore[assignment]
 
@@ -58,10 +59,15 @@ class Gpu:
 
     def call(self, num_rows: int) -> str:
         exchange = shapes.matmul_all_to_all((num_rows, 512), (512, 2048), None, 0, 1, 2)
-        algorithms = {name: lambda *_, name=name: self.ran.append(name) for name in ("chunked", "fused")}
-        unfused = lambda: self.ran.append("unfused")  # noqa: E731
-        dispatch.run(OP, algorithms, exchange, "group", X, None, None, unfused=unfused)
+        algorithms = {name: functools.partial(self.run, name) for name in ("chunked", "fused")}
+        dispatch.run(OP, algorithms, exchange, "group", X, None, None, unfused=lambda: self.ran.append("unfused"))
         return self.ran[-1]
+
+    def run(self, name: str, call: Any, *args: Any) -> None:
+        assert not (name == "chunked" and call.workspace.captured), "its host would have to ask for the epoch"
+        call.workspace.captured |= self.capturing
+        self.ran.append(name)
+        self.ran_on.append(call.workspace)
 
 
 @pytest.fixture
@@ -139,3 +145,49 @@ def test_what_is_kept_is_bounded_and_the_latest(monkeypatch: pytest.MonkeyPatch)
     for call in (1, 2, 3, 1, 4):
         loaded.add(call)
     assert len(loaded) == 3 and [call in loaded for call in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+def made_by(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The workspaces that the group makes from now on."""
+    made: list[Any] = []
+
+    def make(ours: Member, num_bytes: int, op: str, fingerprint: int) -> Any:
+        ours.workspace = GpuWorkspace(max(num_bytes, 1 << 30))  # type: ignore[assignment]
+        made.append(ours.workspace)
+        return ours.workspace
+
+    monkeypatch.setattr(Member, "_make", make)
+    monkeypatch.setattr(Member, "_come_together", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return made
+
+
+def test_chunked_calls_leave_a_captured_workspace_to_the_graphs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, however often calls and captures take turns; calls that run fused can stay, as kernels read the epoch."""
+    made, first = made_by(gpu, monkeypatch), gpu.member.workspace
+    with fusedcomm.before_capture():
+        assert gpu.call(ROWS[0]) == "fused"
+    for _ in range(3):
+        gpu.capturing = True
+        assert gpu.call(ROWS[0]) == "fused" and gpu.ran_on[-1] is first
+        gpu.capturing = False
+        if not made:
+            assert gpu.call(FEW_ROWS) == "fused" and gpu.ran_on[-1] is first
+        for num_rows in ROWS:
+            assert gpu.call(num_rows) == "chunked" and gpu.ran_on[-1] is made[0]
+    assert gpu.member.retired == [first] and len(made) == 1
+
+
+def test_a_call_that_outgrows_the_graphs_workspace_is_captured_on_the_groups(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = gpu.member.workspace = GpuWorkspace(1 << 26)  # type: ignore[assignment]
+    made, (small, large) = made_by(gpu, monkeypatch), (ROWS[0], 4 * ROWS[0])  # 64 MiB and 256 MiB of a slot
+    for num_rows, workspaces in ((small, 0), (large, 1)):
+        with fusedcomm.before_capture():
+            assert gpu.call(num_rows) == "fused"
+        gpu.capturing = True
+        assert gpu.call(num_rows) == "fused" and gpu.ran_on[-1] is [first, *made][workspaces]
+        gpu.capturing = False
+        assert gpu.call(small) == "chunked" and len(made) == workspaces + 1
+    assert gpu.member.retired == [first, made[0]] and gpu.member.for_graphs is made[0]
