@@ -249,6 +249,12 @@ CONTROLS: dict[str, Control] = {
         "        leaves = False",
         "tests/ops/test_captures.py::test_chunked_calls_leave_a_captured_workspace_to_the_graphs",
     ),
+    "what is on its way is held until the streams join": Control(
+        "fusedcomm/algorithms/transport.py",
+        "                self.held.append(chunk)",
+        "                pass",
+        "tests/algorithms/test_transport.py::test_each_round_takes_the_memory_of_the_last_one",
+    ),
     # decisions that all ranks must make alike
     "hosts are voted on": Control(
         "fusedcomm/runtime/topology.py",
