@@ -15,6 +15,7 @@ from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.redistribution.api import redistribute, redistribute_plan
+from fusedcomm.runtime.captures import before_capture
 from fusedcomm.runtime.device_to_host import DeviceToHost
 from fusedcomm.runtime.members import close, reset, synchronize
 
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "all_gather_matmul",
     "all_to_all_matmul",
+    "before_capture",
     "close",
     "explain",
     "force_algorithm",

@@ -85,7 +85,7 @@ def gather_matmul(
     gathered = x.new_empty(call.exchange.shape) if return_gathered else None
     with _kernels(call):
         for spans in _rounds(call, x):
-            with _beside(workspace, x), lane("push"):
+            with _beside(workspace), lane("push"):
                 kernel_launch.pack(x, spans.pack, workspace, fingerprint)
             for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
                 last = gathered is None and i == len(outs) - 1
@@ -94,7 +94,7 @@ def gather_matmul(
             if gathered is not None:
                 with lane("copy"):
                     kernel_launch.unpack(gathered, spans.unpack, workspace, fingerprint)
-            if x.is_cuda:  # because the next round counts its copies in the same words
+            if x.is_cuda:  # the next round counts its copies in the same words, and x may be freed after the last
                 torch.cuda.current_stream(x.device).wait_stream(workspace.side_stream())
             _launched(call)
     return outs, gathered
@@ -121,8 +121,8 @@ def _launched(call: Call) -> None:
 
 
 @contextmanager
-def _beside(workspace: Workspace, sent: Tensor) -> Iterator[None]:
-    """On a GPU, what is launched inside runs beside what is launched afterwards."""
+def _beside(workspace: Workspace) -> Iterator[None]:
+    """On a GPU, what is launched inside runs beside what is launched afterwards, until that waits for it."""
     if workspace.device.type != "cuda":
         yield
         return
@@ -130,4 +130,3 @@ def _beside(workspace: Workspace, sent: Tensor) -> Iterator[None]:
     side.wait_stream(torch.cuda.current_stream(workspace.device))
     with torch.cuda.stream(side):
         yield
-    sent.record_stream(side)

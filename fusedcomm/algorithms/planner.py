@@ -7,7 +7,7 @@ Rules say what cannot run, each with its reason:
     no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
     one row does not fit a slot                         unfused     rounds are cut between rows
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
-    GPU, CUDA graph capture                             not chunked a graph would fix the slots that it copies to
+    GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
     Hopper and later, Triton before 3.7                 not fused   its kernels lack a fence of the async proxy
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
     GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
@@ -32,6 +32,7 @@ from fusedcomm import env
 from fusedcomm.cost import model
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime.captures import is_for_capture
 from fusedcomm.runtime.members import Member
 from fusedcomm.runtime.proof_file import name_of
 
@@ -134,13 +135,13 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> 
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
     if why := model.decode_reason(exchange, exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
-    capturing, no_fused = torch.cuda.is_current_stream_capturing(), member.topology.no_fused
-    if capturing and no_fused:
+    for_capture, no_fused = is_for_capture(member.device), member.topology.no_fused
+    if for_capture and no_fused:
         return "unfused", f"{no_fused}; CUDA graph: not chunked"
-    excluded = {"fused": no_fused, "chunked": capturing}
+    excluded = {"fused": no_fused, "chunked": for_capture}
     usable = tuple(name for name in ("fused", "chunked", "unfused") if not excluded.get(name))
     name, why = _fastest(op, exchange, kind, constants, usable)
-    return name, f"{why}; CUDA graph: not chunked" if capturing else why
+    return name, f"{why}; CUDA graph: not chunked" if for_capture else why
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,10 +181,9 @@ def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, mem
             f"one row for every peer takes {row_bytes} bytes, a slot has {member.max_slot_bytes}: "
             f"FUSEDCOMM_WORKSPACE_BYTES={topology.workspace_bytes}"
         )
-    capturing = member.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if name == "fused" and topology.no_fused is not None:
         return topology.no_fused
-    if name == "chunked" and capturing:
+    if name == "chunked" and is_for_capture(member.device):
         return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"
     return None
 

@@ -104,11 +104,15 @@ class CudaTransport:
 
     Each send first waits for the main stream. That edge also keeps every signal of this round behind this rank's reads
     of the last round.
+
+    What the side stream reads is held until the main stream has joined it, in every round. Then the next round takes
+    the same memory, however far the host is ahead. ``record_stream`` would keep it until the GPU has come there.
     """
 
     def __init__(self, workspace: Workspace) -> None:
         self.main = torch.cuda.current_stream(workspace.device)
         self.side = workspace.side_stream()
+        self.held: list[Tensor] = []
 
     def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
         return like.new_empty(shape) if out is None else out
@@ -124,7 +128,7 @@ class CudaTransport:
                 signals.begin_push(round.workspace)
             if dst_rank != round.workspace.rank:
                 round.part(dst_rank).copy_(chunk)
-                chunk.record_stream(self.side)
+                self.held.append(chunk)
             self._signal(round, dst_rank)
 
     def pack(self, round: Round, packed: Tensor, own: bool) -> None:
@@ -136,26 +140,30 @@ class CudaTransport:
                     chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
                     round.part(dst_rank).view(chunk.shape).copy_(chunk)
                 self._signal(round, dst_rank)
-        packed.record_stream(self.side)
+        self.held.append(packed)
 
     def wait(self, round: Round, src_rank: int) -> None:
         with lane("wait", src_rank):
             signals.wait_source(src_rank, round.workspace, round.fingerprint)
 
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
-        self.main.wait_stream(self.side)
+        self._join()
         with lane("copy"):
             kernel_launch.unpack(out, round.spans.unpack, round.workspace, round.fingerprint)
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
-        self.main.wait_stream(self.side)
+        self._join()
         with lane("copy"):
             kernel_launch.reduce(out, round.spans.pack, bias, scale, round.workspace, round.fingerprint)
 
     def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
-        self.main.wait_stream(self.side)
+        self._join()
         for i, out in enumerate(outs):
             signals.finish(out, round.workspace, round.fingerprint, end_round=i == len(outs) - 1)
+
+    def _join(self) -> None:
+        self.main.wait_stream(self.side)
+        self.held.clear()
 
     def _signal(self, round: Round, dst_rank: int) -> None:
         signals.signal(round.workspace, dst_rank, round.fingerprint)

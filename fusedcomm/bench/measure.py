@@ -191,7 +191,10 @@ def timed(
 
 
 def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
-    """``variant``, which has run before, as the replay of a CUDA graph."""
+    """``variant`` as the replay of a CUDA graph."""
+    with fusedcomm.before_capture():
+        variant()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog makes CUDA calls of its own
         result = variant()
@@ -205,7 +208,7 @@ def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
 
 def _planned_in_graph(data: OpData, algorithm: str) -> fusedcomm.Plan:
     """The plan of a captured call, which can be another than outside of a capture."""
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+    with fusedcomm.before_capture():
         return _plan(data, algorithm)
 
 

@@ -17,8 +17,8 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_out
 from fusedcomm.ops import call_check, proof
 from fusedcomm.runtime import dumps, exits, flight_recorder, group
+from fusedcomm.runtime.captures import WARM_UP, is_capturing
 from fusedcomm.runtime.members import Member, WorkspaceUnavailable, member, on_device
-from fusedcomm.runtime.proof_file import name_of
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.workspace import Call
 
@@ -67,17 +67,17 @@ def run(
             plan, ours = prepare(op, exchange, x.dtype, x.device, group_name, record)
             assert ours is not None
             fingerprint = 0 if plan.algorithm == "unfused" else fingerprint_of(op, exchange.key, x.dtype)
-            kind = None
-            if x.is_cuda and plan.algorithm != "unfused":
-                kind = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, w, bias, *options.values()))
+            kernels = None
+            if x.is_cuda and plan.algorithm == "fused":
+                kernels = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, w, bias, *options.values()))
             with ours.lock:
                 gathers = options.get("return_gathered", False)
-                name = _begin(record, plan, ours, algorithms, fingerprint, kind, bias=bias, by_product=gathers)
+                name = _begin(record, plan, ours, algorithms, fingerprint, kernels, bias=bias, by_product=gathers)
                 if record.workspace is not None:
                     call = Call(op, fingerprint, exchange, record.workspace)
                     result = algorithms[name](call, x, w, bias, **options)
-                    if kind is not None and name == "fused":
-                        ours.loaded.add(kind)
+                    if kernels is not None:
+                        ours.loaded.add((kernels, record.workspace.slot_bytes))
                     return result
             return unfused()  # without the lock, as gloo's waits may be long
 
@@ -88,7 +88,7 @@ def _begin(
     ours: Member,
     algorithms: Mapping[str, Callable[..., Any]],
     fingerprint: int,
-    kind: tuple[Any, ...] | None,
+    kernels: tuple[Any, ...] | None,
     *,
     bias: Any,
     by_product: bool,
@@ -96,7 +96,8 @@ def _begin(
     """What ranks do together before a call: with FUSEDCOMM_CHECK they compare it, they prove its algorithm where it is
     new, and make its workspace, which the record has unless the call runs unfused.
 
-    Returns the algorithm's name. A call that fails here has sent nothing, so the next one takes its number.
+    ``kernels``: what the kernels of a fused call on a GPU are specialised on, beside the size of a slot. Returns the
+    algorithm's name. A call that fails here has sent nothing, so the next one takes its number.
     """
     assert record.dtype is not None and record.exchange is not None  # it is that of an op
     ours.count(record, plan.algorithm)
@@ -104,19 +105,19 @@ def _begin(
         if ours.topology.check:
             call_check.same_call(record, plan, ours, fingerprint, bias=bias, by_product=by_product)
         record.state = flight_recorder.RUNNING
-        if names := proof.unproved(plan, record.dtype, ours):
+        if proof.is_unproved(plan, record.dtype, ours):
             ours.enter(record.op, fingerprint)
-            for name in names:
-                proof.prove(record.op, name, algorithms, record.dtype, ours)
+            proof.prove(record.op, plan.algorithm, algorithms, record.dtype, ours)
             plan = planner.plan(record.op, record.exchange, record.dtype, ours)  # which a failed proof has changed
             record.algorithm = plan.algorithm
-        name = plan.algorithm
-        if name == "unfused":
-            return name
-        if kind is not None and (name == "fused" or _may_load(plan, ours, record.dtype)):
-            name = _loading(name, record.op, kind, ours)
-        record.runs_on(ours.workspace_for(plan.slot_bytes, record.op, fingerprint))
-        return name
+        if plan.algorithm == "unfused":
+            return plan.algorithm
+        by_host = plan.algorithm == "chunked"
+        workspace = ours.workspace_for(plan.slot_bytes, record.op, fingerprint, by_host=by_host)
+        if is_capturing(ours.device) and (kernels, workspace.slot_bytes) not in ours.loaded:
+            raise RuntimeError(f"{record.op}: its kernels cannot be loaded while a CUDA graph is captured; {WARM_UP}")
+        record.runs_on(workspace)
+        return plan.algorithm
     except WorkspaceUnavailable as error:
         record.algorithm = "unfused"
         planner.log_fallback(record.op, str(error))
@@ -124,12 +125,6 @@ def _begin(
     except RuntimeError:  # a PeerError among others
         ours.num_calls -= 1
         raise
-
-
-def _may_load(plan: Plan, ours: Member, dtype: torch.dtype) -> bool:
-    """Whether the first call of a kind may run fused although chunked is planned."""
-    wrong = ours.outcomes.get(name_of(plan.op, "fused", dtype))
-    return plan.reason != planner.FORCED and ours.topology.no_fused is None and not wrong
 
 
 def _copied(unfused: Callable[[], Tensor], out: Tensor) -> Tensor:
@@ -147,19 +142,6 @@ def _layouts(*args: Any) -> list[Any]:
     """What kernels are specialised on: shape, strides and alignment of tensors, and other options."""
     leaves = pytree.tree_leaves(args)
     return [(t.shape, t.stride(), t.data_ptr() % 16) if isinstance(t, Tensor) else t for t in leaves]
-
-
-def _loading(name: str, op: str, call: tuple[Any, ...], ours: Member) -> str:
-    """The algorithm to run. The first call of a kind runs fused unless chunked is forced, as a capture loads no
-    kernels.
-
-    chunked and fused keep the same protocol, so a rank that makes its first call fits the others.
-    """
-    if call in ours.loaded:
-        return name
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{op}: call it once with these shapes on every rank before a CUDA graph is captured")
-    return "fused"
 
 
 def fingerprint_of(*facts: Any) -> int:

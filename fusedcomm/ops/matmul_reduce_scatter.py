@@ -70,8 +70,8 @@ def matmul_reduce_scatter(
             raises it.
         PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
         RuntimeError: the call cannot be made here: inside a torch.func transform, with forward-mode tangents, in a
-            process that was forked from a rank, or in the capture of a CUDA graph before a first call with these
-            shapes.
+            process that was forked from a rank, or in the capture of a CUDA graph without a call in
+            `before_capture` before it.
 
     A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
     errors.

@@ -32,6 +32,7 @@ from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.runtime import proof_file
+from fusedcomm.runtime.captures import WARM_UP, is_capturing
 from fusedcomm.runtime.members import Member, WorkspaceUnavailable
 from fusedcomm.runtime.segment import FINGERPRINT
 from fusedcomm.runtime.vote import agree
@@ -47,14 +48,11 @@ _MOST_LETTERS = 300
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a rank whose peer has failed is late or broken itself
 
 
-def unproved(plan: Plan, dtype: torch.dtype, ours: Member) -> list[str]:
-    """The algorithms that a call with this plan may run, and that nothing is known of. It is equal on all ranks."""
+def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member) -> bool:
+    """Whether nothing is known of the planned algorithm, which needs a proof. It is equal on all ranks."""
     if plan.algorithm == "unfused" or plan.reason == planner.FORCED or not ours.topology.prove:
-        return []
-    names = [plan.algorithm]
-    if plan.algorithm == "chunked" and ours.device.type == "cuda" and ours.topology.no_fused is None:
-        names.append("fused")  # which the first call of a kind runs, whatever is planned
-    return [name for name in names if proof_file.name_of(plan.op, name, dtype) not in ours.outcomes]
+        return False
+    return proof_file.name_of(plan.op, plan.algorithm, dtype) not in ours.outcomes
 
 
 def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, ours: Member) -> str:
@@ -62,10 +60,9 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
 
     Raises PeerError if the ranks do not come together; the group then needs a reset.
     """
-    if ours.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(ours.device):
         raise RuntimeError(
-            f"{op}: {algorithm} is not proved on this GPU yet, and cannot be while a CUDA graph is captured; "
-            "call the op once with these shapes on every rank before the capture"
+            f"{op}: {algorithm} is not proved on this GPU yet, and cannot be while a CUDA graph is captured; {WARM_UP}"
         )
     name = proof_file.name_of(op, algorithm, dtype)
     problems = [_problem(op, size, ours.group_size) for size in SIZES]

@@ -26,6 +26,7 @@ from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.runtime import dumps, flight_recorder, on_thread, proof_file, signals, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.canaries import GUARD_BYTES
+from fusedcomm.runtime.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
 from fusedcomm.runtime.departures import Departures, announce, farewell, leaving_by
 from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.launch_order import ordered
@@ -59,7 +60,8 @@ class Member:
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
-    loaded: set[Any] = field(default_factory=set)  # calls whose fused kernels have run: a capture cannot load them
+    for_graphs: Workspace | None = None  # the one of them that later captures use too
+    loaded: LoadedCalls = field(default_factory=LoadedCalls)  # calls that have run fused: a capture loads no kernels
     outcomes: proof_file.Outcomes = field(default_factory=dict)  # what proofs have found; equal on all ranks
     passing: set[str] = field(default_factory=set)  # outcomes that may be others after a reset
     same_moves: set[tuple[str | int, ...]] = field(default_factory=set)  # digests, and sizes, that all ranks have met
@@ -102,15 +104,26 @@ class Member:
             algorithm,
         )
 
-    def workspace_for(self, num_bytes: int, op: str, fingerprint: int) -> Workspace:
-        """The workspace, made or grown if a slot of ``num_bytes`` does not fit; that is a collective."""
+    def workspace_for(self, num_bytes: int, op: str, fingerprint: int, *, by_host: bool = False) -> Workspace:
+        """The workspace, made or grown if a slot of ``num_bytes`` does not fit; that is a collective.
+
+        ``by_host``: whether the host counts the call's rounds. It cannot count those of replays, so such a call leaves
+        a workspace that was captured to the graphs, and a new one is made.
+        """
         self.enter(op, fingerprint)
+        graphs = self.for_graphs if is_for_capture(self.device) else None
+        if graphs is not None and num_bytes <= graphs.usable_bytes:
+            graphs.call_number = self.num_calls
+            return graphs
         if self.workspace is None:
             _refuse_capture(self.device, op)
             return self._make(num_bytes, op, fingerprint)
-        if num_bytes > self.workspace.usable_bytes:
+        leaves = by_host and self.workspace.captured
+        if leaves or num_bytes > self.workspace.usable_bytes:
             _refuse_capture(self.device, op)
             self._come_together(self.workspace, op, ~fingerprint & FINGERPRINT)
+            if leaves:
+                self.for_graphs = self.workspace
             self._free()
             return self._make(num_bytes, op, fingerprint)
         return self.workspace
@@ -133,6 +146,9 @@ class Member:
         """``num_bytes``: the size of a slot, the same on all ranks."""
         with self.lock, on_device(self.device):
             self._free()
+            self.for_graphs = None  # it may be broken
+            for each in self.retired:
+                each.forget_error()
             self.unavailable = self.error = None
             with suppress(WorkspaceUnavailable):  # the next plan gives the reason
                 self._make(num_bytes, "fusedcomm.reset", 0)
@@ -140,7 +156,7 @@ class Member:
     def close(self) -> None:
         with self.lock, on_device(self.device):
             self._free()
-            self.error = None
+            self.error = self.for_graphs = None
             self.retired.clear()
 
     def _come_together(self, workspace: Workspace, op: str, fingerprint: int) -> None:
@@ -464,11 +480,8 @@ def _check_same_call(facts: list[dict[str, object]], rank: int, op: str, group_n
 
 
 def _refuse_capture(device: torch.device, op: str) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{op}: memory for this call cannot be made while a CUDA graph is captured; "
-            "call the op once with these shapes on every rank before the capture"
-        )
+    if is_capturing(device):
+        raise RuntimeError(f"{op}: memory for this call cannot be made while a CUDA graph is captured; {WARM_UP}")
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -24,6 +24,7 @@ from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.geometry.exchange import Exchange, RoundSpans
 from fusedcomm.runtime import canaries
+from fusedcomm.runtime.captures import is_capturing
 from fusedcomm.runtime.departures import KILLED, Departures
 from fusedcomm.runtime.patience import Patience
 from fusedcomm.runtime.segment import (
@@ -235,10 +236,9 @@ class Workspace:
 
     def begin(self, call: Call) -> None:
         """Start a call that the host drives, before its first round."""
-        assert not _capturing(self.device), "the slots of a captured round would stay where they are"
+        assert not is_capturing(self.device), "the slots of a captured round would stay where they are"
+        assert not self.captured, "replays move the epoch, which the host would have to wait for"
         self.enter(call.op, call.fingerprint)
-        if self.captured:  # graph replays have moved the epoch without the host
-            self.epoch = int(self._epoch_word().item())
 
     @contextmanager
     def round(self, call: Call, spans: RoundSpans, dtype: torch.dtype) -> Iterator[Round]:
@@ -386,10 +386,6 @@ class Round:
         num_bytes = self.spans.chunk_numel * self.dtype.itemsize
         start = workspace.layout.slot(self.epoch, workspace.slot_bytes) + src_rank * num_bytes
         return workspace.buffers[owner][start : start + num_bytes].view(self.dtype)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.cost import model
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.ops import dispatch
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import topology, triton_probe
 from fusedcomm.runtime.members import Member
@@ -219,20 +218,6 @@ def test_forced_algorithms(capturing: list[bool]) -> None:
     with fusedcomm.force_algorithm("chunked", strict=True), pytest.raises(RuntimeError, match="a CUDA graph would fix"):
         planner.plan(OP, SMALL, BF16, member())
     assert planner.plan(OP, SMALL, BF16, member()).algorithm == "fused"
-
-
-def test_a_capture_needs_one_eager_call(capturing: list[bool]) -> None:
-    """That call runs fused even if chunked is planned; the next one follows the plan."""
-    ours, call = member(), (LARGE, BF16)
-    capturing.append(True)
-    with pytest.raises(RuntimeError, match="call it once with these shapes on every rank before a CUDA graph"):
-        dispatch._loading("fused", OP, call, ours)
-    capturing.append(False)
-    assert dispatch._loading("chunked", OP, call, ours) == "fused"
-    ours.loaded.add(call)  # as the op does when that call has run
-    assert dispatch._loading("chunked", OP, call, ours) == "chunked"
-    capturing.append(True)
-    assert dispatch._loading("fused", OP, call, ours) == "fused"
 
 
 def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture, capturing: list[bool]) -> None:

@@ -255,6 +255,18 @@ CONTROLS: dict[str, Control] = {
         "            pass",
         "tests/runtime/test_workspace.py::test_retired_segments_are_kept_and_watched",
     ),
+    "chunked calls leave a captured workspace": Control(
+        MEMBERS,
+        "        leaves = by_host and self.workspace.captured",
+        "        leaves = False",
+        "tests/ops/test_captures.py::test_chunked_calls_leave_a_captured_workspace_to_the_graphs",
+    ),
+    "what is on its way is held until the streams join": Control(
+        "fusedcomm/algorithms/transport.py",
+        "                self.held.append(chunk)",
+        "                pass",
+        "tests/algorithms/test_transport.py::test_each_round_takes_the_memory_of_the_last_one",
+    ),
     # decisions that all ranks must make alike
     "hosts are voted on": Control(
         "fusedcomm/runtime/topology.py",
@@ -312,9 +324,15 @@ CONTROLS: dict[str, Control] = {
     ),
     "an algorithm is proved before its use": Control(
         "fusedcomm/ops/dispatch.py",
-        "        if names := proof.unproved(plan, record.dtype, ours):",
-        "        if names := []:",
+        "        if proof.is_unproved(plan, record.dtype, ours):",
+        "        if False:",
         "tests/ops/test_proof.py::test_what_fails_its_proof_is_off_for_all_ranks[wrong-packed-qkv]",
+    ),
+    "a capture loads no kernels": Control(
+        "fusedcomm/ops/dispatch.py",
+        "        if is_capturing(ours.device) and (kernels, workspace.slot_bytes) not in ours.loaded:",
+        "        if False:",
+        "tests/ops/test_captures.py::test_a_capture_runs_what_a_call_before_it_has_loaded",
     ),
     "all ranks vote on a proof": Control(
         "fusedcomm/ops/proof.py",

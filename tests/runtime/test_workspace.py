@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.algorithms import kernel_launch, planner
 from fusedcomm.geometry import shapes
-from fusedcomm.runtime import segment, topology, workspace
+from fusedcomm.runtime import members, segment, topology, workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
@@ -151,6 +151,34 @@ def test_retired_segments_are_kept_and_watched(rank: int) -> None:
         fusedcomm.close(group)
         assert member.retired == []
         check(group, small, call(group, small, 1), 1)
+
+
+@on_ranks(2)
+def test_calls_of_the_host_leave_a_captured_segment(rank: int) -> None:
+    """A replay moves its epoch, of which the host knows nothing. Captures go on there, until a reset."""
+    problem = BY_NAME["heads"]
+    with fresh_group() as group:
+        check(group, problem, call(group, problem))
+        ours = member_of(group)
+        first = ours.workspace
+        assert first is not None
+        first.captured = True
+        first._epoch_word().fill_(first.epoch + 3)  # as replays do
+        for seed in range(3):
+            check(group, problem, call(group, problem, seed), seed)
+        second = ours.workspace
+        assert second is not first and second.epoch == 3 and ours.retired == [first]
+        with mock.patch.object(members, "is_for_capture", lambda device: True):
+            assert ours.workspace_for(8, "capture", 1, by_host=False) is first
+            assert ours.workspace_for(first.usable_bytes, "capture", 1) is first
+        first.record.fill(segment.MISMATCHED, 9, rank, 1, [0, 0], [1 - rank])
+        with pytest.raises(fusedcomm.PeerMismatchError, match="round 9"):
+            call(group, problem)
+        fusedcomm.reset(group)
+        check(group, problem, call(group, problem))  # what a replay has found is forgotten, and its segment not used
+        with mock.patch.object(members, "is_for_capture", lambda device: True):
+            assert ours.workspace_for(8, "capture", 1) is ours.workspace
+        assert ours.retired == [first]
 
 
 # races
