@@ -41,10 +41,10 @@ from tests.helpers.broken_parts import FAULTS
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-CASE_S = 1.0
+CASE_S = 2.0
 WHERE = {  # what a part's problem says
-    "hang": "killed in hang: it took longer than 1 s",
-    "hang_deaf": "killed in hang_deaf: it took longer than 1 s",
+    "hang": "killed in hang: it took longer than 2 s",
+    "hang_deaf": "killed in hang_deaf: it took longer than 2 s",
     "crash": "killed in crash by SIGSEGV",
     "crash_without_a_name": f"killed in crash_without_a_name by signal {signal.SIGRTMIN + 6}",
     "leave": "ended with 3 in leave; its last output:\na last word",
@@ -110,13 +110,13 @@ def test_a_part_that_fails_behind_its_last_case_has_failed(quick: None, tmp_path
 
 def test_without_the_group_it_would_live_on(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "killpg", os.kill)
-    run(broken("hang", tmp_path, limit_s=0.7))
+    run(broken("hang", tmp_path, limit_s=1.5))
     assert leftover(tmp_path) is not None
 
 
 def test_a_hang_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # as child.main does it
-    ((result,), _) = run(broken("hang", tmp_path, limit_s=0.7))
+    ((result,), _) = run(broken("hang", tmp_path, limit_s=1.5))
     assert "broken_parts.py" in result.problems[0] and "in hang" in result.problems[0].partition("last output")[2]
     leftover(tmp_path)
 
@@ -124,8 +124,8 @@ def test_a_hang_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_budget_bounds_all_parts(quick: None, tmp_path: Path) -> None:
     """What is left of it bounds a part. Later parts, and the cases that were not reached, are listed."""
     start = time.monotonic()
-    results, lines = run(*(broken(kind, tmp_path) for kind in ("good", "hang", "good", "crash")), budget_s=0.8)
-    assert time.monotonic() - start < 3
+    results, lines = run(*(broken(kind, tmp_path) for kind in ("good", "hang", "good", "crash")), budget_s=2.0)
+    assert time.monotonic() - start < 5
     assert [each.status for each in results] == ["passed", "failed", "no time", "no time"]
     assert results[1].problems[0].startswith("killed in hang: the part's time was over")
     assert results[1].not_run == ["last"]
@@ -133,8 +133,8 @@ def test_the_budget_bounds_all_parts(quick: None, tmp_path: Path) -> None:
 
 
 def test_a_part_is_bounded_by_its_own_limit(quick: None, tmp_path: Path) -> None:
-    (result, after), _ = run(broken("hang", tmp_path, limit_s=0.5), broken("good", tmp_path))
-    assert result.not_run == ["last"] and result.seconds < 2 and after.status == "passed"
+    (result, after), _ = run(broken("hang", tmp_path, limit_s=1.5), broken("good", tmp_path))
+    assert result.not_run == ["last"] and result.seconds < 4 and after.status == "passed"
 
 
 def test_a_part_that_names_no_case_is_not_started_again(quick: None, tmp_path: Path) -> None:
