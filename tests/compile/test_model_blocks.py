@@ -51,7 +51,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole_tables": {"whole_tables": True},
 }
 # others than the quick ones are soaked
-SOME = [pytest.param(b, marks=pytest.mark.thorough if b in QUICK else pytest.mark.soak) for b in WANT]
+THOROUGH = ["flux_double", "wan"]
+SOME = [pytest.param(b, marks=pytest.mark.thorough if b in THOROUGH else pytest.mark.soak) for b in WANT]
 
 
 def counts_of(case: Case) -> dict[str, Counter[str]]:

@@ -131,14 +131,17 @@ def opchecked() -> list[tuple[int, Combination]]:
 
 
 def opchecks() -> list[Any]:
-    """They are thorough, but for the first `chunked` problem of each op with each dtype."""
+    """The first `chunked` problem of each op with each dtype is quick; a third of the others, and `fused`, is thorough,
+    and the rest for `make soak`.
+    """
     seen, params = set(), []
     for number, c in opchecked():
         kind = (c.problem.op, c.dtype)
         quick = c.algorithm == "chunked" and kind not in seen
         if quick:
             seen.add(kind)
-        params.append(pytest.param(number, c, marks=() if quick else pytest.mark.thorough))
+        slow = pytest.mark.thorough if number % 3 == 0 or c.algorithm == "fused" else pytest.mark.soak
+        params.append(pytest.param(number, c, marks=() if quick else slow))
     return params
 
 
