@@ -31,7 +31,7 @@ def python(code: str, *flags: str, **env: str) -> str:
 def test_import_costs_little_on_top_of_torch() -> None:
     clock = "time.process_time()"  # wall-clock time would be longer on a busy machine
     code = f"import time, torch; t = {clock}; import fusedcomm; print({clock} - t)"
-    assert any(float(python(code)) < 0.3 for _ in range(3))
+    assert any(float(python(code)) < 0.4 for _ in range(5))
 
 
 def test_import_leaves_triton_dtensor_and_nvml_alone() -> None:
