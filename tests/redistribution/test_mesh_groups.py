@@ -362,8 +362,7 @@ def test_groups_are_made_while_torch_compile_traces(rank: int) -> None:
 
 @on_ranks(8)
 def test_groups_of_other_ranks_do_not_wait_for_each_other(rank: int) -> None:
-    with left_as_found() as patch:
-        patch.setenv("FUSEDCOMM_TIMEOUT_S", "90")  # 16 threads on few cores
+    with left_as_found(TIMEOUT_S="90"):  # 16 threads on few cores
         meshes = [DeviceMesh("cpu", PERMUTED), DeviceMesh("cpu", np.arange(8).reshape(2, 2, 2).tolist())]
         found: list[list[Any]] = [[], []]
         threads = []

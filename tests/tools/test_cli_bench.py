@@ -208,7 +208,7 @@ def test_a_late_wrong_value_is_found_by_check(ranks: Callable[[int], RankPool]) 
 
 def test_a_planted_slow_down_is_reported(ranks: Callable[[int], RankPool]) -> None:
     options = Options("cpu", rounds=9, warmup=1, check=False, graph=False)
-    assert ranks(2).run(measure_planted, Slow(), options)[0] == pytest.approx(0.5, rel=0.35)  # a busy machine's
+    assert ranks(2).run(measure_planted, Slow(), options)[0] == pytest.approx(0.5, rel=0.35)
 
 
 class WrongOrder(CollectiveData):
