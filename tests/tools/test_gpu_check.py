@@ -412,7 +412,7 @@ def test_what_is_compiled_without_memory_is_what_tensors_with_memory_launch(tmp_
     python(SAME_KERNELS, TRITON_CACHE_DIR=str(tmp_path))
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     """All parts in their own processes, as far as they run there."""
