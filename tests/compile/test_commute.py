@@ -248,3 +248,36 @@ def test_where_cutting_a_matmul_fails_the_other_exchanges_move(rank: int) -> Non
     with broken, pytest.warns(UserWarning, match="commute failed.*broken"):
         report = check(program)
     assert [line.op is not None for line in report.collectives if line.graph == "forward"] == [False, True]
+
+
+def square(v: Values) -> Any:
+    joined = torch.cat([to_tokens(v["y"].repeat(8, 1, 1)).flatten(1), v["x"].repeat(8, 1)], 1)
+    w = torch.cat([v["w"], v["w"]])
+    return joined @ w, joined.permute(0, 1) @ w.cos()
+
+
+def of_two_dtypes(v: Values) -> Any:
+    joined = torch.cat([to_tokens(v["y"]).bfloat16().flatten(1), v["x"]], 1)
+    return joined @ torch.cat([v["w"], v["w"]])
+
+
+def without_degrees_of_freedom(v: Values) -> Any:
+    _, mean = torch.var_mean(product(v).flatten(1), 1, correction=DIM)
+    return to_heads(product(v) * mean.view(-1, 1, 1))
+
+
+@pytest.mark.filterwarnings("error:fusedcomm.compile")
+@on_ranks(2)
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("program", [of_two_dtypes, square, without_degrees_of_freedom])
+@pytest.mark.thorough
+def test_programs_that_reviews_brought(rank: int, program: Program, with_grad: bool) -> None:
+    """Operands of two dtypes, a permute that is no transpose, a variance of as many numbers as its correction."""
+    if with_grad:
+        check(program)
+        return
+    torch._dynamo.reset()
+    values = {name: value.detach() for name, value in inputs().items()}
+    with no_latency(), fusedcomm.compile.enabled():
+        got = torch.compile(program, fullgraph=True, backend=interpreted)(values)
+    torch.testing.assert_close(got, program(values), rtol=1e-4, atol=1e-3)
