@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -278,6 +279,7 @@ def test_programs_that_reviews_brought(rank: int, program: Program, with_grad: b
         return
     torch._dynamo.reset()
     values = {name: value.detach() for name, value in inputs().items()}
-    with no_latency(), fusedcomm.compile.enabled():
+    with no_latency(), fusedcomm.compile.enabled(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fusedcomm.compile")  # so a pass that fails warns
         got = torch.compile(program, fullgraph=True, backend=interpreted)(values)
     torch.testing.assert_close(got, program(values), rtol=1e-4, atol=1e-3)

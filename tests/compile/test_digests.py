@@ -153,6 +153,9 @@ def test_the_first_call_alone_is_a_collective(rank: int) -> None:
     with pytest.raises(fusedcomm.PeerMismatchError, match="differ on ranks"):
         call(f"b{rank}", [], "cpu", group_size, group_name)
     call("c", [], "cpu", group_size, group_name)
+    fusedcomm.reset()
+    with pytest.raises(fusedcomm.PeerMismatchError, match="differ on ranks"):  # both are as new after a reset
+        call("a" if rank else "c", [], "cpu", group_size, group_name)
 
 
 @on_ranks(2)
