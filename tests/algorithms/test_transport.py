@@ -24,7 +24,7 @@ from fusedcomm.runtime.workspace import Call, Round
 from fusedcomm.testing.virtual import VirtualGroup
 
 NUM_RANKS, NUM_ROUNDS, ROWS, K, N = 4, 8, 8 * 4, 6, 16
-CHUNK_BYTES = ROWS // NUM_ROUNDS * (N // NUM_RANKS) * 4  # of one round, for one peer
+CHUNK_BYTES = ROWS // NUM_ROUNDS * (N // NUM_RANKS) * 4  # one round's, for one peer
 
 
 class Stream:
