@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+import fusedcomm
 from benchmarks.gpu_check import (
     child,
+    commands,
     compile_kernels,
     driver,
     kernel_speed,
@@ -106,6 +108,30 @@ def test_a_part_that_goes_wrong_loses_one_case(kind: str, quick: None, tmp_path:
 def test_a_part_that_fails_behind_its_last_case_has_failed(quick: None, tmp_path: Path) -> None:
     ((result,), _) = run(broken("unfinished", tmp_path))
     assert result.status == "failed" and result.problems == ["ended with 3 behind its last case"]
+
+
+@pytest.mark.parametrize(
+    "text", ["chunked of bfloat16 failed its proof on a GPU: rank 0 ...", "fused could not be proved: ..."]
+)
+def test_a_plan_whose_proof_has_failed_is_a_failure(text: str) -> None:
+    processes.proved(fusedcomm.Plan(OPS[0], "unfused", "estimated 1 us, default numbers"))
+    with pytest.raises(AssertionError, match=text.partition(":")[0]):
+        processes.proved(fusedcomm.Plan(OPS[0], "unfused", text))
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(1, "1 failed, 1 passed in 1s"), (0, "1 passed, 1 skipped in 1s"), (0, "no tests ran")]
+)
+def test_tests_that_fail_or_are_skipped_prove_nothing(code: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tested() -> dict[str, Any]:
+        done = subprocess.CompletedProcess([], code, text, "")
+        monkeypatch.setattr(commands, "run_module", lambda *args, **options: done)
+        return commands.tests_of_device_to_host(torch.device("cuda"))
+
+    with pytest.raises(AssertionError):
+        tested()
+    code, text = 0, "2 passed in 1s"
+    assert tested() == {"tests": text}
 
 
 def test_without_the_group_it_would_live_on(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
