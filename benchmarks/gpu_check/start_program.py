@@ -15,7 +15,7 @@ from benchmarks.gpu_check.cases import GpuCall, GpuCase
 from benchmarks.gpu_check.op_speed import DTYPE, compare
 
 BATCHES, GROUP_SIZE = 2, 4
-NUM_ROUNDS = 2  # `VirtualGroup.load` takes no more
+NUM_ROUNDS = 2
 
 
 def calls(cuda: bool) -> list[GpuCall]:

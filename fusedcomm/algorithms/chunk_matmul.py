@@ -28,7 +28,7 @@ class PushedMatmul:
     def __call__(self, spans: RoundSpans, dst_rank: int, chunk: Tensor) -> None:
         """``chunk`` is flat [batches * rows * columns], or [runs, rows in a run * columns] if `fills_runs` allows."""
         batches, rows, columns = spans.batches, spans.rows, spans.columns
-        if chunk.ndim == 2:
+        if chunk.ndim == 2 and batches.size == 1:
             rows_in_run = rows.size // chunk.shape[0]
             rows = Span(rows.size, rows.start, rows_in_run, rows_in_run, rows.peer_stride)
         if self.y is not None:
@@ -80,6 +80,13 @@ class GatheredMatmul:
             else:
                 out.baddbmm_(x[:, :, part], w[:, part])
 
+    def round(self, spans: RoundSpans, gathered: Tensor) -> None:
+        """Compute the rows of a round whose chunks are all in ``gathered``."""
+        x = self._of_round(gathered.view(*self.out.shape[:2], self.w.shape[1]), spans)
+        out = self._of_round(self.out, spans)
+        if out.numel() > 0:
+            _multiply(x, self._batches(self.w, spans), None if self.bias is None else self.bias[0], out)
+
     def all(self, gathered: Tensor) -> None:
         """Compute all rows at once."""
         x = gathered.view(*self.out.shape[:2], self.w.shape[1])
@@ -106,12 +113,17 @@ def adds_up(exchange: Exchange, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and exchange.column_run >= _MIN_PIECE
 
 
+def takes_all(exchange: Exchange, dtype: torch.dtype) -> bool:
+    """Whether the matmul of a gather must wait for all sources, as its result cannot hold their sums."""
+    return exchange.gathers and exchange.splits_columns and not adds_up(exchange, dtype)
+
+
 def fills_runs(spans: RoundSpans) -> bool:
     """Whether the matmul can write a chunk to the place where it is unpacked: long runs of consecutive rows."""
     run, row = spans.unpack.inner, spans.columns.size
-    if spans.chunk_numel == 0 or not spans.batches.size == spans.rows.outer == 1:
+    if spans.chunk_numel == 0 or spans.rows.outer != 1 or run % row != 0 or run < _MIN_PIECE * row:
         return False
-    return run % row == 0 and run >= _MIN_PIECE * row
+    return spans.batches.size == 1 or run == spans.rows.size * row  # a run is a batch
 
 
 def _split(span: Span) -> tuple[int, int]:

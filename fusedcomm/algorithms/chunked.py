@@ -1,19 +1,21 @@
 """`chunked`: a chunk is moved while the next one is computed.
 
 A push makes one matmul per peer, the next peer's first and the own chunk last. A gather makes one per source, own data
-first. Both make one matmul for all chunks where rows are few; a gather also where its sums need float32.
+first. Both make one matmul for all chunks where rows are few. Where the sums of a gather need float32, it makes one for
+each round, whose chunks come beside the matmul of the round before.
 
 The code is written once, and a transport moves the chunks. On a CPU the matmul writes straight into the peer's slot.
-With CUDA, cuBLAS runs on the current stream and the copies on another.
+With CUDA, cuBLAS runs on the current stream, and copies and waits on two others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
-from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul, adds_up
+from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul, adds_up, takes_all
 from fusedcomm.algorithms.transport import Transport, copy_between, transport_of
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.profiler import lane
@@ -22,11 +24,11 @@ from fusedcomm.runtime.workspace import Call, Round
 
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    workspace, transport = call.workspace, transport_of(call.workspace)
+    transport = transport_of(call.workspace)
     matmul = PushedMatmul(x, w, bias, call.exchange)
     out = transport.result(x, call.exchange.out_shape, out)
-    with ordered(workspace), workspace.guarded(call.op):
-        for round in workspace.rounds(call, x.dtype):
+    with _running(call, transport):
+        for round in call.workspace.rounds(call, x.dtype):
             _push(matmul, round, transport, out)
             transport.unpack(round, out)
     return out
@@ -36,11 +38,11 @@ def push_reduce(
     call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
     """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
-    workspace, transport = call.workspace, transport_of(call.workspace)
+    transport = transport_of(call.workspace)
     matmul = PushedMatmul(x, w, None, call.exchange)
     out = transport.result(x, call.exchange.out_shape, out)
-    with ordered(workspace), workspace.guarded(call.op):
-        for round in workspace.rounds(call, x.dtype):
+    with _running(call, transport):
+        for round in call.workspace.rounds(call, x.dtype):
             _push(matmul, round, transport)
             transport.reduce(round, out, bias, scale)
     return out
@@ -54,14 +56,15 @@ def push_reduce_gather(
     matmul = PushedMatmul(x, w, None, call.exchange)
     out = transport.result(x, call.exchange.out_shape, out)
     reduced = x.new_empty(call.exchange.block)
-    with ordered(workspace), workspace.guarded(call.op):
+    with _running(call, transport):
         workspace.begin(call)
         for spans in call.exchange.rounds(workspace.max_chunk_numel(x.dtype.itemsize)):
             with workspace.round(call, spans, x.dtype) as round:
                 _push(matmul, round, transport)
                 transport.reduce(round, reduced, bias, scale)
             with workspace.round(call, spans, x.dtype) as round:
-                transport.pack(round, reduced, own=True)
+                transport.begin(round)
+                transport.pack(round, reduced)
                 transport.unpack(round, out, own=reduced)
     return out
 
@@ -75,27 +78,34 @@ def gather_matmul(
     outs = [transport.result(x, shape) for shape in exchange.out_shapes]
     matmuls = [GatheredMatmul(*each, exchange) for each in zip(outs, ws, biases, strict=True)]
     adds = exchange.splits_columns and adds_up(exchange, x.dtype)
-    # One matmul waits for all chunks if the result cannot hold the sums, or if one per source would read w repeatedly.
-    at_once = (exchange.splits_columns and not adds) or exchange.few_rows
-    gathered = transport.result(x, exchange.shape) if return_gathered or at_once else None
-    with ordered(workspace), workspace.guarded(call.op):
-        for round in workspace.rounds(call, x.dtype):
-            transport.pack(round, x, own=False)
+    # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.
+    by_round, at_end = takes_all(exchange, x.dtype), exchange.few_rows
+    gathered = transport.result(x, exchange.shape) if return_gathered or by_round or at_end else None
+    max_numel = transport.max_chunk_numel(exchange, x.dtype) if by_round else 0
+    with _running(call, transport):
+        for round in workspace.rounds(call, x.dtype, max_numel):
+            transport.begin(round)
+            transport.pack(round, x)
+            if gathered is not None and (by_round or at_end):
+                transport.unpack(round, gathered, own=x)
+                if by_round:
+                    transport.arrived()
+                    _multiply(matmuls, round, gathered)
+                continue
             for src_rank in round.sources():
                 chunk = _chunk_from(src_rank, round, transport, x)
                 if gathered is not None:
                     with lane("copy", src_rank):
                         copy_between(round.spans.unpack.view(gathered.view(-1), 0, src_rank), chunk)
-                for matmul in [] if at_once else matmuls:
+                for matmul in matmuls:
                     with lane("matmul", src_rank):
                         if adds:
                             part = matmul.part(round.spans, src_rank, chunk, gathered)
                             matmul.add(round.spans, src_rank, part, first=src_rank == workspace.rank)
                         else:
                             matmul.chunk(round.spans, src_rank, chunk.reshape(-1))
-            made = [] if at_once else outs
-            transport.finish(round, made if gathered is None else [*made, gathered])
-    if at_once:
+            transport.finish(round, outs if gathered is None else [*outs, gathered])
+    if at_end:
         assert gathered is not None
         for matmul in matmuls:
             with lane("matmul"):
@@ -103,14 +113,32 @@ def gather_matmul(
     return outs, gathered if return_gathered else None
 
 
+@contextmanager
+def _running(call: Call, transport: Transport) -> Iterator[None]:
+    """Keep the launches of a call in order, and guarded, from the fork of its streams to their join."""
+    with ordered(call.workspace), call.workspace.guarded(call.op):
+        transport.fork()
+        try:
+            yield
+        finally:
+            transport.join()
+
+
 def _push(matmul: PushedMatmul, round: Round, transport: Transport, out: Tensor | None = None) -> None:
     """Compute and send every dst_rank's chunk, the next rank's first. ``out``: where the own chunk may go directly."""
+    transport.begin(round)
     for dst_rank in round.peers():
         chunk = transport.place(round, dst_rank, out)
         with lane("matmul", dst_rank):
             matmul(round.spans, dst_rank, chunk)
         with lane("push", dst_rank):
             transport.send(round, dst_rank, chunk)
+
+
+def _multiply(matmuls: Sequence[GatheredMatmul], round: Round, gathered: Tensor) -> None:
+    for matmul in matmuls:
+        with lane("matmul"):
+            matmul.round(round.spans, gathered)
 
 
 def _chunk_from(src_rank: int, round: Round, transport: Transport, x: Tensor) -> Tensor:

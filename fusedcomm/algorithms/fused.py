@@ -1,8 +1,8 @@
 """`fused`: persistent Triton kernels. One kernel stores each finished tile into the peer's slot, one waits per source
 in its loop, and one adds what has arrived.
 
-A kernel that sends never waits, and one that waits never sends. So a gather is two kernels: the copies to the peers run
-beside the matmul, on the side stream, on SMs that it leaves free.
+A kernel that sends never waits, and one that waits never sends. So a gather is a matmul and, on the side stream, copies
+to the peers: by copy engines, or by a kernel on SMs that the matmul leaves free.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import kernel_launch
+from fusedcomm.algorithms.transport import copy_runs
 from fusedcomm.geometry.exchange import RoundSpans
+from fusedcomm.runtime import signals, stream_writes
+from fusedcomm.runtime.captures import is_for_capture
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.profiler import lane
-from fusedcomm.runtime.workspace import Call, Workspace
+from fusedcomm.runtime.workspace import Call, Round, Workspace
 
 
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -83,14 +86,24 @@ def gather_matmul(
     x, ws = x.contiguous(), [kernel_launch.loadable(w) for w in ws]
     outs = [x.new_empty(shape) for shape in call.exchange.out_shapes]
     gathered = x.new_empty(call.exchange.shape) if return_gathered else None
+    by_copy = _copy_engines_send(call, x.itemsize)
     with _kernels(call):
         for spans in _rounds(call, x):
-            with _beside(workspace), lane("push"):
-                kernel_launch.pack(x, spans.pack, workspace, fingerprint)
+            if by_copy:
+                _copy(x, Round(workspace, workspace.epoch + 1, spans, x.dtype, call.op, fingerprint))
+            else:
+                with _beside(workspace), lane("push"):
+                    kernel_launch.pack(x, spans.pack, workspace, fingerprint)
+                if (
+                    workspace.device.type == "cuda"
+                ):  # all programs of pack have their SMs before the matmul takes the rest
+                    signals.wait_source(workspace.rank, workspace, fingerprint)
             for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
                 last = gathered is None and i == len(outs) - 1
                 with lane("matmul"):
-                    kernel_launch.gather_matmul(out, w, bias, spans, workspace, fingerprint, end_round=last)
+                    kernel_launch.gather_matmul(
+                        out, w, bias, spans, workspace, fingerprint, end_round=last, all_sms=by_copy
+                    )
             if gathered is not None:
                 with lane("copy"):
                     kernel_launch.unpack(gathered, spans.unpack, workspace, fingerprint)
@@ -118,6 +131,35 @@ def _launched(call: Call) -> None:
     workspace.launched(captured=cuda and torch.cuda.is_current_stream_capturing())
     if not cuda:
         workspace.check(call.op)
+
+
+def _copy_engines_send(call: Call, itemsize: int) -> bool:
+    """Whether copy engines send what a gather takes, and the matmul has all SMs.
+
+    A graph would fix the slots, and the epoch of a workspace that graphs use is known on the device alone. Copies
+    within a GPU, as between ranks that share it, need SMs, and so do signals that are kernels.
+    """
+    workspace, device = call.workspace, call.workspace.device
+    if call.exchange.chunk_numel * itemsize < workspace.least_copied:
+        return False
+    for_capture = workspace.least_copied > 0 and is_for_capture(device)  # a proof takes 0, and is in no capture
+    if device.type != "cuda" or workspace.captured or workspace.shares_gpu or for_capture:
+        return False
+    return stream_writes.available(device)
+
+
+def _copy(x: Tensor, round: Round) -> None:
+    """What pack_kernel does, with the SMs free for the matmul but for the own chunk, which comes before it."""
+    workspace, main = round.workspace, torch.cuda.current_stream(round.workspace.device)
+    with lane("push"):
+        signals.begin_push(workspace)
+        for dst_rank in [workspace.rank, *round.peers()[:-1]]:
+            stream = main if dst_rank == workspace.rank else workspace.side_stream()
+            with torch.cuda.stream(stream):
+                copy_runs(round.part(dst_rank), round.spans.pack.view(x.view(-1), 0, dst_rank))
+            stream_writes.write(stream, *workspace.flag(dst_rank, round.epoch, round.fingerprint))
+            if stream is main:
+                workspace.side_stream().wait_stream(main)
 
 
 @contextmanager

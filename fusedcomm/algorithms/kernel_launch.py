@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fusedcomm.algorithms import tiles
 from fusedcomm.geometry.exchange import RoundSpans
 from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.bundles import Sizes, Traits
 from fusedcomm.runtime.signals import Segments, signal, wait
 from fusedcomm.runtime.topology import tf32_allowed
 
@@ -41,46 +43,24 @@ def push(
     if w.shape[-2] == 0:  # the kernel takes K > 0
         x, w = x.new_zeros(*x.shape[:-1], 1), w.new_zeros(*w.shape[:-2], 1, w.shape[-1])
     x, w = x.flatten(0, -2).contiguous(), _matrices(w)
-    _, num_k, num_n = w.shape
+    num_k = w.shape[1]
     shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, workspace.group_size)
     describable = can_describe_x(x) and can_describe_w(w)
     config = _matmul_config(x, shape, workspace.num_programs("push"), describable)
     use_tma = _has_tma(x) and describable and tiles.boxes(config, shape)
-    push_matmul_kernel[_grid("push", workspace, tiles.num_tiles(config, shape) * shape.count)](
-        describe_x(x, config) if use_tma else x,
-        describe_w(w, config) if use_tma else w,
-        None if bias is None else bias.contiguous(),
-        workspace.segments,
-        _span(spans.batches),
-        _span(spans.rows),
-        _span(spans.columns),
-        num_m,
-        num_n,
-        num_k,
-        w.stride(),
-        spans.chunk_numel,
-        workspace.slot_bytes,
-        fingerprint,
-        workspace.rank,
-        workspace.layout.tiles_done,
-        workspace.layout.flags,
-        workspace.layout.header_bytes,
-        workspace.group_size,
-        _triton_dtype(x.dtype),
+    traits = Traits(
         use_tma,
         w.stride(2) != 1,
         tiles.in_runs(spans.rows, config.block_m),
         tiles.in_runs(spans.columns, config.block_n),
         num_k % config.block_k == 0,
         tf32_allowed(),
-        config.block_m,
-        config.block_n,
-        config.block_k,
-        config.group_m,
-        config.halves,
-        workspace.num_slots,
+    )
+    push_matmul_kernel[_grid("push", workspace, tiles.num_tiles(config, shape) * shape.count)](
+        describe_x(x, config) if use_tma else x,
+        *_arguments(w, bias, num_m, spans, workspace, fingerprint, config, traits),
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=_num_stages(config, x, use_tma),
     )
 
 
@@ -100,17 +80,12 @@ def pack(t: Tensor, span: Span, workspace: Segments, fingerprint: int) -> None:
     pack_kernel[_grid("pack", workspace, num_tiles)](
         t,
         workspace.segments,
-        _span(span),
+        tuple(span),
         workspace.slot_bytes,
         fingerprint,
         workspace.rank,
-        workspace.layout.tiles_done,
-        workspace.layout.flags,
-        workspace.layout.header_bytes,
-        workspace.group_size,
-        config.block_runs,
-        config.block_inner,
-        workspace.num_slots,
+        workspace.segment_layout,
+        config,
         num_warps=config.num_warps,
     )
 
@@ -124,22 +99,22 @@ def gather_matmul(
     fingerprint: int,
     *,
     end_round: bool,
+    all_sms: bool = False,
 ) -> None:
     """Multiply every src_rank's chunk by its part of w, as the chunks arrive, into its rows of ``out``; add the bias.
 
     out [..., N] is the result of all rounds; w is [K, N] or [..., K, N]. ``end_round``: no kernel of this round
-    follows.
+    follows. ``all_sms``: no kernel runs beside it that must send.
     """
     assert out.is_contiguous()
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
     w = _matrices(w)
     _, num_k, num_n = w.shape
-    split_k = spans.columns.size != num_k
+    split_k, kind = spans.columns.size != num_k, "gather alone" if all_sms else "gather"
     shape = _gather_shape(spans, num_n, workspace.group_size, split_k)
-    whole_blocks = spans.columns.inner % tiles.BLOCK_K == 0
-    describable = whole_blocks and can_describe_w(w)
+    describable = can_describe_slots(spans, workspace.group_size) and can_describe_w(w)
     aligned = _aligned(spans.columns.size * w.itemsize, _row_step(w) * w.itemsize)
-    config = _matmul_config(out, shape, workspace.num_programs("gather"), describable, aligned)
+    config = _matmul_config(out, shape, workspace.num_programs(kind), describable, aligned)
     num_tiles = tiles.num_tiles(config, shape) * shape.count
     if num_tiles == 0:
         if end_round:
@@ -148,49 +123,32 @@ def gather_matmul(
     from fusedcomm.kernels.triton.gather_matmul import gather_matmul_kernel
 
     even_k = spans.columns.inner % config.block_k == 0
-    w_tma = _has_tma(out) and describable
+    use_tma = _has_tma(out) and describable
     in_runs = tiles.in_runs(spans.columns, config.block_k)
-    gather_matmul_kernel[_grid("gather", workspace, num_tiles)](
-        out,
-        describe_w(w, config) if w_tma else w,
-        None if bias is None else bias.contiguous(),
-        workspace.segments,
-        _span(spans.batches),
-        _span(spans.rows),
-        _span(spans.columns),
-        num_m,
-        num_n,
-        num_k,
-        w.stride(),
-        spans.chunk_numel,
-        workspace.slot_bytes,
-        fingerprint,
-        workspace.rank,
-        workspace.layout.flags,
-        workspace.layout.header_bytes,
-        workspace.group_size,
-        split_k,
-        w_tma,
+    traits = Traits(
+        use_tma,
         w.stride(2) != 1,
         tiles.in_runs(spans.rows, config.block_m),
         in_runs,
         even_k or (not in_runs and spans.columns.size % config.block_k == 0),
         tf32_allowed(),
-        config.block_m,
-        config.block_n,
-        config.block_k,
-        config.group_m,
-        config.halves,
+        split_k,
         end_round,
-        workspace.num_slots,
+    )
+    gather_matmul_kernel[_grid(kind, workspace, num_tiles)](
+        out,
+        describe_slots(workspace, spans, out.dtype, config) if use_tma else None,
+        *_arguments(w, bias, num_m, spans, workspace, fingerprint, config, traits),
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=_num_stages(config, out, use_tma),
         maxnreg=_ALL_REGISTERS,
     )
 
 
-def unpack(out: Tensor, span: Span, workspace: Segments, fingerprint: int, *, end_round: bool = True) -> None:
-    """Wait for every src_rank's chunk and copy it to its place in ``out``."""
+def unpack(
+    out: Tensor, span: Span, workspace: Segments, fingerprint: int, *, end_round: bool = True, own: bool = True
+) -> None:
+    """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there."""
     assert out.is_contiguous()
     if span.size == 0:
         if end_round:
@@ -202,17 +160,14 @@ def unpack(out: Tensor, span: Span, workspace: Segments, fingerprint: int, *, en
     unpack_kernel[_grid("unpack", workspace, num_tiles)](
         out,
         workspace.segments,
-        _span(span),
+        tuple(span),
         workspace.slot_bytes,
         fingerprint,
         workspace.rank,
-        workspace.layout.flags,
-        workspace.layout.header_bytes,
-        workspace.group_size,
-        config.block_runs,
-        config.block_inner,
+        workspace.segment_layout,
+        config,
         end_round,
-        workspace.num_slots,
+        own,
         num_warps=config.num_warps,
     )
 
@@ -240,15 +195,43 @@ def reduce(out: Tensor, span: Span, bias: Tensor | None, scale: float, workspace
         workspace.slot_bytes,
         fingerprint,
         workspace.rank,
-        workspace.layout.flags,
-        workspace.layout.header_bytes,
-        workspace.group_size,
+        workspace.segment_layout,
         scale != 1.0,
         block,
-        workspace.num_slots,
         num_warps=num_warps,
         maxnreg=_ALL_REGISTERS,
     )
+
+
+def _arguments(
+    w: Tensor,
+    bias: Tensor | None,
+    num_m: int,
+    spans: RoundSpans,
+    workspace: Segments,
+    fingerprint: int,
+    config: tiles.TileConfig,
+    traits: Traits,
+) -> tuple[Any, ...]:
+    """What push_matmul_kernel and gather_matmul_kernel take alike, from w on."""
+    _, num_k, num_n = w.shape
+    return (
+        describe_w(w, config) if traits.by_tma else w,
+        None if bias is None else bias.contiguous(),
+        workspace.segments,
+        _plain(spans),
+        Sizes(num_m, num_n, num_k, w.stride(0), w.stride(1), w.stride(2), spans.chunk_numel, workspace.slot_bytes),
+        fingerprint,
+        workspace.rank,
+        workspace.segment_layout,
+        config,
+        traits,
+    )
+
+
+def _plain(spans: RoundSpans) -> tuple[tuple[int, ...], ...]:
+    """The Spans of a matmul as plain tuples, which Triton takes in a third of the time of named ones."""
+    return tuple(spans.batches), tuple(spans.rows), tuple(spans.columns)
 
 
 def _grid(kind: str, workspace: Segments, num_tiles: int) -> tuple[int]:
@@ -278,6 +261,21 @@ def _matmul_config(
     arch = tiles.architecture(t.device)
     describable = describable and _has_tma(t)
     return tiles.matmul_config(arch, t.dtype, shape, num_programs, describable, tf32_allowed(), aligned)
+
+
+def _num_stages(config: tiles.TileConfig, t: Tensor, use_tma: bool) -> int:
+    """On Hopper and later Triton before 3.7 leaves out the fence that tensor cores need behind copies by pointer
+    (cp.async). With one stage it makes none: data go through registers, whose stores it fences.
+    """
+    unfenced = _has_tma(t) and not use_tma and _triton_version() < (3, 7)
+    return 1 if unfenced else config.num_stages
+
+
+@functools.cache
+def _triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(number) for number in triton.__version__.split(".")[:2])
 
 
 def _has_tma(t: Tensor) -> bool:
@@ -314,6 +312,12 @@ def can_describe_w(w: Tensor) -> bool:
     )
 
 
+def can_describe_slots(spans: RoundSpans, group_size: int) -> bool:
+    """Whether a tensor descriptor can load every source's chunk [batches * rows, columns] in whole blocks of K."""
+    num_rows = group_size * spans.batches.size * spans.rows.size
+    return spans.columns.inner % tiles.BLOCK_K == 0 and max(num_rows, spans.columns.size) <= _INT32_MAX
+
+
 def _row_step(w: Tensor) -> int:
     return w.stride(1) if w.stride(2) == 1 else w.stride(2)
 
@@ -329,6 +333,21 @@ def describe_x(x: Tensor, config: tiles.TileConfig) -> Any:
     return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [config.block_m, config.block_k])
 
 
+def describe_slots(workspace: Segments, spans: RoundSpans, dtype: torch.dtype, config: tiles.TileConfig) -> Any:
+    """Both slots of this rank [num_slots, rows of all chunks, columns]: the kernel takes that of its epoch."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    start, num_columns = workspace.segment_layout.header_bytes, spans.columns.size
+    slots = workspace.segment[start : start + workspace.segment_layout.num_slots * workspace.slot_bytes].view(dtype)
+    num_rows = workspace.group_size * spans.batches.size * spans.rows.size
+    return TensorDescriptor(
+        slots,
+        [workspace.segment_layout.num_slots, num_rows, num_columns],
+        [workspace.slot_bytes // dtype.itemsize, num_columns, 1],
+        [1, config.block_m, config.block_k],
+    )
+
+
 def describe_w(w: Tensor, config: tiles.TileConfig) -> Any:
     """w as the kernels' loads see it: two dims, with the batches below one another."""
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -341,13 +360,3 @@ def describe_w(w: Tensor, config: tiles.TileConfig) -> Any:
         rows, columns, step = num_batches * num_n, num_k, w.stride(2)
         block = [config.block_n, config.block_k]
     return TensorDescriptor(w, [rows, columns], [step, 1], block)
-
-
-def _span(span: Span) -> tuple[int, int, int, int, int]:
-    return span.size, span.start, span.inner, span.outer_stride, span.peer_stride
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -8,7 +8,6 @@ Rules say what cannot run, each with its reason:
     one row does not fit a slot                         unfused     rounds are cut between rows
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
-    Hopper and later, Triton before 3.7                 not fused   its kernels lack a fence of the async proxy
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
     GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
 
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedcomm import env
+from fusedcomm.algorithms.chunk_matmul import takes_all
 from fusedcomm.cost import model
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry.exchange import Exchange
@@ -51,7 +51,8 @@ class Plan:
         reason: why: a rule that excludes the others, an override, or the estimated times and whose numbers they are
             from.
         slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it runs unfused.
-        num_rounds: into how many rounds the call is cut so that each fits a slot; 0 where it runs unfused.
+        num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
+            next; 0 where it runs unfused.
     """
 
     op: str
@@ -125,6 +126,9 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
             return Plan(op, "unfused", wrong)
         why += "; proved at its first call" if wrong is None else ""
     slot_bytes, num_rounds = _rounds(exchange, dtype, member)
+    if algorithm == "chunked" and member.device.type == "cuda" and takes_all(exchange, dtype):
+        max_numel = member.max_slot_bytes // (exchange.group_size * dtype.itemsize)
+        num_rounds = len(exchange.rounds(exchange.piece_numel(dtype.itemsize, max_numel)))
     return Plan(op, algorithm, why, slot_bytes, num_rounds)
 
 
@@ -135,11 +139,8 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> 
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
     if why := model.decode_reason(exchange, exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
-    for_capture, no_fused = is_for_capture(member.device), member.topology.no_fused
-    if for_capture and no_fused:
-        return "unfused", f"{no_fused}; CUDA graph: not chunked"
-    excluded = {"fused": no_fused, "chunked": for_capture}
-    usable = tuple(name for name in ("fused", "chunked", "unfused") if not excluded.get(name))
+    for_capture = is_for_capture(member.device)
+    usable = ("fused", "unfused") if for_capture else ("fused", "chunked", "unfused")
     name, why = _fastest(op, exchange, kind, constants, usable)
     return name, f"{why}; CUDA graph: not chunked" if for_capture else why
 

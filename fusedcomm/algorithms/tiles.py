@@ -7,37 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.bundles import CopyConfig, TileConfig
 
 INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
 BLOCK_K = 64  # block_k is this, or a divisor of it, in all tiles that descriptors load
 _MAX_POINTER_N = 128
 _MAX_ELEMENT_N = 64
 _MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this many times what is needed
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """A CUDA block computes [block_m, block_n] in steps of block_k, num_stages of them in flight.
-
-    ``halves``: the result is stored in two halves, which takes fewer registers and less shared memory.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int
-    num_warps: int
-    num_stages: int
-    halves: bool = False
-
-
-@dataclass(frozen=True)
-class CopyConfig:
-    """One CUDA block copies block_runs runs of block_inner elements at a time."""
-
-    block_runs: int
-    block_inner: int
-    num_warps: int
 
 
 @dataclass(frozen=True)
@@ -136,8 +112,8 @@ def boxes(config: TileConfig, shape: Shape) -> bool:
 
 
 def copy_config(arch: int, span: Span, itemsize: int) -> CopyConfig:
-    """Sizes for 16 KiB at a time, which is 4 loads of 16 bytes in flight per thread; 2 KiB where runs are unaligned."""
-    numel = 1024 if arch == INTERPRETER else (16384 if span.inner % 16 == 0 else 2048) // itemsize
+    """Sizes for 32 KiB at a time, which is 8 loads of 16 bytes in flight per thread; 2 KiB where runs are unaligned."""
+    numel = 1024 if arch == INTERPRETER else (32768 if span.inner % 16 == 0 else 2048) // itemsize
     block_inner = min(numel, _fitting(span.inner, numel))
     return CopyConfig(numel // block_inner, block_inner, num_warps=8)
 

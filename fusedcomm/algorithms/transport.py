@@ -10,14 +10,28 @@ from torch import Tensor
 
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.algorithms.chunk_matmul import fills_runs
-from fusedcomm.runtime import signals
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime import signals, stream_writes
 from fusedcomm.runtime.profiler import lane
+from fusedcomm.runtime.segment import NUM_SLOTS
 from fusedcomm.runtime.workspace import Round, Workspace
 
 
 class Transport(Protocol):
+    def fork(self) -> None:
+        """Begin a call, when its inputs are made and its results have their memory."""
+
+    def join(self) -> None:
+        """End a call, whole or left half way: what follows comes after all that it has begun."""
+
     def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
         """A tensor for a result: ``out``, if it is given."""
+
+    def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
+        """The largest chunk of a gather whose matmul needs all sources: small enough to hide one behind another."""
+
+    def begin(self, round: Round) -> None:
+        """Begin a round, before its first chunk is sent."""
 
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
         """Where the matmul may write dst_rank's chunk: a flat tensor, or the runs of ``out`` that it is unpacked to."""
@@ -25,14 +39,17 @@ class Transport(Protocol):
     def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
         """Move what was written to ``place``, and signal it."""
 
-    def pack(self, round: Round, packed: Tensor, own: bool) -> None:
-        """Send every chunk of ``packed``. This rank's own slot gets its chunk only if ``own``."""
+    def pack(self, round: Round, packed: Tensor) -> None:
+        """Send its chunk of ``packed`` to every peer. This rank's own chunk stays where it is."""
 
     def wait(self, round: Round, src_rank: int) -> None:
         """Wait for src_rank's chunk; it may be read only after this."""
 
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
         """Wait for all chunks, copy them to their places, and end the round. ``own``: what was packed, if anything."""
+
+    def arrived(self) -> None:
+        """Let the matmuls that follow take what has been unpacked."""
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
         """Wait for all chunks, add them in rank order in float32, round once, and end the round."""
@@ -44,6 +61,21 @@ class Transport(Protocol):
 class CpuTransport:
     """Peers' slots are ordinary memory here. Waits are on the host, and raise when they fail."""
 
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def fork(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+    def begin(self, round: Round) -> None:
+        pass
+
+    def arrived(self) -> None:
+        pass
+
     def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
         from fusedcomm.kernels.cpu import native
 
@@ -51,17 +83,18 @@ class CpuTransport:
         native.prefer_huge_pages(out.data_ptr(), out.numel() * out.itemsize)
         return out
 
+    def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
+        return self.workspace.max_chunk_numel(dtype.itemsize)
+
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
-        if out is None or dst_rank != round.workspace.rank or not self._in_place(round):
-            return round.part(dst_rank)
-        own = round.spans.unpack.view(out.view(-1), 0, dst_rank)
-        return own[0] if own.shape[0] == 1 else own
+        own = _own_place(round, out) if dst_rank == round.workspace.rank else None
+        return round.part(dst_rank) if own is None else own
 
     def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
         if dst_rank != round.workspace.rank:
             round.signal(dst_rank)
 
-    def pack(self, round: Round, packed: Tensor, own: bool) -> None:
+    def pack(self, round: Round, packed: Tensor) -> None:
         for dst_rank in round.peers()[:-1]:
             with lane("push", dst_rank):
                 chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
@@ -77,7 +110,7 @@ class CpuTransport:
         with lane("copy", rank):
             if own is not None:
                 copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
-            elif not self._in_place(round):
+            elif _own_place(round, out) is None:
                 copy_between(spans.unpack.view(out.view(-1), 0, rank), round.received(rank))
         for src_rank in round.sources()[1:]:
             self.wait(round, src_rank)
@@ -94,83 +127,146 @@ class CpuTransport:
     def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
         pass
 
-    def _in_place(self, round: Round) -> bool:
-        """Whether the own chunk of a push goes straight to the result."""
-        return round.spans.unpack.outer == 1 or fills_runs(round.spans)
-
 
 class CudaTransport:
-    """Copies on a side stream move chunks. Waits are kernels, whose failures poison the results with NaN.
+    """Three streams, which meet by events only, so that a round's copies run beside the matmuls of the next one:
 
-    Each send first waits for the main stream. That edge also keeps every signal of this round behind this rank's reads
-    of the last round.
+        main    the matmuls, on the caller's stream; and the waits before those that read a slot themselves
+        sends   copies to the peers by the copy engines, each with its signal behind it
+        reads   kernels that wait for peers, read the own slot, and end the round
 
-    What the side stream reads is held until the main stream has joined it, in every round. Then the next round takes
-    the same memory, however far the host is ahead. ``record_stream`` would keep it until the GPU has come there.
+    Failures of waits are found by kernels, and poison the results with NaN.
+
+    A round's sends begin when ``reads`` has ended the round before. So this rank has every peer's signal of that round
+    before it writes to a peer, and all its reads of that round come before its signals of this one: two slots are
+    enough. The own signal is the last one, and what ends a round waits for it: so none ends before all are sent.
+    Signals are writes of the stream itself. A kernel would wait until a matmul that fills the GPU leaves it.
     """
 
     def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
         self.main = torch.cuda.current_stream(workspace.device)
-        self.side = workspace.side_stream()
-        self.held: list[Tensor] = []
+        self.sends, self.reads = workspace.side_stream(), workspace.reading_stream()
+        self.staging: dict[int, Tensor] = {}  # by dst_rank: what a matmul has made and a copy sends, in every round
+        self.copied: dict[int, torch.cuda.Event] = {}  # by dst_rank: when it may be written again
+        self.ended: list[torch.cuda.Event] = []  # the last rounds of both slots: then main may write there again
+
+    def fork(self) -> None:
+        self.sends.wait_stream(self.main)
+        self.reads.wait_stream(self.main)
+
+    def join(self) -> None:
+        self.main.wait_stream(self.sends)
+        self.main.wait_stream(self.reads)
 
     def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
         return like.new_empty(shape) if out is None else out
 
+    def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
+        return exchange.piece_numel(dtype.itemsize, self.workspace.max_chunk_numel(dtype.itemsize))
+
+    def begin(self, round: Round) -> None:
+        # The kernel stands where SMs have just become free, and before the first matmul: none holds it up.
+        with torch.cuda.stream(self.reads):
+            signals.begin_push(round.workspace)
+        self.sends.wait_stream(self.reads)
+        if len(self.ended) == NUM_SLOTS:
+            self.main.wait_event(self.ended[0])
+
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
-        own = round.part(dst_rank)
-        return own if dst_rank == round.workspace.rank else torch.empty_like(own)
+        if dst_rank == round.workspace.rank:
+            own = _own_place(round, out)
+            return round.part(dst_rank) if own is None else own
+        if dst_rank in self.copied:
+            self.main.wait_event(self.copied[dst_rank])
+        else:
+            self.staging[dst_rank] = torch.empty_like(round.part(dst_rank))
+        return self.staging[dst_rank][: round.spans.chunk_numel]  # the first round's chunks are the largest
 
     def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
-        self.side.wait_stream(self.main)
-        with torch.cuda.stream(self.side):
-            if dst_rank == round.peers()[0]:
-                signals.begin_push(round.workspace)
-            if dst_rank != round.workspace.rank:
+        self.sends.wait_stream(self.main)
+        if dst_rank != round.workspace.rank:
+            with torch.cuda.stream(self.sends):
                 round.part(dst_rank).copy_(chunk)
-                self.held.append(chunk)
-            self._signal(round, dst_rank)
+            self.copied[dst_rank] = self.sends.record_event()
+        self._signal(round, dst_rank)
 
-    def pack(self, round: Round, packed: Tensor, own: bool) -> None:
-        self.side.wait_stream(self.main)
-        with torch.cuda.stream(self.side), lane("push"):
-            signals.begin_push(round.workspace)
-            for dst_rank in round.peers():
-                if own or dst_rank != round.workspace.rank:
-                    chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
-                    round.part(dst_rank).view(chunk.shape).copy_(chunk)
+    def pack(self, round: Round, packed: Tensor) -> None:
+        with torch.cuda.stream(self.sends), lane("push"):
+            for dst_rank in round.peers()[:-1]:
+                copy_runs(round.part(dst_rank), round.spans.pack.view(packed.view(-1), 0, dst_rank))
                 self._signal(round, dst_rank)
-        self.held.append(packed)
+        self._signal(round, round.workspace.rank)
 
     def wait(self, round: Round, src_rank: int) -> None:
         with lane("wait", src_rank):
             signals.wait_source(src_rank, round.workspace, round.fingerprint)
 
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
-        self._join()
-        with lane("copy"):
-            kernel_launch.unpack(out, round.spans.unpack, round.workspace, round.fingerprint)
+        spans, rank = round.spans, round.workspace.rank
+        if own is None:
+            self.reads.wait_stream(self.main)
+        with torch.cuda.stream(self.reads), lane("copy"):
+            if own is not None:
+                for src_rank in round.sources()[1:]:  # on one SM, and not on half of those that a matmul needs
+                    self.wait(round, src_rank)
+                copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
+            there = own is not None or _own_place(round, out) is not None
+            kernel_launch.unpack(out, spans.unpack, round.workspace, round.fingerprint, own=not there)
+        self._end()
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
-        self._join()
-        with lane("copy"):
+        self.reads.wait_stream(self.main)
+        with torch.cuda.stream(self.reads), lane("copy"):
             kernel_launch.reduce(out, round.spans.pack, bias, scale, round.workspace, round.fingerprint)
+        self._end()
+
+    def arrived(self) -> None:
+        self.main.wait_stream(self.reads)
 
     def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
-        self._join()
-        for i, out in enumerate(outs):
-            signals.finish(out, round.workspace, round.fingerprint, end_round=i == len(outs) - 1)
+        self.reads.wait_stream(self.main)
+        with torch.cuda.stream(self.reads):
+            for i, out in enumerate(outs):
+                signals.finish(out, round.workspace, round.fingerprint, end_round=i == len(outs) - 1)
+        self._end()
+        self.main.wait_stream(self.reads)  # the waits of the next round count from the end of this one
 
-    def _join(self) -> None:
-        self.main.wait_stream(self.side)
-        self.held.clear()
+    def _end(self) -> None:
+        self.ended = [*self.ended, self.reads.record_event()][-NUM_SLOTS:]
 
     def _signal(self, round: Round, dst_rank: int) -> None:
-        signals.signal(round.workspace, dst_rank, round.fingerprint)
+        workspace = round.workspace
+        if stream_writes.available(workspace.device):
+            stream_writes.write(self.sends, *workspace.flag(dst_rank, round.epoch, round.fingerprint))
+            return
+        with torch.cuda.stream(self.sends):
+            signals.signal(workspace, dst_rank, round.fingerprint)
+
+
+def _own_place(round: Round, out: Tensor | None) -> Tensor | None:
+    """Where in the result the own chunk of a push can go straight to: a flat tensor, or its runs; None if nowhere."""
+    if out is None or not (round.spans.unpack.outer == 1 or fills_runs(round.spans)):
+        return None
+    own = round.spans.unpack.view(out.view(-1), 0, round.workspace.rank)
+    return own[0] if own.shape[0] == 1 else own
 
 
 def transport_of(workspace: Workspace) -> Transport:
-    return CudaTransport(workspace) if workspace.device.type == "cuda" else CpuTransport()
+    return CudaTransport(workspace) if workspace.device.type == "cuda" else CpuTransport(workspace)
+
+
+_LONG_RUN = 1 << 20  # bytes of a run that is worth a copy of its own; a matter of microseconds on the link
+
+
+def copy_runs(to: Tensor, source: Tensor) -> None:
+    """``to.view(source.shape).copy_(source)`` for runs (outer, inner), which copy engines take only one by one."""
+    to = to.view(source.shape)
+    if source.shape[1] * source.itemsize < _LONG_RUN:
+        to.copy_(source)
+        return
+    for run, chunk in zip(source, to, strict=True):
+        chunk.copy_(run)
 
 
 def copy_between(to: Tensor, source: Tensor) -> None:

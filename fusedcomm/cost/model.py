@@ -16,22 +16,25 @@ goes to one peer.
                 dim is gathered; all_reduce copies once, as it is functional
     chunked     R matmuls of a chunk, c each, beside R - 1 transfers, l = latency + chunk / link each, overheads per
                 call and per chunk and:
-                  push    max(R c, c + (R - 1) l, (R - 1) c + l), then the copy-out: the own chunk is not sent
+                  push    max(R c, c + (R - 1) l, (R - 1) c + l), then the copy-out of R - 1 chunks
                   gather  max(R c, (R - 1) l + c): the own chunk is there from the start
-                  K gathered in 16 bits: R - 1 transfers, copy-out, then one matmul, because sums stay in float32
-                  few rows cut: likewise, because one matmul reads w once; a push sends after its one matmul
+                  K gathered in 16 bits: R - 1 transfers and copy-out, a, then the matmul, m, because sums stay in
+                  float32. A GPU does so in p pieces, one beside the other: a / p + max(m, (p - 1) a / p + m / p)
+                  few rows cut: a + m, because one matmul reads w once; a push sends after its one matmul
                 A CPU does one after the other, and its matmuls of a push write to the peer: l = 0.
     fused       max(matmul by the Triton kernel, (R - 1) chunk / stores) + link latency + copy-out + overhead. A gather
-                leaves an eighth of the SMs to the copies. Each chunk reads w anew where rows are cut. Where K is
-                gathered every tile needs all chunks: only the first wave of tiles runs beside the stores.
+                of chunks below 1 MiB leaves an eighth of the SMs to the copies; copy engines send larger ones. Each
+                chunk reads w anew where rows are cut. Where K is gathered every tile needs all chunks: only the first
+                wave of tiles runs beside the stores.
     reduce      (R + 1) / 2 copies in place of the copy-out of R chunks: it reads R chunks and writes one. An all_reduce
                 then sends the sum to R - 1 peers and copies out R chunks.
 
 The model leaves out rounds beyond the first, which only calls larger than a slot have, the by-product of a gather, and
 ranks that compete for one memory, except that `fusedcomm tune` measures all ranks at once.
 
-The default constants of "cuda" are an H100 SXM's data sheet (3.35 TB/s, 450 GB/s of NVLink each way, 132 SMs) and the
-matmul rate that the bounds in docs/ reckon with. The others are chosen, not measured, such that fused wins between 64
+The default constants of "cuda" are an H100 SXM's data sheet (3.35 TB/s, 132 SMs), what is published of its 450 GB/s of
+NVLink each way in use (370 by copies, 330 to 450 by NCCL's collectives, as it counts bus bandwidth), and the matmul
+rate that the bounds in docs/ reckon with. The others are chosen, not measured, such that fused wins between 64
 KiB and 16 MiB per peer, and chunked from there, where copy engines reach full speed. Those of "cpu" stand for 2 ranks
 of one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21: the rates of matmuls are the roofs behind
 the figures of docs/benchmark.md, and the others are from `fusedcomm tune`, rounded.
@@ -49,7 +52,7 @@ from functools import cached_property
 from typing import Any
 
 from fusedcomm.cost.links import sent_bytes
-from fusedcomm.geometry.exchange import FEW_ROWS, Exchange
+from fusedcomm.geometry.exchange import FEW_ROWS, LEAST_COPIED, Exchange, num_pieces
 
 KINDS = {
     "matmul_all_to_all": "all_to_all",
@@ -61,6 +64,7 @@ KINDS = {
 ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT, TUNED = "default", "tuned"
 SMALL_BYTES = 64 << 10  # what arrives from a peer in a few microseconds, a launch's time; chosen, not measured
+_PACK_BANDWIDTH = 80e9  # bytes per second that an eighth of a GPU's SMs store to peers, by published figures
 _GPU_TILES = (128, 64)
 _CPU_TILE_ROWS = 16
 _MIN_SPLIT_K = 512  # the shortest part of K that cuBLAS gives to an SM of its own
@@ -179,10 +183,10 @@ DEFAULTS = {
         copy_bandwidth=1.6e12,  # each byte is read and written
         copy_overhead=3e-6,
         unpack_bandwidth=1.6e12,
-        link_bandwidth=450e9,
+        link_bandwidth=370e9,
         link_latency=5e-6,
         store_bandwidth=250e9,
-        backend_bandwidth=dict.fromkeys(KINDS.values(), 200e9),
+        backend_bandwidth={"all_to_all": 330e9, "all_gather": 360e9, "reduce_scatter": 360e9, "all_reduce": 450e9},
         backend_latency=dict.fromkeys(KINDS.values(), 25e-6),
         call_overhead={"unfused": 0.0, "chunked": 10e-6, "fused": 10e-6},
         chunk_overhead=6e-6,
@@ -251,19 +255,24 @@ class _Call:
         return self._matmul() + collective + copies + self.constants.call_overhead["unfused"]
 
     def chunked(self) -> float:
-        constants, num_rounds = self.constants, 2 if self.kind == "all_reduce" else 1
+        constants, num_rounds = self.constants, 2 if self.kind == "all_reduce" else self._pieces()
         overhead = constants.call_overhead["chunked"] + num_rounds * self.num_ranks * constants.chunk_overhead
-        return overhead + (self._chunked_gather() if self.exchange.gathers else self._chunked_push() + self._after())
+        if self.exchange.gathers:
+            return overhead + self._chunked_gather()
+        return overhead + self._chunked_push() + self._after(own_is_there=True)
 
     def fused(self) -> float:
         constants, exchange = self.constants, self.exchange
-        stores = (self.num_ranks - 1) * self.chunk_bytes / constants.store_bandwidth
+        sent = (self.num_ranks - 1) * self.chunk_bytes
         overhead = constants.link_latency + constants.call_overhead["fused"]
         if exchange.gathers:
-            matmul = 8 / 7 * self._fused_matmul()
+            by_copy = self.chunk_bytes >= LEAST_COPIED
+            matmul = self._fused_matmul() if by_copy else 8 / 7 * self._fused_matmul()
+            rate = constants.link_bandwidth if by_copy else min(constants.store_bandwidth, _PACK_BANDWIDTH)
             beside = matmul / self._waves() if exchange.splits_columns else matmul
-            return matmul + max(0.0, stores - beside) + overhead + constants.copy_overhead
-        return max(self._fused_matmul(), stores) + overhead + self._after()
+            own = constants.copy(self.chunk_bytes) if by_copy else constants.copy_overhead
+            return matmul + max(0.0, sent / rate - beside) + overhead + own
+        return max(self._fused_matmul(), sent / constants.store_bandwidth) + overhead + self._after()
 
     def _chunked_push(self) -> float:
         num_ranks, on_cpu = self.num_ranks, self.constants.device_type == "cpu"
@@ -278,20 +287,27 @@ class _Call:
     def _chunked_gather(self) -> float:
         exchange, num_ranks = self.exchange, self.num_ranks
         transfers = (num_ranks - 1) * self.constants.transfer(self.chunk_bytes)
-        adds = exchange.splits_columns and self.dtype in ("float32", "tf32")
-        if exchange.few_rows or (exchange.splits_columns and not adds):
-            return transfers + self.constants.unpack(self.all_bytes) + self._matmul()
+        if exchange.few_rows or self._takes_all():
+            arrival, pieces = transfers + self.constants.unpack(self.all_bytes), self._pieces()
+            return arrival / pieces + max(self._matmul(), (1 - 1 / pieces) * arrival + self._matmul() / pieces)
         each = self._chunk_matmul()
         if self.constants.device_type == "cpu":
             return transfers + num_ranks * each
         return max(num_ranks * each, transfers + each)
 
-    def _after(self) -> float:
-        """What a push does with the chunks that have arrived."""
+    def _takes_all(self) -> bool:
+        """Whether K is gathered in 16 bits: the result cannot hold the sums over sources."""
+        return self.exchange.gathers and self.exchange.splits_columns and self.dtype not in ("float32", "tf32")
+
+    def _pieces(self) -> int:
+        """The number of rounds into which `chunked` cuts a call that would fit one."""
+        return num_pieces(self.chunk_bytes) if self._takes_all() and self.constants.device_type == "cuda" else 1
+
+    def _after(self, own_is_there: bool = False) -> float:
+        """What a push does with the chunks that have arrived. ``own_is_there``: the own chunk is where it belongs."""
         constants, num_ranks = self.constants, self.num_ranks
         if self.kind == "all_to_all":
-            own = constants.device_type == "cpu"  # there the own chunk already lies where it belongs
-            return constants.unpack(self.all_bytes - own * self.chunk_bytes)
+            return constants.unpack(self.all_bytes - own_is_there * self.chunk_bytes)
         reduced = constants.unpack((num_ranks + 1) / 2 * self.chunk_bytes)
         if self.kind == "reduce_scatter":
             return reduced

@@ -21,6 +21,13 @@ from typing import Any
 from fusedcomm.geometry.spans import Range, Span, block_shape, boxes, span
 
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
+_MOST_PIECES, _LEAST_PIECE = 16, 8 << 20  # bytes; chosen, not measured
+LEAST_COPIED = 1 << 20  # bytes of a chunk that copy engines send for `fused`: they take microseconds to begin; chosen
+
+
+def num_pieces(chunk_bytes: int) -> int:
+    """In how many rounds a GPU gathers chunks whose matmul needs all sources: the first one alone is not hidden."""
+    return max(1, min(_MOST_PIECES, chunk_bytes // _LEAST_PIECE))
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,10 @@ class Exchange:
             cut = boxes(self.block[: self.num_lead], self.row_numel, max_chunk_numel)
             self._rounds[max_chunk_numel] = [self._round(box) for box in cut]
         return self._rounds[max_chunk_numel]
+
+    def piece_numel(self, itemsize: int, max_chunk_numel: int) -> int:
+        """The size of a chunk with which the rounds are the pieces of `num_pieces`, or as many more as must be."""
+        return min(max_chunk_numel, -(-self.chunk_numel // num_pieces(self.chunk_numel * itemsize)))
 
     def _round(self, box: list[Range]) -> RoundSpans:
         box = box + [Range(0, size) for size in self.block[self.num_lead :]]

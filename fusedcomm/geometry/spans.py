@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Indices of one peer: ``start + peer * peer_stride + (i // inner) * outer_stride + i % inner``, 0 <= i < size."""
 
     size: int

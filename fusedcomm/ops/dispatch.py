@@ -66,7 +66,9 @@ def run(
         with dumps.on_failure(), flight_recorder.Record(op, group_name, x.device, exchange, x.dtype) as record:
             plan, ours = prepare(op, exchange, x.dtype, x.device, group_name, record)
             assert ours is not None
-            fingerprint = 0 if plan.algorithm == "unfused" else fingerprint_of(op, exchange.key, x.dtype)
+            fingerprint = (
+                0 if plan.algorithm == "unfused" else fingerprint_of(op, exchange.key, x.dtype, plan.num_rounds)
+            )
             kernels = None
             if x.is_cuda and plan.algorithm == "fused":
                 kernels = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, w, bias, *options.values()))

@@ -119,6 +119,10 @@ def _try(
     try:
         with workspace.guarded(op):
             results = [_run(problem, run, workspace, dtype) for problem in problems]
+            if problems[-1].program.gathers:  # its chunks by copy engines too, which larger ones take
+                workspace.least_copied = 0
+                problems = [*problems, problems[-1]]
+                results.append(_run(problems[-1], run, workspace, dtype))
             if workspace.device.type == "cuda":
                 torch.cuda.current_stream(workspace.device).synchronize()
         workspace.check(op)

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.kernels.triton.bundles import SegmentLayout
 
 NUM_SLOTS = 2  # a single slot is a race; tests set 1 to see that it is caught
 FINGERPRINT_BITS = 24
@@ -28,6 +29,7 @@ class HeaderLayout:
     arrivals: int = 8  # finished programs of the kernel that ends a round; the last program resets it
     timeout: int = 16  # nanoseconds
     record: int = 24  # address of the error record
+    claim: int = 32  # 1 once a program of this device fills the record
     guard_bytes: int = 0
 
     @cached_property
@@ -57,8 +59,8 @@ class HeaderLayout:
         return self.flags + 8 * (epoch % NUM_SLOTS * self.group_size + src_rank)
 
     @property
-    def num_slots(self) -> int:
-        return NUM_SLOTS
+    def for_kernels(self) -> SegmentLayout:
+        return SegmentLayout(self.group_size, NUM_SLOTS, self.tiles_done, self.flags, self.header_bytes)
 
     def segment_bytes(self, slot_bytes: int) -> int:
         """The size of a segment whose slots hold ``slot_bytes`` beside their guards."""

@@ -10,20 +10,25 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fusedcomm.runtime.segment import HeaderLayout
+from fusedcomm.kernels.triton.bundles import SegmentLayout
 
 _POISON_BLOCK = 1024  # elements that one program makes NaN at a time
 
 
 class Segments(Protocol):
-    """The part of workspace.Workspace that kernels need. ``segments`` [R] are addresses, on the device."""
+    """The part of workspace.Workspace that kernels need.
+
+    ``segments`` [R] are addresses, on the device; ``segment`` has the bytes of this rank's.
+    """
 
     rank: int
     group_size: int
     segments: Tensor
     slot_bytes: int
-    num_slots: int
-    layout: HeaderLayout
+    segment_layout: SegmentLayout
+
+    @property
+    def segment(self) -> Tensor: ...
 
     def num_programs(self, kind: str) -> int: ...
 
@@ -32,7 +37,7 @@ def begin_push(workspace: Segments) -> None:
     """Call this before a round's first copy to a peer on this stream. Kernels that push do the same themselves."""
     from fusedcomm.kernels.triton.handshake import begin_push_kernel
 
-    begin_push_kernel[(1,)](workspace.segments, workspace.rank, workspace.group_size, num_warps=1)
+    begin_push_kernel[(1,)](workspace.segments, workspace.rank, workspace.segment_layout, num_warps=1)
 
 
 def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
@@ -48,9 +53,7 @@ def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
         group_size if dst_rank is None else 1,
         fingerprint,
         workspace.rank,
-        workspace.layout.flags,
-        group_size,
-        workspace.num_slots,
+        workspace.segment_layout,
         num_warps=1,
     )
 
@@ -65,9 +68,7 @@ def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
         src_rank,
         fingerprint,
         workspace.rank,
-        workspace.layout.flags,
-        workspace.group_size,
-        workspace.num_slots,
+        workspace.segment_layout,
         num_warps=1,
     )
 
@@ -92,10 +93,8 @@ def _finish(out: Tensor | None, workspace: Segments, fingerprint: int, end_round
         workspace.segments,
         fingerprint,
         workspace.rank,
-        workspace.layout.flags,
-        workspace.group_size,
+        workspace.segment_layout,
         _POISON_BLOCK,
         end_round,
-        workspace.num_slots,
         num_warps=1,
     )

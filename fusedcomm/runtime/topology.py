@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -122,9 +121,11 @@ def _found(device: torch.device) -> dict[str, Any]:
 
 
 def _no_fused(device: torch.device) -> str | None:
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type == "cuda":
+        return None
+    if os.environ.get("TRITON_INTERPRET") != "1":
         return "on CPU the fused kernel runs only in Triton's interpreter (TRITON_INTERPRET=1), for tests"
-    return _no_triton() if device.type == "cpu" else _no_fence(device)
+    return _no_triton()
 
 
 def _no_kernels(device: torch.device) -> str | None:
@@ -135,16 +136,6 @@ def _no_kernels(device: torch.device) -> str | None:
     if properties.major < 8:
         return f"compute capability must be at least 8.0, got {properties.major}.{properties.minor}"
     return _no_triton() or triton_probe.cannot_launch(device)
-
-
-def _no_fence(device: torch.device) -> str | None:
-    """Before Triton 3.7 some kernels may read shared memory before the copies to it that they have waited for."""
-    if _no_triton() or torch.cuda.get_device_properties(device).major < 9:
-        return None
-    version = importlib.metadata.version("triton")
-    if tuple(int(number) for number in version.split(".")[:2]) >= (3, 7):
-        return None
-    return f"Triton must be at least 3.7 to fence copies on compute capability 9.0 and later, got {version}"
 
 
 def _no_triton() -> str | None:

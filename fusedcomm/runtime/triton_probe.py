@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.runtime import signals
-from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS, HeaderLayout
+from fusedcomm.runtime.segment import FINGERPRINT_BITS, HeaderLayout
 
 _FINGERPRINT = 0x70BE
 _MOST_LETTERS = 200
@@ -22,12 +22,13 @@ _MOST_LETTERS = 200
 class _OwnSegment:
     """The segment of a group of one rank, without slots."""
 
-    rank, group_size, slot_bytes, num_slots = 0, 1, 0, NUM_SLOTS
+    rank, group_size, slot_bytes = 0, 1, 0
 
     def __init__(self, device: torch.device) -> None:
         self.layout = HeaderLayout(self.group_size)
-        self.header = torch.zeros(self.layout.header_bytes, dtype=torch.uint8, device=device)
-        self.segments: Tensor = torch.tensor([self.header.data_ptr()], dtype=torch.int64, device=device)
+        self.segment_layout = self.layout.for_kernels
+        self.segment = torch.zeros(self.layout.header_bytes, dtype=torch.uint8, device=device)
+        self.segments: Tensor = torch.tensor([self.segment.data_ptr()], dtype=torch.int64, device=device)
 
     def num_programs(self, kind: str) -> int:
         return 1
@@ -35,7 +36,7 @@ class _OwnSegment:
     def flag(self, epoch: int) -> int:
         """The word that this rank has signalled; it waits for the kernel."""
         start = self.layout.flag(epoch, self.rank)
-        return int(self.header[start : start + 8].view(torch.int64))
+        return int(self.segment[start : start + 8].view(torch.int64))
 
 
 def cannot_launch(device: torch.device) -> str | None:

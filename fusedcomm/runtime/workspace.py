@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
-from fusedcomm.geometry.exchange import Exchange, RoundSpans
+from fusedcomm.geometry.exchange import LEAST_COPIED, Exchange, RoundSpans
 from fusedcomm.runtime import canaries
 from fusedcomm.runtime.captures import is_capturing
 from fusedcomm.runtime.departures import KILLED, Departures
@@ -61,6 +61,8 @@ class Workspace:
     process.
     """
 
+    least_copied = LEAST_COPIED  # bytes of a chunk of a `fused` gather that copy engines send
+
     def __init__(
         self, rank: int, segments: list[Tensor], group_name: str, owner: Any = None, guard_bytes: int = 0
     ) -> None:
@@ -76,8 +78,9 @@ class Workspace:
         self.segments = torch.tensor(self.addresses, dtype=torch.int64, device=self.device)
         self.record = ErrorRecord(self.group_size, self.device)
         self.timeout_s = env.timeout_s()
-        self.num_slots = self.layout.num_slots
+        self.segment_layout = self.layout.for_kernels
         self.num_sms = _num_sms(self.device)
+        self.shares_gpu = False
         self.lane = 0  # waiting kernels with the same device and lane run in one order
         self.epoch = 0
         self.waiting: tuple[int, float] | None = None  # the rank that the host waits for, and since when
@@ -89,7 +92,12 @@ class Workspace:
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()
         self._side_stream: torch.cuda.Stream | None = None
+        self._reading_stream: torch.cuda.Stream | None = None
         self._owner = owner  # keeps the mapping alive
+
+    @property
+    def segment(self) -> Tensor:
+        return self.buffers[self.rank]
 
     @staticmethod
     def num_bytes(group_size: int, slot_bytes: int, guard_bytes: int = 0) -> int:
@@ -105,20 +113,21 @@ class Workspace:
 
     def arm(self) -> None:
         """Tell this rank's kernels their bound and where to report."""
-        words = self.buffers[self.rank][: self.layout.broken].view(torch.int64)
+        words = self.segment[: self.layout.broken].view(torch.int64)
         words[self.layout.timeout // 8] = int(self.timeout_s * 1e9)
         words[self.layout.record // 8] = self.record.words.data_ptr()
 
     def share_gpu(self, num_ranks: int) -> None:
         """Leave room for the kernels of the other ranks on this GPU. All wait at the same time for what all send."""
         self.num_sms = max(1, self.num_sms // num_ranks)
+        self.shares_gpu = num_ranks > 1
 
     def num_programs(self, kind: str) -> int:
         """Programs of a persistent kernel. All run at the same time; those that wait leave SMs to those that send."""
         pack = max(1, self.num_sms // 8)
         if kind == "gather":  # a pack kernel runs beside it
             return max(1, self.num_sms - pack)
-        return {"push": self.num_sms, "pack": pack}.get(kind, max(1, self.num_sms // 2))
+        return {"push": self.num_sms, "gather alone": self.num_sms, "pack": pack}.get(kind, max(1, self.num_sms // 2))
 
     def check_rank(self, rank: int) -> None:
         """Check a rank before memory is addressed by it: -1 would be another rank's, others outside all segments."""
@@ -134,7 +143,7 @@ class Workspace:
             breakers = self.breakers(self.record.epoch)
             last_words = {src: self._last_words(src) for src, kind in breakers.items() if kind == ENDED}
             self.error = self.record.error(failed, self.group_name, self.timeout_s, breakers, last_words)
-        segment = self.buffers[self.rank]
+        segment = self.segment
         guarded = self.error is None and self.layout.guard_bytes > 0
         if guarded and (damage := canaries.damage(segment, self.layout, self.slot_bytes, self.rank)):
             self._give_up(OVERRUN, self.epoch)
@@ -146,6 +155,8 @@ class Workspace:
     def forget_error(self) -> None:
         self.error = None
         self.record.words.zero_()
+        with beside_kernels(self.device):
+            self.buffers[self.rank][self.layout.claim : self.layout.claim + 8].zero_()
 
     def enter(self, op: str, fingerprint: int) -> None:
         """Raise if a peer has given up on the workspace, which is then dead for all; to be called before each call."""
@@ -163,7 +174,7 @@ class Workspace:
     def breakers(self, epoch: int) -> dict[int, int]:
         """The ranks that gave up on this workspace by round ``epoch``, and what they found. Costs a copy on CUDA."""
         start = self.layout.broken
-        words = self.buffers[self.rank][start : start + 8 * self.group_size].view(torch.int64).tolist()
+        words = self.segment[start : start + 8 * self.group_size].view(torch.int64).tolist()
         return {src: word & 0xFF for src, word in enumerate(words) if word and word >> 8 <= epoch}
 
     @contextmanager
@@ -201,7 +212,7 @@ class Workspace:
         """
         epoch = self.epoch + 1
         # the garbage collector may call this while torch.compile traces
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), _beside_kernels(self.device):
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), beside_kernels(self.device):
             if self.left or self.captured or self.rank in self.breakers(epoch):
                 return
             self.left = True
@@ -224,13 +235,13 @@ class Workspace:
 
     def _last_words(self, src_rank: int) -> str:
         start = self.layout.last_words(src_rank)
-        text = bytes(self.buffers[self.rank][start : start + LAST_WORDS_BYTES].tolist())
+        text = bytes(self.segment[start : start + LAST_WORDS_BYTES].tolist())
         return text.rstrip(b"\0").decode(errors="replace")
 
-    def rounds(self, call: Call, dtype: torch.dtype) -> Iterator[Round]:
+    def rounds(self, call: Call, dtype: torch.dtype, max_chunk_numel: int = 0) -> Iterator[Round]:
         """The rounds of a call that the host drives. Each round takes one epoch when it is complete."""
         self.begin(call)
-        for spans in call.exchange.rounds(self.max_chunk_numel(dtype.itemsize)):
+        for spans in call.exchange.rounds(max_chunk_numel or self.max_chunk_numel(dtype.itemsize)):
             with self.round(call, spans, dtype) as round:
                 yield round
 
@@ -260,8 +271,18 @@ class Workspace:
             self._side_stream = torch.cuda.Stream(self.device, priority=-1)
         return self._side_stream
 
+    def reading_stream(self) -> torch.cuda.Stream:
+        if self._reading_stream is None:
+            self._reading_stream = torch.cuda.Stream(self.device, priority=-1)
+        return self._reading_stream
+
+    def epoch_on_device(self) -> int:
+        """The rounds that have ended, also while later ones wait on the GPU."""
+        with beside_kernels(self.device):
+            return int(self._epoch_word())
+
     def _epoch_word(self) -> Tensor:
-        return self.buffers[self.rank][: self.layout.epoch + 8].view(torch.int64)[self.layout.epoch // 8]
+        return self.segment[: self.layout.epoch + 8].view(torch.int64)[self.layout.epoch // 8]
 
     def handshake(self, op: str, fingerprint: int) -> None:
         """A round without data: returns when every rank has come to the same point with the same fingerprint."""
@@ -276,9 +297,12 @@ class Workspace:
 
     def signal(self, dst_rank: int, epoch: int, fingerprint: int) -> None:
         """Set the flag (release): whoever acquires it sees what this rank wrote before."""
+        _native().signal(*self.flag(dst_rank, epoch, fingerprint))
+
+    def flag(self, dst_rank: int, epoch: int, fingerprint: int) -> tuple[int, int]:
+        """The address of this rank's flag at dst_rank, and what it is set to in a round."""
         self.check_rank(dst_rank)
-        address = self.addresses[dst_rank] + self.layout.flag(epoch, self.rank)
-        _native().signal(address, epoch << FINGERPRINT_BITS | fingerprint)
+        return self.addresses[dst_rank] + self.layout.flag(epoch, self.rank), epoch << FINGERPRINT_BITS | fingerprint
 
     def wait(self, src_rank: int, epoch: int, op: str, fingerprint: int) -> None:
         """Acquire the flag that src_rank sets by ``signal`` in the same round."""
@@ -389,7 +413,7 @@ class Round:
 
 
 @contextmanager
-def _beside_kernels(device: torch.device) -> Iterator[None]:
+def beside_kernels(device: torch.device) -> Iterator[None]:
     """A context whose copies do not wait for kernels that wait for peers, and are done at its end."""
     if device.type != "cuda":
         yield

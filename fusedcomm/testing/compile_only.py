@@ -31,6 +31,7 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import signals
 from fusedcomm.runtime.segment import HeaderLayout
 from fusedcomm.testing import ptx_order
+from fusedcomm.testing.ptx_loops import main_loops
 
 GROUP_SIZE = 4
 NUM_SMS = 132
@@ -52,7 +53,11 @@ COUNTED = {
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What a kernel was compiled to. ``stack`` > 0: spilled registers; ``spills_in_loops``: accesses in main loops."""
+    """What a kernel was compiled to.
+
+    ``stack`` > 0: spilled registers; ``spills_in_loops``: accesses to them in main loops. ``loops``: main loops;
+    ``joined``: those that run through tiles as well; ``barriers``: the fewest of a step, in the loop with most.
+    """
 
     name: str
     arch: int
@@ -63,6 +68,9 @@ class KernelReport:
     stack: int
     spills_in_loops: int
     shared: int
+    loops: int
+    joined: int
+    barriers: int
     counts: dict[str, int]
     order: list[str]
 
@@ -89,10 +97,12 @@ class MetaWorkspace:
     """A workspace without memory."""
 
     def __init__(self) -> None:
-        self.rank, self.group_size, self.num_slots = 1, GROUP_SIZE, 2
+        self.rank, self.group_size = 1, GROUP_SIZE
         self.segments = torch.empty(GROUP_SIZE, dtype=torch.int64, device="meta")
-        self.slot_bytes = 1 << 28
-        self.layout = HeaderLayout(GROUP_SIZE)
+        self.slot_bytes = 1 << 29  # as much as the largest gather below takes
+        layout = HeaderLayout(GROUP_SIZE)
+        self.segment_layout = layout.for_kernels
+        self.segment = torch.empty(layout.segment_bytes(self.slot_bytes), dtype=torch.uint8, device="meta")
 
     def num_programs(self, kind: str) -> int:
         return {"push": NUM_SMS, "pack": NUM_SMS // 8, "gather": NUM_SMS - NUM_SMS // 8}.get(kind, NUM_SMS // 2)
@@ -327,6 +337,7 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> KernelReport:
         registers, stack = resources(Path(file.name))
         multiplies = name.startswith(("push", "gather"))
         in_loops = spills_in_loops(Path(file.name)) if stack and multiplies else 0
+    loops = main_loops(ptx)
     return KernelReport(
         name=name,
         arch=arch,
@@ -337,6 +348,9 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> KernelReport:
         stack=stack,
         spills_in_loops=in_loops,
         shared=kernel.metadata.shared,
+        loops=len(loops),
+        joined=sum(loop.stores for loop in loops),
+        barriers=max((loop.barriers for loop in loops), default=0),
         counts={key: len(re.findall(pattern, ptx)) for key, pattern in COUNTED.items()},
         order=ptx_order.violations(ptx, reads_after_wait=name.startswith(("unpack", "gather", "reduce"))),
     )

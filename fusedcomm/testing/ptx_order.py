@@ -5,10 +5,11 @@ This follows every path through a kernel with a few facts about what has happene
     data stores -> bar.sync -> counter (acq_rel.gpu) -> bar.sync -> flag (release.sys)    a push
     poll (acquire.sys) -> bar.sync -> data loads, cp.async too                            reads
     cp.async -> wait_group -> bar.sync -> fence.proxy.async -> wgmma or tcgen05.mma       chunks to tensor cores
-    TMA load -> mbarrier wait -> wgmma                                                    weights to tensor cores
+    poll (acquire.sys) -> bar.sync -> fence.proxy.async of global memory -> TMA load      chunks by TMA
+    TMA load -> mbarrier wait -> wgmma                                                    any box to tensor cores
 
-Stores of the async proxy (TMA) must be complete, not only read, before the barrier. Scalar 64-bit accesses are header
-words, all other global accesses are data.
+TMA loads of three dims read chunks, those of two this rank's operands. Stores of the async proxy (TMA) must be
+complete, not only read, before the barrier. Scalar 64-bit accesses are header words, all other global accesses data.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Rule(StrEnum):
     COUNT = "data stores before it are not counted"
     READ = "data are read before the wait and its barrier"
     LANDED = "copies to shared memory are not waited for, with a barrier, on this turn of the loop"
+    PROXY = "chunks are loaded by TMA without fence.proxy.async of global memory behind the wait and its barrier"
     FENCE = "copies to shared memory are read by the async proxy without fence.proxy.async"
     MBARRIER = "TMA loads are not waited for on this turn of the loop"
 
@@ -60,6 +62,7 @@ class PathFacts:
     unwaited: bool = False  # TMA stores since the last cp.async.bulk.wait_group 0
     polled: bool = False  # a poll since the last barrier, and no pause since
     acquired: bool = False  # a poll, then a barrier
+    proxied: bool = False  # and then a fence of the async proxy for global memory
     copied: bool = False  # cp.async
     waited: bool = False  # cp.async.wait_group since the last barrier
     landed: bool = False  # cp.async.wait_group, then a barrier, on this turn of the loop
@@ -73,7 +76,7 @@ def violations(ptx: str, reads_after_wait: bool = False) -> list[str]:
 
     ``reads_after_wait``: check that loads come after the wait for their flag.
     """
-    instructions, labels = _parse(ptx)
+    instructions, labels = parse(ptx)
     found: set[tuple[int, str]] = set()
     seen: set[tuple[int, PathFacts]] = set()
     work = [(0, PathFacts())]
@@ -104,11 +107,11 @@ def _step(instruction: Instruction, facts: PathFacts, reads_after_wait: bool) ->
     if op.startswith(("bar.sync", "barrier.sync", "barrier.cta.sync")):
         return _behind_barrier(facts), None
     if op.startswith(("ld", "atom")) and "acquire" in op and ".or" not in op:
-        return replace(facts, polled=True, acquired=False), None
+        return replace(facts, polled=True, acquired=False, proxied=False), None
     if op.startswith("nanosleep"):
         return replace(facts, polled=False, acquired=False), None
-    if reads_after_wait and not facts.acquired and _reads_data(op):
-        return facts, Rule.READ
+    if reads_after_wait and (rule := _read(op, facts)):
+        return facts, rule
     if op.startswith(("atom", "st")) and ("release" in op or "acq_rel" in op):
         return _released(op, facts)
     if op.startswith("st.") and "global" in op:
@@ -125,6 +128,17 @@ def _is_strong_enough(op: str) -> bool:
         kinds = _STRONG_ENOUGH.keys() & set(parts)
         return any(strength in _STRONG_ENOUGH[kind] for kind in kinds)
     return first not in ("ld", "st") or not strength or strength in _STRONG_ENOUGH[first]
+
+
+def _read(op: str, facts: PathFacts) -> Rule | None:
+    """What is missing before an op that reads peers' chunks: by ordinary loads, or cp.async or TMA to shared memory."""
+    by_tma = op.startswith("cp.async.bulk.tensor.3d.shared")
+    by_load = op.startswith("ld.") and "global" in op and not _WORD.search(op)
+    if not (by_tma or by_load or op.startswith(("cp.async.ca", "cp.async.cg"))):
+        return None
+    if not facts.acquired:
+        return Rule.READ
+    return Rule.PROXY if by_tma and not facts.proxied else None
 
 
 def _behind_barrier(facts: PathFacts) -> PathFacts:
@@ -157,7 +171,11 @@ def _moved(instruction: Instruction, facts: PathFacts) -> PathFacts:
         return replace(facts, copied=True, unfenced=True)
     if op.startswith("cp.async.wait_"):
         return replace(facts, waited=True)
-    if op.startswith("fence.proxy.async") and not op.endswith(".global"):
+    if op == "fence.proxy.async.global":
+        return replace(facts, proxied=facts.acquired)
+    if op == "fence.proxy.async":
+        return replace(facts, proxied=facts.acquired, unfenced=False)
+    if op.startswith("fence.proxy.async.shared"):
         return replace(facts, unfenced=False)
     if op.startswith("cp.async.bulk.tensor"):
         if ".global.shared" in op:
@@ -179,14 +197,7 @@ def _next_turn(facts: PathFacts, body: list[Instruction]) -> PathFacts:
     return facts
 
 
-def _reads_data(op: str) -> bool:
-    """Whether an op reads peers' chunks: by ordinary loads, or cp.async into shared memory. TMA loads read weights."""
-    return (op.startswith("ld.") and "global" in op and not _WORD.search(op)) or op.startswith(
-        ("cp.async.ca", "cp.async.cg")
-    )
-
-
-def _parse(ptx: str) -> tuple[list[Instruction], dict[str, list[int]]]:
+def parse(ptx: str) -> tuple[list[Instruction], dict[str, list[int]]]:
     """The instructions of the (single) kernel of a module, and what each label points to."""
     instructions: list[Instruction] = []
     labels: dict[str, list[int]] = {}

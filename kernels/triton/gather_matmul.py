@@ -3,9 +3,12 @@
 import triton
 import triton.language as tl
 
+from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.bundles import Operands
 from fusedcomm.kernels.triton.matmul import (
     load_block,
     load_box,
+    load_x_box,
     matmul_tile,
     multiply,
     num_tiles,
@@ -14,278 +17,190 @@ from fusedcomm.kernels.triton.matmul import (
     tile_of_chunk,
     tile_range,
 )
-from fusedcomm.kernels.triton.primitives import span_index
+from fusedcomm.kernels.triton.primitives import fence_generic_writes, named, span_index
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, slot_of, source_rank, wait_source
 
 
 @triton.jit
-def _store(acc, out_ptr, bias_ptr, tile, src_rank, sizes, ROWS_IN_RUNS: tl.constexpr, HALVES: tl.constexpr):
+def _store(acc, out_ptr, bias_ptr, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """Store a tile of src_rank's chunk, with the bias, to its rows of out."""
-    batches, rows, _, M, N, _ = sizes
     b, tile_m, tile_n = tile
-    BLOCK_M: tl.constexpr = acc.shape[0]
-    BLOCK_N: tl.constexpr = acc.shape[1]
-    batch = span_index(b, src_rank, batches[1], batches[2], batches[3], batches[4])
-    i, i_end = tile_range(tile_m, rows, BLOCK_M, ROWS_IN_RUNS)
-    at = batch * M + tile_indices(i, src_rank, rows, BLOCK_M, ROWS_IN_RUNS)
-    mask = tl.arange(0, BLOCK_M) < i_end - i
-    columns = (N, 0, N, 0, 0)
-    store_tile(acc, out_ptr, at * N, mask, tile_n * BLOCK_N, N, bias_ptr, 0, columns, True, HALVES)
+    N = sizes.N
+    batch = span_index(b, src_rank, spans.batches)
+    i, i_end = tile_range(tile_m, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
+    at = batch * sizes.M + tile_indices(i, src_rank, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
+    mask = tl.arange(0, TILE.block_m) < i_end - i
+    columns = Span(N, 0, N, 0, 0)
+    store_tile(acc, out_ptr, at * N, mask, tile_n * TILE.block_n, N, bias_ptr, 0, columns, True, TILE.halves)
 
 
 @triton.jit
 def _poison(
     out_ptr,
-    num_tiles,
+    num_all,
     tiles_in_chunk,
     num_m,
     num_n,
     rank,
+    spans,
     sizes,
-    GROUP_SIZE: tl.constexpr,
-    ROWS_IN_RUNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    TRAITS: tl.constexpr,
 ):
     """NaN in every tile that this program has, or would have, stored."""
-    nan = tl.full((BLOCK_M, BLOCK_N), float("nan"), tl.float32)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        src_rank = source_rank(tile // tiles_in_chunk, rank, GROUP_SIZE)
-        at = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, GROUP_M)
-        _store(nan, out_ptr, None, at, src_rank, sizes, ROWS_IN_RUNS, False)
+    nan = tl.full((TILE.block_m, TILE.block_n), float("nan"), tl.float32)
+    for tile in range(tl.program_id(0), num_all, tl.num_programs(0)):
+        src_rank = source_rank(tile // tiles_in_chunk, rank, LAYOUT)
+        at = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE.group_m)
+        _store(nan, out_ptr, None, at, src_rank, spans, sizes, TILE, TRAITS)
 
 
 @triton.jit
-def _operands(
-    w,
-    tile,
-    src_rank,
-    sizes,
-    w_strides,
-    W_TMA: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    ROWS_IN_RUNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """x_rows of the chunk, x_mask, w, w_row, w_columns, w_mask of a tile, as matmul_tile takes them."""
-    batches, rows, _, _, N, K = sizes
+def _operands(x, slot, w, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
+    """The Operands of a tile of src_rank's chunk. x: descriptor of the slots, or pointer to the slot."""
     b, tile_m, tile_n = tile
-    batch = span_index(b, src_rank, batches[1], batches[2], batches[3], batches[4])
-    i, i_end = tile_range(tile_m, rows, BLOCK_M, ROWS_IN_RUNS)
-    offsets = tl.arange(0, BLOCK_M)
-    x_rows = tl.cast(b, tl.int64) * rows[0] + i + offsets
+    batch = span_index(b, src_rank, spans.batches)
+    i, i_end = tile_range(tile_m, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
+    offsets = tl.arange(0, TILE.block_m)
     x_mask = offsets < i_end - i
-    w_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_mask = w_columns < N
+    w_columns = tile_n * TILE.block_n + tl.arange(0, TILE.block_n)
+    w_mask = w_columns < sizes.N
     w_row = 0
-    if W_TMA:
-        w_columns = tile_n * BLOCK_N
-        w_row = (batch * (N if W_TRANSPOSED else K)).to(tl.int32)
+    if TRAITS.by_tma:
+        x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)
+        w_columns = tile_n * TILE.block_n
+        w_row = (batch * (sizes.N if TRAITS.w_transposed else sizes.K)).to(tl.int32)
     else:
-        w = w + batch * w_strides[0]
-        if W_TRANSPOSED:  # otherwise they lie side by side, and 32 bits spare registers
+        x += tl.cast(src_rank, tl.int64) * sizes.chunk_numel
+        x_rows = tl.cast(b, tl.int64) * spans.rows.size + i + offsets
+        w += batch * sizes.w_stride_batch
+        if TRAITS.w_transposed:  # otherwise they lie side by side, and 32 bits spare registers
             w_columns = w_columns.to(tl.int64)
-    return x_rows, x_mask, w, w_row, w_columns, w_mask
+    return Operands(x, x_rows, x_mask, w, w_row, w_columns, w_mask)
 
 
 @triton.jit
 def _add_sources(
     acc,
-    first_step,  # step of source_rank
-    num_steps,
-    slot,
-    operands,
-    chunk_numel,
+    first,  # blocks of K, counted through the chunks in the order of source_rank
+    end,
+    operands,  # with the rows of source 0
     rank,
-    columns,
-    w_strides,
-    GROUP_SIZE: tl.constexpr,
-    COLUMNS_IN_RUNS: tl.constexpr,
-    W_TMA: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr,  # no block of BLOCK_K ends early
-    ALLOW_TF32: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    spans,
+    sizes,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    TRAITS: tl.constexpr,
 ):
     """acc + the products of some sources; one loop, so that loads stay in flight from source to source."""
-    x_rows, x_mask, w, w_row, w_columns, w_mask = operands
-    in_chunk = num_tiles(columns, BLOCK_K, COLUMNS_IN_RUNS)
-    offsets = tl.arange(0, BLOCK_K)
-    for block in range(first_step * in_chunk, (first_step + num_steps) * in_chunk):
-        src_rank = source_rank(block // in_chunk, rank, GROUP_SIZE)
-        k, k_end = tile_range(block % in_chunk, columns, BLOCK_K, COLUMNS_IN_RUNS)
-        chunk = slot + tl.cast(src_rank, tl.int64) * chunk_numel
-        mask = x_mask[:, None] if EVEN_K else x_mask[:, None] & (offsets < k_end - k)[None, :]
-        a = load_block(chunk, x_rows, columns[0], k + offsets, 1, mask)
-        if W_TMA:
-            row = span_index(k, src_rank, columns[1], columns[2], columns[3], columns[4])
-            b = load_box(w, w_row, row.to(tl.int32), w_columns, W_TRANSPOSED)
+    x, x_rows, x_mask, w, w_row, w_columns, w_mask = operands
+    columns = spans.columns
+    in_chunk = num_tiles(columns, TILE.block_k, TRAITS.columns_in_runs)
+    offsets = tl.arange(0, TILE.block_k)
+    for block in range(first, end):
+        src_rank = source_rank(block // in_chunk, rank, LAYOUT)
+        k, k_end = tile_range(block % in_chunk, columns, TILE.block_k, TRAITS.columns_in_runs)
+        if TRAITS.by_tma:
+            row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)
+            a = load_x_box(x, (x_rows[0], row), k)
+            b = load_box(w, w_row, span_index(k, src_rank, columns).to(tl.int32), w_columns, TRAITS.w_transposed)
         else:
-            w_rows = tile_indices(k, src_rank, columns, BLOCK_K, COLUMNS_IN_RUNS)
-            mask = w_mask[None, :] if EVEN_K else w_mask[None, :] & (offsets < k_end - k)[:, None]
-            b = load_block(w, w_rows, w_strides[1], w_columns, w_strides[2], mask)
-        acc = multiply(a, b, acc, ALLOW_TF32)
+            chunk = x + tl.cast(src_rank, tl.int64) * sizes.chunk_numel
+            mask = x_mask[:, None] if TRAITS.even_k else x_mask[:, None] & (offsets < k_end - k)[None, :]
+            a = load_block(chunk, x_rows, columns.size, k + offsets, 1, mask)
+            w_rows = tile_indices(k, src_rank, columns, TILE.block_k, TRAITS.columns_in_runs)
+            mask = w_mask[None, :] if TRAITS.even_k else w_mask[None, :] & (offsets < k_end - k)[:, None]
+            b = load_block(w, w_rows, sizes.w_stride_k, w_columns, sizes.w_stride_n, mask)
+        acc = multiply(a, b, acc, TRAITS.allow_tf32)
     return acc
 
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
 def gather_matmul_kernel(
     out_ptr,  # [..., N], contiguous
-    w,  # descriptor or pointer, as matmul_tile takes it
+    slots,  # descriptor of this rank's slots [num_slots, rows of all chunks, K of one], or None: loads by pointer
+    w,  # descriptor or pointer, as in Operands
     bias_ptr,  # [N], or None
     segments_ptr,  # [R] addresses of the ranks' segments
-    batches,  # Spans over src_rank: (size, start, inner, outer_stride, peer_stride)
-    rows,
-    columns,
-    M,
-    N,
-    K,
-    w_strides,  # (batch, K, N)
-    chunk_numel,
-    slot_bytes,
+    spans,  # Spans over src_rank
+    sizes,
     fingerprint,
     rank,
-    FLAGS: tl.constexpr,
-    HEADER_BYTES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    W_TMA: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    ROWS_IN_RUNS: tl.constexpr,
-    COLUMNS_IN_RUNS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    HALVES: tl.constexpr,
-    END_ROUND: tl.constexpr,
-    NUM_SLOTS: tl.constexpr = 2,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    TRAITS: tl.constexpr,
 ):
     """out[batches * M + rows] = sum over src_rank of slot[src_rank] @ w[batches][columns] + bias.
 
-    Without SPLIT_K the sources own different rows, and are done one after the other. With SPLIT_K each source owns a
+    Without split_k the sources own different rows, and are done one after the other. With split_k each source owns a
     part of K; a tile sums over them in the order of source_rank, the same in every run, and is rounded once.
 
     The kernel waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals; every program waits for
     every source (end_round). On failure each program writes NaN where it would have written data.
 
-    Chunks are loaded by pointer: peers wrote them by ordinary stores, which TMA loads (the async proxy) would see
-    only behind a proxy fence.
+    With descriptors one loop runs through the tiles and K, so that the loads of a tile fly while the one before is
+    stored: Triton joins the loop over K with the one around it, as it is sure to turn (`tl.assume`). TMA loads belong
+    to the async proxy, so a fence follows each wait (`fence_generic_writes`).
     """
+    spans = named(spans)
     round = next_round(segments_ptr, rank, fingerprint)
-    failed = round[3] < 0
-    slot = slot_of(round[1], round[3], slot_bytes, HEADER_BYTES, NUM_SLOTS, out_ptr.dtype.element_ty)
-    num_m, num_n = num_tiles(rows, BLOCK_M, ROWS_IN_RUNS), tl.cdiv(N, BLOCK_N)
-    tiles_in_chunk = batches[0] * num_m * num_n
-    sizes = (batches, rows, columns, M, N, K)
+    failed = round.epoch < 0
+    if TRAITS.by_tma:
+        x, slot = slots, (round.epoch % LAYOUT.num_slots).to(tl.int32)
+    else:
+        x, slot = slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, out_ptr.dtype.element_ty), 0
+    num_m = num_tiles(spans.rows, TILE.block_m, TRAITS.rows_in_runs)
+    num_n = tl.cdiv(sizes.N, TILE.block_n)
+    tiles_in_chunk = spans.batches.size * num_m * num_n
     program, num_programs = tl.program_id(0), tl.num_programs(0)
 
-    if SPLIT_K:
+    if TRAITS.split_k:
         num_all = tiles_in_chunk
+        in_chunk = num_tiles(spans.columns, TILE.block_k, TRAITS.columns_in_runs)
+        num_blocks = in_chunk * LAYOUT.group_size
+        if TRAITS.by_tma:
+            tl.assume(num_blocks > 0)
         # The first tile takes the sources as they arrive; after it, all are there.
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        at = tile_of_chunk(program, num_m, num_n, GROUP_M)
-        operands = _operands(w, at, 0, sizes, w_strides, W_TMA, W_TRANSPOSED, ROWS_IN_RUNS, BLOCK_M, BLOCK_N)
-        for step in range(GROUP_SIZE):
-            src_rank = source_rank(step, rank, GROUP_SIZE)
+        acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
+        at = tile_of_chunk(program, num_m, num_n, TILE.group_m)
+        operands = _operands(x, slot, w, at, 0, spans, sizes, TILE, TRAITS)
+        for step in range(LAYOUT.group_size):
             round = next_round(segments_ptr, rank, fingerprint)
-            failed = wait_source(src_rank, round, failed, FLAGS, GROUP_SIZE, NUM_SLOTS)
-            acc = _add_sources(
-                acc,
-                step,
-                tl.where(failed, 0, 1),
-                slot,
-                operands,
-                chunk_numel,
-                rank,
-                columns,
-                w_strides,
-                GROUP_SIZE,
-                COLUMNS_IN_RUNS,
-                W_TMA,
-                W_TRANSPOSED,
-                EVEN_K,
-                ALLOW_TF32,
-                BLOCK_K,
-            )
-        _store(acc, out_ptr, bias_ptr, at, 0, sizes, ROWS_IN_RUNS, HALVES)
-        for tile in range(program + num_programs, tl.where(failed, 0, num_all), num_programs):
-            at = tile_of_chunk(tile, num_m, num_n, GROUP_M)
-            operands = _operands(w, at, 0, sizes, w_strides, W_TMA, W_TRANSPOSED, ROWS_IN_RUNS, BLOCK_M, BLOCK_N)
-            acc = _add_sources(
-                tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-                0,
-                GROUP_SIZE,
-                slot,
-                operands,
-                chunk_numel,
-                rank,
-                columns,
-                w_strides,
-                GROUP_SIZE,
-                COLUMNS_IN_RUNS,
-                W_TMA,
-                W_TRANSPOSED,
-                EVEN_K,
-                ALLOW_TF32,
-                BLOCK_K,
-            )
-            _store(acc, out_ptr, bias_ptr, at, 0, sizes, ROWS_IN_RUNS, HALVES)
+            failed = wait_source(source_rank(step, rank, LAYOUT), round, failed, LAYOUT)
+            if TRAITS.by_tma:
+                fence_generic_writes()
+            first, end = step * in_chunk, tl.where(failed, step, step + 1) * in_chunk
+            acc = _add_sources(acc, first, end, operands, rank, spans, sizes, LAYOUT, TILE, TRAITS)
+        _store(acc, out_ptr, bias_ptr, at, 0, spans, sizes, TILE, TRAITS)
+        num_left = tl.where(failed, 0, num_all)
+        for tile in tl.range(program + num_programs, num_left, num_programs, flatten=TRAITS.by_tma):
+            acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
+            at = tile_of_chunk(tile, num_m, num_n, TILE.group_m)
+            operands = _operands(x, slot, w, at, 0, spans, sizes, TILE, TRAITS)
+            acc = _add_sources(acc, 0, num_blocks, operands, rank, spans, sizes, LAYOUT, TILE, TRAITS)
+            _store(acc, out_ptr, bias_ptr, at, 0, spans, sizes, TILE, TRAITS)
     else:
-        num_all = tiles_in_chunk * GROUP_SIZE
-        for step in range(GROUP_SIZE):
-            src_rank = source_rank(step, rank, GROUP_SIZE)
-            failed = wait_source(
-                src_rank, next_round(segments_ptr, rank, fingerprint), failed, FLAGS, GROUP_SIZE, NUM_SLOTS
-            )
-            chunk = slot + tl.cast(src_rank, tl.int64) * chunk_numel
+        num_all = tiles_in_chunk * LAYOUT.group_size
+        if TRAITS.by_tma:
+            tl.assume(spans.columns.size > 0)
+        step = program * 0
+        while step < LAYOUT.group_size:  # Triton does not join the loops inside a `for`
+            src_rank = source_rank(step, rank, LAYOUT)
+            failed = wait_source(src_rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)
+            if TRAITS.by_tma:
+                fence_generic_writes()
             # Tiles are dealt out through all chunks, so that no program is the first in each of them.
             first = (program + num_programs - (step * tiles_in_chunk) % num_programs) % num_programs
-            for tile in range(first, tl.where(failed, 0, tiles_in_chunk), num_programs):
-                at = tile_of_chunk(tile, num_m, num_n, GROUP_M)
-                x_rows, x_mask, w_batch, w_row, w_columns, w_mask = _operands(
-                    w, at, src_rank, sizes, w_strides, W_TMA, W_TRANSPOSED, ROWS_IN_RUNS, BLOCK_M, BLOCK_N
-                )
-                acc = matmul_tile(
-                    chunk,
-                    w_batch,
-                    x_rows,
-                    x_mask,
-                    w_row,
-                    w_columns,
-                    w_mask,
-                    columns[0],
-                    w_strides[1],
-                    w_strides[2],
-                    False,
-                    W_TMA,
-                    W_TRANSPOSED,
-                    EVEN_K,
-                    ALLOW_TF32,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                )
-                _store(acc, out_ptr, bias_ptr, at, src_rank, sizes, ROWS_IN_RUNS, HALVES)
+            num_left = tl.where(failed, 0, tiles_in_chunk)
+            for tile in tl.range(first, num_left, num_programs, flatten=TRAITS.by_tma):
+                at = tile_of_chunk(tile, num_m, num_n, TILE.group_m)
+                operands = _operands(x, slot, w, at, src_rank, spans, sizes, TILE, TRAITS)
+                acc = matmul_tile(operands, spans.columns.size, sizes.w_stride_k, sizes.w_stride_n, TILE, TRAITS)
+                _store(acc, out_ptr, bias_ptr, at, src_rank, spans, sizes, TILE, TRAITS)
+            step += 1
     round = next_round(segments_ptr, rank, fingerprint)
-    if must_poison(round, failed, FLAGS, GROUP_SIZE, NUM_SLOTS):
-        _poison(
-            out_ptr,
-            num_all,
-            tiles_in_chunk,
-            num_m,
-            num_n,
-            rank,
-            sizes,
-            GROUP_SIZE,
-            ROWS_IN_RUNS,
-            BLOCK_M,
-            BLOCK_N,
-            GROUP_M,
-        )
-    if END_ROUND:
+    if must_poison(round, failed, LAYOUT):
+        _poison(out_ptr, num_all, tiles_in_chunk, num_m, num_n, rank, spans, sizes, LAYOUT, TILE, TRAITS)
+    if TRAITS.end_round:
         end_round(round)

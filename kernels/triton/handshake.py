@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import EPOCH, flag_value, flags_of, signal, word
+from fusedcomm.kernels.triton.primitives import flag_value, flags_of, signal
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, wait_all, wait_source
 
 
@@ -11,10 +11,10 @@ from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, n
 def begin_push_kernel(
     segments_ptr,  # [R] addresses of the ranks' segments
     rank,
-    GROUP_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Run before the first copy of a round to a peer: copies cannot tell the peers what a failure means for them."""
-    next_push(segments_ptr, rank, GROUP_SIZE)
+    next_push(segments_ptr, rank, 0, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["first", "count", "fingerprint", "rank"])
@@ -24,15 +24,13 @@ def signal_kernel(
     count,
     fingerprint,
     rank,
-    FLAGS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr = 2,
+    LAYOUT: tl.constexpr,
 ):
     """Signal ``count`` ranks from dst_rank ``first`` on: what the stream wrote before is there."""
-    epoch = tl.load(word(tl.load(segments_ptr + rank), EPOCH)) + 1
+    epoch = next_round(segments_ptr, rank, fingerprint).epoch
     for step in range(count):
-        dst_rank = (first + step) % GROUP_SIZE
-        flags = flags_of(tl.load(segments_ptr + dst_rank), epoch, FLAGS, GROUP_SIZE, NUM_SLOTS)
+        dst_rank = (first + step) % LAYOUT.group_size
+        flags = flags_of(tl.load(segments_ptr + dst_rank), epoch, LAYOUT)
         signal(flags + rank, flag_value(epoch, fingerprint))
 
 
@@ -42,16 +40,14 @@ def wait_source_kernel(
     src_rank,
     fingerprint,
     rank,
-    FLAGS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr = 2,
+    LAYOUT: tl.constexpr,
 ):
     """Wait, bounded, for what src_rank signals, so that what follows on the stream may read its chunk.
 
     This judges nothing and ends nothing: finish_kernel does, after the reads.
     """
     round = next_round(segments_ptr, rank, fingerprint)
-    wait_source(src_rank, round, round[3] < 0, FLAGS, GROUP_SIZE, NUM_SLOTS)
+    wait_source(src_rank, round, round.epoch < 0, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
@@ -61,19 +57,17 @@ def finish_kernel(
     segments_ptr,  # [R] addresses of the ranks' segments
     fingerprint,
     rank,
-    FLAGS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr,
     END_ROUND: tl.constexpr,
-    NUM_SLOTS: tl.constexpr = 2,
 ):
     """Set out to NaN if any of it may be wrong. Run after the last read of a slot on this stream.
 
     The kernel waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals.
     """
     round = next_round(segments_ptr, rank, fingerprint)
-    failed = wait_all(round, FLAGS, GROUP_SIZE, NUM_SLOTS)
-    failed = must_poison(round, failed, FLAGS, GROUP_SIZE, NUM_SLOTS)
+    failed = wait_all(round, LAYOUT)
+    failed = must_poison(round, failed, LAYOUT)
     if out_ptr is not None:
         for first in range(0, tl.where(failed, tl.cast(numel, tl.int64), 0), BLOCK):
             offsets = tl.arange(0, BLOCK)

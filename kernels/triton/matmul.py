@@ -9,22 +9,20 @@ from fusedcomm.kernels.triton.primitives import INTERPRET, rounded, span_index, 
 @triton.jit
 def num_tiles(span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
     """The number of tiles of a Span. With IN_RUNS none crosses the end of a run of ``inner`` consecutive indices."""
-    size, inner = span[0], span[2]
-    return tl.cdiv(size, inner) * tl.cdiv(inner, BLOCK) if IN_RUNS else tl.cdiv(size, BLOCK)
+    return tl.cdiv(span.size, span.inner) * tl.cdiv(span.inner, BLOCK) if IN_RUNS else tl.cdiv(span.size, BLOCK)
 
 
 @triton.jit
 def tile_range(tile, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
     """First index of a tile of a Span, and the index before which it ends."""
-    size, inner = span[0], span[2]
     if IN_RUNS:
-        tiles_in_run = tl.cdiv(inner, BLOCK)
-        run_first = (tile // tiles_in_run) * inner
+        tiles_in_run = tl.cdiv(span.inner, BLOCK)
+        run_first = (tile // tiles_in_run) * span.inner
         first = run_first + (tile % tiles_in_run) * BLOCK
-        end = min(run_first + inner, size)
+        end = min(run_first + span.inner, span.size)
     else:
         first = tile * BLOCK
-        end = size
+        end = span.size
     return first, end
 
 
@@ -32,11 +30,7 @@ def tile_range(tile, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
 def tile_indices(first, peer, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
     """Where the indices of a tile lie [BLOCK], 64 bits wide; in a run the compiler sees that they are consecutive."""
     offsets = tl.arange(0, BLOCK)
-    if IN_RUNS:
-        indices = span_index(first, peer, span[1], span[2], span[3], span[4]) + offsets
-    else:
-        indices = span_index(first + offsets, peer, span[1], span[2], span[3], span[4])
-    return indices
+    return span_index(first, peer, span) + offsets if IN_RUNS else span_index(first + offsets, peer, span)
 
 
 @triton.jit
@@ -61,46 +55,36 @@ def multiply(a, b, acc, ALLOW_TF32: tl.constexpr):
 
 
 @triton.jit
-def matmul_tile(
-    x,  # descriptor of [num_batches * M, K], or pointer
-    w,  # descriptor of [num_batches * K, N] ([num_batches * N, K]: W_TRANSPOSED), or pointer
-    x_rows,  # rows of x: the first one (descriptor), or all [BLOCK_M]
-    x_mask,
-    w_row,  # first row of this batch in w's descriptor
-    w_columns,  # columns of w: the first one (descriptor), or all [BLOCK_N]
-    w_mask,
-    K,
-    w_stride_k,
-    w_stride_n,
-    X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr,  # BLOCK_K divides K
-    ALLOW_TF32: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def matmul_tile(operands, K, w_stride_k, w_stride_n, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """x[x_rows] @ w[:, w_columns] in fp32 [BLOCK_M, BLOCK_N]. Where a mask is false, the result can be anything.
 
     Descriptors fill what lies beyond K with zeros. But beyond K of one batch lies the next batch of w, so the host uses
     them for batched w only if BLOCK_K divides K (0 * inf would be NaN).
     """
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    ks = tl.arange(0, BLOCK_K)
-    for k in range(0, K, BLOCK_K):
-        if X_TMA:
-            a = x.load([x_rows, k])
+    x, x_rows, x_mask, w, w_row, w_columns, w_mask = operands
+    acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
+    ks = tl.arange(0, TILE.block_k)
+    for k in range(0, K, TILE.block_k):
+        if TRAITS.by_tma:
+            a = load_x_box(x, x_rows, k)
+            b = load_box(w, w_row, k, w_columns, TRAITS.w_transposed)
         else:
-            mask = x_mask[:, None] if EVEN_K else x_mask[:, None] & (ks < K - k)[None, :]
+            mask = x_mask[:, None] if TRAITS.even_k else x_mask[:, None] & (ks < K - k)[None, :]
             a = load_block(x, x_rows, K, k + ks, 1, mask)
-        if W_TMA:
-            b = load_box(w, w_row, k, w_columns, W_TRANSPOSED)
-        else:
-            mask = w_mask[None, :] if EVEN_K else w_mask[None, :] & (ks < K - k)[:, None]
+            mask = w_mask[None, :] if TRAITS.even_k else w_mask[None, :] & (ks < K - k)[:, None]
             b = load_block(w, (k + ks).to(tl.int64), w_stride_k, w_columns, w_stride_n, mask)
-        acc = multiply(a, b, acc, ALLOW_TF32)
+        acc = multiply(a, b, acc, TRAITS.allow_tf32)
     return acc
+
+
+@triton.jit
+def load_x_box(x, rows, k):
+    """x[rows:, k:] by descriptor. A box of a slot may end behind a chunk, in rows that are not stored."""
+    if len(x.block_shape) == 2:
+        box = x.load([rows, k])
+    else:
+        box = x.load([rows[0], rows[1], k]).reshape(x.block_shape[1], x.block_shape[2])
+    return box
 
 
 @triton.jit

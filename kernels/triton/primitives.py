@@ -15,6 +15,9 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import globaltimer
 
+from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.bundles import Spans
+
 INTERPRET = tl.constexpr(knobs.runtime.interpret)
 
 # The header of a segment, in bytes: fusedcomm.runtime.segment.HeaderLayout, the parts that do not depend
@@ -23,6 +26,7 @@ EPOCH = tl.constexpr(0)
 ARRIVALS = tl.constexpr(8)
 TIMEOUT = tl.constexpr(16)
 RECORD = tl.constexpr(24)
+CLAIM = tl.constexpr(32)
 BROKEN = tl.constexpr(128)
 
 FINGERPRINT_BITS = tl.constexpr(24)
@@ -33,8 +37,6 @@ MISMATCHED = tl.constexpr(2)
 BROKEN_BY_PEER = tl.constexpr(3)
 ABANDONED = tl.constexpr(4)
 ENDED = tl.constexpr(6)
-RECORD_FREE = tl.constexpr(0)
-RECORD_CLAIMED = tl.constexpr(1)
 RECORD_COMPLETE = tl.constexpr(2)
 RECORD_WORDS = tl.constexpr(8)
 
@@ -59,11 +61,17 @@ def tile_coords(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def span_index(i, peer, start, inner, outer_stride, peer_stride):
-    """fusedcomm.geometry.spans.Span on the device: where index i of a peer's part lies, 64 bits wide."""
-    first = tl.cast(start, tl.int64) + tl.cast(peer, tl.int64) * peer_stride
-    run = i // inner
-    return first + tl.cast(run, tl.int64) * outer_stride + (i - run * inner)
+def named(spans):
+    """The host's tuples of numbers as Spans. Triton 3.6 loses constants in tuples of tuples that are not made anew."""
+    return Spans(Span(*spans[0]), Span(*spans[1]), Span(*spans[2]))
+
+
+@triton.jit
+def span_index(i, peer, span):
+    """Where index i of a peer's part of a Span lies, 64 bits wide."""
+    first = tl.cast(span.start, tl.int64) + tl.cast(peer, tl.int64) * span.peer_stride
+    run = i // span.inner
+    return first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)
 
 
 @triton.jit
@@ -102,9 +110,9 @@ def flag_value(epoch, fingerprint):
 
 
 @triton.jit
-def flags_of(segment, epoch, FLAGS: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_SLOTS: tl.constexpr):
+def flags_of(segment, epoch, LAYOUT: tl.constexpr):
     """Pointer to the flags of the slot of ``epoch``, one per src_rank."""
-    return word(segment, FLAGS) + (epoch % NUM_SLOTS) * GROUP_SIZE
+    return word(segment, LAYOUT.flags) + (epoch % LAYOUT.num_slots) * LAYOUT.group_size
 
 
 @triton.jit
@@ -133,6 +141,21 @@ def signal(flag_ptr, value):
 
 
 @triton.jit
+def fence_generic_writes():
+    """Behind a wait, and before TMA loads: they see what the signal's sender wrote before it.
+
+    Peers write by ordinary stores and copies (the generic proxy), and TMA loads belong to the async proxy. Their order
+    is established only by a proxy fence on the path from the store over the release and the acquire to the load. Here
+    every thread executes one behind the barrier that ends `wait`, so the thread that issues a load does. It has no
+    scope: that of the path is the system, by the flag. What TMA reads lies in global memory.
+    """
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def back_off():
     """Pause between two polls: many programs wait, and each of their polls goes to memory that peers write to."""
     if not INTERPRET:
@@ -146,20 +169,20 @@ def poll(ptrs, mask=None):
 
 
 @triton.jit
-def poll_broken(segment, rank, epoch, expired, GROUP_SIZE: tl.constexpr):
-    """Whether any rank has given up on this workspace by round ``epoch``. If ``expired``, this rank gives it up too.
+def poll_broken(round, expired, LAYOUT: tl.constexpr):
+    """Whether any rank has given up on this workspace by ``round``. If ``expired``, this rank gives it up too.
 
     A peer that failed in a later round has completed this one: its data are good.
 
     The block is told through memory that the clock has run out: ``expired`` may differ between threads, but the word
     that one of them writes does not.
     """
-    RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
+    RANKS: tl.constexpr = triton.next_power_of_2(LAYOUT.group_size)
     ranks = tl.arange(0, RANKS)
-    value = tl.where((ranks == rank) & expired, TIMED_OUT, 0).to(tl.int64)
-    mask = ranks < GROUP_SIZE
-    words = tl.atomic_or(word(segment, BROKEN) + ranks, value, mask=mask, sem="acquire", scope="sys")
-    return tl.max((mask & given_up(words, epoch)).to(tl.int32), axis=0) != 0
+    value = tl.where((ranks == round.rank) & expired, TIMED_OUT, 0).to(tl.int64)
+    mask = ranks < LAYOUT.group_size
+    words = tl.atomic_or(word(round.segment, BROKEN) + ranks, value, mask=mask, sem="acquire", scope="sys")
+    return tl.max((mask & given_up(words, round.epoch)).to(tl.int32), axis=0) != 0
 
 
 @triton.jit
@@ -169,45 +192,38 @@ def given_up(words, epoch):
 
 
 @triton.jit
-def wait(flag_ptr, segment, rank, epoch, skip, GROUP_SIZE: tl.constexpr):
-    """Acquire the flag that a peer sets by ``signal`` in round ``epoch``; returns its last value.
+def wait(flag_ptr, round, skip, LAYOUT: tl.constexpr):
+    """Acquire the flag that a peer sets by ``signal`` in ``round``; returns its last value.
 
     It ends early if the workspace is broken, or if its time-out is over, which breaks it. With ``skip`` it looks only
     once.
     """
-    deadline = tl.load(word(segment, TIMEOUT)) + clock_ns()
+    deadline = tl.load(word(round.segment, TIMEOUT)) + clock_ns()
     flag = poll(flag_ptr)
-    waiting = ((flag >> FINGERPRINT_BITS) < epoch) & (skip == 0)
+    waiting = ((flag >> FINGERPRINT_BITS) < round.epoch) & (skip == 0)
     while waiting:
         back_off()
-        broken = poll_broken(segment, rank, epoch, clock_ns() > deadline, GROUP_SIZE)
+        broken = poll_broken(round, clock_ns() > deadline, LAYOUT)
         flag = poll(flag_ptr)
-        waiting = ((flag >> FINGERPRINT_BITS) < epoch) & (broken == 0)
+        waiting = ((flag >> FINGERPRINT_BITS) < round.epoch) & (broken == 0)
     block_barrier()  # the loads of all threads come after the acquire of one
     return flag
 
 
 @triton.jit
-def fail(
-    segments_ptr,
-    segment,
-    rank,
-    epoch,
-    fingerprint,
-    FLAGS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-):
+def fail(round, LAYOUT: tl.constexpr):
     """Judge why a wait failed. The first program to do so fills the record and breaks all ranks.
 
     A mismatch is judged before ``broken``: the peer that has found it too has broken this workspace already. A peer
     that has left a round, or has ended, will not signal again: that is the cause, not its silence. Nobody is to blame
     if the flag that this rank gave up on has come since.
     """
+    segments_ptr, segment, rank, epoch, fingerprint = round
+    GROUP_SIZE: tl.constexpr = LAYOUT.group_size
     RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
     ranks = tl.arange(0, RANKS)
     mask = ranks < GROUP_SIZE
-    flags = poll(flags_of(segment, epoch, FLAGS, GROUP_SIZE, NUM_SLOTS) + ranks, mask)
+    flags = poll(flags_of(segment, epoch, LAYOUT) + ranks, mask)
     arrived = (flags >> FINGERPRINT_BITS) >= epoch
     now = (flags >> FINGERPRINT_BITS) == epoch  # a later flag comes from a rank that has failed and goes on
     mismatched = (mask & now & (flags != flag_value(epoch, fingerprint))).to(tl.int64)
@@ -224,11 +240,10 @@ def fail(
     bad = tl.where(any_mismatched, mismatched, cause)
 
     record = tl.load(word(segment, RECORD)).to(tl.pointer_type(tl.int64))
-    # Only programs of this device compete for the record; system scope would need atomics over the
-    # host's bus.
-    free = tl.cast(RECORD_FREE, tl.int64)
-    state = tl.atomic_cas(record, free, tl.cast(RECORD_CLAIMED, tl.int64), sem="acq_rel", scope="gpu")
-    if state == RECORD_FREE:
+    # Programs of this device compete for the record. The record itself lies in the host's memory, where many machines
+    # have no atomics for GPUs, so it gets ordinary stores alone.
+    one = tl.cast(1, tl.int64)
+    if tl.atomic_cas(word(segment, CLAIM), one - 1, one, sem="acq_rel", scope="gpu") == 0:
         tl.store(record + 1, kind.to(tl.int64))
         tl.store(record + 2, epoch)
         tl.store(record + 3, tl.cast(rank, tl.int64))
@@ -238,24 +253,27 @@ def fail(
         block_barrier()  # whoever learns of the failure finds it on record
         segments = tl.load(segments_ptr + ranks, mask, other=0)
         value = tl.zeros((RANKS,), tl.int64) + (kind.to(tl.int64) | (epoch << KIND_BITS))
-        tl.atomic_xchg(word(segments, BROKEN) + rank, value, mask=mask, sem="release", scope="sys")
-        signal(record, RECORD_COMPLETE)
+        # acquires too: what is stored after it is seen after all that was stored before
+        tl.atomic_xchg(word(segments, BROKEN) + rank, value, mask=mask, sem="acq_rel", scope="sys")
+        block_barrier()
+        tl.store(record, tl.cast(RECORD_COMPLETE, tl.int64))
 
 
 @triton.jit
-def give_up_earlier(segments_ptr, segment, rank, epoch, GROUP_SIZE: tl.constexpr):
-    """If this rank has failed by round ``epoch``, tell the peers that it has given up on the round before that too.
+def give_up_earlier(segments_ptr, rank, LAYOUT: tl.constexpr):
+    """If this rank has failed by its last round, tell the peers that it has given up on the round before that too.
 
     Each program tells them for what it stores itself. This rank's own word is never changed here. A concurrent kernel
     can only write a later round to it, or set a word of round 0, so all threads take the same branch. The exchange
     acquires, so it has reached the peers before the next store.
     """
+    segment = tl.load(segments_ptr + rank)
     own = tl.load(word(segment, BROKEN) + rank)
     failed = own >> KIND_BITS
-    if (failed > 1) & (failed <= epoch):
-        RANKS: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)
+    if (failed > 1) & (failed <= tl.load(word(segment, EPOCH))):
+        RANKS: tl.constexpr = triton.next_power_of_2(LAYOUT.group_size)
         ranks = tl.arange(0, RANKS)
-        peers = (ranks < GROUP_SIZE) & (ranks != rank)
+        peers = (ranks < LAYOUT.group_size) & (ranks != rank)
         segments = tl.load(segments_ptr + ranks, peers, other=0)
         value = tl.zeros((RANKS,), tl.int64) + ((own & KIND) | ((failed - 1) << KIND_BITS))
         tl.atomic_xchg(word(segments, BROKEN) + rank, value, mask=peers, sem="acq_rel", scope="sys")
@@ -263,10 +281,10 @@ def give_up_earlier(segments_ptr, segment, rank, epoch, GROUP_SIZE: tl.constexpr
 
 
 @triton.jit
-def is_broken(segment, rank, epoch, GROUP_SIZE: tl.constexpr):
+def is_broken(round, LAYOUT: tl.constexpr):
     """Whether what has been read may be wrong: a peer that gave up may have overwritten the slot.
 
     Readers ask after their last read. The stores that needed the data come before the barrier, so the data are read.
     """
     block_barrier()
-    return poll_broken(segment, rank, epoch, False, GROUP_SIZE)
+    return poll_broken(round, False, LAYOUT)

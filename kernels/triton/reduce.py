@@ -27,37 +27,33 @@ def reduce_kernel(
     slot_bytes,
     fingerprint,
     rank,
-    FLAGS: tl.constexpr,
-    HEADER_BYTES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     AVERAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    NUM_SLOTS: tl.constexpr = 2,
 ):
     """out.flatten()[start + i] = sum of slot[src][i] over src_rank 0 .. R-1 (/ R) + bias[i % num_bias], 0 <= i < size.
 
     The kernel waits, bounded, for what push_matmul_kernel or signal_kernel of each src_rank signals, and ends the
-    round. On
-    failure each program writes NaN where it would have written data.
+    round. On failure each program writes NaN where it would have written data.
     """
     round = next_round(segments_ptr, rank, fingerprint)
     dtype = out_ptr.dtype.element_ty
-    slot = slot_of(round[1], round[3], slot_bytes, HEADER_BYTES, NUM_SLOTS, dtype)
-    failed = wait_all(round, FLAGS, GROUP_SIZE, NUM_SLOTS)
+    slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, dtype)
+    failed = wait_all(round, LAYOUT)
     offsets = tl.arange(0, BLOCK)
     num_tiles = tl.cdiv(size, BLOCK)
     if failed == 0:
         for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
             first = tl.cast(tile, tl.int64) * BLOCK
             mask = offsets < size - first
-            total = _sum(slot, first, offsets, mask, size, GROUP_SIZE)
+            total = _sum(slot, first, offsets, mask, size, LAYOUT.group_size)
             if AVERAGE:
-                total = tl.div_rn(total, tl.full((BLOCK,), GROUP_SIZE, tl.float32))
+                total = tl.div_rn(total, tl.full((BLOCK,), LAYOUT.group_size, tl.float32))
             if bias_ptr is not None:
                 at = ((first % num_bias).to(tl.int32) + offsets) % num_bias
                 total += tl.load(bias_ptr + at, mask, other=0.0).to(tl.float32)
             tl.store(out_ptr + start + first + offsets, rounded(total, dtype), mask)  # the only rounding
-    if must_poison(round, failed, FLAGS, GROUP_SIZE, NUM_SLOTS):
+    if must_poison(round, failed, LAYOUT):
         nan = tl.full((BLOCK,), float("nan"), tl.float32).to(dtype)
         for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
             first = tl.cast(tile, tl.int64) * BLOCK

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.algorithms.tiles import TileConfig
+from fusedcomm.geometry import shapes
 
 CONFIG = TileConfig(64, 64, 64, 8, 4, 4)
 
@@ -28,3 +29,22 @@ def test_rows_that_overlap_have_no_descriptor(transposed: bool) -> None:
     assert described(rows.view(128, 256))
     assert not described(rows[:256].expand(128, 256))
     assert not described(rows.as_strided((64, 256), (248, 1)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "gather_dim", "described"),
+    [
+        ((100, 128), 0, True),
+        ((100, 128), 1, True),
+        ((100, 2, 128), 0, True),
+        ((100, 96), 0, False),  # a block of K would reach into the next row
+        ((100, 96), 1, False),
+        ((2**29, 64), 0, True),
+        ((2**30, 64), 0, False),  # rows of all sources are indexed by int32
+        ((100, 0), 0, False),
+    ],
+)
+def test_chunks_of_whole_blocks_have_a_descriptor(shape: tuple[int, ...], gather_dim: int, described: bool) -> None:
+    exchange = shapes.all_gather_matmul(shape, [(shape[-1] * (2 if gather_dim == 1 else 1), 8)], gather_dim, 2)
+    (spans,) = exchange.rounds(1 << 62)
+    assert kernel_launch.can_describe_slots(spans, 2) == described

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import io
 import itertools
@@ -63,7 +62,6 @@ TF32 = replace(ABLE, tf32=True)
 NO_TRITON = replace(ABLE, no_workspace="rank 0: Triton is not installed")
 
 
-NO_FENCE = replace(ABLE, no_fused="Triton must be at least 3.7")
 TUNED = replace(ABLE, constants=replace(model.DEFAULTS["cuda"], source=model.TUNED))  # the same numbers, but measured
 ESTIMATED = "estimated "
 
@@ -77,8 +75,6 @@ ESTIMATED = "estimated "
         (OP, SMALL, FP32, member(), False, "chunked", ESTIMATED),
         (OP, SMALL, FP32, member(verdict=TF32), False, "fused", ESTIMATED),
         (OP, LARGE, BF16, member(), True, "fused", ESTIMATED),
-        (OP, SMALL, BF16, member(verdict=NO_FENCE), False, "chunked", ESTIMATED),
-        (OP, LARGE, BF16, member(verdict=NO_FENCE), True, "unfused", "Triton must be at least 3.7"),
         (OP, SMALL, BF16, member(verdict=NO_TRITON), False, "unfused", "rank 0: Triton is not installed"),
         (OP, SMALL, BF16, member(verdict=NO_PEERS), False, "unfused", "rank 1 is on another host"),
         (OP, HUGE_ROW, BF16, member(), False, "unfused", "one row for every peer takes"),
@@ -92,7 +88,7 @@ ESTIMATED = "estimated "
         ("matmul_reduce_scatter", BATCHES, BF16, member("cpu"), False, "chunked", ESTIMATED),
         ("matmul_all_reduce", DECODED, BF16, member("cpu"), False, "chunked", ESTIMATED),
         ("all_to_all_matmul", GATHERED_K, BF16, member(), False, "fused", ESTIMATED),
-        ("all_gather_matmul", GATHERED_ROWS, BF16, member(), False, "chunked", ESTIMATED),
+        ("all_gather_matmul", GATHERED_ROWS, BF16, member(), False, "fused", ESTIMATED),
     ],
 )
 def test_each_rule(
@@ -314,14 +310,14 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, device: str, key: str) 
         assert topology._found(torch.device(device))[key] == (None if installed else "Triton is not installed")
 
 
-@pytest.mark.parametrize(
-    ("major", "version", "offered"), [(9, "3.6.0", False), (9, "3.10.1", True), (8, "3.6.0", True)]
-)
-def test_kernels_that_triton_does_not_fence_are_not_offered(
-    monkeypatch: pytest.MonkeyPatch, major: int, version: str, offered: bool
-) -> None:
-    gpu = SimpleNamespace(uuid="0", major=major, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    reason = topology._no_fused(torch.device("cuda"))
-    assert reason is None if offered else reason.endswith(f"got {version}")
+def test_a_plan_has_the_rounds_of_a_gather_in_pieces(capturing: list[bool]) -> None:
+    """33 MiB to each peer: four pieces of 8 MiB and more, on a GPU alone, and as many rounds as the slots ask for."""
+    capturing.append(False)
+    gathered = shapes.all_to_all_matmul((2 * 4224, 4096), (8192, 4096), 1, 0, 2)
+    assert gathered.chunk_numel * 2 == 33 << 20
+    with planner.force_algorithm("chunked"):
+        assert planner.plan("all_to_all_matmul", gathered, BF16, member()).num_rounds == 4
+        assert planner.plan("all_to_all_matmul", gathered, FP32, member()).num_rounds == 1
+        assert planner.plan("all_to_all_matmul", gathered, BF16, member("cpu")).num_rounds == 1
+    with planner.force_algorithm("fused"):
+        assert planner.plan("all_to_all_matmul", gathered, BF16, member()).num_rounds == 1

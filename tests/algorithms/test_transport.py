@@ -1,157 +1,336 @@
-"""The memory that chunked takes on a GPU for what is on its way, with stand-ins for streams and the allocator.
+"""What `chunked` computes by CudaTransport, without a GPU, in random orders that its streams, events and flags allow.
 
-The host runs ahead of the GPU here for good. So memory that an event of the side stream holds never comes back.
+tests/helpers/schedule/random_orders.py runs them. All ranks' hosts are far ahead: they enqueue everything first.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedcomm.algorithms import chunked, kernel_launch
-from fusedcomm.algorithms.transport import CudaTransport
-from fusedcomm.geometry import shapes
+pytest.importorskip("triton")
+
+from fusedcomm.algorithms import chunk_matmul, chunked, kernel_launch, transport
+from fusedcomm.algorithms.transport import CudaTransport, copy_between
+from fusedcomm.errors import PeerError
+from fusedcomm.geometry import exchange
+from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import signals
-from fusedcomm.runtime.workspace import Call, Round
+from fusedcomm.runtime.workspace import Call, Round, Workspace
 from fusedcomm.testing.virtual import VirtualGroup
+from tests.helpers.op_problems import as_list
+from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
+from tests.helpers.schedule.random_orders import Gpus, NoProgressError
+from tests.helpers.thorough import thorough_but
 
-NUM_RANKS, NUM_ROUNDS, ROWS, K, N = 4, 8, 8 * 4, 6, 16
-CHUNK_BYTES = ROWS // NUM_ROUNDS * (N // NUM_RANKS) * 4  # one round's, for one peer
+SLOT_BYTES, FINGERPRINT = 1 << 14, 0x5A17C3
+BF16, FP32 = torch.bfloat16, torch.float32
 
-
-class Stream:
-    def __init__(self) -> None:
-        self.launched = 0
-        self.joined = 0  # how much of the other stream's work comes before what is launched here next
-
-    def wait_stream(self, other: Stream) -> None:
-        self.joined = other.launched
-
-
-class Gpu(TorchDispatchMode):
-    """Two streams, and an allocator of blocks for the main one, as torch.cuda's caching allocator gives them away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.main, self.side = Stream(), Stream()
-        self.current = self.main
-        self.free: list[int] = []  # sizes
-        self.reserved = 0  # bytes
-        self.last_read: dict[int, int] = {}  # by address of what is in use: the side stream's work that reads it
-        self.recorded: set[int] = set()  # addresses
-        self.too_early = 0  # blocks that the main stream may overwrite before the side stream has read them
-
-    def empty_like(self, t: Tensor) -> Tensor:
-        block = t.new_empty(t.shape)
-        if block.nbytes in self.free:
-            self.free.remove(block.nbytes)
-        else:
-            self.reserved += block.nbytes
-        self.last_read[block.data_ptr()] = 0
-        weakref.finalize(block, self._freed, block.data_ptr(), block.nbytes)
-        return block
-
-    def _freed(self, address: int, num_bytes: int) -> None:
-        last = self.last_read.pop(address)
-        if address in self.recorded:
-            self.recorded.remove(address)
-            return
-        self.too_early += last > self.main.joined
-        self.free.append(num_bytes)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.current is self.side:
-            self.side.launched += 1
-            for each in pytree.tree_leaves(args):
-                if isinstance(each, Tensor) and (start := each.untyped_storage().data_ptr()) in self.last_read:
-                    self.last_read[start] = self.side.launched
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+PUSH = Problem("tokens-to-heads", (2, 3, 5), 4, 1, 2, bias=True)
+TO_SLOT = Problem("columns-to-rows", (6, 5), 4, 1, 0)  # the own chunk lies in the slot
+BATCHED = Problem("batched-w", (3, 4, 5), 4, 1, 2, batched=True)
+EXCHANGE = Problem("heads-to-tokens", (3, 2, 4), 4, 1, 0, op="all_to_all_matmul", k_dims=2, bias=True)
+ROWS = Problem("rows", (3, 5), (4, 3), 0, op="all_gather_matmul", bias=(True, False))
+COLUMNS = Problem("columns", (3, 5), 4, 1, op="all_gather_matmul", bias=True)
+SCATTER = Problem("rows", (3, 5), 4, scatter_dim=0, op="matmul_reduce_scatter", bias=True, reduce_op="avg")
+SUM = Problem("sum", (12, 5), 3, op="matmul_all_reduce", bias=True)
+WHOLE_ROUNDS = Exchange.rounds
+PROBLEMS = [PUSH, TO_SLOT, BATCHED, EXCHANGE, ROWS, COLUMNS, SCATTER, SUM]
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    found = Gpu()
-    monkeypatch.setattr(torch, "empty_like", found.empty_like)
-    monkeypatch.setattr(Tensor, "record_stream", lambda t, stream: found.recorded.add(t.data_ptr()))
-    monkeypatch.setattr(torch.cuda, "stream", found.stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.main)
-    for name in ("begin_push", "signal", "wait_source", "finish"):
-        monkeypatch.setattr(signals, name, lambda *args, **options: None)
-    monkeypatch.setattr(kernel_launch, "unpack", lambda *args: None)
-    return found
+@pytest.fixture(autouse=True)
+def pieces_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matmuls and copies of parts, as for large tensors, and calls in three rounds."""
+    monkeypatch.setattr(exchange, "FEW_ROWS", 0)
+    monkeypatch.setattr(chunk_matmul, "_MIN_PIECE", 1)
+    cut_in(3, monkeypatch)
 
 
-def push(gpu: Gpu, transport: type[CudaTransport], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's push in NUM_ROUNDS rounds; its peers' slots are memory that it writes."""
-    exchange = shapes.matmul_all_to_all((ROWS, K), (K, N), None, 0, 1, NUM_RANKS)
-    workspace = VirtualGroup(NUM_RANKS, CHUNK_BYTES * NUM_RANKS, "cpu").workspaces[0]
-    assert len(exchange.rounds(workspace.max_chunk_numel(4))) == NUM_ROUNDS
-    monkeypatch.setattr(workspace, "side_stream", lambda: gpu.side)
-    monkeypatch.setattr(chunked, "transport_of", transport)
-    x, w = torch.randn(ROWS, K), torch.randn(K, N)
-    with gpu:
-        chunked.push_matmul(Call("push", 1, exchange, workspace), x, w, None)
-    last = (x @ w).view(NUM_ROUNDS, -1, NUM_RANKS, N // NUM_RANKS)[-1]  # [rows, dst_rank, columns]
-    for dst_rank in range(NUM_RANKS):
-        start = workspace.layout.slot(NUM_ROUNDS, workspace.slot_bytes)
-        sent = workspace.buffers[dst_rank][start : start + CHUNK_BYTES].view(torch.float32)
-        torch.testing.assert_close(sent.view(-1, N // NUM_RANKS), last[:, dst_rank])
+def cut_in(num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = Exchange.rounds
+
+    def cut(self: Exchange, max_chunk_numel: int) -> Any:
+        return rounds(self, min(max_chunk_numel, max(self.row_numel, self.chunk_numel // num_rounds, 1)))
+
+    monkeypatch.setattr(Exchange, "rounds", cut)
 
 
-def test_each_round_takes_the_memory_of_the_last_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(2):
-        push(gpu, CudaTransport, monkeypatch)
-        assert gpu.reserved == (NUM_RANKS - 1) * CHUNK_BYTES
-        assert not gpu.last_read and not gpu.too_early
+def call(problem: Problem, workspace: Workspace, inputs: Any, by_product: bool) -> tuple[Any, Tensor | None]:
+    """The op's function for `chunked`, and the exchanged or gathered x if it is asked for."""
+    x, w, bias = inputs
+    made = Call(problem.op, FINGERPRINT, problem.exchange(x, w, workspace.group_size), workspace)
+    scale = 1 / workspace.group_size if problem.reduce_op == "avg" else 1.0
+    if problem.op == "matmul_all_to_all":
+        return chunked.push_matmul(made, x, w, bias), None
+    if problem.op in GATHERS:
+        ws, biases = (w, bias) if isinstance(w, list) else ([w], [bias])
+        outs, arrived = chunked.gather_matmul(made, x, ws, biases, by_product)
+        return (outs if isinstance(w, list) else outs[0]), arrived
+    push = chunked.push_reduce if problem.op == "matmul_reduce_scatter" else chunked.push_reduce_gather
+    return push(made, x, w, bias, scale), None
 
 
-def test_recorded_streams_would_hold_the_memory_of_all_rounds(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: 24 chunks where 3 are enough."""
+class Run:
+    """Calls of a problem by every rank, all on one workspace, each with inputs of its own."""
 
-    class Records(CudaTransport):
-        def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
-            super().send(round, dst_rank, chunk)
-            chunk.record_stream(self.side)
+    def __init__(
+        self,
+        problem: Problem,
+        group_size: int = 2,
+        dtype: torch.dtype = BF16,
+        by_product: bool = False,
+        writes_words: bool = True,
+        num_calls: int = 2,
+        leaves: type[Exception] | None = None,
+    ) -> None:
+        """``leaves``: what a rank's call may raise."""
+        self.problem, self.group_size, self.dtype = problem, group_size, dtype
+        self.by_product, self.num_calls = by_product and problem.op in GATHERS, num_calls
+        self.workspaces = VirtualGroup(group_size, SLOT_BYTES, "cpu").workspaces
+        for workspace in self.workspaces:
+            workspace.buffers[workspace.rank][workspace.layout.header_bytes :] = 0xFF  # NaN
+        self.gpus = Gpus(self.workspaces, writes_words)
+        self.results: dict[int, list[list[Tensor]]] = {}  # by rank and call
+        with self.gpus.enqueue_all():
+            for workspace in self.workspaces:
+                expects = nullcontext() if leaves is None else suppress(leaves)
+                with torch.cuda.stream(torch.cuda.Stream()), expects:
+                    self.results[workspace.rank] = [self._call(workspace, seed) for seed in range(num_calls)]
 
-    push(gpu, Records, monkeypatch)
-    assert gpu.reserved == NUM_ROUNDS * (NUM_RANKS - 1) * CHUNK_BYTES
+    def _call(self, workspace: Workspace, seed: int) -> list[Tensor]:
+        """The inputs are made just before, and overwritten just after, when a copy of the results is taken."""
+        with _disable_current_modes():
+            values = integers(self.problem, workspace.rank, self.group_size, self.dtype, seed)
+        x = torch.empty_like(values[0])
+        x.copy_(values[0])
+        out, arrived = call(self.problem, workspace, (x, *values[1:]), self.by_product)
+        kept = [each.clone() for each in as_list(out) + ([] if arrived is None else [arrived])]
+        x.fill_(float("nan"))
+        for each in as_list(out):
+            each.fill_(float("nan"))
+        return kept
+
+    def finish(self, seed: int) -> None:
+        """Run it all in one order, and compare."""
+        self.gpus.run_all(seed)
+        for seed in range(self.num_calls):
+            outs = expected(self.problem, self.group_size, self.dtype, seed)
+            for rank, workspace in enumerate(self.workspaces):
+                workspace.check(self.problem.op)
+                wanted = as_list(outs[rank])
+                if self.by_product:
+                    wanted = [*wanted, expected_by_product(self.problem, self.group_size, self.dtype, seed)[rank]]
+                for got, value in zip(self.results[rank][seed], wanted, strict=True):
+                    torch.testing.assert_close(got, value, rtol=0, atol=0)
+        for workspace in self.workspaces:
+            assert int(workspace._epoch_word()) == workspace.epoch >= 3 * self.num_calls
 
 
-def test_a_gather_holds_its_input_no_longer_than_the_call(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x is the caller's, who may free it when the call returns: the main stream comes after all reads by then."""
-    exchange = shapes.all_gather_matmul((ROWS, K), ((K, N),), 0, NUM_RANKS)
-    workspace = VirtualGroup(NUM_RANKS, ROWS // NUM_ROUNDS * K * 4 * NUM_RANKS, "cpu").workspaces[0]
-    monkeypatch.setattr(workspace, "side_stream", lambda: gpu.side)
-    monkeypatch.setattr(chunked, "transport_of", CudaTransport)
-    x = gpu.empty_like(torch.empty(ROWS, K)).fill_(1)
-    with gpu:
-        chunked.gather_matmul(Call("gather", 1, exchange, workspace), x, [torch.ones(K, N)], [None], False)
-    assert gpu.last_read[x.data_ptr()] >= gpu.side.launched - 1  # the copy to the last peer
-    del x
-    assert len(gpu.free) == 1 and not gpu.too_early and not gpu.recorded
+def check(seeds: Sequence[int], *args: Any, **options: Any) -> None:
+    for seed in seeds:
+        Run(*args, **options).finish(seed)
 
 
-def test_memory_that_is_not_held_until_the_join_is_found(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control."""
+@pytest.mark.parametrize(("seed", "problem"), list(enumerate(PROBLEMS)), ids=str)
+def test_every_op_is_right_in_a_random_order(seed: int, problem: Problem) -> None:
+    check([seed], problem, 2, (BF16, FP32)[seed % 2], by_product=seed % 3 == 0)
 
-    class Drops(CudaTransport):
-        def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
-            super().send(round, dst_rank, chunk)
-            self.held.clear()
 
-    push(gpu, Drops, monkeypatch)
-    assert gpu.too_early > 0
+def test_three_ranks_with_signals_by_kernels_are_right() -> None:
+    check([0], TO_SLOT, 3, num_calls=1)
+    check([1], ROWS, 3, FP32, by_product=True, writes_words=False, num_calls=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_three_ranks_are_right(problem: Problem) -> None:
+    check([0], problem, 3, BF16, problem.op in GATHERS, num_calls=1)
+    check([1], problem, 3, FP32, problem.op in GATHERS, writes_words=False, num_calls=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_every_op_is_right_in_many_orders(problem: Problem, group_size: int) -> None:
+    for dtype, writes_words in itertools.product((BF16, FP32), (True, False)):
+        check(range(3), problem, group_size, dtype, problem.op in GATHERS, writes_words)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_few_rows_are_right(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One matmul for all chunks, before they are sent or when all are there."""
+    monkeypatch.setattr(exchange, "FEW_ROWS", 128)
+    check([0], problem, 3, by_product=True, num_calls=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_copies_of_single_runs_are_right(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_LONG_RUN", 1)
+    check([0], problem, 3, num_calls=1)
+
+
+class Plant(NamedTuple):
+    """An edge that is missing: ``waiters`` wait for nothing in ``method``."""
+
+    method: str
+    waiters: tuple[str, ...]
+    problem: Problem
+    dtype: torch.dtype = BF16
+
+    def __str__(self) -> str:
+        return f"{self.method}-{'-'.join(self.waiters)}"
+
+
+PLANTS = [
+    Plant("fork", ("sends", "reads"), ROWS),  # copies of x before it is made
+    Plant("send", ("sends",), PUSH),  # copies of chunks before they are computed
+    Plant("place", ("main",), PUSH),  # a chunk is computed where the last one has not been sent yet
+    Plant("begin", ("main",), SUM),  # the own chunk is computed into a slot that is still read
+    Plant("begin", ("sends",), PUSH),  # the same of a peer's chunk
+    Plant("arrived", ("main",), COLUMNS),  # a matmul reads what has not been unpacked
+    Plant("finish", ("reads",), ROWS),  # a round ends before its matmuls have read the slot
+    Plant("finish", ("main",), ROWS),  # a wait counts its round before the last one has ended
+    Plant("join", ("main",), PUSH),  # the caller reads results that are not there
+]
+SEEDS = range(20)
+
+
+def goes_wrong(*args: Any, **options: Any) -> str | None:
+    """The first wrong end that an order of a few comes to; None if all are right."""
+    for seed in SEEDS:
+        try:
+            Run(*args, **options).finish(seed)
+        except NoProgressError:
+            return "no progress"
+        except (AssertionError, PeerError):
+            return "wrong"
+    return None
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=str)
+def test_a_missing_edge_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = getattr(CudaTransport, plant.method)
+
+    def cut(self: CudaTransport, *args: Any) -> None:
+        with ExitStack() as stack:
+            for name in plant.waiters:
+                stack.enter_context(mock.patch.object(getattr(self, name), "wait_event", lambda event: None))
+            return whole(self, *args)
+
+    monkeypatch.setattr(CudaTransport, plant.method, cut)
+    assert goes_wrong(plant.problem, dtype=plant.dtype, num_calls=1) == "wrong"
+
+
+def test_an_unpack_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpack(self: CudaTransport, round: Round, out: Tensor, own: Tensor | None = None) -> None:
+        with torch.cuda.stream(self.reads):
+            for src_rank in round.sources()[1:]:
+                copy_between(round.spans.unpack.view(out.view(-1), 0, src_rank), round.received(src_rank))
+        whole(self, round, out, own)
+
+    def only_ends(out: Tensor, span: Any, workspace: Workspace, fingerprint: int, own: bool = True) -> None:
+        signals.wait(workspace, fingerprint)
+
+    whole = CudaTransport.unpack
+    monkeypatch.setattr(CudaTransport, "unpack", unpack)
+    monkeypatch.setattr(kernel_launch, "unpack", only_ends)
+    assert goes_wrong(PUSH, num_calls=1) == "wrong"
+
+
+def test_a_signal_before_its_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = CudaTransport.send
+
+    def signals_first(self: CudaTransport, round: Round, dst_rank: int, chunk: Tensor) -> None:
+        self._signal(round, dst_rank)
+        send(self, round, dst_rank, chunk)
+
+    monkeypatch.setattr(CudaTransport, "send", signals_first)
+    assert goes_wrong(PUSH, num_calls=1) == "wrong"
+
+
+def test_a_missing_signal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal = CudaTransport._signal
+
+    def not_the_second(self: CudaTransport, round: Round, dst_rank: int) -> None:
+        if (round.epoch, round.workspace.rank, dst_rank) != (2, 0, 1):
+            signal(self, round, dst_rank)
+
+    monkeypatch.setattr(CudaTransport, "_signal", not_the_second)
+    assert goes_wrong(PUSH, num_calls=1) == "no progress"
+
+
+class LeftError(Exception):
+    pass
+
+
+def left_half_way(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Rank 0 raises at a signal of its second round, when its streams have begun it."""
+    signal = CudaTransport._signal
+
+    def leaves(self: CudaTransport, round: Round, dst_rank: int) -> None:
+        if (round.epoch, round.workspace.rank) == (2, 0):
+            raise LeftError
+        signal(self, round, dst_rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaTransport, "_signal", leaves)
+        return Run(problem, num_calls=1, leaves=LeftError)
+
+
+@pytest.mark.parametrize("problem", thorough_but([PUSH, COLUMNS], PROBLEMS), ids=str)
+def test_a_call_that_is_left_half_way_leaves_nothing_wrong(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever. The peer learns who has left in which round, and its results are right or NaN."""
+    for seed in range(2):
+        run = left_half_way(problem, monkeypatch)
+        run.gpus.run_all(seed)
+        left, peer = run.workspaces
+        with pytest.raises(PeerError, match="left by LeftError"):
+            left.check(problem.op)
+        with pytest.raises(PeerError) as found:
+            peer.check(problem.op)
+        assert (found.value.peers, found.value.epoch) == ([0], 2)
+        wanted = as_list(expected(problem, 2, BF16)[1])
+        for got, value in zip(run.results[1][0], wanted, strict=True):
+            assert got.isnan().any() and bool((got.isnan() | (got == value)).all())
+
+
+def test_a_rank_that_leaves_and_tells_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workspace, "_give_up", lambda *args: None)
+    with pytest.raises(NoProgressError, match="unpack_kernel"):
+        left_half_way(PUSH, monkeypatch).gpus.run_all(seed=0)
+
+
+def staging_of_eight_rounds(monkeypatch: pytest.MonkeyPatch) -> float:
+    """How many chunks of staging each of 3 ranks allocates."""
+    cut_in(8, monkeypatch)
+    run = Run(Problem("tokens", (16, 5), 4, 0, 1), 3, num_calls=1)
+    assert run.workspaces[0].epoch == 8
+    return run.gpus.allocated.count((2 * 4,)) / 3  # flat
+
+
+def test_each_round_takes_the_staging_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Exchange, "rounds", WHOLE_ROUNDS)
+    assert staging_of_eight_rounds(monkeypatch) == 2
+
+
+def test_staging_that_is_not_used_again_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: the memory that a ring saves."""
+    place = CudaTransport.place
+
+    def makes_another(self: CudaTransport, *args: Any) -> Tensor:
+        self.copied.clear()
+        return place(self, *args)
+
+    monkeypatch.setattr(Exchange, "rounds", WHOLE_ROUNDS)
+    monkeypatch.setattr(CudaTransport, "place", makes_another)
+    assert staging_of_eight_rounds(monkeypatch) == 8 * 2

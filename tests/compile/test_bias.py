@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ import fusedcomm.compile
 from tests.helpers.graphs import recorded_graphs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
-from tests.helpers.thorough import thorough_but
 
 T, K, N = 4, 8, 8
 SHAPES: dict[str, tuple[tuple[int, ...], bool]] = {  # and whether the bias is the same in every row
@@ -44,10 +44,21 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 CASES = [(program, shape) for program in PROGRAMS for shape in SHAPES]
 QUICK = [("added", "one"), ("reduce-scatter", "scalar"), ("added", "rows")]
+ONE_ELEMENT = ("one", "one-by-one", "scalar")
+
+
+def cases() -> list[Any]:
+    """The shapes of one element differ by how they are broadcast, so each has one program in `make test-all`."""
+    thorough = [("all-reduce", "one"), ("gather", "one-by-one"), ("addmm", "scalar")]
+    most = [case for case in CASES if case[1] not in ONE_ELEMENT or case in (*QUICK, *thorough)]
+    return [
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.thorough if case in most else pytest.mark.soak)
+        for case in CASES
+    ]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", thorough_but(QUICK, CASES), ids="-".join)
+@pytest.mark.parametrize("case", cases(), ids="-".join)
 def test_values_and_gradients(rank: int, case: tuple[str, str]) -> None:
     program, (shape, same_in_rows) = PROGRAMS[case[0]], SHAPES[case[1]]
     generator = torch.Generator().manual_seed(7)

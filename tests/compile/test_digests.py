@@ -184,7 +184,7 @@ def test_without_the_comparison_values_are_wrong(rank: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("cpp_wrapper", [False, True])
+@pytest.mark.parametrize("cpp_wrapper", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_scheduled_graphs_compare_too(rank: int, cpp_wrapper: bool) -> None:
     torch._dynamo.reset()
     values = inputs()

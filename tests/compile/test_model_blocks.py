@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.helpers.block_checks import Case, outcome
 from tests.helpers.fragments import RECOMPUTED
 from tests.helpers.model_blocks import Size
-from tests.helpers.thorough import thorough_but
+from tests.helpers.thorough import soak_but, thorough_but
 
 
 class Counts(NamedTuple):
@@ -50,9 +51,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"bfloat16": True, "size": MANY_HEADS},
     "whole_tables": {"whole_tables": True},
 }
-# others than the quick ones are soaked
-THOROUGH = ["flux_double", "wan"]
-SOME = [pytest.param(b, marks=pytest.mark.thorough if b in THOROUGH else pytest.mark.soak) for b in WANT]
+# Compiling takes long, so each option, and each form of a table, has one block in `make test-all`: two streams, or
+# norms that reduce over ranks.
+WITH_OPTION = {
+    "inference": "wan",
+    "two_layers": "flux_double",
+    "checkpointed": "wan",
+    "dynamic": "flux_double",
+    "autocast": "wan",
+    "bfloat16": "flux_double",
+    "whole_tables": "wan",
+}
+WITH_ROTARY = [("flux_single", "complex"), ("wan", "half"), ("flux_single", "slice"), ("wan", "stack")]
 
 
 def counts_of(case: Case) -> dict[str, Counter[str]]:
@@ -90,7 +100,8 @@ def test_training(ranks: Any, block: str) -> None:
     check(ranks(2), Case(block, interpreted=True))
 
 
-@pytest.mark.parametrize("block", SOME)
+@pytest.mark.thorough
+@pytest.mark.parametrize("block", soak_but(["flux_double"], WANT))
 def test_what_is_kept_for_the_backward(ranks: Any, block: str) -> None:
     """Constants of all ranks are kept where the program keeps its inputs; the tables of LTX have an angle per head."""
     case = Case(block, Size(tokens=64, text=32, heads=8, head_dim=64), interpreted=True)
@@ -98,30 +109,34 @@ def test_what_is_kept_for_the_backward(ranks: Any, block: str) -> None:
     assert moved <= (1.15 if block == "ltx" else 1.07) * unmoved, (moved, unmoved)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("block", SOME)
+@pytest.mark.thorough
+@pytest.mark.parametrize("option, block", soak_but([*WITH_OPTION.items()], product(OPTIONS, WANT)))
 def test_options(ranks: Any, block: str, option: str) -> None:
     layers = {"layers": 2} if block in A_TABLE_PER_HEAD and option in ("autocast", "bfloat16") else {}
     check(ranks(2), replace(Case(block, interpreted=True), **OPTIONS[option], **layers))
 
 
-@pytest.mark.parametrize("block", SOME)
+@pytest.mark.thorough
+@pytest.mark.parametrize("block", soak_but(["wan"], WANT))
 def test_what_inductor_generates(ranks: Any, block: str) -> None:
     check(ranks(2), Case(block, autocast=block == "wan"))
 
 
-@pytest.mark.parametrize("block", SOME)
+@pytest.mark.thorough
+@pytest.mark.parametrize("block", soak_but(["wan"], WANT))
 def test_four_ranks_with_weights_of_their_own(ranks: Any, block: str) -> None:
     check(ranks(4), Case(block, Size(batch=2, tokens=3, text=5), unequal=True, interpreted=True))
 
 
-@pytest.mark.parametrize("block", SOME)
+@pytest.mark.thorough
+@pytest.mark.parametrize("block", soak_but(["flux_double"], WANT))
 def test_ranks_of_a_group_that_are_not_neighbours(ranks: Any, block: str) -> None:
     check(ranks(4), Case(block, pairs=True, interpreted=True))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rotary", ["complex", "half", "slice", "stack"])
-@pytest.mark.parametrize("block", ["flux_single", "wan"])
+@pytest.mark.parametrize(
+    "block, rotary", soak_but(WITH_ROTARY, product(["flux_single", "wan"], ["complex", "half", "slice", "stack"]))
+)
 def test_forms_of_rotary_embeddings(ranks: Any, block: str, rotary: str) -> None:
     check(ranks(2), Case(block, rotary=rotary, interpreted=True))

@@ -74,15 +74,36 @@ def test_without_overheads_and_with_endless_rates_nothing_takes_time(op: str) ->
 
 @pytest.mark.parametrize("op", CALLS)
 def test_every_algorithm_does_the_flops_once(op: str) -> None:
-    """Sizes are such that tiles divide them, on as many SMs. A gather by the fused kernel has 7 of 8 SMs."""
-    gathers = CALLS[op].gathers
-    expected = {"unfused": FLOPS / 1e9, "chunked": FLOPS / 1e9, "fused": FLOPS / 1e9 * (8 / 7 if gathers else 1)}
+    """Sizes are such that tiles divide them, on as many SMs."""
     gpu = replace(GPU, matmul_flops=RATE, fused_flops=RATE)
-    assert seconds(op, gpu) == {name: close(each) for name, each in expected.items()}
+    assert seconds(op, gpu) == {name: close(FLOPS / 1e9) for name in ("unfused", "chunked", "fused")}
     assert seconds(op, replace(CPU, matmul_flops=RATE)) == {
         "unfused": close(FLOPS / 1e9),
         "chunked": close(FLOPS / 1e9),
     }
+
+
+def test_small_chunks_of_a_fused_gather_are_sent_by_an_eighth_of_the_sms() -> None:
+    small = shapes.all_gather_matmul((128, 1024), ((1024, 4096),), 0, 4)  # 256 KiB
+    gpu = replace(GPU, fused_flops=RATE)
+    matmul = gpu.matmul("bfloat16", 4, 128, 1024, 4096, True)
+    assert model.estimate("all_gather_matmul", small, "bfloat16", gpu)["fused"] == close(8 / 7 * matmul)
+    sending = replace(GPU, store_bandwidth=100e9)  # more than those SMs store
+    took = model.estimate("all_gather_matmul", small, "bfloat16", sending)["fused"]
+    assert took == close(3 * 256 * 1024 / 80e9)
+
+
+def test_gpus_gather_k_piece_by_piece() -> None:
+    """32 MiB go to a peer, 8 MiB at a time: the first piece comes before the matmul, the others beside it."""
+    k = shapes.all_to_all_matmul((16384, 4096), (16384, 4096), 1, 0, 4)
+    slow = replace(GPU, link_bandwidth=8 * MIB, unpack_bandwidth=8 * MIB)
+    arrival = 3 * 4 + 4 * 4.0
+    assert model.estimate("all_to_all_matmul", k, "bfloat16", slow)["chunked"] == close(arrival)
+    rates = dict.fromkeys(model.ITEMSIZE, 2 * 4096 * 16384 * 4096 / 20)  # 20 s
+    both = replace(slow, matmul_flops=rates)
+    assert model.estimate("all_to_all_matmul", k, "bfloat16", both)["chunked"] == close(7 + 21 + 5)
+    rates = dict.fromkeys(model.ITEMSIZE, 2 * 4096 * 16384 * 4096 / 40)
+    assert model.estimate("all_to_all_matmul", k, "bfloat16", replace(slow, matmul_flops=rates))["chunked"] == close(47)
 
 
 SENT = {"matmul_all_reduce": 6}  # chunks that a rank sends; 3 of the others
@@ -169,8 +190,9 @@ def test_few_columns_read_x_again_for_every_chunk() -> None:
 
 def test_what_arrives_is_copied_out_or_added() -> None:
     slow = replace(GPU, unpack_bandwidth=CHUNK)  # 1 s per chunk
-    assert seconds("matmul_all_to_all", slow)["chunked"] == seconds("matmul_all_to_all", slow)["fused"] == close(4)
-    assert seconds("matmul_all_to_all", replace(CPU, unpack_bandwidth=CHUNK))["chunked"] == close(3)  # own: in place
+    assert seconds("matmul_all_to_all", slow)["fused"] == close(4)
+    for machine in (slow, replace(CPU, unpack_bandwidth=CHUNK)):
+        assert seconds("matmul_all_to_all", machine)["chunked"] == close(3)  # the own chunk is in place
     assert seconds("matmul_reduce_scatter", slow)["chunked"] == close(2.5)  # 4 read, 1 written
     assert seconds("matmul_all_reduce", slow)["chunked"] == close(2.5 + 4)
     linked = replace(GPU, link_latency=1.0)

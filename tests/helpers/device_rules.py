@@ -1,8 +1,9 @@
 """What a device refuses, as rules over what reaches its driver: each says what must hold, and the value.
 
 The rules of a tensor map are those of cuTensorMapEncodeTiled in the CUDA driver API; those of a launch are the limits
-of cuLaunchKernelEx and of the architecture. Two rules are the package's own: every address lies in a tensor of the
-call, and a launch has no attributes, as no kernel here asks for clusters, a cooperative grid or an early start.
+of cuLaunchKernelEx and of the architecture; those of a write are cuStreamWriteValue64's. Three rules are the package's
+own: every address lies in a tensor of the call; a launch has no attributes, as no kernel here asks for clusters, a
+cooperative grid or an early start; and a write has the fence that makes it a release.
 """
 
 from __future__ import annotations
@@ -57,6 +58,16 @@ class Launch:
     stream: int
     attributes: tuple[int, ...]
     arguments: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Arguments of cuStreamWriteValue64."""
+
+    stream: int
+    address: int
+    value: int
+    flags: int
 
 
 def tensor_map_violations(map: TensorMap, arch: int, tensors: Sequence[Range]) -> Iterator[str]:
@@ -133,6 +144,17 @@ class Argument:
     size: int
     data: bytes | None
     is_pointer: bool = False
+
+
+def write_violations(write: Write, streams: Sequence[int], tensors: Sequence[Range]) -> Iterator[str]:
+    if write.stream not in streams:
+        yield f"stream write: the stream must be one of {list(streams)}, got {write.stream:#x}"
+    if write.address % 8:
+        yield f"stream write: the address must be a multiple of 8, got {write.address:#x}"
+    if not _within(write.address, write.address + 8, tensors):
+        yield f"stream write: the word must lie in a tensor of the call, got {write.address:#x}"
+    if write.flags:  # anything else leaves out the fence, and peers would see the word before the data
+        yield f"stream write: the flags must be 0, got {write.flags}"
 
 
 def registers_of(kernel: CubinKernel, threads: int) -> int:

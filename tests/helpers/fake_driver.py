@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from tests.helpers.device_rules import (
     Launch,
     Range,
     TensorMap,
+    Write,
     launch_violations,
     tensor_map_violations,
+    write_violations,
 )
 
 NUM_SMS = 132
@@ -39,6 +41,7 @@ def _attributes(arch: int) -> dict[int, int]:
         76: arch % 10,
         81: SHARED_BYTES[arch] + 1024,  # shared memory per multiprocessor
         97: SHARED_BYTES[arch],  # shared memory per block, opt in
+        122: 1,  # streams can write 64 bits
     }
 
 
@@ -76,6 +79,7 @@ _TENSOR_MAP = ctypes.CFUNCTYPE(
     c_int,
 )
 _LAUNCH = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(_Config), POINTER(c_void_p))
+_WRITE = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint64, c_uint64, c_uint)
 
 
 class Refused(Exception):
@@ -85,12 +89,20 @@ class Refused(Exception):
 class FakeDriver:
     """The library, compiled into ``folder`` and loaded in place of the machine's, if it has one.
 
-    ``launches`` and ``tensor_maps`` hold what the device took. ``tensors`` says where memory of the call is.
+    ``launches`` and ``tensor_maps`` hold what the device took, and ``enqueued`` the launches among the writes of
+    streams. ``tensors`` says where memory of the call is, ``streams`` the handles of the streams.
     """
 
-    def __init__(self, folder: Path, arch: int, tensors: Callable[[], Iterable[Range]]) -> None:
-        self.arch, self.tensors = arch, tensors
+    def __init__(
+        self,
+        folder: Path,
+        arch: int,
+        tensors: Callable[[], Iterable[Range]],
+        streams: Callable[[], Sequence[int]],
+    ) -> None:
+        self.arch, self.tensors, self.streams = arch, tensors, streams
         self.launches: list[Launch] = []
+        self.enqueued: list[Launch | Write] = []
         self.tensor_maps: list[TensorMap] = []
         self._functions: dict[int, tuple[_Function, cubin.CubinKernel]] = {}
         self._library = ctypes.CDLL(str(_built(folder)), mode=ctypes.RTLD_GLOBAL)
@@ -103,6 +115,7 @@ class FakeDriver:
             "fake_load": _LOAD(self._guarded(self._load)),
             "fake_tensor_map": _TENSOR_MAP(self._guarded(self._tensor_map)),
             "fake_launch": _LAUNCH(self._guarded(self._launch)),
+            "fake_write": _WRITE(self._guarded(self._write)),
         }
         for name in self._hooks:
             self._install(name, True)
@@ -111,6 +124,7 @@ class FakeDriver:
         """Whether what comes is checked and kept, or taken at once."""
         self._install("fake_tensor_map", on)
         self._install("fake_launch", on)
+        self._install("fake_write", on)
 
     def _install(self, name: str, on: bool) -> None:
         address = ctypes.cast(self._hooks[name], c_void_p).value if on else None
@@ -182,6 +196,12 @@ class FakeDriver:
         )
         _refuse_if_any(launch_violations(launch))
         self.launches.append(launch)
+        self.enqueued.append(launch)
+
+    def _write(self, stream: int | None, address: int, value: int, flags: int) -> None:
+        write = Write(stream or 0, address, value, flags)
+        _refuse_if_any(write_violations(write, self.streams(), list(self.tensors())))
+        self.enqueued.append(write)
 
 
 def _refuse_if_any(violations: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ EXPORT CUresult (*fake_tensor_map)(CUtensorMap *map, int type, unsigned rank, vo
                                    const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *element_strides,
                                    int interleave, int swizzle);
 EXPORT CUresult (*fake_launch)(Function *function, const CUlaunchConfig *config, void **arguments);
+EXPORT CUresult (*fake_write)(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned flags);
 
 static int context; /* its address is a CUcontext */
 
@@ -151,4 +152,8 @@ CUresult cuTensorMapEncodeIm2col(CUtensorMap *map, CUtensorMapDataType type, cuu
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra) {
   return fake_launch ? fake_launch((Function *)function, config, arguments) : CUDA_SUCCESS;
+}
+
+CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned flags) {
+  return fake_write ? fake_write(stream, address, value, flags) : CUDA_SUCCESS;
 }

@@ -3,8 +3,9 @@
     python -m tests.helpers.launch_path FOLDER ARCH WHAT [PARTS]
 
 WHAT: ``kernels``, the launches of fusedcomm/testing/compile_only.py; ``ops``, calls of all ops as users make them;
-``views``, calls with parts of tensors; ``planted``, launches with a defect each; ``time``, microseconds of the host. It
-prints JSON, one object per case. It must run without TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
+``views``, calls with parts of tensors; ``planted``, launches with a defect each; ``slots``, gathers with a defect of
+the slots that they load; ``time``, microseconds of the host. It prints JSON, one object per case. It must run without
+TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry import shapes
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.ops import dispatch
-from fusedcomm.runtime import signals
+from fusedcomm.runtime import signals, stream_writes
 from fusedcomm.runtime.members import Member
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing import compile_only
 from fusedcomm.testing.virtual import VirtualGroup
-from tests.helpers.device_rules import Argument, argument_violations
+from tests.helpers.device_rules import Argument, Launch, Write, argument_violations
 from tests.helpers.fake_driver import FakeDriver, Refused
 from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.pretended_gpu import DEVICE, PretendedGpu
@@ -69,7 +70,7 @@ class LaunchPath:
     def __init__(self, folder: Path, arch: int) -> None:
         dist.init_process_group("fake", rank=RANK, world_size=GROUP_SIZE, store=FakeStore())
         self.gpu = PretendedGpu(arch)
-        self.device = FakeDriver(folder, arch, self.gpu.tensors)
+        self.device = FakeDriver(folder, arch, self.gpu.tensors, self.gpu.streams)
         from triton.backends.nvidia.driver import CudaDriver
         from triton.runtime.driver import driver
 
@@ -102,9 +103,9 @@ class LaunchPath:
         self.device.check(False)
 
     def case(self, name: str, call: Callable[[], Any]) -> dict[str, Any]:
-        """What a call launches, and why it was refused, if it was."""
+        """What a call launches, or has streams write, and why it was refused, if it was."""
         self.gpu.forget()
-        launches, maps = len(self.device.launches), len(self.device.tensor_maps)
+        enqueued, maps = len(self.device.enqueued), len(self.device.tensor_maps)
         refused = None
         try:
             call()
@@ -115,11 +116,16 @@ class LaunchPath:
             "triton": triton.__version__,
             "refused": refused,
             "tensor_maps": len(self.device.tensor_maps) - maps,
-            "launches": [
-                {"kernel": each.kernel.name, "grid": each.grid[0], "shared": each.shared, "stream": each.stream}
-                for each in self.device.launches[launches:]
-            ],
+            "boxes": [(each.dims, each.strides, each.box) for each in self.device.tensor_maps[maps:]],
+            "launches": [_as_json(each) for each in self.device.enqueued[enqueued:]],
         }
+
+
+def _as_json(enqueued: Launch | Write) -> dict[str, Any]:
+    if isinstance(enqueued, Write):
+        return {"kernel": "write", "stream": enqueued.stream}
+    kernel, grid, shared = enqueued.kernel.name, enqueued.grid[0], enqueued.shared
+    return {"kernel": kernel, "grid": grid, "shared": shared, "stream": enqueued.stream}
 
 
 def arguments_of(kernel: Any, args: Sequence[Any]) -> list[Argument]:
@@ -166,6 +172,10 @@ def ops(path: LaunchPath, problems: Sequence[Problem], dtypes: Sequence[str]) ->
                     "by_product": by_product,
                     "num_ws": len(problem.ns),
                     "epochs": workspace.epoch,
+                    "streams": {
+                        workspace.side_stream().cuda_stream: "sends",
+                        workspace.reading_stream().cuda_stream: "reads",
+                    },
                 }
 
 
@@ -218,9 +228,13 @@ def member(path: LaunchPath) -> Iterator[Workspace]:
 
 
 def planted(path: LaunchPath) -> Iterator[dict[str, Any]]:
-    """One launch as it is, then with one defect at a time."""
+    """One launch and one write as they are, then with one defect at a time."""
     push = compile_only.PushRound((512,), 256, 1024, 0, 1, bias=True).push
     yield path.case("nothing", push)
+    words, stream = torch.zeros(2, dtype=torch.int64), torch.cuda.Stream()
+    with path.gpu.kept():
+        yield path.case("write", lambda: stream_writes.write(stream, words.data_ptr() + 8, 1))
+        yield path.case("word", lambda: stream_writes.write(stream, words.data_ptr() + 4, 1))
     for name, plant in _plants(path).items():
         with plant:
             yield path.case(name, push)
@@ -230,16 +244,9 @@ def _plants(path: LaunchPath) -> dict[str, AbstractContextManager[Any]]:
     from triton.runtime.driver import driver
 
     utils = driver.active.utils
+    described = partial(_described, "describe_w")
     fill = "fill_tma_descriptor_tiled" if hasattr(utils, "fill_tma_descriptor_tiled") else "fill_tma_descriptor"
-    describe, encode, run = kernel_launch.describe_w, getattr(utils, fill), path._run
-
-    def described(change: Callable[[Any], None]) -> AbstractContextManager[Any]:
-        def changed(*args: Any) -> Any:
-            descriptor = describe(*args)
-            change(descriptor)
-            return descriptor
-
-        return mock.patch.object(kernel_launch, "describe_w", changed)
+    encode, run = getattr(utils, fill), path._run
 
     def encoded(index: int, value: Any) -> AbstractContextManager[Any]:
         """fill(address, swizzle, element size, element type, box, shape, strides, padding)"""
@@ -281,6 +288,34 @@ def _plants(path: LaunchPath) -> dict[str, AbstractContextManager[Any]]:
         "shared": launched(shared=300 << 10),
         "pointer": mock.patch.object(compile_only.MetaWorkspace, "segments", _Always(segments), create=True),
     }
+
+
+def slots(path: LaunchPath) -> Iterator[dict[str, Any]]:
+    """A gather as it is, then with a defect of its descriptor of the slots."""
+    gather = compile_only.GatherRound((512, 256), 1024, 0, bias=True).gather
+    yield path.case("nothing", gather)
+
+    def one_more(descriptor: Any) -> None:
+        descriptor.shape[0] += 1
+
+    def closer(descriptor: Any) -> None:
+        descriptor.strides[0] = descriptor.shape[2]
+
+    for name, change in {"a slot more": one_more, "slots that overlap": closer}.items():
+        with _described("describe_slots", change):
+            yield path.case(name, gather)
+
+
+def _described(name: str, change: Callable[[Any], None]) -> AbstractContextManager[Any]:
+    """What a function of kernel_launch describes is changed before a launch."""
+    describe = getattr(kernel_launch, name)
+
+    def changed(*args: Any) -> Any:
+        descriptor = describe(*args)
+        change(descriptor)
+        return descriptor
+
+    return mock.patch.object(kernel_launch, name, changed)
 
 
 class _Always:
@@ -354,7 +389,7 @@ def main(folder: Path, arch: int, what: str, *parts: str) -> None:
         problems = {"all": [*ALL_PROBLEMS, *ALIGNED], "few": [*RAGGED, *ALIGNED]}[table]
         cases = ops(path, problems, dtypes)
     else:
-        cases = {"kernels": kernels, "views": views, "planted": planted}[what](path)
+        cases = {"kernels": kernels, "views": views, "planted": planted, "slots": slots}[what](path)
     for found in cases:
         print(json.dumps(found), flush=True)
 

@@ -209,13 +209,13 @@ CONTROLS: dict[str, Control] = {
     ),
     "a look at the broken words after the reads of a kernel": Control(
         ROUNDS,
-        "    failed = failed | is_broken(segment, rank, epoch, GROUP_SIZE)\n",
+        "    failed = failed | is_broken(round, LAYOUT)\n",
         "",
         "tests/kernels/test_reduce.py::test_a_slot_that_was_given_up_poisons",
     ),
     "a failed rank tells who still reads before it pushes": Control(
         ROUNDS,
-        "    give_up_earlier(segments_ptr, segment, rank, tl.load(last_epoch), GROUP_SIZE)\n",
+        "    give_up_earlier(segments_ptr, rank, LAYOUT)\n",
         "",
         "tests/protocol/test_late_failure.py::test_who_still_reads_is_told",
     ),
@@ -261,11 +261,29 @@ CONTROLS: dict[str, Control] = {
         "        leaves = False",
         "tests/ops/test_captures.py::test_chunked_calls_leave_a_captured_workspace_to_the_graphs",
     ),
-    "what is on its way is held until the streams join": Control(
+    "a round's sends come after the reads of the one before": Control(
         "fusedcomm/algorithms/transport.py",
-        "                self.held.append(chunk)",
-        "                pass",
-        "tests/algorithms/test_transport.py::test_each_round_takes_the_memory_of_the_last_one",
+        "        self.sends.wait_stream(self.reads)\n        if len",
+        "        if len",
+        "tests/algorithms/test_schedule.py::test_nothing_races[2-chunked]",
+    ),
+    "the own chunk of a fused gather comes before the matmul that fills the GPU": Control(
+        "fusedcomm/algorithms/fused.py",
+        "            stream = main if dst_rank == workspace.rank else workspace.side_stream()",
+        "            stream = workspace.side_stream()",
+        "tests/algorithms/test_schedule.py::test_copies_of_a_fused_gather_do_not_race[2]",
+    ),
+    "each round takes the staging of the last one": Control(
+        "fusedcomm/algorithms/transport.py",
+        "            self.copied[dst_rank] = self.sends.record_event()",
+        "            pass",
+        "tests/algorithms/test_transport.py::test_each_round_takes_the_staging_of_the_last_one",
+    ),
+    "the callers of chunked come after all of its streams": Control(
+        "fusedcomm/algorithms/transport.py",
+        "        self.main.wait_stream(self.sends)\n        self.main.wait_stream(self.reads)",
+        "        pass",
+        "tests/algorithms/test_transport.py::test_every_op_is_right_in_a_random_order",
     ),
     # decisions that all ranks must make alike
     "hosts are voted on": Control(

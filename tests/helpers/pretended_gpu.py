@@ -77,6 +77,10 @@ class PretendedGpu:
             storage = tensor.untyped_storage()
             yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
+    def streams(self) -> range:
+        """The handles of the streams that have been made."""
+        return range(Stream.created)
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """What has been made so far lasts until the end of the block, and is then gone like all that was made in it."""

@@ -79,7 +79,7 @@ def _late_reads(joined: bool) -> Iterator[None]:
     @torch.no_grad()  # as inside the op
     def copy_late(round: workspace.Round, *args: Any) -> None:
         time.sleep(LATE_S)
-        unpack(_Arrived(), round, *args)
+        unpack(_Arrived(round.workspace), round, *args)
 
     def unpack_late(self: CpuTransport, round: workspace.Round, out: torch.Tensor, own: Any = None) -> None:
         if round.op != "matmul_all_to_all":  # others look at the result within the call

@@ -1,4 +1,4 @@
-"""Parameters of which `make test` runs a few, and `make test-all` the others."""
+"""Parameters of which `make test` runs a few, `make test-all` others, and `make soak` the rest."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def thorough_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     values = list(values)
     assert all(value in values for value in quick), f"{quick} must be among {values}"
     return [pytest.param(value, marks=() if value in quick else pytest.mark.thorough) for value in values]
+
+
+def soak_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """``values``, or tuples of them, as parameters, marked `soak` unless they are among the ``kept`` ones."""
+    values = list(values)
+    assert all(value in values for value in kept), f"{kept} must be among {values}"
+    params = [(value if isinstance(value, tuple) else (value,), value in kept) for value in values]
+    return [pytest.param(*each, marks=() if is_kept else pytest.mark.soak) for each, is_kept in params]

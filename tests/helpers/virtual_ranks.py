@@ -24,9 +24,10 @@ class VirtualRank:
     def __init__(self, rank: int, segments: list[Tensor], slot_bytes: int, num_slots: int) -> None:
         self.rank, self.group_size = rank, len(segments)
         self.layout = HeaderLayout(self.group_size)
+        self.segment_layout = self.layout.for_kernels._replace(num_slots=num_slots)
         self.segments = torch.tensor([segment.data_ptr() for segment in segments])
         self.peers, self.segment = segments, segments[rank]
-        self.slot_bytes, self.num_slots = slot_bytes, num_slots
+        self.slot_bytes = slot_bytes
         self.record = torch.zeros(8 + 2 * self.group_size, dtype=torch.int64)
         self.word(self.layout.timeout)[0] = int(60e9)
         self.word(self.layout.record)[0] = self.record.data_ptr()

@@ -10,7 +10,6 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -227,37 +226,6 @@ def test_weights_share_one_gather(name: str, by_product: bool) -> None:
 @pytest.mark.parametrize("name", ["rows", "heads of packed qkv", "batched, outer batches", "no depth"])
 def test_what_was_exchanged_is_a_by_product(name: str) -> None:
     run(cases(2)[name], 2, by_product=True)
-
-
-DESCRIPTOR_CASES = {
-    "rows": Case((37, 32), 0, ns=(40,), bias=True, dtype=torch.bfloat16),
-    "rows transposed": Case((2, 7, 48), 1, ns=(33,), transposed=True, dtype=torch.bfloat16),
-    "batched": Case((3, 37, 32), 1, ns=(48,), batched=True),
-    "batched, transposed": Case((2, 37, 32), 0, ns=(48,), batched=True, transposed=True),
-    "K": Case((37, 48), 1, ns=(40,), dtype=torch.float16),
-    "heads": Case((2, 19 * 2, 3, 16), 2, 1, ns=(40,), k_dims=2, transposed=True),
-    "packed qkv": Case((5 * 2, 3, 2, 16), 2, 0, ns=(40,), k_dims=3, bias=True),
-    "batched K": Case((3, 21, 32), 2, ns=(40,), batched=True),
-    "batched K, transposed": Case((3, 21, 32), 2, ns=(40,), batched=True, transposed=True),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", DESCRIPTOR_CASES)
-def test_w_by_tensor_descriptor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is the path of sm_90 and later: chunks by pointer, w by boxes."""
-    made = []
-
-    def counted(*args: Any, describe: Any = kernel_launch.describe_w) -> Any:
-        made.append(args)
-        return describe(*args)
-
-    monkeypatch.setattr(tiles, "architecture", lambda device: 90)
-    monkeypatch.setattr(tiles, "BLOCK_K", 16)
-    monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(32, 32, 16, 2, 4, 1, True))
-    monkeypatch.setattr(kernel_launch, "describe_w", counted)
-    run(DESCRIPTOR_CASES[name], 2)
-    assert made
 
 
 @pytest.mark.parametrize("gather_dim", [0, 1], ids=["rows", "K"])

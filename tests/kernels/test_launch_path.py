@@ -15,6 +15,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -26,12 +27,14 @@ from tests.helpers.device_rules import (
     Argument,
     Launch,
     TensorMap,
+    Write,
     argument_violations,
     launch_violations,
     tensor_map_violations,
+    write_violations,
 )
 from tests.helpers.fake_driver import NUM_SMS, SHARED_BYTES
-from tests.helpers.problems import GATHERS, OPS
+from tests.helpers.problems import OPS
 from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)
@@ -148,6 +151,7 @@ PLANTED = {
     "cluster": "launch attributes",
     "shared": "dynamic shared memory",
     "pointer": "pointer segments_ptr: it must lie in a tensor",
+    "word": "cuStreamWriteValue64 gave 1",
 }
 
 
@@ -156,9 +160,24 @@ def test_planted_defects_are_refused(tmp_path: Path) -> None:
     found = {case["case"]: case for case in run(tmp_path, Target("installed", 90), "planted")}
     intact = found.pop("nothing")
     assert intact["refused"] is None and intact["tensor_maps"] == 2 and len(intact["launches"]) == 1
+    assert found.pop("write")["launches"] == [{"kernel": "write", "stream": ANY}]
     assert found.keys() == PLANTED.keys()
     for name, case in found.items():
         assert PLANTED[name] in str(case["refused"]), case
+
+
+@pytest.mark.thorough
+def test_a_gather_describes_its_slots(tmp_path: Path) -> None:
+    """[2 slots, rows of 4 chunks, K], innermost dim first and strides in bytes; a tile takes a box of one slot."""
+    found = {case["case"]: case for case in run(tmp_path, Target("installed", 90), "slots")}
+    intact = found.pop("nothing")
+    (slots,) = (each for each in intact["boxes"] if len(each[0]) == 3)
+    dims, strides, (box_k, box_rows, box_slots) = slots
+    assert dims == [256, 4 * 512, 2] and strides == [2 * 256, compile_only.MetaWorkspace(4).slot_bytes]
+    assert (box_k, box_slots) == (64, 1) and box_rows >= 64
+    assert intact["refused"] is None and intact["tensor_maps"] == 2
+    assert "tensor map address: it must lie in a tensor" in found["a slot more"]["refused"]
+    assert "tensor map strides: what they step over" in found["slots that overlap"]["refused"]
 
 
 def test_every_kernel_is_taken(compiled: Compiled, folder: Path, target: Target) -> None:
@@ -177,41 +196,71 @@ def test_every_kernel_is_taken(compiled: Compiled, folder: Path, target: Target)
             assert compiled[case["case"]]["kernel"] == launch["kernel"]
 
 
+WRITE = Write(2, 0x1008, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"stream": 3}, "stream write: the stream"),
+        ({"address": 0x100C}, "stream write: the address"),
+        ({"address": 0x1400}, "stream write: the word"),
+        ({"flags": 1}, "stream write: the flags"),
+    ],
+)
+def test_a_wrong_write_breaks_its_rule(change: dict[str, Any], rule: str) -> None:
+    assert not list(write_violations(WRITE, range(3), TENSORS))
+    (found,) = write_violations(dataclasses.replace(WRITE, **change), range(3), TENSORS)
+    assert found.startswith(rule)
+
+
 GROUP_SIZE = 4
 
 
-def sequence(case: dict[str, Any]) -> list[str]:
-    """The kernels that one round of a call launches, in order."""
-    op, fused, num_ws, extra = case["op"], case["algorithm"] == "fused", case["num_ws"], case["by_product"]
-    send = ["begin_push", *["signal"] * GROUP_SIZE]
-    push, pack = (["push_matmul"], ["pack"]) if fused else (send, send)
-    if op == "matmul_all_to_all":
-        return [*push, "unpack"]
-    if op == "matmul_reduce_scatter":
-        return [*push, "reduce"]
-    if op == "matmul_all_reduce":
-        return [*push, "reduce", *pack, "unpack"]
-    if fused:
-        return [*pack, *["gather_matmul"] * num_ws, *["unpack"] * extra]
-    # One matmul takes all chunks of few rows, and those of K in 16 bits: then the gathered x alone is filled.
-    at_once = "ragged" in case["case"] or (op == "all_to_all_matmul" and case["dtype"] != "float32")
-    return [*pack, *["wait_source"] * (GROUP_SIZE - 1), *["finish"] * (1 if at_once else num_ws + extra)]
+def sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
+    """What one round of a call launches, or has a stream write, in order, and on which stream."""
+    if case["algorithm"] == "fused":
+        return fused_sequence(case)
+    send = [("begin_push", "reads"), *[("write", "sends")] * GROUP_SIZE]
+    wait, unpack, reduce = ("wait_source", "reads"), ("unpack", "reads"), ("reduce", "reads")
+    unpack_others = [*[wait] * (GROUP_SIZE - 1), unpack]
+    if case["op"] == "matmul_all_to_all":
+        return [*send, unpack]
+    if case["op"] == "matmul_reduce_scatter":
+        return [*send, reduce]
+    if case["op"] == "matmul_all_reduce":
+        return [*send, reduce, *send, *unpack_others]
+    # One matmul takes all chunks of few rows, and those of K in 16 bits.
+    if "ragged" in case["case"] or (case["op"] == "all_to_all_matmul" and case["dtype"] != "float32"):
+        return [*send, *unpack_others]
+    num_results = case["num_ws"] + case["by_product"]
+    return [*send, *[("wait_source", "main")] * (GROUP_SIZE - 1), *[("finish", "reads")] * num_results]
+
+
+def fused_sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
+    push, unpack, reduce = ("push_matmul", "main"), ("unpack", "main"), ("reduce", "main")
+    if case["op"] == "matmul_all_to_all":
+        return [push, unpack]
+    if case["op"] == "matmul_reduce_scatter":
+        return [push, reduce]
+    if case["op"] == "matmul_all_reduce":
+        return [push, reduce, ("pack", "main"), unpack]
+    matmuls = [("gather_matmul", "main")] * case["num_ws"]
+    return [("pack", "sends"), ("wait_source", "main"), *matmuls, *[unpack] * case["by_product"]]
 
 
 @pytest.mark.thorough
 def test_calls_launch_what_they_must(tmp_path: Path) -> None:
-    """The public functions, in one round and in several; sends are on the side stream where waits stand beside them."""
+    """The public functions, in one round and in several."""
     cases = run(tmp_path, Target("installed", 90), "ops", "few", "bfloat16", "float32")
     assert len(cases) == 2 * 2 * (2 * 5 + 2 * 2)
     for case in cases:
         assert case["refused"] is None, case
-        kernels = [launch["kernel"].removesuffix("_kernel") for launch in case["launches"]]
+        streams = {0: "main"} | {int(handle): name for handle, name in case["streams"].items()}
+        launches = [(each["kernel"].removesuffix("_kernel"), streams[each["stream"]]) for each in case["launches"]]
         num_rounds = case["epochs"] // (2 if case["op"] == "matmul_all_reduce" else 1)
         assert num_rounds >= (2 if "aligned" in case["case"] else 1)
-        assert kernels == num_rounds * sequence(case), case
-        beside = {"begin_push", "signal"} | ({"pack"} if case["op"] in GATHERS else set())
-        for kernel, launch in zip(kernels, case["launches"], strict=True):
-            assert (launch["stream"] != 0) == (kernel in beside), case
+        assert launches == num_rounds * sequence(case), case
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ import fusedcomm
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_programs import program_of
 from tests.helpers.problems import OPS
-from tests.helpers.thorough import thorough_but
+from tests.helpers.thorough import soak_but, thorough_but
+
+# Each op is compiled to C++, which takes long, in one of the two ways; `make soak` has all of both.
+IN_A_PACKAGE = ["all_to_all_matmul", "matmul_all_reduce"]
+BEHIND_THE_WRAPPER = [
+    ("matmul_all_to_all", "nothing"),
+    ("all_gather_matmul", "x"),
+    ("matmul_reduce_scatter", "nothing"),
+]
 
 
 class Program(nn.Module):
@@ -41,7 +50,7 @@ def check(run: Callable[[Tensor], list[Tensor]], program: Program) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("op", thorough_but(["matmul_all_to_all", "all_gather_matmul"], OPS))
 def test_an_exported_program(rank: int, op: str, strict: bool, tmp_path: Path) -> None:
     """Run, with gradients; saved and loaded; with core aten ops only."""
@@ -65,7 +74,7 @@ def test_an_exported_program(rank: int, op: str, strict: bool, tmp_path: Path) -
 
 @pytest.mark.thorough
 @on_ranks(2)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", soak_but(IN_A_PACKAGE, OPS))
 def test_a_package_of_aot_inductor(rank: int, op: str, tmp_path: Path) -> None:
     program = Program(op).requires_grad_(False)
     path = torch._inductor.aoti_compile_and_package(exported(program), package_path=str(tmp_path / f"{rank}.pt2"))
@@ -75,8 +84,7 @@ def test_a_package_of_aot_inductor(rank: int, op: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @on_ranks(2)
-@pytest.mark.parametrize("frozen", ["nothing", "x"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op, frozen", soak_but(BEHIND_THE_WRAPPER, product(OPS, ["nothing", "x"])))
 def test_the_cpp_wrapper(rank: int, op: str, frozen: str) -> None:
     """all_gather_matmul has a list among its results, and backwards make plain collectives."""
     check_training(rank, op, frozen, {"cpp_wrapper": True})
@@ -106,7 +114,7 @@ def check_training(rank: int, op: str, frozen: str, options: dict[str, Any]) -> 
     torch.testing.assert_close(*answers)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @on_ranks(2)
 def test_torchs_own_collectives_behind_the_cpp_wrapper(rank: int) -> None:
     _c10d = torch.ops._c10d_functional

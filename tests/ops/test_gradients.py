@@ -131,7 +131,7 @@ def opchecked() -> list[tuple[int, Combination]]:
 
 
 def opchecks() -> list[Any]:
-    """The first `chunked` problem of each op with each dtype is quick; a third of the others, and `fused`, is thorough,
+    """The first `chunked` problem of each op with each dtype is quick; a sixth of the others, and `fused`, is thorough,
     and the rest for `make soak`.
     """
     seen, params = set(), []
@@ -140,7 +140,7 @@ def opchecks() -> list[Any]:
         quick = c.algorithm == "chunked" and kind not in seen
         if quick:
             seen.add(kind)
-        slow = pytest.mark.thorough if number % 3 == 0 or c.algorithm == "fused" else pytest.mark.soak
+        slow = pytest.mark.thorough if number % 6 == 0 or c.algorithm == "fused" else pytest.mark.soak
         params.append(pytest.param(number, c, marks=() if quick else slow))
     return params
 

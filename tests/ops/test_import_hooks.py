@@ -29,10 +29,9 @@ import sys, torch, fusedcomm, fusedcomm.ops.lowering
 NEITHER = "assert not {'torch._inductor.lowering', 'torch.utils.flop_counter'} & {*sys.modules}"
 PROGRAMS = {
     "fusedcomm first": f"import sys, torch, fusedcomm\n{NEITHER}\n{CHECK}",
-    "counter first": f"import sys, torch, torch.utils.flop_counter, fusedcomm\n{CHECK}",
     "looked up before": LOOKED_UP + CHECK,
     "its lowerings first": HALF_IMPORTED + CHECK,
-    "Inductor first": f"import sys, torch, torch._inductor.lowering, fusedcomm\n{CHECK}",
+    "both first": f"import sys, torch, torch.utils.flop_counter, torch._inductor.lowering, fusedcomm\n{CHECK}",
 }
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm.algorithms import planner
 from fusedcomm.runtime.segment import NUM_SLOTS, HeaderLayout
 from tests.helpers.groups import WITH_FEW_FUSED, call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
@@ -47,6 +49,19 @@ def test_a_peer_that_never_calls(rank: int, op: str, algorithm: str) -> None:
         fusedcomm.reset(group)
         for seed in range(3):
             check(group, problem, call(group, problem, seed), seed)
+
+
+@on_ranks(2)
+def test_ranks_that_cut_a_call_into_other_rounds_do_not_believe_each_other(rank: int) -> None:
+    """As where one runs `chunked` on a GPU, which may cut a gather of K into pieces, and one runs `fused`."""
+    problem = NAMED["bias"]
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, problem, call(group, problem))
+        rounds = planner._rounds
+        cut = mock.patch.object(planner, "_rounds", lambda *args: (rounds(*args)[0], 1 + rank))
+        with cut, pytest.raises(fusedcomm.PeerMismatchError):
+            call(group, problem)
+        dist.barrier(group)
 
 
 def check_mismatch(rank: int, problem: Problem, other: Problem, algorithm: str) -> None:

@@ -143,7 +143,15 @@ def writes_past_its_slot(rank: int, right: Algorithm, call: Any, *args: Any, **o
     return result
 
 
+def wrong_where_copy_engines_send(rank: int, right: Algorithm, call: Any, *args: Any, **options: Any) -> Any:
+    result = right(call, *args, **options)
+    if rank == 1 and call.workspace.least_copied == 0:
+        first_result(result)[0, 0] += 1
+    return result
+
+
 PLANTED = {
+    "wrong by copies": (wrong_where_copy_engines_send, "rank 1 gave wrong values: 1 of "),
     "wrong": (wrong_on_one_rank, "rank 1 gave wrong values: 1 of "),
     "raises": (raises_on_one_rank, "rank 1 raised RuntimeError: planted"),
     "late": (late_on_one_rank, "rank 0 was late: PeerTimeoutError: "),
@@ -186,6 +194,7 @@ def test_what_is_right_is_used_and_proved_once(rank: int, tmp_path: Path, proble
         ("forgets the bias", REDUCE),
         ("forgets the bias", GATHER),
         ("overruns", PUSH),
+        ("wrong by copies", GATHER),
     ],
     ids=str,
 )

@@ -57,7 +57,6 @@ def test_one_rank_has_nothing_to_exchange(ranks: Any) -> None:
     ranks(1).run(check_all_values, [str(problem) for problem in ALL_PROBLEMS], None, 1)
 
 
-@pytest.mark.thorough
 def test_eight_ranks_share_two_cores(ranks: Any) -> None:
     ranks(8).run(check_all_values, WORLD_SIZES, "chunked", 3)
 

@@ -39,7 +39,8 @@ def test_import_leaves_triton_dtensor_and_nvml_alone() -> None:
     imported = python(code).split()
     assert "fusedcomm.algorithms.planner" in imported
     late = ("triton", "torch.distributed.tensor", "pynvml", "rich", "fusedcomm.kernels")
-    assert not [m for m in imported if m.startswith(late)]
+    plain = {"fusedcomm.kernels", "fusedcomm.kernels.triton", "fusedcomm.kernels.triton.bundles"}  # what hosts fill
+    assert not [m for m in imported if m.startswith(late) and m not in plain]
 
 
 def test_kernels_are_imported_as_part_of_fusedcomm() -> None:

@@ -40,7 +40,7 @@ class Rules:
 class Round(NamedTuple):
     op: int
     empty: tuple[int, ...] = ()  # ranks whose chunks have no element
-    beside: bool = False  # a gather on a device: the sends run on a stream beside the waits and reads
+    beside: bool = False  # on a device: the sends run on a stream beside the waits and reads
     sums: bool = False  # whether all chunks are waited for before the first is read
     slot: int | None = None  # the slot where a captured copy writes and reads; None: by the epoch
 
@@ -52,6 +52,8 @@ PUSH: Call = (Round(1),)
 GATHER: Call = (Round(2, beside=True),)
 REDUCE: Call = (Round(3, sums=True),)
 ALL_REDUCE: Call = (Round(4, sums=True), Round(4))
+REDUCE_BESIDE: Call = (Round(3, sums=True, beside=True),)
+ALL_REDUCE_BESIDE: Call = (Round(4, sums=True, beside=True), Round(4, beside=True))
 HANDSHAKE: Call = (Round(5, empty=(0, 1, 2)),)
 Script = tuple[Call, ...]
 

@@ -12,10 +12,12 @@ from tests.protocol.model import ProtocolModel
 from tests.protocol.programs import ProgramModel, ProgramRules
 from tests.protocol.scenario import (
     ALL_REDUCE,
+    ALL_REDUCE_BESIDE,
     GATHER,
     HANDSHAKE,
     PUSH,
     REDUCE,
+    REDUCE_BESIDE,
     RESET,
     UNFUSED,
     Call,
@@ -98,6 +100,7 @@ DEVICE_FAULTS = {
     "late-or-dead": on_device(2, PUSH, GATHER, PUSH, RESET, PUSH, timeouts=True),
     "late-3-ranks": on_device(3, PUSH, timeouts=True),
     "late-with-an-empty-round": on_device(2, PUSH, PUSH, EMPTY, PUSH, PUSH, timeouts=True),
+    "reads-beside-sends": on_device(2, REDUCE_BESIDE, ALL_REDUCE_BESIDE, GATHER, timeouts=True),
     "leaves": on_device(2, *MIXED, RESET, GATHER, PUSH, leaves=(0, 1)),
     "ends": on_device(2, PUSH, GATHER, ALL_REDUCE, PUSH, ends=(0, 1)),
     "another-op": Scenario(with_another_op(), mismatched=True, device=True),

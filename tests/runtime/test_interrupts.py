@@ -37,12 +37,13 @@ def interrupted() -> Iterator[None]:
     """SIGINT comes after a moment, and KeyboardInterrupt leaves the block soon after it."""
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(AFTER_S, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     start = time.monotonic()
+    timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             yield
-        assert AFTER_S <= time.monotonic() - start < AFTER_S + WITHIN_S
+        took = time.monotonic() - start
+        assert AFTER_S <= took < AFTER_S + WITHIN_S, took
     finally:
         timer.join()
         signal.signal(signal.SIGINT, ignored)
@@ -188,7 +189,7 @@ class AtCall:
 
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("phase", SWEPT)
 def test_ctrl_c_at_every_function(rank: int, phase: str, stride: int) -> None:
     number, ended = 1, False

@@ -161,14 +161,26 @@ def test_wrong_gradients_of_a_block_are_not_timed(capsys: pytest.CaptureFixture[
     assert "'ours' gave wrong values: rank 0: grad b_qkv: relative error" in capsys.readouterr().err
 
 
+def without_code() -> Any:
+    """Inside, graphs are run op by op: Inductor's code takes long to compile."""
+    compile_ = torch.compile
+    return mock.patch.object(torch, "compile", lambda fn, **options: compile_(fn, backend=interpreted, **options))
+
+
 PROGRAM = ("--pairs", "2", "--tokens", "6", "--k", "8", "--n", "32", "--heads", "4")
+
+
+def measure_an_interpreted_program(rank: int, *arguments: Any) -> start_program.ProgramRow:
+    with without_code():
+        return start_program.measure_program(rank, *arguments)
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_ranks")
 def test_the_bench_of_the_start_program_writes_what_it_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(start_program, "measure_program", measure_an_interpreted_program)
     file = tmp_path / "bench.json"
     assert start_program.main([*PROGRAM, *FEW, "--dtype", "bfloat16", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
@@ -212,15 +224,11 @@ STEP = model_blocks.StepSizes(tokens=4, text=4, heads=4, head_dim=8, layers=1)
 
 
 def measure_an_interpreted_block(rank: int) -> model_blocks.StepRow:
-    compile_ = torch.compile
-    without_code = mock.patch.object(
-        torch, "compile", lambda fn, **options: compile_(fn, backend=interpreted, **options)
-    )
-    with without_code, no_latency():
+    with without_code(), no_latency():
         return model_blocks.measure_block(rank, "flux_single", STEP, "float32", "cpu", 2)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_the_bench_of_model_blocks_counts_what_is_fused(ranks: Callable[[int], RankPool]) -> None:
     row, _ = ranks(2).run(measure_an_interpreted_block)
     assert (row.exchanges, row.fused) == (8, 8)
@@ -312,7 +320,7 @@ def test_goals_are_of_the_mode_and_the_worst_case_counts() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("huge_pages", [False, True])
+@pytest.mark.parametrize("huge_pages", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_bench_says_which_pages_its_ranks_got(
     huge_pages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,7 +171,7 @@ def test_the_exit_code_is_that_of_sys_exit_and_an_error_comes_after_the_report(s
     """Both are tested at once, because most of the time is the start of one core."""
     raises = start(scripts, "fusedcomm", "explain", "--nproc", "1", "--json", "rows.json", "ends.py", "raise")
     try:
-        result = python_m(scripts, "fusedcomm", "explain", "ends.py", "exit")
+        result = python_m(scripts, "fusedcomm", "explain", "--nproc", "1", "ends.py", "exit")
     finally:
         raised = finish(raises)
     assert result.returncode == 3, result.stderr

@@ -34,8 +34,8 @@ Ranks = Callable[[int], RankPool]
 
 SEED = 2026
 CONTROL_STEPS = 40  # calls of a program without a protection
-CALLS = {2: 1200, 3: 1000, 4: 2800}  # calls in CI, by world size
-SECONDS = 400.0  # limit for these calls, which take less than a minute on two idle cores
+CALLS = {2: 500, 3: 400, 4: 1100}  # calls in CI, by world size
+SECONDS = 400.0  # limit for these calls, which take less than half a minute on two idle cores
 
 
 def soak(pool: RankPool, num_calls: int, end: float, seed: int = SEED) -> SoakOutcome:
@@ -62,7 +62,7 @@ def test_thousands_of_random_calls(ranks: Ranks) -> None:
     for world_size, num_calls in CALLS.items():
         total.add(soak(ranks(world_size), num_calls, end))
     counts = total.tally
-    assert counts["op"].total() >= 5000
+    assert counts["op"].total() >= sum(CALLS.values())
     assert set(counts["op"]) == set(OPS)
     assert set(counts["dtype"]) == {"float32", "float16", "bfloat16"}
     assert set(counts["algorithm"]) == {"unfused", "chunked", "fused"}
@@ -70,7 +70,7 @@ def test_thousands_of_random_calls(ranks: Ranks) -> None:
     assert set(counts["group"]) == {"world", "new_group", "outer", "inner"}
     assert set(counts["ranks"]) == {"1", "2", "3", "4"}
     assert set(counts["action"]) == {"call", "reset", "close", "remake", "collect"}
-    assert min(counts["workspace"][what] for what in ("growths", "calls of several rounds")) >= 50
+    assert min(counts["workspace"][what] for what in ("growths", "calls of several rounds")) >= 20
     assert counts["workspace"]["rounds"] > counts["algorithm"]["chunked"]
 
 

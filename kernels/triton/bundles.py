@@ -1,0 +1,106 @@
+"""Kernel arguments that belong together. The host fills these bundles, and device code reads their fields.
+
+Bundles whose parameters are written in capitals are constexprs: they are compiled in. ``rank`` and ``fingerprint`` stay
+out of bundles, because Triton can be told only of whole arguments that it must not specialize on them. The host needs
+this file before any launch, so it does not import Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fusedcomm.geometry.spans import Span
+
+
+class SegmentLayout(NamedTuple):
+    """LAYOUT: where things lie in each rank's segment, in bytes (fusedcomm.runtime.segment.HeaderLayout)."""
+
+    group_size: int
+    num_slots: int
+    counters: int  # [R] words: parts of each dst_rank's chunk that are stored
+    flags: int  # [num_slots, R] words
+    header_bytes: int
+
+
+class Spans(NamedTuple):
+    """Which batches, rows and columns a peer's chunk has (fusedcomm.geometry.exchange.RoundSpans)."""
+
+    batches: Span
+    rows: Span
+    columns: Span
+
+
+class Sizes(NamedTuple):
+    """The sizes of a matmul, [num_batches, M, K] @ [num_batches, K, N], and of its slots."""
+
+    M: int
+    N: int
+    K: int
+    w_stride_batch: int
+    w_stride_k: int
+    w_stride_n: int
+    chunk_numel: int
+    slot_bytes: int
+
+
+class TileConfig(NamedTuple):
+    """TILE: a CUDA block computes [block_m, block_n] in steps of block_k, num_stages of them in flight.
+
+    ``halves``: the result is stored in two halves, which takes fewer registers and less shared memory.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    halves: bool = False
+
+
+class CopyConfig(NamedTuple):
+    """TILE: one CUDA block copies block_runs runs of block_inner elements at a time."""
+
+    block_runs: int
+    block_inner: int
+    num_warps: int
+
+
+class Traits(NamedTuple):
+    """TRAITS: what is known of a matmul when it is compiled."""
+
+    by_tma: bool  # x and w are descriptors, not pointers
+    w_transposed: bool  # K is contiguous, not N
+    rows_in_runs: bool  # no tile crosses the end of a run of consecutive indices
+    columns_in_runs: bool
+    even_k: bool  # no block of K ends early
+    allow_tf32: bool
+    split_k: bool = False  # the ranks' chunks are parts of K, not of the rows
+    end_round: bool = False  # no kernel of this round follows
+
+
+class Round(NamedTuple):
+    """A round on the device: the ranks' segments [R], this rank's own, and what its flags are made of."""
+
+    segments_ptr: Any
+    segment: Any
+    rank: Any
+    epoch: Any
+    fingerprint: Any
+
+
+class Operands(NamedTuple):
+    """The parts of x and w that a tile multiplies.
+
+    x and w are descriptors of [num_batches * M, K] and [num_batches * K, N] ([num_batches * N, K] if w is transposed),
+    or pointers; the x of a gather is a descriptor of slots [num_slots, rows, K]. Where a mask is false, what is loaded
+    can be anything.
+    """
+
+    x: Any
+    x_rows: Any  # the first row (descriptor), or slot and first row, or all [BLOCK_M]
+    x_mask: Any
+    w: Any
+    w_row: Any  # the first row of this batch in w's descriptor
+    w_columns: Any  # the first column (descriptor), or all [BLOCK_N]
+    w_mask: Any

@@ -1,0 +1,225 @@
+"""What each Triton kernel of the package does: whom it waits for, what it reads and writes, whom it signals.
+
+The programs of a kernel go through its steps together: each step has its own wait or signal, and what a program does in
+a step comes after what it did in the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.bundles import Spans
+from fusedcomm.runtime.workspace import peers_of, sources_of
+from tests.helpers.schedule.memory import Memories
+from tests.helpers.schedule.operations import Flag, Step, Work
+from tests.helpers.schedule.region import Region, region
+
+EPOCH, ARRIVALS, WORD = 0, 8, 8  # bytes: fusedcomm.runtime.segment.HeaderLayout
+
+
+@dataclass(frozen=True)
+class Group:
+    """``ranks``: the global rank of each member."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def segment(self, rank: int) -> str:
+        return f"segment of rank {rank} in {self.name}"
+
+
+class Launch:
+    """One launch: its arguments, and the round that it belongs to."""
+
+    def __init__(self, args: Mapping[str, Any], group: Group, epoch: int, memories: Memories) -> None:
+        self.args, self.group, self.epoch, self.memories = args, group, epoch, memories
+        self.rank, self.layout = args["rank"], args["LAYOUT"]
+        self.group_size = self.layout.group_size
+        self.ends_round = False
+
+    @property
+    def spans(self) -> Spans:
+        return Spans(*(Span(*each) for each in self.args["spans"]))
+
+    def word(self, offset: int, rank: int | None = None) -> Region:
+        return Region(self.group.segment(self.rank if rank is None else rank), offset, WORD)
+
+    def tensor(self, name: str) -> list[Region]:
+        """All of a tensor, or of a descriptor's; nothing if it is None."""
+        t = self.args[name]
+        t = getattr(t, "base", t)
+        found = None if t is None else self.memories.region(t)
+        return [] if found is None else [found]
+
+    def itemsize(self, name: str) -> int:
+        t: Tensor = self.args[name]
+        return getattr(t, "base", t).itemsize
+
+    def part(self, owner: int, src_rank: int, num_bytes: int) -> Region:
+        """src_rank's part of a slot of ``owner``."""
+        slot_bytes = self.args["sizes"].slot_bytes if "sizes" in self.args else self.args["slot_bytes"]
+        start = self.layout.header_bytes + self.epoch % self.layout.num_slots * slot_bytes + src_rank * num_bytes
+        return Region(self.group.segment(owner), start, num_bytes)
+
+    def counter(self, dst_rank: int) -> Region:
+        return self.word(self.layout.counters + WORD * dst_rank)
+
+    def span(self, name: str, tensor: str, peer: int) -> list[Region]:
+        """The elements of a tensor that a Span of the arguments describes."""
+        span = Span(*self.args[name])
+        base, itemsize = self.memories.region(self.args[tensor]), self.itemsize(tensor)
+        if base is None or span.size == 0:
+            return []
+        first = base.start + span.first(peer) * itemsize
+        found = region(base.memory, first, (span.outer, span.inner), (span.outer_stride, 1), itemsize)
+        return [] if found is None else [found]
+
+    def signal(self, step: Step, dst_rank: int) -> Step:
+        step.signals.append(Flag(self.group.name, dst_rank, self.rank, self.epoch))
+        step.writes.append(self.word(self._flag(self.rank), dst_rank))
+        return step
+
+    def wait(self, step: Step, src_rank: int) -> Step:
+        step.waits.append(Flag(self.group.name, self.rank, src_rank, self.epoch))
+        step.reads += [self.word(EPOCH), self.word(self._flag(src_rank))]
+        return step
+
+    def wait_all(self) -> list[Step]:
+        return [self.wait(Step(), src_rank) for src_rank in sources_of(self.rank, self.group_size)]
+
+    def end_round(self) -> Step:
+        self.ends_round = True
+        return Step(writes=[self.word(ARRIVALS), self.word(EPOCH)])
+
+    def store(self, work: Work, dst_rank: int, num_bytes: int) -> Work:
+        if dst_rank == self.rank:
+            work.copied += num_bytes
+        else:
+            work.sent[self.group.ranks[dst_rank]] = num_bytes
+        return work
+
+    def _flag(self, src_rank: int) -> int:
+        return self.layout.flags + WORD * (self.epoch % self.layout.num_slots * self.group_size + src_rank)
+
+
+def push(launch: Launch) -> Iterator[Step]:
+    sizes, num_bytes = launch.args["sizes"], launch.args["sizes"].chunk_numel * launch.itemsize("x")
+    yield Step(reads=[launch.word(EPOCH)])
+    for dst_rank in peers_of(launch.rank, launch.group_size):
+        work = launch.store(Work(flops=2 * sizes.chunk_numel * sizes.K), dst_rank, num_bytes)
+        step = Step(reads=[*launch.tensor("x"), *launch.tensor("w"), *launch.tensor("bias_ptr")], work=work)
+        step.writes += [launch.part(dst_rank, launch.rank, num_bytes), launch.counter(dst_rank)]
+        yield launch.signal(step, dst_rank)
+
+
+def pack(launch: Launch) -> Iterator[Step]:
+    num_bytes = Span(*launch.args["pack"]).size * launch.itemsize("tensor")
+    yield Step(reads=[launch.word(EPOCH)])
+    for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
+        step = Step(reads=launch.span("pack", "tensor", dst_rank))
+        step.work = launch.store(step.work, dst_rank, num_bytes)
+        step.writes += [launch.part(dst_rank, launch.rank, num_bytes), launch.counter(dst_rank)]
+        yield launch.signal(step, dst_rank)
+
+
+def gather_matmul(launch: Launch) -> Iterator[Step]:
+    args, spans, sizes, tile = launch.args, launch.spans, launch.args["sizes"], launch.args["TILE"]
+    num_bytes = sizes.chunk_numel * launch.itemsize("out_ptr")
+    flops = 2 * sizes.chunk_numel * sizes.N
+    num_tiles = spans.batches.size * -(-spans.rows.size // tile.block_m) * -(-sizes.N // tile.block_n)
+    split_k = args["TRAITS"].split_k
+    first = min(1.0, args["grid"] / num_tiles) if split_k else 1.0  # the tiles that do not wait for all
+    parts = []
+    for src_rank in sources_of(launch.rank, launch.group_size):
+        part = launch.part(launch.rank, src_rank, num_bytes)
+        step = launch.wait(Step(reads=[part], work=Work(flops=first * flops)), src_rank)
+        step.reads += [*launch.tensor("w"), *launch.tensor("bias_ptr")]
+        if not split_k:
+            step.writes += _rows(launch, src_rank)
+        parts.append(part)
+        yield step
+    if split_k:
+        work = Work(flops=(1 - first) * flops * launch.group_size)
+        yield Step(reads=[*parts, *launch.tensor("w")], writes=_rows(launch, 0), work=work)
+    if args["TRAITS"].end_round:
+        yield launch.end_round()
+
+
+def unpack(launch: Launch) -> Iterator[Step]:
+    num_bytes = Span(*launch.args["unpack"]).size * launch.itemsize("out_ptr")
+    for src_rank in sources_of(launch.rank, launch.group_size):
+        step = Step()
+        if src_rank != launch.rank or launch.args["OWN"]:
+            step.reads = [launch.part(launch.rank, src_rank, num_bytes)]
+            step.writes = launch.span("unpack", "out_ptr", src_rank)
+            step.work = Work(copied=num_bytes)
+        yield launch.wait(step, src_rank)
+    if launch.args["END_ROUND"]:
+        yield launch.end_round()
+
+
+def reduce(launch: Launch) -> Iterator[Step]:
+    size, start, itemsize = launch.args["size"], launch.args["start"], launch.itemsize("out_ptr")
+    yield from launch.wait_all()
+    step = Step(work=Work(copied=(launch.group_size + 1) / 2 * size * itemsize))
+    step.reads += [launch.part(launch.rank, src, size * itemsize) for src in range(launch.group_size)]
+    step.reads += launch.tensor("bias_ptr")
+    for out in launch.tensor("out_ptr"):
+        step.writes.append(Region(out.memory, out.start + start * itemsize, size * itemsize))
+    yield step
+    yield launch.end_round()
+
+
+def begin_push(launch: Launch) -> Iterator[Step]:
+    yield Step(reads=[launch.word(EPOCH)])
+
+
+def signal(launch: Launch) -> Iterator[Step]:
+    first, count = launch.args["first"], launch.args["count"]
+    for dst_rank in range(first, first + count):
+        yield launch.signal(Step(reads=[launch.word(EPOCH)]), dst_rank % launch.group_size)
+
+
+def wait_source(launch: Launch) -> Iterator[Step]:
+    yield launch.wait(Step(), launch.args["src_rank"])
+
+
+def finish(launch: Launch) -> Iterator[Step]:
+    yield from launch.wait_all()
+    yield Step(writes=launch.tensor("out_ptr"))
+    if launch.args["END_ROUND"]:
+        yield launch.end_round()
+
+
+EFFECTS: dict[str, Callable[[Launch], Iterator[Step]]] = {
+    "push_matmul_kernel": push,
+    "pack_kernel": pack,
+    "gather_matmul_kernel": gather_matmul,
+    "unpack_kernel": unpack,
+    "reduce_kernel": reduce,
+    "begin_push_kernel": begin_push,
+    "signal_kernel": signal,
+    "wait_source_kernel": wait_source,
+    "finish_kernel": finish,
+}
+
+
+def _rows(launch: Launch, src_rank: int) -> list[Region]:
+    """The rows of the result that a round makes from src_rank's chunk."""
+    out: Tensor = launch.args["out_ptr"]
+    spans, num_m, num_n = launch.spans, launch.args["sizes"].M, launch.args["sizes"].N
+    base = launch.memories.region(out)
+    if base is None:
+        return []
+    first, sizes, strides = 0, [num_n], [1]
+    for span, step in ((spans.batches, num_m * num_n), (spans.rows, num_n)):
+        first += span.first(src_rank) * step
+        sizes += [span.outer, span.inner]
+        strides += [span.outer_stride * step, step]
+    found = region(base.memory, base.start + first * out.itemsize, sizes, strides, out.itemsize)
+    return [] if found is None else [found]
