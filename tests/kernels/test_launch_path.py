@@ -21,6 +21,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from fusedcomm.testing import compile_only
 from tests.helpers.compilers import SOAKED, TARGETS, TRITON_36, Target
 from tests.helpers.cubin import CubinKernel
 from tests.helpers.device_rules import (
@@ -173,7 +174,7 @@ def test_a_gather_describes_its_slots(tmp_path: Path) -> None:
     intact = found.pop("nothing")
     (slots,) = (each for each in intact["boxes"] if len(each[0]) == 3)
     dims, strides, (box_k, box_rows, box_slots) = slots
-    assert dims == [256, 4 * 512, 2] and strides == [2 * 256, compile_only.MetaWorkspace(4).slot_bytes]
+    assert dims == [256, 4 * 512, 2] and strides == [2 * 256, compile_only.MetaWorkspace().slot_bytes]
     assert (box_k, box_slots) == (64, 1) and box_rows >= 64
     assert intact["refused"] is None and intact["tensor_maps"] == 2
     assert "tensor map address: it must lie in a tensor" in found["a slot more"]["refused"]
