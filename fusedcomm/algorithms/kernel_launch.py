@@ -20,6 +20,8 @@ _ALL_REGISTERS = (
     255  # otherwise ptxas spills, to fit a second block per multiprocessor, which persistent grids never have
 )
 _INT32_MAX = 2**31 - 1  # descriptors are indexed by int32
+_MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
+_DESCRIBED_BYTES = 1 << 40  # strides of descriptors are below it
 
 
 def push(
@@ -235,6 +237,7 @@ def _plain(spans: RoundSpans) -> tuple[tuple[int, ...], ...]:
 
 
 def _grid(kind: str, workspace: Segments, num_tiles: int) -> tuple[int]:
+    assert num_tiles <= _MOST_TILES, f"a kernel counts at most {_MOST_TILES} tiles, got {num_tiles}"
     return (min(workspace.num_programs(kind), num_tiles),)
 
 
@@ -307,6 +310,7 @@ def can_describe_w(w: Tensor) -> bool:
     return (
         batches_follow
         and step >= row
+        and step * w.itemsize < _DESCRIBED_BYTES
         and _aligned(w.data_ptr(), step * w.itemsize)
         and max(num_batches * length, num_n, num_k) <= _INT32_MAX
     )

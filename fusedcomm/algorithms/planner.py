@@ -6,6 +6,7 @@ Rules say what cannot run, each with its reason:
     float64                                             unfused     for gradcheck: the kernels add in float32
     no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
     one row does not fit a slot                         unfused     rounds are cut between rows
+    K or N above 2^30                                   not fused   its kernels count them in 32 bits
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +41,7 @@ from fusedcomm.runtime.proof_file import name_of
 log = logging.getLogger("fusedcomm")
 
 FORCED = "forced"
+MOST_INDICES = 1 << 30  # the sum of two, and the end of a tile, still fit 32 bits
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,6 +144,10 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> 
         return "unfused", why
     for_capture = is_for_capture(member.device)
     usable = ("fused", "unfused") if for_capture else ("fused", "chunked", "unfused")
+    if why := _too_wide(exchange):
+        if for_capture:
+            return "unfused", why
+        usable = ("chunked", "unfused")
     name, why = _fastest(op, exchange, kind, constants, usable)
     return name, f"{why}; CUDA graph: not chunked" if for_capture else why
 
@@ -182,10 +189,23 @@ def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, mem
             f"one row for every peer takes {row_bytes} bytes, a slot has {member.max_slot_bytes}: "
             f"FUSEDCOMM_WORKSPACE_BYTES={topology.workspace_bytes}"
         )
-    if name == "fused" and topology.no_fused is not None:
-        return topology.no_fused
+    if name == "fused":
+        return topology.no_fused or _too_wide(exchange)
     if name == "chunked" and is_for_capture(member.device):
         return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"
+    return None
+
+
+def _too_wide(exchange: Exchange) -> str | None:
+    """Why the kernels of fused cannot count what a slot does not bound, or None if they can."""
+    sizes = {"K": exchange.k}
+    if exchange.gathers:
+        sizes["N"] = max(shape[-1] for shape in exchange.out_shapes)
+    if exchange.row_numel == 0:
+        sizes["the number of rows"] = math.prod(exchange.block[: exchange.num_lead])
+    for name, size in sizes.items():
+        if size > MOST_INDICES:
+            return f"{name} must be at most {MOST_INDICES} for fused, got {size}"
     return None
 
 

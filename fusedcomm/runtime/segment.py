@@ -11,6 +11,7 @@ from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTime
 from fusedcomm.kernels.triton.bundles import SegmentLayout
 
 NUM_SLOTS = 2  # a single slot is a race; tests set 1 to see that it is caught
+MOST_SLOT_BYTES = (1 << 32) - (1 << 13)  # kernels count its elements, and as many more as there are programs, in int32
 FINGERPRINT_BITS = 24
 FINGERPRINT = (1 << FINGERPRINT_BITS) - 1
 TIMED_OUT, MISMATCHED, BROKEN_BY_PEER, ABANDONED, OVERRUN, ENDED = 1, 2, 3, 4, 5, 6
@@ -85,7 +86,8 @@ def _aligned(offset: int) -> int:
 def slot_bytes_within(workspace_bytes: int, group_size: int, guard_bytes: int = 0) -> int:
     """The largest slot, without its guard, of a workspace that holds at most ``workspace_bytes``."""
     header_bytes = HeaderLayout(group_size, guard_bytes=guard_bytes).header_bytes
-    return max(0, (workspace_bytes - header_bytes) // NUM_SLOTS // 128 * 128 - guard_bytes)
+    slot_bytes = (workspace_bytes - header_bytes) // NUM_SLOTS // 128 * 128 - guard_bytes
+    return min(max(0, slot_bytes), MOST_SLOT_BYTES)
 
 
 class ErrorRecord:

@@ -35,6 +35,7 @@ from fusedcomm.runtime.segment import (
     FINGERPRINT_BITS,
     LAST_WORDS_BYTES,
     MISMATCHED,
+    MOST_SLOT_BYTES,
     OVERRUN,
     TIMED_OUT,
     ErrorRecord,
@@ -134,7 +135,7 @@ class Workspace:
         assert 0 <= rank < self.group_size, f"rank must be in [0, {self.group_size}), got {rank}"
 
     def max_chunk_numel(self, itemsize: int) -> int:
-        return self.usable_bytes // self.group_size // itemsize
+        return min(self.usable_bytes, MOST_SLOT_BYTES) // self.group_size // itemsize
 
     def check(self, op: str) -> None:
         """Raise what a wait of this rank has found, on the host or in a kernel, or what its guard bytes show."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -48,3 +50,20 @@ def test_chunks_of_whole_blocks_have_a_descriptor(shape: tuple[int, ...], gather
     exchange = shapes.all_gather_matmul(shape, [(shape[-1] * (2 if gather_dim == 1 else 1), 8)], gather_dim, 2)
     (spans,) = exchange.rounds(1 << 62)
     assert kernel_launch.can_describe_slots(spans, 2) == described
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strides_of_descriptors_are_below_a_terabyte(transposed: bool) -> None:
+    def described(step: int) -> bool:
+        w = torch.empty_strided((1, 2, 64), (0, step, 1), dtype=torch.bfloat16, device="meta")
+        return kernel_launch.can_describe_w(w.mT if transposed else w)
+
+    assert described(2**39 - 8)  # elements of 2 bytes
+    assert not described(2**39)
+
+
+def test_tiles_are_counted_in_32_bits() -> None:
+    ranks = SimpleNamespace(num_programs=lambda kind: 132)
+    assert kernel_launch._grid("push", ranks, 2**31 - 2**12) == (132,)
+    with pytest.raises(AssertionError, match="a kernel counts at most 2147479552 tiles, got 2147479553"):
+        kernel_launch._grid("push", ranks, 2**31 - 2**12 + 1)

@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import topology, triton_probe
 from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.segment import MOST_SLOT_BYTES
 from fusedcomm.runtime.topology import Topology
 
 OP = "matmul_all_to_all"
@@ -105,6 +107,51 @@ def test_each_rule(
     plan = planner.plan(op, exchange, dtype, us)
     assert plan.algorithm == algorithm, plan
     assert plan.reason.startswith(reason)
+
+
+TERABYTES = replace(ABLE, workspace_bytes=1 << 50)
+REDUCED, GATHERED, BOTH = "matmul_reduce_scatter", "all_gather_matmul", "all_to_all_matmul"
+
+
+def test_a_slot_has_fewer_than_2_31_elements(capturing: list[bool]) -> None:
+    """A chunk that is larger runs in rounds, and a row that is larger unfused."""
+    fits = MOST_SLOT_BYTES // 4 // 1024 * 1024  # elements of 2 bytes for each of 2 ranks
+    whole = shapes.all_gather_matmul((fits // 1024, 1024), ((1024, 64),), 0, 2)
+    more = shapes.all_gather_matmul((fits // 1024 + 1, 1024), ((1024, 64),), 0, 2)
+    ours = member(verdict=TERABYTES)
+    assert ours.max_slot_bytes == MOST_SLOT_BYTES < 2**32 and member().max_slot_bytes < 1 << 29
+    for name in ("chunked", "fused"):
+        with planner.force_algorithm(name):
+            plans = [planner.plan(GATHERED, exchange, BF16, ours) for exchange in (whole, more)]
+            assert [(plan.algorithm, plan.num_rounds) for plan in plans] == [(name, 1), (name, 2)]
+            row = shapes.matmul_reduce_scatter((2, 8), (8, fits + 1024), "sum", 0, 2)
+            assert planner.plan(REDUCED, row, BF16, ours).reason.startswith("one row for every peer takes 4294")
+
+
+@pytest.mark.parametrize(
+    ("what", "op", "make"),
+    [
+        ("K", REDUCED, lambda size: shapes.matmul_reduce_scatter((1024, size), (size, 64), "sum", 0, 2)),
+        ("K", BOTH, lambda size: shapes.all_to_all_matmul((1024, size // 2), (size // 2 * 2, 64), 1, 0, 2)),
+        ("N", GATHERED, lambda size: shapes.all_gather_matmul((1024, 64), ((64, 8), (64, size)), 0, 2)),
+        ("the number of rows", GATHERED, lambda size: shapes.all_gather_matmul((size, 0), ((0, 8),), 0, 2)),
+    ],
+)
+def test_what_a_slot_does_not_bound_is_counted_in_32_bits(
+    what: str, op: str, make: Callable[[int], Exchange], capturing: list[bool]
+) -> None:
+    ours = member(verdict=replace(TERABYTES, constants=TUNED.constants))
+    fits, wide = make(1 << 30), make((1 << 30) + 2)
+    reason = f"{what} must be at most 1073741824 for fused, got 1073741826"
+    with planner.force_algorithm("fused"):
+        assert planner.plan(op, fits, BF16, ours).algorithm == "fused"
+        plan = planner.plan(op, wide, BF16, ours)
+        assert (plan.algorithm, plan.reason) == ("unfused", reason)
+    with planner.force_algorithm("chunked"):
+        assert planner.plan(op, wide, BF16, ours).algorithm == "chunked"
+    assert planner.plan(op, wide, BF16, ours).algorithm != "fused"
+    capturing.append(True)
+    assert planner.plan(op, wide, BF16, ours).algorithm == "unfused"
 
 
 def decided(op: str, exchange: Exchange) -> str:

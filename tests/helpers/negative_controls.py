@@ -75,6 +75,7 @@ def run_tests(folder: Path, *tests: str) -> tuple[int | None, str]:
 WORKSPACE = "fusedcomm/runtime/workspace.py"
 MEMBERS = "fusedcomm/runtime/members.py"
 ROUNDS = "kernels/triton/rounds.py"
+PRIMITIVES = "kernels/triton/primitives.py"
 
 CONTROLS: dict[str, Control] = {
     # values
@@ -120,6 +121,61 @@ CONTROLS: dict[str, Control] = {
         "if arrivals + 1 == tl.num_programs(0):",
         "if arrivals >= 0:",
         "tests/kernels/test_reduce.py::test_every_shape",
+    ),
+    # more than 32 bits
+    "places of a peer have 64 bits": Control(
+        PRIMITIVES,
+        "    first = tl.cast(span.start, tl.int64) + tl.cast(peer, tl.int64) * span.peer_stride\n",
+        "    first = tl.cast(span.start, tl.int64) + peer * span.peer_stride\n",
+        "tests/kernels/test_large_slots.py::test_an_unpack_writes_rows_of_three_ranks",
+    ),
+    "rows of x have 64 bits": Control(
+        PRIMITIVES,
+        "    return first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)\n",
+        "    return (first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)).to(tl.int32)\n",
+        "tests/kernels/test_large_slots.py::test_a_push_reads_rows_where_they_lie",
+    ),
+    "rows of the result have 64 bits": Control(
+        "kernels/triton/gather_matmul.py",
+        "store_tile(acc, out_ptr, at * N, mask,",
+        "store_tile(acc, out_ptr, at.to(tl.int32) * N, mask,",
+        "tests/kernels/test_large_slots.py::test_a_gather_of_rows_reads_a_full_slot",
+    ),
+    "rows of w have 64 bits": Control(
+        "kernels/triton/matmul.py",
+        "load_block(w, (k + ks).to(tl.int64), ",
+        "load_block(w, k + ks, ",
+        "tests/kernels/test_large_indices.py::test_a_push_reads_w_where_it_lies",
+    ),
+    "columns of a gather's w have 64 bits": Control(
+        "kernels/triton/gather_matmul.py",
+        "            w_columns = w_columns.to(tl.int64)\n",
+        "            pass\n",
+        "tests/kernels/test_large_indices.py::test_a_gather_reads_w_where_it_lies",
+    ),
+    "places of the elements that are reduced have 64 bits": Control(
+        "kernels/triton/reduce.py",
+        "tl.store(out_ptr + start + first + offsets, rounded",
+        "tl.store(out_ptr + (start + first).to(tl.int32) + offsets, rounded",
+        "tests/kernels/test_large_slots.py::test_a_reduction_reads_a_full_slot",
+    ),
+    "a slot's elements are counted in 32 bits": Control(
+        "fusedcomm/runtime/segment.py",
+        "MOST_SLOT_BYTES = (1 << 32) - (1 << 13)",
+        "MOST_SLOT_BYTES = 3 << 31",
+        "tests/kernels/test_large_slots.py",
+    ),
+    "K and N of fused are counted in 32 bits": Control(
+        "fusedcomm/algorithms/planner.py",
+        "        if size > MOST_INDICES:",
+        "        if False:",
+        "tests/algorithms/test_planner.py::test_what_a_slot_does_not_bound_is_counted_in_32_bits",
+    ),
+    "a stride of w fits its descriptor": Control(
+        "fusedcomm/algorithms/kernel_launch.py",
+        "        and step * w.itemsize < _DESCRIBED_BYTES\n",
+        "",
+        "tests/algorithms/test_kernel_launch.py::test_strides_of_descriptors_are_below_a_terabyte",
     ),
     # hangs
     "a bound of waits": Control(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.compilers import SOAKED, TARGETS, TRITON_36, Compilers, Target
+from tests.helpers.large_tensors import overflow_is_an_error
 from tests.helpers.thorough import thorough_but
 
 Compiled = dict[str, dict[str, Any]]  # by name
@@ -41,3 +43,10 @@ def compiled(target: Target, compilers: Compilers) -> Compiled:
         assert all(kernel["triton"].startswith("3.6.") for kernel in kernels)
     assert {kernel["arch"] for kernel in kernels} == {target.arch}
     return {kernel["name"]: kernel for kernel in kernels}
+
+
+@pytest.fixture
+def overflow() -> Iterator[None]:
+    """A 32-bit overflow in Triton's interpreter is an error."""
+    with overflow_is_an_error():
+        yield

@@ -16,6 +16,8 @@ from fusedcomm.geometry.exchange import Exchange
 from tests.helpers.sparse import sparse
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, virtual_ranks
 
+pytestmark = pytest.mark.usefixtures("overflow")
+
 K, N, ROWS = 5, 7, 6
 REACH = [2**31 - 64, 2**31 + 64, 2**32 + 64]  # index of w's last row or column
 
@@ -26,6 +28,12 @@ def far_apart(values: Tensor, transposed: bool, reach: int) -> Tensor:
     step = -(-reach // (long - 1))
     strides = (1, step) if transposed else (step, 1)
     w = sparse((long - 1) * step + short).as_strided(values.shape, strides)
+    return w.copy_(values)
+
+
+def batches_apart(values: Tensor, reach: int) -> Tensor:
+    """``values`` [3, K, N] with its matrices so far apart that the last begins at ``reach``."""
+    w = sparse(reach + 2 * K * N).as_strided(values.shape, (reach // 2, N, 1))
     return w.copy_(values)
 
 
@@ -79,6 +87,29 @@ def test_a_gather_of_k_reads_w_where_it_lies(reach: int, transposed: bool) -> No
         kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
         want = torch.cat([x.chunk(2)[rank.rank] for x in xs], 1) @ values
         torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reach", REACH)
+def test_a_push_reads_batches_where_they_lie(reach: int) -> None:
+    x, values = integers(3, ROWS, K), integers(3, K, N)
+    exchange = shapes.matmul_all_to_all(x.shape, values.shape, None, 0, 1, 1)
+    rank, out = one_rank(exchange), torch.full((3, ROWS, N), torch.nan)
+    (spans,) = exchange.rounds(1 << 62)
+    kernel_launch.push(x, batches_apart(values, reach), None, spans, rank, FINGERPRINT)
+    kernel_launch.unpack(out, spans.unpack, rank, FINGERPRINT)
+    torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reach", REACH)
+def test_a_gather_reads_batches_where_they_lie(reach: int) -> None:
+    x, values = integers(3, ROWS, K), integers(3, K, N)
+    exchange = shapes.all_gather_matmul(x.shape, (values.shape,), 1, 1)
+    rank, out = one_rank(exchange), torch.full((3, ROWS, N), torch.nan)
+    (spans,) = exchange.rounds(1 << 62)
+    kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+    w = batches_apart(values, reach)
+    kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
+    torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("row", [1 << 14, 1 << 15])

@@ -26,7 +26,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/algorithms/fused.py:_beside": "cb52089b5946",
         "fusedcomm/algorithms/fused.py:_copy": "d6394713058a",
         "fusedcomm/runtime/launch_order.py:ordered": "c5d19c3f0e01",
-        "fusedcomm/algorithms/planner.py:_reject_reason": "2225f7ba9b28",
+        "fusedcomm/algorithms/planner.py:_reject_reason": "6c699979a3f9",
         "kernels/triton/rounds.py:next_round": "561eb721172f",
         "kernels/triton/rounds.py:slot_of": "d9055ca4c92a",
         "kernels/triton/rounds.py:end_round": "4bf1d96add3a",

@@ -1,0 +1,69 @@
+"""Launches in Triton's interpreter that compute only some tiles of tensors that no machine could fill."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fusedcomm.algorithms import kernel_launch
+from fusedcomm.runtime.segment import HeaderLayout
+from tests.helpers.sparse import sparse
+from tests.helpers.virtual_ranks import VirtualRank
+
+
+@contextmanager
+def overflow_is_an_error(debug: bool = True) -> Iterator[None]:
+    """Triton's own check of 32-bit sums, differences and products, in lanes behind a mask as well."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    checked = dataclasses.replace(interpreter_builder.options, debug=debug, sanitize_overflow=True)
+    with mock.patch.object(interpreter_builder, "options", checked):
+        yield
+
+
+@contextmanager
+def only_programs(choose: Callable[[int], list[int]]) -> Iterator[None]:
+    """Each program has one tile, and of ``num_tiles`` programs those of ``choose(num_tiles)`` run."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    chosen: list[int] = []
+    dims: list[int] = []
+
+    def grid(kind: str, workspace: Any, num_tiles: int) -> tuple[int]:
+        chosen[:], dims[:] = choose(num_tiles), (num_tiles, 1, 1)
+        return (len(chosen),)
+
+    def set_dim(*_: int) -> None:
+        interpreter_builder.grid_dim = tuple(dims)
+
+    def set_index(x: int, *_: int) -> None:
+        interpreter_builder.grid_idx = (chosen[x], 0, 0)
+
+    with (
+        mock.patch.object(kernel_launch, "_grid", grid),
+        mock.patch.object(interpreter_builder, "set_grid_dim", set_dim),
+        mock.patch.object(interpreter_builder, "set_grid_idx", set_index),
+    ):
+        yield
+
+
+def large_ranks(group_size: int, slot_bytes: int) -> list[VirtualRank]:
+    """Ranks whose slots are zeros; a page takes memory once it is touched."""
+    num_bytes = HeaderLayout(group_size).segment_bytes(slot_bytes)
+    segments = [sparse(num_bytes, torch.uint8) for _ in range(group_size)]
+    return [VirtualRank(rank, segments, slot_bytes, 2) for rank in range(group_size)]
+
+
+def slot_of(rank: VirtualRank, epoch: int, dtype: torch.dtype) -> torch.Tensor:
+    start = rank.layout.slot(epoch, rank.slot_bytes)
+    return rank.segment[start : start + rank.slot_bytes].view(dtype)
+
+
+def signalled(rank: VirtualRank, epoch: int, fingerprint: int) -> None:
+    """Set the flags that every rank would have set."""
+    rank.word(rank.layout.flag(epoch, 0), rank.group_size)[:] = epoch << 24 | fingerprint

@@ -1,0 +1,224 @@
+"""Rounds with the largest slots that a workspace has, and results of many more elements, in Triton's interpreter.
+
+Of billions of elements some tiles are computed: the first ones, and the last. A 32-bit sum, difference or product that
+wraps is an error, as is a value in the wrong place: the tensors begin as zeros, and 2^31 more elements lie before them.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fusedcomm.algorithms import kernel_launch, tiles
+from fusedcomm.algorithms.tiles import TileConfig
+from fusedcomm.geometry import shapes
+from fusedcomm.runtime.segment import MOST_SLOT_BYTES
+from tests.helpers.large_tensors import large_ranks, only_programs, overflow_is_an_error, signalled, slot_of
+from tests.helpers.sparse import sparse
+from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank
+
+pytestmark = pytest.mark.usefixtures("overflow")
+
+DTYPE = torch.bfloat16
+MOST = MOST_SLOT_BYTES // 2 // 2  # elements of a chunk of 2 ranks
+ROWS, K = 32, 512
+COLUMNS, TALL = MOST // ROWS, MOST // K - 1
+EPOCH = 1  # its slot begins at nearly 2^32
+
+
+def test_these_chunks_fill_a_slot() -> None:
+    assert ROWS * COLUMNS == MOST and TALL % 64 != 0 and MOST >= 1 << 29
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).to(DTYPE)
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def ranks_with(failed: bool = False) -> list[VirtualRank]:
+    """Two ranks, which have signalled; or, if ``failed``, have signalled another call."""
+    ranks = large_ranks(2, MOST_SLOT_BYTES)
+    for rank in ranks:
+        signalled(rank, EPOCH, FINGERPRINT + failed)
+    return ranks
+
+
+def first_and_last(num_tiles: int) -> list[int]:
+    return [0, num_tiles - 1]
+
+
+def of_both_halves(num_tiles: int) -> list[int]:
+    """The first and the last tile of each rank's chunk."""
+    return [0, num_tiles // 2 - 1, num_tiles // 2, num_tiles - 1]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("num_rows", [1, ROWS])
+def test_a_push_fills_a_slot(num_rows: int, transposed: bool) -> None:
+    """The chunk of rank 1 in each slot begins at nearly 2^31 bytes. With one row, offsets behind the mask wrap."""
+    columns = MOST // num_rows
+    x, ranks = integers(num_rows, 5), ranks_with()
+    w = sparse(5 * 2 * columns, DTYPE)
+    w = w.view(2 * columns, 5).mT if transposed else w.view(5, 2 * columns)
+    last = (columns - 1) // 64 * 64
+    for start, end in ((0, 64), (last, columns + 64), (columns + last, 2 * columns)):
+        w[:, start:end] = integers(5, end - start)
+    exchange = shapes.matmul_all_to_all((num_rows, 5), (5, 2 * columns), None, 0, 1, 2)
+    (spans,) = exchange.rounds(MOST)
+    with only_programs(of_both_halves), overflow_is_an_error(num_rows > 1):
+        kernel_launch.push(x, w, None, spans, ranks[1], FINGERPRINT)
+    for dst in range(2):
+        chunk = slot_of(ranks[dst], EPOCH, DTYPE)[MOST : 2 * MOST].view(num_rows, columns)
+        y = x @ w[:, dst * columns : (dst + 1) * columns][:, [*range(64), *range(last, columns)]]
+        same(chunk[:, :64], y[:, :64])
+        same(chunk[:, last:], y[:, 64:])
+        assert not chunk[:, 64:192].any() and not chunk[:, last - 128 : last].any()
+
+
+def test_a_push_reads_rows_where_they_lie() -> None:
+    """The last round of 2^12 rows begins 2^33 elements behind the first row."""
+    num_rows = 1 << 24
+    x, ranks = sparse(num_rows * K).view(num_rows, K), large_ranks(2, 1 << 20)
+    x[-64:], w = integers(64, K), integers(K, 7).float()
+    spans = shapes.matmul_reduce_scatter((num_rows, K), (K, 7), "sum", 0, 2).rounds(7 << 12)[-1]
+    with only_programs(of_both_halves):
+        kernel_launch.push(x, w, None, spans, ranks[0], FINGERPRINT)
+    chunk = slot_of(ranks[1], EPOCH, torch.float32)[: 7 << 12].view(-1, 7)
+    same(chunk[-64:], x[-64:] @ w)
+    assert not chunk[:-64].any()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pack_fills_slots(rank: int) -> None:
+    x, ranks = sparse(MOST, DTYPE), ranks_with()
+    x[:1024], x[-1024:] = integers(1024), integers(1024) + 1
+    (spans,) = shapes.all_gather_matmul((ROWS, COLUMNS), ((COLUMNS, 1),), 0, 2).rounds(MOST)
+    with only_programs(first_and_last):
+        kernel_launch.pack(x.view(ROWS, COLUMNS), spans.pack, ranks[rank], FINGERPRINT)
+    last = (MOST - 1) // 1024 * 1024
+    for dst in ranks:
+        chunk = slot_of(dst, EPOCH, DTYPE)[rank * MOST : (rank + 1) * MOST]
+        same(chunk[:1024], x[:1024])
+        same(chunk[last:], x[last:])
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_an_unpack_reads_a_full_slot(failed: bool) -> None:
+    """Round 5 puts what rank 1 has sent behind 2^33 elements."""
+    ranks, num_rows = ranks_with(failed), 5 * ROWS
+    spans = shapes.all_gather_matmul((num_rows, COLUMNS), ((COLUMNS, 1),), 0, 2).rounds(MOST)[-1]
+    last, slot = (MOST - 1) // 1024 * 1024, slot_of(ranks[0], EPOCH, DTYPE)
+    for i in (0, last, MOST, MOST + last):
+        slot[i : i + 1024] = integers(len(slot[i : i + 1024])) + i % 7
+    out = sparse(2 * 5 * MOST, DTYPE)
+    with only_programs(first_and_last):
+        kernel_launch.unpack(out.view(-1, COLUMNS), spans.unpack, ranks[0], FINGERPRINT)
+    for src in range(2):
+        start = (src * 5 + 4) * MOST
+        for i, end in ((0, 1024), (last, MOST)):
+            sent = slot[src * MOST + i : src * MOST + end]
+            same(out[start + i : start + end], torch.full_like(sent, torch.nan) if failed else sent)
+        assert not out[start - 2048 : start].any()
+    assert bool(ranks[0].record.any()) == failed
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("average", [False, True])
+def test_a_reduction_reads_a_full_slot(average: bool, failed: bool) -> None:
+    """The results of round 5 begin at 2^32. A bias has as many columns."""
+    ranks, num_rows = ranks_with(failed), 2 * 5 * ROWS
+    exchange = shapes.matmul_reduce_scatter((num_rows, 1), (1, COLUMNS), "sum", 0, 2)
+    span = exchange.rounds(MOST)[-1].pack
+    last, slot = (MOST - 1) // 1024 * 1024, slot_of(ranks[1], EPOCH, DTYPE)
+    for i in (0, last, MOST, MOST + last):
+        slot[i : i + 1024] = integers(len(slot[i : i + 1024])) + i % 7
+    out, bias = sparse(5 * MOST, DTYPE), sparse(COLUMNS, DTYPE)
+    bias[:1024], bias[-1024:] = integers(1024), integers(1024) - 1
+    with only_programs(first_and_last):
+        kernel_launch.reduce(out.view(-1, COLUMNS), span, bias, 0.5 if average else 1.0, ranks[1], FINGERPRINT)
+    for i, end in ((0, 1024), (last, MOST)):
+        total = slot[i:end].float() + slot[MOST + i : MOST + end].float()
+        want = total * (0.5 if average else 1.0) + bias[torch.arange(i, end) % COLUMNS]
+        same(out[4 * MOST + i : 4 * MOST + end], torch.full_like(want, torch.nan) if failed else want)
+    assert not out[4 * MOST - 2048 : 4 * MOST].any()
+
+
+@pytest.fixture(params=["pointers", "descriptors"])
+def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TileConfig:
+    """How slots and w are loaded; one size of tiles for both."""
+    fixed = TileConfig(64, 64, 64, 2, 4, 1)
+    monkeypatch.setattr(tiles, "matmul_config", lambda *args: fixed)
+    if request.param == "descriptors":
+        monkeypatch.setattr(tiles, "architecture", lambda device: 90)
+    return fixed
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_gather_of_rows_reads_a_full_slot(failed: bool, config: TileConfig) -> None:
+    """The last element of the result lies behind 2^34, and the last chunk's rows behind 2^30 in the slot."""
+    ranks, n = ranks_with(failed), 1 << 12
+    exchange = shapes.all_gather_matmul((TALL, K), ((K, n),), 0, 2)
+    (spans,) = exchange.rounds(MOST)
+    chunks = slot_of(ranks[0], EPOCH, DTYPE)[: 2 * TALL * K].view(2, TALL, K)
+    last = (TALL - 1) // 64 * 64
+    for src in range(2):
+        chunks[src, :64], chunks[src, last:] = integers(64, K) + src, integers(TALL - last, K) - src
+    w, out = integers(K, n), sparse(2 * TALL * n, DTYPE).view(2, TALL, n)
+    with only_programs(of_both_halves):
+        kernel_launch.gather_matmul(out.view(-1, n), w, None, spans, ranks[0], FINGERPRINT, end_round=True)
+    for src in range(2):
+        for rows, columns in ((slice(0, 64), slice(0, 64)), (slice(last, TALL), slice(n - 64, n))):
+            want = chunks[src, rows].float() @ w[:, columns].float()
+            same(out[src, rows, columns], torch.full_like(want, torch.nan) if failed else want)
+        assert not out[src, 64:192].any() and not out[src, last - 128 : last].any()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_gather_of_k_reads_a_full_slot(failed: bool, config: TileConfig) -> None:
+    ranks, n = ranks_with(failed), 1 << 12
+    (spans,) = shapes.all_to_all_matmul((2 * TALL, K), (2 * K, n), 1, 0, 2).rounds(MOST)
+    chunks = slot_of(ranks[1], EPOCH, DTYPE)[: 2 * TALL * K].view(2, TALL, K)
+    last = (TALL - 1) // 64 * 64
+    for src in range(2):
+        chunks[src, :64], chunks[src, last:] = integers(64, K) + src, integers(TALL - last, K) - src
+    w, out = integers(2 * K, n), sparse(TALL * n, DTYPE).view(TALL, n)
+    with only_programs(first_and_last):
+        kernel_launch.gather_matmul(out, w, None, spans, ranks[1], FINGERPRINT, end_round=True)
+    for rows, columns in ((slice(0, 64), slice(0, 64)), (slice(last, TALL), slice(n - 64, n))):
+        want = sum(chunks[src, rows].float() @ w[src * K : (src + 1) * K, columns].float() for src in range(2))
+        assert isinstance(want, Tensor)
+        same(out[rows, columns], torch.full_like(want, torch.nan) if failed else want)
+    assert not out[64:192].any() and not out[last - 128 : last].any()
+
+
+def test_an_unpack_writes_rows_of_three_ranks() -> None:
+    """What rank 2 has sent goes behind 2^31, twice as far as rank 1's, whose place fits 32 bits."""
+    num_rows, length = (1 << 10) + 1, 1 << 20
+    ranks = large_ranks(3, 3 * length * 2)
+    spans = shapes.all_gather_matmul((num_rows, length), ((length, 1),), 0, 3).rounds(length)[-1]
+    signalled(ranks[0], EPOCH, FINGERPRINT)
+    sent = slot_of(ranks[0], EPOCH, DTYPE)[: 3 * length].view(3, length)
+    sent[:, -1024:] = integers(3, 1024)
+    out = sparse(3 * num_rows * length, DTYPE).view(3, num_rows, length)
+    with only_programs(first_and_last):
+        kernel_launch.unpack(out.view(-1, length), spans.unpack, ranks[0], FINGERPRINT)
+    same(out[:, -1], sent)
+    assert not out[:, -2].any() and not out[:, 0].any()
+
+
+@pytest.mark.parametrize("numel", [MOST, (1 << 30) + 32])
+def test_a_copy_of_more_than_a_slot_overflows(numel: int) -> None:
+    """Negative control: an overflow is seen."""
+    (rank, _) = large_ranks(2, 2 * 2 * numel)
+    (spans,) = shapes.all_gather_matmul((numel // 32, 32), ((32, 1),), 0, 2).rounds(numel)
+    x, fits = sparse(numel, DTYPE).view(-1, 32), numel == MOST
+    with only_programs(first_and_last), nullcontext() if fits else pytest.raises(Exception, match="overflow"):
+        kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
