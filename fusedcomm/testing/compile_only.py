@@ -31,6 +31,7 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import signals
 from fusedcomm.runtime.segment import HeaderLayout
 from fusedcomm.testing import ptx_order
+from fusedcomm.testing.narrow_products import narrow_products
 from fusedcomm.testing.ptx_loops import main_loops
 
 GROUP_SIZE = 4
@@ -57,6 +58,7 @@ class KernelReport:
 
     ``stack`` > 0: spilled registers; ``spills_in_loops``: accesses to them in main loops. ``loops``: main loops;
     ``joined``: those that run through tiles as well; ``barriers``: the fewest of a step, in the loop with most.
+    ``products``: lines of source that multiply run-time values in 32 bits.
     """
 
     name: str
@@ -73,6 +75,7 @@ class KernelReport:
     barriers: int
     counts: dict[str, int]
     order: list[str]
+    products: list[str]
 
 
 class CompilerDriver:
@@ -353,6 +356,7 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> KernelReport:
         barriers=max((loop.barriers for loop in loops), default=0),
         counts={key: len(re.findall(pattern, ptx)) for key, pattern in COUNTED.items()},
         order=ptx_order.violations(ptx, reads_after_wait=name.startswith(("unpack", "gather", "reduce"))),
+        products=narrow_products(kernel.asm["ttir"]),
     )
 
 

@@ -56,6 +56,7 @@ def _epilogue(acc, chunk, bias_ptr, tile, spans, TILE: tl.constexpr, TRAITS: tl.
     j, j_end = tile_range(tile_n, columns, TILE.block_n, TRAITS.columns_in_runs)
     part = chunk + (tl.cast(b, tl.int64) * rows.size + i) * columns.size
     offsets = tl.arange(0, TILE.block_m)
+    # A chunk fits 32 bits; rows behind the mask may wrap.
     mask, at = offsets < i_end - i, offsets * columns.size
     store_tile(acc, part, at, mask, j, j_end, bias_ptr, dst_rank, columns, TRAITS.columns_in_runs, TILE.halves)
 

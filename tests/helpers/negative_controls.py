@@ -159,6 +159,12 @@ CONTROLS: dict[str, Control] = {
         "tl.store(out_ptr + (start + first).to(tl.int32) + offsets, rounded",
         "tests/kernels/test_large_slots.py::test_a_reduction_reads_a_full_slot",
     ),
+    "32-bit products of kernels are listed": Control(
+        "kernels/triton/matmul.py",
+        "load_block(w, (k + ks).to(tl.int64), ",
+        "load_block(w, k + ks, ",
+        "tests/kernels/test_compile_only.py::test_32_bit_products_are_bounded",
+    ),
     "a slot's elements are counted in 32 bits": Control(
         "fusedcomm/runtime/segment.py",
         "MOST_SLOT_BYTES = (1 << 32) - (1 << 13)",

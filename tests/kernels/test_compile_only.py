@@ -29,6 +29,31 @@ SHARED_BYTES = {
 REGISTERS = 64 << 10  # how many a multiprocessor has
 
 
+# Every 32-bit product of run-time values in a kernel, and what bounds it: fusedcomm/runtime/segment.py:MOST_SLOT_BYTES
+# bounds a chunk, and with it the rows, tiles and blocks of K of a round.
+BOUNDED_PRODUCTS = {
+    "copy.py: for tile in range(tl.program_id(0), tl.cdiv(num_runs, BLOCK_RUNS) * tiles_in_run, tl.num_programs(0)):": (
+        "the tiles of a chunk"
+    ),
+    "gather_matmul.py: first = (program + num_programs - (step * tiles_in_chunk) % num_programs) % num_programs": (
+        "the tiles of all chunks: kernel_launch._MOST_TILES"
+    ),
+    "gather_matmul.py: first, end = step * in_chunk, tl.where(failed, step, step + 1) * in_chunk": "the blocks of K",
+    "gather_matmul.py: row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)": "can_describe_slots",
+    "gather_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "kernel_launch._MOST_TILES",
+    "gather_matmul.py: x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)": (
+        "can_describe_slots"
+    ),
+    "matmul.py: return tl.cdiv(span.size, span.inner) * tl.cdiv(span.inner, BLOCK) if IN_RUNS"
+    " else tl.cdiv(span.size, BLOCK)": "the tiles of a chunk",
+    "matmul.py: run_first = (tile // tiles_in_run) * span.inner": "the rows or columns of a chunk",
+    "matmul.py: tile_m, tile_n = tile_coords(tile % (num_m * num_n), num_m, num_n, GROUP_M)": "kernel_launch._MOST_TILES",
+    "primitives.py: return first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)": "i itself",
+    "push_matmul.py: mask, at = offsets < i_end - i, offsets * columns.size": "a chunk, or it lies behind the mask",
+    "push_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "the tiles of a chunk",
+}
+
+
 def counts_of(compiled: Compiled, kernel_name: str) -> dict[str, dict[str, int]]:
     """Instruction counts of the half-precision matmuls."""
     return {
@@ -135,6 +160,12 @@ def test_only_the_last_kernel_of_a_round_counts_arrivals(compiled: Compiled, tar
     first, last = ((folder / f"{name}.{target.arch}.ptx") for name in ("gather_first_of_two", "gather"))
     assert "atom.global.gpu.acq_rel.add" not in first.read_text()
     assert "atom.global.gpu.acq_rel.add" in last.read_text()
+
+
+def test_32_bit_products_are_bounded(compiled: Compiled, arch: int) -> None:
+    found = {product for kernel in compiled.values() for product in kernel["products"]}
+    assert not found - BOUNDED_PRODUCTS.keys()
+    assert arch < 90 or not BOUNDED_PRODUCTS.keys() - found  # sm_80 has no descriptors
 
 
 def record_pointers(ptx: str) -> set[str]:

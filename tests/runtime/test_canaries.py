@@ -11,11 +11,12 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.runtime import canaries
 from fusedcomm.runtime.canaries import GUARD_BYTES
-from fusedcomm.runtime.segment import NUM_SLOTS, HeaderLayout, slot_bytes_within
+from fusedcomm.runtime.segment import MOST_SLOT_BYTES, NUM_SLOTS, HeaderLayout, slot_bytes_within
 from fusedcomm.runtime.workspace import Round, Workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
+from tests.helpers.sparse import sparse
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 SLOT_BYTES = 1 << 12
@@ -82,6 +83,19 @@ def test_an_overrun_is_found_and_named(side: str, i: int, num_bytes: int) -> Non
     offset = num_bytes if side == "before" else 0
     if num_bytes < GUARD_BYTES:  # else it is as near to the other slot
         assert f"{num_bytes} bytes from {offset} bytes {side} slot {i} on are now 00" in text
+
+
+@pytest.mark.parametrize("i", range(NUM_SLOTS))
+def test_an_overrun_of_the_largest_slots_is_found(i: int) -> None:
+    """The guards lie around 2^32 and 2^33."""
+    layout, size = HeaderLayout(2, guard_bytes=GUARD_BYTES), Workspace.num_bytes(2, MOST_SLOT_BYTES, GUARD_BYTES)
+    segment, slot_bytes = sparse(size, torch.uint8), layout.slot_bytes(size)
+    assert slot_bytes == MOST_SLOT_BYTES + GUARD_BYTES
+    Workspace.initialise(segment, 2, GUARD_BYTES)
+    assert canaries.damage(segment, layout, slot_bytes, 0) is None
+    segment[layout.header_bytes + i * slot_bytes + MOST_SLOT_BYTES] = 0
+    text = canaries.damage(segment, layout, slot_bytes, 0)
+    assert text is not None and f"1 bytes from 0 bytes behind slot {i} on are now 00" in text
 
 
 def test_no_constant_can_hide_behind_the_pattern() -> None:
