@@ -47,7 +47,7 @@ BOUNDED_PRODUCTS = {
     "matmul.py: return tl.cdiv(span.size, span.inner) * tl.cdiv(span.inner, BLOCK) if IN_RUNS"
     " else tl.cdiv(span.size, BLOCK)": "the tiles of a chunk",
     "matmul.py: run_first = (tile // tiles_in_run) * span.inner": "the rows or columns of a chunk",
-    "matmul.py: tile_m, tile_n = tile_coords(tile % (num_m * num_n), num_m, num_n, GROUP_M)": "kernel_launch._MOST_TILES",
+    "matmul.py: tile_m, tile_n = tile_coords(tile % (num_m * num_n), num_m, num_n, GROUP_M)": "the tiles of a batch",
     "primitives.py: return first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)": "i itself",
     "push_matmul.py: mask, at = offsets < i_end - i, offsets * columns.size": "a chunk, or it lies behind the mask",
     "push_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "the tiles of a chunk",
