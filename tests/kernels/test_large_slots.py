@@ -7,6 +7,7 @@ wraps is an error, as is a value in the wrong place: the tensors begin as zeros,
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ pytest.importorskip("triton")
 from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.geometry import shapes
+from fusedcomm.runtime import signals
 from fusedcomm.runtime.segment import MOST_SLOT_BYTES
 from tests.helpers.large_tensors import large_ranks, only_programs, overflow_is_an_error, signalled, slot_of
 from tests.helpers.sparse import sparse
@@ -212,6 +214,55 @@ def test_an_unpack_writes_rows_of_three_ranks() -> None:
         kernel_launch.unpack(out.view(-1, length), spans.unpack, ranks[0], FINGERPRINT)
     same(out[:, -1], sent)
     assert not out[:, -2].any() and not out[:, 0].any()
+
+
+RUN = 96  # elements; a tile of a copy has 8 such runs
+NUM_RUNS = MOST // RUN
+
+
+def test_a_pack_reads_short_runs_where_they_lie() -> None:
+    """Each row has a run for each rank. Those of round 5 begin behind 2^33 elements."""
+    ranks, x = ranks_with(), sparse(5 * NUM_RUNS * 2 * RUN, DTYPE).view(-1, 2, RUN)
+    last = (NUM_RUNS - 1) // 8 * 8
+    x[-NUM_RUNS:][:8], x[-NUM_RUNS + last :] = integers(8, 2, RUN), integers(NUM_RUNS - last, 2, RUN) + 1
+    exchange = shapes.all_to_all_matmul((5 * NUM_RUNS, 2 * RUN), (RUN, 1), 0, 1, 2)
+    with only_programs(first_and_last):
+        kernel_launch.pack(x.view(-1, 2 * RUN), exchange.rounds(NUM_RUNS * RUN)[-1].pack, ranks[1], FINGERPRINT)
+    for dst in range(2):
+        chunk = slot_of(ranks[dst], EPOCH, DTYPE)[NUM_RUNS * RUN : 2 * NUM_RUNS * RUN].view(-1, RUN)
+        same(chunk[:8], x[-NUM_RUNS:, dst][:8])
+        same(chunk[last:], x[-NUM_RUNS + last :, dst])
+
+
+def test_an_unpack_writes_short_runs_where_they_belong() -> None:
+    ranks, out = ranks_with(), sparse(5 * NUM_RUNS * 2 * RUN, DTYPE).view(-1, 2, RUN)
+    last = (NUM_RUNS - 1) // 8 * 8
+    sent = slot_of(ranks[0], EPOCH, DTYPE)[: 2 * NUM_RUNS * RUN].view(2, -1, RUN)
+    sent[:, :8], sent[:, last:] = integers(2, 8, RUN), integers(2, NUM_RUNS - last, RUN) + 1
+    exchange = shapes.all_gather_matmul((5 * NUM_RUNS, RUN), ((2 * RUN, 1),), 1, 2)
+    with only_programs(first_and_last):
+        unpack = exchange.rounds(NUM_RUNS * RUN)[-1].unpack
+        kernel_launch.unpack(out.view(-1, 2 * RUN), unpack, ranks[0], FINGERPRINT)
+    rows = out[-NUM_RUNS:]
+    same(rows[:8], sent[:, :8].transpose(0, 1))
+    same(rows[last:], sent[:, last:].transpose(0, 1))
+    assert not out[-NUM_RUNS - 8 : -NUM_RUNS].any() and not rows[8:64].any()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_result_that_may_be_wrong_is_poisoned_to_its_end(failed: bool) -> None:
+    """Of the blocks of one program the first and the last run."""
+    from fusedcomm.kernels.triton import handshake
+
+    def first_and_last_block(start: int, end: Tensor, step: int) -> list[int]:
+        return [start, (int(end) - 1) // step * step] if int(end) else []
+
+    ranks, out = ranks_with(failed), sparse((1 << 32) + 5, DTYPE)
+    with mock.patch.object(handshake, "range", first_and_last_block, create=True):
+        signals.finish(out, ranks[0], FINGERPRINT, end_round=True)
+    for part in (out[:1024], out[1 << 32 :]):
+        assert bool(part.isnan().all()) == failed
+    assert not out[1024:2048].any() and not out[(1 << 32) - 1024 : 1 << 32].any()
 
 
 @pytest.mark.parametrize("numel", [MOST, (1 << 30) + 32])
