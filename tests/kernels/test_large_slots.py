@@ -163,7 +163,7 @@ def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     return fixed
 
 
-@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("failed", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_gather_of_rows_reads_a_full_slot(failed: bool, config: TileConfig) -> None:
     """The last element of the result lies behind 2^34, and the last chunk's rows behind 2^30 in the slot."""
     ranks, n = ranks_with(failed), 1 << 12
@@ -183,7 +183,7 @@ def test_a_gather_of_rows_reads_a_full_slot(failed: bool, config: TileConfig) ->
         assert not out[src, 64:192].any() and not out[src, last - 128 : last].any()
 
 
-@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("failed", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_gather_of_k_reads_a_full_slot(failed: bool, config: TileConfig) -> None:
     ranks, n = ranks_with(failed), 1 << 12
     (spans,) = shapes.all_to_all_matmul((2 * TALL, K), (2 * K, n), 1, 0, 2).rounds(MOST)
