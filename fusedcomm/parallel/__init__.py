@@ -1,0 +1,36 @@
+"""The styles of `torch.distributed.tensor.parallel`, by fused ops: to import them from here is the whole change.
+
+Parameters are DTensors, as torch's own styles make them, so FSDP2, checkpoints, clipping and optimizers work as they do
+there. The other names are torch's own.
+"""
+
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleOutput,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from fusedcomm.parallel.sharded_linear import ColwiseLinear, RowwiseLinear, explain
+from fusedcomm.parallel.styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+)
+
+__all__ = [
+    "ColwiseLinear",
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseLinear",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "explain",
+    "loss_parallel",
+    "parallelize_module",
+]
