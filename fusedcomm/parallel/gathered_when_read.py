@@ -65,7 +65,9 @@ class _WhenRead(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         first = args[0] if args else None
         if func is torch.ops.aten.view.default and isinstance(first, cls) and not first.box.aliases_read:
             return cls._of(first.shape, first, first.box)

@@ -41,3 +41,10 @@ def why_not_sharded(linear: nn.Linear, mesh: DeviceMesh, dim: int) -> str | None
 
 def why_uneven(name: str, size: int, mesh: DeviceMesh) -> str | None:
     return f"{name} must be divisible by {mesh.size()}, got {size}" if size % mesh.size() else None
+
+
+def shards(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """This rank's parts of the weight and of the bias, which are DTensors."""
+    weight, bias = linear.weight, linear.bias
+    assert isinstance(weight, DTensor) and (bias is None or isinstance(bias, DTensor))
+    return weight.to_local(), None if bias is None else bias.to_local()

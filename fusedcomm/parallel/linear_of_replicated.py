@@ -33,7 +33,7 @@ def linears_of_replicated(
 
 class _LinearsOfReplicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group_size: int, group_name: str, x: Tensor, *cast: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group_size: int, group_name: str, x: Tensor, *cast: Any) -> tuple[Tensor, ...]:
         count = len(cast) // 2
         weights, biases = cast[:count], cast[count:]
         ctx.save_for_backward(x, *weights)

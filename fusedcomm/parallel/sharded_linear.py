@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from fusedcomm.parallel.layouts import annotated, normalized, token_dim, why_not_sharded, why_uneven
+from fusedcomm.parallel.layouts import annotated, normalized, shards, token_dim, why_not_sharded, why_uneven
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
 from fusedcomm.parallel.shared_gather import shared_gather_of
 
@@ -105,21 +105,21 @@ class ColwiseLinear(ShardedLinear):
             self._note(shared.last)
             return y
         if why is None and not isinstance(x, DTensor) and self.input_layouts == (Replicate(),):
-            weights, biases = [self.weight.to_local()], [None if self.bias is None else self.bias.to_local()]
-            (y,) = linears_of_replicated("parallel.ColwiseParallel", x, weights, biases, mesh)
+            weight, bias = shards(self)
             self._note("matmul_all_reduce in the backward, as all ranks hold x")
-            return y
-        x = annotated(x, mesh, self.input_layouts)
-        gather_dim = token_dim(x.placements[0], x.ndim)
-        if why is None and gather_dim is None:
-            why = f"x is placed as {x.placements}, so there is nothing to gather by rows"
-        why = why or why_uneven(f"the size of x's dim {gather_dim}", x.shape[gather_dim], mesh)
-        if why is not None:
+            return linears_of_replicated("parallel.ColwiseParallel", x, [weight], [bias], mesh)[0]
+        laid_out = annotated(x, mesh, self.input_layouts)
+        gather_dim = token_dim(laid_out.placements[0], x.ndim)
+        if gather_dim is None:
+            why = why or f"x is placed as {laid_out.placements}, where no tokens are to be gathered"
+        else:
+            why = why or why_uneven(f"the size of x's dim {gather_dim}", laid_out.shape[gather_dim], mesh)
+        if why is not None or gather_dim is None:
             self._note(f"torch's own: {why}")
             return None
         self._note("all_gather_matmul")
-        bias = None if self.bias is None else self.bias.to_local()
-        return all_gather_matmul(x.to_local(), self.weight.to_local().mT, gather_dim, mesh, bias=bias)
+        weight, bias = shards(self)
+        return all_gather_matmul(laid_out.to_local(), weight.mT, gather_dim, mesh, bias=bias)
 
 
 class RowwiseLinear(ShardedLinear):
@@ -168,19 +168,19 @@ class RowwiseLinear(ShardedLinear):
             self._note(f"torch's own: {why}")
             return None
         x = x.to_local() if isinstance(x, DTensor) else x
-        w = self.weight.to_local().mT
+        weight, bias = shards(self)
         if scatter_dim is None:
             self._note("matmul_all_reduce")
-            return matmul_all_reduce(x, w, mesh, bias=None if self.bias is None else self.bias.to_local())
+            return matmul_all_reduce(x, weight.mT, mesh, bias=bias)
         self._note("matmul_reduce_scatter")
-        return matmul_reduce_scatter(x, w, scatter_dim, mesh, bias=self._bias_of_part())
+        return matmul_reduce_scatter(x, weight.mT, scatter_dim, mesh, bias=self._bias_of_part())
 
     def _bias_of_part(self) -> Tensor | None:
         """The bias for a part of the rows: its gradient is the sum over ranks, which `redistribute` makes in the
         backward. Without it the gradient would stay Partial."""
-        if self.bias is None:
+        if not isinstance(self.bias, DTensor):
             return None
-        bias: DTensor = self.bias.redistribute(placements=self.bias.placements)
+        bias = self.bias.redistribute(placements=self.bias.placements)
         return bias.to_local(grad_placements=(Partial(),))
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.parallel.gathered_when_read import gathered_when_read
-from fusedcomm.parallel.layouts import annotated, token_dim, why_not_sharded, why_uneven
+from fusedcomm.parallel.layouts import annotated, shards, token_dim, why_not_sharded, why_uneven
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ class SharedGather:
 
     def _run(self, linears: Sequence[ColwiseLinear]) -> list[Tensor]:
         mesh, x = self.x.device_mesh, self.x.to_local()
-        weights = [each.weight.to_local() for each in linears]
-        biases = [None if each.bias is None else each.bias.to_local() for each in linears]
+        weights, biases = zip(*map(shards, linears), strict=True)
         shared = f"shared by {len(linears)} layers" if len(linears) > 1 else "for one layer"
         if self.gather_dim is None:
             self.last = f"matmul_all_reduce in the backward, {shared}, as all ranks hold x"

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fusedcomm.parallel.sharded_linear import ColwiseLinear, RowwiseLinear
 from fusedcomm.parallel.shared_gather import Offers, shared_gather_of
+from fusedcomm.parallel.torch_hooks import as_expected
 
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
@@ -28,7 +29,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Linear:
+        if type(module) is not nn.Linear or not as_expected():
             return super()._apply(module, device_mesh)
         self._partition_linear_fn("", module, device_mesh)
         return ColwiseLinear.convert(module, self)
@@ -46,7 +47,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Linear:
+        if type(module) is not nn.Linear or not as_expected():
             return super()._apply(module, device_mesh)
         self._partition_linear_fn("", module, device_mesh)
         return RowwiseLinear.convert(module, self)
@@ -71,6 +72,8 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
     _offers: Offers | None = None  # those of the call whose inputs are being prepared
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not as_expected():
+            return super()._apply(module, device_mesh)
         module.register_forward_pre_hook(functools.partial(self._before, device_mesh), with_kwargs=True)
         module.register_forward_hook(_after, with_kwargs=True, always_call=True)
         return module
