@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,34 +11,24 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 
-def gathered_when_read(x: DTensor) -> DTensor:
+def gathered_when_read(x: DTensor) -> tuple[DTensor, Gather]:
     """``x.redistribute(placements=[Replicate()])`` for x sharded evenly over a 1-D mesh, which communicates once any
-    op, or `DTensor.to_local`, takes it."""
-    result: DTensor = _Gather.apply(x)
-    return result
+    op, or `DTensor.to_local`, takes it; and what tells whether it has."""
+    gather = Gather(lambda: x.redistribute(placements=(Replicate(),)).to_local())
+    return _Replicated.apply(x, gather), gather
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DTensor) -> DTensor:
-        ctx.placements = x.placements
-        local = _WhenRead(x.shape, x.to_local(), lambda: x.redistribute(placements=(Replicate(),)).to_local())
-        replicated = DTensor.from_local(local, x.device_mesh, (Replicate(),), run_check=False)
-        local.box.aliases_read = True
-        return replicated
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> DTensor:
-        return grad.redistribute(placements=ctx.placements)
-
-
-class _Box:
+class Gather:
     """What is to be done, then what came of it; shared by a tensor and its aliases."""
 
     def __init__(self, gather: Callable[[], Tensor]) -> None:
         self.gather: Callable[[], Tensor] | None = gather
         self.gathered: Tensor | None = None
         self.aliases_read = False  # `DTensor.from_local` makes a view of what it is given
+
+    @property
+    def done(self) -> bool:
+        return self.gathered is not None
 
     def read(self) -> Tensor:
         if self.gather is not None:
@@ -49,19 +39,28 @@ class _Box:
         return self.gathered
 
 
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, gather: Gather) -> DTensor:
+        ctx.placements = x.placements
+        replicated = DTensor.from_local(_WhenRead(x, gather), x.device_mesh, (Replicate(),), run_check=False)
+        gather.aliases_read = True
+        return replicated
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
+        return grad.redistribute(placements=ctx.placements), None
+
+
 class _WhenRead(Tensor):
     """The local tensor of such a DTensor."""
 
-    box: _Box
+    source: Gather
 
     @staticmethod
-    def __new__(cls, size: Sequence[int], like: Tensor, gather: Callable[[], Tensor]) -> _WhenRead:
-        return cls._of(size, like, _Box(gather))
-
-    @classmethod
-    def _of(cls, size: Sequence[int], like: Tensor, box: _Box) -> _WhenRead:
-        made = Tensor._make_wrapper_subclass(cls, size, dtype=like.dtype, device=like.device, requires_grad=False)
-        made.box = box
+    def __new__(cls, like: Tensor, gather: Gather) -> _WhenRead:
+        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        made.source = gather
         return made
 
     @classmethod
@@ -69,7 +68,7 @@ class _WhenRead(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         first = args[0] if args else None
-        if func is torch.ops.aten.view.default and isinstance(first, cls) and not first.box.aliases_read:
-            return cls._of(first.shape, first, first.box)
-        args, kwargs = tree_map_only(cls, lambda each: each.box.read(), (args, kwargs or {}))
+        if func is torch.ops.aten.view.default and isinstance(first, cls) and not first.source.aliases_read:
+            return cls(first, first.source)
+        args, kwargs = tree_map_only(cls, lambda each: each.source.read(), (args, kwargs or {}))
         return func(*args, **kwargs)

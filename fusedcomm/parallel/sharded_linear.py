@@ -163,7 +163,7 @@ class RowwiseLinear(ShardedLinear):
         elif why is None and scatter_dim is not None:
             why = why_uneven(f"the size of x's dim {scatter_dim}", x.shape[scatter_dim], mesh)
         elif why is None and not isinstance(placement, Replicate):
-            why = f"the result is placed as {placement}"
+            why = f"the result is placed as {placement!r}"
         if why is not None:
             self._note(f"torch's own: {why}")
             return None

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
-from fusedcomm.parallel.gathered_when_read import gathered_when_read
+from fusedcomm.parallel.gathered_when_read import Gather, gathered_when_read
 from fusedcomm.parallel.layouts import annotated, shards, token_dim, why_not_sharded, why_uneven
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
 
@@ -64,15 +64,21 @@ class SharedGather:
         self.results: dict[ColwiseLinear, Tensor] = {}
         self.modes: tuple[object, ...] = ()  # under which they were made
         self.last = ""  # what the last call of `take` did
-        self.offered = x if gather_dim is None else gathered_when_read(x)
+        self.offered: DTensor = x
+        self.gather: Gather | None = None
+        if gather_dim is not None:
+            self.offered, self.gather = gathered_when_read(x)
         setattr(self.offered, _ATTRIBUTE, self)
 
     def take(self, linear: ColwiseLinear) -> Tensor | None:
-        """This rank's columns of ``linear``'s result; None where the layers cannot share an op, and x is gathered."""
+        """This rank's columns of ``linear``'s result; None where the layers cannot share an op, so that x is read."""
         again = linear in self.called
         self.called.add(linear)
         if linear in self.results and self.modes == _modes(self.x):
             return self.results.pop(linear)
+        if self.gather is not None and self.gather.done:
+            self.last = "torch's own: x has been gathered for another reader"
+            return None
         together = [each for each in self.children if self.index not in each.passed_over and each not in self.called]
         together = [linear] if again else [linear, *together]
         mesh = self.x.device_mesh
