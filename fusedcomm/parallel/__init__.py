@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fusedcomm.parallel.sharded_linear import ColwiseLinear, RowwiseLinear, explain
+from fusedcomm.parallel.sharded_linear import ColwiseLinear, RowwiseLinear, explain_layers
 from fusedcomm.parallel.styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -30,7 +30,7 @@ __all__ = [
     "RowwiseLinear",
     "RowwiseParallel",
     "SequenceParallel",
-    "explain",
+    "explain_layers",
     "loss_parallel",
     "parallelize_module",
 ]

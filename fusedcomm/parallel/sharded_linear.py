@@ -1,7 +1,7 @@
 """The linear layers that `ColwiseParallel` and `RowwiseParallel` make of an nn.Linear.
 
 Parameters are DTensors on a 1-D mesh of R ranks. A layer decides by placements and sizes alone, which are the same on
-all ranks, whether an op runs on the local tensors or torch's own DTensor path does; `explain` says which, and why.
+all ranks, whether an op runs on the local tensors or torch's own DTensor path does. `explain_layers` tells why.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ColwiseLinear(ShardedLinear):
         y = F.linear(x.redistribute(placements=[Replicate()]), weight, bias)
         return y.redistribute(placements=output_layouts)
 
-    in one `all_gather_matmul` where the tokens of x are sharded evenly. An x without a DTensor that all ranks hold
-    alike is multiplied where it is, and the sum of its gradient is one `matmul_all_reduce`.
+    in one `all_gather_matmul` where the tokens of x are sharded evenly. A plain x that all ranks hold alike is
+    multiplied where it is, and the sum of its gradient is one `matmul_all_reduce`.
 
     Attributes:
         weight: a DTensor [out_features, in_features], placed as Shard(0).
@@ -184,7 +184,7 @@ class RowwiseLinear(ShardedLinear):
         return bias.to_local(grad_placements=(Partial(),))
 
 
-def explain(module: nn.Module) -> dict[str, str]:
+def explain_layers(module: nn.Module) -> dict[str, str]:
     """What each layer of `ColwiseParallel` and `RowwiseParallel` in ``module`` ran in its last call, and why.
 
     Calls inside torch.compile are not among them: `fusedcomm.compile.report` lists what was compiled.

@@ -113,7 +113,7 @@ def test_a_layer(rank: int, case: Case) -> None:
         torch.testing.assert_close(whole(each), whole(want), **CLOSE)
     assert tuple(spy.names("fusedcomm")) == case.ops
     assert linear.ran == case.ran
-    assert our_parallel.explain(nn.Sequential(linear)) == {"0": case.ran}
+    assert our_parallel.explain_layers(nn.Sequential(linear)) == {"0": case.ran}
 
 
 @on_ranks(2)
