@@ -7,7 +7,7 @@ A step is the forward and the backward, eager; the two differ in the import of t
 
 removed   a plain layer of a rank's share of heads and features on all tokens: the same matmuls, and no exchange
 torch     torch.distributed.tensor.parallel
-ours      fusedcomm.parallel
+fused     fusedcomm.parallel
 
 A ratio is the median of the ratios within a round, with their P10 and P90. torch / removed is what exchanges and
 DTensors cost today, so the most that there is to win. benchmarks/common.py explains the pages.
@@ -48,8 +48,8 @@ from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
-REMOVED, TORCH, OURS = "removed", "torch", "ours"
-FASTER = {"mlp": 1.15, "layer": 1.1}  # torch / ours, at least
+REMOVED, TORCH, FUSED = "removed", "torch", "fused"
+FASTER = {"mlp": 1.15, "layer": 1.1}  # torch / fused, at least
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # share of the norm
 TIMEOUT_S = 1800
 
@@ -144,7 +144,7 @@ class StepData:
         torch.manual_seed(0)
         removed = MODELS[self.model](self.sizes, self.num_ranks).to(self.device, self.dtype)
         made = {REMOVED: self._step(removed, self.whole_x, self.whole_grad)}
-        for name, styles in ((TORCH, torch_parallel), (OURS, our_parallel)):
+        for name, styles in ((TORCH, torch_parallel), (FUSED, our_parallel)):
             torch.manual_seed(0)
             module = styled(self.model, self.sizes, styles, self.device).to(self.dtype)
             made[name] = self._step(module, self.x, self.grad)
@@ -180,14 +180,14 @@ class StyleRow:
     model: str
     dtype: str
     times: dict[str, Timing]
-    torch_over_ours: Ratio
+    torch_over_fused: Ratio
     torch_over_removed: Ratio
 
 
 TIMES = {
     REMOVED: "a plain layer of a rank's share on all tokens: no exchange",
     TORCH: "torch.distributed.tensor.parallel",
-    OURS: "fusedcomm.parallel",
+    FUSED: "fusedcomm.parallel",
 }
 
 
@@ -200,7 +200,7 @@ COLUMNS = (
     Column("model", "a gated MLP, or a whole layer", lambda row: row.model, left=True),
     Column("dtype", "the dtype of weights and tokens", lambda row: row.dtype, left=True),
     *map(_time_column, TIMES),
-    Column("torch /\nours", SPREAD, lambda row: str(row.torch_over_ours)),
+    Column("torch /\nfused", SPREAD, lambda row: str(row.torch_over_fused)),
     Column("torch /\nremoved", SPREAD, lambda row: str(row.torch_over_removed), drop=1),
 )
 
@@ -209,13 +209,13 @@ def measure_model(rank: int, model: str, sizes: Sizes, dtype: str, device_type: 
     device = world.rank_device(device_type)
     data = StepData(model, sizes, DTYPES[dtype], device)
     variants = data.variants()
-    check_values({name: variants[name] for name in (TORCH, OURS)}, data.check)
+    check_values({name: variants[name] for name in (TORCH, FUSED)}, data.check)
     seconds = measure_rounds(variants, device, rounds=rounds, warmup=2)
     return StyleRow(
         model,
         dtype,
         {name: Timing.of(each) for name, each in seconds.items()},
-        Ratio.of(seconds[TORCH], seconds[OURS]),
+        Ratio.of(seconds[TORCH], seconds[FUSED]),
         Ratio.of(seconds[TORCH], seconds[REMOVED]),
     )
 
@@ -246,7 +246,7 @@ def _main(args: argparse.Namespace) -> int:
                     add(row)
     if not rows:  # torchrun's other ranks
         return 0
-    goals = [at_least(f"torch/ours, {r.model}, {r.dtype}", r.torch_over_ours.median, FASTER[r.model]) for r in rows]
+    goals = [at_least(f"torch/fused, {r.model}, {r.dtype}", r.torch_over_fused.median, FASTER[r.model]) for r in rows]
     print(*goals, sep="\n")
     if args.json:
         facts = {"program": "parallel_styles", "sizes": asdict(sizes), "rounds": args.rounds, "huge_pages": huge_pages}

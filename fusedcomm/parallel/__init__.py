@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fusedcomm.parallel.sharded_linear import ColwiseLinear, RowwiseLinear, explain_layers
+from fusedcomm.parallel.sharded_linear import explain_layers
 from fusedcomm.parallel.styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -21,13 +21,11 @@ from fusedcomm.parallel.styles import (
 )
 
 __all__ = [
-    "ColwiseLinear",
     "ColwiseParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
-    "RowwiseLinear",
     "RowwiseParallel",
     "SequenceParallel",
     "explain_layers",

@@ -20,7 +20,7 @@ from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.parallel.layouts import annotated, normalized, shards, token_dim, why_not_sharded, why_uneven
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
-from fusedcomm.parallel.shared_gather import shared_gather_of
+from fusedcomm.parallel.shared_gather import SharingLinear, shared_gather_of
 
 _Layer = TypeVar("_Layer", bound="ShardedLinear")
 
@@ -62,7 +62,7 @@ class ShardedLinear(nn.Linear):
         return y.to_local() if self.use_local_output else y
 
 
-class ColwiseLinear(ShardedLinear):
+class ColwiseLinear(ShardedLinear, SharingLinear):
     """An nn.Linear of whose output features each rank computes a block. It equals, for x as a DTensor::
 
         y = F.linear(x.redistribute(placements=[Replicate()]), weight, bias)
@@ -77,12 +77,8 @@ class ColwiseLinear(ShardedLinear):
         input_layouts: how an x lies that is no DTensor.
         output_layouts: how the result lies.
         use_local_output: whether the result is a plain tensor.
-        passed_over: which of the inputs that `PrepareModuleInput` offered to the layers of its module this one was not
-            called with when the module was called last, counted from 0.
         ran: what its last call outside of torch.compile ran, and why.
     """
-
-    passed_over: frozenset[int] = frozenset()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out_features] for x [..., in_features]. Raises the errors of the ops, and of DTensors."""

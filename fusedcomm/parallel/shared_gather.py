@@ -8,10 +8,9 @@ returns. A layer that was not called with x is left out of the next call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -21,16 +20,23 @@ from fusedcomm.parallel.gathered_when_read import Gather, gathered_when_read
 from fusedcomm.parallel.layouts import annotated, shards, token_dim, why_not_sharded, why_uneven
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
 
-if TYPE_CHECKING:
-    from fusedcomm.parallel.sharded_linear import ColwiseLinear
+_ATTRIBUTE = "_fusedcomm_shared_gather"  # the object that the module is given has it
 
-_ATTRIBUTE = "_fusedcomm_shared_gather"  # of the very object that the module is given
+
+class SharingLinear(nn.Linear):
+    """A layer that can take part.
+
+    ``passed_over``: which of the offers to the layers of its module it did not take when that was called last, counted
+    from 0.
+    """
+
+    passed_over: frozenset[int] = frozenset()
 
 
 class Offers:
     """What the layers right below a module may share in one call of it."""
 
-    def __init__(self, children: Sequence[ColwiseLinear]) -> None:
+    def __init__(self, children: Sequence[SharingLinear]) -> None:
         self.children = children
         self.count = 0
 
@@ -58,10 +64,10 @@ class SharedGather:
     offers to one call of the module it is.
     """
 
-    def __init__(self, x: DTensor, gather_dim: int | None, children: Sequence[ColwiseLinear], index: int) -> None:
+    def __init__(self, x: DTensor, gather_dim: int | None, children: Sequence[SharingLinear], index: int) -> None:
         self.x, self.gather_dim, self.children, self.index = x, gather_dim, children, index
-        self.called: set[ColwiseLinear] = set()
-        self.results: dict[ColwiseLinear, Tensor] = {}
+        self.called: set[SharingLinear] = set()
+        self.results: dict[SharingLinear, Tensor] = {}
         self.modes: tuple[object, ...] = ()  # under which they were made
         self.last = ""  # what the last call of `take` did
         self.offered: DTensor = x
@@ -70,7 +76,7 @@ class SharedGather:
             self.offered, self.gather = gathered_when_read(x)
         setattr(self.offered, _ATTRIBUTE, self)
 
-    def take(self, linear: ColwiseLinear) -> Tensor | None:
+    def take(self, linear: SharingLinear) -> Tensor | None:
         """This rank's columns of ``linear``'s result; None where the layers cannot share an op, so that x is read."""
         again = linear in self.called
         self.called.add(linear)
@@ -91,7 +97,7 @@ class SharedGather:
         self.results |= zip(together, self._run(together), strict=True)
         return self.results.pop(linear)
 
-    def _run(self, linears: Sequence[ColwiseLinear]) -> list[Tensor]:
+    def _run(self, linears: Sequence[SharingLinear]) -> list[Tensor]:
         mesh, x = self.x.device_mesh, self.x.to_local()
         weights, biases = zip(*map(shards, linears), strict=True)
         shared = f"shared by {len(linears)} layers" if len(linears) > 1 else "for one layer"

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import fusedcomm.parallel as our_parallel
-from fusedcomm.parallel import ColwiseLinear, torch_hooks
+from fusedcomm.parallel import torch_hooks
+from fusedcomm.parallel.sharded_linear import ColwiseLinear
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import Dispatched
 
@@ -31,7 +32,7 @@ class Case:
     output: Placement | None = None
     local: bool = True
     bias: bool = True
-    ops: tuple[str, ...] = ()  # of the forward, then of the backward
+    ops: tuple[str, ...] = ()  # first those of the forward
     ran: str = ""
 
     def __str__(self) -> str:
