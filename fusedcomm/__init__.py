@@ -4,7 +4,7 @@ Importing this module registers the ops, and their lowerings once a program impo
 Every op takes a group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
 """
 
-from fusedcomm import nn
+from fusedcomm import nn, parallel
 from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.ops import import_hooks, same_moves  # noqa: F401 same_moves registers its op
@@ -37,6 +37,7 @@ __all__ = [
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "nn",
+    "parallel",
     "redistribute",
     "redistribute_plan",
     "reset",

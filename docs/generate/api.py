@@ -15,7 +15,14 @@ from docs.generate.docstrings import Link, markdown, summary
 
 FOLDER = "docs/api"
 NOTE = "<!-- written by `make docs` from the docstrings -->"
-MODULES = ("fusedcomm", "fusedcomm.nn", "fusedcomm.compile", "fusedcomm.compile.overlap", "fusedcomm.symm_mem")
+MODULES = (
+    "fusedcomm",
+    "fusedcomm.parallel",
+    "fusedcomm.nn",
+    "fusedcomm.compile",
+    "fusedcomm.compile.overlap",
+    "fusedcomm.symm_mem",
+)
 ERRORS = "fusedcomm.errors"  # its names are in fusedcomm, and have a page of their own
 # Headings by the room that defines a name, in the order of the page; a page whose names are of one room has none.
 SECTIONS = {
@@ -206,7 +213,9 @@ def _pages(root: Path) -> Iterator[Page]:
         return Source(name, path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
 
     def entry(module: str, defined_in: str, name: str) -> Entry | None:
-        """What stands on a page for a name; None for a module."""
+        """What stands on a page for a name; None for a module, and for what another package defines."""
+        if not defined_in.startswith("fusedcomm"):
+            return None
         node = source(defined_in).definition(name)
         return None if node is None else Entry(name, module, source(defined_in), node)
 

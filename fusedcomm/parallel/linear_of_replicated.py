@@ -1,0 +1,67 @@
+"""Linear layers next to one another whose x all ranks hold alike. Only their backward communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusedcomm.ops import gradients
+from fusedcomm.ops.library import refuse_outside_ops
+from fusedcomm.runtime.group import Group, resolve
+
+
+def linears_of_replicated(
+    name: str,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: Group,
+) -> list[Tensor]:
+    """``[F.linear(x, weight, bias) ...]`` for this rank's rows of the weights, [out / R, K].
+
+    The gradient of x is the sum over ranks and weights, made by one `matmul_all_reduce`. ``name``: for errors.
+    """
+    refuse_outside_ops(name, x, *weights, *biases)
+    group_size, group_name = resolve(group)
+    x, *cast = _autocast(x, *weights, *biases)
+    return list(_LinearsOfReplicated.apply(group_size, group_name, x, *cast))
+
+
+class _LinearsOfReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group_size: int, group_name: str, x: Tensor, *cast: Any) -> tuple[Tensor, ...]:
+        count = len(cast) // 2
+        weights, biases = cast[:count], cast[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.group = (group_size, group_name)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, *needs = ctx.needs_input_grad[2:]
+        needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
+        x = gradients.same_on_all_ranks(x, ctx.group)
+        grad_x = None
+        if needs_x:
+            grad, weight = (grads[0], weights[0]) if len(weights) == 1 else (torch.cat(grads, -1), torch.cat(weights))
+            grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group)
+        grad_weights = [
+            gradients.of_w(grad, x, gradients.layout_of(weight)) if need else None
+            for grad, weight, need in zip(grads, weights, needs_weight, strict=True)
+        ]
+        grad_biases = [gradients.of_bias(grad) if need else None for grad, need in zip(grads, needs_bias, strict=True)]
+        return None, None, grad_x, *grad_weights, *grad_biases
+
+
+def _autocast(*tensors: Tensor | None) -> list[Any]:
+    """The tensors in autocast's dtype, made outside of the autograd.Function, whose backward runs without autocast."""
+    device_type = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [None if t is None else t.to(dtype) for t in tensors]

@@ -1,0 +1,194 @@
+"""The linear layers that `ColwiseParallel` and `RowwiseParallel` make of an nn.Linear.
+
+Parameters are DTensors on a 1-D mesh of R ranks. A layer decides by placements and sizes alone, which are the same on
+all ranks, whether an op runs on the local tensors or torch's own DTensor path does. `explain_layers` tells why.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional as F
+
+from fusedcomm.ops.all_gather_matmul import all_gather_matmul
+from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
+from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.parallel.layouts import annotated, normalized, shards, token_dim, why_not_sharded, why_uneven
+from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
+from fusedcomm.parallel.shared_gather import SharingLinear, shared_gather_of
+
+_Layer = TypeVar("_Layer", bound="ShardedLinear")
+
+
+class ShardedLinear(nn.Linear):
+    """What the two layers have in common: the layouts that their style declares."""
+
+    input_layouts: tuple[Placement, ...]
+    output_layouts: tuple[Placement, ...]
+    use_local_output: bool
+    ran: str = "not called yet, or in torch.compile alone"
+
+    @classmethod
+    def convert(cls: type[_Layer], linear: nn.Linear, style: Any) -> _Layer:
+        """Make ``linear``, whose parameters are DTensors already, one of these."""
+        linear.__class__ = cls
+        assert isinstance(linear, cls)
+        linear.input_layouts, linear.output_layouts = style.input_layouts, style.output_layouts
+        linear.use_local_output = style.use_local_output
+        return linear
+
+    def extra_repr(self) -> str:
+        layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
+        return f"{super().extra_repr()}, {layouts}, use_local_output={self.use_local_output}"
+
+    def _note(self, ran: str) -> None:
+        if not torch.compiler.is_compiling():  # a checkpointed region may not change anything outside of it
+            self.ran = ran
+
+    def _laid_out(self, y: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+        """y as the style wants it. If it is no DTensor it is the local tensor of one that lies as ``placement``."""
+        wanted = normalized(self.output_layouts, y.ndim)
+        if not isinstance(y, DTensor):
+            if wanted == (placement,) and self.use_local_output:
+                return y
+            y = DTensor.from_local(y, mesh, (placement,), run_check=False)
+        if y.placements != wanted:
+            y = y.redistribute(placements=wanted, async_op=True)
+        return y.to_local() if self.use_local_output else y
+
+
+class ColwiseLinear(ShardedLinear, SharingLinear):
+    """An nn.Linear of whose output features each rank computes a block. It equals, for x as a DTensor::
+
+        y = F.linear(x.redistribute(placements=[Replicate()]), weight, bias)
+        return y.redistribute(placements=output_layouts)
+
+    in one `all_gather_matmul` where the tokens of x are sharded evenly. A plain x that all ranks hold alike is
+    multiplied where it is, and the sum of its gradient is one `matmul_all_reduce`.
+
+    Attributes:
+        weight: a DTensor [out_features, in_features], placed as Shard(0).
+        bias: a DTensor [out_features], placed as Shard(0), or None.
+        input_layouts: how an x lies that is no DTensor.
+        output_layouts: how the result lies.
+        use_local_output: whether the result is a plain tensor.
+        ran: what its last call outside of torch.compile ran, and why.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out_features] for x [..., in_features]. Raises the errors of the ops, and of DTensors."""
+        if not isinstance(self.weight, DTensor):
+            return super().forward(x)
+        mesh = self.weight.device_mesh
+        y = self._by_op(x, mesh)
+        if y is None:
+            x = annotated(x, mesh, self.input_layouts)
+            if self.input_layouts != (Replicate(),):
+                x = x.redistribute(placements=(Replicate(),), async_op=True)
+            y = F.linear(x, self.weight, self.bias)
+        return self._laid_out(y, mesh, Shard(y.ndim - 1))
+
+    def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
+        """This rank's columns, or None where no op makes them."""
+        why = why_not_sharded(self, mesh, 0)
+        if why is None and (shared := shared_gather_of(x)) is not None:
+            y = shared.take(self)
+            self._note(shared.last)
+            return y
+        if why is None and not isinstance(x, DTensor) and self.input_layouts == (Replicate(),):
+            weight, bias = shards(self)
+            self._note("matmul_all_reduce in the backward, as all ranks hold x")
+            return linears_of_replicated("parallel.ColwiseParallel", x, [weight], [bias], mesh)[0]
+        laid_out = annotated(x, mesh, self.input_layouts)
+        gather_dim = token_dim(laid_out.placements[0], x.ndim)
+        if gather_dim is None:
+            why = why or f"x is placed as {laid_out.placements}, where no tokens are to be gathered"
+        else:
+            why = why or why_uneven(f"the size of x's dim {gather_dim}", laid_out.shape[gather_dim], mesh)
+        if why is not None or gather_dim is None:
+            self._note(f"torch's own: {why}")
+            return None
+        self._note("all_gather_matmul")
+        weight, bias = shards(self)
+        return all_gather_matmul(laid_out.to_local(), weight.mT, gather_dim, mesh, bias=bias)
+
+
+class RowwiseLinear(ShardedLinear):
+    """An nn.Linear of whose input features each rank has a block. It equals, for x as a DTensor::
+
+        y = F.linear(x.redistribute(placements=[Shard(-1)]), weight, bias)
+        return y.redistribute(placements=output_layouts)
+
+    in one `matmul_reduce_scatter` where the tokens of the result are sharded evenly, in one `matmul_all_reduce` where
+    it is replicated.
+
+    Attributes:
+        weight: a DTensor [out_features, in_features], placed as Shard(1).
+        bias: a DTensor [out_features], placed as Replicate(), or None; its gradient is complete.
+        input_layouts: how an x lies that is no DTensor.
+        output_layouts: how the result lies.
+        use_local_output: whether the result is a plain tensor.
+        ran: what its last call outside of torch.compile ran, and why.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out_features] for x [..., in_features]. Raises the errors of the ops, and of DTensors."""
+        if not isinstance(self.weight, DTensor):
+            return super().forward(x)
+        mesh, features = self.weight.device_mesh, (Shard(x.ndim - 1),)
+        if isinstance(x, DTensor) or normalized(self.input_layouts, x.ndim) != features:
+            x = annotated(x, mesh, self.input_layouts)
+            if x.placements != features:
+                x = x.redistribute(placements=features, async_op=True)
+        y = self._by_op(x, mesh)
+        if y is None:
+            y = F.linear(annotated(x, mesh, features), self.weight, self.bias)
+        return self._laid_out(y, mesh, normalized(self.output_layouts, x.ndim)[0])
+
+    def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
+        """What this rank keeps of the sum, or None where no op makes it."""
+        (placement,) = self.output_layouts
+        scatter_dim, why = token_dim(placement, x.ndim), why_not_sharded(self, mesh, 1)
+        if why is None and x.ndim < 2:
+            why = "x has a single dim"
+        elif why is None and scatter_dim is not None:
+            why = why_uneven(f"the size of x's dim {scatter_dim}", x.shape[scatter_dim], mesh)
+        elif why is None and not isinstance(placement, Replicate):
+            why = f"the result is placed as {placement!r}"
+        if why is not None:
+            self._note(f"torch's own: {why}")
+            return None
+        x = x.to_local() if isinstance(x, DTensor) else x
+        weight, bias = shards(self)
+        if scatter_dim is None:
+            self._note("matmul_all_reduce")
+            return matmul_all_reduce(x, weight.mT, mesh, bias=bias)
+        self._note("matmul_reduce_scatter")
+        return matmul_reduce_scatter(x, weight.mT, scatter_dim, mesh, bias=self._bias_of_part())
+
+    def _bias_of_part(self) -> Tensor | None:
+        """The bias for a part of the rows: its gradient is the sum over ranks, which `redistribute` makes in the
+        backward. Without it the gradient would stay Partial."""
+        if not isinstance(self.bias, DTensor):
+            return None
+        bias = self.bias.redistribute(placements=self.bias.placements)
+        return bias.to_local(grad_placements=(Partial(),))
+
+
+def explain_layers(module: nn.Module) -> dict[str, str]:
+    """What each layer of `ColwiseParallel` and `RowwiseParallel` in ``module`` ran in its last call, and why.
+
+    Calls inside torch.compile are not among them: `fusedcomm.compile.report` lists what was compiled.
+
+    Args:
+        module: any module.
+
+    Returns:
+        By the name of a layer, the name of an op, or the reason why torch's own path ran.
+    """
+    return {name: each.ran for name, each in module.named_modules() if isinstance(each, ShardedLinear)}

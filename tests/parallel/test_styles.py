@@ -1,0 +1,188 @@
+"""The styles of fusedcomm.parallel, layer by layer, beside torch's own of the same names."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.tensor.parallel as torch_parallel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+import fusedcomm.parallel as our_parallel
+from fusedcomm.parallel import torch_hooks
+from fusedcomm.parallel.sharded_linear import ColwiseLinear
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.spies import Dispatched
+
+K, N, BATCH, TOKENS = 8, 12, 2, 4
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32; sums of tens of terms of about 1 run in another order
+
+
+@dataclass(frozen=True)
+class Case:
+    style: str
+    input: Placement | None = None
+    output: Placement | None = None
+    local: bool = True
+    bias: bool = True
+    ops: tuple[str, ...] = ()  # first those of the forward
+    ran: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.style}-{self.input}-{self.output}"
+            + ("" if self.local else "-dtensor")
+            + ("" if self.bias else "-no-bias")
+        )
+
+
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+HELD = "matmul_all_reduce in the backward, as all ranks hold x"
+BY_FEATURES = "torch's own: x is placed as (Shard(dim=2),), where no tokens are to be gathered"
+PARTIAL = "torch's own: the result is placed as Partial(sum)"
+CASES = [
+    Case("ColwiseParallel", Shard(1), ops=(GATHER, SCATTER), ran=GATHER),
+    Case("ColwiseParallel", Shard(0), local=False, ops=(GATHER, SCATTER), ran=GATHER),
+    Case("ColwiseParallel", Shard(-2), bias=False, ops=(GATHER, SCATTER), ran=GATHER),
+    Case("ColwiseParallel", Shard(1), Replicate(), ops=(GATHER, SCATTER), ran=GATHER),
+    Case("ColwiseParallel", Shard(1), Shard(1), local=False, ops=(GATHER, SCATTER), ran=GATHER),
+    Case("ColwiseParallel", ops=(REDUCE,), ran=HELD),
+    Case("ColwiseParallel", bias=False, local=False, ops=(REDUCE,), ran=HELD),
+    Case("ColwiseParallel", Shard(-1), ran=BY_FEATURES),
+    Case("RowwiseParallel", None, Shard(1), ops=(SCATTER, GATHER), ran=SCATTER),
+    Case("RowwiseParallel", None, Shard(0), local=False, ops=(SCATTER, GATHER), ran=SCATTER),
+    Case("RowwiseParallel", Shard(2), Shard(-2), bias=False, ops=(SCATTER, GATHER), ran=SCATTER),
+    Case("RowwiseParallel", ops=(REDUCE,), ran=REDUCE),
+    Case("RowwiseParallel", bias=False, local=False, ops=(REDUCE,), ran=REDUCE),
+    Case("RowwiseParallel", Replicate(), ops=(REDUCE,), ran=REDUCE),
+    Case("RowwiseParallel", Shard(1), Shard(1), ops=(SCATTER, GATHER), ran=SCATTER),
+    Case("RowwiseParallel", None, Shard(-1), ran="torch's own: the result is placed as Shard(dim=-1)"),
+    Case("RowwiseParallel", None, Partial(), local=False, bias=False, ran=PARTIAL),
+]  # fmt: skip
+
+
+def styled(styles: Any, case: Case, mesh: DeviceMesh, linear: nn.Linear | None = None) -> Any:
+    torch.manual_seed(0)
+    style = getattr(styles, case.style)(
+        input_layouts=case.input, output_layouts=case.output, use_local_output=case.local
+    )
+    return torch_parallel.parallelize_module(linear or nn.Linear(K, N, case.bias), mesh, style)
+
+
+def part(t: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
+    part = t.chunk(size, placement.dim)[rank] if isinstance(placement, Shard) else t
+    return part.clone().requires_grad_()
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def step(linear: nn.Linear, x: Tensor) -> tuple[list[Any], Dispatched]:
+    """The result, and the gradients of x and of the parameters."""
+    with Dispatched() as spy:
+        y = linear(x)
+        local = y.to_local() if isinstance(y, DTensor) else y
+        weights = torch.arange(1.0, 1.0 + local.numel()).view(local.shape).sin()
+        if isinstance(y, DTensor):
+            weights = DTensor.from_local(weights, y.device_mesh, y.placements)
+        y.backward(weights)
+    return [y.detach(), x.grad, *(p.grad for p in linear.parameters())], spy
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layer(rank: int, case: Case) -> None:
+    """Result, gradients and placements are those of torch's style, and the ops are those that the class names."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(BATCH, TOKENS, K, generator=torch.Generator().manual_seed(1))
+    placement = case.input or (Replicate() if case.style == "ColwiseParallel" else Shard(-1))
+    wants, _ = step(styled(torch_parallel, case, mesh), part(x, placement, rank, 2))
+    linear = styled(our_parallel, case, mesh)
+    found, spy = step(linear, part(x, placement, rank, 2))
+    for each, want in zip(found, wants, strict=True):
+        assert isinstance(each, DTensor) == isinstance(want, DTensor)
+        if isinstance(want, DTensor):
+            assert each.placements == want.placements and each.shape == want.shape
+        torch.testing.assert_close(whole(each), whole(want), **CLOSE)
+    assert tuple(spy.names("fusedcomm")) == case.ops
+    assert linear.ran == case.ran
+    assert our_parallel.explain_layers(nn.Sequential(linear)) == {"0": case.ran}
+
+
+@on_ranks(2)
+def test_what_cannot_be_cut_evenly(rank: int) -> None:
+    """torch's own path runs, and says why."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = DTensor.from_local(torch.randn(2 + rank, K), mesh, [Shard(0)], shape=torch.Size([5, K]), stride=(K, 1))
+    for case, linear, why in (
+        (Case("ColwiseParallel", Shard(0)), None, "the size of x's dim 0 must be divisible by 2, got 5"),
+        (Case("ColwiseParallel", Shard(0)), nn.Linear(K, 7), "out_features must be divisible by 2, got 7"),
+        (Case("RowwiseParallel", Shard(0), Shard(0)), None, "the size of x's dim 0 must be divisible by 2, got 5"),
+    ):
+        ours = styled(our_parallel, case, mesh, linear)
+        want = nn.functional.linear(x.full_tensor(), ours.weight.full_tensor(), ours.bias.full_tensor())
+        placed = (case.output or Shard(-1),)
+        y = DTensor.from_local(ours(x), mesh, placed, shape=want.shape, stride=want.stride())
+        torch.testing.assert_close(y.full_tensor(), want, **CLOSE)
+        assert ours.ran == f"torch's own: {why}"
+
+
+@on_ranks(2)
+def test_other_modules_are_torch_s_matter(rank: int) -> None:
+    """An embedding, and a subclass of nn.Linear whose forward may do anything."""
+
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    mesh = init_device_mesh("cpu", (2,))
+    for make, x in ((lambda: nn.Embedding(6, K), torch.arange(6).view(2, 3)), (lambda: Twice(K, K), torch.ones(2, K))):
+        for style in (our_parallel.ColwiseParallel, our_parallel.RowwiseParallel):
+            torch.manual_seed(0)
+            plain = make()
+            kind, want = type(plain), plain(x)
+            layouts = {"input_layouts": Replicate(), "output_layouts": Replicate()}
+            styled = torch_parallel.parallelize_module(plain, mesh, style(**layouts))
+            assert type(styled) is kind
+            torch.testing.assert_close(styled(x), want, **CLOSE)
+
+
+@on_ranks(2)
+def test_a_torch_that_has_changed(rank: int) -> None:
+    """Each part that the styles are built on is missed; then torch's own styles run, and one warning says so."""
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(2, K, generator=torch.Generator().manual_seed(1))
+    for name in torch_hooks._METHODS:
+        style, method = name.split(".")
+        with mock.patch.object(getattr(torch_parallel, style), method, lambda self, otherwise: None):
+            assert str(torch_hooks.changed()).startswith(name)
+    with mock.patch.object(torch_parallel.RowwiseParallel, "__init__", lambda self: None):
+        assert torch_hooks.changed() == "RowwiseParallel.input_layouts of one placement"
+    torch_hooks.as_expected.cache_clear()
+    with mock.patch.object(torch_hooks, "CHANGED", "a hook"), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            linears = [styled(our_parallel, Case("ColwiseParallel"), mesh) for _ in range(2)]
+        finally:
+            torch_hooks.as_expected.cache_clear()
+    assert all(type(linear) is nn.Linear for linear in linears)
+    want = styled(our_parallel, Case("ColwiseParallel"), mesh)
+    assert type(want) is ColwiseLinear and torch.equal(linears[0](x), want(x))
+    (warning,) = [each for each in found if "fusedcomm" in str(each.message)]
+    assert "has no a hook, which fusedcomm.parallel is built on" in str(warning.message)
+    assert warning.filename == __file__ or "parallel" in warning.filename
+
+
+@on_ranks(2)
+def test_names_are_torch_s(rank: int) -> None:
+    """Whatever a program imports from torch.distributed.tensor.parallel is here too."""
+    missing = set(torch_parallel.__all__) - set(our_parallel.__all__)
+    assert not missing
+    assert issubclass(our_parallel.RowwiseParallel, torch_parallel.RowwiseParallel)
