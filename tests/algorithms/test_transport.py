@@ -313,6 +313,28 @@ def test_a_rank_that_leaves_and_tells_nobody_is_found(monkeypatch: pytest.Monkey
         left_half_way(PUSH, monkeypatch).gpus.run_all(seed=0)
 
 
+@pytest.mark.parametrize("interrupted", [1, 2])
+@pytest.mark.parametrize("after", [False, True])
+def test_ctrl_c_in_the_join_leaves_both_streams_joined(interrupted: int, after: bool) -> None:
+    """It may come before or after either wait."""
+    (workspace, _), waited = VirtualGroup(2, SLOT_BYTES, "cpu").workspaces, list[Any]()
+    with Gpus([workspace]).enqueue_all():
+        made = CudaTransport(workspace)
+        calls = 0
+
+        def wait_stream(stream: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls != interrupted or after:
+                waited.append(stream)
+            if calls == interrupted:
+                raise KeyboardInterrupt
+
+        with mock.patch.object(made.main, "wait_stream", wait_stream), pytest.raises(KeyboardInterrupt):
+            made.join()
+        assert made.sends in waited and made.reads in waited
+
+
 def staging_of_eight_rounds(monkeypatch: pytest.MonkeyPatch) -> float:
     """How many chunks of staging each of 3 ranks allocates."""
     cut_in(8, monkeypatch)

@@ -303,6 +303,12 @@ CONTROLS: dict[str, Control] = {
         "        pass",
         "tests/algorithms/test_transport.py::test_every_op_is_right_in_a_random_order",
     ),
+    "Ctrl-C in the join of chunked leaves none of its streams running on": Control(
+        "fusedcomm/algorithms/transport.py",
+        "            self._main_waits()\n            raise",
+        "            raise",
+        "tests/algorithms/test_transport.py::test_ctrl_c_in_the_join_leaves_both_streams_joined",
+    ),
     # decisions that all ranks must make alike
     "hosts are voted on": Control(
         "fusedcomm/runtime/topology.py",
