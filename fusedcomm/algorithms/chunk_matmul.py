@@ -52,10 +52,10 @@ class GatheredMatmul:
         self.bias = None if bias is None else bias.unsqueeze(0)  # [1, N]
 
     def chunk(self, spans: RoundSpans, src_rank: int, chunk: Tensor) -> None:
-        """Compute the rows that come from src_rank alone. ``chunk`` is flat [batches * rows * K]."""
+        """Compute the rows that come from src_rank alone. ``chunk`` [batches * rows * K] is flat, or a Span's runs."""
         batches, rows = spans.batches, spans.rows
         _matmul(
-            chunk.view(*_split(batches), *_split(rows), self.w.shape[1]),  # [bo, bi, ro, ri, K]
+            chunk.reshape(*_split(batches), *_split(rows), self.w.shape[1]),  # [bo, bi, ro, ri, K]
             batches.view(self.w, 0, src_rank).unsqueeze(3),  # [bo, bi, K, 1, N]
             self.bias,
             rows.view(batches.view(self.out, 0, src_rank), 2, src_rank).unsqueeze(4),  # [bo, bi, ro, ri, 1, N]

@@ -103,7 +103,7 @@ def gather_matmul(
                             part = matmul.part(round.spans, src_rank, chunk, gathered)
                             matmul.add(round.spans, src_rank, part, first=src_rank == workspace.rank)
                         else:
-                            matmul.chunk(round.spans, src_rank, chunk.reshape(-1))
+                            matmul.chunk(round.spans, src_rank, chunk)
             transport.finish(round, outs if gathered is None else [*outs, gathered])
     if at_end:
         assert gathered is not None

@@ -2,7 +2,8 @@
 in its loop, and one adds what has arrived.
 
 A kernel that sends never waits, and one that waits never sends. So a gather is a matmul and, on the side stream, copies
-to the peers: by copy engines, or by a kernel on SMs that the matmul leaves free.
+to the peers: by copy engines, or by a kernel on SMs that the matmul leaves free. Meanwhile cuBLAS multiplies this
+rank's own chunk where it lies in x, if its rows are complete without the others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import kernel_launch
-from fusedcomm.algorithms.transport import copy_runs
+from fusedcomm.algorithms.chunk_matmul import GatheredMatmul
+from fusedcomm.algorithms.transport import copy_between, copy_runs
 from fusedcomm.geometry.exchange import RoundSpans
 from fusedcomm.runtime import signals, stream_writes
 from fusedcomm.runtime.captures import is_for_capture
@@ -81,36 +83,55 @@ def push_reduce_gather(
 def gather_matmul(
     call: Call, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], return_gathered: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x itself if asked for."""
+    """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x itself if asked for.
+
+    Where K is gathered, the own chunk goes through this rank's slot: the kernel adds it to the others in registers, and
+    its loop loads by one descriptor. What another matmul made of it would be rounded once more.
+    """
     workspace, fingerprint = call.workspace, call.fingerprint
     x, ws = x.contiguous(), [kernel_launch.loadable(w) for w in ws]
     outs = [x.new_empty(shape) for shape in call.exchange.out_shapes]
     gathered = x.new_empty(call.exchange.shape) if return_gathered else None
     by_copy = _copy_engines_send(call, x.itemsize)
+    own = call.exchange.splits_columns  # whether the kernel takes the own chunk too, from the slot
+    matmuls = [] if own else [GatheredMatmul(*each, call.exchange) for each in zip(outs, ws, biases, strict=True)]
     with _kernels(call):
         for spans in _rounds(call, x):
             if by_copy:
-                _copy(x, Round(workspace, workspace.epoch + 1, spans, x.dtype, call.op, fingerprint))
+                _copy(x, Round(workspace, workspace.epoch + 1, spans, x.dtype, call.op, fingerprint), own)
             else:
                 with _beside(workspace), lane("push"):
-                    kernel_launch.pack(x, spans.pack, workspace, fingerprint)
-                if (
-                    workspace.device.type == "cuda"
-                ):  # all programs of pack have their SMs before the matmul takes the rest
+                    kernel_launch.pack(x, spans.pack, workspace, fingerprint, own=own)
+                if workspace.device.type == "cuda":  # all of pack has its SMs before a matmul takes the rest
                     signals.wait_source(workspace.rank, workspace, fingerprint)
+            if not own:
+                _multiply_own(matmuls, x, spans, workspace.rank, gathered)
             for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
                 last = gathered is None and i == len(outs) - 1
                 with lane("matmul"):
                     kernel_launch.gather_matmul(
-                        out, w, bias, spans, workspace, fingerprint, end_round=last, all_sms=by_copy
+                        out, w, bias, spans, workspace, fingerprint, end_round=last, all_sms=by_copy, own=own
                     )
             if gathered is not None:
                 with lane("copy"):
-                    kernel_launch.unpack(gathered, spans.unpack, workspace, fingerprint)
-            if x.is_cuda:  # the next round counts its copies in the same words, and x may be freed after the last
-                torch.cuda.current_stream(x.device).wait_stream(workspace.side_stream())
+                    kernel_launch.unpack(gathered, spans.unpack, workspace, fingerprint, own=own)
+            if workspace.device.type == "cuda":  # the next round counts copies in the same words, or x may be freed
+                torch.cuda.current_stream(workspace.device).wait_stream(workspace.side_stream())
             _launched(call)
     return outs, gathered
+
+
+def _multiply_own(
+    matmuls: Sequence[GatheredMatmul], x: Tensor, spans: RoundSpans, rank: int, gathered: Tensor | None
+) -> None:
+    """This rank's rows of each result, and of ``gathered``, straight from x: no peer has to send first."""
+    chunk = spans.pack.view(x.view(-1), 0, rank)
+    for matmul in matmuls:
+        with lane("matmul", rank):
+            matmul.chunk(spans, rank, chunk)
+    if gathered is not None:
+        with lane("copy", rank):
+            copy_between(spans.unpack.view(gathered.view(-1), 0, rank), chunk)
 
 
 @contextmanager
@@ -136,11 +157,12 @@ def _launched(call: Call) -> None:
 def _copy_engines_send(call: Call, itemsize: int) -> bool:
     """Whether copy engines send what a gather takes, and the matmul has all SMs.
 
-    A graph would fix the slots, and the epoch of a workspace that graphs use is known on the device alone. Copies
-    within a GPU, as between ranks that share it, need SMs, and so do signals that are kernels.
+    A graph would fix the slots, and the epoch of a workspace that graphs use is known on the device alone. Copies of
+    short runs need SMs, which the matmul may hold while it waits for them; so do copies within a GPU, as between ranks
+    that share it, and signals that are kernels.
     """
     workspace, device = call.workspace, call.workspace.device
-    if call.exchange.chunk_numel * itemsize < workspace.least_copied:
+    if call.exchange.sent_run * itemsize < workspace.least_copied:
         return False
     for_capture = workspace.least_copied > 0 and is_for_capture(device)  # a proof takes 0, and is in no capture
     if device.type != "cuda" or workspace.captured or workspace.shares_gpu or for_capture:
@@ -148,15 +170,16 @@ def _copy_engines_send(call: Call, itemsize: int) -> bool:
     return stream_writes.available(device)
 
 
-def _copy(x: Tensor, round: Round) -> None:
+def _copy(x: Tensor, round: Round, own: bool) -> None:
     """What pack_kernel does, with the SMs free for the matmul but for the own chunk, which comes before it."""
     workspace, main = round.workspace, torch.cuda.current_stream(round.workspace.device)
     with lane("push"):
         signals.begin_push(workspace)
         for dst_rank in [workspace.rank, *round.peers()[:-1]]:
             stream = main if dst_rank == workspace.rank else workspace.side_stream()
-            with torch.cuda.stream(stream):
-                copy_runs(round.part(dst_rank), round.spans.pack.view(x.view(-1), 0, dst_rank))
+            if own or stream is not main:
+                with torch.cuda.stream(stream):
+                    copy_runs(round.part(dst_rank), round.spans.pack.view(x.view(-1), 0, dst_rank))
             stream_writes.write(stream, *workspace.flag(dst_rank, round.epoch, round.fingerprint))
             if stream is main:
                 workspace.side_stream().wait_stream(main)

@@ -66,8 +66,10 @@ def push(
     )
 
 
-def pack(t: Tensor, span: Span, workspace: Segments, fingerprint: int) -> None:
+def pack(t: Tensor, span: Span, workspace: Segments, fingerprint: int, *, own: bool = True) -> None:
     """Copy every dst_rank's part of ``t`` into its slot, and signal it; the own chunk comes first.
+
+    Without ``own`` this rank's chunk is signalled alone: it is taken from ``t`` itself.
 
     This kernel may run on a stream of its own beside the kernel that consumes the round. What follows that kernel must
     then wait for this one.
@@ -88,6 +90,7 @@ def pack(t: Tensor, span: Span, workspace: Segments, fingerprint: int) -> None:
         workspace.rank,
         workspace.segment_layout,
         config,
+        own,
         num_warps=config.num_warps,
     )
 
@@ -102,18 +105,20 @@ def gather_matmul(
     *,
     end_round: bool,
     all_sms: bool = False,
+    own: bool = True,
 ) -> None:
     """Multiply every src_rank's chunk by its part of w, as the chunks arrive, into its rows of ``out``; add the bias.
 
     out [..., N] is the result of all rounds; w is [K, N] or [..., K, N]. ``end_round``: no kernel of this round
-    follows. ``all_sms``: no kernel runs beside it that must send.
+    follows. ``all_sms``: no kernel runs beside it that must send. Without ``own`` this rank's rows are in ``out``.
     """
     assert out.is_contiguous()
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
     w = _matrices(w)
     _, num_k, num_n = w.shape
     split_k, kind = spans.columns.size != num_k, "gather alone" if all_sms else "gather"
-    shape = _gather_shape(spans, num_n, workspace.group_size, split_k)
+    assert own or not split_k
+    shape = _gather_shape(spans, num_n, 1 if split_k else workspace.group_size - (not own))
     describable = can_describe_slots(spans, workspace.group_size) and can_describe_w(w)
     aligned = _aligned(spans.columns.size * w.itemsize, _row_step(w) * w.itemsize)
     config = _matmul_config(out, shape, workspace.num_programs(kind), describable, aligned)
@@ -135,6 +140,7 @@ def gather_matmul(
         even_k or (not in_runs and spans.columns.size % config.block_k == 0),
         tf32_allowed(),
         split_k,
+        own,
         end_round,
     )
     gather_matmul_kernel[_grid(kind, workspace, num_tiles)](
@@ -285,10 +291,9 @@ def _has_tma(t: Tensor) -> bool:
     return tiles.architecture(t.device) >= 90
 
 
-def _gather_shape(spans: RoundSpans, num_n: int, group_size: int, split_k: bool) -> tiles.Shape:
+def _gather_shape(spans: RoundSpans, num_n: int, count: int) -> tiles.Shape:
     """The work of gather_matmul_kernel: one matmul for each source, or a single one that adds up all sources."""
     columns = Span(num_n, 0, max(num_n, 1), 0, 0)
-    count = 1 if split_k else group_size
     return tiles.Shape(spans.batches.size, spans.rows, columns, spans.columns.size, count)
 
 

@@ -156,6 +156,13 @@ class CudaTransport:
         self.reads.wait_stream(self.main)
 
     def join(self) -> None:
+        try:
+            self._main_waits()
+        except BaseException:  # Ctrl-C may have come before either wait, and a second one does no harm
+            self._main_waits()
+            raise
+
+    def _main_waits(self) -> None:
         self.main.wait_stream(self.sends)
         self.main.wait_stream(self.reads)
 

@@ -23,9 +23,10 @@ goes to one peer.
                   few rows cut: a + m, because one matmul reads w once; a push sends after its one matmul
                 A CPU does one after the other, and its matmuls of a push write to the peer: l = 0.
     fused       max(matmul by the Triton kernel, (R - 1) chunk / stores) + link latency + copy-out + overhead. A gather
-                of chunks below 1 MiB leaves an eighth of the SMs to the copies; copy engines send larger ones. Each
-                chunk reads w anew where rows are cut. Where K is gathered every tile needs all chunks: only the first
-                wave of tiles runs beside the stores.
+                in runs below 1 MiB leaves an eighth of the SMs to the copies; copy engines send longer ones. Each
+                chunk reads w anew where rows are cut, and in a gather cuBLAS takes the own one where it lies. Where
+                K is gathered every tile needs all chunks: only the first wave of tiles runs beside the stores, and
+                the own chunk is copied first.
     reduce      (R + 1) / 2 copies in place of the copy-out of R chunks: it reads R chunks and writes one. An all_reduce
                 then sends the sum to R - 1 peers and copies out R chunks.
 
@@ -266,13 +267,19 @@ class _Call:
         sent = (self.num_ranks - 1) * self.chunk_bytes
         overhead = constants.link_latency + constants.call_overhead["fused"]
         if exchange.gathers:
-            by_copy = self.chunk_bytes >= LEAST_COPIED
-            matmul = self._fused_matmul() if by_copy else 8 / 7 * self._fused_matmul()
-            rate = constants.link_bandwidth if by_copy else min(constants.store_bandwidth, _PACK_BANDWIDTH)
-            beside = matmul / self._waves() if exchange.splits_columns else matmul
-            own = constants.copy(self.chunk_bytes) if by_copy else constants.copy_overhead
-            return matmul + max(0.0, sent / rate - beside) + overhead + own
-        return max(self._fused_matmul(), sent / constants.store_bandwidth) + overhead + self._after()
+            return overhead + self._fused_gather(sent)
+        return max(self._fused_matmul(self.num_ranks), sent / constants.store_bandwidth) + overhead + self._after()
+
+    def _fused_gather(self, sent: float) -> float:
+        constants, by_copy = self.constants, self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED
+        rate = constants.link_bandwidth if by_copy else min(constants.store_bandwidth, _PACK_BANDWIDTH)
+        slower = 1.0 if by_copy else 8 / 7
+        if not self.exchange.splits_columns:
+            matmul = self._chunk_matmul() + slower * self._fused_matmul(self.num_ranks - 1)
+            return constants.copy_overhead + max(matmul, sent / rate)
+        matmul = slower * self._matmul(fused=True)
+        own = constants.copy(self.chunk_bytes) if by_copy else constants.copy_overhead
+        return own + matmul + max(0.0, sent / rate - matmul / self._waves())
 
     def _chunked_push(self) -> float:
         num_ranks, on_cpu = self.num_ranks, self.constants.device_type == "cpu"
@@ -322,12 +329,10 @@ class _Call:
         batches, m, k, share = self._chunk()
         return sum(self.constants.matmul(self.dtype, batches, m, k, n * share) for n in self.ns)
 
-    def _fused_matmul(self) -> float:
-        """The time of one kernel. Its tiles end with the chunks; where K is gathered, each tile needs all chunks."""
-        if self.exchange.gathers and self.exchange.splits_columns:
-            return self._matmul(fused=True)
+    def _fused_matmul(self, num_chunks: int) -> float:
+        """The time of one kernel whose tiles end with the chunks."""
         batches, m, k, share = self._chunk()
-        batches *= self.num_ranks
+        batches *= num_chunks
         return sum(self.constants.matmul(self.dtype, batches, m, k, n * share, True) for n in self.ns)
 
     def _waves(self) -> int:

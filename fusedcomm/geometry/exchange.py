@@ -22,7 +22,7 @@ from fusedcomm.geometry.spans import Range, Span, block_shape, boxes, span
 
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
 _MOST_PIECES, _LEAST_PIECE = 16, 8 << 20  # bytes; chosen, not measured
-LEAST_COPIED = 1 << 20  # bytes of a chunk that copy engines send for `fused`: they take microseconds to begin; chosen
+LEAST_COPIED = 1 << 20  # bytes of a run that copy engines send for `fused`: they take microseconds to begin; chosen
 
 
 def num_pieces(chunk_bytes: int) -> int:
@@ -96,6 +96,12 @@ class Exchange:
     @cached_property
     def chunk_numel(self) -> int:
         return math.prod(self.block)
+
+    @cached_property
+    def sent_run(self) -> int:
+        """The number of consecutive elements that go to one rank, where a tensor is sent as it is."""
+        sizes, split_dim = self.packed
+        return self.chunk_numel if split_dim is None else math.prod(sizes[split_dim:]) // self.group_size
 
     @property
     def splits_columns(self) -> bool:

@@ -62,7 +62,7 @@ class Workspace:
     process.
     """
 
-    least_copied = LEAST_COPIED  # bytes of a chunk of a `fused` gather that copy engines send
+    least_copied = LEAST_COPIED  # bytes of a run of a `fused` gather that copy engines send
 
     def __init__(
         self, rank: int, segments: list[Tensor], group_name: str, owner: Any = None, guard_bytes: int = 0

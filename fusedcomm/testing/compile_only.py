@@ -186,8 +186,9 @@ class GatherRound:
     end_round: bool = True
 
     def pack(self) -> None:
-        x = self._meta(*self.shape)
-        kernel_launch.pack(x, self._exchange().rounds(1 << 62)[0].pack, MetaWorkspace(), 1)
+        x, exchange = self._meta(*self.shape), self._exchange()
+        (spans,) = exchange.rounds(1 << 62)
+        kernel_launch.pack(x, spans.pack, MetaWorkspace(), 1, own=exchange.splits_columns)
 
     def gather(self) -> None:
         exchange = self._exchange()
@@ -197,7 +198,8 @@ class GatherRound:
         bias = self._meta(self.n) if self.bias else None
         (spans,) = exchange.rounds(1 << 62)
         out = self._meta(*exchange.out_shape)
-        kernel_launch.gather_matmul(out, w, bias, spans, MetaWorkspace(), 1, end_round=self.end_round)
+        own = exchange.splits_columns
+        kernel_launch.gather_matmul(out, w, bias, spans, MetaWorkspace(), 1, end_round=self.end_round, own=own)
 
     def _meta(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")

@@ -76,6 +76,7 @@ class Traits(NamedTuple):
     even_k: bool  # no block of K ends early
     allow_tf32: bool
     split_k: bool = False  # the ranks' chunks are parts of K, not of the rows
+    own: bool = True  # a gather takes this rank's chunk too; otherwise its rows of the result are there
     end_round: bool = False  # no kernel of this round follows
 
 

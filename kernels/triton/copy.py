@@ -61,8 +61,11 @@ def pack_kernel(
     rank,
     LAYOUT: tl.constexpr,
     TILE: tl.constexpr,
+    OWN: tl.constexpr,
 ):
     """slot[rank][i] of each dst_rank = tensor.flatten()[pack(i, dst_rank)]; signal it: own chunk first, then rank + 1.
+
+    Without OWN this rank's chunk is taken from the tensor, and only signalled.
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol. It counts programs, not tiles: the own
     signal then says that every program has read the epoch, which a kernel beside this one may count on from there.
@@ -74,7 +77,8 @@ def pack_kernel(
         segment = tl.load(segments_ptr + dst_rank)
         slot = slot_of(segment, round.epoch, slot_bytes, LAYOUT, tensor.dtype.element_ty)
         chunk = slot + tl.cast(rank, tl.int64) * pack.size
-        _copy(chunk, tensor, dst_rank, pack, True, False, TILE)
+        if (step > 0) | OWN:
+            _copy(chunk, tensor, dst_rank, pack, True, False, TILE)
         report(round, dst_rank, 1, tl.num_programs(0), LAYOUT)
 
 

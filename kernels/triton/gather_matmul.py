@@ -134,10 +134,12 @@ def gather_matmul_kernel(
     """out[batches * M + rows] = sum over src_rank of slot[src_rank] @ w[batches][columns] + bias.
 
     Without split_k the sources own different rows, and are done one after the other. With split_k each source owns a
-    part of K; a tile sums over them in the order of source_rank, the same in every run, and is rounded once.
+    part of K; a tile sums over them in the order of source_rank, the same in every run, and is rounded once. Without
+    TRAITS.own the rows of this rank's chunk are in out already.
 
     The kernel waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals; every program waits for
-    every source (end_round). On failure each program writes NaN where it would have written data.
+    every source (end_round), the own one too. On failure each program writes NaN where it would have written data, and
+    to its share of this rank's rows.
 
     With descriptors one loop runs through the tiles and K, so that the loads of a tile fly while the one before is
     stored: Triton joins the loop over K with the one around it, as it is sure to turn (`tl.assume`). TMA loads belong
@@ -185,6 +187,8 @@ def gather_matmul_kernel(
         if TRAITS.by_tma:
             tl.assume(spans.columns.size > 0)
         step = program * 0
+        if not TRAITS.own:
+            step += 1
         while step < LAYOUT.group_size:  # Triton does not join the loops inside a `for`
             src_rank = source_rank(step, rank, LAYOUT)
             failed = wait_source(src_rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)
@@ -199,6 +203,8 @@ def gather_matmul_kernel(
                 acc = matmul_tile(operands, spans.columns.size, sizes.w_stride_k, sizes.w_stride_n, TILE, TRAITS)
                 _store(acc, out_ptr, bias_ptr, at, src_rank, spans, sizes, TILE, TRAITS)
             step += 1
+        if not TRAITS.own:  # behind the loop, where it takes no registers from it
+            failed = wait_source(rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)
     round = next_round(segments_ptr, rank, fingerprint)
     if must_poison(round, failed, LAYOUT):
         _poison(out_ptr, num_all, tiles_in_chunk, num_m, num_n, rank, spans, sizes, LAYOUT, TILE, TRAITS)

@@ -18,21 +18,21 @@ MIB = 1 << 20
     ("change", "sends"),
     [
         ({}, True),
-        ({"chunk_bytes": MIB - 2}, False),
+        ({"run_bytes": MIB - 2}, False),  # copies of short runs take SMs
         ({"device": "cpu"}, False),
         ({"captured": True}, False),  # the host does not know the epoch
         ({"shares_gpu": True}, False),  # copies within a GPU take SMs
         ({"for_capture": True}, False),  # a graph would fix the slots
         ({"for_capture": True, "least_copied": 0}, True),  # a proof before a capture
         ({"writes_words": False}, False),  # kernels that signal take SMs
-        ({"chunk_bytes": 2, "least_copied": 0}, True),  # a proof
+        ({"run_bytes": 2, "least_copied": 0}, True),  # a proof
     ],
     ids=str,
 )
 def test_copy_engines_send_only_what_takes_no_sms(
     change: dict[str, Any], sends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"chunk_bytes": MIB, "device": "cuda", "for_capture": False, "writes_words": True, **change}
+    given = {"run_bytes": MIB, "device": "cuda", "for_capture": False, "writes_words": True, **change}
     monkeypatch.setattr(fused, "is_for_capture", lambda device: given["for_capture"])
     monkeypatch.setattr(stream_writes, "available", lambda device: given["writes_words"])
     workspace = SimpleNamespace(
@@ -41,5 +41,5 @@ def test_copy_engines_send_only_what_takes_no_sms(
         shares_gpu=given.get("shares_gpu", False),
         least_copied=given.get("least_copied", MIB),
     )
-    call: Any = SimpleNamespace(workspace=workspace, exchange=SimpleNamespace(chunk_numel=given["chunk_bytes"] // 2))
+    call: Any = SimpleNamespace(workspace=workspace, exchange=SimpleNamespace(sent_run=given["run_bytes"] // 2))
     assert fused._copy_engines_send(call, 2) == sends

@@ -22,6 +22,7 @@ from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
+from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
 from tests.helpers.schedule.operations import Kind, Recording
 from tests.helpers.schedule.programs import Program, World, call, calls, on_two_streams
 from tests.helpers.thorough import thorough_but
@@ -260,6 +261,24 @@ def test_a_gather_that_fills_all_sms_before_its_pack_is_found(monkeypatch: pytes
     assert any("pack_kernel may find no room" in text and "gather_matmul_kernel" in text for text in texts)
 
 
+STRIDED = [  # the part for a peer is in runs that copy engines do not take
+    Problem("rows", (2048, 4096), 2048, 0, 1, op="all_to_all_matmul"),
+    Problem("heads", (2048, 16, 256), 2048, 1, 2, op="all_to_all_matmul", k_dims=2),
+]
+
+
+@pytest.mark.parametrize("problem", STRIDED, ids=str)
+def test_strided_copies_beside_a_gather_that_leaves_no_registers(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such copies are kernels of torch: beside a gather on all SMs they may find no room, but its pack has its own."""
+    monkeypatch.setitem(KERNELS, "gather_matmul_kernel", Footprint(8, 255, 229_408))
+    program = calls([problem], backward=False)
+    assert not blocked(large_world(2, "fused"), program)
+    monkeypatch.setattr(fused, "_copy_engines_send", lambda call, itemsize: True)
+    assert any("copy_" in text and "may find no room" in text for text in blocked(large_world(2, "fused"), program))
+
+
 def test_waits_in_opposite_orders_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the order of `launch_order`, one group's copy-out holds the SMs that the other group's push needs."""
     monkeypatch.setattr(Workspace, "num_programs", lambda self, kind: self.num_sms)
@@ -307,11 +326,11 @@ def test_a_copy_engine_that_starts_before_the_last_round_ends_is_found(monkeypat
     monkeypatch.setattr(Workspace, "least_copied", 0)
     copy = fused._copy
 
-    def early(x: torch.Tensor, round: Any) -> None:
+    def early(x: torch.Tensor, round: Any, own: bool) -> None:
         side = round.workspace.side_stream()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(side, "wait_stream", lambda other: None)
-            copy(x, round)
+            copy(x, round, own)
 
     monkeypatch.setattr(fused, "_copy", early)
     assert any("race" in text for text in found(world_of(2, "fused"), calls(PROBLEMS[1:4], backward=False)))

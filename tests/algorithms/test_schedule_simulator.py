@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import signals
 from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.problems import Problem
@@ -130,6 +132,28 @@ def test_signals_behind_persistent_kernels_take_longer() -> None:
     assert beside.total == pytest.approx(pushed(behind=False), rel=0.015)
     assert behind.total > 1.01 * beside.total
     assert any("signal_kernel without room" in name for name in behind.stalls(0))
+
+
+GATHERED = {  # microseconds, and with the own chunk in the slot
+    ("4096 x 4096 by 4096 x 8192", 4096, 8192): (1546, 1596),
+    ("1024 x 4096 by 4096 x 2048", 1024, 2048): (106, 113),
+}
+
+
+def gather_us(rows: int, n: int) -> float:
+    """Microseconds of one of 4 calls that gather rows, without the time of the host."""
+    problem = Problem("rows", (rows, 4096), n, 0, op="all_gather_matmul")
+    recordings = World(4, 1 << 30, "fused").record(calls([problem] * 4, backward=False))
+    return 1e6 * simulate(recordings, replace(H200, host=0)).total / 4
+
+
+@pytest.mark.parametrize("sizes", GATHERED, ids=str)
+def test_an_own_chunk_that_stays_in_x_saves_what_the_page_says(sizes: tuple[str, int, int]) -> None:
+    text, rows, n = sizes
+    assert gather_us(rows, n) == pytest.approx(GATHERED[sizes][0], abs=0.5)
+    with mock.patch.object(Exchange, "splits_columns", True):  # the own chunk is sent as if K were gathered
+        assert gather_us(rows, n) == pytest.approx(GATHERED[sizes][1], abs=0.5)
+    assert text in " ".join(page("status").split())
 
 
 def test_a_stream_write_that_overtakes_its_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,18 +63,20 @@ def cut_in(num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exchange, "rounds", cut)
 
 
-def call(problem: Problem, workspace: Workspace, inputs: Any, by_product: bool) -> tuple[Any, Tensor | None]:
-    """The op's function for `chunked`, and the exchanged or gathered x if it is asked for."""
+def call(
+    problem: Problem, workspace: Workspace, inputs: Any, by_product: bool, algorithm: Any
+) -> tuple[Any, Tensor | None]:
+    """The op's function of an algorithm, and the exchanged or gathered x if it is asked for."""
     x, w, bias = inputs
     made = Call(problem.op, FINGERPRINT, problem.exchange(x, w, workspace.group_size), workspace)
     scale = 1 / workspace.group_size if problem.reduce_op == "avg" else 1.0
     if problem.op == "matmul_all_to_all":
-        return chunked.push_matmul(made, x, w, bias), None
+        return algorithm.push_matmul(made, x, w, bias), None
     if problem.op in GATHERS:
         ws, biases = (w, bias) if isinstance(w, list) else ([w], [bias])
-        outs, arrived = chunked.gather_matmul(made, x, ws, biases, by_product)
+        outs, arrived = algorithm.gather_matmul(made, x, ws, biases, by_product)
         return (outs if isinstance(w, list) else outs[0]), arrived
-    push = chunked.push_reduce if problem.op == "matmul_reduce_scatter" else chunked.push_reduce_gather
+    push = algorithm.push_reduce if problem.op == "matmul_reduce_scatter" else algorithm.push_reduce_gather
     return push(made, x, w, bias, scale), None
 
 
@@ -90,9 +92,10 @@ class Run:
         writes_words: bool = True,
         num_calls: int = 2,
         leaves: type[Exception] | None = None,
+        algorithm: Any = chunked,
     ) -> None:
         """``leaves``: what a rank's call may raise."""
-        self.problem, self.group_size, self.dtype = problem, group_size, dtype
+        self.problem, self.group_size, self.dtype, self.algorithm = problem, group_size, dtype, algorithm
         self.by_product, self.num_calls = by_product and problem.op in GATHERS, num_calls
         self.workspaces = VirtualGroup(group_size, SLOT_BYTES, "cpu").workspaces
         for workspace in self.workspaces:
@@ -111,7 +114,7 @@ class Run:
             values = integers(self.problem, workspace.rank, self.group_size, self.dtype, seed)
         x = torch.empty_like(values[0])
         x.copy_(values[0])
-        out, arrived = call(self.problem, workspace, (x, *values[1:]), self.by_product)
+        out, arrived = call(self.problem, workspace, (x, *values[1:]), self.by_product, self.algorithm)
         kept = [each.clone() for each in as_list(out) + ([] if arrived is None else [arrived])]
         x.fill_(float("nan"))
         for each in as_list(out):
@@ -308,6 +311,28 @@ def test_a_rank_that_leaves_and_tells_nobody_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Workspace, "_give_up", lambda *args: None)
     with pytest.raises(NoProgressError, match="unpack_kernel"):
         left_half_way(PUSH, monkeypatch).gpus.run_all(seed=0)
+
+
+@pytest.mark.parametrize("interrupted", [1, 2])
+@pytest.mark.parametrize("after", [False, True])
+def test_ctrl_c_in_the_join_leaves_both_streams_joined(interrupted: int, after: bool) -> None:
+    """It may come before or after either wait."""
+    (workspace, _), waited = VirtualGroup(2, SLOT_BYTES, "cpu").workspaces, list[Any]()
+    with Gpus([workspace]).enqueue_all():
+        made = CudaTransport(workspace)
+        calls = 0
+
+        def wait_stream(stream: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls != interrupted or after:
+                waited.append(stream)
+            if calls == interrupted:
+                raise KeyboardInterrupt
+
+        with mock.patch.object(made.main, "wait_stream", wait_stream), pytest.raises(KeyboardInterrupt):
+            made.join()
+        assert made.sends in waited and made.reads in waited
 
 
 def staging_of_eight_rounds(monkeypatch: pytest.MonkeyPatch) -> float:

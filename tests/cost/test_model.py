@@ -86,11 +86,19 @@ def test_every_algorithm_does_the_flops_once(op: str) -> None:
 def test_small_chunks_of_a_fused_gather_are_sent_by_an_eighth_of_the_sms() -> None:
     small = shapes.all_gather_matmul((128, 1024), ((1024, 4096),), 0, 4)  # 256 KiB
     gpu = replace(GPU, fused_flops=RATE)
-    matmul = gpu.matmul("bfloat16", 4, 128, 1024, 4096, True)
+    matmul = gpu.matmul("bfloat16", 3, 128, 1024, 4096, True)
     assert model.estimate("all_gather_matmul", small, "bfloat16", gpu)["fused"] == close(8 / 7 * matmul)
     sending = replace(GPU, store_bandwidth=100e9)  # more than those SMs store
     took = model.estimate("all_gather_matmul", small, "bfloat16", sending)["fused"]
     assert took == close(3 * 256 * 1024 / 80e9)
+
+
+def test_the_own_chunk_of_a_fused_gather_takes_cublas_where_it_has_rows_of_its_own() -> None:
+    """Otherwise it is copied, and the kernel does all."""
+    rows, k = "all_gather_matmul", "all_to_all_matmul"
+    cublas, copies = replace(GPU, matmul_flops=RATE), replace(GPU, copy_bandwidth=1e9)
+    assert seconds(rows, cublas)["fused"] == close(FLOPS / 4 / 1e9) and seconds(k, cublas)["fused"] == close(0)
+    assert seconds(rows, copies)["fused"] == close(0) and seconds(k, copies)["fused"] == close(CHUNK / 1e9)
 
 
 def test_gpus_gather_k_piece_by_piece() -> None:

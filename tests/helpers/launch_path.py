@@ -371,8 +371,10 @@ def _launches() -> dict[str, Callable[[], None]]:
         "empty": lambda: empty_kernel[(1,)](),
         "push": lambda: kernel_launch.push(x, w, bias, push, workspace, 1),
         "unpack": lambda: kernel_launch.unpack(out, push.unpack, workspace, 1),
-        "pack": lambda: kernel_launch.pack(x, gather.pack, workspace, 1),
-        "gather": lambda: kernel_launch.gather_matmul(gathered, w, bias, gather, workspace, 1, end_round=True),
+        "pack": lambda: kernel_launch.pack(x, gather.pack, workspace, 1, own=False),
+        "gather": lambda: kernel_launch.gather_matmul(
+            gathered, w, bias, gather, workspace, 1, end_round=True, own=False
+        ),
         "signal": lambda: signals.signal(workspace, None, 1),
         "wait": lambda: signals.wait_source(0, workspace, 1),
     }

@@ -335,6 +335,24 @@ CONTROLS: dict[str, Control] = {
         "            stream = workspace.side_stream()",
         "tests/algorithms/test_schedule.py::test_copies_of_a_fused_gather_do_not_race[2]",
     ),
+    "the own chunk of a gather by a kernel is only signalled": Control(
+        "kernels/triton/copy.py",
+        "        if (step > 0) | OWN:\n            _copy(chunk, tensor, dst_rank",
+        "        if True:\n            _copy(chunk, tensor, dst_rank",
+        "tests/algorithms/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
+    ),
+    "the own chunk of a gather by copy engines is only signalled": Control(
+        "fusedcomm/algorithms/fused.py",
+        "            if own or stream is not main:",
+        "            if True:",
+        "tests/algorithms/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
+    ),
+    "a gather waits for the own signal of a chunk that it leaves out": Control(
+        "kernels/triton/gather_matmul.py",
+        "            failed = wait_source(rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)\n",
+        "            pass\n",
+        "tests/kernels/test_own_chunk.py::test_the_own_signal_is_waited_for",
+    ),
     "each round takes the staging of the last one": Control(
         "fusedcomm/algorithms/transport.py",
         "            self.copied[dst_rank] = self.sends.record_event()",
@@ -346,6 +364,12 @@ CONTROLS: dict[str, Control] = {
         "        self.main.wait_stream(self.sends)\n        self.main.wait_stream(self.reads)",
         "        pass",
         "tests/algorithms/test_transport.py::test_every_op_is_right_in_a_random_order",
+    ),
+    "Ctrl-C in the join of chunked leaves none of its streams running on": Control(
+        "fusedcomm/algorithms/transport.py",
+        "            self._main_waits()\n            raise",
+        "            raise",
+        "tests/algorithms/test_transport.py::test_ctrl_c_in_the_join_leaves_both_streams_joined",
     ),
     # decisions that all ranks must make alike
     "hosts are voted on": Control(

@@ -20,6 +20,7 @@ from tests.helpers.thorough import thorough_but
 pytest.importorskip("triton")
 
 from fusedcomm.algorithms import kernel_launch, tiles
+from fusedcomm.algorithms.chunk_matmul import GatheredMatmul
 from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
@@ -105,7 +106,8 @@ def gather_ranks(exchange: Exchange, itemsize: int, max_chunk_numel: int = 1 << 
     return virtual_ranks(exchange.group_size, exchange.group_size * chunk_numel * itemsize)
 
 
-def run(case: Case, group_size: int, calls: int = 1, by_product: bool = False) -> None:
+def run(case: Case, group_size: int, calls: int = 1, by_product: bool = False, own: bool = True) -> None:
+    """Without ``own``, which rows alone can do, each rank multiplies its own chunk where it lies in x."""
     exchange = case.exchange(group_size)
     ranks = gather_ranks(exchange, case.dtype.itemsize, case.max_chunk_numel)
     num_rounds = 0
@@ -115,11 +117,14 @@ def run(case: Case, group_size: int, calls: int = 1, by_product: bool = False) -
         exchanged = [guarded(exchange.shape, case.dtype) for _ in ranks]
         for spans in exchange.rounds(case.max_chunk_numel):
             for rank, (x, _, _) in zip(ranks, inputs, strict=True):
-                kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
-            for rank, (_, ws, biases), results, (copy, _) in zip(ranks, inputs, outs, exchanged, strict=True):
+                kernel_launch.pack(x, spans.pack, rank, FINGERPRINT, own=own)
+            for rank, (x, ws, biases), results, (copy, _) in zip(ranks, inputs, outs, exchanged, strict=True):
+                chunk = spans.pack.view(x.view(-1), 0, rank.rank)
                 for i, ((out, _), w, bias) in enumerate(zip(results, ws, biases, strict=True)):
                     last = i == len(ws) - 1 and not by_product
-                    kernel_launch.gather_matmul(out, w, bias, spans, rank, FINGERPRINT, end_round=last)
+                    if not own:
+                        GatheredMatmul(out, w, bias, exchange).chunk(spans, rank.rank, chunk)
+                    kernel_launch.gather_matmul(out, w, bias, spans, rank, FINGERPRINT, end_round=last, own=own)
                     assert rank.epoch == num_rounds + last
                 if by_product:
                     kernel_launch.unpack(copy, spans.unpack, rank, FINGERPRINT)
@@ -282,17 +287,19 @@ def simple(rank: VirtualRank, gather_dim: int) -> Exchange:
     return shapes.all_gather_matmul((5, 8), [(k, 24)], gather_dim, rank.group_size)
 
 
-def pack(rank: VirtualRank, value: float, fingerprint: int = FINGERPRINT) -> None:
+def pack(rank: VirtualRank, value: float, fingerprint: int = FINGERPRINT, own: bool = True) -> None:
     (spans,) = simple(rank, 0).rounds(1 << 40)
-    kernel_launch.pack(torch.full((5, 8), float(value)), spans.pack, rank, fingerprint)
+    kernel_launch.pack(torch.full((5, 8), float(value)), spans.pack, rank, fingerprint, own=own)
 
 
-def gather(rank: VirtualRank, gather_dim: int, fingerprint: int = FINGERPRINT, end_round: bool = True) -> Tensor:
+def gather(
+    rank: VirtualRank, gather_dim: int, fingerprint: int = FINGERPRINT, end_round: bool = True, own: bool = True
+) -> Tensor:
     exchange = simple(rank, gather_dim)
     (spans,) = exchange.rounds(1 << 40)
     out = torch.zeros(exchange.out_shape)
     w = torch.ones(exchange.k, 24)
-    kernel_launch.gather_matmul(out, w, None, spans, rank, fingerprint, end_round=end_round)
+    kernel_launch.gather_matmul(out, w, None, spans, rank, fingerprint, end_round=end_round, own=own)
     return out
 
 
@@ -429,11 +436,14 @@ def test_host_driven_read_that_fails(end_round: bool) -> None:
     ranks[0].assert_idle(int(end_round), failed=True)
 
 
-def test_pack_alone_signals_and_leaves_the_header() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_pack_alone_signals_and_leaves_the_header(own: bool) -> None:
     ranks = simple_ranks(3)
-    pack(ranks[1], 4)
+    pack(ranks[1], 4, own=own)
     for rank in ranks:
         assert rank.word(rank.layout.flag(1, 0), 3).tolist() == [0, flag(1), 0]
         chunks = rank.segment[rank.layout.slot(1, rank.slot_bytes) :][: 3 * 160].view(torch.float32).view(3, 40)
-        assert (chunks[1] == 4).all() and torch.isnan(chunks[[0, 2]]).all()
+        there = own or rank is not ranks[1]
+        assert bool((chunks[1] == 4).all()) == there and bool(torch.isnan(chunks[1]).all()) != there
+        assert torch.isnan(chunks[[0, 2]]).all()
         rank.assert_idle(0)

@@ -2,7 +2,8 @@
 
 There are two ranks without faults. A kernel that sends stores a part per program into each chunk. The program that
 completes a chunk, by the counter, signals it. A kernel that receives waits for every source, the own one too; the last
-program that arrives counts the epoch. The pack of a gather runs beside its matmul.
+program that arrives counts the epoch. The pack of a gather runs beside its matmul. Where rows are gathered, the matmul
+leaves its own chunk out, and waits for the own signal last.
 
 This mirrors kernels/triton/rounds.py, copy.py and fusedcomm/algorithms/fused.py (tests/protocol/mirrored.py).
 """
@@ -30,6 +31,7 @@ class ProgramRules:
 
 class Kernel(NamedTuple):
     sends: bool
+    takes_own: bool  # reads its own chunk like the others
     epoch: int  # the round that its programs must find in the header
     after: tuple[int, ...]  # kernels of this rank that come before it
 
@@ -51,11 +53,12 @@ class State(NamedTuple):
 # steps for each chunk; "signal" also clears the counter first, and a program that has not completed the chunk skips it
 SEND = ("epoch", *(f"{what} {step}" for step in range(2) for what in ("store", "count", "signal")))
 RECEIVE = ("epoch", *(f"{what} {step}" for step in range(2) for what in ("wait", "read")), "arrive", "count epoch")
+RECEIVE_OTHERS = ("epoch", "wait 1", "read 1", "wait 0", "arrive", "count epoch")
 
 
 class ProgramModel:
     def __init__(self, rounds: tuple[str, ...], rules: ProgramRules) -> None:
-        """``rounds``: "push" or "gather"."""
+        """``rounds``: "push", "gather", or "gather rows"."""
         self.rules, self.kernels = rules, [*_kernels(rounds, rules)]
 
     def initial(self) -> State:
@@ -77,7 +80,9 @@ class ProgramModel:
         return moves, []
 
     def _names(self, k: int) -> tuple[str, ...]:
-        return SEND if self.kernels[k].sends else RECEIVE
+        if self.kernels[k].sends:
+            return SEND
+        return RECEIVE if self.kernels[k].takes_own else RECEIVE_OTHERS
 
     def _over(self, state: State, r: int, k: int) -> bool:
         return all(done == len(self._names(k)) for done in state.steps[r][k])
@@ -143,8 +148,8 @@ def _kernels(rounds: tuple[str, ...], rules: ProgramRules) -> list[Kernel]:
     before: tuple[int, ...] = ()
     for i, kind in enumerate(rounds):
         send, receive = len(kernels), len(kernels) + 1
-        kernels.append(Kernel(True, i + 1, before))
-        kernels.append(Kernel(False, i + 1, before if kind == "gather" else (send,)))
+        kernels.append(Kernel(True, True, i + 1, before))
+        kernels.append(Kernel(False, kind != "gather rows", i + 1, (send,) if kind == "push" else before))
         before = (send, receive) if rules.joins else (receive,)
     return kernels
 

@@ -254,7 +254,7 @@ def test_in_a_new_segment_late_writes_do_no_harm() -> None:
 # inside a rank on a device
 
 
-ROUNDS = [("push", "push", "push"), ("push", "gather"), ("gather", "push")]
+ROUNDS = [("push", "push", "push"), ("push", "gather"), ("gather", "push"), ("gather rows", "push")]
 
 
 @pytest.mark.parametrize(
@@ -270,10 +270,18 @@ def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ..
         (("push", "push"), ProgramRules(last_signals=False), "wrong data"),
         (("push", "push"), ProgramRules(clears_counter=False), DEADLOCK),
         (("gather", "push"), ProgramRules(waits_for_own=False), "wrong epoch"),
+        (("gather rows", "push"), ProgramRules(waits_for_own=False), "wrong epoch"),
         (("push", "push"), ProgramRules(last_counts_epoch=False), "wrong epoch"),
         (("gather", "push"), ProgramRules(joins=False), "wrong data"),
     ],
-    ids=["first-signals", "counter-not-cleared", "own-chunk-not-awaited", "first-counts-epoch", "pack-not-joined"],
+    ids=[
+        "first-signals",
+        "counter-not-cleared",
+        "own-chunk-not-awaited",
+        "own-signal-not-awaited",
+        "first-counts-epoch",
+        "pack-not-joined",
+    ],
 )
 def test_each_bug_planted_in_a_kernel_is_caught(rounds: tuple[str, ...], rules: ProgramRules, check: str) -> None:
     outcome = explore(ProgramModel(rounds, rules))

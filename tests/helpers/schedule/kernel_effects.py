@@ -121,9 +121,11 @@ def pack(launch: Launch) -> Iterator[Step]:
     num_bytes = Span(*launch.args["pack"]).size * launch.itemsize("tensor")
     yield Step(reads=[launch.word(EPOCH)])
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
-        step = Step(reads=launch.span("pack", "tensor", dst_rank))
-        step.work = launch.store(step.work, dst_rank, num_bytes)
-        step.writes += [launch.part(dst_rank, launch.rank, num_bytes), launch.counter(dst_rank)]
+        step = Step(writes=[launch.counter(dst_rank)])
+        if dst_rank != launch.rank or launch.args["OWN"]:
+            step.reads = launch.span("pack", "tensor", dst_rank)
+            step.work = launch.store(step.work, dst_rank, num_bytes)
+            step.writes.append(launch.part(dst_rank, launch.rank, num_bytes))
         yield launch.signal(step, dst_rank)
 
 
@@ -136,6 +138,9 @@ def gather_matmul(launch: Launch) -> Iterator[Step]:
     first = min(1.0, args["grid"] / num_tiles) if split_k else 1.0  # the tiles that do not wait for all
     parts = []
     for src_rank in sources_of(launch.rank, launch.group_size):
+        if src_rank == launch.rank and not args["TRAITS"].own:
+            yield launch.wait(Step(), src_rank)
+            continue
         part = launch.part(launch.rank, src_rank, num_bytes)
         step = launch.wait(Step(reads=[part], work=Work(flops=first * flops)), src_rank)
         step.reads += [*launch.tensor("w"), *launch.tensor("bias_ptr")]

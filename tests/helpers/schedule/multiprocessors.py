@@ -33,9 +33,9 @@ class Footprint:
 # kernel has several tiles, they are those of the largest.
 KERNELS = {
     "push_matmul_kernel": Footprint(8, 222, 229_408),
-    "gather_matmul_kernel": Footprint(8, 232, 196_640),
-    "pack_kernel": Footprint(8, 57, 8),
-    "unpack_kernel": Footprint(8, 75, 32),
+    "gather_matmul_kernel": Footprint(8, 217, 229_408),
+    "pack_kernel": Footprint(8, 79, 8),
+    "unpack_kernel": Footprint(8, 84, 32),
     "reduce_kernel": Footprint(8, 59, 32),
     "finish_kernel": Footprint(1, 40, 0),
     "wait_source_kernel": Footprint(1, 22, 0),

@@ -1,4 +1,4 @@
-"""Runs what `chunked` enqueues on GPUs, without one: first all ranks enqueue all, then it runs in a random legal order.
+"""Runs what `chunked` and `fused` enqueue on GPUs, without one: all ranks enqueue all, then it runs in a random order.
 
 Tensors lie on the CPU, and kernels run in Triton's interpreter, one at a time. Streams, events and flags alone decide
 what may come next: the head of any stream, if all that its stream waited for is done. A kernel that waits for peers
@@ -29,7 +29,7 @@ from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.schedule import torch_ops
 from tests.helpers.schedule.streams import DEVICE, Stream, Streams
 
-WAIT_FOR_ALL = ("unpack_kernel", "reduce_kernel", "finish_kernel")
+WAIT_FOR_ALL = ("gather_matmul_kernel", "unpack_kernel", "reduce_kernel", "finish_kernel")
 MOST_STEPS_OF_ONE_MOOD = 12
 
 
@@ -72,7 +72,7 @@ class Gpus(TorchDispatchMode):
         self.queued: list[Queued] = []
         self.allocated: list[tuple[int, ...]] = []  # shapes
         for workspace in workspaces:
-            workspace.device = DEVICE
+            workspace.device, workspace.shares_gpu = DEVICE, False  # each has a GPU of its own
 
     @contextmanager
     def enqueue_all(self) -> Iterator[None]:
