@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,7 @@ from fusedcomm.launch.ranks import RankPool
 from tests.compile.test_overlap_properties import fake_world
 from tests.helpers.order_checks import WAIT, executed, is_start
 from tests.helpers.random_graphs import Peers, aten, functional, inputs
+from tests.helpers.step_count import FOLDER, steps
 
 all_gather, all_reduce = functional.all_gather_into_tensor.default, functional.all_reduce.default
 N = 2048  # rows and columns of what pays to fuse
@@ -394,7 +394,7 @@ def test_what_the_user_timed_is_not_merged(tp: Peers, told: list[int], merged: i
     assert len(schedule(gm, estimator=times).buckets) == merged
 
 
-def seconds_per_collective(tp: Peers, count: int) -> float:
+def steps_per_collective(tp: Peers, count: int) -> float:
     t = Traced()
     x, found = t.input(1024), []
     for _ in range(count):
@@ -402,14 +402,13 @@ def seconds_per_collective(tp: Peers, count: int) -> float:
         found.append(t.like(x, all_reduce, x, "sum", tp.name))
     program = Program(t.returns(*(t.like(x, WAIT, start) for start in found)).graph, estimator().cost)
     order = range(len(program))
-    timeline, begin = run(program, order), time.process_time()
+    timeline = run(program, order)
     assert buckets.find(program, order, timeline, estimator())
-    return (time.process_time() - begin) / count
+    return steps(lambda: buckets.find(program, order, timeline, estimator()), FOLDER) / count
 
 
 def test_buckets_are_found_in_linear_time(tp: Peers) -> None:
-    few = min(seconds_per_collective(tp, 1000) for _ in range(2))
-    assert seconds_per_collective(tp, 4000) < 2 * few
+    assert steps_per_collective(tp, 2000) < 1.5 * steps_per_collective(tp, 400)
 
 
 def no_value(wait: Node) -> Node:

@@ -69,6 +69,7 @@ class _ListScheduler:
         self.lacked_by: dict[int, list[int]] = {}
         self.to_start = self._start_times()
         self.due: dict[str, deque[int]] = {}  # starts per link; one of the first is next, once memory has room for it
+        self.full_at: dict[int, int] = {}  # where memory had no room, by the end of what was to be passed
 
     def order(self) -> list[int]:
         while self.first < len(self.base):
@@ -181,12 +182,23 @@ class _ListScheduler:
         held = max(0, self.live.live - int(self.profile[self.first])) if self.first < len(self.profile) else 0
         added = [(p, self.memory.made(self.base[p])) for p in nodes]
         total = sum(size for _, size in added)
-        last = max(nodes) + 1
-        if total and self.profile[self.first : last].max(initial=0) + held + total > self.budget:
+        if total and self._is_full(max(nodes) + 1, held + total):
             return False
         for p, size in added:
             self.profile[self.first : p] += size
         return True
+
+    def _is_full(self, end: int, more: int) -> bool:
+        """Whether memory has no room for ``more`` at some node from the first that is not done to the one before end.
+
+        What is due is tried at each step until there is room, and what it passes can be most of the program. So the
+        node without room is looked at first the next time: what it holds never falls.
+        """
+        at = self.full_at.get(end, -1)
+        if at < self.first or self.profile[at] + more <= self.budget:
+            backward = self.profile[self.first : end][::-1]
+            at = self.full_at[end] = end - 1 - int(backward.argmax())  # the last of the fullest, to be passed last
+        return bool(self.profile[at] + more > self.budget)
 
     def _start_times(self) -> list[tuple[float, int]]:
         """A heap of (compute that must have been done, start): the latest that is in time, less a margin.
