@@ -4,7 +4,9 @@ Importing this module registers the ops, and their lowerings once a program impo
 Every op takes a group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
 """
 
-from fusedcomm import nn
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.ops import import_hooks, same_moves  # noqa: F401 same_moves registers its op
@@ -18,6 +20,9 @@ from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.runtime.captures import before_capture
 from fusedcomm.runtime.device_to_host import DeviceToHost
 from fusedcomm.runtime.members import close, reset, synchronize
+
+if TYPE_CHECKING:
+    from fusedcomm import nn
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -44,6 +49,13 @@ __all__ = [
 ]
 
 import_hooks.install()
+
+
+def __getattr__(name: str) -> Any:
+    """`fusedcomm.nn` is imported when it is asked for: its layers hold DTensors, whose import takes a second."""
+    if name == "nn":
+        return importlib.import_module("fusedcomm.nn")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
