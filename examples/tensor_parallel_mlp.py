@@ -14,7 +14,8 @@ import os
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -49,9 +50,9 @@ def main() -> None:
     rank, group_size = dist.get_rank(), dist.get_world_size()
 
     model = copy.deepcopy(plain)
-    model.up = fusedcomm.nn.ColumnParallelLinear.from_linear(model.up, sequence_dim=1)
-    model.down = fusedcomm.nn.RowParallelLinear.from_linear(model.down, sequence_dim=1)
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    mesh = init_device_mesh(device.type, (group_size,))
+    model.up = fusedcomm.nn.ColumnParallelLinear.from_linear(model.up, sequence_dim=1, group=mesh)
+    model.down = fusedcomm.nn.RowParallelLinear.from_linear(model.down, sequence_dim=1, group=mesh)
     parallelize_module(model, mesh, {"norm": SequenceParallel(sequence_dim=1, use_local_output=True)})
     my_x, my_target = (t.chunk(group_size, 1)[rank] for t in (x, target))
 
@@ -74,6 +75,7 @@ def main() -> None:
         if rank == 0:
             print(f"step {step}: loss {total:.6f}, single process {plain_loss:.6f}")
         torch.testing.assert_close(total, plain_loss.detach(), rtol=1e-3, atol=0)
+        assert isinstance(norm, DTensor)
         torch.testing.assert_close(norm.full_tensor(), plain_norm, rtol=1e-3, atol=0)
     if rank == 0:
         print(f"tensor_parallel_mlp: the losses on {group_size} ranks equal those of a single process")

@@ -154,7 +154,9 @@ class ParallelLinear(nn.Module):
 def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A copy of this rank's part. Nothing is communicated."""
     part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    return part.clone(memory_format=torch.contiguous_format)
+    copied = part.clone(memory_format=torch.contiguous_format)
+    assert isinstance(copied, DTensor)
+    return copied
 
 
 def whole(t: Tensor) -> Tensor:

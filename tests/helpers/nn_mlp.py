@@ -59,7 +59,8 @@ def distribute_norm(model: MLP, mesh: DeviceMesh, sequence_dim: int | None) -> M
     """As docs/layers.md tells users to."""
     if sequence_dim is not None:
         style = SequenceParallel(sequence_dim=sequence_dim, use_local_output=True)
-        return parallelize_module(model, mesh, {"norm": style})
+        parallelize_module(model, mesh, {"norm": style})
+        return model
     distribute_module(
         model.norm,
         mesh,
@@ -78,7 +79,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         grad = parameter.grad
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad  # of a norm it is Partial
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad  # a norm's is Partial
     return found
 
 

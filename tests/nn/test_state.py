@@ -109,7 +109,7 @@ def check_state_dicts(rank: int) -> None:
     loaded.load_state_dict(want, assign=True)
     assert same(loaded.state_dict(), own)
     assert isinstance(loaded.mlp[0].weight, nn.Parameter)
-    held = loaded.mlp[0].weight.to_local()
+    held = local(loaded.mlp[0].weight)
     assert held.untyped_storage().nbytes() == 4 * HIDDEN * 4  # not all of the plain weight's
     other.load_state_dict(full_state_dict(model))
     assert same(other.state_dict(), want)
@@ -158,7 +158,7 @@ def test_copies_and_pickles(rank: int) -> None:
             ColumnParallelLinear(HIDDEN, 8, group=pair)
         return
     module = ColumnParallelLinear(HIDDEN, 8, sequence_dim=0, group=pair)
-    assert module.weight.to_local().shape == (4, HIDDEN)
+    assert local(module.weight).shape == (4, HIDDEN)
     saved = pickle.dumps(module)
     dist.destroy_process_group(pair)
     orphan = pickle.loads(saved)
