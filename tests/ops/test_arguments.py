@@ -100,7 +100,7 @@ def test_dtensors(rank: int) -> None:
         for op in OPS:
             message = (
                 f"{name} must be a plain tensor, got a DTensor: pass its .to_local(), or use the styles of "
-                "fusedcomm.parallel, whose layers take DTensors"
+                "fusedcomm.parallel"
             )
             check_refused(op, {name: given}, TypeError, message)
     compiled = torch.compile(lambda x: fusedcomm.matmul_all_reduce(x, W), backend="eager")
