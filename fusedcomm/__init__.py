@@ -22,7 +22,7 @@ from fusedcomm.runtime.device_to_host import DeviceToHost
 from fusedcomm.runtime.members import close, reset, synchronize
 
 if TYPE_CHECKING:
-    from fusedcomm import nn
+    from fusedcomm import nn, parallel  # noqa: F401
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -48,13 +48,14 @@ __all__ = [
     "synchronize",
 ]
 
+_LATE = {"nn": "fusedcomm.nn", "parallel": "fusedcomm.parallel"}  # hold DTensors, whose import takes a second
+
 import_hooks.install()
 
 
 def __getattr__(name: str) -> Any:
-    """`fusedcomm.nn` is imported when it is asked for: its layers hold DTensors, whose import takes a second."""
-    if name == "nn":
-        return importlib.import_module("fusedcomm.nn")
+    if name in _LATE:
+        return importlib.import_module(_LATE[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
