@@ -83,6 +83,7 @@ def test_fsdp2_over_the_other_dim(rank: int, sequence_dim: int | None) -> None:
     mesh, x = mesh_of_pairs(), data()
     plain = plain_mlp()
     model = distribute_norm(parallel_mlp(plain, (mesh, "model"), sequence_dim), mesh["model"], sequence_dim)
+    model = copy.deepcopy(model)  # with meshes that are copies, too
     fully_shard(model, mesh=mesh["data"])
     assert model.up.weight.device_mesh.ndim == 2
     mine = x.chunk(2, 0)[rank // 2]
