@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/tensor_parallel_mlp.py
 
 A plain MLP has its two linear layers replaced, by a line each, and trains beside the original, which has all tokens.
+All parameters are DTensors, so torch's own clipping sees the whole model.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import os
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
 import fusedcomm
 
-BATCH, TOKENS, HIDDEN, INNER, STEPS = 2, 256, 128, 512, 5
+BATCH, TOKENS, HIDDEN, INNER, STEPS, MAX_NORM = 2, 256, 128, 512, 5, 0.1
 
 
 class MLP(nn.Module):
@@ -46,21 +50,23 @@ def main() -> None:
     rank, group_size = dist.get_rank(), dist.get_world_size()
 
     model = copy.deepcopy(plain)
-    model.up = fusedcomm.nn.ColumnParallelLinear.from_linear(model.up, sequence_dim=1)
-    model.down = fusedcomm.nn.RowParallelLinear.from_linear(model.down, sequence_dim=1)
+    mesh = init_device_mesh(device.type, (group_size,))
+    model.up = fusedcomm.nn.ColumnParallelLinear.from_linear(model.up, sequence_dim=1, group=mesh)
+    model.down = fusedcomm.nn.RowParallelLinear.from_linear(model.down, sequence_dim=1, group=mesh)
+    parallelize_module(model, mesh, {"norm": SequenceParallel(sequence_dim=1, use_local_output=True)})
     my_x, my_target = (t.chunk(group_size, 1)[rank] for t in (x, target))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         plain_loss = F.mse_loss(plain(x), target)
         plain_loss.backward()
+        plain_norm = nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
         plain_optimizer.step()
         plain_optimizer.zero_grad()
 
         loss = F.mse_loss(model(my_x), my_target) / group_size  # this rank's part of the mean over all tokens
         loss.backward()
-        # The bias of `down` and the norm act on this rank's tokens alone; the other parameters are shards.
-        fusedcomm.nn.sum_replicated_gradients(model, also=model.norm.parameters())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -69,6 +75,8 @@ def main() -> None:
         if rank == 0:
             print(f"step {step}: loss {total:.6f}, single process {plain_loss:.6f}")
         torch.testing.assert_close(total, plain_loss.detach(), rtol=1e-3, atol=0)
+        assert isinstance(norm, DTensor)
+        torch.testing.assert_close(norm.full_tensor(), plain_norm, rtol=1e-3, atol=0)
     if rank == 0:
         print(f"tensor_parallel_mlp: the losses on {group_size} ranks equal those of a single process")
     dist.destroy_process_group()

@@ -4,7 +4,9 @@ Importing this module registers the ops, and their lowerings once a program impo
 Every op takes a group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
 """
 
-from fusedcomm import nn, parallel
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.ops import import_hooks, same_moves  # noqa: F401 same_moves registers its op
@@ -18,6 +20,9 @@ from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.runtime.captures import before_capture
 from fusedcomm.runtime.device_to_host import DeviceToHost
 from fusedcomm.runtime.members import close, reset, synchronize
+
+if TYPE_CHECKING:
+    from fusedcomm import nn, parallel
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -44,7 +49,15 @@ __all__ = [
     "synchronize",
 ]
 
+_LATE = {"nn": "fusedcomm.nn", "parallel": "fusedcomm.parallel"}  # hold DTensors, whose import takes a second
+
 import_hooks.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return importlib.import_module(_LATE[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

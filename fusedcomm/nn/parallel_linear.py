@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
-from fusedcomm import reference
 from fusedcomm.ops.arguments import check_tensor
-from fusedcomm.runtime.group import Group, find, resolve
-
-_saves_whole: ContextVar[bool] = ContextVar("saves_whole", default=False)
-
-
-@contextmanager
-def saving_whole() -> Iterator[None]:
-    """Inside, state_dict() gathers shards, so it is a collective."""
-    token = _saves_whole.set(True)
-    try:
-        yield
-    finally:
-        _saves_whole.reset(token)
+from fusedcomm.runtime.group import Group, resolve
 
 
 class ParallelLinear(nn.Module):
     """The base of the layers: an ``nn.Linear(in_features, out_features)`` whose parameters a group holds.
 
-    A parameter is replicated, or sharded along one dim: rank r holds block r of R. Its name is nn.Linear's, and so are
-    the initial values of the whole, if every rank has the same seed.
+    Parameters have nn.Linear's names and shapes, and its initial values, if every rank has the same seed. Those of the
+    tensor-parallel layers are DTensors on a 1-D mesh of the group: rank r holds block r of R along a sharded dim. Those
+    of the Ulysses layers are plain tensors.
 
-    * ``state_dict()`` holds what this rank has and never communicates. Save it per rank: its keys are the same on all
-      ranks, its values are not. `fusedcomm.nn.full_state_dict` gives the whole.
-    * ``load_state_dict`` takes that, or a plain nn.Linear's state dict, of which it takes this rank's shards.
+    * ``state_dict()`` holds the parameters as they are and never communicates. `torch.distributed.checkpoint` saves and
+      loads it, on any number of ranks. `fusedcomm.nn.full_state_dict` gives plain tensors.
+    * ``load_state_dict`` takes it, or a plain nn.Linear's state dict, of which it takes this rank's shards, or plain
+      tensors of the shards' shapes.
     * Copies and pickles know the group by name and size; where there is no such group, ``forward`` raises ValueError.
 
     Args:
@@ -43,16 +33,16 @@ class ParallelLinear(nn.Module):
         out_features: the size of the whole result's last dim.
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: that of the parameters, as in nn.Linear.
+        device: that of the parameters, as in nn.Linear; DTensors on a given DeviceMesh are where that is.
         dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
         in_features: the size of the whole input's last dim.
         out_features: the size of the whole result's last dim.
-        weight: this rank's part of [out_features, in_features].
-        bias: this rank's part of [out_features], or None.
+        weight: [out_features, in_features].
+        bias: [out_features], or None.
         shard_dims: by the name of a parameter, the dim along which it is sharded; what is not named is replicated.
-        partial_gradients: the names of the replicated parameters whose gradient after a backward is this rank's part,
+        partial_gradients: the names of the parameters whose gradient after a backward is this rank's part,
             not yet the sum over ranks; `sum_replicated_gradients` adds them up.
         group_size: R.
         group_name: the name of the group.
@@ -80,11 +70,11 @@ class ParallelLinear(nn.Module):
         sharded = self.shard_dims.get("weight")
         if sharded is not None:
             self._check_divisible(("out_features", "in_features")[sharded], self._whole_shape("weight")[sharded])
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype))
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype), group)
 
     @property
     def partial_gradients(self) -> tuple[str, ...]:
-        """The replicated parameters whose gradient after a backward is this rank's part, not yet the sum over ranks."""
+        """The parameters whose gradient after a backward is this rank's part, not yet the sum over ranks."""
         return ()
 
     def reset_parameters(self) -> None:
@@ -93,33 +83,38 @@ class ParallelLinear(nn.Module):
         It does not communicate, so every rank must have the same seed.
         """
         like = {"device": self.weight.device, "dtype": self.weight.dtype}
-        whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, **like)
+        drawn = nn.Linear(self.in_features, self.out_features, self.bias is not None, **like)
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
-                parameter.copy_(self._shard(name, getattr(whole, name)))
+                parameter.copy_(_laid_out_as(parameter, getattr(drawn, name)))
 
     def to_linear(self) -> nn.Linear:
         """Return a plain nn.Linear with a copy of the whole parameters.
 
         It is a collective where a parameter is sharded: every rank of the group calls it.
         """
+        self._group()
         like = {"device": "meta", "dtype": self.weight.dtype}
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, **like)
         for name, parameter in self.named_parameters(recurse=False):
-            setattr(linear, name, nn.Parameter(self._whole(name).clone(), parameter.requires_grad))
+            setattr(linear, name, nn.Parameter(whole(parameter).clone(), parameter.requires_grad))
         return linear.train(self.training)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, group_size={self.group_size}"
 
-    def _take(self, linear: nn.Linear) -> None:
-        """Make the parameters this rank's part of ``linear``'s, on its device; the mode and requires_grad are kept."""
+    def _take(self, linear: nn.Linear, group: Group) -> None:
+        """Make the parameters copies of this rank's part of ``linear``'s; the mode and requires_grad are kept."""
         for name in ("weight", "bias"):
-            whole = getattr(linear, name)
-            part = None if whole is None else nn.Parameter(self._shard(name, whole.detach()), whole.requires_grad)
-            self.register_parameter(name, part)
+            given = getattr(linear, name)
+            held = None if given is None else nn.Parameter(self._held(name, given.detach(), group), given.requires_grad)
+            self.register_parameter(name, held)
         self.train(linear.training)
+
+    def _held(self, name: str, whole: Tensor, group: Group) -> Tensor:
+        """A copy of what ``self.name`` has of the whole."""
+        return whole.clone(memory_format=torch.contiguous_format)
 
     def _group(self) -> str:
         """The name to call ops with. An unpickled module may find another group under it."""
@@ -146,33 +141,42 @@ class ParallelLinear(nn.Module):
     def _whole_shape(self, name: str) -> list[int]:
         return [self.out_features, self.in_features] if name == "weight" else [self.out_features]
 
-    def _shard(self, name: str, whole: Tensor) -> Tensor:
-        """A copy of this rank's part."""
-        if name in self.shard_dims:
-            whole = whole.chunk(self.group_size, self.shard_dims[name])[find(self._group()).rank()]
-        return whole.clone(memory_format=torch.contiguous_format)
-
-    def _whole(self, name: str) -> Tensor:
-        """The whole parameter; a collective where it is sharded."""
-        shard = getattr(self, name).detach()
-        if name not in self.shard_dims:
-            return shard
-        return reference.all_gather(shard, self.shard_dims[name], self.group_size, self._group())
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
-        if _saves_whole.get():
-            for name, _ in self.named_parameters(recurse=False):
-                destination[prefix + name] = self._whole(name)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Entries of a whole parameter's shape are cut; others are load_state_dict's own matter."""
-        shards = {}
-        for name in self.shard_dims:
+        """Plain tensors for DTensors are laid out as these; what has another shape is load_state_dict's own matter."""
+        laid_out = {}
+        for name, parameter in self.named_parameters(recurse=False):
             value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and list(value.shape) == self._whole_shape(name):
-                shards[prefix + name] = self._shard(name, value)
-        super()._load_from_state_dict({**state_dict, **shards}, prefix, *args)
+            if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+                laid_out[prefix + name] = _laid_out_as(parameter, value.detach())
+        super()._load_from_state_dict({**state_dict, **laid_out}, prefix, *args)
+
+
+def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A copy of this rank's part. Nothing is communicated."""
+    part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    copied = part.clone(memory_format=torch.contiguous_format)
+    assert isinstance(copied, DTensor)
+    return copied
+
+
+def whole(t: Tensor) -> Tensor:
+    """The whole of a DTensor, by a collective, or the plain tensor itself."""
+    t = t.detach()
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """A plain ``value`` as its part of ``parameter``, if it has the shape of that or of this rank's part of that."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if value.shape == parameter.shape:
+        return cut(value, mesh, placements)
+    if value.shape == parameter.to_local().shape:
+        return DTensor.from_local(
+            value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+    return value
 
 
 def as_linear(linear: nn.Module) -> nn.Linear:

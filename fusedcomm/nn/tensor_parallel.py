@@ -3,7 +3,9 @@
     y = row(act(column(x)))
 
 With ``sequence_dim`` (sequence parallelism) x and y are a rank's block of the tokens, [batch, tokens / R, features],
-and the model's loss is the sum over ranks; without it x, y and the loss are the same on all ranks.
+and the model's loss is the sum over ranks; without it x, y and the loss are the same on all ranks. x and y are plain
+tensors. Parameters are DTensors, as those of `fusedcomm.parallel`, so that FSDP2, checkpoints, clipping and optimizers
+see the whole layer.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.distributed.tensor import Replicate, Shard
 
-from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
-from fusedcomm.ops import gradients
+from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear, cut
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.arguments import check_int
-from fusedcomm.ops.library import refuse_outside_ops
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.parallel.layouts import bias_of_part, shards
+from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
+from fusedcomm.parallel.meshes import mesh_of
 from fusedcomm.runtime.group import Group
 
 
@@ -48,6 +51,10 @@ class _TensorParallelLinear(ParallelLinear):
         if dim is not None and (dim == -1 or not -x.ndim <= dim < x.ndim - 1):
             raise ValueError(f"sequence_dim must be a dim of x, and not its last, got {dim} and {x.ndim} dims")
 
+    def _held(self, name: str, whole: Tensor, group: Group) -> Tensor:
+        placement = Shard(self.shard_dims[name]) if name in self.shard_dims else Replicate()
+        return cut(whole, mesh_of(group, whole.device), [placement])
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, sequence_dim={self.sequence_dim}"
 
@@ -66,12 +73,12 @@ class ColumnParallelLinear(_TensorParallelLinear):
         sequence_dim: the dim of x along which its tokens are sharded, never the last one; negative ones count from the
             end. None: all ranks pass the same x.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: that of the parameters, as in nn.Linear.
+        device: that of the parameters, as in nn.Linear; a given DeviceMesh has its own.
         dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
-        weight: the shard [out_features / R, in_features]; its gradient is complete.
-        bias: the shard [out_features / R], or None; its gradient is complete.
+        weight: a DTensor [out_features, in_features], placed as Shard(0); its gradient is complete.
+        bias: a DTensor [out_features], placed as Shard(0), or None; its gradient is complete.
         save_gathered: True; set to False, the backward gathers x again and nothing that the forward received is kept.
 
     Raises:
@@ -80,7 +87,7 @@ class ColumnParallelLinear(_TensorParallelLinear):
     Example, on each of 2 ranks::
 
         layer = fusedcomm.nn.ColumnParallelLinear(8, 6, sequence_dim=1)
-        assert layer.weight.shape == (3, 8)
+        assert layer.weight.shape == (6, 8) and layer.weight.to_local().shape == (3, 8)
         assert layer(torch.ones(2, 4, 8)).shape == (2, 8, 3)  # [batch, tokens / R, 8] -> [batch, tokens, 6 / R]
     """
 
@@ -113,12 +120,11 @@ class ColumnParallelLinear(_TensorParallelLinear):
         self._check_features(x, sharded=False)
         self._check_dims(x)
         group = self._group()
+        weight, bias = shards(self)
         if self.sequence_dim is not None:
-            w, keep = self.weight.mT, self.save_gathered
-            return all_gather_matmul(x, w, self.sequence_dim, group, bias=self.bias, save_gathered=keep)
-        refuse_outside_ops("nn.ColumnParallelLinear", x, self.weight, self.bias)
-        x, w, bias = _autocast(x, self.weight, self.bias)
-        return _LinearOfReplicated.apply(x, w, bias, self.group_size, group)
+            keep = self.save_gathered
+            return all_gather_matmul(x, weight.mT, self.sequence_dim, group, bias=bias, save_gathered=keep)
+        return linears_of_replicated("nn.ColumnParallelLinear", x, [weight], [bias], group)[0]
 
 
 class RowParallelLinear(_TensorParallelLinear):
@@ -135,13 +141,12 @@ class RowParallelLinear(_TensorParallelLinear):
         sequence_dim: the dim of the result along which its tokens are sharded, never the last one; negative ones count
             from the end. None: all ranks get the whole result.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: that of the parameters, as in nn.Linear.
+        device: that of the parameters, as in nn.Linear; a given DeviceMesh has its own.
         dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
-        weight: the shard [out_features, in_features / R]; its gradient is complete.
-        bias: the replicated [out_features], or None; its gradient is complete without ``sequence_dim``, and that of
-            this rank's tokens with it.
+        weight: a DTensor [out_features, in_features], placed as Shard(1); its gradient is complete.
+        bias: a DTensor [out_features], placed as Replicate(), or None; its gradient is complete.
 
     Raises:
         ValueError: R does not divide in_features, or group is no initialised group that contains this rank.
@@ -149,7 +154,7 @@ class RowParallelLinear(_TensorParallelLinear):
     Example, on each of 2 ranks::
 
         layer = fusedcomm.nn.RowParallelLinear(6, 8, sequence_dim=1)
-        assert layer.weight.shape == (8, 3)
+        assert layer.weight.shape == (8, 6) and layer.weight.to_local().shape == (8, 3)
         assert layer(torch.ones(2, 4, 3)).shape == (2, 2, 8)  # [batch, tokens, 6 / R] -> [batch, tokens / R, 8]
     """
 
@@ -172,10 +177,6 @@ class RowParallelLinear(_TensorParallelLinear):
         """
         return _from_linear(cls, linear, sequence_dim, group)
 
-    @property
-    def partial_gradients(self) -> tuple[str, ...]:
-        return ("bias",) if self.bias is not None and self.sequence_dim is not None else ()
-
     def forward(self, x: Tensor) -> Tensor:
         """Return [batch, tokens / R, out_features] for x [batch, tokens, in_features / R].
 
@@ -185,44 +186,16 @@ class RowParallelLinear(_TensorParallelLinear):
         """
         self._check_features(x, sharded=True)
         self._check_dims(x)
-        w, group = self.weight.mT, self._group()
+        group = self._group()
+        weight, bias = shards(self)
         if self.sequence_dim is not None:
-            return matmul_reduce_scatter(x, w, self.sequence_dim, group, bias=self.bias)
-        return matmul_all_reduce(x, w, group, bias=self.bias)
+            return matmul_reduce_scatter(x, weight.mT, self.sequence_dim, group, bias=bias_of_part(self.bias))
+        return matmul_all_reduce(x, weight.mT, group, bias=bias)
 
 
 def _from_linear(cls: Any, linear: nn.Module, sequence_dim: int | None, group: Group) -> Any:
     linear = as_linear(linear)
     sizes = (linear.in_features, linear.out_features, linear.bias is not None)
     module = cls(*sizes, sequence_dim=sequence_dim, group=group, device="meta", dtype=linear.weight.dtype)
-    module._take(linear)
+    module._take(linear, group)
     return module
-
-
-class _LinearOfReplicated(torch.autograd.Function):
-    """``F.linear`` of an x that all ranks hold alike: each rank's part of grad x is summed over them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group_size: int, group_name: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group = (group_size, group_name)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        x = gradients.same_on_all_ranks(x, ctx.group)
-        grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group) if needs_x else None
-        grad_weight = gradients.of_w(grad, x, gradients.layout_of(weight)) if needs_weight else None
-        grad_bias = gradients.of_bias(grad) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
-
-
-def _autocast(*tensors: Tensor | None) -> list[Any]:
-    """The tensors in autocast's dtype, made outside of the autograd.Function, whose backward runs without autocast."""
-    device_type = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type)
-    return [None if t is None else t.to(dtype) for t in tensors]

@@ -99,7 +99,7 @@ class UlyssesQKV(ParallelLinear):
         module = cls(
             linear.in_features, num_heads, head_dim, num_kv_heads, bias, group=group, device="meta", dtype=dtype
         )
-        module._take(linear)
+        module._take(linear, group)
         return module
 
     @property
@@ -203,7 +203,7 @@ class UlyssesOut(ParallelLinear):
         head_dim = _head_dim("in_features", linear.in_features, num_heads, "num_heads")
         bias, dtype = linear.bias is not None, linear.weight.dtype
         module = cls(num_heads, head_dim, linear.out_features, bias, group=group, device="meta", dtype=dtype)
-        module._take(linear)
+        module._take(linear, group)
         return module
 
     @property

@@ -41,7 +41,10 @@ def check_tensor(name: str, t: Any) -> None:
         if not hasattr(kind, "__torch_function__"):
             raise TypeError(f"{name} must be a tensor, got {_short(t)}")
         if hasattr(kind, "to_local"):
-            raise TypeError(f"{name} must be a plain tensor, got a {kind.__name__}: pass its .to_local()")
+            raise TypeError(
+                f"{name} must be a plain tensor, got a {kind.__name__}: pass its .to_local(), or use the styles of "
+                "fusedcomm.parallel"
+            )
     if t.layout is not torch.strided or t.is_quantized or t.is_nested:
         layout = "nested" if t.is_nested else "quantised" if t.is_quantized else str(t.layout)
         raise TypeError(f"{name} must be a dense tensor, got a {layout} one")

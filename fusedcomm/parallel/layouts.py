@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 
@@ -43,8 +44,16 @@ def why_uneven(name: str, size: int, mesh: DeviceMesh) -> str | None:
     return f"{name} must be divisible by {mesh.size()}, got {size}" if size % mesh.size() else None
 
 
-def shards(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """This rank's parts of the weight and of the bias, which are DTensors."""
-    weight, bias = linear.weight, linear.bias
-    assert isinstance(weight, DTensor) and (bias is None or isinstance(bias, DTensor))
-    return weight.to_local(), None if bias is None else bias.to_local()
+def shards(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """This rank's parts of the weight and of the bias; `torch.func.functional_call` may have put plain ones there."""
+    weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (linear.weight, linear.bias))
+    return weight, bias
+
+
+def bias_of_part(bias: Tensor | None) -> Tensor | None:
+    """A replicated bias for a part of the rows: its gradient is the sum over ranks, which `redistribute` makes in the
+    backward. Without it the gradient would stay Partial."""
+    if not isinstance(bias, DTensor):
+        return bias
+    bias = bias.redistribute(placements=bias.placements)
+    return bias.to_local(grad_placements=(Partial(),) * len(bias.placements))

@@ -11,14 +11,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from fusedcomm.parallel.layouts import annotated, normalized, shards, token_dim, why_not_sharded, why_uneven
+from fusedcomm.parallel.layouts import (
+    annotated,
+    bias_of_part,
+    normalized,
+    shards,
+    token_dim,
+    why_not_sharded,
+    why_uneven,
+)
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
 from fusedcomm.parallel.shared_gather import SharingLinear, shared_gather_of
 
@@ -169,15 +177,7 @@ class RowwiseLinear(ShardedLinear):
             self._note("matmul_all_reduce")
             return matmul_all_reduce(x, weight.mT, mesh, bias=bias)
         self._note("matmul_reduce_scatter")
-        return matmul_reduce_scatter(x, weight.mT, scatter_dim, mesh, bias=self._bias_of_part())
-
-    def _bias_of_part(self) -> Tensor | None:
-        """The bias for a part of the rows: its gradient is the sum over ranks, which `redistribute` makes in the
-        backward. Without it the gradient would stay Partial."""
-        if not isinstance(self.bias, DTensor):
-            return None
-        bias = self.bias.redistribute(placements=self.bias.placements)
-        return bias.to_local(grad_placements=(Partial(),))
+        return matmul_reduce_scatter(x, weight.mT, scatter_dim, mesh, bias=bias_of_part(self.bias))
 
 
 def explain_layers(module: nn.Module) -> dict[str, str]:

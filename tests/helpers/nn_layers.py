@@ -8,10 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fusedcomm.nn import ColumnParallelLinear, RowParallelLinear, UlyssesOut, UlyssesQKV
 
 HIDDEN, HEADS, HEAD_DIM, TOKENS = 12, 4, 3, 8
+
+
+def whole(t: Tensor) -> Tensor:
+    """The whole of a DTensor of a parallel layer, whose placement must not be Partial."""
+    if isinstance(t, DTensor):
+        assert all(isinstance(each, (Shard, Replicate)) for each in t.placements), t.placements
+        return t.full_tensor()
+    return t
+
+
+def local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,7 @@ class Layer:
     x_dim: int | None
     y_dim: int | None
     shard_dims: dict[str, int]
-    partial: tuple[str, ...]  # replicated parameters whose gradient is this rank's part
+    partial: tuple[str, ...]  # plain parameters whose gradient is this rank's part
     kv_heads: int = HEADS
 
     def __str__(self) -> str:
@@ -72,7 +85,7 @@ LAYERS = [
         (),
     ),
     Layer("column", (HIDDEN, 8), ColumnParallelLinear, X, None, -1, {"weight": 0, "bias": 0}, ()),
-    Layer("row-sequence", (HIDDEN, 7), RowParallelLinear, X, -1, 1, {"weight": 1}, ("bias",)),
+    Layer("row-sequence", (HIDDEN, 7), RowParallelLinear, X, -1, 1, {"weight": 1}, ()),
     Layer("row", (HIDDEN, 7), RowParallelLinear, X, -1, None, {"weight": 1}, ()),
 ]
 BY_NAME = {layer.name: layer for layer in LAYERS}

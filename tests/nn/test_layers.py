@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fusedcomm
 from fusedcomm.nn import (
@@ -20,7 +22,7 @@ from fusedcomm.nn import (
     UlyssesQKV,
     sum_replicated_gradients,
 )
-from tests.helpers.nn_layers import BY_NAME, HIDDEN, LAYERS, Layer, Nested, X
+from tests.helpers.nn_layers import BY_NAME, HIDDEN, LAYERS, Layer, Nested, X, local, whole
 from tests.helpers.on_ranks import on_ranks
 
 # float32 has 1.2e-7; sums of some tens of terms of about 1 run in another order
@@ -62,8 +64,18 @@ def check_layer(rank: int, layer: Layer, bias: bool) -> None:
     sum_replicated_gradients(module)
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"][: 1 + bias]
     for name, parameter in module.named_parameters():
-        want = part(linear.get_parameter(name).grad, layer.shard_dims.get(name), rank, size)
-        torch.testing.assert_close(parameter.grad, want, **CLOSE)
+        check_placement(layer, name, parameter)
+        check_placement(layer, name, parameter.grad)
+        torch.testing.assert_close(whole(parameter.grad), linear.get_parameter(name).grad, **CLOSE)
+
+
+def check_placement(layer: Layer, name: str, t: Tensor) -> None:
+    """The Ulysses layers hold plain tensors, the tensor-parallel ones DTensors on the group's mesh."""
+    assert isinstance(t, DTensor) == (layer.kind in (ColumnParallelLinear, RowParallelLinear))
+    if isinstance(t, DTensor):
+        dim = layer.shard_dims.get(name)
+        assert t.placements == ((Replicate(),) if dim is None else (Shard(dim),))
+        assert t.device_mesh == DeviceMesh.from_group(dist.group.WORLD, "cpu")
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
@@ -88,8 +100,6 @@ def test_one_head_on_one_rank(rank: int) -> None:
 @on_ranks(4)
 def test_groups(rank: int) -> None:
     """Tensor parallelism in pairs of four ranks, with each way to name a group. The pairs do not mix."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     layer = BY_NAME["row-sequence"]
     linear = layer.plain()
@@ -98,16 +108,15 @@ def test_groups(rank: int) -> None:
         x = torch.randn(X, generator=torch.Generator().manual_seed(rank // 2))
         out = module(x.chunk(2, -1)[rank % 2])
         torch.testing.assert_close(out, linear(x).chunk(2, 1)[rank % 2], **CLOSE)
-        scale = nn.Parameter(torch.ones(()))
-        (out * scale * (rank + 1)).sum().backward()
-        module.weight.grad = None
-        before = module.bias.grad.clone()
-        scale.grad.fill_(rank)
-        sum_replicated_gradients(nn.ModuleList([module, module]), also=[scale, scale, module.bias], group=mesh["data"])
-        ours = sum(r + 1 for r in (0, 1)) if rank < 2 else sum(r + 1 for r in (2, 3))
-        torch.testing.assert_close(module.bias.grad, before * ours / (rank + 1), **CLOSE)
-        assert scale.grad == (rank + (rank + 2) % 4)
-        assert module.weight.grad is None
+        (out * (rank + 1)).sum().backward()
+        both = sum(r + 1 for r in range(rank // 2 * 2, rank // 2 * 2 + 2))  # the ranks of this pair, with their factors
+        torch.testing.assert_close(whole(module.bias.grad), torch.full((7,), float(X[0] * X[1] // 2 * both)), **CLOSE)
+        assert (module.weight.device_mesh == mesh["model"]) == (not isinstance(group, (dist.ProcessGroup, str)))
+        assert module.weight.device_mesh.get_group() is mesh.get_group("model")
+    scale = nn.Parameter(torch.ones(()))
+    scale.grad = torch.full((), float(rank))
+    sum_replicated_gradients(nn.ModuleList([module, module]), also=[scale, scale], group=mesh["data"])
+    assert scale.grad == (rank + (rank + 2) % 4)
 
 
 @on_ranks(2)
@@ -144,22 +153,19 @@ def test_memory_saving(rank: int) -> None:
                 out = module(x)
             out.square().sum().backward()
             assert (x.untyped_storage().data_ptr() in saved[-1]) == (not keep)
-            grads.append(module.weight.grad)
+            grads.append(local(module.weight.grad))
         torch.testing.assert_close(*grads, **CLOSE)
 
 
 def check_second_derivatives_of_a_replicated_input(module: ColumnParallelLinear, x: Tensor, rank: int) -> None:
     """Check d/d(x, weight) of sum(grad x ** 2) + sum(grad weight ** 2) against those of the layer of one process."""
-    weights = [torch.empty_like(module.weight) for _ in range(2)]
-    biases = [torch.empty_like(module.bias) for _ in range(2)]
-    dist.all_gather(weights, module.weight.detach())
-    dist.all_gather(biases, module.bias.detach())
-    weight, bias = torch.cat(weights).requires_grad_(), torch.cat(biases)
+    weight, bias = (whole(t.detach()) for t in (module.weight, module.bias))
+    weight.requires_grad_()
     answers = []
     for out, leaf in ((module(x), module.weight), (torch.nn.functional.linear(x, weight, bias), weight)):
         grads = torch.autograd.grad(out.square().sum(), (x, leaf), create_graph=True)
-        grad_x, grad_w = torch.autograd.grad(torch.stack([g.square().sum() for g in grads]).sum(), (x, leaf))
-        answers.append([grad_x, grad_w if leaf is module.weight else grad_w.chunk(2)[rank]])
+        grad_x, grad_w = torch.autograd.grad(torch.stack([local(g).square().sum() for g in grads]).sum(), (x, leaf))
+        answers.append([grad_x, whole(grad_w)])
     torch.testing.assert_close(*answers, **CLOSE)
 
 
@@ -193,7 +199,7 @@ def check_compiled(rank: int, layer: Layer, autocast: bool) -> None:
         with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
             outs = tensors_of(run(x))
         grads = torch.autograd.grad(sum(o.square().sum() for o in outs), (x, module.weight, module.bias))
-        answers.append([*(o.detach() for o in outs), *grads])
+        answers.append([*(o.detach() for o in outs), *map(local, grads)])
     torch.testing.assert_close(*answers)
 
 
@@ -255,9 +261,6 @@ def test_errors(rank: int) -> None:
 
 @on_ranks(2)
 def test_types_of_arguments(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
     for layer in (UlyssesOut, RowParallelLinear):
         with pytest.raises(TypeError, match=r"linear must be an nn.Linear, got Bilinear"):
             layer.from_linear(nn.Bilinear(2, 2, 2), *([4] if layer is UlyssesOut else []))
@@ -266,7 +269,7 @@ def test_types_of_arguments(rank: int) -> None:
     layers = UlyssesQKV(3, 4, 3), UlyssesOut(4, 3, 5), ColumnParallelLinear(3, 6), RowParallelLinear(6, 3)
     for each in layers:
         assert all(isinstance(t, Tensor) for t in tensors_of(each(x)))
-        with pytest.raises(TypeError, match=r"x must be a plain tensor, got a DTensor: pass its .to_local\(\)"):
+        with pytest.raises(TypeError, match=r"x must be a plain tensor, got a DTensor: pass its .to_local\(\), or"):
             each(sharded)
         with pytest.raises(TypeError, match="x must be a tensor, got ndarray"):
             each(x.numpy())
@@ -293,10 +296,11 @@ def test_repr(ranks: Any) -> None:
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_functional_call_works_and_transforms_are_refused(rank: int, kind: Any, sequence_dim: int | None) -> None:
     module = kind(HIDDEN, HIDDEN, sequence_dim=sequence_dim)
-    x = torch.ones(2, 4, module.weight.shape[1])
+    x = torch.ones(2, 4, module.weight.to_local().shape[1])
     doubled = {name: 2 * p.detach() for name, p in module.named_parameters()}
-    called = torch.func.functional_call(module, doubled, (x,))
-    torch.testing.assert_close(called, 2 * module(x), **CLOSE)
+    for params in (doubled, {name: p.to_local() for name, p in doubled.items()}):
+        called = torch.func.functional_call(module, params, (x,))
+        torch.testing.assert_close(called, 2 * module(x), **CLOSE)
 
     def total(params: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(module, params, (x,)).sum()

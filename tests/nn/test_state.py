@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fusedcomm.nn import ColumnParallelLinear, RowParallelLinear, UlyssesOut, UlyssesQKV, full_state_dict
-from tests.helpers.nn_layers import HIDDEN, LAYERS, Layer, Nested
+from tests.helpers.nn_layers import HIDDEN, LAYERS, Layer, Nested, local
 from tests.helpers.on_ranks import on_ranks
 
 
@@ -36,7 +36,8 @@ def test_from_and_to_linear(rank: int, layer: Layer, world_size: int) -> None:
     for name, parameter in linear.named_parameters():
         assert torch.equal(back.get_parameter(name), parameter)
         assert back.get_parameter(name).requires_grad == parameter.requires_grad
-        assert module.get_parameter(name).untyped_storage().nbytes() == module.get_parameter(name).nbytes
+        held = local(module.get_parameter(name))
+        assert held.untyped_storage().nbytes() == held.nbytes
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
@@ -65,11 +66,14 @@ def test_initial_values_are_those_of_linear(rank: int) -> None:
         on_meta.__dict__ = copy.deepcopy(module).to("meta").to_empty(device="cpu").__dict__
         torch.manual_seed(3)
         on_meta.reset_parameters()
-        assert all(torch.equal(a, b) for a, b in zip(on_meta.parameters(), module.parameters(), strict=True))
+        for a, b in zip(on_meta.parameters(), module.parameters(), strict=True):
+            assert torch.equal(local(a), local(b))
+        with torch.device("meta"):
+            assert all(p.is_meta for p in module_of().parameters())
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+    return list(a) == list(b) and all(torch.equal(local(a[name]), local(b[name])) for name in a)
 
 
 def check_state_dicts(rank: int) -> None:
@@ -79,9 +83,10 @@ def check_state_dicts(rank: int) -> None:
     want = plain.state_dict()
     own = model.state_dict()
     assert list(own) == list(want)
-    assert own["mlp.0.weight"].shape == (4, HIDDEN)
-    assert own["mlp.2.weight"].shape == (HIDDEN, 4)
-    assert own["mlp.2.weight"].data_ptr() == model.mlp[2].weight.data_ptr()
+    assert all(own[name].shape == value.shape for name, value in want.items())
+    assert own["mlp.0.weight"].to_local().shape == (4, HIDDEN)
+    assert own["mlp.2.weight"].to_local().shape == (HIDDEN, 4)
+    assert own["mlp.2.weight"].to_local().data_ptr() == model.mlp[2].weight.to_local().data_ptr()
 
     assert same(full_state_dict(model), want)
     assert same(full_state_dict(nn.ModuleDict({"wrapped": model})), {f"wrapped.{k}": v for k, v in want.items()})
@@ -97,17 +102,22 @@ def check_state_dicts(rank: int) -> None:
     loaded.load_state_dict(own)
     assert same(full_state_dict(loaded), want)
     loaded = other.parallel()
+    loaded.load_state_dict({name: local(value) for name, value in own.items()})  # as layers of plain tensors saved it
+    assert same(full_state_dict(loaded), want)
+    assert "DTensor" in {type(value.data).__name__ for value in loaded.state_dict().values()}
+    loaded = other.parallel()
     loaded.load_state_dict(want, assign=True)
     assert same(loaded.state_dict(), own)
     assert isinstance(loaded.mlp[0].weight, nn.Parameter)
-    assert loaded.mlp[0].weight.untyped_storage().nbytes() == 4 * HIDDEN * 4  # not all of the plain weight's
+    held = local(loaded.mlp[0].weight)
+    assert held.untyped_storage().nbytes() == 4 * HIDDEN * 4  # not all of the plain weight's
     other.load_state_dict(full_state_dict(model))
     assert same(other.state_dict(), want)
 
 
 def check_refused_state_dicts(rank: int) -> None:
     layer = ColumnParallelLinear(4, 6)
-    with pytest.raises(RuntimeError, match=r"size mismatch for weight.*\[5, 4\].*\[3, 4\]"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight.*\[5, 4\].*\[6, 4\]"):
         layer.load_state_dict({"weight": torch.ones(5, 4), "bias": torch.ones(6)})
     with pytest.raises(RuntimeError, match=r'Missing key.*"bias"'):
         layer.load_state_dict({"weight": torch.ones(6, 4)})
@@ -148,7 +158,7 @@ def test_copies_and_pickles(rank: int) -> None:
             ColumnParallelLinear(HIDDEN, 8, group=pair)
         return
     module = ColumnParallelLinear(HIDDEN, 8, sequence_dim=0, group=pair)
-    assert module.weight.shape == (4, HIDDEN)
+    assert local(module.weight).shape == (4, HIDDEN)
     saved = pickle.dumps(module)
     dist.destroy_process_group(pair)
     orphan = pickle.loads(saved)

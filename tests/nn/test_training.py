@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
 from fusedcomm.nn import ColumnParallelLinear, RowParallelLinear, UlyssesOut, UlyssesQKV, sum_replicated_gradients
+from tests.helpers.nn_layers import whole
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.spies import Dispatched
 
 BATCH, TOKENS, HIDDEN, HEADS, INNER, STEPS = 2, 24, 32, 8, 64, 5
 # float32 has 1.2e-7; sums of up to a few hundred terms run in another order, of gradients between 1e-3 and 1.
@@ -68,10 +69,10 @@ OPS = {
     ),
 }
 
-# Replicated parameters that see a rank's tokens alone.
+# Plain parameters of the layers that see a rank's tokens alone.
 PARTIAL = {
     "ulysses": {"attention.qkv.weight", "attention.qkv.bias", "attention.out.weight", "attention.out.bias"},
-    "mlp-sequence": {"mlp.down.bias"},
+    "mlp-sequence": set(),
     "mlp": set(),
 }
 
@@ -146,23 +147,6 @@ def norms(model: Model) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if ".norm." in name]
 
 
-class Ops(TorchDispatchMode):
-    """Records the fusedcomm ops that run inside, in order, and every collective that runs outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fused: list[str] = []
-        self.collectives: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = func._schema.name.split("::")
-        if namespace == "fusedcomm":
-            self.fused.append(name)
-        elif "c10d" in namespace:
-            self.collectives.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 class Side:
     """One of the two that train side by side: the plain model with all tokens, or the parallel one with this rank's."""
 
@@ -192,17 +176,16 @@ def sides(rank: int, case: Case, seed: int = 0) -> tuple[Side, Side]:
     return Side(plain, x, target), Side(parallel(plain, case), *mine)
 
 
-def mine_of(name: str, whole: Tensor, rank: int, case: Case) -> Tensor:
-    """This rank's part of what the plain model has under that name."""
-    dims = {"mlp.up.weight": 0, "mlp.up.bias": 0, "mlp.down.weight": 1} | ({"x": 1} if case.sequence else {})
-    return whole.chunk(dist.get_world_size(), dims[name])[rank] if name in dims else whole
+def mine_of(name: str, t: Tensor, rank: int, case: Case) -> Tensor:
+    """This rank's part of what the plain model has under that name; parameters are compared whole."""
+    return t.chunk(dist.get_world_size(), 1)[rank] if name == "x" and case.sequence else t
 
 
 def gradients(side: Side) -> Iterator[tuple[str, Tensor]]:
     yield "x", side.x.grad
     for name, parameter in side.model.named_parameters():
         assert parameter.grad is not None, name
-        yield name, parameter.grad
+        yield name, whole(parameter.grad)
 
 
 def total_of(loss: Tensor, case: Case) -> Tensor:
@@ -216,15 +199,23 @@ def sum_gradients(side: Side, case: Case) -> None:
     sum_replicated_gradients(side.model, also=norms(side.model) if case.sequence else ())
 
 
+def collectives(spy: Dispatched) -> list[str]:
+    names = [*spy.names("c10d"), *spy.names("_c10d_functional")]
+    return [name for name in names if name != "_wrap_tensor_autograd"]  # which waits
+
+
 @contextmanager
-def fused_only(kind: str | None) -> Iterator[Ops]:
-    """Check that chunked runs, and nothing communicates but fusedcomm's ops; with ``kind``, exactly those of OPS."""
-    with fusedcomm.force_algorithm("chunked", strict=True), Ops() as ops:
-        yield ops
-    assert ops.collectives == []
-    assert ops.fused
+def fused_only(case: Case, kind: str | None) -> Iterator[Dispatched]:
+    """Check that chunked runs, and nothing communicates but fusedcomm's ops; with ``kind``, exactly those of OPS.
+
+    A bias of the rows of a sequence has its gradient summed by an all_reduce of its own.
+    """
+    with fusedcomm.force_algorithm("chunked", strict=True), Dispatched() as spy:
+        yield spy
+    assert collectives(spy) == ["all_reduce"] * ("mlp" in case.parts and case.sequence and case.bias)
+    assert spy.names("fusedcomm")
     if kind is not None:
-        assert ops.fused == OPS[kind][0] + OPS[kind][1]
+        assert spy.names("fusedcomm") == OPS[kind][0] + OPS[kind][1]
 
 
 def check_training(rank: int, case: Case, checkpointed: bool) -> None:
@@ -234,9 +225,9 @@ def check_training(rank: int, case: Case, checkpointed: bool) -> None:
     for _ in range(STEPS):
         want = plain.forward(autocast=False)
         want.backward()
-        with fused_only(None if checkpointed else kind) as ops:
+        with fused_only(case, None if checkpointed else kind) as spy:
             loss = ours.forward(autocast=False)
-            assert ops.fused == OPS[kind][0]
+            assert spy.names("fusedcomm") == OPS[kind][0]
             loss.backward()
         sum_gradients(ours, case)
         torch.testing.assert_close(total_of(loss, case), want.detach(), **CLOSE)
@@ -248,8 +239,8 @@ def check_training(rank: int, case: Case, checkpointed: bool) -> None:
         plain.step()
         ours.step()
     for name, parameter in ours.model.named_parameters():
-        whole = mine_of(name, plain.model.get_parameter(name), rank, case)
-        torch.testing.assert_close(parameter, whole, **CLOSE, msg=lambda m, name=name: f"weight {name}: {m}")
+        want = plain.model.get_parameter(name)
+        torch.testing.assert_close(whole(parameter), want, **CLOSE, msg=lambda m, name=name: f"weight {name}: {m}")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -308,7 +299,7 @@ def test_under_autocast(rank: int, name: str, world_size: int) -> None:
     losses = []
     for _ in range(STEPS):
         want = plain.forward(autocast=True)
-        with fused_only(case.name):
+        with fused_only(case, case.name):
             loss = ours.forward(autocast=True)
             loss.backward()
         want.backward()
@@ -327,11 +318,11 @@ def unfused_ops_of_a_frozen_input(rank: int) -> list[str]:
     """This is the control of ``fused_only``: where x needs no gradient, the backward's exchange is plain."""
     _, ours = sides(rank, BY_NAME["ulysses"])
     layer = ours.model.attention.qkv
-    with Ops() as ops:
+    with Dispatched() as spy:
         sum(t.sum() for t in layer(ours.x.detach())).backward()
-    return ops.collectives
+    return collectives(spy)
 
 
 def test_a_plain_collective_would_be_seen(ranks: Any) -> None:
-    for collectives in ranks(2).run(unfused_ops_of_a_frozen_input):
-        assert "all_to_all_single" in collectives
+    for found in ranks(2).run(unfused_ops_of_a_frozen_input):
+        assert "all_to_all_single" in found

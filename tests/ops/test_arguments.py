@@ -98,7 +98,10 @@ def test_dtensors(rank: int) -> None:
     for name, local in (("x", X), ("w", W), ("w", nn.Parameter(W)), ("bias", W[0])):
         given = DTensor.from_local(local, mesh, [Replicate()])
         for op in OPS:
-            message = f"{name} must be a plain tensor, got a DTensor: pass its .to_local()"
+            message = (
+                f"{name} must be a plain tensor, got a DTensor: pass its .to_local(), or use the styles of "
+                "fusedcomm.parallel"
+            )
             check_refused(op, {name: given}, TypeError, message)
     compiled = torch.compile(lambda x: fusedcomm.matmul_all_reduce(x, W), backend="eager")
     with pytest.raises(TypeError, match=r"pass its .to_local\(\)"):
