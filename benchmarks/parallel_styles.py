@@ -56,19 +56,23 @@ TIMEOUT_S = 1800
 
 @dataclass(frozen=True)
 class Sizes:
-    """x is [batch, tokens, hidden] on every rank; heads and intermediate are over all ranks."""
+    """x is [batch, tokens, hidden] on every rank; heads and intermediate are those of one rank.
+
+    A rank has an eighth of Llama 3 8B, as on a node of 8 GPUs, with hidden size and features divided by 4.
+    """
 
     batch: int = 2
     tokens: int = 512
     hidden: int = 1024
-    heads: int = 8
-    intermediate: int = 4096
+    heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 448
 
 
 class Attention(nn.Module):
-    def __init__(self, sizes: Sizes, share: int) -> None:
+    def __init__(self, sizes: Sizes, shares: int) -> None:
         super().__init__()
-        self.head_dim, inner = sizes.hidden // sizes.heads, sizes.hidden // share
+        self.head_dim, inner = sizes.head_dim, sizes.heads * sizes.head_dim * shares
         self.wq, self.wk, self.wv = (nn.Linear(sizes.hidden, inner, bias=False) for _ in range(3))
         self.wo = nn.Linear(inner, sizes.hidden, bias=False)
 
@@ -79,10 +83,10 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, sizes: Sizes, share: int) -> None:
+    def __init__(self, sizes: Sizes, shares: int) -> None:
         super().__init__()
-        self.w1, self.w3 = (nn.Linear(sizes.hidden, sizes.intermediate // share, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(sizes.intermediate // share, sizes.hidden, bias=False)
+        self.w1, self.w3 = (nn.Linear(sizes.hidden, sizes.intermediate * shares, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(sizes.intermediate * shares, sizes.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -90,10 +94,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, sizes: Sizes, share: int) -> None:
+    def __init__(self, sizes: Sizes, shares: int) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(sizes.hidden), nn.RMSNorm(sizes.hidden)
-        self.attention, self.feed_forward = Attention(sizes, share), FeedForward(sizes, share)
+        self.attention, self.feed_forward = Attention(sizes, shares), FeedForward(sizes, shares)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -111,7 +115,10 @@ def styled(model: str, sizes: Sizes, styles: Any, device: torch.device) -> nn.Mo
         "w3": styles.ColwiseParallel(),
         "w2": styles.RowwiseParallel(output_layouts=Shard(1)),
     }
-    module, mesh = MODELS[model](sizes, 1).to(device), init_device_mesh(device.type, (dist.get_world_size(),))
+    module, mesh = (
+        MODELS[model](sizes, dist.get_world_size()).to(device),
+        init_device_mesh(device.type, (dist.get_world_size(),)),
+    )
     if model == "mlp":
         styles.parallelize_module(module, mesh, styles.PrepareModuleInput(**prepare))
         return styles.parallelize_module(module, mesh, mlp)
@@ -142,7 +149,7 @@ class StepData:
 
     def variants(self) -> dict[str, Callable[[], list[Tensor]]]:
         torch.manual_seed(0)
-        removed = MODELS[self.model](self.sizes, self.num_ranks).to(self.device, self.dtype)
+        removed = MODELS[self.model](self.sizes, 1).to(self.device, self.dtype)
         made = {REMOVED: self._step(removed, self.whole_x, self.whole_grad)}
         for name, styles in ((TORCH, torch_parallel), (FUSED, our_parallel)):
             torch.manual_seed(0)
@@ -153,7 +160,7 @@ class StepData:
     def check(self, name: str, results: list[Tensor]) -> str | None:
         """Against one process with all tokens in float32."""
         torch.manual_seed(0)
-        plain = MODELS[self.model](self.sizes, 1).to(self.device)
+        plain = MODELS[self.model](self.sizes, self.num_ranks).to(self.device)
         y, grad_x, *grads = self._step(plain, self.whole_x.float(), self.whole_grad.float())()
         wants = [*(each.chunk(self.num_ranks, 1)[self.rank] for each in (y, grad_x)), *grads]
         names = ["result", "grad x", *(f"grad {name}" for name, _ in plain.named_parameters())]
