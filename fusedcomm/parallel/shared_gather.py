@@ -2,7 +2,7 @@
 
 `PrepareModuleInput` offers an x to the `ColwiseLinear` children of its module. The first of them that is called with
 that very object runs one op for all, the others take their results, and what is left is dropped when the module
-returns. A layer that was not called with x is left out of the next call.
+returns. A layer that was not called with x is left out of the next call, but not under checkpointing.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class SharedGather:
     def __init__(self, x: DTensor, gather_dim: int | None, children: Sequence[ColwiseLinear], index: int) -> None:
         self.x, self.gather_dim, self.children, self.index = x, gather_dim, children, index
         self.called: set[ColwiseLinear] = set()
+        self.by_experience = not _saved_tensors_are_counted()
         self.results: dict[ColwiseLinear, Tensor] = {}
         self.modes: tuple[object, ...] = ()  # under which they were made
         self.last = ""  # what the last call of `take` did
@@ -73,8 +74,7 @@ class SharedGather:
         self.called.add(linear)
         if linear in self.results and self.modes == _modes(self.x):
             return self.results.pop(linear)
-        together = [each for each in self.children if self.index not in each.passed_over and each not in self.called]
-        together = [linear] if again else [linear, *together]
+        together = [linear] if again else [linear, *self._others()]
         mesh = self.x.device_mesh
         for each in together:
             why = why_not_sharded(each, mesh, 0)
@@ -84,6 +84,11 @@ class SharedGather:
         self.modes = _modes(self.x)
         self.results |= zip(together, self._run(together), strict=True)
         return self.results.pop(linear)
+
+    def _others(self) -> list[ColwiseLinear]:
+        """The layers that are expected to be called with x, too."""
+        others = [each for each in self.children if each not in self.called]
+        return [each for each in others if not self.by_experience or self.index not in each.passed_over]
 
     def _run(self, linears: Sequence[ColwiseLinear]) -> list[Tensor]:
         mesh, x = self.x.device_mesh, self.x.to_local()
@@ -98,7 +103,7 @@ class SharedGather:
 
     def end(self, learn: bool) -> None:
         """``learn``: expect in the next call of the module what was done in this one."""
-        for each in self.children if learn else ():
+        for each in self.children if learn and self.by_experience else ():
             if (each in self.called) == (self.index in each.passed_over):
                 each.passed_over = each.passed_over ^ {self.index}
         self.results, self.children = {}, ()
@@ -107,6 +112,12 @@ class SharedGather:
 
 def shared_gather_of(x: object) -> SharedGather | None:
     return None if torch.compiler.is_compiling() else getattr(x, _ATTRIBUTE, None)
+
+
+def _saved_tensors_are_counted() -> bool:
+    """Whether checkpointing may run the module again in the backward, and then compares what is saved with what was
+    saved here: layers must share an op then as they do now, whatever is learned in between."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _modes(x: Tensor) -> tuple[object, ...]:
