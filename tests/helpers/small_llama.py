@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 import fusedcomm.parallel
+from tests.helpers.process_groups import left_as_found
 
-VOCAB, WIDTH, HEADS, KV_HEADS, TOKENS, BATCH = 64, 32, 8, 4, 16, 4
+VOCAB, WIDTH, HEADS, KV_HEADS, TOKENS, BATCH, LAYERS = 64, 32, 8, 4, 16, 4, 2
 HEAD_DIM = WIDTH // HEADS
 
 
@@ -56,10 +58,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.around: Callable[..., Tensor] = lambda block, x: block(x)
@@ -75,6 +77,22 @@ def llama(dtype: torch.dtype = torch.float32) -> Llama:
     """The same parameters on every rank."""
     torch.manual_seed(0)
     return Llama().to(dtype)
+
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def meshes(*sizes: int) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
+    """The mesh of data parallelism and that of tensor parallelism; of three sizes, the former is 2-D.
+
+    No two have the same names: DTensor remembers meshes, and takes equal ones for one, though its groups are gone.
+    """
+    number = next(_numbers)
+    names = tuple(f"{name}_{number}" for name in ("replicate", "shard", "tensor")[-len(sizes) :])
+    with left_as_found():
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        yield mesh[names[:-1]], mesh[names[-1]]
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, styles: Any = fusedcomm.parallel) -> Llama:
@@ -163,7 +181,7 @@ def train(
         around_forward: a context around the forward.
         max_norm: to which gradients are clipped.
     """
-    called, optimizer, run = called or model, optimizer or sgd(model.parameters()), Run()
+    called, optimizer, run = model if called is None else called, optimizer or sgd(model.parameters()), Run()
     names = [plain_name(name) for name, _ in model.named_parameters()]
     for step in steps:
         batch = batch_of(step) if data is None else batch_of(step).chunk(data.size())[data.get_local_rank()]
@@ -205,3 +223,16 @@ def difference(got: Run, want: Run) -> float:
     pairs += [(each, want.gradients[name]) for name, each in got.gradients.items()]
     pairs += [(each, want.parameters[name]) for name, each in got.parameters.items()]
     return max(((one.double() - other.double()).norm() / other.double().norm()).item() for one, other in pairs)
+
+
+def agree(run: Run) -> None:
+    """Check that every rank has the very same losses and norms."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (run.losses, run.norms))
+    assert all(each == everyone[0] for each in everyone), f"ranks differ: {everyone}"
+
+
+def by_ops(model: nn.Module) -> bool:
+    """Whether all linear layers ran ops in their last calls."""
+    ran = fusedcomm.parallel.explain(model).values()
+    return len(ran) == 7 * LAYERS + 1 and not any(why.startswith(("torch's own", "not called")) for why in ran)
