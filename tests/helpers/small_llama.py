@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
@@ -73,9 +74,9 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def llama(dtype: torch.dtype = torch.float32) -> Llama:
+def llama(dtype: torch.dtype = torch.float32, seed: int = 0) -> Llama:
     """The same parameters on every rank."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return Llama().to(dtype)
 
 
@@ -121,6 +122,13 @@ def parallelize(model: Llama, mesh: DeviceMesh, styles: Any = fusedcomm.parallel
     for each in model.layers:
         styles.parallelize_module(each, mesh, block)
     return model
+
+
+def shard(model: Llama, mesh: DeviceMesh, **options: Any) -> Llama:
+    """FSDP2 of each block, and of what is left."""
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def batch_of(step: int) -> Tensor:

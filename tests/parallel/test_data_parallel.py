@@ -38,18 +38,12 @@ from tests.helpers.small_llama import (
     meshes,
     parallelize,
     plain,
+    shard,
     train,
 )
 from tests.helpers.thorough import thorough_but
 
 CLOSE = 1e-6  # relative; float32 has 1.2e-7, and torch's own styles are 6e-7 away
-
-
-def shard(model: Llama, mesh: DeviceMesh, **options: Any) -> Llama:
-    """Each block, and what is left."""
-    for block in model.layers:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 def whole_blocks(model: Llama, mesh: DeviceMesh) -> dict[str, Any]:
