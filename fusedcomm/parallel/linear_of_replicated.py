@@ -38,23 +38,30 @@ class _LinearsOfReplicated(torch.autograd.Function):
         weights, biases = cast[:count], cast[count:]
         ctx.save_for_backward(x, *weights)
         ctx.group = (group_size, group_name)
+        ctx.set_materialize_grads(False)  # the weight of a result that nobody has used gets no gradient
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[2:]
         needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
         x = gradients.same_on_all_ranks(x, ctx.group)
         grad_x = None
-        if needs_x:
-            grad, weight = (grads[0], weights[0]) if len(weights) == 1 else (torch.cat(grads, -1), torch.cat(weights))
+        used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+        if needs_x and used:
+            grad, weight = used[0]
+            if len(used) > 1:
+                grad, weight = torch.cat([each for each, _ in used], -1), torch.cat([each for _, each in used])
             grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group)
         grad_weights = [
-            gradients.of_w(grad, x, gradients.layout_of(weight)) if need else None
+            gradients.of_w(grad, x, gradients.layout_of(weight)) if need and grad is not None else None
             for grad, weight, need in zip(grads, weights, needs_weight, strict=True)
         ]
-        grad_biases = [gradients.of_bias(grad) if need else None for grad, need in zip(grads, needs_bias, strict=True)]
+        grad_biases = [
+            gradients.of_bias(grad) if need and grad is not None else None
+            for grad, need in zip(grads, needs_bias, strict=True)
+        ]
         return None, None, grad_x, *grad_weights, *grad_biases
 
 

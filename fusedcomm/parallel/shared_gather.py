@@ -2,7 +2,7 @@
 
 `PrepareModuleInput` offers an x to the `ColwiseLinear` children of its module. The first of them that is called with
 that very object runs one op for all, the others take their results, and what is left is dropped when the module
-returns. A layer that was not called with x is left out of the next call.
+returns. A layer that was not called with x is left out of the next call, but not under checkpointing.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class SharedGather:
     def __init__(self, x: DTensor, gather_dim: int | None, children: Sequence[SharingLinear], index: int) -> None:
         self.x, self.gather_dim, self.children, self.index = x, gather_dim, children, index
         self.called: set[SharingLinear] = set()
+        self.by_experience = not _saved_tensors_are_counted()
         self.results: dict[SharingLinear, Tensor] = {}
         self.modes: tuple[object, ...] = ()  # under which they were made
         self.last = ""  # what the last call of `take` did
@@ -85,8 +86,7 @@ class SharedGather:
         if self.gather is not None and self.gather.done:
             self.last = "torch's own: x has been gathered for another reader"
             return None
-        together = [each for each in self.children if self.index not in each.passed_over and each not in self.called]
-        together = [linear] if again else [linear, *together]
+        together = [linear] if again else [linear, *self._others()]
         mesh = self.x.device_mesh
         for each in together:
             why = why_not_sharded(each, mesh, 0)
@@ -96,6 +96,11 @@ class SharedGather:
         self.modes = _modes(self.x)
         self.results |= zip(together, self._run(together), strict=True)
         return self.results.pop(linear)
+
+    def _others(self) -> list[SharingLinear]:
+        """The layers that are expected to be called with x, too."""
+        others = [each for each in self.children if each not in self.called]
+        return [each for each in others if not self.by_experience or self.index not in each.passed_over]
 
     def _run(self, linears: Sequence[SharingLinear]) -> list[Tensor]:
         mesh, x = self.x.device_mesh, self.x.to_local()
@@ -109,7 +114,7 @@ class SharedGather:
 
     def end(self, learn: bool) -> None:
         """``learn``: expect in the next call of the module what was done in this one."""
-        for each in self.children if learn else ():
+        for each in self.children if learn and self.by_experience else ():
             if (each in self.called) == (self.index in each.passed_over):
                 each.passed_over = each.passed_over ^ {self.index}
         self.results, self.children = {}, ()
@@ -118,6 +123,12 @@ class SharedGather:
 
 def shared_gather_of(x: object) -> SharedGather | None:
     return None if torch.compiler.is_compiling() else getattr(x, _ATTRIBUTE, None)
+
+
+def _saved_tensors_are_counted() -> bool:
+    """Whether checkpointing may run the module again in the backward, and then compares what is saved with what was
+    saved here: layers must share an op then as they do now, whatever is learned in between."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _modes(x: Tensor) -> tuple[object, ...]:

@@ -1,0 +1,325 @@
+"""What composes with the styles: losses, norms, gradients and weights of a small Llama equal those of one process.
+
+Stock styles are held to the same figures, so that a case says whether torch or this package is at fault.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.tensor.parallel as torch_parallel
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fusedcomm.parallel
+from fusedcomm.parallel.sharded_linear import RowwiseLinear
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.small_llama import (
+    Attention,
+    Block,
+    FeedForward,
+    Llama,
+    agree,
+    batch_of,
+    by_ops,
+    difference,
+    llama,
+    loss_of,
+    parallelize,
+    plain,
+    train,
+    whole,
+)
+from tests.helpers.spies import Dispatched
+from tests.helpers.thorough import thorough_but
+
+CLOSE = 1e-6  # relative; float32 has 1.2e-7, and torch's own styles are 6e-7 away
+non_reentrant = functools.partial(checkpoint, use_reentrant=False)
+
+Change = Callable[[Llama], dict[str, Any]]  # makes a change to the model, and returns arguments of `train`
+
+
+def called_through(function: Callable[..., Tensor]) -> Change:
+    def change(model: Llama) -> dict[str, Any]:
+        model.around = function
+        return {}
+
+    return change
+
+
+def wrapped(*kinds: type[nn.Module]) -> Change:
+    def change(model: Llama) -> dict[str, Any]:
+        apply_activation_checkpointing(model, checkpoint_wrapper, lambda module: isinstance(module, kinds))
+        return {}
+
+    return change
+
+
+def save_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op.namespace == "fusedcomm" or op is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+selective = functools.partial(create_selective_checkpoint_contexts, save_matmuls)
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda model: {},
+    "microbatches": lambda model: {"pieces": 2},
+    "checkpoint": called_through(non_reentrant),
+    "checkpoint-no-early-stop": called_through(functools.partial(non_reentrant, early_stop=False)),
+    "checkpoint-reentrant": called_through(functools.partial(checkpoint, use_reentrant=True)),
+    "checkpoint-selective": called_through(functools.partial(non_reentrant, context_fn=selective)),
+    "checkpoint-wrapper": wrapped(Block),
+    "checkpoint-wrapper-of-parts": wrapped(Attention, FeedForward),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", thorough_but(["nothing", "checkpoint"], CHANGES))
+def test_training(rank: int, name: str) -> None:
+    model = parallelize(llama(), init_device_mesh("cpu", (2,)))
+    run = train(model, **CHANGES[name](model))
+    assert difference(run, plain()) <= CLOSE
+    agree(run)
+    assert by_ops(model)
+
+
+def own_part(linear: RowwiseLinear) -> Tensor | None:
+    return linear.bias.to_local() if isinstance(linear.bias, DTensor) else None
+
+
+@on_ranks(2)
+def test_the_comparison_finds_a_partial_gradient(rank: int) -> None:
+    """The control of all tests here: one gradient of one layer lacks its sum over ranks."""
+    model = parallelize(llama(), init_device_mesh("cpu", (2,)))
+    with mock.patch.object(RowwiseLinear, "_bias_of_part", own_part):
+        run = train(model, steps=range(1))
+    assert difference(run, plain(steps=1)) > 1000 * CLOSE
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_wrapped_linears_do_not_share(rank: int) -> None:
+    """PrepareModuleInput sees wrappers in place of the layers: torch's own path, and the reason."""
+    model = parallelize(llama(), init_device_mesh("cpu", (2,)))
+    wrapped(nn.Linear)(model)
+    assert difference(train(model), plain()) <= CLOSE
+    reasons = {name: ran for name, ran in fusedcomm.parallel.explain(model).items() if ran.startswith("torch's")}
+    assert len(reasons) == 10
+    assert all("placed as (Replicate(),)" in why for why in reasons.values())
+
+
+def adamw(**options: Any) -> Any:
+    """With an eps that keeps an update from being the sign of what rounding left of a gradient."""
+    return functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, **options)
+
+
+OPTIMIZERS = {
+    "adamw-foreach": adamw(foreach=True),
+    "adamw-fused": adamw(fused=True),
+    "adamw-one-by-one": adamw(foreach=False),
+    "sgd-foreach": functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9, foreach=True),
+}
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(rank: int, name: str) -> None:
+    make = OPTIMIZERS[name]
+    model = parallelize(llama(), init_device_mesh("cpu", (2,)))
+    assert difference(train(model, optimizer=make(model.parameters())), plain(make)) <= CLOSE
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_autocast(rank: int) -> None:
+    """Each gradient is at most twice as far from float64's as those of one process under autocast."""
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    exact = train(llama(torch.float64), steps=range(1))
+    model = parallelize(llama(), init_device_mesh("cpu", (2,)))
+    ours = train(model, steps=range(1), around_forward=autocast)
+    assert by_ops(model)
+    one = train(llama(), steps=range(1), around_forward=autocast)
+    for name, want in exact.gradients.items():
+        error, error_of_one = ((run.gradients[name] - want).norm() for run in (ours, one))
+        assert error <= 2 * error_of_one, name
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_float64(rank: int) -> None:
+    model = parallelize(llama(torch.float64), init_device_mesh("cpu", (2,)))
+    assert difference(train(model), train(llama(torch.float64))) <= 1e-14
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(rank: int, mode: Any) -> None:
+    model = parallelize(llama(), init_device_mesh("cpu", (2,))).eval()
+    with mode():
+        loss = loss_of(model, batch_of(0))
+    assert loss.item() == pytest.approx(plain().losses[0], rel=CLOSE)
+    assert by_ops(model)
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_frozen_parameters(rank: int) -> None:
+    """Adapters, as they are: a few parameters in the middle have gradients."""
+    trained = ("layers.0.attention.wk.weight", "layers.0.feed_forward.w2.bias", "layers.1.feed_forward.w3.weight")
+    model = parallelize(llama(), init_device_mesh("cpu", (2,)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    loss_of(model, batch_of(0)).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == set(trained)
+    for name, grad in found.items():
+        want = plain().gradients[name]
+        assert (whole(grad) - want).norm() <= CLOSE * want.norm()
+
+
+# --- copies ---
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after_a_step", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_deepcopy(rank: int, after_a_step: bool) -> None:
+    model = parallelize(llama(), init_device_mesh("cpu", (2,)))
+    if after_a_step:
+        loss_of(model, batch_of(0)).backward()
+        model.zero_grad()
+    copied = copy.deepcopy(model)
+    assert difference(train(copied), plain()) <= CLOSE
+    assert by_ops(copied)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter), llama().get_parameter(name)), "the copy shares memory"
+
+
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for step in range(2):
+        train(model, steps=range(step, step + 1))
+        average.update_parameters(model)
+    return {name: whole(p) for name, p in average.module.named_parameters()}
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_average_of_weights(rank: int) -> None:
+    found = averaged(parallelize(llama(), init_device_mesh("cpu", (2,))))
+    for name, want in averaged(llama()).items():
+        assert (found[name] - want).norm() <= CLOSE * want.norm()
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_functional_call(rank: int) -> None:
+    model = parallelize(llama(), init_device_mesh("cpu", (2,)))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    tokens = batch_of(0)[:, :-1]
+    found = torch.func.functional_call(model, parameters, (tokens,))
+    torch.testing.assert_close(found, llama()(tokens))
+
+
+# --- initialisation on the meta device ---
+
+
+def reset(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+@on_ranks(2)
+def test_meta_device(rank: int) -> None:
+    """Parameters get memory only as shards; what initialises them draws what it draws under torch's own styles."""
+    found = []
+    mesh = init_device_mesh("cpu", (2,))
+    for styles in (torch_parallel, fusedcomm.parallel):
+        with torch.device("meta"):
+            model = Llama()
+        parallelize(model, mesh, styles)
+        assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
+        model.to_empty(device="cpu")
+        reset(model, seed=3)
+        found.append({name: whole(p) for name, p in model.named_parameters()})
+    for name, parameter in found[0].items():
+        assert torch.equal(parameter, found[1][name]), name
+        assert parameter.isfinite().all() and parameter.any()
+
+
+# --- what is shared where a layer is left out ---
+
+
+class LeavesOut(nn.Module):
+    """k is not called until ``uses_k``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.uses_k = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x) + self.v(x)
+        return y + self.k(x) if self.uses_k else y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [Shard(0), Replicate()], ids=str)
+def test_checkpoint_of_a_module_that_leaves_a_layer_out(rank: int, layout: Any) -> None:
+    """The recomputation saves what the forward saved, though the module has ended in between, and has learned."""
+    x = torch.arange(64.0).view(8, 8).sin()
+    mesh, modules = init_device_mesh("cpu", (2,)), []
+    for styles in (torch_parallel, fusedcomm.parallel):
+        torch.manual_seed(0)
+        module = LeavesOut()
+        prepare = styles.PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=(Replicate(),))
+        styles.parallelize_module(module, mesh, {"": prepare, **{name: styles.ColwiseParallel() for name in "qkv"}})
+        modules.append(module)
+    mine = x.chunk(2)[rank] if layout == Shard(0) else x
+    for uses_k in (False, False, True, True, False):
+        gradients = []
+        for module in modules:
+            module.uses_k = uses_k
+            module.zero_grad()
+            y = non_reentrant(module, mine.clone().requires_grad_())
+            y.square().sum().backward()
+            gradients.append({name: p.grad for name, p in module.named_parameters()})
+        assert (gradients[0]["k.weight"] is None) == (not uses_k)
+        for name, want in gradients[0].items():
+            found = gradients[1][name]
+            assert (found is None) == (want is None), name
+            if want is not None:
+                torch.testing.assert_close(whole(found), whole(want))
+
+
+@on_ranks(2)
+def test_what_shares_an_op_under_checkpointing_is_learned_elsewhere(rank: int) -> None:
+    """Without checkpointing the second call leaves k out; its weight is then in no op."""
+    styles = fusedcomm.parallel
+    prepare = styles.PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
+    module = LeavesOut()
+    layers = {name: styles.ColwiseParallel() for name in "qkv"}
+    styles.parallelize_module(module, init_device_mesh("cpu", (2,)), {"": prepare, **layers})
+    x = torch.ones(4, 8, requires_grad=True)
+    for call, shared in ((non_reentrant, 3), (lambda m, x: m(x), 3), (lambda m, x: m(x), 2), (non_reentrant, 3)):
+        with Dispatched() as spy:
+            call(module, x)
+        assert spy.names("fusedcomm") == ["all_gather_matmul"]
+        assert styles.explain(module)["q"] == f"all_gather_matmul, shared by {shared} layers"
