@@ -93,7 +93,7 @@ def parallelize(model: nn.Sequential, mesh: DeviceMesh, compiled: bool) -> None:
         "mlp.down": row,
     }
     parallelize_module(model, mesh["tensor"], {"0": embedding, str(LAYERS + 1): head})
-    for block in model[1:-1]:
+    for block in list(model)[1:-1]:
         parallelize_module(block, mesh["tensor"], plan)
         if compiled:
             block.compile(fullgraph=True)

@@ -37,6 +37,8 @@ def changed() -> str | None:
             layouts = getattr(made, attribute, None)
             if not isinstance(layouts, tuple) or len(layouts) != 1:
                 return f"{style}.{attribute} of one placement"
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        return "_top_saved_tensors_default_hooks"
     return None
 
 

@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fusedcomm.parallel
-from fusedcomm.parallel.sharded_linear import RowwiseLinear
+from fusedcomm.parallel import sharded_linear
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.small_llama import (
     Attention,
@@ -97,15 +97,15 @@ def test_training(rank: int, name: str) -> None:
     assert by_ops(model)
 
 
-def own_part(linear: RowwiseLinear) -> Tensor | None:
-    return linear.bias.to_local() if isinstance(linear.bias, DTensor) else None
+def own_part(bias: Tensor | None) -> Tensor | None:
+    return bias.to_local() if isinstance(bias, DTensor) else bias
 
 
 @on_ranks(2)
 def test_the_comparison_finds_a_partial_gradient(rank: int) -> None:
     """The control of all tests here: one gradient of one layer lacks its sum over ranks."""
     model = parallelize(llama(), init_device_mesh("cpu", (2,)))
-    with mock.patch.object(RowwiseLinear, "_bias_of_part", own_part):
+    with mock.patch.object(sharded_linear, "bias_of_part", own_part):
         run = train(model, steps=range(1))
     assert difference(run, plain(steps=1)) > 1000 * CLOSE
 
@@ -117,7 +117,7 @@ def test_wrapped_linears_do_not_share(rank: int) -> None:
     model = parallelize(llama(), init_device_mesh("cpu", (2,)))
     wrapped(nn.Linear)(model)
     assert difference(train(model), plain()) <= CLOSE
-    reasons = {name: ran for name, ran in fusedcomm.parallel.explain(model).items() if ran.startswith("torch's")}
+    reasons = {name: ran for name, ran in fusedcomm.parallel.explain_layers(model).items() if ran.startswith("torch's")}
     assert len(reasons) == 10
     assert all("placed as (Replicate(),)" in why for why in reasons.values())
 
@@ -322,4 +322,4 @@ def test_what_shares_an_op_under_checkpointing_is_learned_elsewhere(rank: int) -
         with Dispatched() as spy:
             call(module, x)
         assert spy.names("fusedcomm") == ["all_gather_matmul"]
-        assert styles.explain(module)["q"] == f"all_gather_matmul, shared by {shared} layers"
+        assert styles.explain_layers(module)["q"] == f"all_gather_matmul, shared by {shared} layers"

@@ -123,7 +123,7 @@ def test_fully_shard_of_single_linears(rank: int) -> None:
         run = train(shard(model, data), data=data)
         assert difference(run, plain()) <= CLOSE
         agree(run)
-        ran = fusedcomm.parallel.explain(model)
+        ran = fusedcomm.parallel.explain_layers(model)
         stock = {name for name, why in ran.items() if why.startswith("torch's own: x is placed as (Replicate(),)")}
         assert {name.rpartition(".")[2] for name in stock} == {"wq", "wk", "wv", "w1", "w3"}
         assert {why for name, why in ran.items() if name not in stock} == {"matmul_reduce_scatter", "all_gather_matmul"}
