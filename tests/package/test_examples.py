@@ -38,7 +38,7 @@ def torchrun(name: str, world_size: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_examples_are_there() -> None:
-    assert EXAMPLES == ["tensor_parallel_mlp", "ulysses_attention"]
+    assert EXAMPLES == ["tensor_parallel_mlp", "train_tp", "ulysses_attention"]
 
 
 @pytest.mark.parametrize("name", thorough_but(["ulysses_attention"], EXAMPLES))
