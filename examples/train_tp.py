@@ -141,8 +141,8 @@ def main() -> None:
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folder)
     for step in range(STEPS):
-        # A second model, of other parameters, goes on with what the checkpoint has. It cannot be a compiled one: on a CPU
-        # a second one under FSDP2 crashes in its first kernel (torch 2.13, with torch's own styles too).
+        # A second model, of other parameters, goes on with what the checkpoint has. It cannot be a compiled one: on a
+        # CPU a second one under FSDP2 crashes in its first kernel (torch 2.13, with torch's own styles too).
         if step == 0 or (step == RESUME_AT and not compiled):
             model = model_of(step, device)
             parallelize(model, mesh, compiled)

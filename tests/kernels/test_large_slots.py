@@ -1,6 +1,6 @@
 """Rounds with the largest slots that a workspace has, and results of many more elements, in Triton's interpreter.
 
-Of billions of elements some tiles are computed: the first ones, and the last. A 32-bit sum, difference or product that
+Some tiles of billions of elements are computed: the first ones, and the last. A 32-bit sum, difference or product that
 wraps is an error, as is a value in the wrong place: the tensors begin as zeros, and 2^31 more elements lie before them.
 """
 
@@ -251,7 +251,7 @@ def test_an_unpack_writes_short_runs_where_they_belong() -> None:
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_result_that_may_be_wrong_is_poisoned_to_its_end(failed: bool) -> None:
-    """Of the blocks of one program the first and the last run."""
+    """The first and the last block of one program run."""
     from fusedcomm.kernels.triton import handshake
 
     def first_and_last_block(start: int, end: Tensor, step: int) -> list[int]:
