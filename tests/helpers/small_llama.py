@@ -128,7 +128,8 @@ def shard(model: Llama, mesh: DeviceMesh, **options: Any) -> Llama:
     """FSDP2 of each block, and of what is left."""
     for block in model.layers:
         fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
 
 
 def batch_of(step: int) -> Tensor:
