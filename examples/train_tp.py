@@ -93,7 +93,7 @@ def parallelize(model: nn.Sequential, mesh: DeviceMesh, compiled: bool) -> None:
         "mlp.down": row,
     }
     parallelize_module(model, mesh["tensor"], {"0": embedding, str(LAYERS + 1): head})
-    for block in list(model)[1:-1]:
+    for block in list(model.children())[1:-1]:
         parallelize_module(block, mesh["tensor"], plan)
         if compiled:
             block.compile(fullgraph=True)
@@ -141,8 +141,8 @@ def main() -> None:
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folder)
     for step in range(STEPS):
-        # A second model, of other parameters, goes on with what the checkpoint has. It cannot be a compiled one: on a
-        # CPU a second one under FSDP2 crashes in its first kernel (torch 2.13, with torch's own styles too).
+        # A second model, of other parameters, goes on with what the checkpoint has. Under FSDP2 a second compiled one
+        # crashes on a CPU (torch 2.13, with torch's own styles too), so the first goes on.
         if step == 0 or (step == RESUME_AT and not compiled):
             model = model_of(step, device)
             parallelize(model, mesh, compiled)

@@ -34,7 +34,7 @@ from tests.helpers.small_llama import Llama, difference, llama, meshes, parallel
 
 CLOSE = 1e-6  # relative; float32 has 1.2e-7, and torch's own styles are 6e-7 away
 STYLES = {"torch": torch_parallel, "ours": fusedcomm.parallel}
-STEPS = 3  # the first one is before the checkpoint
+STEPS = 3  # the first is before the checkpoint
 
 
 class Saved:
