@@ -40,6 +40,11 @@ def why_not_sharded(linear: nn.Linear, mesh: DeviceMesh, dim: int) -> str | None
     return why_uneven(("out_features", "in_features")[dim], weight.shape[dim], mesh)
 
 
+def why_elsewhere(x: Tensor, mesh: DeviceMesh) -> str | None:
+    """Why x does not lie on the ranks of ``mesh``, as a plain tensor does, or None."""
+    return f"x lies on {x.device_mesh}" if isinstance(x, DTensor) and x.device_mesh != mesh else None
+
+
 def why_uneven(name: str, size: int, mesh: DeviceMesh) -> str | None:
     return f"{name} must be divisible by {mesh.size()}, got {size}" if size % mesh.size() else None
 

@@ -24,6 +24,7 @@ from fusedcomm.parallel.layouts import (
     normalized,
     shards,
     token_dim,
+    why_elsewhere,
     why_not_sharded,
     why_uneven,
 )
@@ -113,6 +114,7 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
             self._note("matmul_all_reduce in the backward, as all ranks hold x")
             return linears_of_replicated("parallel.ColwiseParallel", x, [weight], [bias], mesh)[0]
         laid_out = annotated(x, mesh, self.input_layouts)
+        why = why or why_elsewhere(laid_out, mesh)
         gather_dim = token_dim(laid_out.placements[0], x.ndim)
         if gather_dim is None:
             why = why or f"x is placed as {laid_out.placements}, where no tokens are to be gathered"
@@ -161,7 +163,7 @@ class RowwiseLinear(ShardedLinear):
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """What this rank keeps of the sum, or None where no op makes it."""
         (placement,) = self.output_layouts
-        scatter_dim, why = token_dim(placement, x.ndim), why_not_sharded(self, mesh, 1)
+        scatter_dim, why = token_dim(placement, x.ndim), why_not_sharded(self, mesh, 1) or why_elsewhere(x, mesh)
         if why is None and x.ndim < 2:
             why = "x has a single dim"
         elif why is None and scatter_dim is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import torch
@@ -74,7 +73,9 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not as_expected():
             return super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(functools.partial(self._before, device_mesh), with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: self._before(device_mesh, module, args, kwargs), with_kwargs=True
+        )
         module.register_forward_hook(_after, with_kwargs=True, always_call=True)
         return module
 

@@ -136,6 +136,19 @@ def test_what_cannot_be_cut_evenly(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel"])
+def test_an_x_on_another_mesh_is_refused(rank: int, style: str) -> None:
+    """The first placement of x is that of another dim: an op would gather or reduce over the wrong ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("other_data", "other_tensor"))
+    layout = Shard(0)
+    x = DTensor.from_local(torch.ones(4, K), mesh, [layout, Replicate()])
+    for styles in (torch_parallel, our_parallel):
+        linear = styled(styles, Case(style, layout, layout), mesh["other_tensor"])
+        with pytest.raises((RuntimeError, ValueError), match=r"mesh|placements"):
+            linear(x)
+
+
+@on_ranks(2)
 def test_other_modules_are_torch_s_matter(rank: int) -> None:
     """An embedding, and a subclass of nn.Linear whose forward may do anything."""
 
