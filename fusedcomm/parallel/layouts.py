@@ -28,6 +28,13 @@ def token_dim(placement: Placement, ndim: int) -> int | None:
     return placement.dim % ndim
 
 
+def mesh_of_weight(linear: nn.Linear) -> DeviceMesh:
+    weight = linear.weight
+    if not isinstance(weight, DTensor):
+        raise TypeError(f"weight must be the DTensor that the style has made, got a {type(weight).__name__}")
+    return weight.device_mesh
+
+
 def why_not_sharded(linear: nn.Linear, mesh: DeviceMesh, dim: int) -> str | None:
     """Why ``linear.weight`` does not lie in equal shards along ``dim`` on the 1-D ``mesh``, or None."""
     weight = linear.weight
@@ -40,6 +47,13 @@ def why_not_sharded(linear: nn.Linear, mesh: DeviceMesh, dim: int) -> str | None
     return why_uneven(("out_features", "in_features")[dim], weight.shape[dim], mesh)
 
 
+def why_no_rows(x: Tensor) -> str | None:
+    """Why x is no tensor that the ops take, or None."""
+    if x.ndim < 2:
+        return f"x has {x.ndim} dims"
+    return None if x.is_floating_point() else f"x has dtype {x.dtype}"
+
+
 def why_elsewhere(x: Tensor, mesh: DeviceMesh) -> str | None:
     """Why x does not lie on the ranks of ``mesh``, as a plain tensor does, or None."""
     return f"x lies on {x.device_mesh}" if isinstance(x, DTensor) and x.device_mesh != mesh else None
@@ -50,7 +64,7 @@ def why_uneven(name: str, size: int, mesh: DeviceMesh) -> str | None:
 
 
 def shards(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """This rank's parts of the weight and of the bias; `torch.func.functional_call` may have put plain ones there."""
+    """This rank's parts of the weight and of the bias; `torch.func.functional_call` may have put a plain one there."""
     weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (linear.weight, linear.bias))
     return weight, bias
 

@@ -71,4 +71,4 @@ def _autocast(*tensors: Tensor | None) -> list[Any]:
     if not torch.is_autocast_enabled(device_type):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
-    return [None if t is None else t.to(dtype) for t in tensors]
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]

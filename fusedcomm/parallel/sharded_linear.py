@@ -21,10 +21,12 @@ from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.parallel.layouts import (
     annotated,
     bias_of_part,
+    mesh_of_weight,
     normalized,
     shards,
     token_dim,
     why_elsewhere,
+    why_no_rows,
     why_not_sharded,
     why_uneven,
 )
@@ -49,6 +51,7 @@ class ShardedLinear(nn.Linear):
         assert isinstance(linear, cls)
         linear.input_layouts, linear.output_layouts = style.input_layouts, style.output_layouts
         linear.use_local_output = style.use_local_output
+        linear._distribute_module_applied = True  # type: ignore[assignment] # torch refuses another style for it
         return linear
 
     def extra_repr(self) -> str:
@@ -91,9 +94,7 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out_features] for x [..., in_features]. Raises the errors of the ops, and of DTensors."""
-        if not isinstance(self.weight, DTensor):
-            return super().forward(x)
-        mesh = self.weight.device_mesh
+        mesh = mesh_of_weight(self)
         y = self._by_op(x, mesh)
         if y is None:
             x = annotated(x, mesh, self.input_layouts)
@@ -104,7 +105,7 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
 
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """This rank's columns, or None where no op makes them."""
-        why = why_not_sharded(self, mesh, 0)
+        why = why_not_sharded(self, mesh, 0) or why_no_rows(x)
         if why is None and (shared := shared_gather_of(x)) is not None:
             y = shared.take(self)
             self._note(shared.last)
@@ -148,9 +149,7 @@ class RowwiseLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out_features] for x [..., in_features]. Raises the errors of the ops, and of DTensors."""
-        if not isinstance(self.weight, DTensor):
-            return super().forward(x)
-        mesh, features = self.weight.device_mesh, (Shard(x.ndim - 1),)
+        mesh, features = mesh_of_weight(self), (Shard(x.ndim - 1),)
         if isinstance(x, DTensor) or normalized(self.input_layouts, x.ndim) != features:
             x = annotated(x, mesh, self.input_layouts)
             if x.placements != features:
@@ -163,10 +162,9 @@ class RowwiseLinear(ShardedLinear):
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """What this rank keeps of the sum, or None where no op makes it."""
         (placement,) = self.output_layouts
-        scatter_dim, why = token_dim(placement, x.ndim), why_not_sharded(self, mesh, 1) or why_elsewhere(x, mesh)
-        if why is None and x.ndim < 2:
-            why = "x has a single dim"
-        elif why is None and scatter_dim is not None:
+        scatter_dim = token_dim(placement, x.ndim)
+        why = why_not_sharded(self, mesh, 1) or why_elsewhere(x, mesh) or why_no_rows(x)
+        if why is None and scatter_dim is not None:
             why = why_uneven(f"the size of x's dim {scatter_dim}", x.shape[scatter_dim], mesh)
         elif why is None and not isinstance(placement, Replicate):
             why = f"the result is placed as {placement!r}"

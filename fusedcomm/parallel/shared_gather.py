@@ -8,6 +8,7 @@ returns. A layer that was not called with x is left out of the next call, but no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Offers:
 
     def offer(self, x: Tensor, mesh: DeviceMesh, layout: Placement, desired_layout: Placement | None) -> DTensor | None:
         """x as `PrepareModuleInput` is to make it, if layers may share an op that takes it."""
-        if not self.children or desired_layout != Replicate():
+        if not self.children or desired_layout != Replicate() or not x.is_floating_point() or x.ndim < 2:
             return None
         gather_dim = None
         if layout != Replicate():
@@ -67,9 +68,9 @@ class SharedGather:
     def __init__(self, x: DTensor, gather_dim: int | None, children: Sequence[SharingLinear], index: int) -> None:
         self.x, self.gather_dim, self.children, self.index = x, gather_dim, children, index
         self.called: set[SharingLinear] = set()
-        self.by_experience = not _saved_tensors_are_counted()
-        self.results: dict[SharingLinear, Tensor] = {}
-        self.modes: tuple[object, ...] = ()  # under which they were made
+        self.saving = _saving_hooks()
+        self.by_experience = self.saving is None
+        self.results: dict[SharingLinear, _Result] = {}
         self.last = ""  # what the last call of `take` did
         self.offered: DTensor = x
         self.gather: Gather | None = None
@@ -81,21 +82,32 @@ class SharedGather:
         """This rank's columns of ``linear``'s result; None where the layers cannot share an op, so that x is read."""
         again = linear in self.called
         self.called.add(linear)
-        if linear in self.results and self.modes == _modes(self.x):
-            return self.results.pop(linear)
-        if self.gather is not None and self.gather.done:
-            self.last = "torch's own: x has been gathered for another reader"
-            return None
+        result = self.results.pop(linear, None)
+        if result is not None and result.holds(linear, self.offered):
+            return result.y
         together = [linear] if again else [linear, *self._others()]
-        mesh = self.x.device_mesh
+        why = self._why_not_by_op(linear, together)
+        if why is not None:
+            self.last = f"torch's own: {why}"
+            return None
+        made = [_Result.of(each, self.offered, y) for each, y in zip(together, self._run(together), strict=True)]
+        self.results |= zip(together, made, strict=True)
+        return self.results.pop(linear).y
+
+    def _why_not_by_op(self, linear: SharingLinear, together: Sequence[SharingLinear]) -> str | None:
+        if self.gather is not None:
+            if self.gather.done:
+                return "x has been gathered for another reader"
+            if self.offered._backward_hooks or self.offered.retains_grad:
+                return "the gradient of x is read"
+        if _saving_hooks() != self.saving:  # a recomputation comes after this x, and finds it gathered
+            return "x is used in a checkpoint inside the module"
         for each in together:
-            why = why_not_sharded(each, mesh, 0)
-            if why is not None:
-                self.last = f"torch's own: it shares x with a layer for which {why}"
-                return None
-        self.modes = _modes(self.x)
-        self.results |= zip(together, self._run(together), strict=True)
-        return self.results.pop(linear)
+            if each is not linear and each._forward_pre_hooks:
+                return "it shares x with a layer that has forward pre-hooks, which may change its weight"
+            if why := why_not_sharded(each, self.x.device_mesh, 0):
+                return f"it shares x with a layer for which {why}"
+        return None
 
     def _others(self) -> list[SharingLinear]:
         """The layers that are expected to be called with x, too."""
@@ -125,14 +137,32 @@ def shared_gather_of(x: object) -> SharedGather | None:
     return None if torch.compiler.is_compiling() else getattr(x, _ATTRIBUTE, None)
 
 
-def _saved_tensors_are_counted() -> bool:
-    """Whether checkpointing may run the module again in the backward, and then compares what is saved with what was
-    saved here: layers must share an op then as they do now, whatever is learned in between."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+class _Result(NamedTuple):
+    """What was made for a layer before it was called, and of what."""
+
+    y: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    state: tuple[object, ...]
+
+    @classmethod
+    def of(cls, linear: SharingLinear, x: Tensor, y: Tensor) -> _Result:
+        return cls(y, linear.weight, linear.bias, _state(linear, x))
+
+    def holds(self, linear: SharingLinear, x: Tensor) -> bool:
+        """Whether the call of ``linear`` would give it."""
+        return self.weight is linear.weight and self.bias is linear.bias and self.state == _state(linear, x)
 
 
-def _modes(x: Tensor) -> tuple[object, ...]:
-    """What a result depends on besides x and the parameters."""
+def _state(linear: SharingLinear, x: Tensor) -> tuple[object, ...]:
+    """What a result depends on besides the tensors themselves: writes to them, and modes."""
+    versions = [None if t is None or t.is_inference() else t._version for t in (x, linear.weight, linear.bias)]
     device_type = x.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    return *versions, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+
+
+def _saving_hooks() -> Any:
+    """Those of checkpointing, which may run the module again in the backward, and then compares what is saved with what
+    was saved here: layers must share an op then as they do now, whatever is learned in between."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm.parallel as our_parallel
@@ -230,6 +231,84 @@ def test_under_a_checkpoint_autocast_and_in_copies(rank: int) -> None:
     assert found[0].dtype == torch.bfloat16
     for each, want in zip(found, wants, strict=True):
         torch.testing.assert_close(each, want, rtol=2e-2, atol=2e-2)
+
+
+def pair(m: Attention, x: Tensor) -> Tensor:
+    return torch.cat([m.q(x), m.k(x)], -1)
+
+
+def again_with_gradient(m: Attention, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        q = m.q(x)
+    return torch.cat([q, m.q(x), m.k(x), m.v(x)], -1)
+
+
+def a_weight_is_written(m: Attention, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        q = m.q(x)
+        m.k.weight.mul_(2)
+    return torch.cat([q, m.k(x), m.v(x)], -1)
+
+
+def x_is_written(m: Attention, x: Tensor) -> Tensor:
+    q, x = m.q(x), x.mul_(2)
+    return torch.cat([q, m.k(x), m.v(x)], -1)
+
+
+def a_gradient_is_scaled(m: Attention, x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: 10 * grad)
+    return each_once(m, x)
+
+
+def part_in_a_checkpoint(m: Attention, x: Tensor) -> Tensor:
+    return torch.cat([checkpoint(m.q, x, use_reentrant=False), m.k(x), m.v(x)], -1)
+
+
+def all_in_a_checkpoint(m: Attention, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: each_once(m, x), x, use_reentrant=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize(
+    "use",
+    [again_with_gradient, a_weight_is_written, a_gradient_is_scaled, part_in_a_checkpoint, all_in_a_checkpoint],
+    ids=lambda use: use.__name__,
+)
+def test_what_comes_between_the_layers(rank: int, use: Callable[..., Tensor], layout: Any) -> None:
+    """What was made ahead for a layer is no result once its call would give another."""
+    stock, ours = (attention(styles, use, layout) for styles in (torch_parallel, our_parallel))
+    for _ in range(2):
+        wants, _ = step(stock, inputs(rank, sharded=layout == Shard(1)), stock)
+        found, _ = step(ours, inputs(rank, sharded=layout == Shard(1)), ours)
+        assert_close(found, wants)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [Shard(1), Replicate()], ids=str)
+def test_an_x_that_the_module_writes(rank: int, layout: Any) -> None:
+    stock, ours = (attention(styles, x_is_written, layout) for styles in (torch_parallel, our_parallel))
+    with torch.no_grad():
+        want, found = (module(*inputs(rank, sharded=layout == Shard(1))) for module in (stock, ours))
+    torch.testing.assert_close(found, want, **CLOSE)
+
+
+@on_ranks(2)
+def test_a_hook_that_makes_a_weight(rank: int) -> None:
+    """torch.nn.utils.prune has such hooks: before each call of the layer its weight is another tensor."""
+    results = []
+    for styles in (torch_parallel, our_parallel):
+        module = attention(styles, pair)
+        prune.identity(module.k, "weight")
+        optimizer, losses = torch.optim.SGD(module.parameters(), 0.1, foreach=False), []
+        for _ in range(3):
+            y = module(*inputs(rank))
+            y.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(y.sum().item())
+        results.append(torch.tensor(losses))
+    torch.testing.assert_close(results[1], results[0], **CLOSE)
 
 
 @on_ranks(2)
