@@ -97,26 +97,28 @@ def gather_matmul(
     matmuls = [] if own else [GatheredMatmul(*each, call.exchange) for each in zip(outs, ws, biases, strict=True)]
     with _kernels(call):
         for spans in _rounds(call, x):
-            if by_copy:
-                _copy(x, Round(workspace, workspace.epoch + 1, spans, x.dtype, call.op, fingerprint), own)
-            else:
-                with _beside(workspace), lane("push"):
-                    kernel_launch.pack(x, spans.pack, workspace, fingerprint, own=own)
-                if workspace.device.type == "cuda":  # all of pack has its SMs before a matmul takes the rest
-                    signals.wait_source(workspace.rank, workspace, fingerprint)
-            if not own:
-                _multiply_own(matmuls, x, spans, workspace.rank, gathered)
-            for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
-                last = gathered is None and i == len(outs) - 1
-                with lane("matmul"):
-                    kernel_launch.gather_matmul(
-                        out, w, bias, spans, workspace, fingerprint, end_round=last, all_sms=by_copy, own=own
-                    )
-            if gathered is not None:
-                with lane("copy"):
-                    kernel_launch.unpack(gathered, spans.unpack, workspace, fingerprint, own=own)
-            if workspace.device.type == "cuda":  # the next round counts copies in the same words, or x may be freed
-                torch.cuda.current_stream(workspace.device).wait_stream(workspace.side_stream())
+            try:
+                if by_copy:
+                    _copy(x, Round(workspace, workspace.epoch + 1, spans, x.dtype, call.op, fingerprint), own)
+                else:
+                    with _beside(workspace), lane("push"):
+                        kernel_launch.pack(x, spans.pack, workspace, fingerprint, own=own)
+                    if workspace.device.type == "cuda":  # all of pack has its SMs before a matmul takes the rest
+                        signals.wait_source(workspace.rank, workspace, fingerprint)
+                if not own:
+                    _multiply_own(matmuls, x, spans, workspace.rank, gathered)
+                for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
+                    last = gathered is None and i == len(outs) - 1
+                    with lane("matmul"):
+                        kernel_launch.gather_matmul(
+                            out, w, bias, spans, workspace, fingerprint, end_round=last, all_sms=by_copy, own=own
+                        )
+                if gathered is not None:
+                    with lane("copy"):
+                        kernel_launch.unpack(gathered, spans.unpack, workspace, fingerprint, own=own)
+            finally:
+                if workspace.device.type == "cuda":  # the next round counts copies in the same words, or x may be freed
+                    torch.cuda.current_stream(workspace.device).wait_stream(workspace.side_stream())
             _launched(call)
     return outs, gathered
 
@@ -152,6 +154,11 @@ def _launched(call: Call) -> None:
     workspace.launched(captured=cuda and torch.cuda.is_current_stream_capturing())
     if not cuda:
         workspace.check(call.op)
+
+
+def loads_for_capture(call: Call, itemsize: int) -> bool:
+    """Whether a call has launched all kernels that it has in a graph, where copy engines send nothing."""
+    return not (call.exchange.gathers and _copy_engines_send(call, itemsize))
 
 
 def _copy_engines_send(call: Call, itemsize: int) -> bool:

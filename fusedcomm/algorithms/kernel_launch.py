@@ -127,6 +127,8 @@ def gather_matmul(
         if end_round:
             wait(workspace, fingerprint)
         return
+    if not own:  # after a failure the kernel counts this rank's tiles too
+        assert tiles.num_tiles(config, shape) * workspace.group_size <= _MOST_TILES
     from fusedcomm.kernels.triton.gather_matmul import gather_matmul_kernel
 
     even_k = spans.columns.inner % config.block_k == 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedcomm.algorithms import planner
+from fusedcomm.algorithms import fused, planner
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_out
@@ -78,7 +78,7 @@ def run(
                 if record.workspace is not None:
                     call = Call(op, fingerprint, exchange, record.workspace)
                     result = algorithms[name](call, x, w, bias, **options)
-                    if kernels is not None:
+                    if kernels is not None and fused.loads_for_capture(call, x.dtype.itemsize):
                         ours.loaded.add((kernels, record.workspace.slot_bytes))
                     return result
             return unfused()  # without the lock, as gloo's waits may be long

@@ -41,5 +41,9 @@ def test_copy_engines_send_only_what_takes_no_sms(
         shares_gpu=given.get("shares_gpu", False),
         least_copied=given.get("least_copied", MIB),
     )
-    call: Any = SimpleNamespace(workspace=workspace, exchange=SimpleNamespace(sent_run=given["run_bytes"] // 2))
+    exchange = SimpleNamespace(sent_run=given["run_bytes"] // 2, gathers=True)
+    call: Any = SimpleNamespace(workspace=workspace, exchange=exchange)
     assert fused._copy_engines_send(call, 2) == sends
+    assert fused.loads_for_capture(call, 2) != sends  # a graph has the kernel that sends
+    exchange.gathers = False
+    assert fused.loads_for_capture(call, 2)
