@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.view_as.default)  # the second one in inference mode
+
 
 def gathered_when_read(x: DTensor) -> tuple[DTensor, Gather]:
     """``x.redistribute(placements=[Replicate()])`` for x sharded evenly over a 1-D mesh, which communicates once any
@@ -68,7 +70,7 @@ class _WhenRead(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         first = args[0] if args else None
-        if func is torch.ops.aten.view.default and isinstance(first, cls) and not first.source.aliases_read:
+        if func in _VIEWS and isinstance(first, cls) and not first.source.aliases_read:
             return cls(first, first.source)
         args, kwargs = tree_map_only(cls, lambda each: each.source.read(), (args, kwargs or {}))
         return func(*args, **kwargs)

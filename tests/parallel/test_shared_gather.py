@@ -294,6 +294,16 @@ def test_an_x_that_the_module_writes(rank: int, layout: Any) -> None:
 
 
 @on_ranks(2)
+def test_in_inference_mode(rank: int) -> None:
+    """Views come undecomposed there; one of them is made before anybody reads x."""
+    stock, ours = (attention(styles, each_once) for styles in (torch_parallel, our_parallel))
+    with torch.inference_mode(), Dispatched() as spy:
+        want, found = stock(*inputs(rank)), ours(*inputs(rank))
+    torch.testing.assert_close(found, want, **CLOSE)
+    assert spy.names("fusedcomm") == [GATHER]
+
+
+@on_ranks(2)
 def test_a_hook_that_makes_a_weight(rank: int) -> None:
     """torch.nn.utils.prune has such hooks: before each call of the layer its weight is another tensor."""
     results = []
