@@ -48,7 +48,7 @@ def native_extension() -> dict[str, Any]:
 
     extension = CppExtension(
         NAME,
-        sources=[str(FOLDER / "native.cpp"), str(FOLDER / "symmetric_memory.cpp")],
+        sources=[str(source) for source in sorted(FOLDER.glob("*.cpp"))],
         depends=[str(header) for header in sorted(FOLDER.glob("*.h"))],
         define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None)],
         extra_compile_args=["-O2", "-g0", "-Wall", "-fvisibility=hidden"],

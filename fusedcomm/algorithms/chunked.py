@@ -63,8 +63,8 @@ def push_reduce_gather(
                 _push(matmul, round, transport)
                 transport.reduce(round, reduced, bias, scale)
             with workspace.round(call, spans, x.dtype) as round:
-                transport.begin(round)
-                transport.pack(round, reduced)
+                transport.begin(round, out)
+                transport.pack(round, reduced, out)
                 transport.unpack(round, out, own=reduced)
     return out
 
@@ -84,8 +84,8 @@ def gather_matmul(
     max_numel = transport.max_chunk_numel(exchange, x.dtype) if by_round else 0
     with _running(call, transport):
         for round in workspace.rounds(call, x.dtype, max_numel):
-            transport.begin(round)
-            transport.pack(round, x)
+            transport.begin(round, gathered)
+            transport.pack(round, x, gathered)
             if gathered is not None and (by_round or at_end):
                 transport.unpack(round, gathered, own=x)
                 if by_round:
@@ -93,17 +93,14 @@ def gather_matmul(
                     _multiply(matmuls, round, gathered)
                 continue
             for src_rank in round.sources():
-                chunk = _chunk_from(src_rank, round, transport, x)
-                if gathered is not None:
-                    with lane("copy", src_rank):
-                        copy_between(round.spans.unpack.view(gathered.view(-1), 0, src_rank), chunk)
-                for matmul in matmuls:
-                    with lane("matmul", src_rank):
-                        if adds:
-                            part = matmul.part(round.spans, src_rank, chunk, gathered)
-                            matmul.add(round.spans, src_rank, part, first=src_rank == workspace.rank)
-                        else:
-                            matmul.chunk(round.spans, src_rank, chunk)
+                for chunk in _chunk_from(src_rank, round, transport, x, gathered):
+                    for matmul in matmuls:
+                        with lane("matmul", src_rank):
+                            if adds:
+                                part = matmul.part(round.spans, src_rank, chunk, gathered)
+                                matmul.add(round.spans, src_rank, part, first=src_rank == workspace.rank)
+                            else:
+                                matmul.chunk(round.spans, src_rank, chunk)
             transport.finish(round, outs if gathered is None else [*outs, gathered])
     if at_end:
         assert gathered is not None
@@ -125,14 +122,11 @@ def _running(call: Call, transport: Transport) -> Iterator[None]:
 
 
 def _push(matmul: PushedMatmul, round: Round, transport: Transport, out: Tensor | None = None) -> None:
-    """Compute and send every dst_rank's chunk, the next rank's first. ``out``: where the own chunk may go directly."""
-    transport.begin(round)
-    for dst_rank in round.peers():
-        chunk = transport.place(round, dst_rank, out)
+    """Compute and send every dst_rank's chunk, the next rank's first. ``out``: what the chunks are unpacked to."""
+    transport.begin(round, out)
+    for dst_rank, chunk in transport.chunks(round, out):
         with lane("matmul", dst_rank):
             matmul(round.spans, dst_rank, chunk)
-        with lane("push", dst_rank):
-            transport.send(round, dst_rank, chunk)
 
 
 def _multiply(matmuls: Sequence[GatheredMatmul], round: Round, gathered: Tensor) -> None:
@@ -141,9 +135,17 @@ def _multiply(matmuls: Sequence[GatheredMatmul], round: Round, gathered: Tensor)
             matmul.round(round.spans, gathered)
 
 
-def _chunk_from(src_rank: int, round: Round, transport: Transport, x: Tensor) -> Tensor:
-    """What src_rank sends. This rank's own chunk is taken from where it is."""
+def _chunk_from(
+    src_rank: int, round: Round, transport: Transport, x: Tensor, gathered: Tensor | None
+) -> Iterator[Tensor]:
+    """What src_rank sends, once it is in ``gathered`` too. This rank's own chunk is taken from where it is."""
     if src_rank == round.workspace.rank:
-        return round.spans.pack.view(x.view(-1), 0, src_rank)
-    transport.wait(round, src_rank)
-    return round.received(src_rank)
+        arrivals = iter([(round.spans.pack.view(x.view(-1), 0, src_rank), False)])
+    else:
+        transport.wait(round, src_rank)
+        arrivals = transport.arrivals(round, src_rank, gathered)
+    for chunk, is_in_place in arrivals:
+        if gathered is not None and not is_in_place:
+            with lane("copy", src_rank):
+                copy_between(round.spans.unpack.view(gathered.view(-1), 0, src_rank), chunk)
+        yield chunk

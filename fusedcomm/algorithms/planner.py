@@ -35,7 +35,8 @@ from fusedcomm.cost import model
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.captures import is_for_capture
-from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.group_member import Member
+from fusedcomm.runtime.native_part import native
 from fusedcomm.runtime.proof_file import name_of
 
 log = logging.getLogger("fusedcomm")
@@ -95,13 +96,19 @@ class force_algorithm:  # a function to its users: force_algorithm("fused"), or 
         if name is not None and name not in env.ALGORITHMS:
             raise ValueError(f"algorithm must be one of {', '.join(env.ALGORITHMS)} or None, got {name!r}")
         self.previous = force_algorithm.current
-        force_algorithm.current = (name, strict)
+        self._set(name, strict)
 
     def __enter__(self) -> force_algorithm:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        force_algorithm.current = self.previous
+        self._set(*self.previous)
+
+    @staticmethod
+    def _set(name: str | None, strict: bool) -> None:
+        force_algorithm.current = (name, strict)
+        if native is not None:  # it is part of what prepared calls are found by
+            native.set_forced_algorithm(2 * (None, *env.ALGORITHMS).index(name) + strict)
 
 
 def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.algorithms.chunk_matmul import fills_runs
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime import signals, stream_writes
+from fusedcomm.runtime import signals, stream_writes, tape
 from fusedcomm.runtime.profiler import lane
 from fusedcomm.runtime.segment import NUM_SLOTS
 from fusedcomm.runtime.workspace import Round, Workspace
@@ -30,17 +30,20 @@ class Transport(Protocol):
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         """The largest chunk of a gather whose matmul needs all sources: small enough to hide one behind another."""
 
-    def begin(self, round: Round) -> None:
-        """Begin a round, before its first chunk is sent."""
+    def begin(self, round: Round, out: Tensor | None = None) -> None:
+        """Begin a round, before its first chunk is sent. ``out``: what its chunks will be unpacked to."""
 
-    def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
-        """Where the matmul may write dst_rank's chunk: a flat tensor, or the runs of ``out`` that it is unpacked to."""
+    def chunks(self, round: Round, out: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """Every dst_rank, and where the matmul writes its chunk, which is then moved on, and signalled.
 
-    def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
-        """Move what was written to ``place``, and signal it."""
+        A place is a flat tensor, or the runs of ``out`` that the chunk is unpacked to.
+        """
 
-    def pack(self, round: Round, packed: Tensor) -> None:
+    def pack(self, round: Round, packed: Tensor, out: Tensor | None) -> None:
         """Send its chunk of ``packed`` to every peer. This rank's own chunk stays where it is."""
+
+    def arrivals(self, round: Round, src_rank: int, out: Tensor | None) -> Iterator[tuple[Tensor, bool]]:
+        """The chunk that has come from src_rank, and whether that is in its place in ``out``, and not in a slot."""
 
     def wait(self, round: Round, src_rank: int) -> None:
         """Wait for src_rank's chunk; it may be read only after this."""
@@ -63,6 +66,8 @@ class CpuTransport:
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
+        self.made: list[Tensor] = []  # results that are this call's alone: peers may write them
+        self.posts = False  # whether the one that they get in this round is where they can
 
     def fork(self) -> None:
         pass
@@ -70,36 +75,97 @@ class CpuTransport:
     def join(self) -> None:
         pass
 
-    def begin(self, round: Round) -> None:
-        pass
+    def begin(self, round: Round, out: Tensor | None = None) -> None:
+        if (shared := self._shared(out)) is not None:
+            self.posts = round.post(shared)
 
     def arrived(self) -> None:
         pass
 
     def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+        if out is not None:
+            return out
+        with tape.paused():
+            out = self._empty(shape, like.dtype)
+        tape.is_result(out)
+        self.made.append(out)
+        return out
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         from fusedcomm.kernels.cpu import native
 
-        out = like.new_empty(shape) if out is None else out
-        native.prefer_huge_pages(out.data_ptr(), out.numel() * out.itemsize)
+        if self.workspace.results is not None:
+            return self.workspace.results.empty(shape, dtype)
+        out = torch.empty(shape, dtype=dtype, device="cpu")
+        native.prefer_huge_pages(out.data_ptr(), out.nbytes)
         return out
 
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         return self.workspace.max_chunk_numel(dtype.itemsize)
 
-    def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
-        own = _own_place(round, out) if dst_rank == round.workspace.rank else None
-        return round.part(dst_rank) if own is None else own
+    def chunks(self, round: Round, out: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        rank = round.workspace.rank
+        own = _place_in(round, out, rank)
+        with tape.chunks():
+            for dst_rank in self._order(round, out):
+                with tape.chunk(dst_rank):
+                    if dst_rank == rank:
+                        yield rank, round.part(rank) if own is None else own
+                        continue
+                    for result in self._places(round, dst_rank, None if own is None else out):
+                        place = _place_in(round, result, rank)
+                        yield dst_rank, round.part(dst_rank) if place is None else place
+                    with lane("push", dst_rank):
+                        round.signal(dst_rank)
 
-    def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
-        if dst_rank != round.workspace.rank:
-            round.signal(dst_rank)
+    def _order(self, round: Round, out: Tensor | None) -> list[int]:
+        """The peers first. Where one is late with its post, the own chunk: then there is another look for it.
 
-    def pack(self, round: Round, packed: Tensor) -> None:
-        for dst_rank in round.peers()[:-1]:
-            with lane("push", dst_rank):
-                chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
-                round.part(dst_rank).view(chunk.shape).copy_(chunk)
-                round.signal(dst_rank)
+        Peers will post if this rank has: they have made and freed the same results.
+        """
+        *peers, own = round.peers()
+        is_late = self.posts and self._shared(out) is not None and not round.all_have_posted()
+        return [own, *peers] if is_late else [*peers, own]
+
+    def _places(self, round: Round, dst_rank: int, out: Tensor | None) -> Iterator[Tensor | None]:
+        """What dst_rank takes in place of ``out``, flat, if this rank may write it, or None for the slot."""
+        shared = self._shared(out)
+        place = None if shared is None else round.posted(dst_rank, shared)
+        for in_place in tape.either("placed", dst_rank, place is not None, shared):
+            if not in_place:
+                yield None
+            elif place is not None:
+                tape.is_placed(dst_rank, place)
+                yield place
+                round.mark_in_place(dst_rank)
+            else:
+                assert shared is not None
+                yield tape.stand_in(dst_rank, shared)
+
+    def _shared(self, out: Tensor | None) -> Tensor | None:
+        """``out``, if peers may write it, wherever it is in this call. What the caller gave may be anyone's."""
+        has_heap = self.workspace.results is not None
+        return out if has_heap and any(out is each for each in self.made) else None
+
+    def pack(self, round: Round, packed: Tensor, out: Tensor | None) -> None:
+        with tape.chunks():
+            for dst_rank in round.peers()[:-1]:
+                with tape.chunk(dst_rank), lane("push", dst_rank):
+                    chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
+                    for place in self._places(round, dst_rank, out):
+                        if place is None:
+                            round.part(dst_rank).view(chunk.shape).copy_(chunk)
+                        else:
+                            copy_between(round.spans.unpack.view(place.view(-1), 0, round.workspace.rank), chunk)
+                    round.signal(dst_rank)
+
+    def arrivals(self, round: Round, src_rank: int, out: Tensor | None) -> Iterator[tuple[Tensor, bool]]:
+        for in_place in tape.either("arrived", src_rank, round.is_in_place(src_rank), self._shared(out)):
+            if in_place:
+                assert out is not None
+                yield round.spans.unpack.view(out.view(-1), 0, src_rank), True
+            else:
+                yield round.received(src_rank), False
 
     def wait(self, round: Round, src_rank: int) -> None:
         with lane("wait", src_rank):
@@ -110,12 +176,14 @@ class CpuTransport:
         with lane("copy", rank):
             if own is not None:
                 copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
-            elif _own_place(round, out) is None:
+            elif _place_in(round, out, rank) is None:
                 copy_between(spans.unpack.view(out.view(-1), 0, rank), round.received(rank))
         for src_rank in round.sources()[1:]:
             self.wait(round, src_rank)
-            with lane("copy", src_rank):
-                copy_between(spans.unpack.view(out.view(-1), 0, src_rank), round.received(src_rank))
+            for chunk, is_in_place in self.arrivals(round, src_rank, out):
+                if not is_in_place:
+                    with lane("copy", src_rank):
+                        copy_between(spans.unpack.view(out.view(-1), 0, src_rank), chunk)
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
         for src_rank in round.sources()[1:]:
@@ -172,7 +240,7 @@ class CudaTransport:
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         return exchange.piece_numel(dtype.itemsize, self.workspace.max_chunk_numel(dtype.itemsize))
 
-    def begin(self, round: Round) -> None:
+    def begin(self, round: Round, out: Tensor | None = None) -> None:
         # The kernel stands where SMs have just become free, and before the first matmul: none holds it up.
         with torch.cuda.stream(self.reads):
             signals.begin_push(round.workspace)
@@ -180,9 +248,16 @@ class CudaTransport:
         if len(self.ended) == NUM_SLOTS:
             self.main.wait_event(self.ended[0])
 
+    def chunks(self, round: Round, out: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        for dst_rank in round.peers():
+            chunk = self.place(round, dst_rank, out)
+            yield dst_rank, chunk
+            with lane("push", dst_rank):
+                self.send(round, dst_rank, chunk)
+
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
         if dst_rank == round.workspace.rank:
-            own = _own_place(round, out)
+            own = _place_in(round, out, dst_rank)
             return round.part(dst_rank) if own is None else own
         if dst_rank in self.copied:
             self.main.wait_event(self.copied[dst_rank])
@@ -198,12 +273,15 @@ class CudaTransport:
             self.copied[dst_rank] = self.sends.record_event()
         self._signal(round, dst_rank)
 
-    def pack(self, round: Round, packed: Tensor) -> None:
+    def pack(self, round: Round, packed: Tensor, out: Tensor | None) -> None:
         with torch.cuda.stream(self.sends), lane("push"):
             for dst_rank in round.peers()[:-1]:
                 copy_runs(round.part(dst_rank), round.spans.pack.view(packed.view(-1), 0, dst_rank))
                 self._signal(round, dst_rank)
         self._signal(round, round.workspace.rank)
+
+    def arrivals(self, round: Round, src_rank: int, out: Tensor | None) -> Iterator[tuple[Tensor, bool]]:
+        yield round.received(src_rank), False
 
     def wait(self, round: Round, src_rank: int) -> None:
         with lane("wait", src_rank):
@@ -218,7 +296,7 @@ class CudaTransport:
                 for src_rank in round.sources()[1:]:  # on one SM, and not on half of those that a matmul needs
                     self.wait(round, src_rank)
                 copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
-            there = own is not None or _own_place(round, out) is not None
+            there = own is not None or _place_in(round, out, rank) is not None
             kernel_launch.unpack(out, spans.unpack, round.workspace, round.fingerprint, own=not there)
         self._end()
 
@@ -251,12 +329,12 @@ class CudaTransport:
             signals.signal(workspace, dst_rank, round.fingerprint)
 
 
-def _own_place(round: Round, out: Tensor | None) -> Tensor | None:
-    """Where in the result the own chunk of a push can go straight to: a flat tensor, or its runs; None if nowhere."""
+def _place_in(round: Round, out: Tensor | None, src_rank: int) -> Tensor | None:
+    """Where in the result the matmul can write src_rank's chunk: a flat tensor, or its runs; None if nowhere."""
     if out is None or not (round.spans.unpack.outer == 1 or fills_runs(round.spans)):
         return None
-    own = round.spans.unpack.view(out.view(-1), 0, round.workspace.rank)
-    return own[0] if own.shape[0] == 1 else own
+    place = round.spans.unpack.view(out.view(-1), 0, src_rank)
+    return place[0] if place.shape[0] == 1 else place
 
 
 def transport_of(workspace: Workspace) -> Transport:

@@ -16,7 +16,14 @@ from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import LISTS, check_types
 from fusedcomm.ops.dispatch import by_product, run
-from fusedcomm.ops.library import lib, refuse_tangents, register_fake, register_modes
+from fusedcomm.ops.library import (
+    lib,
+    refuse_tangents,
+    register_autograd_kernel,
+    register_fake,
+    register_kernel,
+    register_modes,
+)
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_gather_matmul"
@@ -127,8 +134,6 @@ def exchange_of(x: Tensor, w: Tensor | Sequence[Tensor], bias: Biases, gather_di
     return exchange
 
 
-@torch.library.impl(lib, OP, "CPU")
-@torch.library.impl(lib, OP, "CUDA")
 def _kernel(
     x: Tensor,
     ws: list[Tensor],
@@ -147,6 +152,9 @@ def _kernel(
     call = (OP, ALGORITHMS, exchange, group_name, x, ws, biases)
     outs, gathered = run(*call, unfused=unfused, return_gathered=return_gathered)
     return outs, by_product(gathered, x)
+
+
+register_kernel(OP, _kernel)
 
 
 @register_fake(OP)
@@ -228,7 +236,6 @@ def _grad_x(
     return grad_x
 
 
-@torch.library.impl(lib, OP, "Autograd")
 def _autograd(
     x: Tensor,
     ws: list[Tensor],
@@ -243,6 +250,9 @@ def _autograd(
     tensors = (x, *ws, *biases)
     *outs, gathered = _AllGatherMatmul.apply(*tensors, gather_dim, return_gathered, group_size, group_name)
     return outs, gathered
+
+
+register_autograd_kernel(OP, _autograd)
 
 
 @torch.library.impl(lib, f"{OP}.flat", "CompositeImplicitAutograd")

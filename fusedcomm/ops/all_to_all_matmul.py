@@ -15,7 +15,7 @@ from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.dispatch import by_product, run
-from fusedcomm.ops.library import lib, register_autograd, register_fake, register_modes
+from fusedcomm.ops.library import lib, register_autograd, register_fake, register_kernel, register_modes
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_to_all_matmul"
@@ -102,8 +102,6 @@ def exchange_of(
     return exchange
 
 
-@torch.library.impl(lib, OP, "CPU")
-@torch.library.impl(lib, OP, "CUDA")
 def _kernel(
     x: Tensor,
     w: Tensor,
@@ -125,6 +123,9 @@ def _kernel(
     call = (OP, ALGORITHMS, exchange, group_name, x, [w], [bias])
     (out,), exchanged = run(*call, unfused=unfused, return_gathered=return_exchanged)
     return out, by_product(exchanged, x)
+
+
+register_kernel(OP, _kernel)
 
 
 @register_fake(OP)

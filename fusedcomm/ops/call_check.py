@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.errors import PeerMismatchError
 from fusedcomm.runtime import flight_recorder
-from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.vote import agree
 
 

@@ -16,11 +16,14 @@ from fusedcomm.algorithms.planner import Plan
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_out
 from fusedcomm.ops import call_check, proof
-from fusedcomm.runtime import dumps, exits, flight_recorder, group
+from fusedcomm.runtime import dumps, exits, flight_recorder, group, tape
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
-from fusedcomm.runtime.members import Member, WorkspaceUnavailable, member, on_device
+from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable, on_device
+from fusedcomm.runtime.members import member
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.workspace import Call
+
+PREPARED = ("chunked", "unfused")  # the algorithms that tapes can hold
 
 
 def prepare(
@@ -75,6 +78,8 @@ def run(
             with ours.lock:
                 gathers = options.get("return_gathered", False)
                 name = _begin(record, plan, ours, algorithms, fingerprint, kernels, bias=bias, by_product=gathers)
+                if (recorder := tape.recorder()) is not None and name in PREPARED:
+                    recorder.planned(record, record.workspace, fingerprint)
                 if record.workspace is not None:
                     call = Call(op, fingerprint, exchange, record.workspace)
                     result = algorithms[name](call, x, w, bias, **options)

@@ -13,13 +13,34 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from fusedcomm.geometry.shapes import check_out
+from fusedcomm.ops import prepared
+from fusedcomm.runtime.native_part import native
 
 lib = torch.library.Library("fusedcomm", "DEF")
+_native_kernels: list[Any] = []  # registered as long as they are here
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates the op's fake kernel."""
     return torch.library.register_fake(f"fusedcomm::{op}", lib=lib)
+
+
+def register_kernel(op: str, kernel: Callable[..., Any]) -> None:
+    """Make ``kernel`` the op's on CPU and CUDA. ``op``: with its overload, if that is not the default one."""
+    lib.impl(op, kernel, "CUDA")
+    if native is None:
+        lib.impl(op, kernel, "CPU")
+    else:
+        name, _, overload = op.partition(".")
+        _native_kernels.append(native.register_cpu_kernel(f"fusedcomm::{name}", overload, kernel, prepared.record))
+
+
+def register_autograd_kernel(op: str, kernel: Callable[..., Any], with_keyset: bool = False) -> None:
+    """Make ``kernel`` the op's where an argument requires grad or has a tangent, and maybe elsewhere."""
+    if native is None:
+        lib.impl(op, kernel, "Autograd", with_keyset=with_keyset)
+    else:
+        _native_kernels.append(native.register_autograd_kernel(f"fusedcomm::{op}", kernel, with_keyset))
 
 
 def new_or_given(x: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
@@ -40,8 +61,7 @@ def define_out(op: str, kernel: Callable[..., Tensor], fake: Callable[..., Tenso
     args = args.replace("out_shape", "view_shape")
     tags = [getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "out") if hasattr(torch.Tag, name)]
     lib.define(f"{op}.out({args}, *, Tensor(a!) out) -> Tensor(a!)", tags=tags)
-    for key in ("CPU", "CUDA"):
-        lib.impl(f"{op}.out", kernel, key)
+    register_kernel(f"{op}.out", kernel)
     register_fake(f"{op}.out")(fake)
 
     def below_autograd(*args: Any, out: Tensor) -> Tensor:
@@ -66,7 +86,7 @@ def register_autograd(op: str, backward: Callable[..., Any], setup_context: Call
         refuse_tangents(op, *args)
         return differentiable(keyset, *args)
 
-    lib.impl(op, kernel, "Autograd", with_keyset=True)
+    register_autograd_kernel(op, kernel, with_keyset=True)
 
 
 def refuse_tangents(op: str, *args: Any) -> None:

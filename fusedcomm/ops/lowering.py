@@ -16,6 +16,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from fusedcomm import env
 from fusedcomm.ops.library import lib
 
 OUT_OPS = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")  # one result, written by `.out`
@@ -58,8 +59,7 @@ def _lower_plain(overload: torch._ops.OpOverload, otherwise: Callable[..., Any])
 
 def _lower_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     def lower(*args: Any) -> Any:
-        # A C++ wrapper calls custom ops by their functional schema.
-        kernel: Any = ir._CollectiveKernel if V.graph.cpp_wrapper else _out_kernel()
+        kernel: Any = ir._CollectiveKernel if _op_allocates(args[0].get_device()) else _out_kernel()
         return ir.TensorBox.create(kernel.create_out_of_place(overload, *args))
 
     return lower
@@ -76,6 +76,11 @@ def _lower_pair(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         return pytree.tree_map(ir.TensorBox.create, result)
 
     return lower
+
+
+def _op_allocates(device: torch.device) -> bool:
+    """A C++ wrapper calls custom ops by their functional schema. On CPUs peers write a result that an op allocates."""
+    return V.graph.cpp_wrapper or (device.type == "cpu" and env.results_bytes() > 0)
 
 
 @functools.cache

@@ -16,7 +16,15 @@ from fusedcomm.geometry.shapes import check_bias, check_out, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.dispatch import run
-from fusedcomm.ops.library import define_out, lib, new_or_given, register_autograd, register_fake, register_modes
+from fusedcomm.ops.library import (
+    define_out,
+    lib,
+    new_or_given,
+    register_autograd,
+    register_fake,
+    register_kernel,
+    register_modes,
+)
 from fusedcomm.runtime.group import Group, check_size, resolve
 
 OP = "matmul_all_reduce"
@@ -89,8 +97,6 @@ def exchange_of(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group
     return exchange
 
 
-@torch.library.impl(lib, OP, "CPU")
-@torch.library.impl(lib, OP, "CUDA")
 def _kernel(
     x: Tensor,
     w: Tensor,
@@ -119,6 +125,9 @@ def _kernel(
         return run(*call, unfused=unfused, out=out, scale=scale)
     result = run(*call, unfused=unfused, scale=scale).narrow(-2, 0, num_rows)
     return result.contiguous() if out is None else out.copy_(result)
+
+
+register_kernel(OP, _kernel)
 
 
 @register_fake(OP)

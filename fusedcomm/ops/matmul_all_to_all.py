@@ -16,7 +16,15 @@ from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.dispatch import run
-from fusedcomm.ops.library import define_out, lib, new_or_given, register_autograd, register_fake, register_modes
+from fusedcomm.ops.library import (
+    define_out,
+    lib,
+    new_or_given,
+    register_autograd,
+    register_fake,
+    register_kernel,
+    register_modes,
+)
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_all_to_all"
@@ -105,8 +113,6 @@ def exchange_of(
     return exchange
 
 
-@torch.library.impl(lib, OP, "CPU")
-@torch.library.impl(lib, OP, "CUDA")
 def _kernel(
     x: Tensor,
     w: Tensor,
@@ -124,6 +130,9 @@ def _kernel(
         return reference.matmul_all_to_all(x, w, bias, out_shape, gather_dim, scatter_dim, group_size, group_name)
 
     return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out)
+
+
+register_kernel(OP, _kernel)
 
 
 @register_fake(OP)

@@ -16,7 +16,15 @@ from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.dispatch import run
-from fusedcomm.ops.library import define_out, lib, new_or_given, register_autograd, register_fake, register_modes
+from fusedcomm.ops.library import (
+    define_out,
+    lib,
+    new_or_given,
+    register_autograd,
+    register_fake,
+    register_kernel,
+    register_modes,
+)
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_reduce_scatter"
@@ -99,8 +107,6 @@ def exchange_of(
     return exchange
 
 
-@torch.library.impl(lib, OP, "CPU")
-@torch.library.impl(lib, OP, "CUDA")
 def _kernel(
     x: Tensor,
     w: Tensor,
@@ -118,6 +124,9 @@ def _kernel(
 
     scale = 1 / group_size if reduce_op == "avg" else 1.0
     return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out, scale=scale)
+
+
+register_kernel(OP, _kernel)
 
 
 @register_fake(OP)

@@ -33,7 +33,7 @@ from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.runtime import proof_file
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
-from fusedcomm.runtime.members import Member, WorkspaceUnavailable
+from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
 from fusedcomm.runtime.segment import FINGERPRINT
 from fusedcomm.runtime.vote import agree
 from fusedcomm.runtime.workspace import Call, Workspace

@@ -16,7 +16,8 @@ from torch.distributed import PrefixStore
 from fusedcomm.errors import PeerMismatchError
 from fusedcomm.ops.library import lib, register_fake
 from fusedcomm.runtime import dumps, flight_recorder, group
-from fusedcomm.runtime.members import Member, member
+from fusedcomm.runtime.group_member import Member
+from fusedcomm.runtime.members import member
 from fusedcomm.runtime.vote import agree
 
 OP = "same_moves"

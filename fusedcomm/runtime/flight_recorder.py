@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from types import TracebackType
@@ -11,6 +12,7 @@ import torch
 
 from fusedcomm.errors import text_of
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime.native_part import native
 from fusedcomm.runtime.workspace import Workspace
 
 NUM_CALLS = 256
@@ -77,6 +79,12 @@ class Record:
     def dtype_name(self) -> str | None:
         return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
+    def kind(self) -> Record:
+        """What all calls like this one have in common."""
+        found = Record(self.op, self.group_name, self.device, self.exchange, self.dtype)
+        found.ranks, found.algorithm, found.state = self.ranks, self.algorithm, RUNNING
+        return found
+
     def __enter__(self) -> Record:
         _ring.append(self)
         return self
@@ -100,4 +108,28 @@ class Record:
 
 def last() -> list[Record]:
     """The records, oldest first."""
-    return list(_ring)
+    return sorted([*_ring, *_prepared()], key=lambda record: record.started)[-NUM_CALLS:]
+
+
+def forget() -> None:
+    """Drop all records."""
+    _ring.clear()
+    if native is not None:
+        native.forget_recorded_calls()
+
+
+def _prepared() -> list[Record]:
+    """Those of calls that ran without Python."""
+    found = []
+    for kind, workspace, number, resets, before, after, started, ended, error, peers in (
+        [] if native is None else native.recorded_calls()
+    ):
+        record = copy.copy(kind)
+        record.number, record.resets, record.started, record.ended = number, resets, started, ended
+        record.workspace, record.peers, record.error = workspace, tuple(peers), error or None
+        if record.algorithm != "unfused":
+            record.rounds = before, after if workspace is None else workspace.epoch
+        if ended is not None:
+            record.state = FAILED if error else DONE
+        found.append(record)
+    return found

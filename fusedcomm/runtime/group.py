@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import reprlib
 from typing import Any, cast
@@ -18,8 +19,11 @@ _forked = False  # from a process that had groups: these, and their connections,
 
 
 def _note_fork() -> None:
+    """Keep the parent's groups for good: their destructors would wait for threads that a child does not have."""
     global _forked
     _forked = dist.is_initialized()
+    for pg in c10d._world.pg_map if _forked else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
 
 
 os.register_at_fork(after_in_child=_note_fork)

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm import env
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import Constants
-from fusedcomm.runtime import group, proof_file, triton_probe
+from fusedcomm.runtime import group, native_part, proof_file, triton_probe
 from fusedcomm.runtime.departures import Departures, own_life
 from fusedcomm.runtime.vote import agree
 
@@ -38,6 +38,7 @@ class Topology:
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
     prove: bool = False  # whether an algorithm must be proved before it is used
     outcomes: Mapping[str, str] = field(default_factory=dict)  # what proofs have found, as `proof_file` names them
+    results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
@@ -70,6 +71,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         no_fused=next((fact["no_fused"] for fact in facts if fact["no_fused"]), None),
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
+        results_bytes=min(fact["results_bytes"] for fact in facts) if device.type == "cpu" else 0,
         constants=constants if _all_have_the_same(facts, rank) else None,
         check=any(fact["check"] for fact in facts),
         ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
@@ -90,20 +92,26 @@ def tf32_allowed() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def num_sms(device: torch.device) -> int:
+    """The multiprocessors that kernels are launched for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4  # the interpreter runs programs one after another; 4 are enough to share out the tiles
+
+
 def no_native() -> str | None:
-    """Why CPU symmetric memory is not there, or None. The import registers it with torch."""
-    try:
-        from fusedcomm.kernels.cpu import native  # noqa: F401
-    except ImportError as error:
-        built = importlib.util.find_spec("fusedcomm.kernels.cpu.native") is not None
+    """Why CPU symmetric memory is not there, or None: then torch has it from here on."""
+    if native_part.native is None:
         how = "pip install --no-build-isolation with torch and a C++ compiler builds it"
-        return f"the native part of fusedcomm cannot be loaded ({error if built else 'it was not built'}); {how}"
+        return f"the native part of fusedcomm cannot be loaded ({native_part.error}); {how}"
+    native_part.native.register_symmetric_memory()
     return None
 
 
 def _settings() -> dict[str, Any]:
     return {
         "workspace_bytes": env.workspace_bytes(),
+        "results_bytes": env.results_bytes(),
         "algorithm": env.algorithm(),
         "check": env.check(),
         "tf32": tf32_allowed(),

@@ -11,6 +11,7 @@ after its reads of e. So nobody overwrites what is not read yet, without credits
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.geometry.exchange import LEAST_COPIED, Exchange, RoundSpans
-from fusedcomm.runtime import canaries
+from fusedcomm.runtime import canaries, tape, topology
+from fusedcomm.runtime.beside_kernels import beside_kernels
 from fusedcomm.runtime.captures import is_capturing
 from fusedcomm.runtime.departures import KILLED, Departures
+from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.patience import Patience
+from fusedcomm.runtime.posts import Posts
+from fusedcomm.runtime.rank_order import peers_of, sources_of
+from fusedcomm.runtime.results import Results
 from fusedcomm.runtime.segment import (
     ABANDONED,
     BROKEN_BY_PEER,
@@ -80,15 +86,18 @@ class Workspace:
         self.record = ErrorRecord(self.group_size, self.device)
         self.timeout_s = env.timeout_s()
         self.segment_layout = self.layout.for_kernels
-        self.num_sms = _num_sms(self.device)
+        self.num_sms = topology.num_sms(self.device)
         self.shares_gpu = False
         self.lane = 0  # waiting kernels with the same device and lane run in one order
-        self.epoch = 0
+        self.counters = array("q", [0])  # the epoch, which prepared calls count too
         self.waiting: tuple[int, float] | None = None  # the rank that the host waits for, and since when
         self.captured = False
         self.left = False  # whether the peers have been told that this rank leaves
         self.call_number = 0
         self.departures: Departures | None = None
+        self.posts = Posts(rank, self.addresses, self.layout)
+        self.results: Results | None = None  # the group's, where peers may write results in place
+        self.posted_result: Tensor | None = None  # this round's, if guard bytes are around it
         self.error: PeerError | None = None
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()
@@ -99,6 +108,15 @@ class Workspace:
     @property
     def segment(self) -> Tensor:
         return self.buffers[self.rank]
+
+    @property
+    def epoch(self) -> int:
+        """The number of rounds that this rank has completed."""
+        return self.counters[0]
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.counters[0] = epoch
 
     @staticmethod
     def num_bytes(group_size: int, slot_bytes: int, guard_bytes: int = 0) -> int:
@@ -111,6 +129,14 @@ class Workspace:
         segment[: layout.header_bytes].zero_()
         if guard_bytes:
             canaries.paint(segment, layout)
+
+    def for_tapes(self) -> tuple[Any, ...]:
+        """What prepared calls must know of it; they count its rounds too."""
+        layout, results = self.layout, self.results
+        offsets = layout.flags, layout.broken, layout.epoch, layout.posts, layout.marks, layout.header_bytes
+        heap = (results.heap, results.buffers, results.warm_until.buffer_info()[0]) if results else (None, [], 0)
+        counted, record = self.counters.buffer_info()[0], self.record.words.data_ptr()
+        return self.rank, self.buffers, offsets, self.slot_bytes, counted, record, *heap
 
     def arm(self) -> None:
         """Tell this rank's kernels their bound and where to report."""
@@ -144,9 +170,8 @@ class Workspace:
             breakers = self.breakers(self.record.epoch)
             last_words = {src: self._last_words(src) for src, kind in breakers.items() if kind == ENDED}
             self.error = self.record.error(failed, self.group_name, self.timeout_s, breakers, last_words)
-        segment = self.segment
-        guarded = self.error is None and self.layout.guard_bytes > 0
-        if guarded and (damage := canaries.damage(segment, self.layout, self.slot_bytes, self.rank)):
+        found = (self.segment, self.layout, self.slot_bytes, self.rank, self.posted_result)
+        if self.error is None and self.layout.guard_bytes > 0 and (damage := canaries.damage(*found)):
             self._give_up(OVERRUN, self.epoch)
             text = f"{op} on group {self.group_name!r}: {damage}. {RESET_FIRST}"
             self.error = PeerError(text, peers=[], op=op, epoch=self.epoch)
@@ -164,9 +189,10 @@ class Workspace:
         if os.getpid() != self.pid:
             raise RuntimeError(f"{op}: this process was forked from rank {self.rank} and is no rank of the group")
         self.ops[fingerprint] = op
-        self._check_peers(op, fingerprint, self.epoch + 1)
+        with tape.paused():
+            self.check_peers(op, fingerprint, self.epoch + 1)
 
-    def _check_peers(self, op: str, fingerprint: int, epoch: int) -> None:
+    def check_peers(self, op: str, fingerprint: int, epoch: int) -> None:
         """Raise what peers found by round ``epoch``. A peer that failed in a later round has completed this one."""
         self.check(op)
         if self.device.type == "cpu" and self.breakers(epoch):
@@ -190,16 +216,26 @@ class Workspace:
         except PeerError:
             raise
         except BaseException as error:
-            epoch = self.epoch + 1
-            self._give_up(ABANDONED, epoch)
-            text = f"{op} on group {self.group_name!r}, rank {self.rank}, round {epoch}: left by {type(error).__name__}"
-            self.error = PeerError(f"{text}. {RESET_FIRST}", peers=[self.rank], op=op, epoch=epoch)
+            self.abandon(op, error)
             raise
+
+    def abandon(self, op: str, error: BaseException) -> None:
+        """Break the workspace for all, as this rank leaves a call half way."""
+        epoch = self.epoch + 1
+        self._give_up(ABANDONED, epoch)
+        text = f"{op} on group {self.group_name!r}, rank {self.rank}, round {epoch}: left by {type(error).__name__}"
+        self.error = PeerError(f"{text}. {RESET_FIRST}", peers=[self.rank], op=op, epoch=epoch)
 
     def _give_up(self, kind: int, epoch: int) -> None:
         """Tell all ranks, without the native part, which workspaces on GPUs do not need."""
+        self._retire_results()
         for buffer in self.buffers:
             self._break(buffer, kind, epoch)
+
+    def _retire_results(self) -> None:
+        self.posted_result = None
+        if self.results is not None:
+            self.results.retire()
 
     def _break(self, buffer: Tensor, kind: int, epoch: int) -> None:
         address = self.layout.broken + 8 * self.rank
@@ -232,7 +268,7 @@ class Workspace:
 
     def _signal_broken(self, dst_rank: int, src_rank: int, kind: int, epoch: int) -> None:
         """Set the word of src_rank (release): whoever acquires it sees what was written before."""
-        _native().signal(self.addresses[dst_rank] + self.layout.broken + 8 * src_rank, kind | epoch << 8)
+        loaded().signal(self.addresses[dst_rank] + self.layout.broken + 8 * src_rank, kind | epoch << 8)
 
     def _last_words(self, src_rank: int) -> str:
         start = self.layout.last_words(src_rank)
@@ -255,11 +291,18 @@ class Workspace:
     @contextmanager
     def round(self, call: Call, spans: RoundSpans, dtype: torch.dtype) -> Iterator[Round]:
         """One round, which takes its epoch when the block is left without an exception."""
+        recorder = tape.recorder()
+        if recorder is not None:
+            recorder.begin_round(self.layout.slot(self.epoch + 1, self.slot_bytes))
         yield Round(self, self.epoch + 1, spans, dtype, call.op, call.fingerprint)
         self.epoch += 1
         if self.device.type == "cpu":
-            self._epoch_word().fill_(self.epoch)
-            self._check_peers(call.op, call.fingerprint, self.epoch)
+            with tape.paused():
+                self._epoch_word().fill_(self.epoch)
+                self.check_peers(call.op, call.fingerprint, self.epoch)
+            self.posted_result = None
+        if recorder is not None:
+            recorder.end_round()
 
     def launched(self, captured: bool) -> None:
         """Count a round whose kernels are launched, or captured into a graph. Kernels count the epoch when they run."""
@@ -298,7 +341,9 @@ class Workspace:
 
     def signal(self, dst_rank: int, epoch: int, fingerprint: int) -> None:
         """Set the flag (release): whoever acquires it sees what this rank wrote before."""
-        _native().signal(*self.flag(dst_rank, epoch, fingerprint))
+        loaded().signal(*self.flag(dst_rank, epoch, fingerprint))
+        if (recorder := tape.recorder()) is not None:
+            recorder.signal(dst_rank)
 
     def flag(self, dst_rank: int, epoch: int, fingerprint: int) -> tuple[int, int]:
         """The address of this rank's flag at dst_rank, and what it is set to in a round."""
@@ -314,7 +359,7 @@ class Workspace:
         self.waiting = src_rank, patience.began
         while True:
             left_s = self.timeout_s - patience.seconds
-            flag = _native().wait(address, epoch, broken, self.group_size, min(left_s, LOOK_S))
+            flag = loaded().wait(address, epoch, broken, self.group_size, min(left_s, LOOK_S))
             if flag >> FINGERPRINT_BITS >= epoch or left_s <= LOOK_S or self._must_stop(epoch):
                 break
             if patience.is_over:
@@ -322,11 +367,13 @@ class Workspace:
         self.waiting = None
         if flag != epoch << FINGERPRINT_BITS | fingerprint:
             self.fail(op, epoch, fingerprint)
+        if (recorder := tape.recorder()) is not None:
+            recorder.wait(src_rank)
 
     def _missing(self, epoch: int) -> list[int]:
         """The ranks that have not signalled this rank in round ``epoch``."""
         base = self.addresses[self.rank]
-        flags = [_native().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
+        flags = [loaded().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
         return [s for s, flag in enumerate(flags) if s != self.rank and flag >> FINGERPRINT_BITS < epoch]
 
     def _must_stop(self, epoch: int) -> bool:
@@ -351,7 +398,7 @@ class Workspace:
         left a round, or has ended, will not signal again: the error must name that as the cause, not its silence.
         """
         base = self.addresses[self.rank]
-        flags = [_native().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
+        flags = [loaded().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
         others = [src for src in range(self.group_size) if src != self.rank]
         mismatched = [
             s for s in others if flags[s] >> FINGERPRINT_BITS == epoch and flags[s] & FINGERPRINT != fingerprint
@@ -367,6 +414,7 @@ class Workspace:
             kind, bad = TIMED_OUT, missing
         else:
             kind, bad = BROKEN_BY_PEER, [s for s in others if s in breakers]
+        self._retire_results()
         self.record.fill(kind, epoch, self.rank, fingerprint, flags, bad)
         for dst in range(self.group_size):
             self._signal_broken(dst, self.rank, kind, epoch)
@@ -398,6 +446,43 @@ class Round:
         """The chunk that src_rank has pushed into this rank's slot, flat."""
         return self._chunk(self.workspace.rank, src_rank)
 
+    def post(self, result: Tensor) -> bool:
+        """Tell every peer where this round's result is, if they can write it there."""
+        if (recorder := tape.recorder()) is not None:
+            recorder.post(result)
+        workspace = self.workspace
+        place = None if workspace.results is None else workspace.results.place(result)
+        if place is None:
+            return False
+        if workspace.layout.guard_bytes:
+            workspace.posted_result = result
+        for peer in self.peers()[:-1]:
+            workspace.posts.post(peer, place, result.nbytes, self.flag_value)
+        return True
+
+    def all_have_posted(self) -> bool:
+        return all(self.workspace.posts.has_come(peer, self.flag_value) for peer in self.peers()[:-1])
+
+    def posted(self, dst_rank: int, result: Tensor) -> Tensor | None:
+        """What dst_rank takes in place of ``result`` in this round, flat, if this rank may write it."""
+        place = self.workspace.posts.find(dst_rank, result.nbytes, self.flag_value)
+        if place is None or self.workspace.results is None:
+            return None
+        found = self.workspace.results.at_peer(dst_rank, place, result.nbytes)
+        return None if found is None else found.view(result.dtype)
+
+    def mark_in_place(self, dst_rank: int) -> None:
+        """Say to dst_rank, before the signal, that this round's chunk is in its result."""
+        self.workspace.posts.mark(dst_rank, self.epoch)
+
+    def is_in_place(self, src_rank: int) -> bool:
+        """Whether src_rank, which has signalled, has written its chunk of this round into the result."""
+        return self.workspace.posts.is_marked(src_rank, self.epoch)
+
+    @property
+    def flag_value(self) -> int:
+        return self.epoch << FINGERPRINT_BITS | self.fingerprint
+
     def signal(self, dst_rank: int) -> None:
         self.workspace.signal(dst_rank, self.epoch, self.fingerprint)
 
@@ -411,37 +496,3 @@ class Round:
         num_bytes = self.spans.chunk_numel * self.dtype.itemsize
         start = workspace.layout.slot(self.epoch, workspace.slot_bytes) + src_rank * num_bytes
         return workspace.buffers[owner][start : start + num_bytes].view(self.dtype)
-
-
-@contextmanager
-def beside_kernels(device: torch.device) -> Iterator[None]:
-    """A context whose copies do not wait for kernels that wait for peers, and are done at its end."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device, priority=-1)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 4  # the interpreter runs programs one after another; 4 are enough to share out the tiles
-
-
-def peers_of(rank: int, group_size: int) -> list[int]:
-    """The order in which rank sends: no two ranks start on the same peer, and the own chunk comes last."""
-    return [(rank + 1 + i) % group_size for i in range(group_size)]
-
-
-def sources_of(rank: int, group_size: int) -> list[int]:
-    """The order in which a rank reads: its own data first, then in the order in which the peers send."""
-    return [(rank - i) % group_size for i in range(group_size)]
-
-
-def _native() -> Any:
-    from fusedcomm.kernels.cpu import native
-
-    return native

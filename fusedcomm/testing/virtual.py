@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from fusedcomm.runtime.beside_kernels import beside_kernels
 from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
-from fusedcomm.runtime.workspace import Workspace, beside_kernels
+from fusedcomm.runtime.workspace import Workspace
 
 
 class VirtualGroup:

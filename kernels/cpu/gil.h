@@ -18,8 +18,12 @@ inline bool interpreter_ends() {
 // A daemon thread that comes back when the interpreter ends stays here until the process has ended: before 3.14 Python
 // would end the thread, and the destructors on its stack would end the process by std::terminate. The main thread,
 // which ends the interpreter, does not stay.
-inline void take_gil(PyThreadState* state) {
+inline void stay_if_interpreter_ends() {
   while (interpreter_ends() && syscall(SYS_gettid) != getpid()) pause();
+}
+
+inline void take_gil(PyThreadState* state) {
+  stay_if_interpreter_ends();
   PyEval_RestoreThread(state);
 }
 

@@ -6,12 +6,15 @@
 
 #include "flags.h"
 #include "huge_pages.h"
+#include "warm.h"
 
 namespace py = pybind11;
 
 namespace fusedcomm {
 
-void register_symmetric_memory();  // symmetric_memory.cpp
+void register_symmetric_memory();            // symmetric_memory.cpp
+void bind_results_heap(py::module_ module);  // results_heap.cpp
+void bind_op_kernels(py::module_& module);   // op_kernels.cpp
 
 namespace {
 
@@ -34,7 +37,7 @@ void check_torch() {
 PYBIND11_MODULE(native, m) {
   using namespace fusedcomm;
   check_torch();
-  m.doc() = "Words in shared memory, and on import the CPU backend of torch symmetric memory.";
+  m.doc() = "Words and results in shared memory, the CPU backend of torch symmetric memory, and prepared calls.";
 
   m.def(
       "signal",
@@ -75,5 +78,19 @@ PYBIND11_MODULE(native, m) {
       "prefer_huge_pages", [](uintptr_t address, uintptr_t num_bytes) { prefer_huge_pages(address, num_bytes); },
       py::arg("address"), py::arg("num_bytes"), "Ask for large pages in a range of memory that is not touched yet.");
 
-  register_symmetric_memory();
+  m.def(
+      "warm", [](uintptr_t address, uintptr_t num_bytes) { warm(address, num_bytes); }, py::arg("address"),
+      py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>(),
+      "Map the pages of a range for writing, whose contents stay as they are.");
+
+  m.def(
+      "register_symmetric_memory",
+      [] {
+        static const bool registered = (register_symmetric_memory(), true);
+        static_cast<void>(registered);
+      },
+      "Make this the CPU backend of torch symmetric memory.");
+
+  bind_results_heap(m);
+  bind_op_kernels(m);
 }

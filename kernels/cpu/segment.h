@@ -42,6 +42,7 @@ class Segment {
 
   void* base() const { return base_; }
   size_t num_bytes() const { return num_bytes_; }
+  int fd() const { return fd_; }  // -1 once it is closed
   SegmentAddress address() const { return {id_, num_bytes_, getpid(), fd_}; }
 
   // After this no further process can map the segment.

@@ -10,6 +10,7 @@
 
 #include "gil.h"
 #include "group.h"
+#include "heap_memory.h"
 #include "rendezvous.h"
 #include "segment.h"
 #include "spin.h"
@@ -223,9 +224,13 @@ class Allocator final : public symm_mem::SymmetricMemoryAllocator {
   bool has_multicast_support(int) override { return false; }
   c10::DeviceType supported_device_type() override { return c10::kCPU; }
   std::string name() override { return kBackend; }
-  bool has_allocation(void* ptr) {  // not in the interface of every torch release
+  // It is not in the interface of every torch release. A result of an op is ordinary memory to users: whether it is in
+  // a heap differs by rank.
+  bool has_allocation(void* ptr) { return segment_of(ptr) != nullptr && !HeapMemory::holds(ptr); }
+  std::shared_ptr<Segment> segment_of(void* ptr) {  // null for memory that is not allocated here
     std::lock_guard<std::mutex> lock(mutex_);
-    return find(ptr) != allocations_.end();
+    const auto it = find(ptr);
+    return it == allocations_.end() ? nullptr : it->second.segment;
   }
 
  private:
@@ -275,9 +280,10 @@ size_t Allocator::get_alloc_size(void* ptr) {
 }
 
 // This is a collective, unless this rank holds a handle for (allocation, live group). It returns null for memory that
-// is not allocated here, as torch wants it.
+// is not allocated here, as torch wants it, and for results of ops.
 c10::intrusive_ptr<symm_mem::SymmetricMemory> Allocator::rendezvous(void* ptr,
                                                                     const std::optional<std::string>& group_name) {
+  if (HeapMemory::holds(ptr)) return nullptr;
   std::shared_ptr<Segment> buffer;
   std::optional<std::string> name = group_name;
   {
@@ -358,13 +364,19 @@ c10::intrusive_ptr<Handle> Allocator::connect(const Group& group, const std::sha
   return c10::make_intrusive<Handle>(group, std::move(buffers), std::move(pads), offset);
 }
 
+const c10::intrusive_ptr<Allocator>& allocator() {
+  static const auto only = c10::make_intrusive<Allocator>();
+  return only;
+}
+
 }  // namespace
+
+std::shared_ptr<Segment> segment_of(void* address) { return allocator()->segment_of(address); }
 
 // A backend that someone else has registered for CPU stays the one in use; set_backend(kBackend) selects this one.
 void register_symmetric_memory() {
-  static const auto allocator = c10::make_intrusive<Allocator>();
-  symm_mem::register_availability(kBackend, allocator);
-  if (!symm_mem::has_allocator(c10::kCPU)) symm_mem::register_allocator(c10::kCPU, allocator);
+  symm_mem::register_availability(kBackend, allocator());
+  if (!symm_mem::has_allocator(c10::kCPU)) symm_mem::register_allocator(c10::kCPU, allocator());
 }
 
 }  // namespace fusedcomm

@@ -29,7 +29,7 @@ from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import topology, triton_probe
-from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.segment import MOST_SLOT_BYTES
 from fusedcomm.runtime.topology import Topology
 

@@ -143,7 +143,7 @@ def test_the_start_program(rank: int, world_size: int) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert [t.stride() for t in got] == [t.stride() for t in want]
     assert [called(code) for code in codes] == [
-        ["matmul_all_to_all.out"] * num_pairs,
+        ["matmul_all_to_all.default"] * num_pairs,
         ["all_to_all_matmul.default"] * num_pairs,
     ]
     assert [line.status for line in report.collectives] == ["fused"] * 2 * num_pairs

@@ -25,6 +25,7 @@ from fusedcomm.cost import links, model
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.runtime import members
+from fusedcomm.runtime.topology import Topology
 
 GPU, CPU = DEFAULTS["cuda"], DEFAULTS["cpu"]
 TUNED = replace(GPU, source=model.TUNED)
@@ -384,7 +385,7 @@ def test_tuned_numbers_of_a_known_group_are_used(mesh: Any, monkeypatch: pytest.
     tuned = replace(CPU, source=model.TUNED, copy_bandwidth=3e9)
 
     class Known:
-        topology = members.topology.Topology(None, None, 1 << 30, None, tuned)
+        topology = Topology(None, None, 1 << 30, None, tuned)
 
     monkeypatch.setattr(members, "known_member", lambda name, device: Known() if name == dp else None)
     assert Estimator.of(gm.graph) == Estimator("cpu", constants=tuned)

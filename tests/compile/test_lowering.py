@@ -21,17 +21,26 @@ _c10d = torch.ops._c10d_functional
 CALLED = re.compile(r"torch\.ops\.(?:fusedcomm|_c10d_functional)\.(\w+\.\w+)\(")
 
 
-def codes_of(run: Callable[..., Any], program: Any, **settings: Any) -> tuple[Any, list[str]]:
+def codes_of(
+    run: Callable[..., Any], program: Any, *, op_allocates: bool = True, **settings: Any
+) -> tuple[Any, list[str]]:
     """What ``run(compiled program)`` returns, and the code that Inductor wrote: forward, then backward if that runs
     too.
+
+    ``op_allocates``: the results of ops, as on CPUs; else Inductor does, as on GPUs.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
+    from fusedcomm.ops import lowering
+
     torch._dynamo.reset()
     # no cached graphs; but cached kernels, as C++ takes long
-    with config.patch(fx_graph_cache=False, **settings), functorch_config.patch(enable_autograd_cache=False):
+    no_graphs = functorch_config.patch(enable_autograd_cache=False)
+    with pytest.MonkeyPatch.context() as patch, config.patch(fx_graph_cache=False, **settings), no_graphs:
+        if not op_allocates:
+            patch.setattr(lowering, "_op_allocates", lambda device: False)
         return run_and_get_code(run, torch.compile(program, fullgraph=True, dynamic=False))
 
 
@@ -47,33 +56,35 @@ def five_ops(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return fusedcomm.matmul_all_reduce(fusedcomm.all_to_all_matmul(a, w, 1, 0), w), b
 
 
-def check_five_ops(rank: int) -> list[str]:
+def check_five_ops(rank: int, op_allocates: bool) -> list[str]:
     x, w = torch.randn(2, 5, 8, requires_grad=True), torch.randn(8, 8) / 4
 
     def run(program: Callable[..., Any]) -> list[Tensor]:
         outs = program(x, w)
         return [*(out.detach() for out in outs), *torch.autograd.grad(outs, x, [torch.ones_like(out) for out in outs])]
 
-    outs, codes = codes_of(run, five_ops)
+    outs, codes = codes_of(run, five_ops, op_allocates=op_allocates)
     torch.testing.assert_close(outs, run(five_ops))
     return codes
 
 
-def test_each_op_is_called_once_and_makes_its_result_in_place(ranks: Any) -> None:
+@pytest.mark.parametrize("op_allocates", [True, False])
+def test_each_op_is_called_once_and_makes_its_result_in_place(ranks: Any, op_allocates: bool) -> None:
     """Forward and backward; both ranks run the same code."""
-    codes, others = ranks(2).run(check_five_ops)
+    codes, others = ranks(2).run(check_five_ops, op_allocates)
     assert codes == others
     forward, backward = map(called, codes)
+    form = "default" if op_allocates else "out"
     assert forward == [
-        "matmul_all_to_all.out",
-        "matmul_reduce_scatter.out",
+        f"matmul_all_to_all.{form}",
+        f"matmul_reduce_scatter.{form}",
         "all_gather_matmul.default",
         "all_to_all_matmul.default",
-        "matmul_all_reduce.out",
+        f"matmul_all_reduce.{form}",
     ]
     assert backward == [
-        "matmul_all_to_all.out",
-        "matmul_reduce_scatter.out",
+        f"matmul_all_to_all.{form}",
+        f"matmul_reduce_scatter.{form}",
         "all_gather_matmul.default",
         "all_to_all_matmul.default",
     ]
@@ -89,7 +100,7 @@ def test_operands_are_written_as_the_op_reads_them(rank: int) -> None:
         ]
 
     x, w = torch.randn(8, 8), torch.randn(8, 8)
-    outs, (code,) = codes_of(lambda compiled: compiled(x, w), program)
+    outs, (code,) = codes_of(lambda compiled: compiled(x, w), program, op_allocates=False)
     torch.testing.assert_close(outs, program(x, w))
     strides = dict(re.findall(r"(buf\d+) = \w+\((?:buf\d+, )?\(8, 8\), (\(.*?\)),", code))
     # inputs as they lie
@@ -157,10 +168,10 @@ def test_ops_keep_their_place_among_other_collectives(ranks: Any) -> None:
     assert other == (order, collectives)
     assert order == [
         "all_gather_into_tensor.default",
-        "matmul_all_reduce.out",
+        "matmul_all_reduce.default",
         "all_gather_matmul.default",
         "reduce_scatter_tensor.default",
-        "matmul_all_to_all.out",
+        "matmul_all_to_all.default",
         "all_to_all_single.default",
     ]
     assert collectives == [True] * 3
@@ -184,7 +195,7 @@ def test_operands_are_there_until_the_op_is_done(rank: int) -> None:
         return [a * y, b - y, z]
 
     inputs = [[torch.randn(8, 8, generator=torch.Generator().manual_seed(s)) for s in range(3)] for _ in range(2)]
-    outs, (code,) = codes_of(lambda compiled: compiled(*inputs[0]), program)
+    outs, (code,) = codes_of(lambda compiled: compiled(*inputs[0]), program, op_allocates=False)
     torch.testing.assert_close(outs, program(*inputs[1]))
     torch.testing.assert_close(inputs[0], inputs[1])
     ((a, b),) = re.findall(r"matmul_all_reduce\.out\((buf\d+), (buf\d+),", code)

@@ -34,7 +34,7 @@ from fusedcomm.geometry import shapes
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime import signals, stream_writes
-from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing import compile_only

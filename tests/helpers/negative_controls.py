@@ -39,7 +39,7 @@ class Control:
             copy_sources(Path(folder))
             source = Path(folder, self.file)
             source.write_text(source.read_text().replace(self.on, self.off))
-            if source.suffix == ".h":
+            if source.suffix in (".h", ".cpp"):
                 build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--build-temp", "temp"]
                 subprocess.run(build, cwd=folder, check=True, capture_output=True)
             code, printed = run_tests(Path(folder), self.test)
@@ -72,7 +72,10 @@ def run_tests(folder: Path, *tests: str) -> tuple[int | None, str]:
     return done.returncode, done.stdout
 
 
+PREPARED_CALLS = "kernels/cpu/prepared_calls.cpp"
 WORKSPACE = "fusedcomm/runtime/workspace.py"
+POSTS = "fusedcomm/runtime/posts.py"
+MEMBER = "fusedcomm/runtime/group_member.py"
 MEMBERS = "fusedcomm/runtime/members.py"
 ROUNDS = "kernels/triton/rounds.py"
 PRIMITIVES = "kernels/triton/primitives.py"
@@ -87,9 +90,9 @@ CONTROLS: dict[str, Control] = {
     ),
     "data before the flag": Control(
         "fusedcomm/algorithms/transport.py",
-        "round.part(dst_rank).view(chunk.shape).copy_(chunk)\n                round.signal(dst_rank)\n\n    def wait",
-        "round.signal(dst_rank)\n                __import__('time').sleep(0.01)\n"
-        "                round.part(dst_rank).view(chunk.shape).copy_(chunk)\n\n    def wait",
+        "                    for place in self._places(round, dst_rank, out):\n",
+        "                    round.signal(dst_rank)\n                    __import__('time').sleep(0.01)\n"
+        "                    for place in self._places(round, dst_rank, out):\n",
         "tests/ops/test_all_gather_matmul.py::test_a_list_of_weights_shares_one_gather",
     ),
     "a descriptor of x has x's width as its stride": Control(
@@ -203,7 +206,7 @@ CONTROLS: dict[str, Control] = {
         "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
     ),
     "a bound of torch's rendezvous on GPUs": Control(
-        MEMBERS,
+        MEMBER,
         "            if left <= 0:\n",
         "            if False:\n",
         "tests/runtime/test_rendezvous_on_gpus.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
@@ -221,7 +224,7 @@ CONTROLS: dict[str, Control] = {
         "tests/runtime/test_faults.py::test_a_late_rank_gets_an_error_too",
     ),
     "growth meets before it waits": Control(
-        MEMBERS,
+        MEMBER,
         "            self._come_together(self.workspace, op, ~fingerprint & FINGERPRINT)\n",
         "",
         "tests/runtime/test_faults.py::test_a_peer_in_another_call[needs-growth-chunked-later-call]",
@@ -235,8 +238,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "a round left half way is broken": Control(
         WORKSPACE,
-        "            self._give_up(ABANDONED, epoch)",
-        "            pass",
+        "        self._give_up(ABANDONED, epoch)",
+        "        pass",
         "tests/runtime/test_faults.py::test_a_round_left_half_way_is_never_taken_for_the_next[chunked-at-once]",
     ),
     "a rank that ends tells its peers": Control(
@@ -294,7 +297,7 @@ CONTROLS: dict[str, Control] = {
         "tests/runtime/test_faults.py::test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second",
     ),
     "a workspace that could not be made is not tried again": Control(
-        MEMBERS,
+        MEMBER,
         "        if self.error is not None:",
         "        if False:",
         "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
@@ -312,13 +315,13 @@ CONTROLS: dict[str, Control] = {
         "tests/runtime/test_reset.py::test_a_reset_makes_slots_of_one_size",
     ),
     "segments of captured graphs are kept": Control(
-        MEMBERS,
+        MEMBER,
         "            self.retired.append(self.workspace)",
         "            pass",
         "tests/runtime/test_workspace.py::test_retired_segments_are_kept_and_watched",
     ),
     "chunked calls leave a captured workspace": Control(
-        MEMBERS,
+        MEMBER,
         "        leaves = by_host and self.workspace.captured",
         "        leaves = False",
         "tests/ops/test_captures.py::test_chunked_calls_leave_a_captured_workspace_to_the_graphs",
@@ -371,6 +374,55 @@ CONTROLS: dict[str, Control] = {
         "            raise",
         "tests/algorithms/test_transport.py::test_ctrl_c_in_the_join_leaves_both_streams_joined",
     ),
+    # prepared calls
+    "arguments of a recorded call have storages of their own": Control(
+        "fusedcomm/ops/prepared.py",
+        "    args, kwargs = pytree.tree_map_only(Tensor, native.alias, (args, kwargs))\n",
+        "",
+        "tests/ops/test_prepared.py::test_arguments_that_share_a_storage_while_they_are_recorded",
+    ),
+    "a kind of call has strides": Control(
+        "kernels/cpu/prepared_calls.h",
+        "    key.append(t.strides().begin(), t.strides().end());\n",
+        "",
+        "tests/ops/test_prepared.py::test_layouts_of_arguments[chunked]",
+    ),
+    "a reset drops tapes": Control(
+        PREPARED_CALLS,
+        "  ++generation_;\n  std::swap(calls_, dropped);\n",
+        "",
+        "tests/ops/test_prepared.py::test_what_drops_tapes[reset]",
+    ),
+    "a tape that was found before a reset is not run": Control(
+        PREPARED_CALLS,
+        "call.generation != generation_ || ",
+        "",
+        "tests/ops/test_prepared.py::test_a_tape_that_a_thread_has_found_is_dropped_too",
+    ),
+    "a tape that was recorded before a reset is not kept": Control(
+        PREPARED_CALLS,
+        "  if (key.front() != generation_) return;\n",
+        "",
+        "tests/ops/test_prepared.py::test_a_tape_that_is_recorded_while_others_go_is_dropped",
+    ),
+    "calls of a group that is gone are not found": Control(
+        MEMBERS,
+        "            each.prepared.withdraw()",
+        "            pass",
+        "tests/ops/test_prepared.py::test_a_group_that_is_gone_has_no_calls",
+    ),
+    "autocast does not reach into a prepared call": Control(
+        "kernels/cpu/op_kernels.cpp",
+        "    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);",
+        "   ",
+        "tests/ops/test_prepared.py::test_autocast_does_not_reach_into_a_call[outside-unfused]",
+    ),
+    "a prepared round that is left half way is broken": Control(
+        PREPARED_CALLS,
+        "if (!is_broken()) with_gil",
+        "if (false) with_gil",
+        "tests/runtime/test_prepared_faults.py::test_ctrl_c_before_python_has_begun_to_wait",
+    ),
     # decisions that all ranks must make alike
     "hosts are voted on": Control(
         "fusedcomm/runtime/topology.py",
@@ -409,13 +461,13 @@ CONTROLS: dict[str, Control] = {
         "tests/cost/test_tuned.py::test_tuned_numbers_decide_on_all_ranks_or_on_none",
     ),
     "a rank without memory is heard of": Control(
-        MEMBERS,
+        MEMBER,
         '"error": error}',
         '"error": ""}',
         "tests/runtime/test_faults.py::test_a_rank_without_memory_makes_all_run_unfused",
     ),
     "votes compare what they are about": Control(
-        MEMBERS,
+        MEMBER,
         "    if others:\n        calls = ",
         "    if False:\n        calls = ",
         "tests/runtime/test_faults.py::test_reset_against_close_is_a_mismatch",
@@ -470,10 +522,16 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_call_check.py::test_it_is_on_for_all_ranks_if_one_asks",
     ),
     "a look at the guard bytes": Control(
-        WORKSPACE,
-        "(damage := canaries.damage(segment, self.layout, self.slot_bytes, self.rank))",
-        "(damage := '')",
+        "fusedcomm/runtime/canaries.py",
+        "    wrong = found != _pattern(layout.guard_bytes)\n",
+        "    wrong = torch.zeros_like(found, dtype=torch.bool)\n",
         "tests/runtime/test_canaries.py::test_an_overrun_of_a_peer_is_told_to_all_ranks",
+    ),
+    "a look at the guard bytes of a result": Control(
+        "fusedcomm/runtime/canaries.py",
+        "return None if posted is None else damage_around(posted, rank)",
+        "return None",
+        "tests/runtime/test_canaries.py::test_a_write_past_a_result_is_told_to_all_ranks",
     ),
     # at the end of the interpreter
     "the main thread is never held back": Control(
@@ -487,6 +545,82 @@ CONTROLS: dict[str, Control] = {
         "  while (interpreter_ends() && ",
         "  while (false && ",
         "tests/runtime/test_process_ends.py::test_ranks_end_without_a_crash[thread_waits]",
+    ),
+    # results in place
+    "a post is of this round": Control(
+        POSTS,
+        "        return bool(loaded().load(address + 2 * _WORD) == stamp)",
+        "        found = loaded().load(address + 2 * _WORD)\n"
+        "        return bool(found <= stamp and found & 0xFFFFFF == stamp & 0xFFFFFF)",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
+    ),
+    "a post is of this round in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "    return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)) == flag_value();",
+        "    const int64_t stamp = load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t));\n"
+        "    return stamp <= flag_value() && (stamp & 0xFFFFFF) == fingerprint_;",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
+    ),
+    "a post is of this call": Control(
+        POSTS,
+        "        return bool(loaded().load(address + 2 * _WORD) == stamp)",
+        "        return bool(loaded().load(address + 2 * _WORD) >> 24 == stamp >> 24)",
+        "tests/ops/test_in_place.py::test_calls_that_differ_write_into_no_result_of_the_other[python]",
+    ),
+    "a mark is of this round": Control(
+        POSTS,
+        "self._layout.mark(epoch, src_rank)) == epoch)",
+        "self._layout.mark(epoch, src_rank)) > 0)",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
+    ),
+    "a result that the caller gives is not posted": Control(
+        "fusedcomm/algorithms/transport.py",
+        "        return out if has_heap and any(out is each for each in self.made) else None",
+        "        return out if has_heap else None",
+        "tests/ops/test_in_place.py::test_a_result_that_is_given_is_not_posted",
+    ),
+    "no block is used again after a failure": Control(
+        WORKSPACE,
+        "            self.results.retire()",
+        "            pass",
+        "tests/ops/test_in_place.py::test_a_stopped_peer_writes_into_no_later_tensor",
+    ),
+    # results in symmetric memory
+    "a forked child has results of its own": Control(
+        "kernels/cpu/heap_memory.h",
+        "memory->make_private();",
+        "(void)memory;",
+        "tests/runtime/test_results_heap.py::test_a_child_writes_into_memory_of_its_own",
+    ),
+    "memory is made private once": Control(
+        "kernels/cpu/heap_memory.h",
+        "  if (private_) return;\n  private_ =",
+        "  private_ =",
+        "tests/runtime/test_results_heap.py::test_a_child_of_a_child_keeps_what_the_child_wrote",
+    ),
+    "a block that a child may read is not used again": Control(
+        "kernels/cpu/heap_memory.h",
+        " && !seen_by_child",
+        "",
+        "tests/runtime/test_results_heap.py::test_a_block_that_a_child_may_read_is_not_used_again",
+    ),
+    "a retired block is not used again": Control(
+        "kernels/cpu/heap_memory.h",
+        "    if (retired_) return nullptr;\n",
+        "",
+        "tests/runtime/test_results_heap.py::test_results_of_a_retired_heap_stay_and_none_follow",
+    ),
+    "memory has one heap": Control(
+        "kernels/cpu/heap_memory.h",
+        "if (memory->overlaps(*other)) throw",
+        "if (false && memory->overlaps(*other)) throw",
+        "tests/runtime/test_results_heap.py::test_memory_in_use_by_another_heap_is_refused",
+    ),
+    "results that are kept grow no heap": Control(
+        "kernels/cpu/admission.h",
+        "freed >= 2 && freed > results.kept",
+        "freed >= 0 || freed > results.kept",
+        "tests/runtime/test_results_heap.py::test_it_never_grows_for_results_that_are_kept",
     ),
     # security
     "a forked child has no vote": Control(

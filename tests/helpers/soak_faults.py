@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from fusedcomm.algorithms.transport import CpuTransport
-from fusedcomm.runtime import segment, workspace
+from fusedcomm.runtime import members, segment, workspace
 from tests.soak import invoke, worker
 from tests.soak.jitter import jitter
 from tests.soak.known_values import KnownValues
@@ -128,8 +128,9 @@ def wrong_element() -> Iterator[None]:
 def run_without(
     rank: int, fault: Callable[[], Any], seed: int, index: int, steps: Sequence[int] | None = None, wait_s: int = 90
 ) -> SoakOutcome:
-    """Run a program under ``fault``, with many delays."""
+    """Run a program under ``fault``, with many delays. There are no tapes, which would run past ``fault``."""
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(members.Member, "prepare_calls", lambda self: None))
         patches.enter_context(mock.patch.dict(worker.WAIT_S, cpu=wait_s))
         patches.enter_context(fault())
         patches.enter_context(jitter(f"{seed} {index} {rank}", SHARE))

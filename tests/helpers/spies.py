@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.runtime import workspace
+from fusedcomm.runtime import members, workspace
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+SEND_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class Dispatched(TorchDispatchMode):
@@ -32,9 +33,9 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def names(self, namespace: str) -> list[str]:
-        """The names, without the waits."""
+        """The names, without waits and the like."""
         names = [name.split("::") for name, _ in self.calls]
-        return [name for space, name in names if space == namespace and name != "wait_tensor"]
+        return [name for space, name in names if space == namespace and name not in SEND_NOTHING]
 
     def arguments(self, name: str) -> tuple[Any, ...]:
         (args,) = [args for called, args in self.calls if called == name]
@@ -47,7 +48,7 @@ class Dispatched(TorchDispatchMode):
         """Bytes that this rank sends to others in plain collectives, if each sends as little as it can."""
         sent = 0.0
         for name, args in self.calls:
-            if not name.startswith("_c10d_functional::") or name.endswith("wait_tensor"):
+            if not name.startswith("_c10d_functional::") or name.endswith(SEND_NOTHING):
                 continue
             share = {
                 "all_to_all_single": (group_size - 1) / group_size,
@@ -75,7 +76,10 @@ SENTINEL = 0xA7  # in every byte: what no test sends
 
 @contextmanager
 def pushed() -> Iterator[Pushed]:
-    """Fill each part of a peer's slot with a sentinel when it is asked for. What differs at the signal was sent."""
+    """Fill each part of a peer's slot with a sentinel when it is asked for. What differs at the signal was sent.
+
+    Calls run in Python, and through slots alone.
+    """
     seen, filled = Pushed(), []
     part, signal = workspace.Round.part, workspace.Round.signal
 
@@ -97,7 +101,16 @@ def pushed() -> Iterator[Pushed]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workspace.Round, "part", filling_part)
         patch.setattr(workspace.Round, "signal", counting_signal)
+        patch.setattr(workspace.Round, "posted", lambda *args: None)
+        drop_tapes()
         yield seen
+    drop_tapes()
+
+
+def drop_tapes() -> None:
+    """Let the next calls of all groups run in Python."""
+    for each in members.all_members():
+        each.prepare_anew()
 
 
 @contextmanager

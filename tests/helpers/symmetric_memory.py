@@ -18,6 +18,7 @@ from torch import Tensor
 from fusedcomm.launch.ranks import RankPool
 
 native = pytest.importorskip("fusedcomm.kernels.cpu.native", reason="the extension is not built")
+native.register_symmetric_memory()
 
 Ranks = Callable[[int], RankPool]
 CPU = torch.device("cpu")

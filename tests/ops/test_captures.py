@@ -15,7 +15,7 @@ from fusedcomm.algorithms import planner
 from fusedcomm.geometry import shapes
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime import captures
-from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
 
 OP, GPU, BF16 = "matmul_all_to_all", torch.device("cuda:0"), torch.bfloat16

@@ -29,7 +29,7 @@ from fusedcomm.ops import explain, proof
 from fusedcomm.ops.exact_problem import ExactProblem
 from fusedcomm.ops.whole_group import PROGRAMS
 from fusedcomm.runtime import proof_file, topology
-from fusedcomm.runtime.members import Member
+from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.workspace import Round
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
@@ -327,8 +327,8 @@ def test_ranks_that_differ_in_what_is_proved_agree_at_a_reset(rank: int, tmp_pat
 def test_without_memory_for_the_proof_the_group_runs_unfused(rank: int, tmp_path: Path) -> None:
     allocate = Member._allocate
 
-    def without(self: Member, size: int) -> Any:
-        return (None, "has no memory") if rank == 1 else allocate(self, size)
+    def without(self: Member, size: int, *, initialise: bool) -> Any:
+        return (None, "has no memory") if rank == 1 else allocate(self, size, initialise=initialise)
 
     with proving(tmp_path) as (group, made):
         with mock.patch.object(Member, "_allocate", without):

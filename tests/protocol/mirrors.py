@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 WHAT_TO_DO = (
     "{source} has changed since the model was read against it. Read it next to {part} in tests/protocol/, change the "
-    "model where it differs, run tests/protocol/test_model.py, and then set its digest in {table} to {digest}"
+    "model where it differs, run the models there, and then set its digest in {table} to {digest}"
 )
 
 
@@ -66,9 +66,12 @@ def _is_text(node: object) -> bool:
 
 
 def _normal_cpp(text: str, name: str) -> str:
-    """The text from the line that defines the function to the brace that closes it, on a line of its own."""
+    """The text from the line that defines the function to the brace that closes it, on a line of its own or on the
+    same one.
+    """
     code = re.sub(r"//[^\n]*", "", text)
-    found = re.search(rf"^( *)[^\n;=]*\b{re.escape(name)}\([^;]*?\{{\n.*?^\1\}}", code, re.MULTILINE | re.DOTALL)
+    end = r"(?:\n.*?^\1\}|[^\n]*\}$)"
+    found = re.search(rf"^( *)[^\n;=]*\b{re.escape(name)}\([^;]*?\{{{end}", code, re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"a mirrored function must exist: there is no {name}")
     return " ".join(found.group().split())

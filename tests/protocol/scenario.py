@@ -10,8 +10,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fusedcomm.runtime.rank_order import peers_of, sources_of
 from fusedcomm.runtime.segment import NUM_SLOTS
-from fusedcomm.runtime.workspace import peers_of, sources_of
+
+
+@dataclass(frozen=True)
+class ResultRules:
+    """The rules of results in place. Every default is what the protocol says."""
+
+    post: tuple[str, ...] = ("post", "stamp")
+    chunk: tuple[str, ...] = ("look", "place", "write", "mark", "signal")
+    posts_after_reads: bool = True  # a rank posts when it has done all reads of the round before
+    compares_epoch: bool = True  # a sender takes a post of its own round, not of one before
+    compares_fingerprint: bool = True
+    compares_size: bool = True
+    mark_names_epoch: bool = True  # a receiver takes a mark of its own round, not of one before
+    mark_by_slot: bool = True  # two marks for each source, in turn
+    copies_slots_only: bool = True  # what is in place is not copied out
+    holds_until: str = "finish"  # or "signal": a call's result is the user's, to free, when its own last signal is set
+    retires: bool = True  # a block of a call that has failed is not used again
+    heap_after_reset: str = "new"  # or "kept", or "forgotten": the memory is kept, but not who has which block
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,7 @@ class Rules:
     new_segment: bool = True  # a reset makes a new segment
     drains: bool = True  # a rank waits for its device before it comes to a reset
     clears_before_agreement: bool = True  # a rank clears its own header in a reset
+    results: ResultRules = field(default_factory=ResultRules)
 
 
 class Round(NamedTuple):
@@ -43,6 +62,7 @@ class Round(NamedTuple):
     beside: bool = False  # on a device: the sends run on a stream beside the waits and reads
     sums: bool = False  # whether all chunks are waited for before the first is read
     slot: int | None = None  # the slot where a captured copy writes and reads; None: by the epoch
+    size: int = 1  # the size of the result, which peers of another size do not know from the op
 
 
 Call = tuple[Round, ...]
@@ -56,6 +76,8 @@ REDUCE_BESIDE: Call = (Round(3, sums=True, beside=True),)
 ALL_REDUCE_BESIDE: Call = (Round(4, sums=True, beside=True), Round(4, beside=True))
 HANDSHAKE: Call = (Round(5, empty=(0, 1, 2)),)
 Script = tuple[Call, ...]
+POSTS = ("enter", "post", "stamp")
+AT_ONCE = ("stamp", "place", "mark")
 
 
 def empty_from(*ranks: int) -> Call:
@@ -88,6 +110,10 @@ class Scenario:
     leaves: tuple[int, ...] = ()  # ranks that may leave a call by an exception, at any step
     ends: tuple[int, ...] = ()  # ranks whose program may end, between any two calls
     mismatched: bool = False  # the scripts differ
+    blocks: int = 0  # in the results heap of each rank; 0: no results in place
+    offers: tuple[int, ...] = (0, 1, 2)  # ranks whose results may be in their heap
+    whole_posts: bool = False  # a post is written and read in one step, and so are a chunk in place and its mark
+    turned: tuple[int, ...] = ()  # ranks that send to the last peer first, as it has posted first
 
     @property
     def group_size(self) -> int:
@@ -114,6 +140,9 @@ class Step(NamedTuple):
     op: int
     slot: int  # the slot of the data
     after: int  # steps of the rank's other program that come before
+    size: int = 0  # the size of a result that may be in place
+    last: int = 0  # the last epoch of the call
+    at_once: bool = False  # whether it is one step with the one before
 
 
 class Programs(NamedTuple):
@@ -125,7 +154,7 @@ def compile_script(scenario: Scenario, rank: int) -> Programs:
     rules, size = scenario.rules, scenario.group_size
     sends: list[Step] = []
     receives: list[Step] = []
-    segment = epoch = 0
+    segment = epoch = joined = 0
     for call in scenario.scripts[rank]:
         if call is RESET:
             for what in ("arrive", "depart"):
@@ -135,31 +164,48 @@ def compile_script(scenario: Scenario, rank: int) -> Programs:
         if call is UNFUSED:
             epoch += rank in rules.unfused_takes_epoch
             continue
+        last = epoch + len(call)
         for i, round in enumerate(call):
             epoch += 1
             if not rules.takes_part_in_empty_rounds and len(round.empty) >= size:
                 continue
             slot = epoch % rules.num_slots if round.slot is None else round.slot
-            joined = len(receives) if rules.reads_before_next_signals else _last_wait(receives)
+            before, joined = joined, len(receives) if rules.reads_before_next_signals else _last_wait(receives)
+            posted = joined if rules.results.posts_after_reads else before
             if i == 0:
-                sends.append(Step("enter", rank, segment, epoch, round.op, slot, joined))
+                result = max(_place(scenario, each) for each in call)
+                sends.append(Step("enter", rank, segment, epoch, round.op, slot, posted, result, last))
             started = len(sends)
-            for what, dst in _sends(rules, round, rank, size):
-                sends.append(Step(what, dst, segment, epoch, round.op, slot, joined))
+            for what, dst in _sends(scenario, round, rank):
+                after, at_once = posted if what in POSTS else joined, scenario.whole_posts and what in AT_ONCE
+                sends.append(Step(what, dst, segment, epoch, round.op, slot, after, round.size, last, at_once))
             sent = started if round.beside and scenario.device else len(sends)
             for what, src in _receives(rules, round, rank, size):
-                receives.append(Step(what, src, segment, epoch, round.op, slot, sent))
+                receives.append(Step(what, src, segment, epoch, round.op, slot, sent, round.size, last))
     return Programs(tuple(sends), tuple(receives))
 
 
-def _sends(rules: Rules, round: Round, rank: int, size: int) -> Iterator[tuple[str, int]]:
+def _place(scenario: Scenario, round: Round) -> int:
+    """The size of the result that peers may write in place in the round; 0 if none."""
+    written = len(round.empty) < scenario.group_size and not round.sums
+    return round.size if scenario.blocks and written else 0
+
+
+def _sends(scenario: Scenario, round: Round, rank: int) -> Iterator[tuple[str, int]]:
     # The own chunk is left out: one rank writes and reads it, in program order.
-    for dst in peers_of(rank, size)[:-1]:
+    rules, in_place = scenario.rules, _place(scenario, round) > 0
+    peers = peers_of(rank, scenario.group_size)[:-1]
+    if in_place:
+        yield from ((what, dst) for dst in peers if dst not in round.empty for what in rules.results.post)
+    for dst in reversed(peers) if rank in scenario.turned else peers:
         empty = rank in round.empty
         signals = [] if empty and not rules.signals_empty_chunks else [("signal", dst)]
         # One step stands for all words of a chunk. The protocol treats them alike, and each lies between its signals.
         writes = [] if empty else [("write", dst)]
-        yield from (*writes, *signals) if rules.data_before_flag else (*signals, *writes)
+        if in_place and not empty:
+            yield from ((what, dst) for what in rules.results.chunk)
+        else:
+            yield from (*writes, *signals) if rules.data_before_flag else (*signals, *writes)
 
 
 def _receives(rules: Rules, round: Round, rank: int, size: int) -> Iterator[tuple[str, int]]:

@@ -1,7 +1,8 @@
-"""Guard bytes around slots: what is written past a slot, by how little, is found, named, and told to all ranks."""
+"""Guard bytes around slots and results: what is written past one, by how little, is found, named, and told to all."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.segment import MOST_SLOT_BYTES, NUM_SLOTS, HeaderLayout, slot_bytes_within
 from fusedcomm.runtime.workspace import Round, Workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.in_place import TO_ALL, assert_exact, results_of, wanted
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
 from tests.helpers.sparse import sparse
@@ -166,3 +168,63 @@ def test_without_the_setting_an_overrun_goes_unnoticed(rank: int) -> None:
             workspace.buffers[0][end : end + 1] = 0
         dist.barrier(group)
         check(group, HEADS, call(group, HEADS, 1), 1)
+
+
+# results
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 7, GUARD_BYTES])
+@pytest.mark.parametrize("side", ["before", "behind"])
+def test_a_write_past_a_result_is_found_and_named(side: str, num_bytes: int) -> None:
+    block = torch.zeros(100 + 2 * GUARD_BYTES, dtype=torch.uint8)
+    result = canaries.paint_around(block).view(torch.float32).view(5, 5).fill_(3)
+    assert canaries.damage_around(result, 0) is None
+    start = GUARD_BYTES - num_bytes if side == "before" else GUARD_BYTES + 100
+    block[start : start + num_bytes] = 0
+    text = canaries.damage_around(result, 4)
+    assert text is not None and text.startswith("guard bytes of rank 4's result must stay as they are")
+    assert f"{num_bytes} bytes from {num_bytes if side == 'before' else 0} bytes {side} it on are now 00" in text
+
+
+def check_overrun_of_a_result(rank: int, side: str, num_bytes: int) -> str:
+    """Rank 1 comes late, finds rank 0's post, and writes past its result."""
+    post, posted = Round.post, Round.posted
+
+    def late(self: Round, result: torch.Tensor) -> None:
+        time.sleep(0.1)
+        post(self, result)
+
+    def overrun(self: Round, dst_rank: int, result: torch.Tensor) -> torch.Tensor | None:
+        place = posted(self, dst_rank, result)
+        assert place is not None and self.workspace.results is not None
+        begin = place.storage_offset() * place.itemsize
+        start = begin - num_bytes if side == "before" else begin + result.nbytes
+        self.workspace.results.buffers[dst_rank][start : start + num_bytes] = 0
+        return place
+
+    text = ""
+    with fresh_group(CHECK="1", TIMEOUT_S="20") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        for seed in range(6):
+            assert_exact(results_of(group, TO_ALL, seed), wanted(group, TO_ALL, seed))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(Round, "post", late)
+                patch.setattr(Round, "posted", overrun)
+            try:
+                results_of(group, TO_ALL)
+            except fusedcomm.PeerError as error:
+                text = str(error)
+        dist.barrier(group)
+        with pytest.raises(fusedcomm.PeerError):
+            results_of(group, TO_ALL)
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        assert_exact(results_of(group, TO_ALL), wanted(group, TO_ALL))
+    return text
+
+
+@pytest.mark.parametrize("side, num_bytes", [("behind", 1), ("before", 8)])
+def test_a_write_past_a_result_is_told_to_all_ranks(ranks: Any, side: str, num_bytes: int) -> None:
+    texts = ranks(2).run(check_overrun_of_a_result, side, num_bytes)
+    assert "guard bytes of rank 0's result must stay as they are, but " in texts[0]
+    assert f"{num_bytes} bytes from {num_bytes if side == 'before' else 0} bytes {side} it" in texts[0]

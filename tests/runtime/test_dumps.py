@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,8 @@ CPU = torch.device("cpu")
 def test_the_ring_has_every_call(rank: int) -> None:
     """Every op is there, forward and backward, whatever it runs as."""
     size = dist.get_world_size()
-    with fresh_group() as group, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flight_recorder, "_ring", deque(maxlen=flight_recorder.NUM_CALLS))
+    with fresh_group() as group:
+        flight_recorder.forget()
         for algorithm in ("unfused", "chunked"):
             with fusedcomm.force_algorithm(algorithm, strict=True):
                 for op in OPS:
@@ -69,8 +68,8 @@ def test_the_ring_has_every_call(rank: int) -> None:
 @on_ranks(2)
 def test_resets_are_counted_where_nothing_else_is_kept(rank: int) -> None:
     """Ranks on two hosts have no workspace, and vote anew after a reset."""
-    with fresh_group(HOST_ID=f"host {rank}", TIMEOUT_S="1") as group, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flight_recorder, "_ring", deque(maxlen=flight_recorder.NUM_CALLS))
+    with fresh_group(HOST_ID=f"host {rank}", TIMEOUT_S="1") as group:
+        flight_recorder.forget()
         for _ in range(2):
             check(group, HEADS, call(group, HEADS))
             fusedcomm.reset(group)
@@ -82,8 +81,8 @@ def test_resets_are_counted_where_nothing_else_is_kept(rank: int) -> None:
     assert found == [(0, 1), (1, 0), (1, 1), (2, 0), (2, 0)][: len(found)] and len(found) == 5 - rank
 
 
-def test_the_ring_keeps_the_last_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "_ring", deque(maxlen=flight_recorder.NUM_CALLS))
+def test_the_ring_keeps_the_last_calls() -> None:
+    flight_recorder.forget()
     for i in range(flight_recorder.NUM_CALLS + 5):
         with flight_recorder.Record("op", str(i), CPU):
             pass

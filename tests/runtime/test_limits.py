@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import fusedcomm
 from fusedcomm.launch.ranks import RankPool
-from fusedcomm.runtime import members
+from fusedcomm.runtime import group_member, members
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
@@ -119,7 +119,7 @@ def test_a_rank_without_address_space(rank: int, left: int | None, found: str | 
     with fresh_group(TIMEOUT_S="5") as group, pytest.MonkeyPatch.context() as patch:
         members.member(group.group_name, CPU)
         before = footprint()
-        patch.setattr(members, "_MIN_SLOT_BYTES", SLOT_BYTES)
+        patch.setattr(group_member, "_MIN_SLOT_BYTES", SLOT_BYTES)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         few = rank == 1 and left is not None
         with limited(resource.RLIMIT_AS, used + (left or 0) + 8 * MIB) if few else nullcontext():

@@ -15,8 +15,8 @@ from torch.distributed import HashStore
 from torch.distributed import _symmetric_memory as symm_mem
 
 from fusedcomm.errors import PeerTimeoutError
-from fusedcomm.runtime import members
-from fusedcomm.runtime.members import Member
+from fusedcomm.runtime import group_member
+from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
 from tests.helpers.groups import fresh_group
 from tests.helpers.on_ranks import on_ranks
@@ -45,7 +45,7 @@ def maps(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(torch.ops.symm_mem, "_rendezvous", rendezvous)
         found = SimpleNamespace(_SymmetricMemory=SimpleNamespace(rendezvous=lambda segment, group_name: "handle"))
-        monkeypatch.setattr(members, "symm_mem", found)
+        monkeypatch.setattr(group_member, "symm_mem", found)
         return in_threads([lambda rank=rank: member(rank) for rank in ranks])
 
     yield run

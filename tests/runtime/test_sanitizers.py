@@ -1,8 +1,8 @@
 """The native part under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
 
 The tests of symmetric memory run with a native part that is built with each of them, in a copy of the sources. Ranks
-are processes there, and ThreadSanitizer sees no race between processes. So two programs have threads for ranks:
-sanitized_words.cpp and sanitized_handles.cpp.
+are processes there, and ThreadSanitizer sees no race between processes. So programs have threads: for ranks
+sanitized_words.cpp and sanitized_handles.cpp, for users of one heap of results sanitized_heap.cpp.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def run_program(folder: Path, source: str, sanitizer: Sanitizer) -> tuple[int, s
     return done.returncode, found(reports) + done.stderr.decode()  # where UndefinedBehaviorSanitizer reports
 
 
-@pytest.mark.parametrize("program", ["sanitized_words.cpp", "sanitized_handles.cpp"])
+@pytest.mark.parametrize("program", ["sanitized_words.cpp", "sanitized_handles.cpp", "sanitized_heap.cpp"])
 @pytest.mark.parametrize("name", SANITIZERS)
-def test_threads_as_ranks(name: str, program: str, tmp_path: Path) -> None:
+def test_threads(name: str, program: str, tmp_path: Path) -> None:
     copy_sources(tmp_path)
     assert run_program(tmp_path, f"{HERE}/{program}", SANITIZERS[name]) == (0, "")
 
@@ -123,6 +123,13 @@ PLANTED = {
         "  delete segment.get();\n  segment->seal();\n",
         "heap-use-after-free",
     ),
+    "a heap without its lock": (
+        "thread",
+        "kernels/cpu/heap_memory.h",
+        "  HeapMemory& memory = *block.memory;\n  std::lock_guard<std::mutex> lock(heaps().mutex);\n",
+        "  HeapMemory& memory = *block.memory;\n",
+        "data race",
+    ),
     "undefined behaviour": (
         "address",
         "kernels/cpu/flags.h",
@@ -141,7 +148,8 @@ def test_what_is_planted_is_reported(what: str, tmp_path: Path) -> None:
     source = tmp_path / file
     assert source.read_text().count(right) == 1
     source.write_text(source.read_text().replace(right, wrong))
-    code, text = run_program(tmp_path, f"{HERE}/sanitized_words.cpp", SANITIZERS[name])
+    program = "sanitized_heap.cpp" if "heap" in file else "sanitized_words.cpp"
+    code, text = run_program(tmp_path, f"{HERE}/{program}", SANITIZERS[name])
     assert code != 0 and report in text
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.algorithms import kernel_launch, planner
 from fusedcomm.geometry import shapes
-from fusedcomm.runtime import members, segment, topology, workspace
+from fusedcomm.runtime import group_member, segment, topology, workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
@@ -168,7 +168,7 @@ def test_calls_of_the_host_leave_a_captured_segment(rank: int) -> None:
             check(group, problem, call(group, problem, seed), seed)
         second = ours.workspace
         assert second is not first and second.epoch == 3 and ours.retired == [first]
-        with mock.patch.object(members, "is_for_capture", lambda device: True):
+        with mock.patch.object(group_member, "is_for_capture", lambda device: True):
             assert ours.workspace_for(8, "capture", 1, by_host=False) is first
             assert ours.workspace_for(first.usable_bytes, "capture", 1) is first
         first.record.fill(segment.MISMATCHED, 9, rank, 1, [0, 0], [1 - rank])
@@ -176,7 +176,7 @@ def test_calls_of_the_host_leave_a_captured_segment(rank: int) -> None:
             call(group, problem)
         fusedcomm.reset(group)
         check(group, problem, call(group, problem))  # what a replay has found is forgotten, and its segment not used
-        with mock.patch.object(members, "is_for_capture", lambda device: True):
+        with mock.patch.object(group_member, "is_for_capture", lambda device: True):
             assert ours.workspace_for(8, "capture", 1) is ours.workspace
         assert ours.retired == [first]
 
@@ -323,7 +323,7 @@ def test_ranks_that_share_a_gpu_share_its_multiprocessors(rank: int) -> None:
         call(group, BY_NAME["heads"])
         held = member_of(group).workspace
         assert held is not None
-        assert held.num_sms == workspace._num_sms(held.device) // 2
+        assert held.num_sms == topology.num_sms(held.device) // 2
 
 
 @on_ranks(2)

@@ -17,6 +17,7 @@ NUM_STEPS = 200
 NUM_GROUPS = 4  # made by new_group, beside WORLD and a mesh
 CAPS = (1 << 11, 1 << 12, 1 << 14)  # sizes of workspaces that make calls run in rounds
 FUSED_SHARE = {"cpu": 0.01, "cuda": 0.3}  # on a CPU it runs in Triton's interpreter
+REPEATED = 0.6  # share of calls that are like the group's last one: they are prepared, and results come in place
 JITTERS = (0.0, 0.02, 0.1)  # how often a rank sleeps within a round
 MESH_DIMS = ("outer", "inner")
 
@@ -80,7 +81,8 @@ class SoakProgram:
 def draw_program(seed: int, index: int, world_size: int, device_type: str) -> SoakProgram:
     random = Random(f"{seed} {index} {world_size}")
     groups = _draw_groups(random, world_size)
-    steps = [_draw_step(random, number, groups, device_type) for number in range(NUM_STEPS)]
+    last: dict[int, SoakCall] = {}
+    steps = [_draw_step(random, number, groups, device_type, last) for number in range(NUM_STEPS)]
     return SoakProgram(seed, index, world_size, tuple(groups), tuple(steps), random.choice(JITTERS))
 
 
@@ -102,9 +104,12 @@ def _draw_groups(random: Random, world_size: int) -> list[SoakGroup]:
     return groups
 
 
-def _draw_step(random: Random, number: int, groups: list[SoakGroup], device_type: str) -> SoakStep:
+def _draw_step(
+    random: Random, number: int, groups: list[SoakGroup], device_type: str, last: dict[int, SoakCall]
+) -> SoakStep:
+    """``last``: each group's last call."""
     kind, group = random.random(), random.choice(groups)
-    compare = random.random() < 0.3
+    compare = random.random() < 0.5
     if kind < 0.01:
         return SoakStep(number, "reset", group)
     if kind < 0.02:
@@ -113,16 +118,19 @@ def _draw_step(random: Random, number: int, groups: list[SoakGroup], device_type
         return SoakStep(number, "remake", group)
     if kind < 0.0275:
         return SoakStep(number, "collect", group)
-    call = _draw_call(random, group, device_type)
+    call = last[group.number] = _draw_call(random, group, device_type, last.get(group.number))
     # On a GPU waiting kernels of two threads could come in another order on each rank.
     if kind < 0.07 and device_type == "cpu" and call.algorithm != "fused":
         other = random.choice([each for each in groups if each is not group])
-        beside = replace(_draw_call(random, other, device_type), algorithm=call.algorithm)
+        beside = replace(_draw_call(random, other, device_type, last.get(other.number)), algorithm=call.algorithm)
+        last[other.number] = beside
         return SoakStep(number, "call", group, (call, beside), compare)
     return SoakStep(number, "call", group, (call,), compare)
 
 
-def _draw_call(random: Random, group: SoakGroup, device_type: str) -> SoakCall:
+def _draw_call(random: Random, group: SoakGroup, device_type: str, last: SoakCall | None) -> SoakCall:
+    if last is not None and last.algorithm != "fused" and random.random() < REPEATED:
+        return replace(last, seed=random.getrandbits(48))
     case = draw(random, len(group.ranks))
     algorithm = random.choice(("chunked", "chunked", "chunked", "unfused", None))
     if random.random() < FUSED_SHARE[device_type] and (case.is_small or device_type != "cpu"):

@@ -24,10 +24,11 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.ops.exact_problem import difference
-from fusedcomm.runtime import members
+from fusedcomm.runtime import group_member
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.testing.selftest import settings
+from tests.helpers.in_place import in_place_from
 from tests.soak import invoke
 from tests.soak.jitter import jitter
 from tests.soak.known_values import KnownValues
@@ -86,7 +87,7 @@ class _Worker:
         step: SoakStep | None = None
         try:
             with (
-                mock.patch.object(members, "_MIN_SLOT_BYTES", LEAST_SLOT_BYTES),
+                mock.patch.object(group_member, "_MIN_SLOT_BYTES", LEAST_SLOT_BYTES),
                 jitter(self.seed, self.program.jitter),
                 ThreadPoolExecutor(1) as self.beside,
             ):
@@ -143,6 +144,7 @@ class _Worker:
         self._count_call(call, plan)
         self._count("workspace", "rounds", group, (after.epoch if after else 0) - (0 if grown else epoch))
         self._count("workspace", "growths", group, int(grown))
+        self._count("workspace", "chunks in place", group, len(in_place_from(after)) if after else 0)
         return result
 
     @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.testing.faults.protocol_steps import CHUNKED, FIRST, GROWTH
+from fusedcomm.testing.faults.protocol_steps import CHUNKED, FIRST, GROWTH, IN_PLACE
 
 OPS = tuple(PROGRAMS)
 PUSHES = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -69,6 +69,11 @@ class Cell:
         return self.step in GROWTH
 
     @property
+    def in_place(self) -> bool:
+        """Whether peers write results in place. Elsewhere all chunks go through slots."""
+        return self.step in IN_PLACE
+
+    @property
     def num_calls(self) -> int:
         """How many calls each rank makes, from the faulty one on."""
         if self.harmless:
@@ -99,7 +104,8 @@ def _launches(op: str) -> tuple[str, ...]:
 
 
 def _chunked(op: str) -> Iterator[tuple[str, str]]:
-    for step in (*CHUNKED, *FIRST, *GROWTH):
+    in_place = () if op == "matmul_reduce_scatter" else IN_PLACE  # sums are made of slots
+    for step in (*CHUNKED, *in_place, *FIRST, *GROWTH):
         for fault in ("delay", "gc", "pause", "stop", "kill", "raise", "interrupt"):
             yield fault, step
     for step in ("result", "allocate", "grow-allocate"):

@@ -19,6 +19,7 @@ SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults, so that growth
 SMALL = MatmulSize(rows=13, k=5, n=7)
 OTHER = MatmulSize(rows=19, k=11, n=8)
 LARGE = MatmulSize(rows=61, k=58, n=59)  # needs more than SLOT_BYTES, whichever part is sent
+RESULTS_BYTES = 1 << 16  # more than the results of all calls of a cell
 PATTERN = 0x5A
 BAND = 64  # elements
 
@@ -51,6 +52,15 @@ class KnownCall:
     def _integers(self, shape: tuple[int, ...], which: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * self.seed + which)
         return torch.randint(-2, 3, shape, generator=generator, device="cpu").to(self.dtype)
+
+
+def warm_results(workspace: Workspace) -> None:
+    """Let this rank and its peers find the memory of results warm, as after many calls whose results were dropped."""
+    assert workspace.results is not None
+    for _ in range(3):
+        workspace.results.empty([RESULTS_BYTES], torch.uint8)
+    for rank in range(workspace.group_size):
+        workspace.results.at_peer(rank, 0, RESULTS_BYTES)
 
 
 class Guarded:

@@ -17,10 +17,10 @@ Fault = Callable[[GoOn], Any]  # goes on once, twice or not at all, later, or af
 FIRST = {  # steps of a group's first call
     "vote": "fusedcomm.runtime.topology:probe",
     "allocate": "fusedcomm.runtime.workspace:Workspace.initialise",
-    "rendezvous": "fusedcomm.runtime.members:Member._rendezvous",
+    "rendezvous": "fusedcomm.runtime.group_member:Member._rendezvous",
 }
 GROWTH = {  # steps of a call that needs a larger workspace
-    "grow": "fusedcomm.runtime.members:Member._come_together",
+    "grow": "fusedcomm.runtime.group_member:Member._come_together",
     "grow-allocate": "fusedcomm.runtime.workspace:Workspace.initialise",
 }
 ENTER = {"enter": "fusedcomm.runtime.workspace:Workspace.enter"}
@@ -32,6 +32,10 @@ CHUNKED = {
     "read": "fusedcomm.runtime.workspace:Round.received",
     "end": "fusedcomm.runtime.workspace:Workspace._epoch_word",
 }
+IN_PLACE = {  # steps of a call whose results peers can write
+    "post": "fusedcomm.runtime.workspace:Round.post",
+    "look": "fusedcomm.runtime.workspace:Round.posted",
+}
 LAUNCHES = {  # steps of `fused`, before each kernel
     f"launch-{name}": f"fusedcomm.algorithms.kernel_launch:{name}"
     for name in ("push", "pack", "gather_matmul", "reduce", "unpack")
@@ -41,11 +45,13 @@ IN_KERNELS = {
     "wait": "fusedcomm.kernels.triton.rounds:wait",
 }
 FUSED = {**ENTER, **LAUNCHES, **IN_KERNELS, "end": "fusedcomm.runtime.workspace:Workspace.launched"}
-RESULT = {"result": "torch:Tensor.new_empty"}  # memory for the result of a call
+# memory for the result of a call
+CHUNKED_RESULT = "fusedcomm.algorithms.transport:CpuTransport.result"
+FUSED_RESULT = "torch:Tensor.new_empty"
 
 BY_ALGORITHM = {
-    "chunked": {**FIRST, **GROWTH, **RESULT, **CHUNKED},
-    "fused": {**FIRST, **GROWTH, **RESULT, **FUSED},
+    "chunked": {**FIRST, **GROWTH, **CHUNKED, **IN_PLACE, "result": CHUNKED_RESULT},
+    "fused": {**FIRST, **GROWTH, **FUSED, "result": FUSED_RESULT},
 }
 
 

@@ -21,12 +21,20 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.errors import PeerError
-from fusedcomm.runtime import members
+from fusedcomm.runtime import group_member, members
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.testing.faults.cells import CALL, OPS, Cell
 from fusedcomm.testing.faults.injections import INJECTIONS, RAISED
-from fusedcomm.testing.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, GuardedSegment, KnownCall
+from fusedcomm.testing.faults.known_calls import (
+    LARGE,
+    OTHER,
+    SLOT_BYTES,
+    Guarded,
+    GuardedSegment,
+    KnownCall,
+    warm_results,
+)
 from fusedcomm.testing.faults.protocol_steps import Reached, at
 from fusedcomm.testing.faults.rank_reports import (
     INJECTED,
@@ -54,7 +62,7 @@ def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Aroun
         return None
     try:
         with (
-            mock.patch.object(members, "_MIN_SLOT_BYTES", SLOT_BYTES),
+            mock.patch.object(group_member, "_MIN_SLOT_BYTES", SLOT_BYTES),
             settings(TIMEOUT_S=str(MEET_S)),
             _patient_interpreter(cell),
         ):
@@ -128,6 +136,9 @@ class _Rank:
             with fusedcomm.force_algorithm(self.cell.algorithm):
                 warm = KnownCall(self.cell.op, self.cell.group_size, seed=51)
                 self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.group))
+        for member in members.members(self.group) if self.cell.in_place else []:
+            if member.workspace is not None:
+                warm_results(member.workspace)
         self._meet()
         used = [] if self.cell.grows else members.members(self.group)  # what is outgrown is unmapped
         for group_members, idle in ((used, False), (members.members(self.other), self.cell.step != "other-group")):

@@ -1,0 +1,370 @@
+// The kernels of fusedcomm's ops on CPU tensors, and below autograd's: a call that has been prepared runs here, and all
+// others run in Python. And what Python makes tapes with.
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <c10/core/DispatchKeySet.h>
+
+#include <map>
+
+#include "prepared_calls.h"
+
+namespace fusedcomm {
+namespace {
+
+namespace py = pybind11;
+
+std::atomic<int64_t> forced_algorithm{0};  // a number for what `force_algorithm` says, which is part of every key
+
+// Calls Python's kernel with the arguments on the stack, and puts its results there.
+void call_python(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack,
+                 const std::function<py::object(const py::tuple&, const py::dict&)>& kernel) {
+  with_gil([&] {
+    const auto& schema = op.schema();
+    py::list args;
+    py::dict kwargs;
+    const size_t first = stack.size() - schema.arguments().size();
+    for (size_t i = 0; i < schema.arguments().size(); ++i) {
+      const auto& argument = schema.arguments()[i];
+      py::object value = torch::jit::toPyObject(stack[first + i]);
+      if (argument.kwarg_only()) {
+        kwargs[argument.name().c_str()] = value;
+      } else {
+        args.append(value);
+      }
+    }
+    const py::object result = kernel(py::tuple(args), kwargs);
+    stack.resize(first);
+    const auto& returns = schema.returns();
+    if (returns.size() == 1) {
+      stack.push_back(torch::jit::toIValue(result, returns[0].type()));
+      return;
+    }
+    const auto results = result.cast<py::sequence>();
+    TORCH_CHECK(results.size() == returns.size(), schema.name(), ": its kernel must return ", returns.size(),
+                " values, got ", results.size());
+    for (size_t i = 0; i < returns.size(); ++i) {
+      stack.push_back(torch::jit::toIValue(py::object(results[i]), returns[i].type()));
+    }
+  });
+}
+
+size_t index_of_group_name(const c10::OperatorHandle& op) {
+  const auto index = op.schema().argumentIndexWithName("group_name");
+  TORCH_INTERNAL_ASSERT(index.has_value());
+  return static_cast<size_t>(*index);
+}
+
+class CpuKernel final : public c10::OperatorKernel {
+ public:
+  CpuKernel(int64_t id, const c10::OperatorHandle& op, py::object kernel, py::object record)
+      : id_(id), group_name_(index_of_group_name(op)), kernel_(std::move(kernel)), record_(std::move(record)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, std::vector<c10::IValue>* stack) {
+    const size_t num_arguments = op.schema().arguments().size();
+    const auto arguments = c10::ArrayRef<c10::IValue>(*stack).slice(stack->size() - num_arguments);
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // `.out` comes with it
+    const auto calls = PreparedCalls::of(arguments[group_name_].toStringRef());
+    if (calls == nullptr) return run_python(op, *stack);
+    Key key{calls->generation(), id_, forced_algorithm};
+    std::vector<at::Tensor> tensors;
+    if (!make_key(arguments, key, tensors)) return run_python(op, *stack);
+    const auto [call, is_known] = calls->find(key);
+    if (call != nullptr) {
+      std::vector<c10::IValue> results;
+      if (!calls->run(*call, tensors, results)) return run_python(op, *stack);
+      stack->resize(stack->size() - num_arguments);
+      for (auto& result : results) stack->push_back(std::move(result));
+      stay_if_interpreter_ends();
+    } else if (is_known) {
+      call_python(op, *stack, [&, &key = key](const py::tuple& args, const py::dict& kwargs) {
+        return record_.get()(kernel_.get(), calls, std::vector<int64_t>(key.begin(), key.end()), args, kwargs);
+      });
+    } else {
+      run_python(op, *stack);
+    }
+  }
+
+ private:
+  bool make_key(c10::ArrayRef<c10::IValue> arguments, Key& key, std::vector<at::Tensor>& tensors) const {
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (i != group_name_ && !add_to_key(arguments[i], key, tensors)) return false;
+    }
+    return true;
+  }
+
+  void run_python(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack) const {
+    call_python(op, stack,
+                [&](const py::tuple& args, const py::dict& kwargs) { return kernel_.get()(*args, **kwargs); });
+  }
+
+  int64_t id_;
+  size_t group_name_;
+  PythonObject kernel_;
+  PythonObject record_;
+};
+
+// Goes on below autograd where there is nothing to differentiate, and to Python's kernel elsewhere.
+class AutogradKernel final : public c10::OperatorKernel {
+ public:
+  AutogradKernel(py::object kernel, bool takes_keyset) : kernel_(std::move(kernel)), takes_keyset_(takes_keyset) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
+    const size_t first = stack->size() - op.schema().arguments().size();
+    bool differentiates = false;
+    for (size_t i = first; i < stack->size(); ++i) differentiates |= is_differentiable((*stack)[i]);
+    if (!differentiates) {
+      at::AutoDispatchBelowAutograd guard;
+      op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+      return;
+    }
+    call_python(op, *stack, [&](const py::tuple& args, const py::dict& kwargs) {
+      return takes_keyset_ ? kernel_.get()(keys, *args, **kwargs) : kernel_.get()(*args, **kwargs);
+    });
+  }
+
+ private:
+  // Whether an argument requires grad now, or has a tangent.
+  static bool is_differentiable(const c10::IValue& value) {
+    if (value.isTensor()) {
+      const at::Tensor& t = value.toTensor();
+      return t.defined() && ((at::GradMode::is_enabled() && t.requires_grad()) || t._fw_grad(0).defined());
+    }
+    if (!value.isList()) return false;
+    const auto list = value.toListRef();
+    return std::any_of(list.begin(), list.end(), is_differentiable);
+  }
+
+  PythonObject kernel_;
+  bool takes_keyset_;
+};
+
+// Registered as long as Python keeps it.
+using Registration = c10::RegistrationHandleRAII;
+
+template <typename Kernel>
+std::unique_ptr<Registration> register_kernel(const c10::OperatorHandle& op, c10::DispatchKey key, std::unique_ptr<Kernel> kernel) {
+  auto boxed = c10::KernelFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::move(kernel)));
+  return std::make_unique<Registration>(c10::Dispatcher::singleton().registerImpl(
+      op.operator_name(), key, std::move(boxed), std::nullopt, nullptr, "fusedcomm"));
+}
+
+c10::OperatorHandle find_op(const std::string& name, const std::string& overload) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+}
+
+bool holds_operands(py::handle value) {
+  if (!py::isinstance<py::list>(value) && !py::isinstance<py::tuple>(value)) return false;
+  for (const auto& each : value) {
+    if (py::isinstance<Operand>(each)) return true;
+  }
+  return false;
+}
+
+Operands to_operands(py::handle values) {
+  Operands operands;
+  for (const auto& each : values) {
+    operands.push_back(each.is_none() ? std::nullopt : std::optional<Operand>(each.cast<Operand>()));
+  }
+  return operands;
+}
+
+Instruction::Argument to_argument(py::handle value, const c10::TypePtr& type) {
+  torch::jit::ToIValueAllowNumbersAsTensors guard(true);
+  if (py::isinstance<Operand>(value)) return value.cast<Operand>();
+  if (holds_operands(value)) return to_operands(value);
+  return torch::jit::toIValue(value, type);
+}
+
+void append_op(Tape& tape, const std::string& name, const std::string& overload, const py::tuple& args,
+               const py::dict& kwargs, std::vector<int64_t> made) {
+  Instruction instruction{Instruction::kOp};
+  instruction.op = find_op(name, overload);
+  instruction.made = std::move(made);
+  const auto& arguments = instruction.op->schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto& argument = arguments[i];
+    if (i < args.size()) {
+      instruction.arguments.push_back(to_argument(args[i], argument.type()));
+    } else if (kwargs.contains(argument.name())) {
+      instruction.arguments.push_back(to_argument(kwargs[argument.name().c_str()], argument.type()));
+    } else {
+      TORCH_CHECK(argument.default_value().has_value(), name, ": no value for ", argument.name());
+      instruction.arguments.emplace_back(*argument.default_value());
+    }
+  }
+  tape.append(std::move(instruction));
+}
+
+void append_rank(Tape& tape, Instruction::Kind kind, int64_t rank) {
+  Instruction instruction{kind};
+  instruction.rank = rank;
+  tape.append(std::move(instruction));
+}
+
+void append_result(Tape& tape, int64_t made, std::vector<int64_t> sizes, at::ScalarType dtype) {
+  Instruction instruction{Instruction::kResult};
+  instruction.sizes = std::move(sizes);
+  instruction.dtype = dtype;
+  instruction.made = {made};
+  tape.append(std::move(instruction));
+}
+
+void append_post(Tape& tape, const Operand& result) {
+  Instruction instruction{Instruction::kPost};
+  instruction.arguments.emplace_back(result);
+  tape.append(std::move(instruction));
+}
+
+void append_chunks(Tape& tape, std::vector<int64_t> ranks) {
+  Instruction instruction{Instruction::kChunks};
+  instruction.ranks = std::move(ranks);
+  const size_t num_bodies = instruction.ranks.size();
+  tape.append_with_bodies(std::move(instruction), num_bodies);
+}
+
+void append_either(Tape& tape, const std::string& kind, int64_t rank, int64_t num_bytes) {
+  Instruction instruction{kind == "placed" ? Instruction::kPlaced : Instruction::kArrived};
+  instruction.rank = rank;
+  instruction.num_bytes = num_bytes;
+  tape.append_with_bodies(std::move(instruction), 2);
+}
+
+void append_lane(Tape& tape, std::optional<std::string> name) {
+  Instruction instruction{name ? Instruction::kEnterLane : Instruction::kLeaveLane};
+  instruction.lane = name.value_or("");
+  tape.append(std::move(instruction));
+}
+
+void finish(Tape& tape, const py::list& results) {
+  std::vector<std::variant<Operand, Operands>> found;
+  for (const auto& each : results) {
+    if (py::isinstance<Operand>(each)) {
+      found.emplace_back(each.cast<Operand>());
+    } else {
+      found.emplace_back(to_operands(each));
+    }
+  }
+  tape.finish(std::move(found));
+}
+
+// The same memory under a storage of its own, which tells the arguments of a call apart.
+at::Tensor alias(const at::Tensor& t) {
+  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [t](void*) {}, t.options());
+}
+
+void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, Tape& tape, bool has_rounds, int64_t fingerprint,
+              py::object record, py::object workspace, py::object rescue) {
+  auto call = std::make_shared<PreparedCall>();
+  call->tape = std::move(tape);
+  call->generation = key.front();
+  call->has_rounds = has_rounds;
+  call->fingerprint = fingerprint;
+  call->record = std::make_shared<PythonObject>(std::move(record));
+  if (has_rounds) call->workspace = std::make_shared<PythonObject>(std::move(workspace));
+  call->rescue = std::make_unique<PythonObject>(std::move(rescue));
+  calls.add(Key(key.begin(), key.end()), std::move(call));
+}
+
+// What `fusedcomm.runtime.workspace.Workspace.for_tapes` gives.
+void begin_calls(PreparedCalls& calls, int64_t resets, int64_t rank, const std::vector<at::Tensor>& segments,
+                 const std::array<int64_t, 6>& offsets, int64_t slot_bytes, uintptr_t epoch, uintptr_t error_record,
+                 std::shared_ptr<ResultsHeap> results, const std::vector<at::Tensor>& heaps, uintptr_t warm_until) {
+  const auto storages = [](const std::vector<at::Tensor>& tensors) {
+    std::vector<c10::Storage> found;
+    for (const auto& each : tensors) found.push_back(each.storage());
+    return found;
+  };
+  const auto [flags, broken, epoch_word, posts, marks, slots] = offsets;
+  calls.clear(Segments{rank, static_cast<int64_t>(segments.size()), storages(segments), flags, broken, epoch_word, posts,
+                       marks, slots, slot_bytes, std::move(results), storages(heaps),
+                       reinterpret_cast<int64_t*>(warm_until)},
+              reinterpret_cast<int64_t*>(epoch), reinterpret_cast<const int64_t*>(error_record), resets);
+}
+
+py::list recorded_calls() {
+  py::list found;
+  for (const RecordedCall& call : PreparedCalls::ring().calls()) {
+    const auto workspace = call.workspace.lock();
+    const bool runs = call.ended == 0;
+    found.append(py::make_tuple(call.record->get(), runs && workspace ? workspace->get() : py::none(), call.number,
+                                call.resets, call.rounds_before, call.rounds_after, call.started,
+                                runs ? py::object(py::none()) : py::float_(call.ended), call.error, call.peers));
+  }
+  return found;
+}
+
+}  // namespace
+
+void bind_op_kernels(py::module_& m) {
+  py::class_<Registration>(m, "Registration", "A kernel, registered as long as this lives.");
+
+  py::class_<CallLock, std::shared_ptr<CallLock>>(m, "CallLock", "The lock of a group's calls, which may be nested.")
+      .def(py::init<>())
+      .def("__enter__", [](CallLock& lock) { lock.lock(); })
+      .def("__exit__", [](CallLock& lock, const py::args&) { lock.unlock(); });
+
+  py::class_<Operand>(m, "Operand", "A tensor, by where it lies.")
+      .def(py::init([](int base, int64_t index, int64_t byte_offset, std::vector<int64_t> sizes,
+                       std::vector<int64_t> strides, at::ScalarType dtype) {
+        return Operand{static_cast<Operand::Base>(base), index, byte_offset, std::move(sizes), std::move(strides),
+                       dtype, {}};
+      }));
+  m.attr("ARGUMENT") = static_cast<int>(Operand::kArgument);
+  m.attr("REGISTER") = static_cast<int>(Operand::kRegister);
+  m.attr("SLOT") = static_cast<int>(Operand::kSlot);
+  m.attr("PEER_RESULT") = static_cast<int>(Operand::kPeerResult);
+  m.attr("NUM_SLOTS") = kNumSlots;
+
+  py::class_<Tape>(m, "Tape", "What a call did.")
+      .def(py::init<>())
+      .def("new_register", &Tape::new_register)
+      .def("op", &append_op)
+      .def("result", &append_result)
+      .def("post", &append_post)
+      .def("begin_body", &Tape::begin_body)
+      .def("end_body", &Tape::end_body)
+      .def("chunks", &append_chunks)
+      .def("either", &append_either)
+      .def("signal", [](Tape& tape, int64_t rank) { append_rank(tape, Instruction::kSignal, rank); })
+      .def("wait", [](Tape& tape, int64_t rank) { append_rank(tape, Instruction::kWait, rank); })
+      .def("end_round", [](Tape& tape) { append_rank(tape, Instruction::kEndRound, 0); })
+      .def("enter_lane", [](Tape& tape, const std::string& name) { append_lane(tape, name); })
+      .def("leave_lane", [](Tape& tape) { append_lane(tape, std::nullopt); })
+      .def("finish", &finish)
+      .def("__len__", &Tape::num_instructions);
+
+  py::class_<PreparedCalls, std::shared_ptr<PreparedCalls>>(m, "PreparedCalls", "A group's calls that have tapes.")
+      .def(py::init([](const std::string& group_name, std::shared_ptr<CallLock> lock, const py::buffer& counters) {
+        auto calls = std::make_shared<PreparedCalls>(group_name, std::move(lock), counters);
+        PreparedCalls::enlist(calls);
+        return calls;
+      }))
+      .def("withdraw", &PreparedCalls::withdraw)
+      .def("clear",
+           [](PreparedCalls& calls, int64_t resets) { calls.clear(std::nullopt, nullptr, nullptr, resets); })
+      .def("begin", &begin_calls)
+      .def("add", &add_call)
+      .def("refuse", [](PreparedCalls& calls, const std::vector<int64_t>& key) {
+        calls.add(Key(key.begin(), key.end()), nullptr);
+      })
+      .def("__len__", &PreparedCalls::size);
+
+  m.def("register_cpu_kernel", [](const std::string& op, const std::string& overload, py::object kernel,
+                                  py::object record) {
+    static int64_t num_kernels = 0;
+    const auto handle = find_op(op, overload);
+    return register_kernel(handle, c10::DispatchKey::CPU,
+                           std::make_unique<CpuKernel>(++num_kernels, handle, std::move(kernel), std::move(record)));
+  });
+  m.def("register_autograd_kernel", [](const std::string& op, py::object kernel, bool takes_keyset) {
+    return register_kernel(find_op(op, ""), c10::DispatchKey::Autograd,
+                           std::make_unique<AutogradKernel>(std::move(kernel), takes_keyset));
+  });
+  m.def("set_forced_algorithm", [](int64_t number) { forced_algorithm = number; });
+  m.def("alias", &alias);
+  m.def("recorded_calls", &recorded_calls);
+  m.def("forget_recorded_calls", [] { PreparedCalls::ring().clear(); });
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,144 @@
+#include "prepared_calls.h"
+
+#include <pthread.h>
+
+namespace fusedcomm {
+namespace {
+
+std::atomic<bool> forked{false};  // in a child no call may run: it is no rank
+
+struct Known {
+  std::mutex mutex;
+  std::unordered_map<void*, std::weak_ptr<PreparedCalls>> by_group;
+};
+
+Known& known() {
+  static auto* all = [] {
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+    return new Known();
+  }();
+  return *all;
+}
+
+}  // namespace
+
+CallRing& PreparedCalls::ring() {
+  static auto* ring = new CallRing();
+  return *ring;
+}
+
+void PreparedCalls::enlist(const std::shared_ptr<PreparedCalls>& calls) {
+  std::lock_guard<std::mutex> guard(known().mutex);
+  known().by_group[calls->group()] = calls;
+}
+
+bool PreparedCalls::withdraw() {
+  std::lock_guard<std::mutex> guard(known().mutex);
+  const auto found = known().by_group.find(group_);
+  if (found == known().by_group.end() || found->second.lock().get() != this) return false;
+  known().by_group.erase(found);
+  return true;
+}
+
+std::shared_ptr<PreparedCalls> PreparedCalls::of(const std::string& group_name) {
+  if (forked) return nullptr;
+  c10d::ProcessGroup* group = nullptr;
+  try {
+    group = c10d::resolve_process_group(group_name).get();
+  } catch (const std::exception&) {  // Python says what is wrong with the name
+    return nullptr;
+  }
+  std::lock_guard<std::mutex> guard(known().mutex);
+  const auto found = known().by_group.find(group);
+  return found == known().by_group.end() ? nullptr : found->second.lock();
+}
+
+void PreparedCalls::clear(std::optional<Segments> segments, int64_t* epoch, const int64_t* error_record,
+                          int64_t resets) {
+  std::unordered_map<Key, std::shared_ptr<PreparedCall>, HashKey> dropped;
+  std::lock_guard<std::mutex> guard(mutex_);
+  ++generation_;
+  std::swap(calls_, dropped);
+  met_.clear();
+  segments_ = std::move(segments);
+  epoch_ = epoch;
+  error_record_ = error_record;
+  resets_ = resets;
+}
+
+std::pair<std::shared_ptr<PreparedCall>, bool> PreparedCalls::find(const Key& key) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const auto found = calls_.find(key);
+  if (found != calls_.end()) return {found->second, false};  // null: no tape can stand for it
+  if (key.front() != generation_) return {nullptr, false};
+  if (met_.size() >= kMostCalls) met_.clear();
+  return {nullptr, !met_.insert(key).second};
+}
+
+void PreparedCalls::add(Key key, std::shared_ptr<PreparedCall> call) {
+  std::unordered_map<Key, std::shared_ptr<PreparedCall>, HashKey> dropped;
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (key.front() != generation_) return;
+  if (calls_.size() >= kMostCalls) std::swap(calls_, dropped);
+  std::swap(calls_[std::move(key)], call);
+}
+
+// Python raises the error that the workspace has, or finds.
+bool PreparedCalls::is_broken() const {
+  if (!segments_) return true;
+  const uintptr_t broken = segments_->address(segments_->rank) + static_cast<uintptr_t>(segments_->broken);
+  return *error_record_ != 0 || any_broken(broken, segments_->group_size, *epoch_ + 1);
+}
+
+bool PreparedCalls::run(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results) {
+  std::unique_lock<CallLock> guard(*lock_, std::defer_lock);
+  guard.lock();
+  if (call.generation != generation_ || (call.has_rounds && is_broken())) return false;
+  const int64_t before = call.has_rounds ? *epoch_ : 0;
+  const int64_t sequence = ring().begin(
+      {call.record, call.workspace, 0, ++*num_calls_, resets_, before, before, monotonic(), 0, "", {}});
+  if (!call.has_rounds) guard.unlock();  // a backend's waits may be long
+  try {
+    if (call.has_rounds) {
+      run_rounds(call, tensors, results);
+    } else {
+      results = call.tape.run(tensors, nullptr);
+    }
+  } catch (const std::exception&) {
+    fail(call, sequence, std::current_exception());
+    throw;
+  }
+  ring().end(sequence, call.has_rounds ? *epoch_ : 0);
+  return true;
+}
+
+void PreparedCalls::run_rounds(PreparedCall& call, const std::vector<at::Tensor>& tensors,
+                               std::vector<c10::IValue>& results) {
+  const auto& rescue = *call.rescue;
+  const int64_t number = *num_calls_;
+  Rounds rounds(
+      *segments_, epoch_, call.fingerprint,
+      [&](int64_t src_rank, int64_t epoch) {
+        with_gil([&] { rescue.get().attr("wait")(src_rank, epoch, number); });
+      },
+      [&](int64_t epoch) { with_gil([&] { rescue.get().attr("check")(epoch); }); });
+  try {
+    results = call.tape.run(tensors, &rounds);
+  } catch (const std::exception&) {
+    // A wait that fails has told the peers what they must know. Ctrl-C may come before it begins.
+    if (!is_broken()) with_gil([&] { rescue.get().attr("abandon")(as_python(std::current_exception())); });
+    throw;
+  }
+}
+
+// Records what went wrong, and lets Python write its dump.
+void PreparedCalls::fail(PreparedCall& call, int64_t sequence, std::exception_ptr error) {
+  with_gil([&] {
+    const auto told =
+        call.rescue->get().attr("tell")(as_python(error)).cast<std::pair<std::string, std::vector<int64_t>>>();
+    ring().end(sequence, call.has_rounds ? *epoch_ : 0, told.first, told.second);
+    call.rescue->get().attr("dump")(told.first);
+  });
+}
+
+}  // namespace fusedcomm

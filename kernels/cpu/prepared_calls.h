@@ -1,0 +1,133 @@
+// Calls of a group on a CPU that have been made before, each with the tape of what it did.
+#pragma once
+
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "call_lock.h"
+#include "call_ring.h"
+#include "rounds.h"
+#include "tape.h"
+
+namespace fusedcomm {
+
+// What decides how a call runs: the generation of its group's calls, op, forced algorithm, sizes, strides and dtypes of
+// tensors, and the other arguments.
+using Key = c10::SmallVector<int64_t, 64>;
+
+struct HashKey {
+  size_t operator()(const Key& key) const {
+    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over words
+    for (const int64_t word : key) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3;
+    return static_cast<size_t>(hash ^ (hash >> 32));
+  }
+};
+
+// Adds an argument of an op to its key, and its tensors to `tensors`. False for what no tape can stand for.
+inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tensor>& tensors) {
+  if (value.isTensor()) {
+    const at::Tensor& t = value.toTensor();
+    if (!t.defined()) return false;
+    const bool plain = t.device().is_cpu() && t.layout() == at::kStrided && !t.is_conj() && !t.is_neg() &&
+                       !t._is_zerotensor() && !t.is_quantized() && !t.key_set().has(c10::DispatchKey::Python) && t.has_storage();
+    if (!plain) return false;
+    key.push_back(static_cast<int64_t>(t.scalar_type()));
+    key.push_back(t.dim());
+    key.append(t.sizes().begin(), t.sizes().end());
+    key.append(t.strides().begin(), t.strides().end());
+    tensors.push_back(t);
+  } else if (value.isNone()) {
+    key.push_back(-1);
+  } else if (value.isInt()) {
+    key.push_back(value.toInt());
+  } else if (value.isBool()) {
+    key.push_back(value.toBool());
+  } else if (value.isString()) {
+    const std::string& text = value.toStringRef();
+    key.push_back(static_cast<int64_t>(text.size()));
+    key.append(text.begin(), text.end());
+  } else if (value.isList()) {
+    const auto list = value.toListRef();
+    key.push_back(static_cast<int64_t>(list.size()));
+    for (const c10::IValue& each : list) {
+      if (!add_to_key(each, key, tensors)) return false;
+    }
+  } else {
+    return false;
+  }
+  return true;
+}
+
+struct PreparedCall {
+  Tape tape;
+  int64_t generation;
+  bool has_rounds;  // whether it signals and waits, on its group's workspace
+  int64_t fingerprint;
+  std::shared_ptr<PythonObject> record;
+  std::shared_ptr<PythonObject> workspace;  // null if it has no rounds
+  std::unique_ptr<PythonObject> rescue;     // fusedcomm.ops.prepared.Rescue: what is done if something goes wrong
+};
+
+class PreparedCalls {
+ public:
+  // `counters`: num_calls of the group's Member, which counts its other calls there.
+  PreparedCalls(const std::string& group_name, std::shared_ptr<CallLock> lock, const pybind11::buffer& counters)
+      : group_(c10d::resolve_process_group(group_name).get()), lock_(std::move(lock)), counters_(counters),
+        num_calls_(static_cast<int64_t*>(counters.request().ptr)) {}
+
+  // Changes whenever earlier tapes stand for nothing any more, also for those that a thread has found or records.
+  int64_t generation() const { return generation_; }
+
+  // Begins anew, on another workspace or none. With the lock.
+  void clear(std::optional<Segments> segments, int64_t* epoch, const int64_t* error_record, int64_t resets);
+
+  // The call's tape; else null, and whether such a call has been made before, so that it is worth one.
+  std::pair<std::shared_ptr<PreparedCall>, bool> find(const Key& key);
+  void add(Key key, std::shared_ptr<PreparedCall> call);
+
+  // Runs the call and returns true, or false if its tape is old, or the workspace broken, and nothing was done.
+  bool run(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results);
+
+  void* group() const { return group_; }
+  size_t size() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return calls_.size();
+  }
+
+  static CallRing& ring();
+  static std::shared_ptr<PreparedCalls> of(const std::string& group_name);
+  static void enlist(const std::shared_ptr<PreparedCalls>& calls);
+  // Nobody finds them any more. False if that was so before.
+  bool withdraw();
+
+ private:
+  static constexpr size_t kMostCalls = 4096;
+
+  bool is_broken() const;
+  void fail(PreparedCall& call, int64_t sequence, std::exception_ptr error);
+  void run_rounds(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results);
+
+  c10d::ProcessGroup* group_;  // by its address alone, which another one has after it: then these are withdrawn
+  std::shared_ptr<CallLock> lock_;
+  PythonObject counters_;
+  int64_t* num_calls_;
+  std::atomic<int64_t> generation_{0};
+  std::optional<Segments> segments_;
+  int64_t* epoch_ = nullptr;
+  const int64_t* error_record_ = nullptr;
+  int64_t resets_ = 0;
+  mutable std::mutex mutex_;  // for the tables; nothing else is waited for with it
+  std::unordered_map<Key, std::shared_ptr<PreparedCall>, HashKey> calls_;
+  std::unordered_set<Key, HashKey> met_;
+};
+
+}  // namespace fusedcomm

@@ -1,0 +1,62 @@
+"""What the tests of results in place share: calls with all their results, and which chunks have come in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fusedcomm.runtime import members
+from fusedcomm.runtime.workspace import Workspace
+from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
+
+if TYPE_CHECKING:
+    import pytest
+
+TO_ALL = Problem("in-place", (6, 5), 7, 0, 1)
+RUNS = Problem("in-place-runs", (2, 256, 4), 8, 1, 2)  # the matmul writes runs of the peer's result
+SCATTERED = Problem("in-place-copied", (2, 6, 5), 8, 1, 2)  # runs are too short for it: never in place
+FEW_ROWS = Problem("in-place-few-rows", (6, 5), 7, 0, op="all_gather_matmul")
+EACH_SOURCE = Problem("in-place-each-source", (160, 5), 7, 0, op="all_gather_matmul")
+LIST = Problem("in-place-list", (160, 5), (7, 3), 0, op="all_gather_matmul", bias=(True, False))
+SUMS = Problem("in-place-sums", (6, 130), 7, 1, op="all_gather_matmul")  # each source is added to the result
+TAKES_ALL = Problem("in-place-takes-all", (6, 5), 7, 1, op="all_gather_matmul")
+EXCHANGED = Problem("in-place-exchanged", (160, 5), 7, 0, 1, op="all_to_all_matmul", bias=True)
+HEADS = Problem("in-place-heads", (2, 3, 2, 4), 7, -2, 1, k_dims=2, bias=True, op="all_to_all_matmul")
+ALL_REDUCE = Problem("in-place", (6, 5), 7, op="matmul_all_reduce", bias=True)
+IN_PLACE = [TO_ALL, RUNS, FEW_ROWS, EACH_SOURCE, LIST, SUMS, TAKES_ALL, EXCHANGED, HEADS, ALL_REDUCE]
+
+
+def without_tapes(patch: pytest.MonkeyPatch) -> None:
+    """Groups that are made from here on run Python in each call."""
+    patch.setattr(members.Member, "prepare_calls", lambda self: None)
+
+
+def results_of(group: Any, problem: Problem, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The results of a call with fresh data, the by-product of a gather among them."""
+    inputs = integers(problem, dist.get_rank(group), dist.get_world_size(group), dtype, seed)
+    *args, _, _ = problem.dispatched(inputs, by_product=problem.op in GATHERS)
+    result = getattr(torch.ops.fusedcomm, problem.op).default(*args, group.size(), group.group_name)
+    return pytree.tree_leaves(result)
+
+
+def wanted(group: Any, problem: Problem, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    results = pytree.tree_leaves(expected(problem, size, dtype, seed)[rank])
+    if problem.op in GATHERS:
+        results.append(expected_by_product(problem, size, dtype, seed)[rank])
+    return results
+
+
+def assert_exact(results: list[Tensor], wants: list[Tensor]) -> None:
+    torch.testing.assert_close(results, wants, rtol=0, atol=0)
+
+
+def in_place_from(workspace: Workspace) -> list[int]:
+    """The ranks whose chunks of the last round have come in place."""
+    words = workspace.segment[: workspace.layout.header_bytes].view(torch.int64).tolist()
+    marks = [words[workspace.layout.mark(workspace.epoch, src) // 8] for src in range(workspace.group_size)]
+    return [src for src, mark in enumerate(marks) if mark == workspace.epoch > 0]

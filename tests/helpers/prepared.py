@@ -1,0 +1,89 @@
+"""Which calls the kernels in Python run, and what prepared calls are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.ops import dispatch
+from fusedcomm.runtime.tape import Recorder
+from tests.helpers.groups import fresh_group, member_of
+from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
+
+CALLS = 6
+IN_PYTHON = 2  # the first call of a kind, and the one that is recorded
+
+
+@contextmanager
+def started_group(algorithm: str, **env: str) -> Iterator[Any]:
+    """A group that has made a call, and the workspace if ``algorithm`` has one; inside it is forced."""
+    with fresh_group(**env) as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        size = dist.get_world_size(group)
+        fusedcomm.matmul_all_reduce(torch.ones(size, 1), torch.ones(1, 1), group)
+        yield group
+
+
+@contextmanager
+def python_calls() -> Iterator[list[str]]:
+    """The ops whose kernels in Python run inside."""
+    ran: list[str] = []
+    prepare = dispatch.prepare
+
+    def counted(op: str, *args: Any) -> Any:
+        ran.append(op)
+        return prepare(op, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "prepare", counted)
+        yield ran
+
+
+@contextmanager
+def recorded() -> Iterator[list[Recorder]]:
+    """The Recorders of calls that are recorded inside."""
+    found: list[Recorder] = []
+    finish = Recorder.finish
+
+    def seen(self: Recorder, results: Any) -> None:
+        finish(self, results)
+        found.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "finish", seen)
+        yield found
+
+
+def check_prepared(group: Any, problem: Problem, dtype: torch.dtype, calls: int = CALLS) -> None:
+    """Calls back to back with fresh data: the first two run in Python, and all results stay right to the end."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    outs = []
+    with python_calls() as ran:
+        for seed in range(calls):
+            outs.append(problem.call(integers(problem, rank, size, dtype, seed), group))
+    assert len(ran) == min(calls, IN_PYTHON), f"{problem}: {len(ran)} of {calls} calls ran in Python"
+    for seed, out in enumerate(outs):
+        torch.testing.assert_close(out, expected(problem, size, dtype, seed)[rank], rtol=0, atol=0)
+
+
+def check_by_product(group: Any, problem: Problem, dtype: torch.dtype) -> None:
+    """The second result of a gather, which is another kind of call."""
+    assert problem.op in GATHERS
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    outs = []
+    with python_calls() as ran:
+        for seed in range(CALLS):
+            *args, _ = problem.dispatched(integers(problem, rank, size, dtype, seed), by_product=True)
+            outs.append(getattr(torch.ops.fusedcomm, problem.op)(*args, group.group_name)[1])
+    assert len(ran) == IN_PYTHON
+    for seed, out in enumerate(outs):
+        torch.testing.assert_close(out, expected_by_product(problem, size, dtype, seed)[rank], rtol=0, atol=0)
+
+
+def num_prepared(group: Any) -> int:
+    return len(member_of(group).prepared)

@@ -1,0 +1,502 @@
+"""Results in place: chunks really come so, values are exact whatever ranks post, and no finished result is written."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.algorithms.chunk_matmul import PushedMatmul
+from fusedcomm.runtime.workspace import Workspace
+from tests.helpers.groups import empty_is_nan, fresh_group, member_of
+from tests.helpers.heaps import in_child
+from tests.helpers.in_place import (
+    ALL_REDUCE,
+    EACH_SOURCE,
+    IN_PLACE,
+    RUNS,
+    SCATTERED,
+    TO_ALL,
+    assert_exact,
+    in_place_from,
+    results_of,
+    wanted,
+    without_tapes,
+)
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.problems import Problem, integers
+from tests.helpers.symmetric_memory import footprint
+from tests.helpers.thorough import thorough_but
+
+LATE_S = 0.02
+WARM_UP = 6  # calls whose results are dropped: two in ordinary memory, one cold for its owner, one for its peers
+QUICK = [TO_ALL, EACH_SOURCE, ALL_REDUCE]
+
+
+def warm_up(group: Any, *problems: Problem, **options: Any) -> None:
+    for problem in problems:
+        for seed in range(WARM_UP):
+            assert_exact(results_of(group, problem, seed, **options), wanted(group, problem, seed, **options))
+
+
+def after_peers(group: Any, late: int) -> None:
+    """All ranks come, and one of them later: by then the others have posted."""
+    dist.barrier(group)
+    if dist.get_rank(group) == late:
+        time.sleep(LATE_S)
+
+
+def arrived(group: Any) -> list[int]:
+    return in_place_from(member_of(group).workspace)
+
+
+def peers(rank: int, size: int) -> list[int]:
+    return [peer for peer in range(size) if peer != rank]
+
+
+# where chunks go
+
+
+@on_ranks()
+@pytest.mark.parametrize("world_size", thorough_but([2], [2, 3, 5]))
+@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+@pytest.mark.parametrize("problem", thorough_but(QUICK, IN_PLACE), ids=str)
+def test_chunks_of_a_late_rank_come_in_place(rank: int, world_size: int, problem: Problem, tapes: bool) -> None:
+    """Each rank is late in turn, and finds the posts of all. What it leaves out then is NaN."""
+    with pytest.MonkeyPatch.context() as patch, empty_is_nan():
+        if not tapes:
+            without_tapes(patch)
+        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, problem)
+            seen = set()
+            for seed in range(WARM_UP, WARM_UP + 4 * world_size):
+                late = seed % world_size
+                after_peers(group, late)
+                results = results_of(group, problem, seed)
+                assert_exact(results, wanted(group, problem, seed))
+                seen.update(arrived(group))
+                del results
+            # In the second round of an all_reduce those that were early in the first find the posts.
+            assert seen == set(peers(rank, world_size)) or (seen and problem is ALL_REDUCE)
+            assert (member_of(group).prepared is None) == (not tapes)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_dtypes(rank: int, dtype: torch.dtype) -> None:
+    problems = [problem for problem in IN_PLACE if "sums" not in problem.name]
+    with empty_is_nan(), fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        seen = 0
+        for problem in problems:
+            for seed in range(2 * WARM_UP):
+                after_peers(group, seed % 2)
+                assert_exact(results_of(group, problem, seed, dtype), wanted(group, problem, seed, dtype))
+                seen += len(arrived(group))
+        assert seen > 0
+
+
+@on_ranks(2)
+def test_several_rounds(rank: int) -> None:
+    """The result is posted anew in each round, and its parts come in place or through slots."""
+    chunked = fusedcomm.force_algorithm("chunked", strict=True)
+    with empty_is_nan(), fresh_group(WORKSPACE_BYTES="8000") as group, chunked:
+        for problem in (TO_ALL, RUNS, EACH_SOURCE, ALL_REDUCE):
+            seen = before = 0
+            for seed in range(2 * WARM_UP):
+                after_peers(group, seed % 2)
+                before = member_of(group).workspace.epoch if seed else 0
+                assert_exact(results_of(group, problem, seed), wanted(group, problem, seed))
+                seen += len(arrived(group))
+            rounds = member_of(group).workspace.epoch - before
+            assert seen > 0 and (rounds > 1 or problem is TO_ALL)
+
+
+@on_ranks(2)
+def test_a_result_that_is_given_is_not_posted(rank: int) -> None:
+    """It may be anyone's, also where it lies in the heap."""
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        warm_up(group, TO_ALL)
+        (out,) = results_of(group, TO_ALL)
+        workspace = member_of(group).workspace
+        assert workspace.results.place(out) is not None
+        for seed in range(WARM_UP):
+            *args, _ = TO_ALL.dispatched(integers(TO_ALL, rank, 2, seed=seed))
+            after_peers(group, seed % 2)
+            torch.ops.fusedcomm.matmul_all_to_all.out(*args, group.group_name, out=out)
+            assert_exact([out], wanted(group, TO_ALL, seed))
+            assert arrived(group) == []
+
+
+@on_ranks(2)
+def test_a_rank_that_keeps_its_results_posts_nothing(rank: int) -> None:
+    kept = []
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        seen = 0
+        for seed in range(4 * WARM_UP):
+            after_peers(group, 1)
+            results = results_of(group, TO_ALL, seed)
+            assert_exact(results, wanted(group, TO_ALL, seed))
+            seen += len(arrived(group))
+            if rank == 1:
+                kept.append((seed, results))
+            del results
+        assert (seen > 0) == (rank == 0)
+        for seed, results in kept:
+            assert_exact(results, wanted(group, TO_ALL, seed))
+
+
+# values
+
+
+def random_calls(group: Any, num_calls: int, seed: int, sleeps: bool = True) -> int:
+    """Calls in an order that all ranks share; what is held, and who is late, differs by rank. Returns how many chunks
+    have come in place.
+    """
+    rank = dist.get_rank(group)
+    shared, own = random.Random(seed), random.Random(1000 * seed + rank)
+    held: list[tuple[Problem, int, list[Tensor]]] = []
+    seen = 0
+    for number in range(num_calls):
+        problem = shared.choice([*IN_PLACE, SCATTERED])
+        if sleeps and own.random() < 0.1:
+            time.sleep(own.random() * LATE_S / 4)
+        results = results_of(group, problem, number)
+        seen += len(arrived(group))
+        if own.random() < 0.3:
+            held.append((problem, number, results))
+        else:
+            assert_exact(results, wanted(group, problem, number))
+        del results
+        while len(held) > 12 or (held and own.random() < 0.25):
+            old, at, results = held.pop(own.randrange(len(held)))
+            assert_exact(results, wanted(group, old, at))
+            del results
+    for problem, number, results in held:
+        assert_exact(results, wanted(group, problem, number))
+    return seen
+
+
+@on_ranks()
+@pytest.mark.parametrize("world_size", thorough_but([3], [2, 3, 4, 5]))
+@pytest.mark.parametrize("tapes", thorough_but([True], [True, False]))
+def test_results_that_are_held_are_never_changed(rank: int, world_size: int, tapes: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch, empty_is_nan():
+        if not tapes:
+            without_tapes(patch)
+        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+            assert random_calls(group, 150, seed=world_size) > 0
+
+
+@on_ranks(2)
+def test_groups_on_threads_have_heaps_of_their_own(rank: int) -> None:
+    failed: list[BaseException] = []
+
+    def run(group: Any, seed: int) -> None:
+        try:
+            random_calls(group, 60, seed, sleeps=False)
+        except BaseException as error:
+            failed.append(error)
+
+    with fresh_group() as a, fresh_group() as b, fusedcomm.force_algorithm("chunked", strict=True):
+        for group in (a, b):  # votes of both at once would need more of gloo
+            warm_up(group, TO_ALL)
+        threads = [threading.Thread(target=run, args=(group, i)) for i, group in enumerate((a, b))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failed == []
+        heaps = [member_of(group).workspace.results.buffers[rank].data_ptr() for group in (a, b)]
+        assert heaps[0] != heaps[1]
+
+
+@on_ranks(2)
+def test_growth_keeps_the_heap(rank: int) -> None:
+    larger = Problem("larger", (1 << 14, 5), 40, 0, 1)
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        warm_up(group, TO_ALL)
+        held, before = results_of(group, TO_ALL, 1), member_of(group).workspace
+        warm_up(group, larger)
+        assert member_of(group).workspace is not before
+        assert member_of(group).workspace.results is before.results
+        seen = 0
+        for seed in range(WARM_UP):
+            after_peers(group, seed % 2)
+            assert_exact(results_of(group, TO_ALL, seed), wanted(group, TO_ALL, seed))
+            seen += len(arrived(group))
+        assert seen > 0
+        assert_exact(held, wanted(group, TO_ALL, 1))
+
+
+@on_ranks(2)
+def test_gradients(rank: int) -> None:
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        seen = 0
+        for step in range(2 * WARM_UP):
+            after_peers(group, step % 2)
+            x = torch.full((6, 5), float(step + 1), requires_grad=True)
+            w = torch.arange(35.0).reshape(5, 7).requires_grad_()
+            y = fusedcomm.matmul_all_to_all(x, w, 1, 0, group)  # [3, 14], whose columns come from both ranks
+            assert_exact([y.detach()], [(x.detach() @ w.detach())[:3].repeat(1, 2)])
+            y.sum().backward()  # an all_to_all_matmul, which asks for the exchanged gradient
+            seen += len(arrived(group))
+            assert x.grad is not None and w.grad is not None
+            assert_exact([x.grad, w.grad], [w.detach().sum(1).expand(6, 5), 6.0 * (step + 1) * torch.ones(5, 7)])
+        assert seen > 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by_op", [True, False], ids=["heap", "no-heap"])
+def test_compiled_programs(rank: int, by_op: bool) -> None:
+    """Where there is a heap, Inductor leaves the result's memory to the op."""
+    settings = {} if by_op else {"RESULTS_BYTES": "0"}
+    with fresh_group(**settings) as group, fusedcomm.force_algorithm("chunked", strict=True):
+        torch._dynamo.reset()
+
+        @torch.compile(fullgraph=True, dynamic=False)
+        def program(x: Tensor, w: Tensor) -> Tensor:
+            return fusedcomm.matmul_all_to_all(x.relu(), w, 0, 1, group=group) + 1
+
+        seen = 0
+        for step in range(2 * WARM_UP):
+            x, w, _ = integers(TO_ALL, rank, 2, seed=step)
+            after_peers(group, step % 2)
+            got = program(x, w)
+            seen += len(arrived(group))
+            want = torch.cat([x.relu() @ w for x, w in (integers(TO_ALL, r, 2, seed=step)[:2] for r in range(2))])
+            assert_exact([got], [want[:, 7 * rank : 7 * rank + 7] + 1])
+        assert (seen > 0) == by_op
+
+
+# how much memory there is for them
+
+
+@on_ranks(2)
+def test_settings(rank: int) -> None:
+    for sizes, found in [(("0", "0"), 0), (("0", "65536"), 0), (("8192", "65536"), 8192), (("100", "100"), 100)]:
+        with fresh_group(RESULTS_BYTES=sizes[rank]) as group, fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, TO_ALL, RUNS)
+            results = member_of(group).workspace.results
+            assert (results is None) == (found == 0)
+            assert results is None or [buffer.numel() for buffer in results.buffers] == [found] * 2
+            for seed in range(4):
+                after_peers(group, seed % 2)
+                assert_exact(results_of(group, TO_ALL, seed), wanted(group, TO_ALL, seed))
+                assert found >= 8192 or arrived(group) == []
+
+
+@on_ranks(2)
+def test_a_heap_that_is_full(rank: int) -> None:
+    """What does not fit goes to ordinary memory, and comes through slots."""
+    with fresh_group(RESULTS_BYTES="8192") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        warm_up(group, TO_ALL)
+        held = [results_of(group, TO_ALL, seed) for seed in range(5)]
+        places = [member_of(group).workspace.results.place(result) for (result,) in held]
+        assert sorted(place for place in places if place is not None) in ([0], [0, 4096])
+        for seed, results in enumerate(held):
+            assert_exact(results, wanted(group, TO_ALL, seed))
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_for_them(rank: int) -> None:
+    """One rank cannot make its heap: all copy their results out."""
+    allocate = symm_mem._SymmetricMemory.empty_strided_p2p
+
+    def refuse(shape: Any, *args: Any) -> Tensor:
+        if rank == 1 and shape[0] == 1 << 31:
+            raise RuntimeError("no memory left")
+        return allocate(shape, *args)
+
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(symm_mem._SymmetricMemory, "empty_strided_p2p", staticmethod(refuse))
+            warm_up(group, TO_ALL)
+        assert member_of(group).workspace.results is None
+        fusedcomm.reset(group)
+        warm_up(group, TO_ALL)
+
+
+def blocks_of(segment: Tensor) -> int:
+    """The memory behind this rank's part of a mapping, in bytes."""
+    start = f"{segment.data_ptr():x}-"
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(start))
+    return next(int(line.split()[1]) << 10 for line in lines[at:] if line.startswith("Rss:"))
+
+
+@on_ranks(2)
+def test_memory_is_given_back(rank: int) -> None:
+    """Blocks are used again, and after `close` the heap is gone, or goes with the last result in it."""
+    before = footprint()
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        for _ in range(10):
+            warm_up(group, TO_ALL, EACH_SOURCE)
+        results = member_of(group).workspace.results
+        assert results.heap.live_bytes == 0 and results.heap.warm_bytes < 1 << 20
+        assert blocks_of(results.buffers[rank]) <= 1 << 20
+        held = results_of(group, TO_ALL)
+        assert results.place(held[0]) is not None
+        del results
+        dist.barrier(group)
+        fusedcomm.close(group)
+        assert footprint() != before
+        assert_exact(held, wanted(group, TO_ALL))
+        del held
+        assert footprint() == before
+        warm_up(group, TO_ALL)
+        fusedcomm.close(group)
+        assert footprint() == before
+
+
+# other processes, and other uses
+
+
+@on_ranks(2)
+def test_a_child_writes_into_results_of_its_own(rank: int) -> None:
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        warm_up(group, TO_ALL)
+        (result,) = results_of(group, TO_ALL)
+        assert member_of(group).workspace.results.place(result) is not None
+        (want,) = wanted(group, TO_ALL)
+        assert in_child(lambda: torch.equal(result, want) and not torch.equal(result.add_(1), want)) == 0
+        assert_exact([result], [want])
+        warm_up(group, TO_ALL)
+        assert_exact([result], [want])
+
+
+@on_ranks(2)
+def test_a_result_is_ordinary_memory_to_torch(rank: int) -> None:
+    """Whether one is in the heap differs by rank, so a rendezvous of it could be a collective on some ranks alone."""
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        warm_up(group, TO_ALL)
+        (result,) = results_of(group, TO_ALL)
+        assert member_of(group).workspace.results.place(result) is not None
+        assert not symm_mem.is_symm_mem_tensor(result)
+        assert symm_mem.rendezvous(result, group) is symm_mem.rendezvous(torch.empty(4), group) is None
+
+
+# failures
+
+
+def stopped(original: Callable[..., None], pid: int) -> Callable[..., None]:
+    """The function as a process runs it that is stopped at its begin, and goes on a second later."""
+
+    def run(*args: Any) -> None:
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
+        os.kill(pid, signal.SIGSTOP)
+        original(*args)
+
+    return run
+
+
+@on_ranks(2)
+def test_a_stopped_peer_writes_into_no_later_tensor(rank: int) -> None:
+    """Rank 1 has found rank 0's post, and is stopped until rank 0 has timed out and has taken new results."""
+    with pytest.MonkeyPatch.context() as patch, fresh_group(TIMEOUT_S="20") as group:
+        without_tapes(patch)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, TO_ALL)
+            workspace = member_of(group).workspace
+            held = results_of(group, TO_ALL)
+            warm_up(group, TO_ALL)  # the next block
+            dist.barrier(group)
+            later = []
+            with pytest.MonkeyPatch.context() as stops:
+                if rank == 1:
+                    time.sleep(LATE_S)
+                    stops.setattr(PushedMatmul, "__call__", stopped(PushedMatmul.__call__, os.getpid()))
+                else:
+                    workspace.timeout_s = 0.2
+                with pytest.raises(fusedcomm.PeerError):
+                    results_of(group, TO_ALL, 1)
+                if rank == 0:
+                    later = [workspace.results.empty(held[0].shape, torch.float32).fill_(7) for _ in range(3)]
+            dist.barrier(group)
+            assert all((t == 7).all() for t in later)
+            assert_exact(held, wanted(group, TO_ALL))
+            fusedcomm.reset(group)
+            assert member_of(group).workspace.results is not workspace.results
+            warm_up(group, TO_ALL)
+            assert all((t == 7).all() for t in later)
+            assert_exact(held, wanted(group, TO_ALL))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+def test_calls_that_differ_write_into_no_result_of_the_other(rank: int, tapes: bool) -> None:
+    """Both results have the same size, and both ranks have posted."""
+    other = Problem("other", (3, 5), 14, 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if not tapes:
+            without_tapes(patch)
+        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, TO_ALL, other)
+            after_peers(group, 1)
+            with pytest.raises(fusedcomm.PeerMismatchError):
+                results_of(group, (TO_ALL, other)[rank])
+            workspace = member_of(group).workspace
+            dist.barrier(group)
+            workspace.epoch += 1
+            assert arrived(group) == []
+            fusedcomm.reset(group)
+            warm_up(group, TO_ALL, other)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after_s", [0.005, 0.3])
+def test_ctrl_c_in_a_prepared_call(rank: int, after_s: float) -> None:
+    """Rank 0 waits in a prepared call for rank 1, which comes later. It is interrupted, and both hear of it."""
+    with fresh_group(TIMEOUT_S="20") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        warm_up(group, TO_ALL)
+        results = member_of(group).workspace.results
+        dist.barrier(group)
+        if rank == 0:
+            ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+            timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                results_of(group, TO_ALL, 1)
+            timer.join()
+            signal.signal(signal.SIGINT, ignored)
+            assert results.place(results.empty([6, 7], torch.float32)) is None  # no block is used again
+        dist.barrier(group)
+        with suppress(fusedcomm.PeerError) if rank == 1 else pytest.raises(fusedcomm.PeerError):
+            results_of(group, TO_ALL, 1)
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        warm_up(group, TO_ALL)
+
+
+@on_ranks(2)
+def test_an_exception_between_post_and_signal(rank: int) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch, fresh_group(TIMEOUT_S="20") as group:
+        without_tapes(patch)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, TO_ALL)
+            results = member_of(group).workspace.results
+            with pytest.MonkeyPatch.context() as fails:
+                if rank == 1:
+                    fails.setattr(Workspace, "signal", fail)
+                with pytest.raises(MemoryError if rank else fusedcomm.PeerError):
+                    results_of(group, TO_ALL, 1)
+            assert results.place(results.empty([6, 7], torch.float32)) is None
+            dist.barrier(group)
+            fusedcomm.reset(group)
+            warm_up(group, TO_ALL)

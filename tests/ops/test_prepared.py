@@ -1,0 +1,327 @@
+"""Prepared calls: from the third of its kind on, a call on CPU tensors runs without Python, and is right."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.ops import prepared
+from fusedcomm.runtime import flight_recorder
+from tests.helpers.groups import DTYPES, call, check, empty_is_nan, fresh_group, member_of, non_contiguous
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.op_problems import NAMED, TABLES
+from tests.helpers.prepared import (
+    CALLS,
+    IN_PYTHON,
+    check_by_product,
+    check_prepared,
+    num_prepared,
+    python_calls,
+    recorded,
+    started_group,
+)
+from tests.helpers.problems import GATHERS, OPS, PROBLEMS, Problem, expected, integers
+from tests.helpers.spies import Dispatched
+from tests.ops.test_call_check import ONE_EACH
+
+PREPARED = ["unfused", "chunked"]
+HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
+LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+@pytest.mark.parametrize("op", OPS)
+def test_the_third_call_runs_without_python(rank: int, op: str, algorithm: str) -> None:
+    problems = dict.fromkeys([ONE_EACH[op], *TABLES[op][:3]])
+    with started_group(algorithm) as group, empty_is_nan():
+        for problem in problems:
+            check_prepared(group, problem, torch.float32)
+        assert num_prepared(group) == len(problems)
+
+
+@on_ranks()
+@pytest.mark.thorough
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", PREPARED)
+@pytest.mark.parametrize("op", OPS)
+def test_every_kind_is_prepared(rank: int, op: str, algorithm: str, world_size: int) -> None:
+    with started_group(algorithm) as group, recorded() as recorders:
+        for i, problem in enumerate(TABLES[op]):
+            check_prepared(group, problem, DTYPES[i % len(DTYPES)])
+            if op in GATHERS:
+                check_by_product(group, problem, DTYPES[i % len(DTYPES)])
+        assert [each.reasons for each in recorders if not each.is_usable] == []
+
+
+@on_ranks()
+@pytest.mark.thorough
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("op", OPS)
+def test_several_rounds(rank: int, op: str, world_size: int) -> None:
+    with started_group("chunked", WORKSPACE_BYTES="8192") as group, empty_is_nan():
+        member, most = member_of(group), 0
+        for problem in [ONE_EACH[op], *(each for each in TABLES[op] if each.name.startswith("ragged"))]:
+            before = member.workspace.epoch
+            check_prepared(group, problem, torch.float32)
+            most = max(most, (member.workspace.epoch - before) // CALLS)
+        assert most > (2 if op == "matmul_all_reduce" else 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+def test_layouts_of_arguments(rank: int, algorithm: str) -> None:
+    """A tape stands for strides too, but for no place in a storage."""
+    problem = NAMED["bias"]
+    x, w, bias = integers(problem, rank, 2)
+    both = torch.zeros(x.numel() + w.numel() + 3)
+
+    def shifted(t: torch.Tensor, offset: int) -> torch.Tensor:
+        return torch.cat([torch.full((offset,), float("nan")), t.flatten()])[offset:].view(t.shape)
+
+    def in_one_storage(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both[3 : 3 + x.numel()], both[3 + x.numel() :] = x.flatten(), w.flatten()
+        return both[3 : 3 + x.numel()].view(x.shape), both[3 + x.numel() :].view(w.shape)
+
+    layouts = {
+        "contiguous": lambda x, w: (x, w),
+        "shifted": lambda x, w: (shifted(x, 5), shifted(w, 2)),
+        "one-storage": in_one_storage,
+        "strided": lambda x, w: (non_contiguous(x), non_contiguous(w)),
+        "transposed": lambda x, w: (x.mT.contiguous().mT, w.mT.contiguous().mT),
+    }
+    same = ("shifted", "one-storage")
+    with started_group(algorithm) as group, python_calls() as ran:
+        for name, layout in layouts.items():
+            before = len(ran)
+            for seed in range(CALLS):
+                x, w, bias = integers(problem, rank, 2, seed=seed)
+                check(group, problem, problem.call((*layout(x, w), bias), group), seed)
+            assert len(ran) - before == (0 if name in same else IN_PYTHON), name
+        check_expanded(group, ran)
+
+
+def check_expanded(group: Any, ran: list[str]) -> None:
+    """x and w repeat one row and one element."""
+    row, element, before = torch.arange(5.0), torch.ones(()), len(ran)
+    for i in range(CALLS):
+        x, w = (row + i).expand(4, 5), (element * i).expand(5, 6)
+        y = fusedcomm.matmul_all_to_all(x, w, 0, 1, group)
+        torch.testing.assert_close(y, torch.full((8, 3), (10.0 + 5 * i) * i), rtol=0, atol=0)
+    assert len(ran) - before == IN_PYTHON
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+def test_arguments_that_share_a_storage_while_they_are_recorded(rank: int, algorithm: str) -> None:
+    """A tape tells x from w also where both are parts of one tensor, or the same one."""
+    with started_group(algorithm) as group:
+        for i in range(CALLS):
+            x = torch.full((4, 4), float(i + rank))
+            w = x if i < IN_PYTHON else torch.eye(4)
+            y = fusedcomm.matmul_all_reduce(x, w, group)
+            want = sum((i + r) * (4.0 * (i + r) if i < IN_PYTHON else 1.0) for r in range(2))
+            torch.testing.assert_close(y, torch.full((4, 4), want), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_float64_is_prepared_unfused(rank: int) -> None:
+    with started_group("unfused") as group:
+        check_prepared(group, HEADS, torch.float64)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+def test_backward_is_prepared_too(rank: int, algorithm: str) -> None:
+    problem = NAMED["bias"]
+    with started_group(algorithm) as group:
+        gradients = []
+        with python_calls() as ran:
+            for _ in range(4):
+                leaves = [t.requires_grad_() for t in integers(problem, rank, 2)]
+                y = problem.call(tuple(leaves), group)
+                gradients.append(torch.autograd.grad((y * y).sum(), leaves))
+        assert ran == ["matmul_all_to_all", "all_to_all_matmul"] * 2
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0], rtol=0, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+@pytest.mark.parametrize("op", ["matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_out_is_the_caller_s_tensor(rank: int, op: str, algorithm: str) -> None:
+    """Also while the call is recorded, and in any mode."""
+    problem = ONE_EACH[op]
+    with started_group(algorithm) as group:
+        for mode in (torch.inference_mode(), torch.no_grad()):
+            with mode:
+                for seed in range(CALLS):
+                    *args, _ = problem.dispatched(integers(problem, rank, 2, seed=seed))
+                    want = expected(problem, 2, seed=seed)[rank]
+                    out = torch.full_like(want, float("nan"))
+                    assert getattr(torch.ops.fusedcomm, op).out(*args, group.group_name, out=out) is out
+                    torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+@pytest.mark.parametrize("recorded_under", [False, True], ids=["outside", "inside"])
+def test_autocast_does_not_reach_into_a_call(rank: int, algorithm: str, recorded_under: bool) -> None:
+    """A tape holds matmuls in x's dtype, which autocast would take for its own; the `.out` overload gets there."""
+    x = torch.full((4, 2), 1 + 2.0**-12)  # which bfloat16 cannot hold
+    w, want = torch.eye(2), torch.full((8, 1), 1 + 2.0**-12)
+    with started_group(algorithm) as group:
+        for i in range(CALLS):
+            out = torch.empty(8, 1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=recorded_under != (i >= 3)):
+                torch.ops.fusedcomm.matmul_all_to_all.out(x, w.roll(0), None, None, 0, 1, 2, group.group_name, out=out)
+            torch.testing.assert_close(out, want * w.sum(0)[0], rtol=0, atol=0)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert fusedcomm.matmul_all_to_all(x, w, 0, 1, group).dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_modes_see_the_op_and_not_its_tape(rank: int) -> None:
+    with started_group("chunked") as group:
+        for seed in range(CALLS):
+            with Dispatched() as dispatched:
+                out = call(group, HEADS, seed)
+            check(group, HEADS, out, seed)
+            assert dispatched.names("fusedcomm") == ["matmul_all_to_all"] and dispatched.matmuls() == 0
+        with torch.inference_mode(), python_calls() as ran:
+            for seed in range(CALLS):
+                check(group, HEADS, call(group, HEADS, seed), seed)
+        assert ran == []
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_fused_calls_are_not_prepared(rank: int) -> None:
+    """The kernels run in an interpreter. A kind that is refused is recorded once."""
+    with started_group("fused") as group:
+        with recorded() as recorders, python_calls() as ran:
+            for seed in range(3):
+                check(group, HEADS, call(group, HEADS, seed), seed)
+        assert len(ran) == 3 and [each.is_usable for each in recorders] == [False]
+
+
+@on_ranks(2)
+def test_calls_that_are_compared_are_not_prepared(rank: int) -> None:
+    with fresh_group(CHECK="1") as group, python_calls() as ran:
+        for seed in range(CALLS):
+            check(group, HEADS, call(group, HEADS, seed), seed)
+        assert len(ran) == CALLS and member_of(group).prepared is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["reset", "close", "growth", "algorithm"])
+def test_what_drops_tapes(rank: int, how: str) -> None:
+    with started_group("chunked") as group:
+        check_prepared(group, HEADS, torch.float32)
+        if how == "growth":
+            check(group, LARGER, call(group, LARGER))
+        elif how != "algorithm":
+            getattr(fusedcomm, how)(group)
+        assert num_prepared(group) == (1 if how == "algorithm" else 0)
+        with fusedcomm.force_algorithm("unfused" if how == "algorithm" else "chunked"), python_calls() as ran:
+            for seed in range(CALLS):
+                check(group, HEADS, call(group, HEADS, seed), seed)
+        assert len(ran) == IN_PYTHON + (how == "close")  # whose first call makes the workspace
+    assert flight_recorder.last()[-1].algorithm == ("unfused" if how == "algorithm" else "chunked")
+
+
+@on_ranks(2)
+def test_a_tape_that_a_thread_has_found_is_dropped_too(rank: int) -> None:
+    """The thread waits for the lock of calls while its tape goes."""
+    with started_group("chunked") as group:
+        check_prepared(group, HEADS, torch.float32)
+        member, outs = member_of(group), []
+        with python_calls() as ran:
+            thread = threading.Thread(target=lambda: outs.append(call(group, HEADS, 7)))
+            with member.lock:
+                thread.start()
+                thread.join(0.3)
+                member.prepare_anew()
+            thread.join()
+        check(group, HEADS, outs[0], 7)
+        assert len(ran) == 1
+
+
+@on_ranks(2)
+def test_a_tape_that_is_recorded_while_others_go_is_dropped(rank: int) -> None:
+    init = prepared.Rescue.__init__
+
+    def late(*args: Any) -> None:
+        member_of(group).prepare_anew()
+        init(*args)
+
+    with started_group("chunked") as group:
+        check(group, HEADS, call(group, HEADS))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prepared.Rescue, "__init__", late)
+            check(group, HEADS, call(group, HEADS, 1), 1)
+        assert num_prepared(group) == 0
+        check_prepared(group, HEADS, torch.float32)
+
+
+@on_ranks(2)
+def test_a_group_that_is_gone_has_no_calls(rank: int) -> None:
+    """Another group may have its address, or its name, while something still holds what was kept for it."""
+    kept = []
+    for _ in range(3):
+        with started_group("chunked") as group:
+            check_prepared(group, HEADS, torch.float32)
+            kept.append(member_of(group).prepared)
+            del group
+    assert not any(each.withdraw() for each in kept[:2])
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_the_table_is_bounded(rank: int) -> None:
+    with started_group("chunked") as group:
+        for rows in range(1, 4200):
+            for _ in range(2):
+                y = fusedcomm.matmul_reduce_scatter(torch.ones(2 * rows, 1), torch.ones(1, 1), 0, group)
+            assert num_prepared(group) <= 4096
+        assert y.shape == (4199, 1) and y.unique().tolist() == [2.0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+def test_threads(rank: int, algorithm: str) -> None:
+    """Calls of one kind from several threads at once, which are all alike."""
+    x, w = torch.arange(8.0).view(4, 2) + rank, torch.eye(2)
+    with started_group(algorithm) as group:
+        want = fusedcomm.matmul_all_reduce(x, w, group)
+        outs: list[torch.Tensor] = []
+
+        def many() -> None:
+            outs.extend(fusedcomm.matmul_all_reduce(x, w, group) for _ in range(50))
+
+        threads = [threading.Thread(target=many) for _ in range(1 if algorithm == "unfused" else 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(outs) == 50 * len(threads) and all(torch.equal(out, want) for out in outs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+def test_lanes_are_those_of_a_call_in_python(rank: int, algorithm: str) -> None:
+    """Also of the call that is recorded."""
+    with started_group(algorithm) as group:
+        call(group, LARGER if algorithm == "chunked" else HEADS)
+        lanes = []
+        for _ in range(3):
+            dist.barrier(group)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+                call(group, HEADS)
+            lanes.append(sorted(each.name for each in profiled.events() if each.name.startswith("fusedcomm.")))
+    assert bool(lanes[0]) == (algorithm == "chunked") and lanes[1] == lanes[0] and lanes[2] == lanes[0]

@@ -1,0 +1,300 @@
+"""What goes wrong in prepared calls: the errors of calls in Python, the peers told, the same records, the way back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.launch.ranks import RankPool
+from fusedcomm.ops import prepared
+from fusedcomm.runtime import flight_recorder
+from tests.helpers.groups import call, check, member_of
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.prepared import CALLS, check_prepared, python_calls, started_group
+from tests.helpers.problems import PROBLEMS, integers
+from tests.runtime.test_interrupts import interrupted
+
+HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
+OTHER = next(problem for problem in PROBLEMS if problem.name == "bias")
+FACTS = ("op", "group_name", "device", "exchange", "dtype", "ranks", "resets", "algorithm", "state", "error", "peers")
+
+
+@contextmanager
+def prepared_group(*others: Any, timeout_s: float = 20.0) -> Iterator[Any]:
+    """A group whose calls of HEADS, and of others, are prepared; after what fails inside, it is reset and used.
+
+    ``timeout_s``: of waits in calls, until then.
+    """
+    with started_group("chunked") as group:
+        for problem in (HEADS, *others):
+            check_prepared(group, problem, torch.float32)
+        member_of(group).workspace.timeout_s = timeout_s
+        yield group
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check_prepared(group, HEADS, torch.float32)
+
+
+def fails(group: Any, problem: Any = HEADS, seed: int = 0) -> Any:
+    """The error of a call that is prepared."""
+    with python_calls() as ran, pytest.raises(fusedcomm.PeerError) as caught:
+        call(group, problem, seed)
+    assert ran == []
+    return caught.value
+
+
+@on_ranks(2)
+def test_a_late_peer_is_told_of_in_time(rank: int) -> None:
+    with prepared_group(timeout_s=1.0) as group:
+        dist.barrier(group)
+        if rank == 0:
+            start = time.monotonic()
+            error = fails(group)
+            assert isinstance(error, fusedcomm.PeerTimeoutError) and 0.9 < time.monotonic() - start < 5
+            assert (error.peers, error.op, error.epoch) == ([1], HEADS.op, member_of(group).workspace.epoch + 1)
+        dist.barrier(group)
+        with pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset"):
+            call(group, HEADS)
+
+
+@on_ranks(2)
+def test_a_peer_that_is_a_little_late_does_no_harm(rank: int) -> None:
+    with prepared_group() as group, python_calls() as ran:
+        for seed in range(CALLS):
+            time.sleep(0.1 * (rank == seed % 2))
+            check(group, HEADS, call(group, HEADS, seed), seed)
+        assert ran == []
+
+
+@on_ranks(2)
+def test_a_peer_in_another_call(rank: int) -> None:
+    with prepared_group(OTHER) as group:
+        error = fails(group, OTHER if rank else HEADS)
+        assert isinstance(error, fusedcomm.PeerMismatchError) and error.peers == [1 - rank]
+
+
+@on_ranks(2)
+def test_a_peer_that_has_left(rank: int) -> None:
+    with prepared_group() as group:
+        if rank == 1:
+            member_of(group).workspace.leave("LookupError: on purpose")
+        dist.barrier(group)
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match="rank 1 has left: LookupError: on purpose"):
+                call(group, HEADS)
+        dist.barrier(group)
+
+
+def run_until_error(rank: int, ready: str) -> tuple[str, list[int], float, int]:
+    for seed in range(4):
+        check(dist.group.WORLD, HEADS, call(dist.group.WORLD, HEADS, seed), seed)
+    Path(ready, str(rank)).touch()
+    with python_calls() as ran:
+        while True:
+            start = time.monotonic()
+            try:
+                call(dist.group.WORLD, HEADS)
+            except fusedcomm.PeerError as error:
+                return type(error).__name__, error.peers, time.monotonic() - start, len(ran)
+
+
+@pytest.mark.thorough
+def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
+    with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "20", "FUSEDCOMM_ALGORITHM": "chunked"}) as pool:
+        pool.start(run_until_error, str(tmp_path))
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.05)
+        pool.kill(1)
+        for rank, answer in enumerate(pool.join()):
+            if rank != 1:
+                name, peers, seconds, in_python = answer
+                assert (name, peers) == ("PeerTimeoutError", [1]) and seconds < 10
+                assert in_python <= 1  # where the workspace is broken before a call
+
+
+@on_ranks(3)
+def test_an_op_that_fails_on_a_tape(rank: int) -> None:
+    """A peer must not take the round that is left half way for the next one."""
+
+    def fail(*args: Any, **kwargs: Any) -> Tensor:
+        raise LookupError("on purpose")
+
+    with prepared_group() as group:
+        dist.barrier(group)
+        if rank == 1:
+            library = torch.library.Library("aten", "IMPL")
+            library.impl("mm.out", fail, "CPU", allow_override=True)
+            try:
+                with pytest.raises(LookupError, match="on purpose"):
+                    call(group, HEADS)
+            finally:
+                library._destroy()
+            assert flight_recorder.last()[-1].error == "LookupError: on purpose"
+        else:
+            with pytest.raises(fusedcomm.PeerError, match="left their call") as caught:
+                call(group, HEADS)
+            assert caught.value.peers == [1]
+        with pytest.raises(fusedcomm.PeerError, match="left by LookupError" if rank == 1 else "left their call"):
+            call(group, HEADS, 1)
+
+
+@on_ranks(2)
+def test_ctrl_c_in_a_wait(rank: int) -> None:
+    with prepared_group() as group:
+        dist.barrier(group)
+        if rank == 1:
+            with interrupted():
+                call(group, HEADS)
+        dist.barrier(group)
+        with pytest.raises(fusedcomm.PeerError) as caught:
+            call(group, HEADS)
+        assert caught.value.peers == [1]
+        assert rank == 0 or "left by KeyboardInterrupt" in str(caught.value)
+
+
+@on_ranks(2)
+def test_ctrl_c_before_python_has_begun_to_wait(rank: int) -> None:
+    """A signal that has come while no Python ran is seen where Python begins. The round is left half way."""
+
+    def seen(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with prepared_group(timeout_s=5.0) as group:
+        dist.barrier(group)
+        if rank == 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(prepared.Rescue, "wait", seen)
+                with pytest.raises(KeyboardInterrupt):
+                    call(group, HEADS)
+        dist.barrier(group)
+        for _ in range(2):
+            with pytest.raises(fusedcomm.PeerError) as caught:
+                call(group, HEADS, 1)
+            assert caught.value.peers == [1]
+
+
+@on_ranks(2)
+def test_ctrl_c_while_a_thread_has_the_lock(rank: int) -> None:
+    with prepared_group() as group:
+        held, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with member_of(group).lock:
+                held.set()
+                go.wait(20)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        with interrupted():
+            call(group, HEADS)
+        go.set()
+        thread.join()
+        check(group, HEADS, call(group, HEADS, 1), 1)
+
+
+@on_ranks(2)
+def test_records_are_those_of_calls_in_python(rank: int) -> None:
+    with prepared_group(timeout_s=1.0) as group:
+        flight_recorder.forget()
+        member_of(group).num_calls = 0
+        with fusedcomm.force_algorithm("unfused"):
+            for _ in range(4):
+                call(group, HEADS)
+        for _ in range(4):
+            call(group, HEADS)
+        records = flight_recorder.last()
+        for first, found in ((records[0], records[:4]), (records[4], records[4:])):
+            for record in found:
+                assert [getattr(record, name) for name in FACTS] == [getattr(first, name) for name in FACTS]
+                assert record.ended is not None and record.ended >= record.started and record.workspace is None
+        epoch = member_of(group).workspace.epoch
+        assert [record.number for record in records] == list(range(1, 9))
+        assert [record.rounds for record in records[:4]] == [None] * 4
+        assert [record.rounds for record in records[4:]] == [(epoch - i, epoch - i + 1) for i in (4, 3, 2, 1)]
+        dist.barrier(group)
+        if rank == 0:
+            error = fails(group)
+            record = flight_recorder.last()[-1]
+            assert (record.state, record.peers, record.number) == (flight_recorder.FAILED, (1,), 9)
+            assert record.rounds == (epoch, epoch) and record.error.startswith(f"PeerTimeoutError: {error.args[0]}")
+        dist.barrier(group)
+
+
+@on_ranks(2)
+def test_a_call_that_waits_is_seen_by_others(rank: int) -> None:
+    with prepared_group() as group:
+        found = []
+        dist.barrier(group)
+        timer = threading.Timer(0.3, lambda: found.append(flight_recorder.last()[-1]))
+        if rank == 0:
+            timer.start()
+        else:
+            time.sleep(1)
+        call(group, HEADS)
+        if rank == 0:
+            timer.join()
+            (record,) = found
+            epoch = member_of(group).workspace.epoch
+            assert (record.state, record.ended) == (flight_recorder.RUNNING, None)
+            assert record.rounds == (epoch - 1, epoch - 1)
+            assert record.workspace is member_of(group).workspace
+
+
+@on_ranks(2)
+def test_a_failed_call_leaves_a_dump(rank: int, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, prepared_group(timeout_s=1.0) as group:
+        patch.setenv("FUSEDCOMM_DUMP_DIR", str(tmp_path))
+        dist.barrier(group)
+        if rank == 0:
+            error = fails(group)
+            dump = json.loads((tmp_path / "rank0.json").read_text())
+            assert dump["why"].startswith("PeerTimeoutError") and error.args[0].split(",")[0] in dump["why"]
+            last = dump["calls"][-1]
+            assert (last["op"], last["state"], last["peers"]) == (HEADS.op, flight_recorder.FAILED, [1])
+        dist.barrier(group)
+
+
+@on_ranks(2)
+def test_tapes_hold_nothing_alive(rank: int) -> None:
+    """Neither the tensors of a call, nor after close() a workspace."""
+    with started_group("chunked") as group:
+        check_prepared(group, HEADS, torch.float32)
+        x, w, bias = integers(HEADS, rank, 2)
+        alive = [weakref.ref(t.untyped_storage()) for t in (x, w)]
+        for _ in range(3):
+            y = HEADS.call((x, w, bias), group)
+        kept = weakref.ref(member_of(group).workspace)
+        del x, w, y
+        fusedcomm.close(group)
+        gc.collect()
+        assert kept() is None and [each() for each in alive] == [None, None]
+
+
+@on_ranks(2)
+def test_a_forked_child_is_no_rank(rank: int) -> None:
+    with prepared_group() as group:
+        child = os.fork()
+        if child == 0:
+            try:
+                call(group, HEADS)
+            except RuntimeError as error:
+                os._exit(7 if "was forked from rank" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        dist.barrier(group)
+        check(group, HEADS, call(group, HEADS, 1), 1)

@@ -1,0 +1,418 @@
+"""Results in symmetric memory: which of them are there, when they go, what a forked child sees, and their memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import mmap
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from tests.helpers.heaps import MB, NUMEL, PAGE, in_child, in_heap, make_heap
+from tests.helpers.symmetric_memory import CPU, native
+
+ROOT = Path(__file__).parents[2]
+BYTES = 4 * NUMEL
+
+
+def stats(heap: Any) -> tuple[int, int, int, int]:
+    return heap.live_bytes, heap.free_bytes, heap.warm_bytes, heap.num_blocks
+
+
+def places(heap: Any, tensors: list[Tensor]) -> list[int | None]:
+    return [heap.place(t) for t in tensors]
+
+
+# Which results are in the heap
+
+
+def test_the_heap_grows_for_results_that_are_freed() -> None:
+    heap = make_heap()
+    seen = [heap.place(heap.empty([NUMEL], torch.float32)) for _ in range(5)]
+    assert seen == [None, None, 0, 0, 0]
+    assert stats(heap) == (0, BYTES, BYTES, 0)
+
+
+def test_it_never_grows_for_results_that_are_kept() -> None:
+    heap = make_heap()
+    kept = [heap.empty([NUMEL], torch.float32) for _ in range(50)]
+    assert places(heap, kept) == [None] * 50 and stats(heap) == (0, 0, 0, 0)
+    del kept[:20]  # fewer than are kept
+    kept.append(heap.empty([NUMEL], torch.float32))
+    assert places(heap, kept) == [None] * 31
+
+
+def test_a_result_that_is_freed_speaks_for_one_block() -> None:
+    heap = make_heap()
+    for _ in range(5):
+        heap.empty([NUMEL], torch.float32)  # two from ordinary memory, three from one block
+    kept = [heap.empty([NUMEL], torch.float32) for _ in range(50)]
+    assert places(heap, kept) == [0] + [None] * 49
+
+
+def test_it_grows_to_all_results_that_live_at_once() -> None:
+    heap = make_heap()
+    for step in range(4):
+        results = [heap.empty([NUMEL], torch.float32) for _ in range(9)]
+        expected = [0, 8, 9, 9]  # the ninth has the evidence of one free at first, and needs two
+        assert sum(place is not None for place in places(heap, results)) == expected[step]
+        del results
+    assert stats(heap) == (0, 9 * BYTES, 9 * BYTES, 0)
+
+
+def test_other_sizes_need_their_own_evidence_but_use_what_is_warm() -> None:
+    heap = make_heap()
+    t = in_heap(heap, 8 * NUMEL)
+    assert heap.place(heap.empty([NUMEL], torch.float32)) is None
+    del t
+    assert places(heap, [heap.empty([n], torch.uint8) for n in (1, PAGE, BYTES)]) == [0, PAGE, 2 * PAGE]
+
+
+def test_the_lowest_free_range_is_taken_and_neighbours_are_one() -> None:
+    heap = make_heap()
+    a = in_heap(heap, NUMEL * 3)
+    del a
+    small = [heap.empty([NUMEL], torch.float32) for _ in range(3)]
+    assert places(heap, small) == [0, BYTES, 2 * BYTES]
+    small[0] = small[2] = None
+    assert heap.place(heap.empty([NUMEL], torch.float32)) == 0
+    assert heap.place(heap.empty([2 * NUMEL], torch.float32)) is None  # two ranges that are no neighbours
+    small[1] = None
+    assert heap.place(heap.empty([3 * NUMEL], torch.float32)) == 0
+    assert stats(heap) == (0, 3 * BYTES, 3 * BYTES, 0)
+
+
+def test_what_does_not_fit_is_in_ordinary_memory() -> None:
+    heap = make_heap(4 * PAGE)
+    a = in_heap(heap, 3 * PAGE // 4)
+    for _ in range(4):
+        assert heap.place(heap.empty([3 * PAGE], torch.uint8)) is None
+        assert heap.place(heap.empty([1, 5, PAGE], torch.uint8)) is None
+    assert heap.live_bytes == 3 * PAGE and heap.place(a) == 0
+
+
+def test_shapes_and_dtypes() -> None:
+    heap = make_heap()
+    in_heap(heap)
+    for sizes, dtype in [([], torch.float64), ([3, 0, 2], torch.int8), ([2, 3, 4], torch.bfloat16)]:
+        t = heap.empty(sizes, dtype)
+        assert (list(t.shape), t.dtype, t.device, t.stride()) == (sizes, dtype, CPU, torch.empty(sizes).stride())
+        assert t.untyped_storage().nbytes() == t.numel() * t.itemsize and not t.requires_grad
+        assert heap.place(t) == (0 if t.numel() else None)
+        del t
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        heap.empty([-1], torch.int8)
+    with pytest.raises(RuntimeError, match="overflow"):
+        heap.empty([1 << 40, 1 << 40], torch.int8)
+
+
+def test_place_is_of_the_storage_in_this_heap() -> None:
+    heap, other = make_heap(), make_heap()
+    t = in_heap(heap)
+    assert heap.place(t[100:]) == heap.place(t.view(-1, 2).t()) == 0 and other.place(t) is None
+    assert heap.place(torch.empty(4)) is None
+    assert heap.place(torch.empty(4, device="meta")) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_programs_keep_their_values(seed: int) -> None:
+    heap = make_heap(64 * PAGE)
+    choose = random.Random(seed)
+    live: list[tuple[Tensor, int]] = []
+    num_placed = 0
+    for step in range(3000):
+        if live and choose.random() < 0.5:
+            t, value = live.pop(choose.randrange(len(live)))
+            assert (t == value).all()
+            del t
+        elif len(live) < 24:
+            t = heap.empty([choose.randint(1, 6 * PAGE)], torch.int8)
+            live.append((t.fill_(step % 127), step % 127))
+        if step % 500 == 499:
+            heap.trim(choose.randrange(64) * PAGE)
+        placed = sorted((heap.place(t), -(-t.numel() // PAGE) * PAGE) for t, _ in live if heap.place(t) is not None)
+        num_placed += len(placed)
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(placed))
+        assert heap.live_bytes == sum(size for _, size in placed) and heap.num_blocks == len(placed)
+    assert num_placed > 3000
+    assert all((t == value).all() for t, value in live)
+    live.clear()
+    t = torch.empty(0)
+    assert heap.live_bytes == 0 and heap.free_bytes == heap.warm_bytes
+
+
+# When and where they go
+
+
+def test_tensors_outlive_heap_and_segment_and_then_memory_goes() -> None:
+    def mapped() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("/memfd:fusedcomm-")
+
+    before = mapped()
+    heap = make_heap()
+    block, ordinary = in_heap(heap).fill_(3), heap.empty([4 * NUMEL], torch.float32)
+    assert mapped() == before + 1
+    del heap
+    assert (block == 3).all() and mapped() == before + 1
+    del block
+    assert mapped() == before  # for a result in ordinary memory no segment stays
+    ordinary.fill_(1)
+
+
+def test_threads_make_and_free_results() -> None:
+    heap = make_heap()
+    exchanged: list[Tensor] = []  # freed by another thread than the one that made it
+    good = []
+
+    def work(number: int) -> None:
+        values = []
+        for step in range(300):
+            t = heap.empty([NUMEL * (1 + step % 3)], torch.float32).fill_(number)
+            values.append(bool((t == number).all()))
+            exchanged.append(t)
+            del t
+            if len(exchanged) > 8:
+                exchanged.pop(0)
+        good.append(all(values))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    exchanged.clear()
+    assert good == [True] * 4 and heap.warm_bytes > 0 and heap.live_bytes == 0
+
+
+AT_THE_END = """
+import torch
+from tests.helpers.heaps import in_heap, make_heap
+
+heap = make_heap()
+t = in_heap(heap)
+t.itself = t
+held = torch.ones(t.numel(), requires_grad=True) * in_heap(heap)
+array = in_heap(heap).numpy()
+torch.kept = in_heap(heap)
+"""
+
+
+@pytest.mark.parametrize("last", ["", "del heap"])
+def test_an_interpreter_ends_with_live_results(last: str) -> None:
+    program = AT_THE_END + last + "\nprint('done')"
+    command = [sys.executable, "-X", "faulthandler", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+# Processes that fork
+
+
+def test_a_child_writes_into_memory_of_its_own() -> None:
+    heap = make_heap()
+    t = in_heap(heap).fill_(1)
+    later = in_heap(make_heap()).fill_(2)  # in another heap
+
+    def write() -> bool:
+        seen = bool((t == 1).all() and (later == 2).all())
+        t.fill_(3)
+        later.fill_(4)
+        return seen and bool((t == 3).all() and (later == 4).all())
+
+    assert in_child(write) == 0
+    assert (t == 1).all() and (later == 2).all()
+
+
+def test_a_child_of_a_child_keeps_what_the_child_wrote() -> None:
+    t = in_heap(make_heap()).fill_(1)
+
+    def write() -> bool:
+        t.fill_(2)
+        inner = in_child(lambda: bool((t == 2).all()) and bool((t.fill_(3) == 3).all()))
+        return inner == 0 and bool((t == 2).all())
+
+    assert in_child(write) == 0
+    assert (t == 1).all()
+
+
+def test_a_child_hands_out_no_blocks() -> None:
+    heap = make_heap()
+    t = in_heap(heap)
+    in_heap(heap)
+
+    def use() -> bool:
+        results = [heap.empty([NUMEL], torch.float32).fill_(5) for _ in range(4)]
+        return places(heap, [t, *results]) == [None] * 5 and stats(make_heap()) == (0, 0, 0, 0)
+
+    assert in_child(use) == 0
+    assert heap.place(t) == 0 and heap.place(heap.empty([NUMEL], torch.float32)) == BYTES
+
+
+def test_a_heap_of_a_child_is_one() -> None:
+    assert in_child(lambda: (in_heap(make_heap()).fill_(1) == 1).all()) == 0
+
+
+def test_a_block_that_a_child_may_read_is_not_used_again() -> None:
+    heap = make_heap()
+    t = in_heap(heap).fill_(1)
+    in_heap(heap)
+    to_child, from_parent = os.pipe()[::-1]
+    pid = os.fork()
+    if pid == 0:
+        os.close(to_child)
+        os.read(from_parent, 1)  # until the parent has used its heap again
+        os._exit(0 if (t == 1).all() else 1)
+    os.close(from_parent)
+    del t
+    others = [heap.empty([NUMEL], torch.float32).fill_(7) for _ in range(20)]
+    assert 0 not in places(heap, others) and BYTES in places(heap, others)
+    os.close(to_child)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_fork_while_threads_use_the_heap() -> None:
+    heap = make_heap()
+    t = in_heap(heap)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            heap.empty([NUMEL], torch.float32)
+            heap.trim(0)  # without the GIL, so that forks come at any time
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        ended = [in_child(lambda: heap.place(t) is None and heap.empty([9], torch.int8) is not None) for _ in range(25)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert ended == [0] * 25
+
+
+# Memory
+
+
+def segment_blocks() -> int:
+    """Bytes of this process's segments that the system holds."""
+    gc.collect()
+    held = {}
+    for fd in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{fd}"
+        if os.path.islink(path) and os.readlink(path).startswith("/memfd:fusedcomm-"):
+            held[os.readlink(path)] = os.stat(path).st_blocks * 512
+    return sum(held.values())
+
+
+def test_trim_gives_memory_back() -> None:
+    before = segment_blocks()
+    heap = make_heap(64 * MB)
+    for numel in (4 * MB, MB):
+        in_heap(heap, numel)
+    low, gap, high = (heap.empty([size], torch.uint8).fill_(size >> 20) for size in (MB, 5 * MB, 2 * MB))
+    assert places(heap, [low, gap, high]) == [0, MB, 6 * MB]
+    del gap
+    assert stats(heap) == (3 * MB, 13 * MB, 16 * MB, 2) and segment_blocks() - before == 16 * MB
+
+    heap.trim(13 * MB)
+    assert segment_blocks() - before == 16 * MB and heap.warm_bytes == 16 * MB
+    heap.trim(6 * MB + 5)  # all of the gap, and a part of what is above
+    assert segment_blocks() - before == 9 * MB and stats(heap)[1:3] == (6 * MB, 9 * MB)
+    heap.trim(2 * MB)
+    assert segment_blocks() - before == 5 * MB and stats(heap)[1:3] == (2 * MB, 3 * MB)
+    assert (low == 1).all() and (high == 2).all()
+    high = None  # above the mark, so it does not count as warm, and goes at the next trim
+    assert stats(heap)[1:3] == (2 * MB, 3 * MB)
+    heap.trim(2 * MB)
+    assert segment_blocks() - before == 3 * MB
+
+    t = in_heap(heap, 4 * MB).fill_(1)  # grows again, from where the mark is
+    assert heap.place(t) == MB and stats(heap)[2] == 17 * MB and segment_blocks() - before == 17 * MB
+    del t
+    heap.trim(0)
+    assert segment_blocks() - before == MB and (low == 1).all()
+
+
+def test_results_of_a_retired_heap_stay_and_none_follow() -> None:
+    heap = make_heap()
+    t = in_heap(heap).fill_(1)
+    in_heap(heap)
+    heap.retire()
+    assert heap.place(t) is None
+    others = [heap.empty([NUMEL], torch.float32).fill_(2) for _ in range(4)]
+    assert places(heap, others) == [None] * 4 and (t == 1).all()
+    address = t.data_ptr()
+    del t
+    assert heap.live_bytes == 0
+    assert address not in [heap.empty([NUMEL], torch.float32).data_ptr() for _ in range(4)]
+
+
+def page_faults(address: int, num_bytes: int) -> int:
+    """Page faults of this thread that writing takes."""
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    ctypes.memset(address, 1, num_bytes)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def test_a_block_is_warm_before_it_is_written() -> None:
+    heap = make_heap(16 * MB)
+    t = in_heap(heap, MB)
+    assert heap.warm_bytes == 4 * MB and page_faults(t.data_ptr(), 4 * MB) < 20
+    cold = symm_mem.empty(4 * MB, dtype=torch.uint8, device=CPU)
+    assert page_faults(cold.data_ptr(), 4 * MB) > 4 * MB // PAGE // 64  # control, however many are mapped at once
+
+
+def test_warm_maps_another_mapping_and_changes_nothing() -> None:
+    fd = os.memfd_create("test")
+    os.truncate(fd, 4 * MB)
+    owner, peer = mmap.mmap(fd, 4 * MB), mmap.mmap(fd, 4 * MB)
+    os.close(fd)
+    owner[:] = values = bytes(range(256)) * (4 * MB // 256)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(peer))
+    native.warm(address + 100, 2 * MB)  # pages that it touches in part, too
+    assert peer[:] == owner[:] == values
+    native.warm(0, 0)
+    other = mmap.mmap(-1, 4 * MB)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(other))
+    native.warm(address, 4 * MB)
+    assert page_faults(address, 4 * MB) < 20
+
+
+# What no heap can be in
+
+
+def test_other_memory_is_refused() -> None:
+    segment = symm_mem.empty(4 * PAGE, dtype=torch.uint8, device=CPU)
+    for wrong in (torch.empty(4 * PAGE, dtype=torch.uint8), segment[100:]):
+        with pytest.raises(ValueError, match="must begin at a page of this rank's symmetric memory"):
+            native.ResultsHeap(wrong)
+    for wrong in (segment.view(torch.int8), segment.view(4, -1).t(), segment.to("meta")):
+        with pytest.raises(ValueError, match="must be a contiguous uint8 tensor on CPU"):
+            native.ResultsHeap(wrong)
+
+
+def test_memory_in_use_by_another_heap_is_refused() -> None:
+    segment = symm_mem.empty(8 * PAGE, dtype=torch.uint8, device=CPU)
+    first = native.ResultsHeap(segment[: 4 * PAGE])
+    native.ResultsHeap(segment[4 * PAGE :])
+    t = in_heap(first, 4)
+    del first
+    with pytest.raises(ValueError, match="in use by another heap"):
+        native.ResultsHeap(segment)
+    del t
+    assert native.ResultsHeap(segment).warm_bytes == 0
