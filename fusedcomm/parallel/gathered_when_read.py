@@ -16,7 +16,8 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.view_as.default)  # the se
 def gathered_when_read(x: DTensor) -> tuple[DTensor, Gather]:
     """``x.redistribute(placements=[Replicate()])`` for x sharded evenly over a 1-D mesh, which communicates once any
     op, or `DTensor.to_local`, takes it; and what tells whether it has."""
-    gather = Gather(lambda: x.redistribute(placements=(Replicate(),)).to_local())
+    detached: Any = x.detach()  # no gradient: it is read below autograd, where DTensors of torch 2.11 cannot drop one
+    gather = Gather(lambda: detached.redistribute(placements=(Replicate(),)).to_local())
     return _Replicated.apply(x, gather), gather
 
 

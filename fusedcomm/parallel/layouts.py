@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+from fusedcomm.parallel.shard_of import shard_of
 
 
 def annotated(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement]) -> DTensor:
@@ -65,14 +68,16 @@ def why_uneven(name: str, size: int, mesh: DeviceMesh) -> str | None:
 
 def shards(linear: Any) -> tuple[Tensor, Tensor | None]:
     """This rank's parts of the weight and of the bias; `torch.func.functional_call` may have put a plain one there."""
-    weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (linear.weight, linear.bias))
+    weight, bias = (shard_of(t) if isinstance(t, DTensor) else t for t in (linear.weight, linear.bias))
     return weight, bias
 
 
 def bias_of_part(bias: Tensor | None) -> Tensor | None:
     """A replicated bias for a part of the rows: its gradient is the sum over ranks, which `redistribute` makes in the
-    backward. Without it the gradient would stay Partial."""
+    backward. Without it the gradient would stay Partial. In inference mode torch 2.11 cannot run it."""
     if not isinstance(bias, DTensor):
         return bias
+    if not torch.is_grad_enabled():
+        return bias.to_local()
     bias = bias.redistribute(placements=bias.placements)
     return bias.to_local(grad_placements=(Partial(),) * len(bias.placements))

@@ -141,6 +141,15 @@ def loss_of(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+def lay_out_gradients(model: nn.Module) -> None:
+    """Gradients like their parameters, as docs/parallel.md says: `SequenceParallel` leaves partial sums, which torch
+    2.11 does not clip, and from 2.14 on what an optimizer makes of them cannot be saved."""
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
 def whole(t: Tensor) -> Tensor:
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
 
@@ -175,7 +184,7 @@ def train(
     pieces: int = 1,
     before_piece: Callable[[bool], AbstractContextManager[None]] | None = None,
     around_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    max_norm: float = 1.0,
+    max_norm: float | None = 1.0,
 ) -> Run:
     """Train ``called``, by default the model itself.
 
@@ -188,7 +197,7 @@ def train(
         pieces: how many microbatches a batch is made of.
         before_piece: a context around the forward and backward of a microbatch, given whether it is the last.
         around_forward: a context around the forward.
-        max_norm: to which gradients are clipped.
+        max_norm: to which gradients are clipped; None where they are of two kinds, which have no common norm.
     """
     called, optimizer, run = model if called is None else called, optimizer or sgd(model.parameters()), Run()
     names = [plain_name(name) for name, _ in model.named_parameters()]
@@ -200,7 +209,7 @@ def train(
                 with around_forward():
                     loss = loss_of(called, piece) / pieces
                 loss.backward()
-            total += loss.detach()
+            total += whole(loss)
         if data is not None:
             dist.all_reduce(total, group=data.get_group())
             total /= data.size()
@@ -208,8 +217,10 @@ def train(
         assert all(g is not None for g in gradients)
         if not run.gradients:
             run.gradients = {name: whole(g) for name, g in zip(names, gradients, strict=True)}
+        lay_out_gradients(model)
         run.losses.append(total.item())
-        run.norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm)).item())
+        if max_norm is not None:
+            run.norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm)).item())
         optimizer.step()
         optimizer.zero_grad()
     run.parameters = {name: whole(p) for name, p in zip(names, model.parameters(), strict=True)}

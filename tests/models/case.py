@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+
+def skip_without(package: str) -> None:
+    """The packages are no development tools."""
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; `make models` installs it")
 
 
 def all_of_it(whole: Any) -> Any:

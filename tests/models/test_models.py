@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers.block_checks import no_latency
 from tests.helpers.graphs import recorded_graphs
-from tests.models.case import Case
+from tests.models.case import Case, skip_without
 
 pytestmark = pytest.mark.thorough
 
@@ -56,22 +55,6 @@ FUSED_IN_TWO_LAYERS = {"diffusers.wan": "all_gather 0/1, all_reduce 0/4, all_to_
 FUSED_ON_FOUR_RANKS = {"diffusers.flux": FUSED["diffusers.flux"][0]}  # as on two
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """Ranks of this module alone: the packages change torch and each other. They are done before the next begin."""
-    pools: dict[int, RankPool] = {}
-
-    def get(world_size: int) -> RankPool:
-        pool = pools.get(world_size)
-        if pool is None or pool.dead:
-            pool = pools[world_size] = RankPool(world_size, env={"FUSEDCOMM_TIMEOUT_S": "60"}, timeout_s=240)
-        return pool
-
-    yield get
-    for pool in pools.values():
-        pool.close()
-
-
 @pytest.mark.parametrize("model", FUSED)
 def test_inference(ranks: Callable[[int], RankPool], model: str) -> None:
     compare(ranks, model, False, FUSED[model][0])
@@ -96,8 +79,7 @@ def compare(
     ranks: Callable[[int], RankPool], model: str, training: bool, fused: str, layers: int = 1, world_size: int = 2
 ) -> None:
     package = model.split(".")[0]
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; `make models` installs it")
+    skip_without(package)
     assert ranks(world_size).run(check, model, training, layers) == [fused] * world_size
 
 

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.helpers.small_llama import TOKENS, VOCAB
 from tests.models.case import Case
-
-TOKENS, VOCABULARY = 8, 32
 
 
 def llama(layers: int) -> nn.Module:
@@ -19,7 +18,7 @@ def llama(layers: int) -> nn.Module:
     from torchtitan.models.llama3.model.model import Transformer
 
     sizes = TransformerModelArgs(
-        dim=32, n_layers=layers, n_heads=4, n_kv_heads=4, vocab_size=VOCABULARY, multiple_of=16, max_seq_len=TOKENS
+        dim=32, n_layers=layers, n_heads=4, n_kv_heads=4, vocab_size=VOCAB, multiple_of=16, max_seq_len=TOKENS
     )
     model = Transformer(sizes)
     with torch.no_grad():
@@ -36,7 +35,7 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
 
 
 def inputs() -> dict[str, Any]:
-    return {"tokens": torch.randint(0, VOCABULARY, (2, TOKENS))}
+    return {"tokens": torch.randint(0, VOCAB, (2, TOKENS))}
 
 
 CASES = {"llama": Case("torchtitan", llama, tensor_parallel, inputs)}

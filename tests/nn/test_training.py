@@ -200,8 +200,7 @@ def sum_gradients(side: Side, case: Case) -> None:
 
 
 def collectives(spy: Dispatched) -> list[str]:
-    names = [*spy.names("c10d"), *spy.names("_c10d_functional")]
-    return [name for name in names if name != "_wrap_tensor_autograd"]  # which waits
+    return [*spy.names("c10d"), *spy.names("_c10d_functional")]
 
 
 @contextmanager
