@@ -5,12 +5,16 @@
 
 baseline   the block as users write it, with plain collectives
 fusedcomm  the same with fusedcomm's ops
-removed    the block without its exchanges: the same matmuls on as many elements, which nothing has moved
+bound      the block with a barrier of all ranks in place of each exchange, forward and backward: the same matmuls on as
+           many elements, which nothing has moved
 
-gain = (baseline - fusedcomm) / (baseline - removed): 1 where nothing of the exchanges is left. Each difference is the
-median over rounds of the differences within a round. Two spreads stand beside it: that of the gain of rounds drawn
-anew, which says how well this run knows the gain, and that of the gains of single rounds. benchmarks/common.py explains
-the pages.
+A rank needs what the slower ones send, so no exchange can win back the time until these have come. Without barriers the
+bound would leave that wait out. They are those of fusedcomm/bench/rank_barrier.py, a signal and a wait for each peer.
+
+gain = (baseline - fusedcomm) / (baseline - bound): 1 where nothing of the exchanges is left but to wait for each other.
+Each difference is the median over rounds of the differences within a round. Two spreads stand beside it: that of the
+gain of rounds drawn anew, which says how well this run knows the gain, and that of the gains of single rounds.
+benchmarks/common.py explains the pages.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import abc
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -38,13 +43,15 @@ from benchmarks.common import (
     refuse_wrong_pages,
     tabulated,
 )
+from fusedcomm.bench.rank_barrier import met, rank_barrier
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
-BASELINE, OURS, REMOVED = "baseline", "ours", "removed"
+BASELINE, OURS, BOUND = "baseline", "ours", "bound"
+Meet = Callable[[Tensor], Tensor]  # the tensor itself, when all ranks have come
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # share of the norm, and of the largest element
 TIMEOUT_S = 3600
 DRAWS = 1000
@@ -67,7 +74,7 @@ class Block(abc.ABC):
     def x_shape(self, num_ranks: int) -> tuple[int, ...]: ...
 
     @abc.abstractmethod
-    def removed_x_shape(self, num_ranks: int) -> tuple[int, ...]: ...
+    def bound_x_shape(self, num_ranks: int) -> tuple[int, ...]: ...
 
     @abc.abstractmethod
     def weight_shapes(self, num_ranks: int) -> dict[str, tuple[int, ...]]: ...
@@ -79,7 +86,7 @@ class Block(abc.ABC):
     def ours(self, x: Tensor, *weights: Tensor) -> Tensor: ...
 
     @abc.abstractmethod
-    def removed(self, x: Tensor, *weights: Tensor) -> Tensor: ...
+    def bound(self, meet: Meet, x: Tensor, *weights: Tensor) -> Tensor: ...
 
     @abc.abstractmethod
     def program(self, xs: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -94,13 +101,14 @@ class BlockData:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.grads: dict[tuple[int, torch.Size], Tensor] = {}
         self.x, *self.weights = self._inputs(self.rank)
-        self.removed_x = self._normal(block.removed_x_shape(self.num_ranks), self.rank, 1).requires_grad_()
+        self.bound_x = self._normal(block.bound_x_shape(self.num_ranks), self.rank, 1).requires_grad_()
 
     def variants(self) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+        meet = functools.partial(met, barrier=rank_barrier(self.device))
         return {
             BASELINE: self._step(self.block.baseline, self.x),
             OURS: self._step(self.block.ours, self.x),
-            REMOVED: self._step(self.block.removed, self.removed_x),
+            BOUND: self._step(functools.partial(self.block.bound, meet), self.bound_x),
         }
 
     def check(self, name: str, results: tuple[Tensor, ...]) -> str | None:
@@ -154,7 +162,7 @@ class BlockRow:
     dtype: str
     baseline: Timing
     ours: Timing
-    removed: Timing
+    bound: Timing
     gain: float
     # P10 and P90 of the gain
     drawn_anew: tuple[float, float]
@@ -166,9 +174,9 @@ COLUMNS = (
     Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True),
     Column("baseline\nms", "the block of today, forward and backward", lambda row: ms(row.baseline.median, 1)),
     Column("fusedcomm\nms", "the block with the fused ops", lambda row: ms(row.ours.median, 1)),
-    Column("removed\nms", "the block without its exchanges: no values", lambda row: ms(row.removed.median, 1)),
+    Column("bound\nms", "the block with barriers for exchanges: no values", lambda row: ms(row.bound.median, 1)),
     Column("speed-up", "baseline / fusedcomm", lambda row: f"{row.baseline.median / row.ours.median:.3f}"),
-    Column("gain", "(baseline - fusedcomm) / (baseline - removed), within rounds", lambda row: f"{row.gain:.2f}"),
+    Column("gain", "(baseline - fusedcomm) / (baseline - bound), within rounds", lambda row: f"{row.gain:.2f}"),
     Column("gain of rounds\ndrawn anew", f"{SPREAD}: how well this run knows it", lambda row: _range(row.drawn_anew)),
     Column("gain of\nsingle rounds", f"{SPREAD} of each round", lambda row: _range(row.single_rounds), drop=1),
 )
@@ -185,12 +193,12 @@ def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds:
     check_values({name: variants[name] for name in (BASELINE, OURS)}, data.check)
     data.__dict__.pop("_oracle", None)
     seconds = measure_rounds(variants, device, rounds=rounds, warmup=2)
-    baseline, ours, removed = (Timing.of(seconds[name]) for name in (BASELINE, OURS, REMOVED))
-    gained, exposed = seconds[BASELINE] - seconds[OURS], seconds[BASELINE] - seconds[REMOVED]
+    baseline, ours, bound = (Timing.of(seconds[name]) for name in (BASELINE, OURS, BOUND))
+    gained, exposed = seconds[BASELINE] - seconds[OURS], seconds[BASELINE] - seconds[BOUND]
     draws = torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
     drawn = _median(gained[draws]) / _median(exposed[draws])
     gain = (_median(gained) / _median(exposed)).item()
-    return BlockRow(dtype, baseline, ours, removed, gain, _spread(drawn), _spread(gained / exposed))
+    return BlockRow(dtype, baseline, ours, bound, gain, _spread(drawn), _spread(gained / exposed))
 
 
 def _median(seconds: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class TensorParallelMlp(block.Block):
     def x_shape(self, num_ranks: int) -> tuple[int, ...]:
         return self.batch, self.tokens, self.hidden
 
-    def removed_x_shape(self, num_ranks: int) -> tuple[int, ...]:
+    def bound_x_shape(self, num_ranks: int) -> tuple[int, ...]:
         return self.batch, self.tokens * num_ranks, self.hidden
 
     def weight_shapes(self, num_ranks: int) -> dict[str, tuple[int, ...]]:
@@ -39,7 +39,7 @@ class TensorParallelMlp(block.Block):
         return {"w_gate": (n, self.hidden), "w_up": (n, self.hidden), "w_down": (self.hidden, n)}
 
     def baseline(self, x: Tensor, *weights: Tensor) -> Tensor:
-        y = self.removed(baselines.unpacked(baselines.all_gather(x), 1), *weights)
+        y = self.on_gathered(baselines.unpacked(baselines.all_gather(x), 1), *weights)
         return baselines.reduce_scatter(baselines.packed(y, 1))
 
     def ours(self, x: Tensor, *weights: Tensor) -> Tensor:
@@ -47,14 +47,17 @@ class TensorParallelMlp(block.Block):
         gate, up = fusedcomm.all_gather_matmul(x, [w_gate.mT, w_up.mT], 1)
         return fusedcomm.matmul_reduce_scatter(F.silu(gate) * up, w_down.mT, 1)
 
-    def removed(self, x: Tensor, *weights: Tensor) -> Tensor:
+    def bound(self, meet: block.Meet, x: Tensor, *weights: Tensor) -> Tensor:
+        return meet(self.on_gathered(meet(x), *weights))
+
+    def on_gathered(self, x: Tensor, *weights: Tensor) -> Tensor:
         """The MLP on gathered tokens, which gives a partial sum."""
         w_gate, w_up, w_down = weights
         return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
 
     def program(self, xs: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         gathered = torch.cat(list(xs), 1)
-        total = torch.stack([self.removed(gathered, *each) for each in weights]).sum(0)
+        total = torch.stack([self.on_gathered(gathered, *each) for each in weights]).sum(0)
         return list(total.chunk(len(xs), 1))
 
 

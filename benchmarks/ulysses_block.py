@@ -37,7 +37,7 @@ class UlyssesBlock(block.Block):
     def x_shape(self, num_ranks: int) -> tuple[int, ...]:
         return self.batch, self.tokens, self.hidden
 
-    removed_x_shape = x_shape
+    bound_x_shape = x_shape
 
     def weight_shapes(self, num_ranks: int) -> dict[str, tuple[int, ...]]:
         n = self.hidden
@@ -56,14 +56,14 @@ class UlyssesBlock(block.Block):
         qkv = fusedcomm.matmul_all_to_all(x, w_qkv.mT, 1, 3, bias=b_qkv, out_shape=self.qkv_shape)
         return fusedcomm.all_to_all_matmul(attention(qkv), w_out.mT, 2, 1, bias=b_out)
 
-    def removed(self, x: Tensor, *weights: Tensor) -> Tensor:
+    def bound(self, meet: block.Meet, x: Tensor, *weights: Tensor) -> Tensor:
         """As many elements in the shapes after the exchanges, from views alone."""
         w_qkv, b_qkv, w_out, b_out = weights
         num_ranks = torch.distributed.get_world_size()
         three, heads, head_dim = self.qkv_shape
         shape = self.batch, self.tokens * num_ranks, three, heads // num_ranks, head_dim
-        out = attention(F.linear(x, w_qkv, b_qkv).view(shape))
-        return F.linear(out.view(x.shape), w_out, b_out)
+        out = attention(meet(F.linear(x, w_qkv, b_qkv)).view(shape))
+        return F.linear(meet(out).view(x.shape), w_out, b_out)
 
     def program(self, xs: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         qkvs = [F.linear(x, w[0], w[1]).unflatten(-1, self.qkv_shape) for x, w in zip(xs, weights, strict=True)]

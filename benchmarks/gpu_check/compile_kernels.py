@@ -31,7 +31,7 @@ from benchmarks.gpu_check import (
 from benchmarks.gpu_check.cases import FINGERPRINT, GpuCall
 from fusedcomm.algorithms import tiles
 from fusedcomm.machine import available_cpus
-from fusedcomm.runtime import signals, workspace
+from fusedcomm.runtime import signals, topology
 from fusedcomm.testing import compile_only
 from fusedcomm.testing.virtual import VirtualGroup
 
@@ -94,12 +94,12 @@ def compile_job(job: Job, target: Target) -> int:
 @contextmanager
 def _tiles_for(target: Target) -> Iterator[None]:
     """Tensors without memory get the tile sizes that the target's get."""
-    saved = tiles.architecture, workspace._num_sms
-    tiles.architecture, workspace._num_sms = lambda device: target.table, lambda device: target.num_sms
+    saved = tiles.architecture, topology.num_sms
+    tiles.architecture, topology.num_sms = lambda device: target.table, lambda device: target.num_sms
     try:
         yield
     finally:
-        tiles.architecture, workspace._num_sms = saved
+        tiles.architecture, topology.num_sms = saved
 
 
 def jobs() -> Iterator[tuple[str, Job]]:

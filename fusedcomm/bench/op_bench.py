@@ -133,15 +133,31 @@ class OpData:
 
     def variants(self) -> Variants:
         return {
-            ROOF: self._variant(torch.matmul, self.local_x, self.w, grad=self.local_grad),
-            BASELINE: self._variant(self.bench.baseline, self.x, self.w, grad=self.grad),
-            AUTO: self._variant(self.bench.ours, self.x, self.w, grad=self.grad),
+            ROOF: self.variant(torch.matmul, self.local_x, self.w, grad=self.local_grad),
+            BASELINE: self.variant(self.bench.baseline, self.x, self.w, grad=self.grad),
+            AUTO: self.variant(self.bench.ours, self.x, self.w, grad=self.grad),
         }
+
+    def variant(self, fn: Callable[..., Tensor], *inputs: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """``fn`` on inputs, forward, backward or both, as the direction says."""
+        if self.direction == "forward":
+            return lambda: (fn(*inputs),)
+        for each in inputs:
+            each.requires_grad_()
+        if self.direction == "backward":
+            made = fn(*inputs)
+            return lambda: torch.autograd.grad(made, inputs, grad, retain_graph=True)
+
+        def call() -> tuple[Tensor, ...]:
+            y = fn(*inputs)
+            return y, *torch.autograd.grad(y, inputs, grad)
+
+        return call
 
     def forced(self, algorithm: str) -> Callable[[], tuple[Tensor, ...]]:
         """The op with that algorithm where it can run, forward and backward."""
         with fusedcomm.force_algorithm(algorithm):
-            variant = self._variant(self.bench.ours, self.x, self.w, grad=self.grad)
+            variant = self.variant(self.bench.ours, self.x, self.w, grad=self.grad)
 
         def call() -> tuple[Tensor, ...]:
             with fusedcomm.force_algorithm(algorithm):
@@ -156,7 +172,7 @@ class OpData:
             self.sent.normal_()
         if self.bench.kind == "all_reduce":  # in place, and its backward exchanges nothing
             return lambda: (self.bench.collective(self.sent),)
-        return self._variant(self.bench.collective, self.sent, grad=grad)
+        return self.variant(self.bench.collective, self.sent, grad=grad)
 
     def check(self, name: str, results: tuple[Tensor, ...]) -> str | None:
         if name == ROOF:
@@ -172,21 +188,6 @@ class OpData:
         if name == COLLECTIVE and self.bench.kind == "all_reduce":  # it is in place
             self.sent.copy_(self._sent(self.rank)[0])
         return None
-
-    def _variant(self, fn: Callable[..., Tensor], *inputs: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        if self.direction == "forward":
-            return lambda: (fn(*inputs),)
-        for each in inputs:
-            each.requires_grad_()
-        if self.direction == "backward":
-            made = fn(*inputs)
-            return lambda: torch.autograd.grad(made, inputs, grad, retain_graph=True)
-
-        def call() -> tuple[Tensor, ...]:
-            y = fn(*inputs)
-            return y, *torch.autograd.grad(y, inputs, grad)
-
-        return call
 
     @cached_property
     def _oracle(self) -> tuple[Tensor, ...]:

@@ -42,7 +42,7 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import group
 from fusedcomm.runtime.group import resolve
-from fusedcomm.runtime.members import Member, WorkspaceUnavailable
+from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
 from fusedcomm.runtime.vote import agree
 
 REPEAT = 20  # calls in a measurement, where one takes less time than the start of a measurement differs by

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fusedcomm.bench import all_to_all, plots, table, trace
+from fusedcomm.bench import all_to_all, overhead, plots, table, trace
 from fusedcomm.bench.measure import (
     ALGORITHMS,
     DTYPES,
@@ -37,7 +37,7 @@ DTYPE_HELP = "the dtype of the data (default: bfloat16 on GPUs, float32 and bflo
 ROUNDS_HELP = "measurements of each variant (default: 9)"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "fusedcomm"
-SUITE = "all-to-all"
+SUITE, OVERHEAD = "all-to-all", "overhead"
 EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."
 MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
 
@@ -74,6 +74,10 @@ def add_parser(commands: Any) -> None:
     text = "ways to overlap an all_to_all with other work"
     describe = {"help": text, "description": f"Measures {text}, and prints a table. {EXIT_CODES}"}
     all_to_all.add_arguments(what.add_parser(SUITE, **describe, epilog="example: fusedcomm bench all-to-all --dim 512"))
+    text = "what a call costs, hot and cold, and its parts, on CPU ranks"
+    describe = {"help": text, "description": f"Measures {text}, and prints tables. {EXIT_CODES}"}
+    example = "example: fusedcomm bench overhead --op matmul_all_to_all --pass forward both"
+    overhead.add_arguments(what.add_parser(OVERHEAD, **describe, epilog=example))
     parser.set_defaults(run=run)
 
 
@@ -129,8 +133,8 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.what == SUITE:
-        return all_to_all.run(args)
+    if args.what in (SUITE, OVERHEAD):
+        return all_to_all.run(args) if args.what == SUITE else overhead.run(args)
     device_type = args.device or world.default_device_type()
     world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):

@@ -24,6 +24,7 @@ from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
+from fusedcomm.runtime.group_member import WorkspaceUnavailable, on_device
 
 TIMEOUT_S = 600
 NOT_KEPT = (
@@ -162,10 +163,13 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
     start = time.perf_counter()
     try:
         if ours.no_workspace is not None:
-            raise members.WorkspaceUnavailable(ours.no_workspace)
-        with console.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done, members.on_device(device):
+            raise WorkspaceUnavailable(ours.no_workspace)
+        with (
+            console.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done,
+            on_device(device),
+        ):
             found = tune.tune(ours, quick, on_done)
-    except members.WorkspaceUnavailable as reason:
+    except WorkspaceUnavailable as reason:
         return TuneResult(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
     except tune.Unreliable as reason:
         return TuneResult(failed=f"{reason}. {NOT_KEPT}")

@@ -1,6 +1,8 @@
 """The benches through their own main: what they check, compute and write. Figures of such sizes mean nothing."""
 
+import contextlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,8 @@ from benchmarks import (
 from benchmarks.common import Goal
 from fusedcomm.bench import op_programs
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.bench.timing import Timing
+from fusedcomm.bench.rank_barrier import met, rank_barrier
+from fusedcomm.bench.timing import Timing, measure_rounds
 from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.ops.whole_group import MatmulSize
@@ -102,13 +105,61 @@ def test_a_block_bench_writes_what_it_prints(module: Any, tmp_path: Path, capsys
 def test_the_gain_of_a_block_is_of_differences_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Differences are taken within rounds, so a slow moment that meets a whole round does not count."""
     slow = torch.tensor([0.0, 50.0, 0.0, 7.0, 0.0], dtype=torch.float64)
-    seconds = {"baseline": 2.0 + slow, "ours": 1.2 + slow, "removed": 1.0 + slow}
+    seconds = {"baseline": 2.0 + slow, "ours": 1.2 + slow, "bound": 1.0 + slow}
     monkeypatch.setattr(block, "BlockData", MagicMock())
     monkeypatch.setattr(block, "check_values", lambda *args: None)
     monkeypatch.setattr(block, "measure_rounds", lambda *args, **options: seconds)
     row = block.measure_block(0, ulysses_block.UlyssesBlock(), "float32", "cpu", 5)
     assert row.gain == pytest.approx(0.8)
     assert row.drawn_anew == pytest.approx((0.8, 0.8)) and row.single_rounds == pytest.approx((0.8, 0.8))
+
+
+@dataclass(frozen=True)
+class SlowInTurns(ulysses_block.UlyssesBlock):
+    """Rank 0 is late at the first exchange, and rank 1 at the second."""
+
+    def bound(self, meet: block.Meet, x: Tensor, *weights: Tensor) -> Tensor:
+        met: list[Tensor] = []
+
+        def late(t: Tensor) -> Tensor:
+            time.sleep(LATE_S * (len(met) == dist.get_rank()))
+            met.append(t)
+            return meet(t)
+
+        return super().bound(late, x, *weights)
+
+
+LATE_S = 0.2
+SMALL_BLOCK = {"batch": 1, "tokens": 4, "hidden": 32}
+
+
+def seconds_of_a_bound(rank: int, barriers: bool) -> float:
+    nobody_meets = mock.patch.object(block, "met", lambda t, barrier: t)
+    with contextlib.nullcontext() if barriers else nobody_meets:
+        data = block.BlockData(SlowInTurns(**SMALL_BLOCK), torch.float32, torch.device("cpu"))
+        variants = {block.BOUND: data.variants()[block.BOUND]}
+        return measure_rounds(variants, data.device, rounds=3)[block.BOUND].median().item()
+
+
+def test_the_bound_of_a_block_waits_for_the_slower_rank(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(seconds_of_a_bound, True)[0] >= 2 * LATE_S
+    assert ranks(2).run(seconds_of_a_bound, False)[0] < 2 * LATE_S  # the control: without barriers each is late alone
+
+
+def gradient_of_a_meeting(rank: int) -> tuple[bool, bool, bool]:
+    """Whether the tensor and its gradient are those that were given, and whether rank 0 has waited for rank 1."""
+    t, grad = torch.rand(3, requires_grad=True), torch.rand(3)
+    y = met(t, rank_barrier(torch.device("cpu")))
+    dist.barrier()
+    time.sleep(LATE_S * rank)
+    start = time.perf_counter()
+    (found,) = torch.autograd.grad(y, t, grad)
+    waited = time.perf_counter() - start > LATE_S / 2
+    return torch.equal(y, t), torch.equal(found, grad), waited or rank == 1
+
+
+def test_ranks_meet_in_the_backward_too(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(gradient_of_a_meeting) == [(True, True, True)] * 2
 
 
 class WrongOnRank1(op_programs.AllGatherMatmul):
@@ -223,16 +274,19 @@ def test_what_is_compiled_is_not_what_was_compiled_before() -> None:
 STEP = model_blocks.StepSizes(tokens=4, text=4, heads=4, head_dim=8, layers=1)
 
 
-def measure_an_interpreted_block(rank: int) -> model_blocks.StepRow:
-    with without_code(), no_latency():
-        return model_blocks.measure_block(rank, "flux_single", STEP, "float32", "cpu", 2)
+def measure_an_interpreted_block(rank: int) -> tuple[model_blocks.StepRow, int]:
+    """Also how often the ranks have met."""
+    barrier = MagicMock(wraps=rank_barrier(torch.device("cpu")))
+    with without_code(), no_latency(), mock.patch.object(model_blocks, "rank_barrier", lambda device: barrier):
+        return model_blocks.measure_block(rank, "flux_single", STEP, "float32", "cpu", 2), barrier.call_count
 
 
 @pytest.mark.soak
 def test_the_bench_of_model_blocks_counts_what_is_fused(ranks: Callable[[int], RankPool]) -> None:
-    row, _ = ranks(2).run(measure_an_interpreted_block)
+    row, num_met = ranks(2).run(measure_an_interpreted_block)[0]
+    assert num_met == (1 + 2 + 2) * row.exchanges  # when it is compiled, warm-up, two rounds
     assert (row.exchanges, row.fused) == (8, 8)
-    assert list(row.times) == ["removed", "eager", "plain", "unmoved", "compiled"]
+    assert list(row.times) == ["bound", "eager", "plain", "unmoved", "compiled"]
 
 
 def wrong_on_rank_1(model: Any, streams: Any, tables: Any) -> list[Tensor]:

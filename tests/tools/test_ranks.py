@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fusedcomm.launch import ranks
 from fusedcomm.testing import KILLED, RankError, RankPool, run_ranks
+from tests.helpers import fork_server
 
 
 def total(rank: int, offset: int) -> torch.Tensor:
@@ -75,7 +76,15 @@ def wait_until_dead(pids: list[int], timeout_s: float = 5) -> None:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def spawned() -> Iterator[None]:
+    """The ranks are started as those of users are; other tests fork theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_start", fork_server.spawn)
+        yield
+
+
+@pytest.fixture(scope="module")
+def pool(spawned: None) -> Iterator[RankPool]:
     with RankPool(2, env={"FUSEDCOMM_TEST_VALUE": "set"}, timeout_s=60) as pool:
         yield pool
     wait_until_dead([rank.process.pid for rank in pool._ranks if rank.process.pid])
@@ -123,6 +132,7 @@ def test_a_rank_that_does_not_answer_is_dumped_and_killed() -> None:
         pool.run(total, 0)
 
 
+@pytest.mark.usefixtures("spawned")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_that_dies_is_named_with_its_signal(signum: signal.Signals) -> None:
     pool = RankPool(2)
@@ -173,6 +183,7 @@ def test_ranks_end_with_their_parent(end: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("spawned")
 def test_ranks_outlive_the_thread_that_asked_for_them() -> None:
     made: list[RankPool] = []
     thread = threading.Thread(target=lambda: made.append(RankPool(1)))

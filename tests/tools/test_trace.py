@@ -51,9 +51,10 @@ def test_compute_comes_before_its_push_and_no_copy_before_its_wait(ranks: Callab
         mine = [e for e in found["traceEvents"] if e.get("cat") == "fusedcomm" and e["pid"] == rank * PIDS_PER_RANK]
         peer = 1 - rank
         order = [e["name"].removeprefix("fusedcomm.") for e in sorted(mine, key=lambda e: e["ts"])]
-        expected = [f"matmul rank {peer}", f"push rank {peer}", f"matmul rank {rank}", f"push rank {rank}"]
-        assert order[:4] == expected
-        assert order.index(f"wait rank {peer}") + 1 == order.index(f"copy rank {peer}")
+        assert order.index(f"matmul rank {peer}") + 1 == order.index(f"push rank {peer}")
+        assert order.index(f"push rank {peer}") < order.index(f"wait rank {peer}")
+        copies = order.index(f"copy rank {peer}") if f"copy rank {peer}" in order else None  # none of what is in place
+        assert copies in (None, order.index(f"wait rank {peer}") + 1)
 
 
 def test_nothing_is_recorded_where_nobody_profiles() -> None:

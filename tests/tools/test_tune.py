@@ -16,7 +16,7 @@ from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cost import model
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.ops.whole_group import MatmulSize
-from fusedcomm.runtime import members, topology
+from fusedcomm.runtime import group_member, members, topology
 from fusedcomm.runtime.group import resolve
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def tune_small(rank: int, workspace_bytes: int, op: str) -> str:
     member.__dict__.pop("max_slot_bytes", None)
     try:
         tune._data(bench, op, (16, 64, 64), "float32", ["chunked", "unfused"])
-    except (members.WorkspaceUnavailable, ValuesDiffer) as error:
+    except (group_member.WorkspaceUnavailable, ValuesDiffer) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         member.topology = before

@@ -1,0 +1,241 @@
+"""`fusedcomm bench overhead`: planted costs are found where they belong. Figures of a machine in use mean nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jsonschema
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.bench.op_bench import OpData
+from fusedcomm.bench.op_programs import PROGRAMS, MatmulAllToAll
+from fusedcomm.bench.overhead import call_clock
+from fusedcomm.bench.overhead.call_clock import CallClock, CallTimes, TimedCall
+from fusedcomm.bench.overhead.op_overhead import CPU, SIZE, OpOverhead, OverheadRow, measure_overhead
+from fusedcomm.bench.overhead.timed_calls import MatmulShape, op_calls
+from fusedcomm.bench.rank_barrier import rank_barrier
+from fusedcomm.bench.timing import Timing, ValuesDiffer
+from fusedcomm.cli import main
+from fusedcomm.testing import RankPool
+from tests.helpers.problems import OPS
+from tests.helpers.thorough import thorough_but
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench_overhead.json").read_text())
+OP = "matmul_all_to_all"
+QUICK = (OP, "forward")
+PLANTED_S = 0.05
+FEW_CALLS = {"HOT_CALLS": 3, "WARM_CALLS": 1, "COLD_CALLS": 2, "LAST_CALLS": 2}
+
+
+@pytest.mark.usefixtures("shared_ranks")
+@pytest.mark.parametrize("case", thorough_but([QUICK], [QUICK, *((op, "forward", "both") for op in OPS)]), ids=" ".join)
+def test_every_figure_follows_from_the_times(
+    case: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    op, *directions = case
+    file = tmp_path / "overhead.json"
+    options = ["--op", op, "--pass", *directions, "--rounds", "1", "--json", str(file)]
+    assert main(["bench", "overhead", *options]) == 0
+    report = json.loads(file.read_text())
+    jsonschema.validate(report, SCHEMA)
+    assert [(each["op"], each["direction"]) for each in report["ops"]] == [(op, each) for each in directions]
+    for each in report["ops"]:
+        calls = {call["name"]: call for call in each["calls"]}
+        assert list(calls)[:3] == ["nothing", "barrier", "torch.mm"]
+        assert list(calls)[-4:] == ["empty op", "baseline", "unfused", "chunked"]
+        assert len(each["matmuls"]["baseline"]) == {"forward": 1, "both": 3}[each["direction"]]
+        for call in calls.values():
+            assert call["over_baseline"] == pytest.approx(call["hot"]["median"] / calls["baseline"]["hot"]["median"])
+            if call["matmuls"]:
+                above = call["cpu"]["median"] - calls[call["matmuls"]]["cpu"]["median"]
+                assert call["cpu_above_matmuls"] == pytest.approx(above)
+        for parts in each["parts"]:
+            own = ("matmuls", "entry", "rest", "waits")
+            assert parts["hot"] == calls[parts["algorithm"]]["hot"]["median"]
+            assert sum(parts[name] for name in own) == pytest.approx(parts["hot"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100 and any("docs/benchmark.md explains each" in line for line in lines)
+    assert any(f"{op}: chunked (forced)" in line for line in lines)
+
+
+def measured(rank: int, call: Callable[[], Any], **settings: Any) -> CallTimes:
+    """One call, in a few rounds. In every rank."""
+    with mock.patch.dict(vars(call_clock), FEW_CALLS | settings):
+        clock = CallClock(rank_barrier(CPU))
+        return clock.measure({"planted": TimedCall(call)}, 1, 0, lambda done: None)["planted"]
+
+
+def measure_where_rank_1_is_slow(rank: int, late: float) -> CallTimes:
+    """Ranks that meet in a call; rank 1 comes later because it has more to do."""
+    barrier = rank_barrier(CPU)
+
+    def call() -> None:
+        time.sleep(PLANTED_S * rank)
+        barrier()
+
+    return measured(rank, call, LATE=late)
+
+
+def test_the_last_rank_waits_for_nobody(ranks: Callable[[int], RankPool]) -> None:
+    times, same = ranks(2).run(measure_where_rank_1_is_slow, 2.0)
+    assert times == same
+    assert times.hot.p10 >= PLANTED_S and times.cold.p10 >= PLANTED_S  # the slowest rank's
+    assert times.last.p10 < PLANTED_S / 2  # rank 0, when rank 1 has slept
+    assert times.last.p90 >= PLANTED_S  # rank 1
+    times, _ = ranks(2).run(measure_where_rank_1_is_slow, 0.0)
+    assert times.last.p10 > PLANTED_S / 2  # the control: rank 0 does not come last
+
+
+def measure_work_of_a_thread(rank: int, asleep: bool) -> CallTimes:
+    def spin() -> None:
+        end = time.thread_time() + PLANTED_S
+        while time.thread_time() < end:
+            pass
+
+    def call() -> None:
+        thread = threading.Thread(target=time.sleep if asleep else spin, args=(PLANTED_S,) if asleep else ())
+        thread.start()
+        thread.join()
+
+    return measured(rank, call, HOT_CALLS=1, COLD_CALLS=1, LAST_CALLS=1)
+
+
+def test_cpu_time_is_that_of_all_threads(ranks: Callable[[int], RankPool]) -> None:
+    working, _ = ranks(2).run(measure_work_of_a_thread, False)
+    assert working.cpu.p10 >= PLANTED_S and working.cold_cpu.p10 >= PLANTED_S
+    sleeping, _ = ranks(2).run(measure_work_of_a_thread, True)
+    assert sleeping.hot.p10 >= PLANTED_S and sleeping.cpu.median < PLANTED_S / 2
+
+
+def measure_a_slow_fill(rank: int) -> tuple[CallTimes, list[int]]:
+    """The times of a call that does nothing, and how often the caches had been filled at each call of a round."""
+    fills: list[int] = [0]
+    seen: list[int] = []
+
+    class SlowFill:
+        def add_(self, value: int) -> None:
+            time.sleep(PLANTED_S)
+            fills[0] += value
+
+    with mock.patch.object(torch, "zeros", lambda *shape, **options: SlowFill()):
+        clock = CallClock(lambda: None)
+    with mock.patch.dict(vars(call_clock), FEW_CALLS):
+        times = clock.measure({"": TimedCall(lambda: seen.append(fills[0]))}, 1, 1, lambda done: None)[""]
+    return times, seen[len(seen) // 2 :]
+
+
+def test_only_cold_calls_find_filled_caches_and_filling_does_not_count(ranks: Callable[[int], RankPool]) -> None:
+    (times, seen), _ = ranks(2).run(measure_a_slow_fill)
+    assert max(times.hot.p90, times.cold.p90, times.last.p90) < PLANTED_S
+    hot, cold, last, cold_last = 1 + 3, 2, 2 * (1 + 2), 2 * 2
+    before = seen[0]
+    steps = [0] * hot + [1, 2] + [2] * last + [2 + i + 1 for i in range(cold_last)]
+    assert [each - before for each in seen] == steps and len(seen) == hot + cold + last + cold_last
+
+
+class SlowBaseline(MatmulAllToAll):
+    def baseline(self, x: Tensor, w: Tensor) -> Tensor:
+        time.sleep(PLANTED_S)
+        return super().baseline(x, w)
+
+
+def slow_op(*args: Any) -> Tensor:
+    time.sleep(2 * PLANTED_S)
+    return torch.ops.fusedcomm.matmul_all_to_all(
+        *args[:2], None, None, *args[2:], dist.get_world_size(), dist.group.WORLD.group_name
+    )
+
+
+def measure_planted(rank: int) -> OpOverhead:
+    with (
+        mock.patch.dict(vars(call_clock), FEW_CALLS),
+        mock.patch.dict(PROGRAMS, {OP: SlowBaseline()}),
+        mock.patch.object(fusedcomm, OP, slow_op),
+    ):
+        return measure_overhead(rank, OP, "forward", rounds=1, warmup=0)
+
+
+def test_a_planted_delay_of_the_op_is_neither_its_entry_nor_its_matmuls(ranks: Callable[[int], RankPool]) -> None:
+    found = ranks(2).run(measure_planted)[0]
+    chunked = next(row for row in found.calls if row.name == "chunked")
+    assert found.over_baseline(chunked) == pytest.approx(2, rel=0.35)
+    assert found.over_baseline(chunked, cold=True) == pytest.approx(2, rel=0.35)
+    for parts in found.parts():
+        assert 2 * PLANTED_S * 0.8 < parts.rest < 4 * PLANTED_S
+        assert max(parts.matmuls, parts.entry, parts.waits) < PLANTED_S
+        above = found.above_matmuls(chunked)
+        assert above is not None and above < PLANTED_S  # asleep
+
+
+def wrong_op(*args: Any) -> Tensor:
+    return slow_op(*args) + dist.get_rank()
+
+
+def measure_wrong(rank: int) -> str:
+    with mock.patch.object(fusedcomm, OP, wrong_op):
+        try:
+            measure_overhead(rank, OP, "forward", rounds=1, warmup=1)
+        except ValuesDiffer as error:
+            return str(error)
+    return "passed"
+
+
+def test_wrong_values_are_not_timed(ranks: Callable[[int], RankPool]) -> None:
+    assert "'unfused' gave wrong values: rank 1: result: " in ranks(2).run(measure_wrong)[0]
+
+
+def matmuls_of_ops(rank: int, hidden: bool) -> dict[str, dict[str, list[MatmulShape]]]:
+    barrier = rank_barrier(CPU)
+    found = {}
+    for op, bench in PROGRAMS.items():
+        data = OpData(bench, bench.divisible(SIZE, dist.get_world_size()), torch.float32, CPU)
+        unseen = mock.patch.object(fusedcomm, op, lambda *args, data=data: data.x)
+        with unseen if hidden else contextlib.nullcontext():
+            found[op] = op_calls(data, barrier).matmuls
+    return found
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_matmuls_of_a_call_are_all_of_its_work(ranks: Callable[[int], RankPool], hidden: bool) -> None:
+    """Where the profiler sees none, those of the baseline stand for them."""
+    for op, programs in ranks(2).run(matmuls_of_ops, hidden)[0].items():
+        assert programs["baseline"] == [(4, 16, 8)], op
+        for shapes in programs.values():
+            assert sum(map(math.prod, shapes)) == SIZE.flops // 2, op
+        assert not hidden or programs["chunked"] == programs["baseline"]
+
+
+def test_parts_add_up() -> None:
+    def row(name: str, hot: float, last: float, matmuls: str | None = None) -> OverheadRow:
+        hot_, last_ = (Timing(t, t, t, t, 0.0) for t in (hot, last))
+        return OverheadRow(name, CallTimes(hot_, hot_, last_, last_, last_), matmuls)
+
+    calls = [row("nothing", 1, 2), row("mm", 5, 6), row("empty op", 11, 12), row("chunked", 100, 62, "mm")]
+    (parts,) = OpOverhead(OP, "forward", 4, 16, 8, 2, {}, {}, calls).parts()
+    assert asdict(parts) == {"algorithm": "chunked", "hot": 100, "matmuls": 4, "entry": 10, "rest": 46, "waits": 40}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--world-size", "1"], "--world-size must be at least 2, got 1"),
+        (["--world-size", "4096"], "--world-size must be at most "),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
+    ],
+)
+def test_wrong_arguments(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "overhead", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"fusedcomm bench overhead: {text}")
