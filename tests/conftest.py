@@ -14,13 +14,22 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that 
 
 import pytest
 
+from fusedcomm.launch import ranks as rank_processes
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers import compilers as kernel_compilers
+from tests.helpers import fork_server
 
 _CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
 os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine would change plans
 
 TIMEOUT_S = "20"  # bound of waits between ranks; a test that hangs is over long before its own limit
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_processes, "_start", fork_server.start)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
 # Ranks that wait for one that has failed get this long to fail by themselves.
 GRACE_S = 10.0
@@ -87,9 +87,23 @@ class _Setup:
     parent: int
 
 
+class RankProcess(Protocol):
+    """What a pool needs of a process. multiprocessing's are such, and those that tests fork."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def sentinel(self) -> int: ...  # readable once the process has ended
+    @property
+    def exitcode(self) -> int | None: ...
+    def is_alive(self) -> bool: ...
+    def kill(self) -> None: ...
+    def join(self, timeout: float | None = None) -> None: ...
+
+
 @dataclass
 class _Rank:
-    process: multiprocessing.process.BaseProcess
+    process: RankProcess
     tasks: Connection
     traces: Connection
     killed: bool = False
@@ -362,8 +376,6 @@ def _spawn(setup: _Setup, env: Mapping[str, str]) -> _Rank:
     context = multiprocessing.get_context("spawn")
     tasks, child_tasks = context.Pipe()
     traces, child_traces = context.Pipe(duplex=False)
-    arguments = (setup, child_tasks, child_traces)
-    process = context.Process(target=_rank_main, args=arguments, daemon=True)
     rank_env = {
         "RANK": str(setup.rank),
         "LOCAL_RANK": str(setup.rank),
@@ -375,10 +387,16 @@ def _spawn(setup: _Setup, env: Mapping[str, str]) -> _Rank:
         rank_env["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
     # The child inherits these. It could set them too late: its first act is to import the parent's main module.
     with _environ(rank_env | dict(env)):
-        process.start()
+        process = _start(setup, child_tasks, child_traces)
     child_tasks.close()
     child_traces.close()
     return _Rank(process, tasks, traces)
+
+
+def _start(setup: _Setup, tasks: Connection, traces: Connection) -> RankProcess:
+    process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=(setup, tasks, traces), daemon=True)
+    process.start()
+    return process
 
 
 def _read_trace(traces: Connection) -> str:

@@ -1,4 +1,7 @@
-"""Every Python example of the README and of docs/ runs: on 2 ranks, or in a fake group that it makes itself."""
+"""Every Python example of the README and of docs/ runs: on 2 ranks, or in a fake group that it makes itself.
+
+Those with models of other packages run in tests/models.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ def examples_of(page: Path) -> list[str]:
 
 EXAMPLES = {f"{page.stem}-{i}": code for page in PAGES for i, code in enumerate(examples_of(page))}
 COMPILED = {name for name, code in EXAMPLES.items() if "compile" in code and "FakeStore" not in code}
+OTHER_PACKAGES = {name for name, code in EXAMPLES.items() if "\nfrom transformers" in code}
 ALONE = {name for name, code in EXAMPLES.items() if "FakeStore" in code}
 
 
@@ -53,7 +57,7 @@ def run_compiled_example(rank: int, code: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - COMPILED - ALONE))
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - COMPILED - ALONE - OTHER_PACKAGES))
 def test_example_runs(name: str, ranks: Callable[[int], RankPool]) -> None:
     ranks(2).run(run_example, EXAMPLES[name])
 

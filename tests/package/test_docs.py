@@ -15,6 +15,8 @@ from fusedcomm.bench import table
 from fusedcomm.bench.all_to_all.cases import CASES
 from fusedcomm.bench.all_to_all.command import COLUMNS
 from fusedcomm.bench.measure import OpRow
+from fusedcomm.bench.overhead import overhead_command
+from fusedcomm.bench.overhead.timed_calls import BARRIER, EMPTY, MM, NOTHING, PROGRAMS_OF_OP
 from fusedcomm.bench.plain import CollectiveRow
 from fusedcomm.bench.table import AnyRow
 from fusedcomm.bench.timing import Timing
@@ -167,6 +169,14 @@ def test_every_case_and_column_of_the_suite_is_explained() -> None:
     assert [cells[0] for cells in table_rows(page("benchmark"), "suite column")] == [
         column.name for column in COLUMNS if column.name != "case"
     ]
+
+
+def test_every_call_column_and_part_of_the_overhead_is_explained() -> None:
+    calls = [NOTHING, BARRIER, MM, "1 mm: ...", EMPTY, *PROGRAMS_OF_OP]
+    assert [cells[0] for cells in table_rows(page("benchmark"), "call")] == calls
+    tables = {"overhead column": overhead_command.CALL_COLUMNS, "part column": overhead_command.PART_COLUMNS}
+    for heading, columns in tables.items():
+        assert [cells[0] for cells in table_rows(page("benchmark"), heading)] == [column.name for column in columns[1:]]
 
 
 def in_template(quoted: str, template: str) -> bool:

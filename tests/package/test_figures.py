@@ -51,6 +51,22 @@ def test_speeds_of_the_ops() -> None:
     assert f"Farthest from the matmul alone is {case} as long." in (ROOT / "README.md").read_text()
 
 
+def test_what_a_call_costs() -> None:
+    expected, hots, colds = [], [], []
+    for each in results("cpu-2-ranks-overhead")["ops"]:
+        calls = {call["name"]: call for call in each["calls"]}
+        compared = [("chunked", "hot", "baseline"), ("chunked", "cold", "baseline"), ("chunked", "cpu", "empty op")]
+        compared += [("unfused", "hot", "baseline"), ("unfused", "cold", "baseline")]
+        ratios = [calls[of][time]["median"] / calls[to][time]["median"] for of, time, to in compared]
+        expected.append([f"`{each['op']}`", *(f"{ratio:.2f}" for ratio in ratios)])
+        hots.append(ratios[0])
+        colds.append(ratios[1])
+    assert list(table_rows(page("benchmark"), "op, 4 x 16 @ 16 x 8")) == expected
+    small = f"takes {min(hots):.2f} to {max(hots):.2f} of the time of a small matmul and its collective"
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{small}, and {min(colds):.2f} to {max(colds):.2f} with cold caches." in readme
+
+
 def test_speeds_at_decode_sizes() -> None:
     reports = [results(f"cpu-2-ranks-decode-{op}") for op in OPS]
     means = [goal(each, "base/auto, geometric mean") for each in reports]

@@ -34,8 +34,9 @@ from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULTS, TUNED
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime import signals
+from fusedcomm.runtime.rank_order import peers_of, sources_of
 from fusedcomm.runtime.segment import HeaderLayout
-from fusedcomm.runtime.workspace import Round, Workspace, peers_of, sources_of
+from fusedcomm.runtime.workspace import Round, Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.problems import PROBLEMS
@@ -304,7 +305,17 @@ def test_the_store_has_json_and_no_more_than_the_page_says(ranks: Ranks) -> None
         json.loads(value)
     with pytest.raises(ValueError):  # negative control
         json.loads(pickle.dumps(facts))
-    topology = {"host", "workspace_bytes", "algorithm", "check", "no_fused", "no_workspace", "uuid", "constants"}
+    topology = {
+        "host",
+        "workspace_bytes",
+        "results_bytes",
+        "algorithm",
+        "check",
+        "no_fused",
+        "no_workspace",
+        "uuid",
+        "constants",
+    }
     assert set(facts["topology"]) == topology | {"tf32", "prove", "outcomes", "life", "process"}
     assert set(facts["workspace"]) == {"op", "fingerprint", "stage", "error"}
     assert all(f"`{name}`" in PAGE for post in facts.values() for name in post)
