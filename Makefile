@@ -8,6 +8,9 @@ OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatt
 OP ?= $(OPS)
 NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
+# Tests start hundreds of processes, each of which would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup models demo test test-all test-torch lint docs wheel bench figures soak sanitize gpu-check clean
 .DELETE_ON_ERROR:
 
@@ -88,6 +91,7 @@ figures: export FUSEDCOMM_CACHE_DIR := $(CURDIR)/$(VENV)/figures
 figures: setup
 	rm -rf $(VENV)/figures
 	$(BIN)/fusedcomm bench ops --json $(RESULTS)-ops.json
+	$(BIN)/fusedcomm bench overhead --json $(RESULTS)-overhead.json
 	set -e; for op in $(OPS); do for mode in ragged decode; do \
 	  $(BIN)/python -m benchmarks.ops $$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
 	$(BIN)/python -m benchmarks.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
