@@ -290,15 +290,17 @@ def test_a_rank_that_is_late(
     pool.start(run_late, str(tmp_path), algorithm)
 
     def both_wait(found: list[Dump]) -> bool:
+        """A call that runs is on its way to its wait for some time, and one that runs unfused waits in gloo, unseen."""
         last = [dump.calls[-1] for dump in found if dump.calls]
-        return [each.number for each in last] == [4, 4, 3] and all(each.state == "running" for each in last[:2])
+        waits = algorithm == "unfused" or any(each.waiting_for is not None for each in last[:2])
+        running = all(each.state == "running" for each in last[:2])
+        return [each.number for each in last] == [4, 4, 3] and running and waits
 
     try:
-        found = dumped(pool, tmp_path, both_wait)
+        dumped(pool, tmp_path, both_wait)
     finally:
         Path(tmp_path, "go").touch()
         pool.join()
-    assert [dump.calls[-1].waiting_for for dump in found[:2]] != [None, None] or algorithm == "unfused"
     said = verdicts(capsys, tmp_path)
     assert "rank 2 is behind: it has finished call 3 (matmul_all_to_all) and never came to call 4" in said
     assert "for which ranks 0 and 1 wait since" in said
