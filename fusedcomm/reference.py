@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from fusedcomm.geometry.parts import Cut, Parts
+
+_MOST_PADDING = 1.25  # NCCL sends blocks of one size by one kernel, others each by itself; chosen, not measured
 
 _c10d = torch.ops._c10d_functional
 
 
-def exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_size: int, group_name: str) -> Tensor:
-    """Cut t into R blocks along scatter_dim, send block p to rank p, concatenate what arrives along gather_dim."""
+def exchange(
+    t: Tensor, gather_dim: int, scatter_dim: int, group_size: int, group_name: str, cut: Cut | None = None
+) -> Tensor:
+    """Cut t into R parts along scatter_dim, send part p to rank p, concatenate what arrives along gather_dim."""
     gather_dim, scatter_dim = gather_dim % t.ndim, scatter_dim % t.ndim
+    if cut is not None:
+        return _uneven_exchange(t, gather_dim, scatter_dim, group_name, cut)
     if group_size == 1:
         return t.contiguous()
     blocks = t.unflatten(scatter_dim, (group_size, t.shape[scatter_dim] // group_size)).movedim(scatter_dim, 0)
@@ -22,9 +32,35 @@ def exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_size: int, grou
     return received.view(blocks.shape).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
 
-def all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str) -> Tensor:
+def _uneven_exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_name: str, cut: Cut) -> Tensor:
+    gathered, scattered = cut.both
+    group_size = len(gathered.sizes)
+    sent = parts(t, scatter_dim, scattered)
+    if group_size == 1:
+        return sent[0].contiguous()
+    shapes = [list(sent[cut.rank].shape) for _ in range(group_size)]
+    for shape, size in zip(shapes, gathered.sizes, strict=True):
+        shape[gather_dim] = size
+    sends, receives = [part.numel() for part in sent], [math.prod(shape) for shape in shapes]
+    padding = gathered.largest * scattered.largest / max(gathered.mean * scattered.mean, 1)
+    if t.device.type == "cuda" and padding <= _MOST_PADDING:
+        outer = math.prod(size for dim, size in enumerate(t.shape) if dim not in (gather_dim, scatter_dim))
+        step = _aligned(outer * gathered.largest * scattered.largest, t)
+        flat = torch.cat([pad(part.flatten(), (0, step - part.numel())) for part in sent])
+        arrived = _c10d.all_to_all_single(flat, [step] * group_size, [step] * group_size, group_name)
+        blocks = [block[:size] for block, size in zip(_c10d.wait_tensor(arrived).split(step), receives, strict=True)]
+    else:
+        flat = torch.cat([part.flatten() for part in sent])
+        arrived = _c10d.all_to_all_single(flat, receives, sends, group_name)
+        blocks = list(_c10d.wait_tensor(arrived).split(receives))
+    return torch.cat([block.view(shape) for block, shape in zip(blocks, shapes, strict=True)], gather_dim)
+
+
+def all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str, cut: Cut | None = None) -> Tensor:
     """Every rank's t, concatenated along gather_dim."""
     gather_dim = gather_dim % t.ndim
+    if cut is not None and cut.gathered is not None and group_size > 1:
+        return _uneven_all_gather(t, gather_dim, group_size, group_name, cut.gathered)
     if group_size == 1:
         return t.contiguous()
     gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(t.contiguous(), group_size, group_name))
@@ -32,9 +68,25 @@ def all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str) -> 
     return blocks.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
 
-def reduce_scatter(t: Tensor, reduce_op: str, scatter_dim: int, group_size: int, group_name: str) -> Tensor:
-    """Block r, of R along scatter_dim, of the sum or average of every rank's t."""
+def _uneven_all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str, gathered: Parts) -> Tensor:
+    outer = math.prod(size for dim, size in enumerate(t.shape) if dim != gather_dim)
+    step = _aligned(outer * gathered.largest, t)
+    sent = pad(t.flatten(), (0, step - t.numel()))
+    arrived = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent, group_size, group_name))
+    blocks = []
+    for block, size in zip(arrived.split(step), gathered.sizes, strict=True):
+        shape = [*t.shape[:gather_dim], size, *t.shape[gather_dim + 1 :]]
+        blocks.append(block[: outer * size].view(shape))
+    return torch.cat(blocks, gather_dim)
+
+
+def reduce_scatter(
+    t: Tensor, reduce_op: str, scatter_dim: int, group_size: int, group_name: str, cut: Cut | None = None
+) -> Tensor:
+    """Part r, of R along scatter_dim, of the sum or average of every rank's t."""
     scatter_dim = scatter_dim % t.ndim
+    if cut is not None:
+        return _uneven_reduce_scatter(averaged(t, reduce_op, group_size), scatter_dim, group_size, group_name, cut)
     if group_size == 1:
         return t.contiguous()
     t = averaged(t, reduce_op, group_size)
@@ -42,6 +94,30 @@ def reduce_scatter(t: Tensor, reduce_op: str, scatter_dim: int, group_size: int,
     sent = blocks.flatten(0, 1).contiguous()
     total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(sent, "sum", group_size, group_name))
     return total.view(blocks.shape[1:])
+
+
+def _uneven_reduce_scatter(t: Tensor, scatter_dim: int, group_size: int, group_name: str, cut: Cut) -> Tensor:
+    assert cut.scattered is not None
+    sent = parts(t, scatter_dim, cut.scattered)
+    own = sent[cut.rank]
+    if group_size == 1:
+        return own.contiguous()
+    outer = math.prod(size for dim, size in enumerate(t.shape) if dim != scatter_dim)
+    step = _aligned(outer * cut.scattered.largest, t)
+    flat = torch.cat([pad(part.flatten(), (0, step - part.numel())) for part in sent])
+    total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", group_size, group_name))
+    return total[: own.numel()].view(own.shape)
+
+
+def parts(t: Tensor, dim: int, parts: Parts) -> list[Tensor]:
+    """Each rank's part of ``dim``."""
+    return [t.narrow(dim, start, size) for start, size in zip(parts.starts, parts.sizes, strict=True)]
+
+
+def _aligned(numel: int, t: Tensor) -> int:
+    """At least ``numel`` elements, and one, that take a multiple of 16 bytes, as NCCL moves them fastest."""
+    step = 16 // t.element_size()
+    return -(-(numel or 1) // step) * step
 
 
 def all_reduce(t: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
@@ -75,11 +151,12 @@ def matmul_all_to_all(
     scatter_dim: int,
     group_size: int,
     group_name: str,
+    cut: Cut | None = None,
 ) -> Tensor:
     y = matmul(x, w, bias)
     if out_shape is not None:
         y = y.unflatten(-1, tuple(out_shape))
-    return exchange(y, gather_dim, scatter_dim, group_size, group_name)
+    return exchange(y, gather_dim, scatter_dim, group_size, group_name, cut)
 
 
 def all_to_all_matmul(
@@ -91,9 +168,10 @@ def all_to_all_matmul(
     num_lead: int,
     group_size: int,
     group_name: str,
+    cut: Cut | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The result and the exchanged x. ``num_lead``: how many of its leading dims are not K."""
-    exchanged = exchange(x, gather_dim, scatter_dim, group_size, group_name)
+    exchanged = exchange(x, gather_dim, scatter_dim, group_size, group_name, cut)
     return matmul(exchanged.flatten(num_lead), w, bias), exchanged
 
 
@@ -104,16 +182,24 @@ def all_gather_matmul(
     gather_dim: int,
     group_size: int,
     group_name: str,
+    cut: Cut | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """The results and the gathered x."""
-    gathered = all_gather(x, gather_dim, group_size, group_name)
+    gathered = all_gather(x, gather_dim, group_size, group_name, cut)
     return [matmul(gathered, w, bias) for w, bias in zip(ws, biases, strict=True)], gathered
 
 
 def matmul_reduce_scatter(
-    x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, scatter_dim: int, group_size: int, group_name: str
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    reduce_op: str,
+    scatter_dim: int,
+    group_size: int,
+    group_name: str,
+    cut: Cut | None = None,
 ) -> Tensor:
-    total = reduce_scatter(torch.matmul(x, w), reduce_op, scatter_dim, group_size, group_name)
+    total = reduce_scatter(torch.matmul(x, w), reduce_op, scatter_dim, group_size, group_name, cut)
     return total if bias is None else total + bias
 
 

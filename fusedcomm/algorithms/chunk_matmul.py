@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.geometry.exchange import Exchange, RoundSpans
-from fusedcomm.geometry.spans import Span
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.spans import ChunkSpans, Span
 from fusedcomm.runtime.profiler import lane
 
 _MIN_PIECE = 128  # interleaved runs this long or longer are multiplied in place, shorter ones are gathered first
@@ -21,11 +21,12 @@ class PushedMatmul:
         self.w = w.reshape(exchange.num_batches, exchange.k, w.shape[-1])
         self.bias = bias
         self.y: Tensor | None = None
-        if exchange.few_rows:  # one matmul for all chunks, as one per chunk would read w again and again
+        overlaps = exchange.cut is not None and exchange.cut.scattered is not None and exchange.cut.scattered.overlaps
+        if exchange.few_rows or overlaps:  # one per chunk would read w, or multiply what two have, again and again
             with lane("matmul"):
                 self.y = reference.matmul(self.x, self.w, bias)
 
-    def __call__(self, spans: RoundSpans, dst_rank: int, chunk: Tensor) -> None:
+    def __call__(self, spans: ChunkSpans, dst_rank: int, chunk: Tensor) -> None:
         """``chunk`` is flat [batches * rows * columns], or [runs, rows in a run * columns] if `fills_runs` allows."""
         batches, rows, columns = spans.batches, spans.rows, spans.columns
         if chunk.ndim == 2 and batches.size == 1:
@@ -51,7 +52,7 @@ class GatheredMatmul:
         self.w = w.reshape(exchange.num_batches, exchange.k, w.shape[-1])
         self.bias = None if bias is None else bias.unsqueeze(0)  # [1, N]
 
-    def chunk(self, spans: RoundSpans, src_rank: int, chunk: Tensor) -> None:
+    def chunk(self, spans: ChunkSpans, src_rank: int, chunk: Tensor) -> None:
         """Compute the rows that come from src_rank alone. ``chunk`` [batches * rows * K] is flat, or a Span's runs."""
         batches, rows = spans.batches, spans.rows
         _matmul(
@@ -61,26 +62,28 @@ class GatheredMatmul:
             rows.view(batches.view(self.out, 0, src_rank), 2, src_rank).unsqueeze(4),  # [bo, bi, ro, ri, 1, N]
         )
 
-    def part(self, spans: RoundSpans, src_rank: int, chunk: Tensor, gathered: Tensor | None) -> Tensor:
+    def part(self, spans: ChunkSpans, src_rank: int, chunk: Tensor, gathered: Tensor | None) -> Tensor:
         """src_rank's columns as [b, m, ko, ki]: from ``gathered`` if the chunk is copied there, or from ``chunk``."""
         columns = spans.columns
         if gathered is None:
             return chunk.reshape(spans.batches.size, spans.rows.size, *_split(columns))
         return columns.view(self._of_round(gathered.view(*self.out.shape[:2], self.w.shape[1]), spans), 2, src_rank)
 
-    def add(self, spans: RoundSpans, src_rank: int, x: Tensor, first: bool) -> None:
+    def add(self, spans: ChunkSpans, src_rank: int, x: Tensor, first: bool) -> None:
         """``out = bias`` if ``first``, then ``out += x @ w`` for src_rank's ``part`` of K; out must hold the sums."""
         w = spans.columns.view(self._batches(self.w, spans), 1, src_rank)  # [b, ko, ki, N]
         out = self._of_round(self.out, spans)
         if out.numel() == 0:
             return
-        for part in range(spans.columns.outer):
+        if first and spans.columns.size == 0:
+            x, w = x.new_zeros(*x.shape[:2], 1, 1), w.new_zeros(w.shape[0], 1, 1, w.shape[-1])
+        for part in range(w.shape[1]):
             if first and part == 0:
                 _multiply(x[:, :, part], w[:, part], None if self.bias is None else self.bias[0], out)
             else:
                 out.baddbmm_(x[:, :, part], w[:, part])
 
-    def round(self, spans: RoundSpans, gathered: Tensor) -> None:
+    def round(self, spans: ChunkSpans, gathered: Tensor) -> None:
         """Compute the rows of a round whose chunks are all in ``gathered``."""
         x = self._of_round(gathered.view(*self.out.shape[:2], self.w.shape[1]), spans)
         out = self._of_round(self.out, spans)
@@ -94,12 +97,12 @@ class GatheredMatmul:
             _multiply(x, self.w, None if self.bias is None else self.bias[0], self.out)
 
     @staticmethod
-    def _batches(t: Tensor, spans: RoundSpans) -> Tensor:
+    def _batches(t: Tensor, spans: ChunkSpans) -> Tensor:
         """The batches of a round; where K is gathered, no rank has batches to itself."""
         return t.narrow(0, spans.batches.start, spans.batches.size)
 
     @classmethod
-    def _of_round(cls, t: Tensor, spans: RoundSpans) -> Tensor:
+    def _of_round(cls, t: Tensor, spans: ChunkSpans) -> Tensor:
         """The batches and rows of a round, in a tensor [B, M, ...]."""
         return cls._batches(t, spans).narrow(1, spans.rows.start, spans.rows.size)
 
@@ -110,7 +113,7 @@ def adds_up(exchange: Exchange, dtype: torch.dtype) -> bool:
     The result itself must hold the sums over sources, which must stay in float32, and a source's part of K should be
     long runs.
     """
-    return dtype == torch.float32 and exchange.column_run >= _MIN_PIECE
+    return dtype == torch.float32 and exchange.for_all.column_run >= _MIN_PIECE
 
 
 def takes_all(exchange: Exchange, dtype: torch.dtype) -> bool:
@@ -118,10 +121,10 @@ def takes_all(exchange: Exchange, dtype: torch.dtype) -> bool:
     return exchange.gathers and exchange.splits_columns and not adds_up(exchange, dtype)
 
 
-def fills_runs(spans: RoundSpans) -> bool:
-    """Whether the matmul can write a chunk to the place where it is unpacked: long runs of consecutive rows."""
-    run, row = spans.unpack.inner, spans.columns.size
-    if spans.chunk_numel == 0 or spans.rows.outer != 1 or run % row != 0 or run < _MIN_PIECE * row:
+def fills_runs(spans: ChunkSpans, place: Span) -> bool:
+    """Whether the matmul can write a chunk to ``place``, where it ends up: long runs of consecutive rows."""
+    run, row = place.inner, spans.columns.size
+    if place.size == 0 or spans.rows.outer != 1 or run % row != 0 or run < _MIN_PIECE * row:
         return False
     return spans.batches.size == 1 or run == spans.rows.size * row  # a run is a batch
 

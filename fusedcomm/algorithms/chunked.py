@@ -97,10 +97,11 @@ def gather_matmul(
                     for matmul in matmuls:
                         with lane("matmul", src_rank):
                             if adds:
-                                part = matmul.part(round.spans, src_rank, chunk, gathered)
-                                matmul.add(round.spans, src_rank, part, first=src_rank == workspace.rank)
+                                spans = round.spans.at(src_rank)
+                                part = matmul.part(spans, src_rank, chunk, gathered)
+                                matmul.add(spans, src_rank, part, first=src_rank == workspace.rank)
                             else:
-                                matmul.chunk(round.spans, src_rank, chunk)
+                                matmul.chunk(round.spans.at(src_rank), src_rank, chunk)
             transport.finish(round, outs if gathered is None else [*outs, gathered])
     if at_end:
         assert gathered is not None
@@ -126,13 +127,13 @@ def _push(matmul: PushedMatmul, round: Round, transport: Transport, out: Tensor 
     transport.begin(round, out)
     for dst_rank, chunk in transport.chunks(round, out):
         with lane("matmul", dst_rank):
-            matmul(round.spans, dst_rank, chunk)
+            matmul(round.spans.at(dst_rank), dst_rank, chunk)
 
 
 def _multiply(matmuls: Sequence[GatheredMatmul], round: Round, gathered: Tensor) -> None:
     for matmul in matmuls:
         with lane("matmul"):
-            matmul.round(round.spans, gathered)
+            matmul.round(round.spans.at(round.workspace.rank), gathered)
 
 
 def _chunk_from(
@@ -140,12 +141,12 @@ def _chunk_from(
 ) -> Iterator[Tensor]:
     """What src_rank sends, once it is in ``gathered`` too. This rank's own chunk is taken from where it is."""
     if src_rank == round.workspace.rank:
-        arrivals = iter([(round.spans.pack.view(x.view(-1), 0, src_rank), False)])
+        arrivals = iter([(round.spans.at(src_rank).pack.view(x.view(-1), 0, src_rank), False)])
     else:
         transport.wait(round, src_rank)
         arrivals = transport.arrivals(round, src_rank, gathered)
     for chunk, is_in_place in arrivals:
         if gathered is not None and not is_in_place:
             with lane("copy", src_rank):
-                copy_between(round.spans.unpack.view(gathered.view(-1), 0, src_rank), chunk)
+                copy_between(round.spans.at(src_rank).unpack.view(gathered.view(-1), 0, src_rank), chunk)
         yield chunk

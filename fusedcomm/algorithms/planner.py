@@ -115,6 +115,7 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
     """``member`` is None for a group of one rank."""
     if member is None or exchange.group_size == 1:
         return Plan(op, "unfused", "one rank: nothing to exchange")
+    exchange = exchange.for_all
     name, strict = force_algorithm.current
     name = name or member.topology.algorithm
     reason = _reject_reason(name, exchange, dtype, member)

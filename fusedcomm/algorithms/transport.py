@@ -105,16 +105,16 @@ class CpuTransport:
 
     def chunks(self, round: Round, out: Tensor | None) -> Iterator[tuple[int, Tensor]]:
         rank = round.workspace.rank
-        own = _place_in(round, out, rank)
         with tape.chunks():
             for dst_rank in self._order(round, out):
                 with tape.chunk(dst_rank):
                     if dst_rank == rank:
+                        own = _own_place(round, out)
                         yield rank, round.part(rank) if own is None else own
                         continue
-                    for result in self._places(round, dst_rank, None if own is None else out):
-                        place = _place_in(round, result, rank)
-                        yield dst_rank, round.part(dst_rank) if place is None else place
+                    fits = out is not None and _fits(round, dst_rank)
+                    for result in self._places(round, dst_rank, out if fits else None):
+                        yield dst_rank, round.part(dst_rank) if result is None else _landing(round, dst_rank, result)
                     with lane("push", dst_rank):
                         round.signal(dst_rank)
 
@@ -130,8 +130,10 @@ class CpuTransport:
     def _places(self, round: Round, dst_rank: int, out: Tensor | None) -> Iterator[Tensor | None]:
         """What dst_rank takes in place of ``out``, flat, if this rank may write it, or None for the slot."""
         shared = self._shared(out)
-        place = None if shared is None else round.posted(dst_rank, shared)
-        for in_place in tape.either("placed", dst_rank, place is not None, shared):
+        numel = None if shared is None else round.spans.unpacked_numel(dst_rank, shared.numel())
+        num_bytes = None if numel is None else numel * round.dtype.itemsize
+        place = None if num_bytes is None else round.posted(dst_rank, num_bytes)
+        for in_place in tape.either("placed", dst_rank, place is not None, num_bytes):
             if not in_place:
                 yield None
             elif place is not None:
@@ -139,8 +141,8 @@ class CpuTransport:
                 yield place
                 round.mark_in_place(dst_rank)
             else:
-                assert shared is not None
-                yield tape.stand_in(dst_rank, shared)
+                assert numel is not None
+                yield tape.stand_in(dst_rank, numel, round.dtype)
 
     def _shared(self, out: Tensor | None) -> Tensor | None:
         """``out``, if peers may write it, wherever it is in this call. What the caller gave may be anyone's."""
@@ -151,19 +153,22 @@ class CpuTransport:
         with tape.chunks():
             for dst_rank in round.peers()[:-1]:
                 with tape.chunk(dst_rank), lane("push", dst_rank):
-                    chunk = round.spans.pack.view(packed.view(-1), 0, dst_rank)
+                    chunk = round.spans.at(dst_rank).pack.view(packed.view(-1), 0, dst_rank)
                     for place in self._places(round, dst_rank, out):
                         if place is None:
                             round.part(dst_rank).view(chunk.shape).copy_(chunk)
                         else:
-                            copy_between(round.spans.unpack.view(place.view(-1), 0, round.workspace.rank), chunk)
+                            landing = round.spans.landing(round.workspace.rank, dst_rank)
+                            copy_between(landing.view(place.view(-1), 0, dst_rank), chunk)
                     round.signal(dst_rank)
 
     def arrivals(self, round: Round, src_rank: int, out: Tensor | None) -> Iterator[tuple[Tensor, bool]]:
-        for in_place in tape.either("arrived", src_rank, round.is_in_place(src_rank), self._shared(out)):
+        shared = self._shared(out)
+        num_bytes = None if shared is None else shared.nbytes
+        for in_place in tape.either("arrived", src_rank, round.is_in_place(src_rank), num_bytes):
             if in_place:
                 assert out is not None
-                yield round.spans.unpack.view(out.view(-1), 0, src_rank), True
+                yield _in_result(round, src_rank, out), True
             else:
                 yield round.received(src_rank), False
 
@@ -172,25 +177,26 @@ class CpuTransport:
             round.wait(src_rank)
 
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
-        spans, rank = round.spans, round.workspace.rank
+        rank = round.workspace.rank
         with lane("copy", rank):
             if own is not None:
-                copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
-            elif _place_in(round, out, rank) is None:
-                copy_between(spans.unpack.view(out.view(-1), 0, rank), round.received(rank))
+                copy_between(_in_result(round, rank, out), round.spans.at(rank).pack.view(own.view(-1), 0, rank))
+            elif _own_place(round, out) is None:
+                copy_between(_in_result(round, rank, out), round.received(rank))
         for src_rank in round.sources()[1:]:
             self.wait(round, src_rank)
             for chunk, is_in_place in self.arrivals(round, src_rank, out):
                 if not is_in_place:
                     with lane("copy", src_rank):
-                        copy_between(spans.unpack.view(out.view(-1), 0, src_rank), chunk)
+                        copy_between(_in_result(round, src_rank, out), chunk)
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
+        rank = round.workspace.rank
         for src_rank in round.sources()[1:]:
             self.wait(round, src_rank)
         parts = [round.received(src_rank) for src_rank in range(round.workspace.group_size)]
         with lane("copy"):
-            add_in_order(round.spans.pack.view(out.view(-1), 0, 0).view(-1), parts, bias, scale)
+            add_in_order(round.spans.at(rank).pack.view(out.view(-1), 0, rank).view(-1), parts, bias, scale)
 
     def finish(self, round: Round, outs: Sequence[Tensor]) -> None:
         pass
@@ -257,13 +263,13 @@ class CudaTransport:
 
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
         if dst_rank == round.workspace.rank:
-            own = _place_in(round, out, dst_rank)
+            own = _own_place(round, out)
             return round.part(dst_rank) if own is None else own
         if dst_rank in self.copied:
             self.main.wait_event(self.copied[dst_rank])
         else:
             self.staging[dst_rank] = torch.empty_like(round.part(dst_rank))
-        return self.staging[dst_rank][: round.spans.chunk_numel]  # the first round's chunks are the largest
+        return self.staging[dst_rank][: round.part(dst_rank).numel()]  # the first round's chunks are the largest
 
     def send(self, round: Round, dst_rank: int, chunk: Tensor) -> None:
         self.sends.wait_stream(self.main)
@@ -276,7 +282,7 @@ class CudaTransport:
     def pack(self, round: Round, packed: Tensor, out: Tensor | None) -> None:
         with torch.cuda.stream(self.sends), lane("push"):
             for dst_rank in round.peers()[:-1]:
-                copy_runs(round.part(dst_rank), round.spans.pack.view(packed.view(-1), 0, dst_rank))
+                copy_runs(round.part(dst_rank), round.spans.at(dst_rank).pack.view(packed.view(-1), 0, dst_rank))
                 self._signal(round, dst_rank)
         self._signal(round, round.workspace.rank)
 
@@ -288,16 +294,16 @@ class CudaTransport:
             signals.wait_source(src_rank, round.workspace, round.fingerprint)
 
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
-        spans, rank = round.spans, round.workspace.rank
+        rank = round.workspace.rank
         if own is None:
             self.reads.wait_stream(self.main)
         with torch.cuda.stream(self.reads), lane("copy"):
             if own is not None:
                 for src_rank in round.sources()[1:]:  # on one SM, and not on half of those that a matmul needs
                     self.wait(round, src_rank)
-                copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
-            there = own is not None or _place_in(round, out, rank) is not None
-            kernel_launch.unpack(out, spans.unpack, round.workspace, round.fingerprint, own=not there)
+                copy_between(_in_result(round, rank, out), round.spans.at(rank).pack.view(own.view(-1), 0, rank))
+            there = own is not None or _own_place(round, out) is not None
+            kernel_launch.unpack(out, round.spans.unpack, round.workspace, round.fingerprint, own=not there)
         self._end()
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
@@ -329,11 +335,26 @@ class CudaTransport:
             signals.signal(workspace, dst_rank, round.fingerprint)
 
 
-def _place_in(round: Round, out: Tensor | None, src_rank: int) -> Tensor | None:
-    """Where in the result the matmul can write src_rank's chunk: a flat tensor, or its runs; None if nowhere."""
-    if out is None or not (round.spans.unpack.outer == 1 or fills_runs(round.spans)):
-        return None
-    place = round.spans.unpack.view(out.view(-1), 0, src_rank)
+def _in_result(round: Round, src_rank: int, out: Tensor) -> Tensor:
+    """Where src_rank's chunk belongs in the result, as runs (outer, inner)."""
+    return round.spans.at(src_rank).unpack.view(out.view(-1), 0, src_rank)
+
+
+def _own_place(round: Round, out: Tensor | None) -> Tensor | None:
+    """Where in the result the matmul can write the own chunk: a flat tensor, or its runs; None if nowhere."""
+    rank = round.workspace.rank
+    return None if out is None or not _fits(round, rank) else _landing(round, rank, out)
+
+
+def _fits(round: Round, dst_rank: int) -> bool:
+    """Whether the matmul can write dst_rank's chunk where it ends up."""
+    landing = round.spans.landing(round.workspace.rank, dst_rank)
+    return landing.outer == 1 or fills_runs(round.spans.at(dst_rank), landing)
+
+
+def _landing(round: Round, dst_rank: int, result: Tensor) -> Tensor:
+    """Where the own chunk ends up in dst_rank's result: a flat tensor, or its runs."""
+    place = round.spans.landing(round.workspace.rank, dst_rank).view(result.view(-1), 0, dst_rank)
     return place[0] if place.shape[0] == 1 else place
 
 

@@ -7,18 +7,20 @@ tensor is cut into one block per rank along ``split_dim``. A block, or what one 
     gather   y = x @ w     chunk p of x comes from rank p, which takes it from where ``pack`` says
 
 Both directions use the same Spans: in a push the sender reads them, in a gather the receiver. `geometry.shapes` makes
-the Exchange of each op.
+the Exchange of each op. Where ranks have parts of different sizes, each peer has Spans of its
+own, and what all ranks must decide alike is decided by the Exchange whose parts are all as large as the largest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from fusedcomm.geometry.spans import Range, Span, block_shape, boxes, span
+from fusedcomm.geometry.parts import Cut
+from fusedcomm.geometry.spans import PeerSpans, Range, RoundSpans, Span, block_shape, boxes, clip, moved, span
 
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
 _MOST_PIECES, _LEAST_PIECE = 16, 8 << 20  # bytes; chosen, not measured
@@ -28,27 +30,6 @@ LEAST_COPIED = 1 << 20  # bytes of a run that copy engines send for `fused`: the
 def num_pieces(chunk_bytes: int) -> int:
     """In how many rounds a GPU gathers chunks whose matmul needs all sources: the first one alone is not hidden."""
     return max(1, min(_MOST_PIECES, chunk_bytes // _LEAST_PIECE))
-
-
-@dataclass(frozen=True)
-class RoundSpans:
-    """One round of an Exchange. p is the other rank: dst_rank of a push, src_rank of a gather.
-
-    push     chunk[b, i, j] = x[batches(b, p) * M + rows(i, p)] @ w[batches(b, p)][:, columns(j, p)]
-    gather   y[batches(b, p) * M + rows(i, p)] += chunk[b, i, k] * w[batches(b, p)][columns(k, p)]   summed over k
-    pack     chunk[i] = packed.flatten()[pack(i, dst_rank)]         where a tensor is sent as it is
-    unpack   unpacked.flatten()[unpack(i, src_rank)] = chunk[i]     where the chunk ends up
-    """
-
-    batches: Span
-    rows: Span
-    columns: Span
-    pack: Span
-    unpack: Span
-
-    @property
-    def chunk_numel(self) -> int:
-        return self.unpack.size
 
 
 @dataclass(eq=False)
@@ -66,6 +47,8 @@ class Exchange:
     k: int
     gathers: bool = False  # the matmul takes the tensor of ``shape``; otherwise it makes it
     facts: tuple[Any, ...] = ()  # what else all ranks must agree on: part of the fingerprint
+    cut: Cut | None = None  # where parts are not blocks of one size; then all other fields are of this rank
+    largest: Exchange | None = None  # with a cut: every part is as large as the largest. The same on all ranks
     arguments: dict[str, Any] = field(default_factory=dict)  # what the Exchange was made from, for people to read
     _rounds: dict[int, list[RoundSpans]] = field(default_factory=dict)
 
@@ -73,10 +56,15 @@ class Exchange:
     def out_shape(self) -> list[int]:
         return self.out_shapes[0]
 
+    @property
+    def for_all(self) -> Exchange:
+        """What all ranks have alike, to decide by."""
+        return self.largest or self
+
     @cached_property
     def block(self) -> list[int]:
-        """The shape of one rank's part."""
-        return block_shape(self.shape, self.split_dim, self.group_size)
+        """The shape of one rank's part, or of the largest."""
+        return self.largest.block if self.largest else block_shape(self.shape, self.split_dim, self.group_size)
 
     @cached_property
     def num_batches(self) -> int:
@@ -100,7 +88,7 @@ class Exchange:
     @cached_property
     def sent_run(self) -> int:
         """The number of consecutive elements that go to one rank, where a tensor is sent as it is."""
-        sizes, split_dim = self.packed
+        sizes, split_dim = self.for_all.packed
         return self.chunk_numel if split_dim is None else math.prod(sizes[split_dim:]) // self.group_size
 
     @property
@@ -125,6 +113,8 @@ class Exchange:
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """What must be equal for two calls of one op to be the same on the wire."""
+        if self.cut is not None:
+            return *self.for_all.key, self.cut.gathered, self.cut.scattered
         tensors = (tuple(self.shape), tuple(self.packed[0]), tuple(self.unpacked[0]))
         dims = (self.num_lead, self.num_batch_dims, self.split_dim, self.packed[1], self.unpacked[1])
         return tensors, dims, self.k, self.facts
@@ -142,20 +132,63 @@ class Exchange:
 
     def _round(self, box: list[Range]) -> RoundSpans:
         box = box + [Range(0, size) for size in self.block[self.num_lead :]]
+        if self.largest is not None:
+            by_peer = tuple(self._peer_spans(box, peer) for peer in range(self.group_size))
+            return replace(self.largest._round(box[: self.num_lead]), by_peer=by_peer)
+
+        def side(sizes: Sequence[int], dim: int | None) -> Span:
+            return span(sizes, dim, 0 if dim is None else sizes[dim] // self.group_size, box)
+
+        matmul = self._matmul_spans(self.shape[self.split_dim] // self.group_size, box)
+        return RoundSpans(*matmul, side(*self.packed), side(*self.unpacked))
+
+    def _matmul_spans(self, step: int, box: Sequence[Range]) -> tuple[Span, Span, Span]:
+        """The batches, rows and columns of ``box``, for peers whose blocks come every ``step`` of split_dim."""
         nb, nl = self.num_batch_dims, self.num_lead
 
         def part(lo: int, hi: int) -> Span:
             split_dim = self.split_dim - lo if lo <= self.split_dim < hi else None
-            return span(self.shape[lo:hi], split_dim, self.group_size, box[lo:hi])
+            return span(self.shape[lo:hi], split_dim, step, box[lo:hi])
 
-        return RoundSpans(
-            batches=part(0, nb),
-            rows=part(nb, nl),
-            columns=part(nl, len(self.shape)),
-            pack=self._side(self.packed, box),
-            unpack=self._side(self.unpacked, box),
+        return part(0, nb), part(nb, nl), part(nl, len(self.shape))
+
+    @property
+    def _gather_dim(self) -> int | None:
+        return self.split_dim if self.gathers else self.unpacked[1]
+
+    @property
+    def _scatter_dim(self) -> int | None:
+        return self.packed[1] if self.gathers else self.split_dim
+
+    def _chunk_shape(self, src_rank: int, dst_rank: int) -> list[int]:
+        """src_rank's part of the dim that is gathered, and dst_rank's of the one that is scattered."""
+        assert self.cut is not None
+        sizes = list(self.shape)
+        for dim, parts, rank in (
+            (self._gather_dim, self.cut.gathered, src_rank),
+            (self._scatter_dim, self.cut.scattered, dst_rank),
+        ):
+            if dim is not None and parts is not None:
+                sizes[dim] = parts.sizes[rank]
+        return sizes
+
+    def _peer_spans(self, box: list[Range], peer: int) -> PeerSpans:
+        """The Spans of the chunks to and from a peer, of which a round takes what there is of the largest's ``box``."""
+        assert self.cut is not None
+        rank, gathered, scattered = self.cut
+        sent_shape = self._chunk_shape(rank, peer)
+        sent, received = clip(box, sent_shape), clip(box, self._chunk_shape(peer, rank))
+        first_from, own_first = (gathered.starts[peer], gathered.starts[rank]) if gathered else (0, 0)
+        first_to = scattered.starts[peer] if scattered else 0
+        block, first = (received, first_from) if self.gathers else (sent, first_to)
+        (packed, pack_dim), (unpacked, dim) = self.packed if self.gathers else (sent_shape, None), self.unpacked
+        theirs = list(unpacked)
+        if self._scatter_dim is not None and scattered is not None:
+            theirs[self._scatter_dim] = scattered.sizes[peer]
+        return PeerSpans(
+            *self._matmul_spans(0, moved(block, self.split_dim, first)),
+            pack=span(packed, pack_dim, 0, moved(sent, pack_dim, first_to)),
+            unpack=span(unpacked, dim, 0, moved(received, dim, first_from)),
+            landing=span(theirs, dim, 0, moved(sent, dim, own_first)),
+            unpacked_numel=math.prod(theirs),
         )
-
-    def _side(self, side: tuple[Sequence[int], int | None], box: list[Range]) -> Span:
-        sizes, split_dim = side
-        return span(sizes, split_dim, self.group_size, box)

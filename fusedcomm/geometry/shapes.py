@@ -1,7 +1,7 @@
 """The Exchange of each op from its arguments' shapes: all checks of shapes and dims, with the texts that users see.
 
 Sizes may be symbolic, so that fake tensors get the same checks. Each function raises ValueError for anything that the
-op's docstring excludes.
+op's docstring excludes. ``splits`` and ``rank`` matter where ranks have parts of different sizes.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.parts import EVEN, Cut, Splits, cut_of
 from fusedcomm.geometry.spans import block_shape
 
 REDUCE_OPS = ("sum", "avg")
@@ -23,28 +24,62 @@ Shape = Sequence[int]
 
 
 def matmul_all_to_all(
-    x: Shape, w: Shape, out_shape: Shape | None, gather_dim: int, scatter_dim: int, group_size: int
+    x: Shape,
+    w: Shape,
+    out_shape: Shape | None,
+    gather_dim: int,
+    scatter_dim: int,
+    group_size: int,
+    splits: Splits = EVEN,
+    rank: int = 0,
 ) -> Exchange:
     """``exchange((x @ w).view(out_shape), gather_dim, scatter_dim)``."""
     _check_group_size(group_size)
     _check_matmul(x, w, "x")
     y = [*x[:-1], *_check_out_shape(w[-1], out_shape)]
     gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(y))
-    _check_divisible(y, scatter_dim, group_size)
-    out = _gathered(block_shape(y, scatter_dim, group_size), gather_dim, group_size)
-    return _push(x, w, y, scatter_dim, (out, gather_dim), group_size)
+    cut = cut_of(splits, y[gather_dim], y[scatter_dim], group_size, rank)
+    if cut is None:
+        out = _gathered(block_shape(y, scatter_dim, group_size), gather_dim, group_size)
+        return _push(x, w, y, scatter_dim, (out, gather_dim), group_size)
+    (gathered, scattered), largest = cut.both, None
+    if not _is_symbolic((*x, *y, *cut)):
+        lead, sizes = len(x) - 1, _with(y, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
+        columns = None if out_shape is None else tuple(sizes[lead:])
+        whole = (*sizes[:lead], x[-1]), (*sizes[: len(w) - 2], x[-1], math.prod(sizes[lead:]))
+        largest = of(matmul_all_to_all, *whole, columns, gather_dim, scatter_dim, group_size)
+    out = _with(y, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
+    return _push(x, w, y, scatter_dim, (out, gather_dim), group_size, cut=cut, largest=largest)
 
 
-def all_to_all_matmul(x: Shape, w: Shape, gather_dim: int, scatter_dim: int, group_size: int) -> Exchange:
+def all_to_all_matmul(
+    x: Shape,
+    w: Shape,
+    gather_dim: int,
+    scatter_dim: int,
+    group_size: int,
+    splits: Splits = EVEN,
+    rank: int = 0,
+) -> Exchange:
     """``exchange(x, gather_dim, scatter_dim).flatten to w's K @ w``."""
     _check_group_size(group_size)
     _check_ndim(x, "x")
     gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(x))
-    _check_divisible(x, scatter_dim, group_size)
-    exchanged = _gathered(block_shape(x, scatter_dim, group_size), gather_dim, group_size)
+    cut = cut_of(splits, x[gather_dim], x[scatter_dim], group_size, rank)
+    if cut is None:
+        exchanged = _gathered(block_shape(x, scatter_dim, group_size), gather_dim, group_size)
+    else:
+        gathered, scattered = cut.both
+        exchanged = _with(x, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
     num_lead = _num_lead(exchanged, w)
     lead = exchanged[:num_lead]
     _check_matmul([*lead, math.prod(exchanged[num_lead:])], w, "the exchanged x")
+    largest = None
+    if cut is not None and not _is_symbolic((*x, *w, *cut)):
+        sizes = _with(x, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
+        all_of = _with(x, {gather_dim: group_size * gathered.largest, scatter_dim: scattered.largest})
+        whole_w = (*all_of[: len(w) - 2], math.prod(all_of[num_lead:]), w[-1])
+        largest = of(all_to_all_matmul, tuple(sizes), whole_w, gather_dim, scatter_dim, group_size)
     return Exchange(
         shape=exchanged,
         num_lead=num_lead,
@@ -56,21 +91,41 @@ def all_to_all_matmul(x: Shape, w: Shape, gather_dim: int, scatter_dim: int, gro
         out_shapes=[[*lead, w[-1]]],
         k=w[-2],
         gathers=True,
+        cut=cut,
+        largest=largest,
     )
 
 
-def all_gather_matmul(x: Shape, ws: Sequence[Shape], gather_dim: int, group_size: int) -> Exchange:
+def all_gather_matmul(
+    x: Shape,
+    ws: Sequence[Shape],
+    gather_dim: int,
+    group_size: int,
+    splits: Splits = EVEN,
+    rank: int = 0,
+) -> Exchange:
     """``[all_gather(x, gather_dim) @ w for w in ws]``."""
     _check_group_size(group_size)
     _check_ndim(x, "x")
     if len(ws) == 0:
         raise ValueError("w must be a tensor or a list of at least one, got an empty list")
     gather_dim = _check_dim("gather_dim", gather_dim, len(x))
-    gathered = _gathered(x, gather_dim, group_size)
+    cut = cut_of(splits, x[gather_dim], None, group_size, rank)
+    largest = None
+    if cut is None:
+        gathered = _gathered(x, gather_dim, group_size)
+    else:
+        assert cut.gathered is not None
+        gathered = _with(x, {gather_dim: cut.gathered.total})
     for w in ws:
         _check_matmul(gathered, w, "the gathered x")
         if len(w) != len(ws[0]):
             raise ValueError(f"either every w or none must have batch dims, got {len(ws[0])} and {len(w)} dims")
+    if cut is not None and cut.gathered is not None and not _is_symbolic((*x, *cut)):
+        part = _with(x, {gather_dim: cut.gathered.largest})
+        sizes = _gathered(part, gather_dim, group_size)
+        whole_ws = tuple((*sizes[: len(w) - 2], sizes[-1], w[-1]) for w in ws)
+        largest = of(all_gather_matmul, tuple(part), whole_ws, gather_dim, group_size)
     return Exchange(
         shape=gathered,
         num_lead=len(x) - 1,
@@ -82,19 +137,38 @@ def all_gather_matmul(x: Shape, ws: Sequence[Shape], gather_dim: int, group_size
         out_shapes=[[*gathered[:-1], w[-1]] for w in ws],
         k=gathered[-1],
         gathers=True,
+        cut=cut,
+        largest=largest,
     )
 
 
-def matmul_reduce_scatter(x: Shape, w: Shape, reduce_op: str, scatter_dim: int, group_size: int) -> Exchange:
+def matmul_reduce_scatter(
+    x: Shape,
+    w: Shape,
+    reduce_op: str,
+    scatter_dim: int,
+    group_size: int,
+    splits: Splits = EVEN,
+    rank: int = 0,
+) -> Exchange:
     """``reduce_scatter(x @ w, reduce_op, scatter_dim)``."""
     _check_group_size(group_size)
     _check_matmul(x, w, "x")
     _check_reduce_op(reduce_op)
     y = [*x[:-1], w[-1]]
     scatter_dim = _check_dim("scatter_dim", scatter_dim, len(y))
-    _check_divisible(y, scatter_dim, group_size)
-    block = block_shape(y, scatter_dim, group_size)
-    return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op)
+    cut = cut_of(splits, None, y[scatter_dim], group_size, rank)
+    if cut is None:
+        block = block_shape(y, scatter_dim, group_size)
+        return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op)
+    assert cut.scattered is not None
+    largest = None
+    if not _is_symbolic((*x, *y, *cut)):
+        sizes = _with(y, {scatter_dim: group_size * cut.scattered.largest})
+        whole = (*sizes[:-1], x[-1]), (*sizes[: len(w) - 2], x[-1], sizes[-1])
+        largest = of(matmul_reduce_scatter, *whole, reduce_op, scatter_dim, group_size)
+    block = _with(y, {scatter_dim: cut.scattered.sizes[cut.rank]})
+    return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op, cut=cut, largest=largest)
 
 
 def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Exchange:
@@ -119,6 +193,8 @@ def _push(
     unpacked: tuple[list[int], int | None],
     group_size: int,
     *facts: Any,
+    cut: Cut | None = None,
+    largest: Exchange | None = None,
 ) -> Exchange:
     """The Exchange of y = x @ w, viewed: its blocks along split_dim go to the ranks; what arrives is the result."""
     return Exchange(
@@ -132,6 +208,8 @@ def _push(
         out_shapes=[unpacked[0]],
         k=x[-1],
         facts=facts,
+        cut=cut,
+        largest=largest,
     )
 
 
@@ -153,7 +231,10 @@ def _is_symbolic(arg: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
     exchange = make(*args)
-    exchange.arguments = inspect.signature(make).bind(*args).arguments
+    bound = inspect.signature(make).bind(*args).arguments
+    exchange.arguments = {name: value for name, value in bound.items() if name not in ("splits", "rank")}
+    if exchange.cut is not None and exchange.largest is not None:  # what is the same on all ranks, who compare it
+        exchange.arguments |= {**exchange.largest.arguments, **exchange.cut.arguments}
     return exchange
 
 
@@ -203,6 +284,11 @@ def _num_lead(exchanged: Shape, w: Shape) -> int:
     return len(exchanged) - 1
 
 
+def _with(shape: Shape, sizes: Mapping[int, int]) -> list[int]:
+    """``shape`` with other sizes at some dims."""
+    return [sizes.get(dim, size) for dim, size in enumerate(shape)]
+
+
 def _gathered(shape: Shape, dim: int, group_size: int) -> list[int]:
     out = list(shape)
     out[dim] = out[dim] * group_size
@@ -249,11 +335,6 @@ def _check_dims(gather_dim: int, scatter_dim: int, ndim: int) -> tuple[int, int]
     if gather == scatter:
         raise ValueError(f"gather_dim and scatter_dim must differ, got {gather_dim} and {scatter_dim}")
     return gather, scatter
-
-
-def _check_divisible(shape: Shape, scatter_dim: int, group_size: int) -> None:
-    if shape[scatter_dim] % group_size:
-        raise ValueError(f"scatter_dim size must be divisible by group_size={group_size}, got {shape[scatter_dim]}")
 
 
 def _check_reduce_op(reduce_op: str) -> None:

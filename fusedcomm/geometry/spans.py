@@ -29,6 +29,10 @@ class Span(NamedTuple):
     def first(self, peer: int) -> int:
         return self.start + peer * self.peer_stride
 
+    def of(self, peer: int) -> Span:
+        """The same indices, as those of any peer."""
+        return Span(self.size, self.first(peer), self.inner, self.outer_stride, 0)
+
     def view(self, t: Tensor, dim: int, peer: int) -> Tensor:
         """The peer's indices of ``dim`` as two dims (outer, inner); never a copy."""
         shape, stride = list(t.shape), list(t.stride())
@@ -39,6 +43,55 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ChunkSpans:
+    """One round of an Exchange. p is the other rank: dst_rank of a push, src_rank of a gather.
+
+    push     chunk[b, i, j] = x[batches(b, p) * M + rows(i, p)] @ w[batches(b, p)][:, columns(j, p)]
+    gather   y[batches(b, p) * M + rows(i, p)] += chunk[b, i, k] * w[batches(b, p)][columns(k, p)]   summed over k
+    pack     chunk[i] = packed.flatten()[pack(i, dst_rank)]         where a tensor is sent as it is
+    unpack   unpacked.flatten()[unpack(i, src_rank)] = chunk[i]     where the chunk ends up
+    """
+
+    batches: Span
+    rows: Span
+    columns: Span
+    pack: Span
+    unpack: Span
+
+
+@dataclass(frozen=True)
+class PeerSpans(ChunkSpans):
+    """Those of one peer alone."""
+
+    landing: Span  # where the chunk for the peer ends up in what that one unpacks to
+    unpacked_numel: int  # of what the peer unpacks to
+
+
+@dataclass(frozen=True)
+class RoundSpans(ChunkSpans):
+    """Those of all peers. ``by_peer``: where chunks differ in size; the others are then Spans of the largest."""
+
+    by_peer: tuple[PeerSpans, ...] = ()
+
+    @property
+    def chunk_numel(self) -> int:
+        """The number of elements of a chunk, or of the largest: chunks lie that far apart in a slot."""
+        return self.unpack.size
+
+    def at(self, peer: int) -> ChunkSpans:
+        """The Spans that hold for a peer."""
+        return self.by_peer[peer] if self.by_peer else self
+
+    def landing(self, rank: int, dst_rank: int) -> Span:
+        """Where the chunk of ``rank``, the own one, ends up in what dst_rank unpacks to."""
+        return self.by_peer[dst_rank].landing if self.by_peer else self.unpack.of(rank)
+
+    def unpacked_numel(self, peer: int, own: int) -> int:
+        """The number of elements of what the peer unpacks to, where this rank unpacks to ``own``."""
+        return self.by_peer[peer].unpacked_numel if self.by_peer else own
+
+
+@dataclass(frozen=True)
 class Range:
     """A part of one dim of a chunk."""
 
@@ -46,8 +99,8 @@ class Range:
     size: int
 
 
-def span(sizes: Sequence[int], split_dim: int | None, group_size: int, box: Sequence[Range]) -> Span:
-    """Flat indices of ``box`` in a contiguous tensor of ``sizes`` whose ``split_dim`` is cut into one block per rank.
+def span(sizes: Sequence[int], split_dim: int | None, step: int, box: Sequence[Range]) -> Span:
+    """Flat indices of ``box`` in a contiguous tensor of ``sizes``, whose ``split_dim`` has a block every ``step``.
 
     ``box`` has one Range per dim, relative to the peer's block. A dim before the first Range of more than one index has
     a single index, and a dim after it is whole: that is why five integers are enough.
@@ -58,11 +111,21 @@ def span(sizes: Sequence[int], split_dim: int | None, group_size: int, box: Sequ
     size = math.prod(lengths)
     if split_dim is None:
         return Span(size, start, max(size, 1), 0, 0)
-    peer_stride = sizes[split_dim] // group_size * strides[split_dim]
+    peer_stride = step * strides[split_dim]
     inner = math.prod(lengths[split_dim:])
     if size in (0, inner):
         return Span(size, start, max(size, 1), 0, peer_stride)
     return Span(size, start, inner, sizes[split_dim] * strides[split_dim], peer_stride)
+
+
+def moved(box: Sequence[Range], dim: int | None, start: int) -> list[Range]:
+    """``box`` in a tensor that has the block from ``start`` of ``dim`` on."""
+    return [Range(r.start + start, r.size) if i == dim else r for i, r in enumerate(box)]
+
+
+def clip(box: Sequence[Range], block: Sequence[int]) -> list[Range]:
+    """What of ``box`` lies in a block that may be smaller than the one that it was cut from."""
+    return [Range(r.start, max(0, min(r.size, size - r.start))) for r, size in zip(box, block, strict=True)]
 
 
 def block_shape(shape: Sequence[int], split_dim: int, group_size: int) -> list[int]:

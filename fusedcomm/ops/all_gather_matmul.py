@@ -12,8 +12,9 @@ from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.parts import Splits
 from fusedcomm.geometry.shapes import check_bias, check_tensors
-from fusedcomm.ops import gradients
+from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import LISTS, check_types
 from fusedcomm.ops.dispatch import by_product, run
 from fusedcomm.ops.library import (
@@ -24,14 +25,16 @@ from fusedcomm.ops.library import (
     register_kernel,
     register_modes,
 )
-from fusedcomm.runtime.group import Group, resolve
+from fusedcomm.runtime.group import Group, rank_of, resolve
 
 OP = "all_gather_matmul"
 ALGORITHMS = {"chunked": chunked.gather_matmul, "fused": fused.gather_matmul}
+NUM_OPTIONS = 6  # the arguments behind x, ws and biases
 Biases = Sequence[Tensor | None] | Tensor | None
 
 _ARGS = (
-    "(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, int group_size, str group_name)"
+    f"(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, {splits.GATHER}, int group_size, "
+    "str group_name)"
 )
 lib.define(f"all_gather_matmul{_ARGS} -> (Tensor[], Tensor)", tags=[torch.Tag.pt2_compliant_tag])
 lib.define(f"all_gather_matmul.flat{_ARGS} -> Tensor[]", tags=[torch.Tag.pt2_compliant_tag])
@@ -39,7 +42,15 @@ lib.define(f"all_gather_matmul.flat{_ARGS} -> Tensor[]", tags=[torch.Tag.pt2_com
 
 @overload
 def all_gather_matmul(
-    x: Tensor, w: Tensor, gather_dim: int, group: Group = None, *, bias: Biases = None, save_gathered: bool = True
+    x: Tensor,
+    w: Tensor,
+    gather_dim: int,
+    group: Group = None,
+    *,
+    bias: Biases = None,
+    save_gathered: bool = True,
+    gather_splits: Sequence[int] | None = None,
+    gather_size: int | None = None,
 ) -> Tensor: ...
 @overload
 def all_gather_matmul(
@@ -50,6 +61,8 @@ def all_gather_matmul(
     *,
     bias: Biases = None,
     save_gathered: bool = True,
+    gather_splits: Sequence[int] | None = None,
+    gather_size: int | None = None,
 ) -> list[Tensor]: ...
 def all_gather_matmul(
     x: Tensor,
@@ -59,6 +72,8 @@ def all_gather_matmul(
     *,
     bias: Biases = None,
     save_gathered: bool = True,
+    gather_splits: Sequence[int] | None = None,
+    gather_size: int | None = None,
 ) -> Tensor | list[Tensor]:
     """Gather x from the ranks and multiply it by w, or by several, while it arrives. It equals, for R ranks::
 
@@ -76,12 +91,14 @@ def all_gather_matmul(
             of [N] or None.
         save_gathered: whether the gathered x, R times as large as x, is kept for grad w; otherwise the backward gathers
             x again, by a plain collective.
+        gather_splits: each rank's size at gather_dim, where they differ; R ints, the same on all ranks.
+        gather_size: their sum, in place of gather_splits, where each rank has what torch.chunk gives it.
 
     Returns:
         A contiguous tensor [..., N] of the gathered x's leading dims; for a list of w the list of results.
 
-    Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
-    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+    Every rank of the group calls it with the same shapes, but for gather_dim where splits say so, dtype and dims, in
+    the same order of calls. Autocast casts the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
 
     Reverse-mode autograd gives what it gives for the program above: grad x is `matmul_reduce_scatter` of the results'
     gradients, one for a list of w; grad w and grad bias are this rank's own.
@@ -105,11 +122,12 @@ def all_gather_matmul(
         gate, up = fusedcomm.all_gather_matmul(x, [w_gate, w_up], gather_dim=1)
         assert gate.shape == (2, 8, 6) and up.shape == (2, 8, 5)  # [batch, tokens, N]
     """
-    check_types(x, w, bias, lists=True, gather_dim=gather_dim)
-    group_size, group_name = resolve(group)
+    check_types(*(x, w, bias), lists=True, gather_dim=gather_dim, gather_splits=gather_splits, gather_size=gather_size)
+    group = resolve(group)
     ws, biases = _lists(w, bias)
     keep = bool(save_gathered) and torch.is_grad_enabled() and any(each.requires_grad for each in ws)
-    outs = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, gather_dim, keep, group_size, group_name)[0]
+    parts = splits.splits_of(gather_splits, gather_size, None, None)
+    outs = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, gather_dim, keep, *parts[:2], *group)[0]
     return outs if isinstance(w, LISTS) else outs[0]
 
 
@@ -123,12 +141,23 @@ def _lists(w: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     return list(w), [None] * len(w) if bias is None else list(bias)
 
 
-def exchange_of(x: Tensor, w: Tensor | Sequence[Tensor], bias: Biases, gather_dim: int, group_size: int) -> Exchange:
+def exchange_of(
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    bias: Biases,
+    gather_dim: int,
+    gather_splits: Sequence[int] | None,
+    gather_size: int | None,
+    group_size: int,
+    group_name: str,
+) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     ws, biases = _lists(w, bias)
     check_tensors(x, ws, biases)
     w_shapes = tuple(w.shape for w in ws)
-    exchange = shapes.of(shapes.all_gather_matmul, x.shape, w_shapes, gather_dim, group_size)
+    parts = splits.hashable(gather_splits, gather_size, None, None)
+    where = (gather_dim, group_size, parts, rank_of(group_name))
+    exchange = shapes.of(shapes.all_gather_matmul, x.shape, w_shapes, *where)
     for w, bias in zip(ws, biases, strict=True):
         check_bias(bias, w.shape[-1])
     return exchange
@@ -140,13 +169,16 @@ def _kernel(
     biases: list[Tensor | None],
     gather_dim: int,
     return_gathered: bool,
+    gather_splits: list[int] | None,
+    gather_size: int | None,
     group_size: int,
     group_name: str,
 ) -> tuple[list[Tensor], Tensor]:
-    exchange = exchange_of(x, ws, biases, gather_dim, group_size)
+    parts, group = (gather_splits, gather_size), (group_size, group_name)
+    exchange = exchange_of(x, ws, biases, gather_dim, *parts, *group)
 
     def unfused() -> tuple[list[Tensor], Tensor | None]:
-        outs, gathered = reference.all_gather_matmul(x, ws, biases, gather_dim, group_size, group_name)
+        outs, gathered = reference.all_gather_matmul(x, ws, biases, gather_dim, *group, exchange.cut)
         return outs, gathered if return_gathered else None
 
     call = (OP, ALGORITHMS, exchange, group_name, x, ws, biases)
@@ -164,10 +196,13 @@ def _fake(
     biases: list[Tensor | None],
     gather_dim: int,
     return_gathered: bool,
+    gather_splits: list[int] | None,
+    gather_size: int | None,
     group_size: int,
     group_name: str,
 ) -> tuple[list[Tensor], Tensor]:
-    exchange = exchange_of(x, ws, biases, gather_dim, group_size)
+    parts, group = (gather_splits, gather_size), (group_size, group_name)
+    exchange = exchange_of(x, ws, biases, gather_dim, *parts, *group)
     return [x.new_empty(s) for s in exchange.out_shapes], x.new_empty(exchange.shape if return_gathered else 0)
 
 
@@ -179,27 +214,28 @@ class _AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        *tensors, gather_dim, return_gathered, group_size, group_name = args
+        tensors, options = args[:-NUM_OPTIONS], args[-NUM_OPTIONS:]
         ws, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         with torch._C._AutoDispatchBelowAutograd():
-            outs, gathered = torch.ops.fusedcomm.all_gather_matmul(
-                x, ws, biases, gather_dim, return_gathered, group_size, group_name
-            )
+            outs, gathered = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, *options)
         return *outs, gathered
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, *tensors, gather_dim, return_gathered, group_size, group_name = inputs
+        x, *tensors = inputs[:-NUM_OPTIONS]
+        gather_dim, return_gathered, gather_splits, gather_size, group_size, group_name = inputs[-NUM_OPTIONS:]
         num_ws = len(tensors) // 2
         ws = tensors[:num_ws]
         ctx.set_materialize_grads(False)
-        ctx.needs_w, ctx.needs_bias = ctx.needs_input_grad[1 : 1 + num_ws], ctx.needs_input_grad[1 + num_ws : -4]
+        needed = ctx.needs_input_grad[1:-NUM_OPTIONS]
+        ctx.needs_w, ctx.needs_bias = needed[:num_ws], needed[num_ws:]
         saved_x = None
         if any(ctx.needs_w):
             saved_x = output[-1] if return_gathered else x
         ctx.save_for_backward(saved_x, *(ws if ctx.needs_input_grad[0] else []))
         ctx.saved_gathered, ctx.w_layouts = return_gathered, [gradients.layout_of(w) for w in ws]
-        ctx.gather_dim, ctx.group = gather_dim, (group_size, group_name)
+        ctx.gather_dim, ctx.group = gather_dim % x.ndim, (group_size, group_name)
+        ctx.splits = Splits(gather_splits, gather_size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -208,7 +244,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         grad_x = _grad_x(ctx, grad_outs, ws, grad_gathered) if ctx.needs_input_grad[0] else None
         x = saved_x
         if x is not None and not ctx.saved_gathered and any(g is not None for g in grad_outs):
-            x = reference.all_gather(x, ctx.gather_dim, *ctx.group)
+            x = splits.all_gather(x, ctx.gather_dim, ctx.splits, *ctx.group)
         grad_ws = [
             gradients.of_w(x, g, w) if needed and g is not None else None
             for g, w, needed in zip(grad_outs, ctx.w_layouts, ctx.needs_w, strict=True)
@@ -217,7 +253,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             gradients.of_bias(g) if needed and g is not None else None
             for g, needed in zip(grad_outs, ctx.needs_bias, strict=True)
         ]
-        return grad_x, *grad_ws, *grad_biases, None, None, None, None
+        return grad_x, *grad_ws, *grad_biases, *[None] * NUM_OPTIONS
 
 
 def _grad_x(
@@ -225,13 +261,14 @@ def _grad_x(
 ) -> Tensor | None:
     """The gradient of x, by one matmul_reduce_scatter of the concatenated gradients and weights."""
     used = [(g, w) for g, w in zip(grad_outs, ws, strict=True) if g is not None]
-    grad_x = None
+    grad_x, back = None, Splits(scatter_lengths=ctx.splits.gather_splits)
     if used:
         grad = used[0][0] if len(used) == 1 else torch.cat([g for g, _ in used], -1)
         w = used[0][1] if len(used) == 1 else torch.cat([w for _, w in used], -1)
-        grad_x = torch.ops.fusedcomm.matmul_reduce_scatter(grad, w.mT, None, "sum", ctx.gather_dim, *ctx.group)
+        options = ("sum", ctx.gather_dim, *back[2:], *ctx.group)
+        grad_x = torch.ops.fusedcomm.matmul_reduce_scatter(grad, w.mT, None, *options)
     if grad_gathered is not None and ctx.saved_gathered:  # otherwise it is empty, and constant
-        part = reference.reduce_scatter(grad_gathered, "sum", ctx.gather_dim, *ctx.group)
+        part = splits.reduce_scatter(grad_gathered, ctx.gather_dim, back, *ctx.group)
         grad_x = part if grad_x is None else grad_x + part
     return grad_x
 
@@ -242,13 +279,16 @@ def _autograd(
     biases: list[Tensor | None],
     gather_dim: int,
     return_gathered: bool,
+    gather_splits: list[int] | None,
+    gather_size: int | None,
     group_size: int,
     group_name: str,
 ) -> tuple[list[Tensor], Tensor]:
     refuse_tangents(OP, x, ws, biases)
     check_tensors(x, ws, biases)  # there are as many biases as weights: below they are one list
     tensors = (x, *ws, *biases)
-    *outs, gathered = _AllGatherMatmul.apply(*tensors, gather_dim, return_gathered, group_size, group_name)
+    options = (gather_dim, return_gathered, gather_splits, gather_size, group_size, group_name)
+    *outs, gathered = _AllGatherMatmul.apply(*tensors, *options)
     return outs, gathered
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,19 +12,20 @@ from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.parts import Splits
 from fusedcomm.geometry.shapes import check_bias, check_tensors
-from fusedcomm.ops import gradients
+from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.dispatch import by_product, run
 from fusedcomm.ops.library import lib, register_autograd, register_fake, register_kernel, register_modes
-from fusedcomm.runtime.group import Group, resolve
+from fusedcomm.runtime.group import Group, rank_of, resolve
 
 OP = "all_to_all_matmul"
 ALGORITHMS = {"chunked": chunked.gather_matmul, "fused": fused.gather_matmul}
 
 lib.define(
     "all_to_all_matmul(Tensor x, Tensor w, Tensor? bias, int gather_dim, int scatter_dim, bool return_exchanged, "
-    "int group_size, str group_name) -> (Tensor, Tensor)",
+    f"{splits.GATHER}, {splits.SCATTER}, int group_size, str group_name) -> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -37,6 +39,10 @@ def all_to_all_matmul(
     *,
     bias: Tensor | None = None,
     save_exchanged: bool = True,
+    gather_splits: Sequence[int] | None = None,
+    gather_size: int | None = None,
+    scatter_splits: Sequence[int] | None = None,
+    scatter_ranges: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
     """Exchange x between the ranks and multiply what arrives by w, overlapped. It equals, for R ranks::
 
@@ -51,17 +57,23 @@ def all_to_all_matmul(
             dtype and device.
         gather_dim: a dim of x, along which the received blocks are concatenated; negative ones count from the end.
             Where it is part of K, `chunked` and `fused` keep sums in float32 across sources, own data first.
-        scatter_dim: another dim of x, along which it is cut; R must divide x's size there.
+        scatter_dim: another dim of x, along which it is cut as torch.chunk does; ranks behind its last chunk get
+            nothing.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of x's dtype and device, added before the one rounding from float32.
         save_exchanged: whether the exchanged x, as large as x, is kept for grad w; otherwise the backward exchanges x
             again, by a plain collective.
+        gather_splits: each rank's size at gather_dim, where they differ; R ints, the same on all ranks.
+        gather_size: their sum, in place of gather_splits, where each rank has what torch.chunk gives it.
+        scatter_splits: the size at scatter_dim that each rank gets, R ints that add up to it, the same on all ranks.
+        scatter_ranges: in place of scatter_splits (start, length) of what each rank gets. They may overlap: derivatives
+            by one element are then added in rank order. See `replica_ranges`.
 
     Returns:
         A contiguous tensor of the exchanged x's shape, with [N] in place of the dims that make up K.
 
-    Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
-    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+    Every rank of the group calls it with the same shapes, but for gather_dim where splits say so, dtype and dims, in
+    the same order of calls. Autocast casts the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
 
     Reverse-mode autograd gives what it gives for the program above: grad x is `matmul_all_to_all` of the result's
     gradient; grad w and grad bias are this rank's own.
@@ -85,19 +97,39 @@ def all_to_all_matmul(
         y = fusedcomm.all_to_all_matmul(x, w, gather_dim=-2, scatter_dim=1)
         assert y.shape == (2, 4, 5)  # [batch, tokens / R, N]
     """
-    check_types(x, w, bias, gather_dim=gather_dim, scatter_dim=scatter_dim)
-    group_size, group_name = resolve(group)
+    check_types(
+        *(x, w, bias),
+        gather_dim=gather_dim,
+        scatter_dim=scatter_dim,
+        gather_splits=gather_splits,
+        gather_size=gather_size,
+        scatter_splits=scatter_splits,
+        scatter_ranges=scatter_ranges,
+    )
+    group = resolve(group)
     keep = bool(save_exchanged) and torch.is_grad_enabled() and w.requires_grad
-    call = torch.ops.fusedcomm.all_to_all_matmul
-    return call(x, w, bias, gather_dim, scatter_dim, keep, group_size, group_name)[0]
+    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges)
+    return torch.ops.fusedcomm.all_to_all_matmul(x, w, bias, gather_dim, scatter_dim, keep, *parts, *group)[0]
 
 
 def exchange_of(
-    x: Tensor, w: Tensor, bias: Tensor | None, gather_dim: int, scatter_dim: int, group_size: int
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    gather_dim: int,
+    scatter_dim: int,
+    gather_splits: Sequence[int] | None,
+    gather_size: int | None,
+    scatter_starts: Sequence[int] | None,
+    scatter_lengths: Sequence[int] | None,
+    group_size: int,
+    group_name: str,
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     check_tensors(x, [w], [bias])
-    exchange = shapes.of(shapes.all_to_all_matmul, x.shape, w.shape, gather_dim, scatter_dim, group_size)
+    parts = splits.hashable(gather_splits, gather_size, scatter_starts, scatter_lengths)
+    dims = (gather_dim, scatter_dim)
+    exchange = shapes.of(shapes.all_to_all_matmul, x.shape, w.shape, *dims, group_size, parts, rank_of(group_name))
     check_bias(bias, w.shape[-1])
     return exchange
 
@@ -109,14 +141,19 @@ def _kernel(
     gather_dim: int,
     scatter_dim: int,
     return_exchanged: bool,
+    gather_splits: list[int] | None,
+    gather_size: int | None,
+    scatter_starts: list[int] | None,
+    scatter_lengths: list[int] | None,
     group_size: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, group_size)
+    parts = gather_splits, gather_size, scatter_starts, scatter_lengths
+    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size, group_name)
 
     def unfused() -> tuple[list[Tensor], Tensor | None]:
         out, exchanged = reference.all_to_all_matmul(
-            x, w, bias, gather_dim, scatter_dim, exchange.num_lead, group_size, group_name
+            x, w, bias, gather_dim, scatter_dim, exchange.num_lead, group_size, group_name, exchange.cut
         )
         return [out], exchanged if return_exchanged else None
 
@@ -136,10 +173,15 @@ def _fake(
     gather_dim: int,
     scatter_dim: int,
     return_exchanged: bool,
+    gather_splits: list[int] | None,
+    gather_size: int | None,
+    scatter_starts: list[int] | None,
+    scatter_lengths: list[int] | None,
     group_size: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, group_size)
+    parts = gather_splits, gather_size, scatter_starts, scatter_lengths
+    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size, group_name)
     return x.new_empty(exchange.out_shape), x.new_empty(exchange.shape if return_exchanged else 0)
 
 
@@ -147,43 +189,44 @@ register_modes(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, _bias, gather_dim, scatter_dim, return_exchanged, group_size, group_name = inputs
+    x, w, bias, gather_dim, scatter_dim, return_exchanged, *given, group_size, group_name = inputs
     ctx.set_materialize_grads(False)
     saved_x = None
     if ctx.needs_input_grad[1]:
         saved_x = output[1] if return_exchanged else x
     ctx.save_for_backward(saved_x, w if ctx.needs_input_grad[0] else None)
-    ctx.x_shape, ctx.w_layout, ctx.num_lead = x.shape, gradients.layout_of(w), output[0].ndim - 1
-    ctx.saved_exchanged = return_exchanged
-    ctx.dims, ctx.group = (gather_dim, scatter_dim), (group_size, group_name)
+    ctx.saved_exchanged, ctx.splits, ctx.scattered = return_exchanged, Splits(*given), x.shape[scatter_dim]
+    parts: Splits = ctx.splits
+    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size, group_name)
+    ctx.columns, ctx.w_layout = exchange.shape[exchange.num_lead :], gradients.layout_of(w)
+    ctx.dims, ctx.group = (gather_dim % x.ndim, scatter_dim % x.ndim), (group_size, group_name)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_exchanged: Tensor | None) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     gather_dim, scatter_dim = ctx.dims
-    grad_x = grad_w = grad_bias = None
+    num_columns = len(ctx.columns)
+    back = splits.reversed_splits(ctx.splits, ctx.scattered, ctx.group[0])
+    joined = grad_w = grad_bias = None  # joined: the gradients of what ranks have got, one after the other
     if grad is not None:
         if ctx.needs_input_grad[0]:
-            columns = _exchanged_shape(ctx.x_shape, gather_dim, scatter_dim, ctx.group[0])[ctx.num_lead :]
-            grad_x = torch.ops.fusedcomm.matmul_all_to_all(
-                grad, w.mT, None, columns, scatter_dim, gather_dim, *ctx.group
+            joined = torch.ops.fusedcomm.matmul_all_to_all(
+                grad, w.mT, None, ctx.columns, scatter_dim, gather_dim, *back, *ctx.group
             )
         if ctx.needs_input_grad[1]:
-            exchanged = x if ctx.saved_exchanged else reference.exchange(x, gather_dim, scatter_dim, *ctx.group)
-            grad_w = gradients.of_w(exchanged.flatten(ctx.num_lead), grad, ctx.w_layout)
+            exchanged = (
+                x if ctx.saved_exchanged else splits.exchange(x, gather_dim, scatter_dim, ctx.splits, *ctx.group)
+            )
+            grad_w = gradients.of_w(x.flatten(-num_columns), grad, ctx.w_layout)
         if ctx.needs_input_grad[2]:
             grad_bias = gradients.of_bias(grad)
     if grad_exchanged is not None and ctx.saved_exchanged and ctx.needs_input_grad[0]:  # or it is empty, and constant
-        back = reference.exchange(grad_exchanged, scatter_dim, gather_dim, *ctx.group)
-        grad_x = back if grad_x is None else grad_x + back
-    return grad_x, grad_w, grad_bias, None, None, None, None, None
-
-
-def _exchanged_shape(x: torch.Size, gather_dim: int, scatter_dim: int, group_size: int) -> list[int]:
-    shape = list(x)
-    shape[scatter_dim] = shape[scatter_dim] // group_size
-    shape[gather_dim] = shape[gather_dim] * group_size
-    return shape
+        part = splits.exchange(grad_exchanged, scatter_dim, gather_dim, back, *ctx.group)
+        joined = part if joined is None else joined + part
+    grad_x = joined
+    if joined is not None and splits.adds_back(ctx.splits, ctx.scattered):
+        grad_x = splits.add_back(joined, scatter_dim, ctx.splits, ctx.scattered)
+    return grad_x, grad_w, grad_bias, *[None] * 9
 
 
 register_autograd(OP, _backward, _setup_context)

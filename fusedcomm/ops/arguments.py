@@ -17,7 +17,7 @@ LISTS = (list, tuple, nn.ParameterList)  # what a list of tensors may be
 
 
 def check_types(x: Any, w: Any, bias: Any, *, lists: bool = False, **options: Any) -> None:
-    """Raise TypeError unless x and w are plain tensors, bias one or None, and ``*_dim`` and ``out_shape`` are ints.
+    """Raise TypeError unless x and w are plain tensors, bias one or None, and ``options`` ints or lists of ints.
 
     ``lists``: w and bias may be lists of these.
     """
@@ -28,9 +28,11 @@ def check_types(x: Any, w: Any, bias: Any, *, lists: bool = False, **options: An
         if each is not None:
             check_tensor("bias", each)
     for name, value in options.items():
-        if name == "out_shape":
-            _check_sizes(value)
-        elif name.endswith("_dim"):
+        if name in ("out_shape", "gather_splits", "scatter_splits"):
+            _check_sizes(name, value)
+        elif name == "scatter_ranges":
+            _check_ranges(name, value)
+        elif name.endswith("_dim") or (name == "gather_size" and value is not None):
             check_int(name, value)
 
 
@@ -66,13 +68,25 @@ def check_int(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an int, got {_short(value)}")
 
 
-def _check_sizes(sizes: Any) -> None:
+def _check_sizes(name: str, sizes: Any) -> None:
     if sizes is None:
         return
     if not isinstance(sizes, Collection):
-        raise TypeError(f"out_shape must be a list of sizes or None, got {_short(sizes)}")
+        raise TypeError(f"{name} must be a list of sizes or None, got {_short(sizes)}")
     for size in sizes:
-        check_int("each size of out_shape", size)
+        check_int(f"each size of {name}", size)
+
+
+def _check_ranges(name: str, ranges: Any) -> None:
+    if ranges is None:
+        return
+    if not isinstance(ranges, Collection):
+        raise TypeError(f"{name} must be a list of (start, length) or None, got {_short(ranges)}")
+    for each in ranges:
+        if not isinstance(each, (list, tuple)) or len(each) != 2:
+            raise TypeError(f"each of {name} must be (start, length), got {_short(each)}")
+        for value in each:
+            check_int(f"each start and length of {name}", value)
 
 
 def _short(value: Any) -> str:

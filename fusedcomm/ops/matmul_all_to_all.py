@@ -12,8 +12,9 @@ from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.parts import Splits
 from fusedcomm.geometry.shapes import check_bias, check_tensors
-from fusedcomm.ops import gradients
+from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.dispatch import run
 from fusedcomm.ops.library import (
@@ -25,14 +26,14 @@ from fusedcomm.ops.library import (
     register_kernel,
     register_modes,
 )
-from fusedcomm.runtime.group import Group, resolve
+from fusedcomm.runtime.group import Group, rank_of, resolve
 
 OP = "matmul_all_to_all"
 ALGORITHMS = {"chunked": chunked.push_matmul, "fused": fused.push_matmul}
 
 lib.define(
     "matmul_all_to_all(Tensor x, Tensor w, Tensor? bias, SymInt[]? out_shape, int gather_dim, int scatter_dim, "
-    "int group_size, str group_name) -> Tensor",
+    f"{splits.GATHER}, {splits.SCATTER}, int group_size, str group_name) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -46,6 +47,10 @@ def matmul_all_to_all(
     *,
     bias: Tensor | None = None,
     out_shape: Sequence[int] | None = None,
+    gather_splits: Sequence[int] | None = None,
+    gather_size: int | None = None,
+    scatter_splits: Sequence[int] | None = None,
+    scatter_ranges: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
     """Multiply x by w and exchange the result between the ranks, overlapped. It equals, for R ranks::
 
@@ -57,16 +62,23 @@ def matmul_all_to_all(
         x: [..., K], at least 2-D; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
         gather_dim: a dim of y, along which the received blocks are concatenated; negative ones count from the end.
-        scatter_dim: another dim of y, along which it is cut; R must divide y's size there.
+        scatter_dim: another dim of y, along which it is cut as torch.chunk does; ranks behind its last chunk get
+            nothing.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of x's dtype and device, added before the one rounding from float32.
         out_shape: sizes that view y's last dim, with product N, e.g. [heads, head_dim] or [3, heads, head_dim].
+        gather_splits: each rank's size at gather_dim, where they differ; R ints, the same on all ranks.
+        gather_size: their sum, in place of gather_splits, where each rank has what torch.chunk gives it.
+        scatter_splits: the size at scatter_dim that each rank gets, R ints that add up to it, the same on all ranks.
+        scatter_ranges: in place of scatter_splits (start, length) of what each rank gets. They may overlap, as heads of
+            keys that several ranks read: see `replica_ranges`. Derivatives by one element are then added in rank order.
 
     Returns:
-        A contiguous tensor of y's shape, with R times its size at gather_dim and 1 / R of its size at scatter_dim.
+        A contiguous tensor of y's shape, with all ranks' sizes at gather_dim together and this rank's part at
+        scatter_dim: R times and 1 / R of y's own, if all parts are of one size.
 
-    Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
-    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+    Every rank of the group calls it with the same shapes, but for gather_dim where splits say so, dtype and dims, in
+    the same order of calls. Autocast casts the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
 
     Reverse-mode autograd gives what it gives for the program above: grad x is `all_to_all_matmul` of the result's
     gradient, and the exchanged gradient, its by-product, makes grad w and grad bias, which are this rank's own.
@@ -90,10 +102,20 @@ def matmul_all_to_all(
         y = fusedcomm.matmul_all_to_all(x, w, gather_dim=1, scatter_dim=-2, out_shape=[2, 3])
         assert y.shape == (2, 8, 1, 3)  # [batch, tokens, heads / R, head_dim]
     """
-    check_types(x, w, bias, gather_dim=gather_dim, scatter_dim=scatter_dim, out_shape=out_shape)
-    group_size, group_name = resolve(group)
+    check_types(
+        *(x, w, bias),
+        gather_dim=gather_dim,
+        scatter_dim=scatter_dim,
+        out_shape=out_shape,
+        gather_splits=gather_splits,
+        gather_size=gather_size,
+        scatter_splits=scatter_splits,
+        scatter_ranges=scatter_ranges,
+    )
+    group = resolve(group)
     shape = None if out_shape is None else list(out_shape)
-    return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, gather_dim, scatter_dim, group_size, group_name)
+    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges)
+    return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, gather_dim, scatter_dim, *parts, *group)
 
 
 def exchange_of(
@@ -103,12 +125,21 @@ def exchange_of(
     out_shape: Sequence[int] | None,
     gather_dim: int,
     scatter_dim: int,
+    gather_splits: Sequence[int] | None,
+    gather_size: int | None,
+    scatter_starts: Sequence[int] | None,
+    scatter_lengths: Sequence[int] | None,
     group_size: int,
+    group_name: str,
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     check_tensors(x, [w], [bias])
     shape = None if out_shape is None else tuple(out_shape)
-    exchange = shapes.of(shapes.matmul_all_to_all, x.shape, w.shape, shape, gather_dim, scatter_dim, group_size)
+    parts = splits.hashable(gather_splits, gather_size, scatter_starts, scatter_lengths)
+    dims = (gather_dim, scatter_dim)
+    exchange = shapes.of(
+        shapes.matmul_all_to_all, x.shape, w.shape, shape, *dims, group_size, parts, rank_of(group_name)
+    )
     check_bias(bias, w.shape[-1])
     return exchange
 
@@ -120,14 +151,20 @@ def _kernel(
     out_shape: list[int] | None,
     gather_dim: int,
     scatter_dim: int,
+    gather_splits: list[int] | None,
+    gather_size: int | None,
+    scatter_starts: list[int] | None,
+    scatter_lengths: list[int] | None,
     group_size: int,
     group_name: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, group_size)
+    parts = gather_splits, gather_size, scatter_starts, scatter_lengths
+    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *parts, group_size, group_name)
 
     def unfused() -> Tensor:
-        return reference.matmul_all_to_all(x, w, bias, out_shape, gather_dim, scatter_dim, group_size, group_name)
+        dims = gather_dim, scatter_dim
+        return reference.matmul_all_to_all(x, w, bias, out_shape, *dims, group_size, group_name, exchange.cut)
 
     return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out)
 
@@ -143,11 +180,16 @@ def _fake(
     out_shape: list[int] | None,
     gather_dim: int,
     scatter_dim: int,
+    gather_splits: list[int] | None,
+    gather_size: int | None,
+    scatter_starts: list[int] | None,
+    scatter_lengths: list[int] | None,
     group_size: int,
     group_name: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, group_size)
+    parts = gather_splits, gather_size, scatter_starts, scatter_lengths
+    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *parts, group_size, group_name)
     return new_or_given(x, exchange.out_shape, out)
 
 
@@ -156,31 +198,41 @@ register_modes(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _bias, out_shape, gather_dim, scatter_dim, group_size, group_name = inputs
+    x, w, _bias, out_shape, gather_dim, scatter_dim, *given, group_size, group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
-    ctx.num_columns = 1 if out_shape is None else len(out_shape)
+    columns = [w.shape[-1]] if out_shape is None else out_shape
+    y_shape = [*x.shape[:-1], *columns]
+    ctx.num_columns = len(columns)
     ctx.x_shape, ctx.w_layout, ctx.num_n = x.shape, gradients.layout_of(w), w.shape[-1]
-    ctx.exchange = (scatter_dim, gather_dim, group_size, group_name)  # the exchange back
+    ctx.splits, ctx.scattered = Splits(*given), y_shape[scatter_dim]
+    back = splits.reversed_splits(ctx.splits, ctx.scattered, group_size)
+    ctx.exchange = (scatter_dim % len(y_shape), gather_dim % len(y_shape), back, group_size, group_name)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     grad_x = grad_w = grad_bias = None
-    if needs_x and ctx.num_n > 0:
-        gather_dim, scatter_dim, *group = ctx.exchange
+    gather_dim, scatter_dim, back, *group = ctx.exchange
+    adds = splits.adds_back(ctx.splits, ctx.scattered)
+    if needs_x and ctx.num_n > 0 and not adds:
         flat_x, grad_y = torch.ops.fusedcomm.all_to_all_matmul(
-            grad, w.mT, None, gather_dim, scatter_dim, needs_w or needs_bias, *group
+            grad, w.mT, None, gather_dim, scatter_dim, needs_w or needs_bias, *back, *group
         )
         grad_x = flat_x.view(ctx.x_shape)
     else:
-        grad_x = grad.new_zeros(ctx.x_shape) if needs_x else None
-        grad_y = reference.exchange(grad, *ctx.exchange)
+        grad_y = splits.exchange(grad, *ctx.exchange)
+        if adds:
+            grad_y = splits.add_back(grad_y, gather_dim, ctx.splits, ctx.scattered)
+        if needs_x and ctx.num_n > 0:
+            grad_x = torch.matmul(grad_y.flatten(-ctx.num_columns), w.mT)
+        elif needs_x:
+            grad_x = grad.new_zeros(ctx.x_shape)
     if needs_w:
         grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_layout)
     if needs_bias:
         grad_bias = gradients.of_bias(grad_y.flatten(-ctx.num_columns))
-    return grad_x, grad_w, grad_bias, None, None, None, None, None
+    return grad_x, grad_w, grad_bias, *[None] * 9
 
 
 register_autograd(OP, _backward, _setup_context)

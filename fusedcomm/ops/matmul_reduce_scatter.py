@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.parts import Splits
 from fusedcomm.geometry.shapes import check_bias, check_tensors
-from fusedcomm.ops import gradients
+from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.dispatch import run
 from fusedcomm.ops.library import (
@@ -25,14 +27,14 @@ from fusedcomm.ops.library import (
     register_kernel,
     register_modes,
 )
-from fusedcomm.runtime.group import Group, resolve
+from fusedcomm.runtime.group import Group, rank_of, resolve
 
 OP = "matmul_reduce_scatter"
 ALGORITHMS = {"chunked": chunked.push_reduce, "fused": fused.push_reduce}
 
 lib.define(
-    "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, int group_size, "
-    "str group_name) -> Tensor",
+    f"matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, {splits.SCATTER}, "
+    "int group_size, str group_name) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -45,6 +47,8 @@ def matmul_reduce_scatter(
     *,
     reduce_op: str | ReduceOp = "sum",
     bias: Tensor | None = None,
+    scatter_splits: Sequence[int] | None = None,
+    scatter_ranges: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
     """Multiply x by w and reduce the result over the ranks to a block for each, overlapped. It equals, for R ranks::
 
@@ -54,13 +58,17 @@ def matmul_reduce_scatter(
     Args:
         x: [..., K], at least 2-D; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
-        scatter_dim: a dim of y, along which it is cut; negative ones count from the end. R must divide y's size there.
+        scatter_dim: a dim of y, along which it is cut as torch.chunk does; negative ones count from the end. Ranks
+            behind its last chunk get nothing.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: "sum" or "avg", or torch.distributed.ReduceOp.SUM or AVG.
-        bias: [N], or [N / R] where N is scattered; added to what this rank gets.
+        bias: [N], or the size of this rank's part where N is scattered; added to what this rank gets.
+        scatter_splits: the size at scatter_dim that each rank gets, R ints that add up to it, the same on all ranks.
+        scatter_ranges: in place of scatter_splits (start, length) of what each rank gets. They may overlap: see
+            `replica_ranges`. Derivatives by one element are then added in rank order.
 
     Returns:
-        A contiguous tensor of y's shape, with 1 / R of its size at scatter_dim.
+        A contiguous tensor of y's shape, with this rank's part at scatter_dim: 1 / R of it if all are of one size.
 
     Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more, so that the results of
     `chunked` and `fused` are bit-equal from run to run.
@@ -90,20 +98,29 @@ def matmul_reduce_scatter(
         y = fusedcomm.matmul_reduce_scatter(x, w, scatter_dim=1)
         assert y.shape == (2, 4, 5) and (y == 6).all()  # [batch, tokens / R, N], summed over K
     """
-    check_types(x, w, bias, scatter_dim=scatter_dim)
-    reduce_op = reduce_op_name(reduce_op)
-    group_size, group_name = resolve(group)
-    return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name)
+    check_types(x, w, bias, scatter_dim=scatter_dim, scatter_splits=scatter_splits, scatter_ranges=scatter_ranges)
+    reduce_op, group = reduce_op_name(reduce_op), resolve(group)
+    _, _, *parts = splits.splits_of(None, None, scatter_splits, scatter_ranges)
+    return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, *parts, *group)
 
 
 def exchange_of(
-    x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, scatter_dim: int, group_size: int
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    reduce_op: str,
+    scatter_dim: int,
+    scatter_starts: Sequence[int] | None,
+    scatter_lengths: Sequence[int] | None,
+    group_size: int,
+    group_name: str,
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     check_tensors(x, [w], [bias])
-    make = shapes.matmul_reduce_scatter
-    exchange: Exchange = shapes.of(make, x.shape, w.shape, reduce_op, scatter_dim, group_size)
-    check_bias(bias, exchange.block[-1], "N / R" if exchange.splits_columns else "N")
+    parts = splits.hashable(None, None, scatter_starts, scatter_lengths)
+    where = (scatter_dim, group_size, parts, rank_of(group_name))
+    exchange: Exchange = shapes.of(shapes.matmul_reduce_scatter, x.shape, w.shape, reduce_op, *where)
+    check_bias(bias, exchange.out_shape[-1], "N / R" if exchange.splits_columns else "N")
     return exchange
 
 
@@ -113,14 +130,17 @@ def _kernel(
     bias: Tensor | None,
     reduce_op: str,
     scatter_dim: int,
+    scatter_starts: list[int] | None,
+    scatter_lengths: list[int] | None,
     group_size: int,
     group_name: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, group_size)
+    parts, group = (scatter_starts, scatter_lengths), (group_size, group_name)
+    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, *parts, *group)
 
     def unfused() -> Tensor:
-        return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name)
+        return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, *group, exchange.cut)
 
     scale = 1 / group_size if reduce_op == "avg" else 1.0
     return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out, scale=scale)
@@ -136,11 +156,14 @@ def _fake(
     bias: Tensor | None,
     reduce_op: str,
     scatter_dim: int,
+    scatter_starts: list[int] | None,
+    scatter_lengths: list[int] | None,
     group_size: int,
     group_name: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, group_size)
+    parts, group = (scatter_starts, scatter_lengths), (group_size, group_name)
+    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, *parts, *group)
     return new_or_given(x, exchange.out_shape, out)
 
 
@@ -149,10 +172,12 @@ register_modes(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _bias, reduce_op, scatter_dim, group_size, group_name = inputs
+    x, w, _bias, reduce_op, scatter_dim, starts, lengths, group_size, group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
     ctx.w_layout, ctx.reduce_op = gradients.layout_of(w), reduce_op
-    ctx.scatter_dim, ctx.group = scatter_dim, (group_size, group_name)
+    ctx.scatter_dim, ctx.group = scatter_dim % x.ndim, (group_size, group_name)
+    ctx.splits = Splits(None, None, starts, lengths)
+    ctx.scattered = (*x.shape[:-1], w.shape[-1])[scatter_dim]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,16 +185,21 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
     grad_x = grad_w = None
     part = reference.averaged(grad, ctx.reduce_op, ctx.group[0])
-    if needs_x:
+    back = splits.reversed_splits(ctx.splits, ctx.scattered, ctx.group[0])
+    adds = splits.adds_back(ctx.splits, ctx.scattered)
+    if needs_x and not adds:
         (grad_x,), gathered = torch.ops.fusedcomm.all_gather_matmul(
-            part, [w.mT], [None], ctx.scatter_dim, needs_w, *ctx.group
+            part, [w.mT], [None], ctx.scatter_dim, needs_w, *back[:2], *ctx.group
         )
-    elif needs_w:
-        gathered = reference.all_gather(part, ctx.scatter_dim, *ctx.group)
+    elif needs_x or needs_w:
+        gathered = splits.all_gather(part, ctx.scatter_dim, back, *ctx.group)
+        if adds:
+            gathered = splits.add_back(gathered, ctx.scatter_dim, ctx.splits, ctx.scattered)
+        grad_x = torch.matmul(gathered, w.mT) if needs_x else None
     if needs_w:
         grad_w = gradients.of_w(x, gathered, ctx.w_layout)
     grad_bias = gradients.of_bias(grad) if needs_bias else None
-    return grad_x, grad_w, grad_bias, None, None, None, None
+    return grad_x, grad_w, grad_bias, *[None] * 6
 
 
 register_autograd(OP, _backward, _setup_context)

@@ -55,6 +55,11 @@ def find(group_name: str) -> ProcessGroup:
         raise ValueError(f"group must be an initialised process group, got name {group_name!r}") from None
 
 
+def rank_of(group_name: str) -> int:
+    """This process' rank in the group."""
+    return find(group_name).rank()
+
+
 def _size_of(group_name: str) -> int:
     try:
         return c10d._get_group_size_by_name(cast(c10d.GroupName, group_name))  # torch.compile knows this one

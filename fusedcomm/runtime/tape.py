@@ -100,11 +100,11 @@ class Recorder(TorchDispatchMode):
             yield
         self._ranks.append(dst_rank)
 
-    def either(self, kind: str, rank: int, taken: bool, result: Tensor) -> Iterator[bool]:
+    def either(self, kind: str, rank: int, taken: bool, num_bytes: int) -> Iterator[bool]:
         for answer in (True, False):
             with self.body(dry=answer != taken):
                 yield answer
-        self.tape.either(kind, rank, result.nbytes)
+        self.tape.either(kind, rank, num_bytes)
 
     @contextmanager
     def lane(self, name: str, profiled: AbstractContextManager[Any]) -> Iterator[None]:
@@ -226,25 +226,25 @@ def chunk(dst_rank: int) -> AbstractContextManager[None]:
     return nullcontext() if found is None else found.chunk(dst_rank)
 
 
-def either(kind: str, rank: int, taken: bool, result: Tensor | None) -> Iterator[bool]:
+def either(kind: str, rank: int, taken: bool, num_bytes: int | None) -> Iterator[bool]:
     """Yields ``taken``: whether a chunk is in place and not in a slot. While a call is recorded, it yields both.
 
     ``kind``: "placed" for a chunk of this rank in dst_rank's result, "arrived" for one of src_rank in the own result. A
-    tape decides anew each time. ``result``: None where nothing can be in place.
+    tape decides anew each time. ``num_bytes``: of that result; None where nothing can be in place.
     """
     found = recorder()
-    if found is None or result is None:
+    if found is None or num_bytes is None:
         yield taken
     else:
-        yield from found.either(kind, rank, taken, result)
+        yield from found.either(kind, rank, taken, num_bytes)
 
 
-def stand_in(dst_rank: int, result: Tensor) -> Tensor:
+def stand_in(dst_rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Memory for the branch that is recorded without effect."""
     found = recorder()
     assert found is not None
     with paused():
-        place = torch.empty_like(result)
+        place = torch.empty(numel, dtype=dtype, device="cpu")
     found.peer_result(dst_rank, place)
     return place
 

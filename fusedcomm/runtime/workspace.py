@@ -440,11 +440,11 @@ class Round:
 
     def part(self, dst_rank: int) -> Tensor:
         """The place of this rank's chunk in the slot of dst_rank, flat."""
-        return self._chunk(dst_rank, self.workspace.rank)
+        return self._chunk(dst_rank, self.workspace.rank, self.spans.at(dst_rank).pack.size)
 
     def received(self, src_rank: int) -> Tensor:
         """The chunk that src_rank has pushed into this rank's slot, flat."""
-        return self._chunk(self.workspace.rank, src_rank)
+        return self._chunk(self.workspace.rank, src_rank, self.spans.at(src_rank).unpack.size)
 
     def post(self, result: Tensor) -> bool:
         """Tell every peer where this round's result is, if they can write it there."""
@@ -463,13 +463,13 @@ class Round:
     def all_have_posted(self) -> bool:
         return all(self.workspace.posts.has_come(peer, self.flag_value) for peer in self.peers()[:-1])
 
-    def posted(self, dst_rank: int, result: Tensor) -> Tensor | None:
-        """What dst_rank takes in place of ``result`` in this round, flat, if this rank may write it."""
-        place = self.workspace.posts.find(dst_rank, result.nbytes, self.flag_value)
+    def posted(self, dst_rank: int, num_bytes: int) -> Tensor | None:
+        """dst_rank's result of this round, flat, if this rank may write it."""
+        place = self.workspace.posts.find(dst_rank, num_bytes, self.flag_value)
         if place is None or self.workspace.results is None:
             return None
-        found = self.workspace.results.at_peer(dst_rank, place, result.nbytes)
-        return None if found is None else found.view(result.dtype)
+        found = self.workspace.results.at_peer(dst_rank, place, num_bytes)
+        return None if found is None else found.view(self.dtype)
 
     def mark_in_place(self, dst_rank: int) -> None:
         """Say to dst_rank, before the signal, that this round's chunk is in its result."""
@@ -489,10 +489,10 @@ class Round:
     def wait(self, src_rank: int) -> None:
         self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)
 
-    def _chunk(self, owner: int, src_rank: int) -> Tensor:
+    def _chunk(self, owner: int, src_rank: int, numel: int) -> Tensor:
         workspace = self.workspace
         workspace.check_rank(owner)
         workspace.check_rank(src_rank)
-        num_bytes = self.spans.chunk_numel * self.dtype.itemsize
-        start = workspace.layout.slot(self.epoch, workspace.slot_bytes) + src_rank * num_bytes
-        return workspace.buffers[owner][start : start + num_bytes].view(self.dtype)
+        step = self.spans.chunk_numel * self.dtype.itemsize
+        start = workspace.layout.slot(self.epoch, workspace.slot_bytes) + src_rank * step
+        return workspace.buffers[owner][start : start + numel * self.dtype.itemsize].view(self.dtype)

@@ -16,6 +16,7 @@ from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.matmuls import MATMULS, Product
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import value
+from fusedcomm.geometry.parts import EVEN
 
 OP = "all_gather_matmul"
 KIND = "all_gather"
@@ -70,6 +71,7 @@ def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:
             [product.per_column(rewriter, product.bias) for product in products],
             sent.gather_dim,
             bool(others),
+            *EVEN[:2],
             found.collective.group_size,
             found.collective.group_name,
         )

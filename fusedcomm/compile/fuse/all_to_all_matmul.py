@@ -15,6 +15,7 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import value
+from fusedcomm.geometry.parts import EVEN
 
 OP = "all_to_all_matmul"
 KIND = "all_to_all"
@@ -58,6 +59,7 @@ def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
             sent.gather_dim,
             sent.scatter_dim,
             bool(others),
+            *EVEN,
             found.collective.group_size,
             found.collective.group_name,
         )

@@ -13,6 +13,7 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node
+from fusedcomm.geometry.parts import EVEN
 
 OP = "matmul_reduce_scatter"
 KIND = "reduce_scatter"
@@ -64,6 +65,7 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             product.per_column(rewriter, match.reduced.bias),
             collective.reduce_op,
             [dim[0] if dim else None for dim in dims].index(match.blocks),
+            *EVEN[2:],
             collective.group_size,
             collective.group_name,
         )

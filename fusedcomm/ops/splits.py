@@ -1,0 +1,111 @@
+"""How calls say which part of a dim each rank has: in Python, in the schemas, and in the backward's exchange back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedcomm import reference
+from fusedcomm.geometry.parts import Parts, Splits, cut_of, is_divisible, parts_of_sizes
+from fusedcomm.runtime.group import rank_of
+
+Sizes = Sequence[int]
+Ranges = Sequence[tuple[int, int]]
+
+GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
+SCATTER = "SymInt[]? scatter_starts, SymInt[]? scatter_lengths"
+
+
+def splits_of(
+    gather_splits: Sizes | None, gather_size: int | None, scatter_splits: Sizes | None, scatter_ranges: Ranges | None
+) -> Splits:
+    """What the schemas have for arguments of the Python functions. Raises ValueError."""
+    given = None if gather_splits is None else list(gather_splits)
+    if scatter_ranges is None:
+        return Splits(given, gather_size, None, None if scatter_splits is None else list(scatter_splits))
+    if scatter_splits is not None:
+        raise ValueError("at most one of scatter_splits and scatter_ranges may be given, got both")
+    return Splits(given, gather_size, [start for start, _ in scatter_ranges], [size for _, size in scatter_ranges])
+
+
+def replica_ranges(size: int, group_size: int, replicas: int) -> list[tuple[int, int]]:
+    """Return ``scatter_ranges`` that give each of R / replicas blocks of a dim to that many consecutive ranks.
+
+    So 8 ranks can share 2 heads of keys: ``replica_ranges(2, 8, 4)`` gives the first to ranks 0 to 3.
+
+    Args:
+        size: the size at scatter_dim.
+        group_size: the number of ranks, R.
+        replicas: how many ranks get the same block; it must divide R, and R / replicas must divide size.
+
+    Raises:
+        ValueError: they do not divide so.
+
+    Example::
+
+        assert fusedcomm.replica_ranges(4, 4, 2) == [(0, 2), (0, 2), (2, 2), (2, 2)]
+    """
+    if replicas < 1 or group_size % replicas:
+        raise ValueError(f"replicas must divide group_size={group_size}, got {replicas}")
+    blocks = group_size // replicas
+    if size % blocks:
+        raise ValueError(f"size must be divisible by group_size / replicas = {blocks}, got {size}")
+    length = size // blocks
+    return [(rank // replicas * length, length) for rank in range(group_size)]
+
+
+def hashable(
+    gather_splits: Sizes | None, gather_size: int | None, scatter_starts: Sizes | None, scatter_lengths: Sizes | None
+) -> Splits:
+    """The arguments of a schema as what geometry is cached by."""
+    lists = (None if each is None else tuple(each) for each in (gather_splits, scatter_starts, scatter_lengths))
+    splits, starts, lengths = lists
+    return Splits(splits, gather_size, starts, lengths)
+
+
+def reversed_splits(splits: Splits, scattered: int, group_size: int) -> Splits:
+    """The Splits of the exchange back, of the parts one after the other. ``scattered``: the size at scatter_dim."""
+    sizes, total = splits.scatter_lengths, None
+    if sizes is None and not is_divisible(scattered, group_size):
+        total = scattered
+    return Splits(sizes, total, None, splits.gather_splits)
+
+
+def exchange(t: Tensor, gather_dim: int, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
+    """The plain exchange of a backward."""
+    gather_dim, scatter_dim = gather_dim % t.ndim, scatter_dim % t.ndim
+    cut = cut_of(splits, t.shape[gather_dim], t.shape[scatter_dim], group_size, rank_of(group_name))
+    return reference.exchange(t, gather_dim, scatter_dim, group_size, group_name, cut)
+
+
+def all_gather(t: Tensor, gather_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
+    cut = cut_of(splits, t.shape[gather_dim], None, group_size, rank_of(group_name))
+    return reference.all_gather(t, gather_dim, group_size, group_name, cut)
+
+
+def reduce_scatter(t: Tensor, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
+    cut = cut_of(splits, None, t.shape[scatter_dim], group_size, rank_of(group_name))
+    return reference.reduce_scatter(t, "sum", scatter_dim, group_size, group_name, cut)
+
+
+def adds_back(splits: Splits, scattered: int) -> bool:
+    """Whether an element may have gone to several ranks, or to none: then gradients that come back are added up."""
+    starts, sizes = splits.scatter_starts, splits.scatter_lengths
+    return starts is not None and sizes is not None and not Parts(tuple(starts), tuple(sizes), scattered).tiles
+
+
+def add_back(joined: Tensor, dim: int, splits: Splits, scattered: int) -> Tensor:
+    """The gradient of what was scattered along ``dim``, from those of all parts one after the other.
+
+    Those of one element are added in rank order, in float32, and rounded once.
+    """
+    assert splits.scatter_starts is not None and splits.scatter_lengths is not None
+    shape = list(joined.shape)
+    shape[dim] = scattered
+    total = joined.new_zeros(shape, dtype=torch.promote_types(joined.dtype, torch.float32))
+    pieces = reference.parts(joined, dim, parts_of_sizes(splits.scatter_lengths))
+    for start, piece in zip(splits.scatter_starts, pieces, strict=True):
+        total.narrow(dim, start, piece.shape[dim]).add_(piece)
+    return total.to(joined.dtype)
