@@ -214,9 +214,8 @@ def _backward(ctx: Any, grad: Tensor | None, grad_exchanged: Tensor | None) -> t
                 grad, w.mT, None, ctx.columns, scatter_dim, gather_dim, *back, *ctx.group
             )
         if ctx.needs_input_grad[1]:
-            exchanged = (
-                x if ctx.saved_exchanged else splits.exchange(x, gather_dim, scatter_dim, ctx.splits, *ctx.group)
-            )
+            if not ctx.saved_exchanged:
+                x = splits.exchange(x, gather_dim, scatter_dim, ctx.splits, *ctx.group)
             grad_w = gradients.of_w(x.flatten(-num_columns), grad, ctx.w_layout)
         if ctx.needs_input_grad[2]:
             grad_bias = gradients.of_bias(grad)

@@ -18,6 +18,14 @@ import fusedcomm
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 
+EVEN = {  # the arguments that say which part of a dim each rank has
+    "matmul_all_to_all": (None,) * 4,
+    "all_to_all_matmul": (None,) * 4,
+    "all_gather_matmul": (None,) * 2,
+    "matmul_reduce_scatter": (None,) * 2,
+    "matmul_all_reduce": (),
+}
+
 Inputs = tuple[Tensor, Any, Any]  # x, w, bias, as the op's function takes them
 
 
@@ -125,7 +133,7 @@ class Problem:
             w, bias = [w], [bias]
         asked = [by_product] if self.op in GATHERS else []
         group = dist.group.WORLD
-        return x, w, bias, *self.arguments(group.size()), *asked, group.size(), group.group_name
+        return x, w, bias, *self.arguments(group.size()), *asked, *EVEN[self.op], group.size(), group.group_name
 
 
 GATHERS = ("all_to_all_matmul", "all_gather_matmul")

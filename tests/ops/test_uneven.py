@@ -11,7 +11,6 @@ from torch import Tensor
 
 import fusedcomm
 from tests.helpers.groups import empty_is_nan
-from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Uneven
 
 A2A, BACK = "matmul_all_to_all", "all_to_all_matmul"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.problems import GATHERS, Problem
+from tests.helpers.problems import EVEN, GATHERS, Problem
 from tests.helpers.schedule.kernel_effects import Group
 from tests.helpers.schedule.operations import Recording
 from tests.helpers.schedule.recorder import Recorder
@@ -66,7 +66,7 @@ def _call(
     problem: Problem, x: Tensor, ws: list[Tensor], biases: list[Any], group: Group, by_product: bool
 ) -> list[Tensor]:
     op, arguments = getattr(torch.ops.fusedcomm, problem.op), problem.arguments(len(group.ranks))
-    where = len(group.ranks), group.name
+    where = *EVEN[problem.op], len(group.ranks), group.name
     if problem.op == "all_gather_matmul":
         return op(x, ws, biases, *arguments, by_product, *where)[0]
     if problem.op in GATHERS:
