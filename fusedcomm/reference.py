@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusedcomm.geometry.parts import Cut, Parts
+from fusedcomm.geometry.cut import Cut, Parts
 
 _MOST_PADDING = 1.25  # NCCL sends blocks of one size by one kernel, others each by itself; chosen, not measured
 

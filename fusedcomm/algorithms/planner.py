@@ -7,6 +7,7 @@ Rules say what cannot run, each with its reason:
     no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
     one row does not fit a slot                         unfused     rounds are cut between rows
     K or N above 2^30                                   not fused   its kernels count them in 32 bits
+    parts of different sizes, on GPUs or as fused       unfused     the kernels take blocks of one size
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
@@ -115,10 +116,10 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
     """``member`` is None for a group of one rank."""
     if member is None or exchange.group_size == 1:
         return Plan(op, "unfused", "one rank: nothing to exchange")
-    exchange = exchange.for_all
     name, strict = force_algorithm.current
     name = name or member.topology.algorithm
-    reason = _reject_reason(name, exchange, dtype, member)
+    reason = _reject_uneven(name, exchange, member) or _reject_reason(name, exchange.for_all, dtype, member)
+    exchange = exchange.for_all
     if reason is not None:
         if strict and name not in (None, "unfused"):
             raise RuntimeError(f"{op} cannot run as {name}: {reason}")
@@ -180,6 +181,13 @@ def dtype_name(dtype: torch.dtype, tf32: bool) -> str:
 
 def _text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def _reject_uneven(name: str | None, exchange: Exchange, member: Member) -> str | None:
+    """Why parts of different sizes keep ``name``, or any algorithm with a workspace, from running; None if nothing."""
+    if exchange.cut is None or name == "unfused" or (member.device.type == "cpu" and name != "fused"):
+        return None
+    return f"parts of different sizes, {exchange.cut}: the kernels take blocks of one size"
 
 
 def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Member) -> str | None:

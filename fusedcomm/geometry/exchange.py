@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from fusedcomm.geometry.parts import Cut
+from fusedcomm.geometry.cut import Cut
 from fusedcomm.geometry.spans import PeerSpans, Range, RoundSpans, Span, block_shape, boxes, clip, moved, span
 
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.parts import EVEN, Cut, Splits, cut_of
+from fusedcomm.geometry.cut import EVEN, Cut, Splits, cut_of
 from fusedcomm.geometry.spans import block_shape
 
 REDUCE_OPS = ("sum", "avg")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.geometry.parts import Parts, Splits, cut_of, is_divisible, parts_of_sizes
+from fusedcomm.geometry.cut import Parts, Splits, cut_of, is_divisible, parts_of_sizes
 from fusedcomm.runtime.group import rank_of
 
 Sizes = Sequence[int]

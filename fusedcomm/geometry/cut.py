@@ -61,6 +61,9 @@ class Cut(NamedTuple):
         assert self.gathered is not None and self.scattered is not None
         return self.gathered, self.scattered
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={list(value)}" for name, value in self.arguments.items())
+
     @property
     def arguments(self) -> dict[str, tuple[Any, ...]]:
         """The parts under the names of the ops' arguments."""
