@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.cut import EVEN, Cut, Splits, cut_of
+from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.spans import block_shape
 
 REDUCE_OPS = ("sum", "avg")

@@ -125,7 +125,8 @@ def moved(box: Sequence[Range], dim: int | None, start: int) -> list[Range]:
 
 def clip(box: Sequence[Range], block: Sequence[int]) -> list[Range]:
     """What of ``box`` lies in a block that may be smaller than the one that it was cut from."""
-    return [Range(r.start, max(0, min(r.size, size - r.start))) for r, size in zip(box, block, strict=True)]
+    starts = [min(r.start, size) for r, size in zip(box, block, strict=True)]
+    return [Range(start, min(r.size, size - start)) for start, r, size in zip(starts, box, block, strict=True)]
 
 
 def block_shape(shape: Sequence[int], split_dim: int, group_size: int) -> list[int]:

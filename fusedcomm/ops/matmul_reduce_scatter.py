@@ -12,8 +12,8 @@ from torch.distributed import ReduceOp
 from fusedcomm import reference
 from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.cut import Splits
+from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types, reduce_op_name

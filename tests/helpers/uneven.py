@@ -99,12 +99,20 @@ class Uneven:
             found.append((integers(*x_shape), w, integers(size) if self.bias else None))
         return found
 
-    def call(self, inputs: tuple[Tensor, Tensor, Tensor | None], group: Any, num_ranks: int) -> Tensor:
+    def call(self, inputs: tuple[Tensor, Tensor, Tensor | None], group: Any, num_ranks: int, **more: Any) -> Tensor:
         x, w, bias = inputs
+        options = self._arguments(w, num_ranks) | more
+        return getattr(fusedcomm, self.op)(x, w, group=group, bias=bias, **options)  # type: ignore[no-any-return]
+
+    def explain(self, rank: int, group: Any, num_ranks: int) -> fusedcomm.Plan:
+        x, w, bias = self.inputs(num_ranks)[rank]
+        return fusedcomm.explain(self.op, x, w, group=group, bias=bias, **self._arguments(w, num_ranks))
+
+    def _arguments(self, w: Tensor, num_ranks: int) -> dict[str, Any]:
         options = self.options(num_ranks)
         if self.op == "matmul_all_to_all" and self.num_columns > 1:
             options["out_shape"] = self._columns(w, num_ranks)
-        return getattr(fusedcomm, self.op)(x, w, group=group, bias=bias, **options)  # type: ignore[no-any-return]
+        return options
 
     def expected(self, inputs: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
         """Every rank's result, differentiable."""

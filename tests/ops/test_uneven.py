@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from tests.helpers.groups import empty_is_nan
-from tests.helpers.uneven import Uneven
+from fusedcomm.geometry import shapes
+from fusedcomm.geometry.cut import EVEN, Splits, chunk_parts
+from tests.helpers.groups import empty_is_nan, fresh_group, member_of
+from tests.helpers.in_place import in_place_from, without_tapes
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.uneven import Uneven, chunk_sizes
 
 A2A, BACK = "matmul_all_to_all", "all_to_all_matmul"
 GATHER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter"
@@ -68,7 +74,9 @@ CASES: dict[str, tuple[int, Uneven]] = {
 }  # fmt: skip
 
 
-def results(case: Uneven, rank: int, num_ranks: int, seed: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
+def results(
+    case: Uneven, rank: int, num_ranks: int, seed: int, group: Any = None, **options: Any
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """This rank's result and gradients: of the op, and of the whole group's program."""
     inputs = case.inputs(num_ranks, seed)
     whole = [tuple(None if t is None else t.double().requires_grad_() for t in each) for each in inputs]
@@ -78,19 +86,23 @@ def results(case: Uneven, rank: int, num_ranks: int, seed: int) -> tuple[list[Te
     torch.autograd.backward(wanted, [grad.double() for grad in grads])
     own = tuple(None if t is None else t.requires_grad_() for t in inputs[rank])
     with empty_is_nan():
-        out = case.call(own, dist.group.WORLD, num_ranks)  # type: ignore[arg-type]
+        out = case.call(own, group, num_ranks, **options)  # type: ignore[arg-type]
         out.backward(grads[rank].to(out.dtype))
     found = [out.detach(), *(None if t is None else t.grad for t in own)]
     return found, [wanted[rank].detach(), *(None if t is None else t.grad for t in whole[rank])]
 
 
+def check_call(case: Uneven, rank: int, num_ranks: int, seed: int, group: Any = None, **options: Any) -> None:
+    for found, wanted in zip(*results(case, rank, num_ranks, seed, group, **options), strict=True):
+        if found is not None or wanted is not None:
+            assert found is not None and wanted is not None
+            assert found.shape == wanted.shape and torch.equal(found.double(), wanted), (seed, found, wanted)
+
+
 def check_case(rank: int, case: Uneven, num_ranks: int, algorithm: str, calls: int = CALLS) -> None:
     with fusedcomm.force_algorithm(algorithm, strict=True):
         for seed in range(calls):
-            for found, wanted in zip(*results(case, rank, num_ranks, seed), strict=True):
-                if found is not None or wanted is not None:
-                    assert found is not None and wanted is not None
-                    assert found.shape == wanted.shape and torch.equal(found.double(), wanted), (seed, found, wanted)
+            check_call(case, rank, num_ranks, seed)
 
 
 @pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
@@ -98,3 +110,161 @@ def check_case(rank: int, case: Uneven, num_ranks: int, algorithm: str, calls: i
 def test_values_and_gradients(ranks: Any, name: str, algorithm: str) -> None:
     num_ranks, case = CASES[name]
     ranks(num_ranks).run(check_case, case, num_ranks, algorithm)
+
+
+KINDS = ["qkv-packed", "kv-2-of-4", "back-splits", "back-long-runs", "gather-splits", "gather-long-k", "reduce-rows"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_narrow_dtypes(ranks: Any, name: str, dtype: torch.dtype) -> None:
+    """Where K is gathered, one matmul takes all sources; its integers must fit the dtype."""
+    num_ranks, case = CASES[name]
+    case = replace(case, dtype=dtype, shape=tuple(min(size, 40) for size in case.shape))
+    ranks(num_ranks).run(check_case, case, num_ranks, "chunked", 3)
+
+
+@on_ranks()
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("op", [BACK, GATHER])
+def test_nothing_is_kept_for_the_backward(rank: int, world_size: int, op: str) -> None:
+    """What was exchanged is exchanged again."""
+    case = out_of_attention(7, 5) if op == BACK else Uneven(GATHER, (7, 4), gather_dim=0)
+    keeps = {"save_exchanged" if op == BACK else "save_gathered": False}
+    for algorithm in ("unfused", "chunked"):
+        with fusedcomm.force_algorithm(algorithm, strict=True):
+            check_call(case, rank, world_size, 0, **keeps)
+
+
+MANY_ROUNDS = {
+    "into": into_attention(200, 4, gather=(1, 180, 19)),
+    "kv": into_attention(200, 3, gather=(1, 180, 19), scatter=((0, 1), (0, 2), (2, 1))),
+    "out": out_of_attention(200, 5, gather=(1, 0, 4), scatter=(6, 0, 194), bias=True),
+    "gather": Uneven(GATHER, (300, 40), gather_dim=0, gather=(290, 0, 10)),
+    "gather-k": Uneven(GATHER, (300, 40), gather_dim=1),
+    "reduce": Uneven(REDUCE, (300, 40), scatter_dim=0, scatter=(1, 299, 0)),
+    "reduce-columns": Uneven(REDUCE, (300, 40), scatter_dim=1),
+}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", MANY_ROUNDS)
+def test_several_rounds(rank: int, name: str) -> None:
+    """A round takes the same rows of every chunk, and nothing of a chunk that has no more."""
+    case = MANY_ROUNDS[name]
+    with fresh_group(WORKSPACE_BYTES="16384") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        assert case.explain(rank, group, 3).num_rounds > 1
+        for seed in range(CALLS):
+            check_call(case, rank, 3, seed, group)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["kv-straddles", "reduce-ranges", "gather-splits"])
+def test_one_rank_takes_its_part(rank: int, name: str) -> None:
+    case = CASES[name][1]
+    alone = replace(case, gather=None, scatter=None if case.scatter_dim is None else ((1, 2),))
+    check_call(alone, 0, 1, 0)
+
+
+IN_PLACE = {
+    "rows": Uneven(A2A, (601, 7), gather_dim=0, scatter_dim=1),
+    "runs": Uneven(A2A, (2, 601, 9), gather_dim=1, scatter_dim=2),
+    "kv": Uneven(A2A, (601, 3, 5), num_columns=2, gather_dim=0, scatter_dim=1, scatter=((0, 2), (1, 2))),
+    "gathered": Uneven(GATHER, (533, 4), gather_dim=0),
+    "exchanged": Uneven(BACK, (533, 7), gather_dim=0, scatter_dim=1),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_chunks_come_in_place(rank: int, name: str, tapes: bool) -> None:
+    """Ranks have results of different sizes, and write into each other's."""
+    case, seen = IN_PLACE[name], 0
+    with pytest.MonkeyPatch.context() as patch:
+        if not tapes:
+            without_tapes(patch)
+        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+            for seed in range(16):
+                dist.barrier(group)
+                if rank == seed % 2:
+                    time.sleep(0.02)  # the peer has posted by then
+                x, w, bias = case.inputs(2, seed)[rank]
+                out = case.call((x, w.requires_grad_(), bias), group, 2)  # what is gathered is kept, and so made
+                seen += len(in_place_from(member_of(group).workspace))
+                assert torch.equal(out, case.expected(case.inputs(2, seed))[rank])
+                del out
+    assert seen > 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_ranks_that_disagree_are_told(rank: int, check: str) -> None:
+    """Each rank's x is as its own splits say, so that only the others can tell."""
+    case = Uneven(A2A, (8, 7), gather_dim=0, scatter_dim=1, gather=(4, 4) if rank else (4, 3), scatter=(3, 4))
+    with fresh_group(CHECK=check, TIMEOUT_S="20") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        with pytest.raises(fusedcomm.PeerMismatchError) as caught:
+            case.call(case.inputs(2)[rank], group, 2)
+        assert check == "0" or "gather_splits [4, 3] on rank 0 and [4, 4] on rank 1" in str(caught.value)
+        dist.barrier(group)
+
+
+X, W = torch.empty(4, 8), torch.empty(8, 6)
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"gather_splits": [4]}, ValueError, "gather_splits must have one entry per rank, 2, got 1"),
+    ({"gather_splits": [4, -4]}, ValueError, r"gather_splits must be at least 0, got \[4, -4\]"),
+    ({"gather_splits": [3, 3]}, ValueError, "gather_dim size must be what gather_splits gives rank 0, 3, got 4"),
+    ({"gather_size": 5}, ValueError, "gather_dim size must be what gather_size=5 gives rank 0, 3, got 4"),
+    ({"gather_size": -1}, ValueError, "gather_size must be at least 0, got -1"),
+    ({"gather_size": 8, "gather_splits": [4, 4]}, ValueError, "at most one of gather_splits and gather_size may be"),
+    ({"scatter_splits": [3, 2]}, ValueError, r"scatter_lengths must add up to scatter_dim size 6, got \[3, 2\]"),
+    ({"scatter_splits": [1, 2, 3]}, ValueError, "scatter_lengths must have one entry per rank, 2, got 3"),
+    ({"scatter_ranges": [(0, 3), (4, 3)]}, ValueError, r"must end within scatter_dim size 6, got 4 \+ 3"),
+    ({"scatter_ranges": [(-1, 3), (2, 3)]}, ValueError, r"scatter_starts must be at least 0, got \[-1, 2\]"),
+    ({"scatter_ranges": [(0, 3)] * 2, "scatter_splits": [3, 3]}, ValueError, "at most one of scatter_splits and"),
+    ({"gather_splits": 4}, TypeError, "gather_splits must be a list of sizes or None, got 4"),
+    ({"scatter_splits": [3.5, 2.5]}, TypeError, "each size of scatter_splits must be an int, got 3.5"),
+    ({"scatter_ranges": [3, 3]}, TypeError, r"each of scatter_ranges must be \(start, length\), got 3"),
+    ({"scatter_ranges": [(0, "a"), (1, 2)]}, TypeError, "each start and length of scatter_ranges must be an int"),
+]
+
+
+@on_ranks(2)
+def test_bad_parts_are_refused_before_anything_is_sent(rank: int) -> None:
+    if rank == 1:
+        return
+    for options, kind, message in BAD:
+        for device in ("cpu", "meta"):
+            with pytest.raises(kind, match=message):
+                fusedcomm.matmul_all_to_all(X.to(device), W.to(device), 0, 1, **options)
+
+
+def test_chunks_are_those_of_torch() -> None:
+    for total in range(12):
+        for num_ranks in range(1, 6):
+            parts = chunk_parts(total, num_ranks)
+            assert list(parts.sizes) == chunk_sizes(total, num_ranks) and parts.tiles
+
+
+def test_blocks_of_one_size_are_no_matter_how_they_are_said() -> None:
+    """They are the same call on the wire as one that says nothing."""
+    plain = shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2)
+    for splits in (
+        Splits(gather_splits=(4, 4)),
+        Splits(gather_size=8, scatter_lengths=(3, 3)),
+        Splits(scatter_starts=(0, 3), scatter_lengths=(3, 3)),
+        EVEN,
+    ):
+        said = shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2, splits)
+        assert said.cut is None and said.key == plain.key
+    for other in (Splits(scatter_lengths=(2, 4)), Splits(scatter_starts=(0, 2), scatter_lengths=(3, 3))):
+        assert shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2, other).key != plain.key
+
+
+@on_ranks(2)
+def test_kernels_are_not_given_parts_of_different_sizes(rank: int) -> None:
+    case = CASES["many-rows"][1]
+    with fusedcomm.force_algorithm("fused"):
+        plan = case.explain(rank, None, 2)
+    assert plan.algorithm == "unfused"
+    assert "gather_splits=[301, 300], scatter_ranges=[(0, 4), (4, 3)]: the kernels take blocks" in plan.reason

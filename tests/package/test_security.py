@@ -32,6 +32,7 @@ from torch.distributed import HashStore
 import fusedcomm
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULTS, TUNED
+from fusedcomm.geometry.spans import RoundSpans, Span
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime import signals
 from fusedcomm.runtime.rank_order import peers_of, sources_of
@@ -417,7 +418,7 @@ def test_a_handle_refuses_ranks_outside_the_group(ranks: Ranks) -> None:
 
 def virtual_round() -> tuple[list[Tensor], dict[str, Callable[[int], Any]]]:
     """The segments of two virtual ranks, and the functions that take a rank on the first one's host."""
-    workspace, spans = VirtualGroup(2, 1 << 12, CPU).workspaces[0], SimpleNamespace(chunk_numel=8)
+    workspace, spans = VirtualGroup(2, 1 << 12, CPU).workspaces[0], RoundSpans(*[Span(8, 0, 8, 0, 0)] * 5)
     workspace.timeout_s = 0.05
     round = Round(workspace, 1, spans, torch.float32, "op", 7)
     return workspace.buffers, {

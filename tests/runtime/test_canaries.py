@@ -194,11 +194,11 @@ def check_overrun_of_a_result(rank: int, side: str, num_bytes: int) -> str:
         time.sleep(0.1)
         post(self, result)
 
-    def overrun(self: Round, dst_rank: int, result: torch.Tensor) -> torch.Tensor | None:
-        place = posted(self, dst_rank, result)
+    def overrun(self: Round, dst_rank: int, size: int) -> torch.Tensor | None:
+        place = posted(self, dst_rank, size)
         assert place is not None and self.workspace.results is not None
         begin = place.storage_offset() * place.itemsize
-        start = begin - num_bytes if side == "before" else begin + result.nbytes
+        start = begin - num_bytes if side == "before" else begin + size
         self.workspace.results.buffers[dst_rank][start : start + num_bytes] = 0
         return place
 
