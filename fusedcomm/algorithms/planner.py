@@ -8,6 +8,7 @@ Rules say what cannot run, each with its reason:
     one row does not fit a slot                         unfused     rounds are cut between rows
     K or N above 2^30                                   not fused   its kernels count them in 32 bits
     parts of different sizes, on GPUs or as fused       unfused     the kernels take blocks of one size
+    a part of K that is empty on a rank                 unfused     it cannot tell which dims make up K
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
@@ -185,7 +186,11 @@ def _text(seconds: float) -> str:
 
 def _reject_uneven(name: str | None, exchange: Exchange, member: Member) -> str | None:
     """Why parts of different sizes keep ``name``, or any algorithm with a workspace, from running; None if nothing."""
-    if exchange.cut is None or name == "unfused" or (member.device.type == "cpu" and name != "fused"):
+    if exchange.cut is None or name == "unfused":
+        return None
+    if not exchange.tells_k:
+        return f"{exchange.cut}: a rank whose part of K is empty cannot tell which dims make up K"
+    if member.device.type == "cpu" and name != "fused":
         return None
     return f"parts of different sizes, {exchange.cut}: the kernels take blocks of one size"
 

@@ -92,6 +92,14 @@ class Exchange:
         return self.chunk_numel if split_dim is None else math.prod(sizes[split_dim:]) // self.group_size
 
     @property
+    def tells_k(self) -> bool:
+        """Whether each rank finds the same dims of the exchanged x to make up K, which it does by their product."""
+        if not self.gathers or self.cut is None or self.cut.scattered is None or self._scatter_dim is None:
+            return True
+        fewest, is_last = min(self.cut.scattered.sizes), self._scatter_dim == len(self.shape) - 1
+        return self._scatter_dim < self.split_dim or fewest > 1 or (fewest == 1 and is_last)
+
+    @property
     def splits_columns(self) -> bool:
         return self.split_dim >= self.num_lead
 

@@ -203,8 +203,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     columns = [w.shape[-1]] if out_shape is None else out_shape
     y_shape = [*x.shape[:-1], *columns]
     ctx.num_columns = len(columns)
-    ctx.x_shape, ctx.w_layout, ctx.num_n = x.shape, gradients.layout_of(w), w.shape[-1]
+    ctx.x_shape, ctx.w_layout = x.shape, gradients.layout_of(w)
     ctx.splits, ctx.scattered = Splits(*given), y_shape[scatter_dim]
+    # where a rank has no columns, it would find no K in the exchange back
+    column_dim = gather_dim % len(y_shape) - x.ndim + 1
+    ctx.has_columns = splits.all_have_some(ctx.splits, group_size) if column_dim >= 0 else w.shape[-1] > 0
     back = splits.reversed_splits(ctx.splits, ctx.scattered, group_size)
     ctx.exchange = (scatter_dim % len(y_shape), gather_dim % len(y_shape), back, group_size, group_name)
 
@@ -212,10 +215,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    grad_x = grad_w = grad_bias = None
+    grad_w = grad_bias = None
     gather_dim, scatter_dim, back, *group = ctx.exchange
     adds = splits.adds_back(ctx.splits, ctx.scattered)
-    if needs_x and ctx.num_n > 0 and not adds:
+    if needs_x and ctx.has_columns and not adds:
         flat_x, grad_y = torch.ops.fusedcomm.all_to_all_matmul(
             grad, w.mT, None, gather_dim, scatter_dim, needs_w or needs_bias, *back, *group
         )
@@ -224,10 +227,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_y = splits.exchange(grad, *ctx.exchange)
         if adds:
             grad_y = splits.add_back(grad_y, gather_dim, ctx.splits, ctx.scattered)
-        if needs_x and ctx.num_n > 0:
-            grad_x = torch.matmul(grad_y.flatten(-ctx.num_columns), w.mT)
-        elif needs_x:
-            grad_x = grad.new_zeros(ctx.x_shape)
+        grad_x = torch.matmul(grad_y.flatten(-ctx.num_columns), w.mT) if needs_x else None
     if needs_w:
         grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_layout)
     if needs_bias:

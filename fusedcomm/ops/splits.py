@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.geometry.cut import Parts, Splits, cut_of, is_divisible, parts_of_sizes
+from fusedcomm.geometry.cut import Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
 from fusedcomm.runtime.group import rank_of
 
 Sizes = Sequence[int]
@@ -88,6 +88,13 @@ def all_gather(t: Tensor, gather_dim: int, splits: Splits, group_size: int, grou
 def reduce_scatter(t: Tensor, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
     cut = cut_of(splits, None, t.shape[scatter_dim], group_size, rank_of(group_name))
     return reference.reduce_scatter(t, "sum", scatter_dim, group_size, group_name, cut)
+
+
+def all_have_some(splits: Splits, group_size: int) -> bool:
+    """Whether no rank's part of what is gathered is known to be empty."""
+    if splits.gather_splits is not None:
+        return all(size > 0 for size in splits.gather_splits)
+    return splits.gather_size is None or all(size > 0 for size in chunk_parts(splits.gather_size, group_size).sizes)
 
 
 def adds_back(splits: Splits, scattered: int) -> bool:

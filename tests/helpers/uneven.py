@@ -5,12 +5,15 @@ The oracle knows nothing of fusedcomm: it cuts by torch's own `tensor_split` and
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
@@ -40,6 +43,15 @@ class Uneven:
     @property
     def pushes(self) -> bool:
         return self.op in ("matmul_all_to_all", "matmul_reduce_scatter")
+
+    def has_fewest_columns(self, num_ranks: int) -> bool:
+        """Whether no fewer of the last dims make up K on a rank: all_to_all_matmul takes as few as do."""
+        shapes = [list(self.shape) for _ in range(num_ranks)]
+        if self.scatter_dim is not None:
+            for shape, (_, size) in zip(shapes, self.intervals(num_ranks), strict=True):
+                shape[self.scatter_dim] = size
+        suffixes = [[math.prod(shape[-c:]) for c in range(1, self.num_columns + 1)] for shape in shapes]
+        return self.op != "all_to_all_matmul" or all(each[-1] not in each[:-1] for each in suffixes)
 
     def gathered(self, num_ranks: int) -> list[int]:
         """The size at gather_dim of each rank."""
@@ -101,17 +113,17 @@ class Uneven:
 
     def call(self, inputs: tuple[Tensor, Tensor, Tensor | None], group: Any, num_ranks: int, **more: Any) -> Tensor:
         x, w, bias = inputs
-        options = self._arguments(w, num_ranks) | more
+        options = self._arguments(dist.get_rank(group), num_ranks) | more
         return getattr(fusedcomm, self.op)(x, w, group=group, bias=bias, **options)  # type: ignore[no-any-return]
 
     def explain(self, rank: int, group: Any, num_ranks: int) -> fusedcomm.Plan:
         x, w, bias = self.inputs(num_ranks)[rank]
-        return fusedcomm.explain(self.op, x, w, group=group, bias=bias, **self._arguments(w, num_ranks))
+        return fusedcomm.explain(self.op, x, w, group=group, bias=bias, **self._arguments(rank, num_ranks))
 
-    def _arguments(self, w: Tensor, num_ranks: int) -> dict[str, Any]:
+    def _arguments(self, rank: int, num_ranks: int) -> dict[str, Any]:
         options = self.options(num_ranks)
         if self.op == "matmul_all_to_all" and self.num_columns > 1:
-            options["out_shape"] = self._columns(w, num_ranks)
+            options["out_shape"] = self._columns(rank, num_ranks)
         return options
 
     def expected(self, inputs: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
@@ -120,7 +132,7 @@ class Uneven:
         if self.pushes:
             with_bias = self.op == "matmul_all_to_all"
             ys = [self._matmul(x, w, bias if with_bias else None) for x, w, bias in inputs]
-            ys = [y.unflatten(-1, self._columns(w, num_ranks)) for y, (_, w, _) in zip(ys, inputs, strict=True)]
+            ys = [y.unflatten(-1, self._columns(rank, num_ranks)) for rank, y in enumerate(ys)]
             if with_bias:
                 return self._exchanged(ys)
             total = torch.stack(ys).sum(0)
@@ -146,16 +158,56 @@ class Uneven:
         y = torch.matmul(x, w)
         return y if bias is None else y + bias
 
-    def _columns(self, w: Tensor, num_ranks: int) -> list[int]:
-        """The sizes that view y's last dim, on the rank of w."""
+    def _columns(self, rank: int, num_ranks: int) -> list[int]:
+        """The sizes that view y's last dim, on a rank."""
         columns = list(self.shape[len(self.shape) - self.num_columns :])
         if self.gather_dim is not None and (at := self._dim(self.gather_dim) - len(self.shape)) >= -self.num_columns:
-            columns[at] = w.shape[-1] // math.prod(size for i, size in enumerate(columns) if i - len(columns) != at)
+            columns[at] = self.gathered(num_ranks)[rank]
         return columns
 
     def _dim(self, dim: int | None) -> int:
         assert dim is not None
         return dim % len(self.shape)
+
+
+def draw(random: Random, num_ranks: int) -> Uneven:
+    """A random call, whose dims may be empty and whose intervals may overlap or leave gaps."""
+    op = random.choice(["matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter"])
+    ndim = random.choice([2, 3, 3, 4])
+    shape = [random.choice([1, 2, 3]) for _ in range(ndim)]
+    batched = ndim > 2 and random.random() < 0.3
+    num_columns = 1 if batched or op in ("all_gather_matmul", "matmul_reduce_scatter") else random.randint(1, ndim - 1)
+    gather_dim, scatter_dim = random.sample(range(ndim), 2)
+    for dim in (gather_dim, scatter_dim):
+        shape[dim] = random.choice([0, 1, 2, num_ranks, 7, 2 * num_ranks + 1, 130, 300])
+    sizes = random_sizes(random, shape[gather_dim], num_ranks)
+    intervals = [_interval(random, shape[scatter_dim]) for _ in range(num_ranks)]
+    gather = random.choice([None, sizes])
+    scatter = random.choice([None, random_sizes(random, shape[scatter_dim], num_ranks), tuple(intervals)])
+    drawn = Uneven(
+        op,
+        tuple(shape),
+        num_columns,
+        gather_dim=None if op == "matmul_reduce_scatter" else gather_dim,
+        scatter_dim=None if op == "all_gather_matmul" else scatter_dim,
+        gather=gather,
+        scatter=scatter,
+        bias=random.random() < 0.3,
+        batched=batched,
+        other=random.choice([1, 5, 8]),
+    )
+    return drawn if drawn.has_fewest_columns(num_ranks) else draw(random, num_ranks)
+
+
+def random_sizes(random: Random, total: int, num_ranks: int) -> Sizes:
+    """Sizes that add up to ``total``."""
+    cuts = [0, *sorted(random.randint(0, total) for _ in range(num_ranks - 1)), total]
+    return tuple(end - start for start, end in itertools.pairwise(cuts))
+
+
+def _interval(random: Random, total: int) -> tuple[int, int]:
+    start = random.randint(0, total)
+    return start, random.randint(0, total - start)
 
 
 def chunk_sizes(total: int, num_ranks: int) -> list[int]:

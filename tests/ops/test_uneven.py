@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fusedcomm.geometry.cut import EVEN, Splits, chunk_parts
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.in_place import in_place_from, without_tapes
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.uneven import Uneven, chunk_sizes
+from tests.helpers.uneven import Uneven, chunk_sizes, draw
 
 A2A, BACK = "matmul_all_to_all", "all_to_all_matmul"
 GATHER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter"
@@ -134,6 +135,23 @@ def test_nothing_is_kept_for_the_backward(rank: int, world_size: int, op: str) -
     for algorithm in ("unfused", "chunked"):
         with fusedcomm.force_algorithm(algorithm, strict=True):
             check_call(case, rank, world_size, 0, **keeps)
+
+
+@on_ranks()
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "count", [12, pytest.param(150, marks=pytest.mark.thorough), pytest.param(3000, marks=pytest.mark.soak)]
+)
+def test_random_calls(rank: int, count: int, world_size: int, algorithm: str) -> None:
+    random = Random(world_size * count)
+    with fusedcomm.force_algorithm(algorithm):
+        for seed in range(count):
+            case = draw(random, world_size)
+            try:
+                check_call(case, rank, world_size, seed)
+            except Exception as error:
+                raise AssertionError(f"{seed}: {case}") from error
 
 
 MANY_ROUNDS = {

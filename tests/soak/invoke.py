@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.runtime.group import resolve
+from tests.helpers.problems import EVEN
 from tests.soak.known_values import KnownValues, SoakInputs
 from tests.soak.random_call import SoakCase
 
@@ -51,4 +52,4 @@ def _into_out(case: SoakCase, inputs: SoakInputs, group: Any) -> Tensor:
         "matmul_all_reduce": [case.reduce_op],
     }
     op = getattr(torch.ops.fusedcomm, case.op)
-    return op.out(inputs.x, inputs.ws[0], inputs.biases[0], *own[case.op], *resolve(group), out=out)
+    return op.out(inputs.x, inputs.ws[0], inputs.biases[0], *own[case.op], *EVEN[case.op], *resolve(group), out=out)
