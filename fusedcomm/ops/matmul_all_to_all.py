@@ -205,9 +205,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.num_columns = len(columns)
     ctx.x_shape, ctx.w_layout = x.shape, gradients.layout_of(w)
     ctx.splits, ctx.scattered = Splits(*given), y_shape[scatter_dim]
-    # where a rank has no columns, it would find no K in the exchange back
+    # a rank with one part of K, or none, would find other dims than the other ranks to make up K in the exchange back
     column_dim = gather_dim % len(y_shape) - x.ndim + 1
-    ctx.has_columns = splits.all_have_some(ctx.splits, group_size) if column_dim >= 0 else w.shape[-1] > 0
+    ctx.tells_k = (column_dim < 0 or splits.all_have_several(ctx.splits, group_size)) and w.shape[-1] > 0
     back = splits.reversed_splits(ctx.splits, ctx.scattered, group_size)
     ctx.exchange = (scatter_dim % len(y_shape), gather_dim % len(y_shape), back, group_size, group_name)
 
@@ -218,7 +218,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_w = grad_bias = None
     gather_dim, scatter_dim, back, *group = ctx.exchange
     adds = splits.adds_back(ctx.splits, ctx.scattered)
-    if needs_x and ctx.has_columns and not adds:
+    if needs_x and ctx.tells_k and not adds:
         flat_x, grad_y = torch.ops.fusedcomm.all_to_all_matmul(
             grad, w.mT, None, gather_dim, scatter_dim, needs_w or needs_bias, *back, *group
         )

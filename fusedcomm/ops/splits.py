@@ -90,11 +90,12 @@ def reduce_scatter(t: Tensor, scatter_dim: int, splits: Splits, group_size: int,
     return reference.reduce_scatter(t, "sum", scatter_dim, group_size, group_name, cut)
 
 
-def all_have_some(splits: Splits, group_size: int) -> bool:
-    """Whether no rank's part of what is gathered is known to be empty."""
-    if splits.gather_splits is not None:
-        return all(size > 0 for size in splits.gather_splits)
-    return splits.gather_size is None or all(size > 0 for size in chunk_parts(splits.gather_size, group_size).sizes)
+def all_have_several(splits: Splits, group_size: int) -> bool:
+    """Whether each rank is known to have two elements or more of what is gathered."""
+    sizes = splits.gather_splits
+    if sizes is None and splits.gather_size is not None:
+        sizes = chunk_parts(splits.gather_size, group_size).sizes
+    return sizes is None or all(size > 1 for size in sizes)
 
 
 def adds_back(splits: Splits, scattered: int) -> bool:
