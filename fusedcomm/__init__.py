@@ -16,6 +16,7 @@ from fusedcomm.ops.explain import explain
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.ops.splits import replica_ranges
 from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.runtime.captures import before_capture
 from fusedcomm.runtime.device_to_host import DeviceToHost
@@ -45,6 +46,7 @@ __all__ = [
     "parallel",
     "redistribute",
     "redistribute_plan",
+    "replica_ranges",
     "reset",
     "synchronize",
 ]

@@ -64,7 +64,7 @@ class PeerSpans(ChunkSpans):
     """Those of one peer alone."""
 
     landing: Span  # where the chunk for the peer ends up in what that one unpacks to
-    unpacked_numel: int  # of what the peer unpacks to
+    unpacked_numel: int  # elements in what the peer unpacks to
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from tests.package.test_docs import PAGES
 def python_calls() -> Iterator[tuple[str, ast.arguments]]:
     """Functions of fusedcomm in indented blocks, called or with their whole signature."""
     for path in PAGES:
-        for name, arguments in re.findall(r"^    (fusedcomm(?:\.\w+)+)\((.*?)\)(?:  .*)?$", path.read_text(), re.M):
+        pattern = r"^    (fusedcomm(?:\.\w+)+)\(((?:.|\n {8})*?)\)(?:  .*)?$"
+        for name, arguments in re.findall(pattern, path.read_text(), re.M):
             function = ast.parse(f"def f({arguments}): ...").body[0]
             assert isinstance(function, ast.FunctionDef)
             yield name, function.args
