@@ -189,6 +189,7 @@ class RowParallelLinear(_TensorParallelLinear):
         group = self._group()
         weight, bias = shards(self)
         if self.sequence_dim is not None:
+            self._check_divisible("x's size at sequence_dim", x.shape[self.sequence_dim])
             return matmul_reduce_scatter(x, weight.mT, self.sequence_dim, group, bias=bias_of_part(self.bias))
         return matmul_all_reduce(x, weight.mT, group, bias=bias)
 

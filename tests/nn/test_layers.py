@@ -234,7 +234,10 @@ BAD = [
         lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 4, 3, 2)),
         r"x must end in \[tokens, num_heads / R = 4 / 2 = 2, head_dim = 3\], got shape \(2, 4, 3, 2\)",
     ),
-    (lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3)), "scatter_dim size must be divisible by group_size=2, got 3"),
+    (
+        lambda: RowParallelLinear(4, 6, sequence_dim=0)(torch.ones(3, 2)),
+        "x's size at sequence_dim must be divisible by group_size=2, got 3",
+    ),
     (lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 3)), r"x must be \[..., in_features = 4\] .*got shape \(2, 3\)"),
     (lambda: ColumnParallelLinear(4, 6)(torch.ones(4)), r"in_features = 4\] with at least 2 dims, got shape \(4,\)"),
     (
