@@ -76,12 +76,27 @@ class Cut(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What a call says of its parts, as in the ops' schemas."""
+    """What a call says of its parts, as in the ops' schemas.
+
+    With parts of different sizes a result has another shape on each rank, and what caches graphs knows a rank by these
+    arguments alone. Calls whose parts are of one size are the same on all ranks, and say no rank.
+    """
 
     gather_splits: Sequence[int] | None = None  # each rank's size at gather_dim
     gather_size: int | None = None  # the sum of these, which are by torch.chunk's rule
     scatter_starts: Sequence[int] | None = None
     scatter_lengths: Sequence[int] | None = None
+    rank: int | None = None  # this process' rank in the group
+
+    @property
+    def to_gather(self) -> tuple[Any, ...]:
+        """What an op takes that only gathers."""
+        return self.gather_splits, self.gather_size, self.rank
+
+    @property
+    def to_scatter(self) -> tuple[Any, ...]:
+        """What an op takes that only scatters."""
+        return self.scatter_starts, self.scatter_lengths, self.rank
 
 
 EVEN = Splits()
@@ -98,7 +113,7 @@ def chunk_parts(total: int, group_size: int) -> Parts:
     return Parts(starts, tuple(_least(step, total - start) for start in starts), total)
 
 
-def cut_of(splits: Splits, gathered: int | None, scattered: int | None, group_size: int, rank: int) -> Cut | None:
+def cut_of(splits: Splits, gathered: int | None, scattered: int | None, group_size: int) -> Cut | None:
     """The Cut of a call, or None where all parts are blocks of one size. Raises ValueError.
 
     ``gathered``: this rank's size at gather_dim; ``scattered``: all of the size at scatter_dim.
@@ -107,10 +122,12 @@ def cut_of(splits: Splits, gathered: int | None, scattered: int | None, group_si
     given = splits.gather_splits is not None or splits.gather_size is not None
     if (to is None or _is_even(to)) and not given:
         return None
-    source = None if gathered is None else _gathered(splits, gathered, group_size, rank)
+    if splits.rank is None or not 0 <= splits.rank < group_size:
+        raise ValueError(f"rank must be in [0, {group_size - 1}] where parts may differ in size, got {splits.rank}")
+    source = None if gathered is None else _gathered(splits, gathered, group_size, splits.rank)
     if (to is None or _is_even(to)) and (source is None or _is_even(source)):
         return None
-    return Cut(rank, source, to)
+    return Cut(splits.rank, source, to)
 
 
 def _gathered(splits: Splits, size: int, group_size: int, rank: int) -> Parts:

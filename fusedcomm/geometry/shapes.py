@@ -1,7 +1,7 @@
 """The Exchange of each op from its arguments' shapes: all checks of shapes and dims, with the texts that users see.
 
 Sizes may be symbolic, so that fake tensors get the same checks. Each function raises ValueError for anything that the
-op's docstring excludes. ``splits`` and ``rank`` matter where ranks have parts of different sizes.
+op's docstring excludes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ def matmul_all_to_all(
     scatter_dim: int,
     group_size: int,
     splits: Splits = EVEN,
-    rank: int = 0,
 ) -> Exchange:
     """``exchange((x @ w).view(out_shape), gather_dim, scatter_dim)``."""
     _check_group_size(group_size)
     _check_matmul(x, w, "x")
     y = [*x[:-1], *_check_out_shape(w[-1], out_shape)]
     gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(y))
-    cut = cut_of(splits, y[gather_dim], y[scatter_dim], group_size, rank)
+    cut = cut_of(splits, y[gather_dim], y[scatter_dim], group_size)
     if cut is None:
         out = _gathered(block_shape(y, scatter_dim, group_size), gather_dim, group_size)
         return _push(x, w, y, scatter_dim, (out, gather_dim), group_size)
@@ -59,13 +58,12 @@ def all_to_all_matmul(
     scatter_dim: int,
     group_size: int,
     splits: Splits = EVEN,
-    rank: int = 0,
 ) -> Exchange:
     """``exchange(x, gather_dim, scatter_dim).flatten to w's K @ w``."""
     _check_group_size(group_size)
     _check_ndim(x, "x")
     gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(x))
-    cut = cut_of(splits, x[gather_dim], x[scatter_dim], group_size, rank)
+    cut = cut_of(splits, x[gather_dim], x[scatter_dim], group_size)
     if cut is None:
         exchanged = _gathered(block_shape(x, scatter_dim, group_size), gather_dim, group_size)
     else:
@@ -102,7 +100,6 @@ def all_gather_matmul(
     gather_dim: int,
     group_size: int,
     splits: Splits = EVEN,
-    rank: int = 0,
 ) -> Exchange:
     """``[all_gather(x, gather_dim) @ w for w in ws]``."""
     _check_group_size(group_size)
@@ -110,7 +107,7 @@ def all_gather_matmul(
     if len(ws) == 0:
         raise ValueError("w must be a tensor or a list of at least one, got an empty list")
     gather_dim = _check_dim("gather_dim", gather_dim, len(x))
-    cut = cut_of(splits, x[gather_dim], None, group_size, rank)
+    cut = cut_of(splits, x[gather_dim], None, group_size)
     largest = None
     if cut is None:
         gathered = _gathered(x, gather_dim, group_size)
@@ -149,7 +146,6 @@ def matmul_reduce_scatter(
     scatter_dim: int,
     group_size: int,
     splits: Splits = EVEN,
-    rank: int = 0,
 ) -> Exchange:
     """``reduce_scatter(x @ w, reduce_op, scatter_dim)``."""
     _check_group_size(group_size)
@@ -157,7 +153,7 @@ def matmul_reduce_scatter(
     _check_reduce_op(reduce_op)
     y = [*x[:-1], w[-1]]
     scatter_dim = _check_dim("scatter_dim", scatter_dim, len(y))
-    cut = cut_of(splits, None, y[scatter_dim], group_size, rank)
+    cut = cut_of(splits, None, y[scatter_dim], group_size)
     if cut is None:
         block = block_shape(y, scatter_dim, group_size)
         return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op)
@@ -232,7 +228,7 @@ def _is_symbolic(arg: Any) -> bool:
 def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
     exchange = make(*args)
     bound = inspect.signature(make).bind(*args).arguments
-    exchange.arguments = {name: value for name, value in bound.items() if name not in ("splits", "rank")}
+    exchange.arguments = {name: value for name, value in bound.items() if name != "splits"}
     if exchange.cut is not None and exchange.largest is not None:  # what is the same on all ranks, who compare it
         exchange.arguments |= {**exchange.largest.arguments, **exchange.cut.arguments}
     return exchange

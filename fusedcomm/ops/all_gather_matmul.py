@@ -25,16 +25,16 @@ from fusedcomm.ops.library import (
     register_kernel,
     register_modes,
 )
-from fusedcomm.runtime.group import Group, rank_of, resolve
+from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_gather_matmul"
 ALGORITHMS = {"chunked": chunked.gather_matmul, "fused": fused.gather_matmul}
-NUM_OPTIONS = 6  # the arguments behind x, ws and biases
+NUM_OPTIONS = 7  # the arguments behind x, ws and biases
 Biases = Sequence[Tensor | None] | Tensor | None
 
 _ARGS = (
-    f"(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, {splits.GATHER}, int group_size, "
-    "str group_name)"
+    f"(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, {splits.GATHER}, {splits.RANK}, "
+    "int group_size, str group_name)"
 )
 lib.define(f"all_gather_matmul{_ARGS} -> (Tensor[], Tensor)", tags=[torch.Tag.pt2_compliant_tag])
 lib.define(f"all_gather_matmul.flat{_ARGS} -> Tensor[]", tags=[torch.Tag.pt2_compliant_tag])
@@ -123,11 +123,11 @@ def all_gather_matmul(
         assert gate.shape == (2, 8, 6) and up.shape == (2, 8, 5)  # [batch, tokens, N]
     """
     check_types(*(x, w, bias), lists=True, gather_dim=gather_dim, gather_splits=gather_splits, gather_size=gather_size)
-    group = resolve(group)
+    group_size, group_name = resolve(group)
     ws, biases = _lists(w, bias)
     keep = bool(save_gathered) and torch.is_grad_enabled() and any(each.requires_grad for each in ws)
-    parts = splits.splits_of(gather_splits, gather_size, None, None)
-    outs = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, gather_dim, keep, *parts[:2], *group)[0]
+    parts = splits.splits_of(gather_splits, gather_size, None, None, True, group_name).to_gather
+    outs = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, gather_dim, keep, *parts, group_size, group_name)[0]
     return outs if isinstance(w, LISTS) else outs[0]
 
 
@@ -148,15 +148,15 @@ def exchange_of(
     gather_dim: int,
     gather_splits: Sequence[int] | None,
     gather_size: int | None,
+    rank: int | None,
     group_size: int,
-    group_name: str,
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     ws, biases = _lists(w, bias)
     check_tensors(x, ws, biases)
     w_shapes = tuple(w.shape for w in ws)
-    parts = splits.hashable(gather_splits, gather_size, None, None)
-    where = (gather_dim, group_size, parts, rank_of(group_name))
+    parts = splits.hashable(Splits(gather_splits, gather_size, rank=rank))
+    where = (gather_dim, group_size, parts)
     exchange = shapes.of(shapes.all_gather_matmul, x.shape, w_shapes, *where)
     for w, bias in zip(ws, biases, strict=True):
         check_bias(bias, w.shape[-1])
@@ -171,14 +171,14 @@ def _kernel(
     return_gathered: bool,
     gather_splits: list[int] | None,
     gather_size: int | None,
+    rank: int | None,
     group_size: int,
     group_name: str,
 ) -> tuple[list[Tensor], Tensor]:
-    parts, group = (gather_splits, gather_size), (group_size, group_name)
-    exchange = exchange_of(x, ws, biases, gather_dim, *parts, *group)
+    exchange = exchange_of(x, ws, biases, gather_dim, gather_splits, gather_size, rank, group_size)
 
     def unfused() -> tuple[list[Tensor], Tensor | None]:
-        outs, gathered = reference.all_gather_matmul(x, ws, biases, gather_dim, *group, exchange.cut)
+        outs, gathered = reference.all_gather_matmul(x, ws, biases, gather_dim, group_size, group_name, exchange.cut)
         return outs, gathered if return_gathered else None
 
     call = (OP, ALGORITHMS, exchange, group_name, x, ws, biases)
@@ -198,11 +198,11 @@ def _fake(
     return_gathered: bool,
     gather_splits: list[int] | None,
     gather_size: int | None,
+    rank: int | None,
     group_size: int,
     group_name: str,
 ) -> tuple[list[Tensor], Tensor]:
-    parts, group = (gather_splits, gather_size), (group_size, group_name)
-    exchange = exchange_of(x, ws, biases, gather_dim, *parts, *group)
+    exchange = exchange_of(x, ws, biases, gather_dim, gather_splits, gather_size, rank, group_size)
     return [x.new_empty(s) for s in exchange.out_shapes], x.new_empty(exchange.shape if return_gathered else 0)
 
 
@@ -223,7 +223,7 @@ class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, *tensors = inputs[:-NUM_OPTIONS]
-        gather_dim, return_gathered, gather_splits, gather_size, group_size, group_name = inputs[-NUM_OPTIONS:]
+        gather_dim, return_gathered, gather_splits, gather_size, rank, group_size, group_name = inputs[-NUM_OPTIONS:]
         num_ws = len(tensors) // 2
         ws = tensors[:num_ws]
         ctx.set_materialize_grads(False)
@@ -235,7 +235,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         ctx.save_for_backward(saved_x, *(ws if ctx.needs_input_grad[0] else []))
         ctx.saved_gathered, ctx.w_layouts = return_gathered, [gradients.layout_of(w) for w in ws]
         ctx.gather_dim, ctx.group = gather_dim % x.ndim, (group_size, group_name)
-        ctx.splits = Splits(gather_splits, gather_size)
+        ctx.splits = Splits(gather_splits, gather_size, rank=rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -261,11 +261,11 @@ def _grad_x(
 ) -> Tensor | None:
     """The gradient of x, by one matmul_reduce_scatter of the concatenated gradients and weights."""
     used = [(g, w) for g, w in zip(grad_outs, ws, strict=True) if g is not None]
-    grad_x, back = None, Splits(scatter_lengths=ctx.splits.gather_splits)
+    grad_x, back = None, Splits(scatter_lengths=ctx.splits.gather_splits, rank=ctx.splits.rank)
     if used:
         grad = used[0][0] if len(used) == 1 else torch.cat([g for g, _ in used], -1)
         w = used[0][1] if len(used) == 1 else torch.cat([w for _, w in used], -1)
-        options = ("sum", ctx.gather_dim, *back[2:], *ctx.group)
+        options = ("sum", ctx.gather_dim, *back.to_scatter, *ctx.group)
         grad_x = torch.ops.fusedcomm.matmul_reduce_scatter(grad, w.mT, None, *options)
     if grad_gathered is not None and ctx.saved_gathered:  # otherwise it is empty, and constant
         part = splits.reduce_scatter(grad_gathered, ctx.gather_dim, back, *ctx.group)
@@ -281,13 +281,14 @@ def _autograd(
     return_gathered: bool,
     gather_splits: list[int] | None,
     gather_size: int | None,
+    rank: int | None,
     group_size: int,
     group_name: str,
 ) -> tuple[list[Tensor], Tensor]:
     refuse_tangents(OP, x, ws, biases)
     check_tensors(x, ws, biases)  # there are as many biases as weights: below they are one list
     tensors = (x, *ws, *biases)
-    options = (gather_dim, return_gathered, gather_splits, gather_size, group_size, group_name)
+    options = (gather_dim, return_gathered, gather_splits, gather_size, rank, group_size, group_name)
     *outs, gathered = _AllGatherMatmul.apply(*tensors, *options)
     return outs, gathered
 

@@ -18,14 +18,14 @@ from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.dispatch import by_product, run
 from fusedcomm.ops.library import lib, register_autograd, register_fake, register_kernel, register_modes
-from fusedcomm.runtime.group import Group, rank_of, resolve
+from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_to_all_matmul"
 ALGORITHMS = {"chunked": chunked.gather_matmul, "fused": fused.gather_matmul}
 
 lib.define(
     "all_to_all_matmul(Tensor x, Tensor w, Tensor? bias, int gather_dim, int scatter_dim, bool return_exchanged, "
-    f"{splits.GATHER}, {splits.SCATTER}, int group_size, str group_name) -> (Tensor, Tensor)",
+    f"{splits.GATHER}, {splits.SCATTER}, {splits.RANK}, int group_size, str group_name) -> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -106,10 +106,12 @@ def all_to_all_matmul(
         scatter_splits=scatter_splits,
         scatter_ranges=scatter_ranges,
     )
-    group = resolve(group)
+    group_size, group_name = resolve(group)
     keep = bool(save_exchanged) and torch.is_grad_enabled() and w.requires_grad
-    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges)
-    return torch.ops.fusedcomm.all_to_all_matmul(x, w, bias, gather_dim, scatter_dim, keep, *parts, *group)[0]
+    divisible = splits.divides(group_size, x.shape, scatter_dim)
+    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
+    call = torch.ops.fusedcomm.all_to_all_matmul
+    return call(x, w, bias, gather_dim, scatter_dim, keep, *parts, group_size, group_name)[0]
 
 
 def exchange_of(
@@ -122,14 +124,14 @@ def exchange_of(
     gather_size: int | None,
     scatter_starts: Sequence[int] | None,
     scatter_lengths: Sequence[int] | None,
+    rank: int | None,
     group_size: int,
-    group_name: str,
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     check_tensors(x, [w], [bias])
-    parts = splits.hashable(gather_splits, gather_size, scatter_starts, scatter_lengths)
+    parts = splits.hashable(Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank))
     dims = (gather_dim, scatter_dim)
-    exchange = shapes.of(shapes.all_to_all_matmul, x.shape, w.shape, *dims, group_size, parts, rank_of(group_name))
+    exchange = shapes.of(shapes.all_to_all_matmul, x.shape, w.shape, *dims, group_size, parts)
     check_bias(bias, w.shape[-1])
     return exchange
 
@@ -145,11 +147,12 @@ def _kernel(
     gather_size: int | None,
     scatter_starts: list[int] | None,
     scatter_lengths: list[int] | None,
+    rank: int | None,
     group_size: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    parts = gather_splits, gather_size, scatter_starts, scatter_lengths
-    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size, group_name)
+    parts = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
+    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size)
 
     def unfused() -> tuple[list[Tensor], Tensor | None]:
         out, exchanged = reference.all_to_all_matmul(
@@ -177,11 +180,12 @@ def _fake(
     gather_size: int | None,
     scatter_starts: list[int] | None,
     scatter_lengths: list[int] | None,
+    rank: int | None,
     group_size: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    parts = gather_splits, gather_size, scatter_starts, scatter_lengths
-    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size, group_name)
+    parts = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
+    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size)
     return x.new_empty(exchange.out_shape), x.new_empty(exchange.shape if return_exchanged else 0)
 
 
@@ -197,7 +201,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(saved_x, w if ctx.needs_input_grad[0] else None)
     ctx.saved_exchanged, ctx.splits, ctx.scattered = return_exchanged, Splits(*given), x.shape[scatter_dim]
     parts: Splits = ctx.splits
-    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size, group_name)
+    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size)
     ctx.columns, ctx.w_layout = exchange.shape[exchange.num_lead :], gradients.layout_of(w)
     ctx.dims, ctx.group = (gather_dim % x.ndim, scatter_dim % x.ndim), (group_size, group_name)
 
@@ -225,7 +229,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_exchanged: Tensor | None) -> t
     grad_x = joined
     if joined is not None and splits.adds_back(ctx.splits, ctx.scattered):
         grad_x = splits.add_back(joined, scatter_dim, ctx.splits, ctx.scattered)
-    return grad_x, grad_w, grad_bias, *[None] * 9
+    return grad_x, grad_w, grad_bias, *[None] * 10
 
 
 register_autograd(OP, _backward, _setup_context)

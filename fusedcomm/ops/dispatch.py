@@ -35,7 +35,9 @@ def prepare(
     record: flight_recorder.Record | None = None,
 ) -> tuple[Plan, Member | None]:
     """The plan of a call and this rank's part in the group. The first call of a group is a collective."""
-    group.check_size(exchange.group_size, group_name)
+    pg = group.check_size(exchange.group_size, group_name)
+    if exchange.cut is not None and exchange.cut.rank != pg.rank():
+        raise ValueError(f"rank must be this process' rank in the group, {pg.rank()}, got {exchange.cut.rank}")
     ours = member(group_name, device, record) if exchange.group_size > 1 else None
     return planner.plan(op, exchange, dtype, ours), ours
 

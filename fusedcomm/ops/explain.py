@@ -70,14 +70,15 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     check_types(**named, lists=module is all_gather_matmul)
     if "reduce_op" in named:
         named["reduce_op"] = reduce_op_name(named["reduce_op"])
-    named["group_size"], named["group_name"] = resolve(named["group"])
-    given = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
-    named |= splits_of(*(named.get(name) for name in given))._asdict()
+    named["group_size"], group_name = resolve(named["group"])
+    names = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
+    given: tuple[Any, Any, Any, Any] = tuple(named.get(name) for name in names)  # type: ignore[assignment]
+    named |= splits_of(*given, False, group_name)._asdict()
     exchange: Exchange = module.exchange_of(*(named[name] for name in inspect.signature(module.exchange_of).parameters))
     device = x.device
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan, _ = prepare(op, exchange, x.dtype, device, named["group_name"])
+    plan, _ = prepare(op, exchange, x.dtype, device, group_name)
     return plan
 
 

@@ -26,14 +26,14 @@ from fusedcomm.ops.library import (
     register_kernel,
     register_modes,
 )
-from fusedcomm.runtime.group import Group, rank_of, resolve
+from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_all_to_all"
 ALGORITHMS = {"chunked": chunked.push_matmul, "fused": fused.push_matmul}
 
 lib.define(
     "matmul_all_to_all(Tensor x, Tensor w, Tensor? bias, SymInt[]? out_shape, int gather_dim, int scatter_dim, "
-    f"{splits.GATHER}, {splits.SCATTER}, int group_size, str group_name) -> Tensor",
+    f"{splits.GATHER}, {splits.SCATTER}, {splits.RANK}, int group_size, str group_name) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -112,10 +112,12 @@ def matmul_all_to_all(
         scatter_splits=scatter_splits,
         scatter_ranges=scatter_ranges,
     )
-    group = resolve(group)
+    group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
-    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges)
-    return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, gather_dim, scatter_dim, *parts, *group)
+    divisible = splits.divides(group_size, [*x.shape[:-1], *(shape or w.shape[-1:])], scatter_dim)
+    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
+    dims = (gather_dim, scatter_dim)
+    return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, *dims, *parts, group_size, group_name)
 
 
 def exchange_of(
@@ -129,17 +131,15 @@ def exchange_of(
     gather_size: int | None,
     scatter_starts: Sequence[int] | None,
     scatter_lengths: Sequence[int] | None,
+    rank: int | None,
     group_size: int,
-    group_name: str,
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     check_tensors(x, [w], [bias])
     shape = None if out_shape is None else tuple(out_shape)
-    parts = splits.hashable(gather_splits, gather_size, scatter_starts, scatter_lengths)
+    parts = splits.hashable(Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank))
     dims = (gather_dim, scatter_dim)
-    exchange = shapes.of(
-        shapes.matmul_all_to_all, x.shape, w.shape, shape, *dims, group_size, parts, rank_of(group_name)
-    )
+    exchange = shapes.of(shapes.matmul_all_to_all, x.shape, w.shape, shape, *dims, group_size, parts)
     check_bias(bias, w.shape[-1])
     return exchange
 
@@ -155,12 +155,13 @@ def _kernel(
     gather_size: int | None,
     scatter_starts: list[int] | None,
     scatter_lengths: list[int] | None,
+    rank: int | None,
     group_size: int,
     group_name: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    parts = gather_splits, gather_size, scatter_starts, scatter_lengths
-    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *parts, group_size, group_name)
+    parts = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
+    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *parts, group_size)
 
     def unfused() -> Tensor:
         dims = gather_dim, scatter_dim
@@ -184,12 +185,13 @@ def _fake(
     gather_size: int | None,
     scatter_starts: list[int] | None,
     scatter_lengths: list[int] | None,
+    rank: int | None,
     group_size: int,
     group_name: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    parts = gather_splits, gather_size, scatter_starts, scatter_lengths
-    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *parts, group_size, group_name)
+    parts = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
+    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *parts, group_size)
     return new_or_given(x, exchange.out_shape, out)
 
 
@@ -232,7 +234,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_layout)
     if needs_bias:
         grad_bias = gradients.of_bias(grad_y.flatten(-ctx.num_columns))
-    return grad_x, grad_w, grad_bias, *[None] * 9
+    return grad_x, grad_w, grad_bias, *[None] * 10
 
 
 register_autograd(OP, _backward, _setup_context)

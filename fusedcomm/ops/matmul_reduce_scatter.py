@@ -27,14 +27,14 @@ from fusedcomm.ops.library import (
     register_kernel,
     register_modes,
 )
-from fusedcomm.runtime.group import Group, rank_of, resolve
+from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_reduce_scatter"
 ALGORITHMS = {"chunked": chunked.push_reduce, "fused": fused.push_reduce}
 
 lib.define(
     f"matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, {splits.SCATTER}, "
-    "int group_size, str group_name) -> Tensor",
+    f"{splits.RANK}, int group_size, str group_name) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -99,9 +99,11 @@ def matmul_reduce_scatter(
         assert y.shape == (2, 4, 5) and (y == 6).all()  # [batch, tokens / R, N], summed over K
     """
     check_types(x, w, bias, scatter_dim=scatter_dim, scatter_splits=scatter_splits, scatter_ranges=scatter_ranges)
-    reduce_op, group = reduce_op_name(reduce_op), resolve(group)
-    _, _, *parts = splits.splits_of(None, None, scatter_splits, scatter_ranges)
-    return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, *parts, *group)
+    reduce_op = reduce_op_name(reduce_op)
+    group_size, group_name = resolve(group)
+    divisible = splits.divides(group_size, [*x.shape[:-1], *w.shape[-1:]], scatter_dim)
+    parts = splits.splits_of(None, None, scatter_splits, scatter_ranges, divisible, group_name).to_scatter
+    return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, *parts, group_size, group_name)
 
 
 def exchange_of(
@@ -112,13 +114,13 @@ def exchange_of(
     scatter_dim: int,
     scatter_starts: Sequence[int] | None,
     scatter_lengths: Sequence[int] | None,
+    rank: int | None,
     group_size: int,
-    group_name: str,
 ) -> Exchange:
     """Check a call and work out its geometry. Raises ValueError."""
     check_tensors(x, [w], [bias])
-    parts = splits.hashable(None, None, scatter_starts, scatter_lengths)
-    where = (scatter_dim, group_size, parts, rank_of(group_name))
+    parts = splits.hashable(Splits(None, None, scatter_starts, scatter_lengths, rank))
+    where = (scatter_dim, group_size, parts)
     exchange: Exchange = shapes.of(shapes.matmul_reduce_scatter, x.shape, w.shape, reduce_op, *where)
     check_bias(bias, exchange.out_shape[-1], "N / R" if exchange.splits_columns else "N")
     return exchange
@@ -132,15 +134,15 @@ def _kernel(
     scatter_dim: int,
     scatter_starts: list[int] | None,
     scatter_lengths: list[int] | None,
+    rank: int | None,
     group_size: int,
     group_name: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    parts, group = (scatter_starts, scatter_lengths), (group_size, group_name)
-    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, *parts, *group)
+    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, scatter_starts, scatter_lengths, rank, group_size)
 
     def unfused() -> Tensor:
-        return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, *group, exchange.cut)
+        return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name, exchange.cut)
 
     scale = 1 / group_size if reduce_op == "avg" else 1.0
     return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out, scale=scale)
@@ -158,12 +160,12 @@ def _fake(
     scatter_dim: int,
     scatter_starts: list[int] | None,
     scatter_lengths: list[int] | None,
+    rank: int | None,
     group_size: int,
     group_name: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    parts, group = (scatter_starts, scatter_lengths), (group_size, group_name)
-    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, *parts, *group)
+    exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, scatter_starts, scatter_lengths, rank, group_size)
     return new_or_given(x, exchange.out_shape, out)
 
 
@@ -172,11 +174,11 @@ register_modes(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _bias, reduce_op, scatter_dim, starts, lengths, group_size, group_name = inputs
+    x, w, _bias, reduce_op, scatter_dim, starts, lengths, rank, group_size, group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
     ctx.w_layout, ctx.reduce_op = gradients.layout_of(w), reduce_op
     ctx.scatter_dim, ctx.group = scatter_dim % x.ndim, (group_size, group_name)
-    ctx.splits = Splits(None, None, starts, lengths)
+    ctx.splits = Splits(None, None, starts, lengths, rank)
     ctx.scattered = (*x.shape[:-1], w.shape[-1])[scatter_dim]
 
 
@@ -189,7 +191,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     adds = splits.adds_back(ctx.splits, ctx.scattered)
     if needs_x and not adds:
         (grad_x,), gathered = torch.ops.fusedcomm.all_gather_matmul(
-            part, [w.mT], [None], ctx.scatter_dim, needs_w, *back[:2], *ctx.group
+            part, [w.mT], [None], ctx.scatter_dim, needs_w, *back.to_gather, *ctx.group
         )
     elif needs_x or needs_w:
         gathered = splits.all_gather(part, ctx.scatter_dim, back, *ctx.group)
@@ -199,7 +201,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs_w:
         grad_w = gradients.of_w(x, gathered, ctx.w_layout)
     grad_bias = gradients.of_bias(grad) if needs_bias else None
-    return grad_x, grad_w, grad_bias, *[None] * 6
+    return grad_x, grad_w, grad_bias, *[None] * 7
 
 
 register_autograd(OP, _backward, _setup_context)

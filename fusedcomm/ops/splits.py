@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.geometry.cut import Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
+from fusedcomm.geometry.cut import EVEN, Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
 from fusedcomm.runtime.group import rank_of
 
 Sizes = Sequence[int]
@@ -16,18 +16,35 @@ Ranges = Sequence[tuple[int, int]]
 
 GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
 SCATTER = "SymInt[]? scatter_starts, SymInt[]? scatter_lengths"
+RANK = "int? rank"
 
 
 def splits_of(
-    gather_splits: Sizes | None, gather_size: int | None, scatter_splits: Sizes | None, scatter_ranges: Ranges | None
+    gather_splits: Sizes | None,
+    gather_size: int | None,
+    scatter_splits: Sizes | None,
+    scatter_ranges: Ranges | None,
+    is_divisible: bool,
+    group_name: str,
 ) -> Splits:
-    """What the schemas have for arguments of the Python functions. Raises ValueError."""
+    """What the schemas have for arguments of the Python functions. Raises ValueError.
+
+    ``is_divisible``: whether R divides the size at scatter_dim.
+    """
     given = None if gather_splits is None else list(gather_splits)
-    if scatter_ranges is None:
-        return Splits(given, gather_size, None, None if scatter_splits is None else list(scatter_splits))
-    if scatter_splits is not None:
-        raise ValueError("at most one of scatter_splits and scatter_ranges may be given, got both")
-    return Splits(given, gather_size, [start for start, _ in scatter_ranges], [size for _, size in scatter_ranges])
+    starts, lengths = None, None if scatter_splits is None else list(scatter_splits)
+    if scatter_ranges is not None:
+        if scatter_splits is not None:
+            raise ValueError("at most one of scatter_splits and scatter_ranges may be given, got both")
+        starts, lengths = [start for start, _ in scatter_ranges], [size for _, size in scatter_ranges]
+    if is_divisible and given is None and gather_size is None and lengths is None:
+        return EVEN
+    return Splits(given, gather_size, starts, lengths, rank_of(group_name))
+
+
+def divides(group_size: int, shape: Sizes, dim: int) -> bool:
+    """Whether R divides a size, if there is such a dim."""
+    return not -len(shape) <= dim < len(shape) or shape[dim] % group_size == 0
 
 
 def replica_ranges(size: int, group_size: int, replicas: int) -> list[tuple[int, int]]:
@@ -56,13 +73,13 @@ def replica_ranges(size: int, group_size: int, replicas: int) -> list[tuple[int,
     return [(rank // replicas * length, length) for rank in range(group_size)]
 
 
-def hashable(
-    gather_splits: Sizes | None, gather_size: int | None, scatter_starts: Sizes | None, scatter_lengths: Sizes | None
-) -> Splits:
-    """The arguments of a schema as what geometry is cached by."""
-    lists = (None if each is None else tuple(each) for each in (gather_splits, scatter_starts, scatter_lengths))
-    splits, starts, lengths = lists
-    return Splits(splits, gather_size, starts, lengths)
+def hashable(splits: Splits) -> Splits:
+    """As what geometry is cached by."""
+    gather_splits, starts, lengths = (
+        None if each is None else tuple(each)
+        for each in (splits.gather_splits, splits.scatter_starts, splits.scatter_lengths)
+    )
+    return splits._replace(gather_splits=gather_splits, scatter_starts=starts, scatter_lengths=lengths)
 
 
 def reversed_splits(splits: Splits, scattered: int, group_size: int) -> Splits:
@@ -70,23 +87,23 @@ def reversed_splits(splits: Splits, scattered: int, group_size: int) -> Splits:
     sizes, total = splits.scatter_lengths, None
     if sizes is None and not is_divisible(scattered, group_size):
         total = scattered
-    return Splits(sizes, total, None, splits.gather_splits)
+    return Splits(sizes, total, None, splits.gather_splits, splits.rank)
 
 
 def exchange(t: Tensor, gather_dim: int, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
     """The plain exchange of a backward."""
     gather_dim, scatter_dim = gather_dim % t.ndim, scatter_dim % t.ndim
-    cut = cut_of(splits, t.shape[gather_dim], t.shape[scatter_dim], group_size, rank_of(group_name))
+    cut = cut_of(splits, t.shape[gather_dim], t.shape[scatter_dim], group_size)
     return reference.exchange(t, gather_dim, scatter_dim, group_size, group_name, cut)
 
 
 def all_gather(t: Tensor, gather_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
-    cut = cut_of(splits, t.shape[gather_dim], None, group_size, rank_of(group_name))
+    cut = cut_of(splits, t.shape[gather_dim], None, group_size)
     return reference.all_gather(t, gather_dim, group_size, group_name, cut)
 
 
 def reduce_scatter(t: Tensor, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
-    cut = cut_of(splits, None, t.shape[scatter_dim], group_size, rank_of(group_name))
+    cut = cut_of(splits, None, t.shape[scatter_dim], group_size)
     return reference.reduce_scatter(t, "sum", scatter_dim, group_size, group_name, cut)
 
 

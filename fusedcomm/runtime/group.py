@@ -60,6 +60,9 @@ def rank_of(group_name: str) -> int:
     return find(group_name).rank()
 
 
+rank_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
+
+
 def _size_of(group_name: str) -> int:
     try:
         return c10d._get_group_size_by_name(cast(c10d.GroupName, group_name))  # torch.compile knows this one

@@ -172,7 +172,7 @@ def fused_all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
     """The strides are those of torch's kernels: compiled programs rely on them."""
-    args = gather_dim, return_A, *EVEN[:2], *resolve(group_name)
+    args = gather_dim, return_A, *EVEN.to_gather, *resolve(group_name)
     with torch._C._AutoDispatchBelowAutograd():  # as on CUDA, where a program must not rely on gradients either
         results, gathered = torch.ops.fusedcomm.all_gather_matmul(A, Bs, [None] * len(Bs), *args)
     if gather_dim % A.dim() != A.dim() - 1:
@@ -184,7 +184,7 @@ def fused_all_gather_matmul(
 
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     with torch._C._AutoDispatchBelowAutograd():
-        args = reduce_op, scatter_dim, *EVEN[2:], *resolve(group_name)
+        args = reduce_op, scatter_dim, *EVEN.to_scatter, *resolve(group_name)
         return torch.ops.fusedcomm.matmul_reduce_scatter(A, B, None, *args)
 
 

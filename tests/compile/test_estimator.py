@@ -327,7 +327,7 @@ def test_an_op_of_ours_that_runs_unfused_costs_so(mesh: Any, dim: str) -> None:
     group_name, estimator = name_of(mesh, dim), Estimator("cuda")
     with FakeTensorMode():
         x, w = torch.empty(64, 4096, dtype=BF16), torch.empty(4096, 4096, dtype=BF16)
-    found = estimator.fused("all_gather_matmul", (x, [w], [None], 0, False, None, None, 8, group_name))
+    found = estimator.fused("all_gather_matmul", (x, [w], [None], 0, False, *[None] * 3, 8, group_name))
     transfer = estimator.transfer("all_gather", x.numel() * 2, group_name)
     assert found.transfer == transfer and found.fused_ms is not None
     calls = {"dp": transfer.ms, "tp": 7 * x.numel() * 2 / 200e6 + 0.025}
@@ -337,7 +337,7 @@ def test_an_op_of_ours_that_runs_unfused_costs_so(mesh: Any, dim: str) -> None:
 def test_what_the_planner_leaves_unfused_as_nobody_measured_it(mesh: Any) -> None:
     with FakeTensorMode():
         x, w = torch.empty(1024, 256, dtype=BF16), torch.empty(256, 128, dtype=BF16)  # 32 KiB per peer
-    args = (x, w, None, "sum", 0, None, None, 8, name_of(mesh, "tp"))
+    args = (x, w, None, "sum", 0, *[None] * 3, 8, name_of(mesh, "tp"))
     default, tuned = (Estimator("cuda", constants=each).fused("matmul_reduce_scatter", args) for each in (GPU, TUNED))
     assert default.fused_ms is not None and tuned.fused_ms is not None
     assert default.fused_ms == pytest.approx(default.compute_ms + 7 * 32 * 1024 / 200e6 + 0.025)

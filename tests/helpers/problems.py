@@ -19,10 +19,10 @@ from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 
 EVEN = {  # the arguments that say which part of a dim each rank has
-    "matmul_all_to_all": (None,) * 4,
-    "all_to_all_matmul": (None,) * 4,
-    "all_gather_matmul": (None,) * 2,
-    "matmul_reduce_scatter": (None,) * 2,
+    "matmul_all_to_all": (None,) * 5,
+    "all_to_all_matmul": (None,) * 5,
+    "all_gather_matmul": (None,) * 3,
+    "matmul_reduce_scatter": (None,) * 3,
     "matmul_all_reduce": (),
 }
 

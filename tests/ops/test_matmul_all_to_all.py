@@ -95,7 +95,7 @@ def test_bad_types_and_groups(rank: int) -> None:
         with pytest.raises(ValueError, match=message):
             fusedcomm.matmul_all_to_all(*args, 0, 1)
     with pytest.raises(ValueError, match="group_size must be the size of group"):
-        torch.ops.fusedcomm.matmul_all_to_all(x, w, None, None, 0, 1, *[None] * 4, 3, dist.group.WORLD.group_name)
+        torch.ops.fusedcomm.matmul_all_to_all(x, w, None, None, 0, 1, *[None] * 5, 3, dist.group.WORLD.group_name)
     with pytest.raises(ValueError, match="algorithm must be one of"):
         fusedcomm.force_algorithm("quick")
     group = dist.new_group()
@@ -104,7 +104,7 @@ def test_bad_types_and_groups(rank: int) -> None:
     with pytest.raises(ValueError, match="got a destroyed one"):
         fusedcomm.matmul_all_to_all(x, w, 0, 1, group)
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
-        torch.ops.fusedcomm.matmul_all_to_all(x, w, None, None, 0, 1, *[None] * 4, 0, dist.group.WORLD.group_name)
+        torch.ops.fusedcomm.matmul_all_to_all(x, w, None, None, 0, 1, *[None] * 5, 0, dist.group.WORLD.group_name)
     mesh = init_device_mesh("cpu", (2,))
     for bad in ((mesh, 7), (mesh, "zz"), (dist.group.WORLD, 0), (mesh, 0, 0), 3):
         with pytest.raises(ValueError, match=r"mesh_dim must be one of|group must be a ProcessGroup, DeviceMesh"):

@@ -179,7 +179,7 @@ def test_autocast_does_not_reach_into_a_call(rank: int, algorithm: str, recorded
         for i in range(CALLS):
             out = torch.empty(8, 1)
             with torch.autocast("cpu", torch.bfloat16, enabled=recorded_under != (i >= 3)):
-                args = x, w.roll(0), None, None, 0, 1, *[None] * 4, 2, group.group_name
+                args = x, w.roll(0), None, None, 0, 1, *[None] * 5, 2, group.group_name
                 torch.ops.fusedcomm.matmul_all_to_all.out(*args, out=out)
             torch.testing.assert_close(out, want * w.sum(0)[0], rtol=0, atol=0)
             with torch.autocast("cpu", torch.bfloat16):

@@ -268,14 +268,14 @@ def test_blocks_of_one_size_are_no_matter_how_they_are_said() -> None:
     """They are the same call on the wire as one that says nothing."""
     plain = shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2)
     for splits in (
-        Splits(gather_splits=(4, 4)),
-        Splits(gather_size=8, scatter_lengths=(3, 3)),
+        Splits(gather_splits=(4, 4), rank=0),
+        Splits(gather_size=8, scatter_lengths=(3, 3), rank=1),
         Splits(scatter_starts=(0, 3), scatter_lengths=(3, 3)),
         EVEN,
     ):
         said = shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2, splits)
         assert said.cut is None and said.key == plain.key
-    for other in (Splits(scatter_lengths=(2, 4)), Splits(scatter_starts=(0, 2), scatter_lengths=(3, 3))):
+    for other in (Splits(scatter_lengths=(2, 4), rank=0), Splits(None, None, (0, 2), (3, 3), 0)):
         assert shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2, other).key != plain.key
 
 

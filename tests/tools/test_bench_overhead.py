@@ -155,7 +155,7 @@ class SlowBaseline(MatmulAllToAll):
 def slow_op(*args: Any) -> Tensor:
     time.sleep(2 * PLANTED_S)
     return torch.ops.fusedcomm.matmul_all_to_all(
-        *args[:2], None, None, *args[2:], *[None] * 4, dist.get_world_size(), dist.group.WORLD.group_name
+        *args[:2], None, None, *args[2:], *[None] * 5, dist.get_world_size(), dist.group.WORLD.group_name
     )
 
 

@@ -71,7 +71,7 @@ def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:
             [product.per_column(rewriter, product.bias) for product in products],
             sent.gather_dim,
             bool(others),
-            *EVEN[:2],
+            *EVEN.to_gather,
             found.collective.group_size,
             found.collective.group_name,
         )

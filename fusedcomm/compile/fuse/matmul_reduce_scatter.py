@@ -65,7 +65,7 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             product.per_column(rewriter, match.reduced.bias),
             collective.reduce_op,
             [dim[0] if dim else None for dim in dims].index(match.blocks),
-            *EVEN[2:],
+            *EVEN.to_scatter,
             collective.group_size,
             collective.group_name,
         )

@@ -47,7 +47,7 @@ class Row:
 def pair(recorder: Recorder, backward: bool) -> Tensor:
     x, w = recorder.tensor(*X, requires_grad=backward), recorder.tensor(*W, requires_grad=backward)
     op = torch.ops.fusedcomm.matmul_all_to_all
-    return op(x, w, None, list(HEADS), 1, 2, *[None] * 4, NUM_RANKS, next(iter(recorder.groups)))
+    return op(x, w, None, list(HEADS), 1, 2, *[None] * 5, NUM_RANKS, next(iter(recorder.groups)))
 
 
 @cache
