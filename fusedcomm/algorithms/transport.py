@@ -24,8 +24,8 @@ class Transport(Protocol):
     def join(self) -> None:
         """End a call, whole or left half way: what follows comes after all that it has begun."""
 
-    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """A tensor for a result: ``out``, if it is given."""
+    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None, *, posted: bool = True) -> Tensor:
+        """A tensor for a result: ``out``, if it is given. ``posted``: what peers send belongs there as it comes."""
 
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         """The largest chunk of a gather whose matmul needs all sources: small enough to hide one behind another."""
@@ -82,19 +82,20 @@ class CpuTransport:
     def arrived(self) -> None:
         pass
 
-    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None, *, posted: bool = True) -> Tensor:
         if out is not None:
             return out
         with tape.paused():
-            out = self._empty(shape, like.dtype)
-        tape.is_result(out)
-        self.made.append(out)
+            out = self._empty(shape, like.dtype, posted)
+        tape.is_result(out, posted)
+        if posted:
+            self.made.append(out)
         return out
 
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype, posted: bool) -> Tensor:
         from fusedcomm.kernels.cpu import native
 
-        if self.workspace.results is not None:
+        if posted and self.workspace.results is not None:
             return self.workspace.results.empty(shape, dtype)
         out = torch.empty(shape, dtype=dtype, device="cpu")
         native.prefer_huge_pages(out.data_ptr(), out.nbytes)
@@ -234,7 +235,7 @@ class CudaTransport:
         self.main.wait_stream(self.sends)
         self.main.wait_stream(self.reads)
 
-    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None, *, posted: bool = True) -> Tensor:
         return like.new_empty(shape) if out is None else out
 
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:

@@ -208,7 +208,7 @@ def absent(rank: int, use: str) -> str | None:
 def test_an_absent_rank_is_named_and_a_later_call_works(ranks: Ranks, use: str) -> None:
     texts = ranks(8).run(absent, use)
     what = {"check": "mesh", "flattened": "group"}[use]
-    assert texts[7].splitlines()[0] == f"fusedcomm {what} vote: rank 7 waited 0.5 s for ranks [5], which did not come"
+    assert texts[7].splitlines()[0] == f"fusedcomm {what} vote: rank 7 waited 2 s for ranks [5], which did not come"
 
 
 def two_meshes(rank: int, a: Any, b: Any, dims: list[tuple[int, ...]] | None) -> str:
