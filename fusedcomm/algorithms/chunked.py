@@ -55,7 +55,7 @@ def push_reduce_gather(
     workspace, transport = call.workspace, transport_of(call.workspace)
     matmul = PushedMatmul(x, w, None, call.exchange)
     out = transport.result(x, call.exchange.out_shape, out)
-    reduced = x.new_empty(call.exchange.block)
+    reduced = transport.own_block(call.exchange, out)
     with _running(call, transport):
         workspace.begin(call)
         for spans in call.exchange.rounds(workspace.max_chunk_numel(x.dtype.itemsize)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -26,6 +27,9 @@ class Transport(Protocol):
 
     def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None, *, posted: bool = True) -> Tensor:
         """A tensor for a result: ``out``, if it is given. ``posted``: what peers send belongs there as it comes."""
+
+    def own_block(self, exchange: Exchange, out: Tensor) -> Tensor:
+        """Memory for this rank's block of ``out``, which the others get too: contiguous, in ``out`` if it can be."""
 
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         """The largest chunk of a gather whose matmul needs all sources: small enough to hide one behind another."""
@@ -101,6 +105,13 @@ class CpuTransport:
         native.prefer_huge_pages(out.data_ptr(), out.nbytes)
         return out
 
+    def own_block(self, exchange: Exchange, out: Tensor) -> Tensor:
+        shape, dim = exchange.unpacked
+        if dim is None or math.prod(shape[:dim]) != 1:
+            return out.new_empty(exchange.block)
+        numel = math.prod(exchange.block)
+        return out.view(-1).narrow(0, self.workspace.rank * numel, numel).view(exchange.block)
+
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         return self.workspace.max_chunk_numel(dtype.itemsize)
 
@@ -175,10 +186,13 @@ class CpuTransport:
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
         spans, rank = round.spans, round.workspace.rank
         with lane("copy", rank):
+            place = spans.unpack.view(out.view(-1), 0, rank)
             if own is not None:
-                copy_between(spans.unpack.view(out.view(-1), 0, rank), spans.pack.view(own.view(-1), 0, rank))
+                packed = spans.pack.view(own.view(-1), 0, rank)
+                if packed.data_ptr() != place.data_ptr():
+                    copy_between(place, packed)
             elif _place_in(round, out, rank) is None:
-                copy_between(spans.unpack.view(out.view(-1), 0, rank), round.received(rank))
+                copy_between(place, round.received(rank))
         for src_rank in round.sources()[1:]:
             self.wait(round, src_rank)
             for chunk, is_in_place in self.arrivals(round, src_rank, out):
@@ -237,6 +251,9 @@ class CudaTransport:
 
     def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None, *, posted: bool = True) -> Tensor:
         return like.new_empty(shape) if out is None else out
+
+    def own_block(self, exchange: Exchange, out: Tensor) -> Tensor:
+        return out.new_empty(exchange.block)
 
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         return exchange.piece_numel(dtype.itemsize, self.workspace.max_chunk_numel(dtype.itemsize))

@@ -16,7 +16,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/workspace.py:Round._chunk": "0ff152c36ebf",
         "fusedcomm/algorithms/chunked.py:push_matmul": "e980c356d770",
         "fusedcomm/algorithms/chunked.py:push_reduce": "b1d3258e7446",
-        "fusedcomm/algorithms/chunked.py:push_reduce_gather": "6fa4fb3a479c",
+        "fusedcomm/algorithms/chunked.py:push_reduce_gather": "8ef73a4eb13d",
         "fusedcomm/algorithms/chunked.py:gather_matmul": "fd68c8332b4f",
         "fusedcomm/algorithms/fused.py:push_matmul": "04d18933a430",
         "fusedcomm/algorithms/fused.py:push_reduce": "f2650bb4301b",
@@ -61,7 +61,7 @@ MIRRORED: dict[str, dict[str, str]] = {
     "scenario._receives": {
         "fusedcomm/runtime/rank_order.py:sources_of": "da5c1676b788",
         "fusedcomm/algorithms/chunked.py:_chunk_from": "b46b81517126",
-        "fusedcomm/algorithms/transport.py:CpuTransport.unpack": "25621965a2be",
+        "fusedcomm/algorithms/transport.py:CpuTransport.unpack": "1da141b9dca7",
         "fusedcomm/algorithms/transport.py:CpuTransport.reduce": "e9a6af5c428c",
         "fusedcomm/algorithms/transport.py:CudaTransport.unpack": "a2a97b074fe2",
         "fusedcomm/algorithms/transport.py:CudaTransport.reduce": "a7638f79013e",
@@ -190,7 +190,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/workspace.py:Round.is_in_place": "9f0d0660e114",
         "fusedcomm/runtime/posts.py:Posts.is_marked": "7444f31c5da8",
         "fusedcomm/algorithms/transport.py:CpuTransport.arrivals": "131852d79827",
-        "fusedcomm/algorithms/transport.py:CpuTransport.unpack": "25621965a2be",
+        "fusedcomm/algorithms/transport.py:CpuTransport.unpack": "1da141b9dca7",
         "kernels/cpu/rounds.h:is_in_place": "dac441c447c1",
     },
     "results.ResultsInPlace._released and failed": {
