@@ -40,7 +40,7 @@ def push_reduce(
     """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
     transport = transport_of(call.workspace)
     matmul = PushedMatmul(x, w, None, call.exchange)
-    out = transport.result(x, call.exchange.out_shape, out)
+    out = transport.result(x, call.exchange.out_shape, out, posted=False)  # sums are made of slots
     with _running(call, transport):
         for round in call.workspace.rounds(call, x.dtype):
             _push(matmul, round, transport)
@@ -55,7 +55,7 @@ def push_reduce_gather(
     workspace, transport = call.workspace, transport_of(call.workspace)
     matmul = PushedMatmul(x, w, None, call.exchange)
     out = transport.result(x, call.exchange.out_shape, out)
-    reduced = x.new_empty(call.exchange.block)
+    reduced = transport.own_block(call.exchange, out)
     with _running(call, transport):
         workspace.begin(call)
         for spans in call.exchange.rounds(workspace.max_chunk_numel(x.dtype.itemsize)):
@@ -75,7 +75,7 @@ def gather_matmul(
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x itself if asked for."""
     exchange, workspace, transport = call.exchange, call.workspace, transport_of(call.workspace)
     x = x.contiguous()
-    outs = [transport.result(x, shape) for shape in exchange.out_shapes]
+    outs = [transport.result(x, shape, posted=False) for shape in exchange.out_shapes]  # what comes is x
     matmuls = [GatheredMatmul(*each, exchange) for each in zip(outs, ws, biases, strict=True)]
     adds = exchange.splits_columns and adds_up(exchange, x.dtype)
     # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -24,8 +25,11 @@ class Transport(Protocol):
     def join(self) -> None:
         """End a call, whole or left half way: what follows comes after all that it has begun."""
 
-    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """A tensor for a result: ``out``, if it is given."""
+    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None, *, posted: bool = True) -> Tensor:
+        """A tensor for a result: ``out``, if it is given. ``posted``: what peers send belongs there as it comes."""
+
+    def own_block(self, exchange: Exchange, out: Tensor) -> Tensor:
+        """Memory for this rank's block of ``out``, which the others get too: contiguous, in ``out`` if it can be."""
 
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         """The largest chunk of a gather whose matmul needs all sources: small enough to hide one behind another."""
@@ -82,23 +86,31 @@ class CpuTransport:
     def arrived(self) -> None:
         pass
 
-    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None, *, posted: bool = True) -> Tensor:
         if out is not None:
             return out
         with tape.paused():
-            out = self._empty(shape, like.dtype)
-        tape.is_result(out)
-        self.made.append(out)
+            out = self._empty(shape, like.dtype, posted)
+        tape.is_result(out, posted)
+        if posted:
+            self.made.append(out)
         return out
 
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype, posted: bool) -> Tensor:
         from fusedcomm.kernels.cpu import native
 
-        if self.workspace.results is not None:
+        if posted and self.workspace.results is not None:
             return self.workspace.results.empty(shape, dtype)
         out = torch.empty(shape, dtype=dtype, device="cpu")
         native.prefer_huge_pages(out.data_ptr(), out.nbytes)
         return out
+
+    def own_block(self, exchange: Exchange, out: Tensor) -> Tensor:
+        shape, dim = exchange.unpacked
+        if dim is None or math.prod(shape[:dim]) != 1:
+            return out.new_empty(exchange.block)
+        numel = math.prod(exchange.block)
+        return out.view(-1).narrow(0, self.workspace.rank * numel, numel).view(exchange.block)
 
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         return self.workspace.max_chunk_numel(dtype.itemsize)
@@ -179,10 +191,13 @@ class CpuTransport:
     def unpack(self, round: Round, out: Tensor, own: Tensor | None = None) -> None:
         rank = round.workspace.rank
         with lane("copy", rank):
+            place = _in_result(round, rank, out)
             if own is not None:
-                copy_between(_in_result(round, rank, out), round.spans.at(rank).pack.view(own.view(-1), 0, rank))
+                packed = round.spans.at(rank).pack.view(own.view(-1), 0, rank)
+                if packed.data_ptr() != place.data_ptr():
+                    copy_between(place, packed)
             elif _own_place(round, out) is None:
-                copy_between(_in_result(round, rank, out), round.received(rank))
+                copy_between(place, round.received(rank))
         for src_rank in round.sources()[1:]:
             self.wait(round, src_rank)
             for chunk, is_in_place in self.arrivals(round, src_rank, out):
@@ -240,8 +255,11 @@ class CudaTransport:
         self.main.wait_stream(self.sends)
         self.main.wait_stream(self.reads)
 
-    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+    def result(self, like: Tensor, shape: Sequence[int], out: Tensor | None = None, *, posted: bool = True) -> Tensor:
         return like.new_empty(shape) if out is None else out
+
+    def own_block(self, exchange: Exchange, out: Tensor) -> Tensor:
+        return out.new_empty(exchange.block)
 
     def max_chunk_numel(self, exchange: Exchange, dtype: torch.dtype) -> int:
         return exchange.piece_numel(dtype.itemsize, self.workspace.max_chunk_numel(dtype.itemsize))

@@ -38,7 +38,9 @@ NVLink each way in use (370 by copies, 330 to 450 by NCCL's collectives, as it c
 rate that the bounds in docs/ reckon with. The others are chosen, not measured, such that fused wins between 64
 KiB and 16 MiB per peer, and chunked from there, where copy engines reach full speed. Those of "cpu" stand for 2 ranks
 of one thread each on 2 cores of an AMD EPYC, torch 2.13.0, gloo, 2026-11-21: the rates of matmuls are the roofs behind
-the figures of docs/benchmark.md, and the others are from `fusedcomm tune`, rounded.
+the figures of docs/benchmark.md, and the others are from `fusedcomm tune`, rounded; but what a prepared call and its
+chunks cost is from `fusedcomm bench overhead`, 2026-11-24: a tiny call takes 7 to 10 us hot and 72 to 86 us cold, and
+with these numbers 33 to 77.
 """
 
 from __future__ import annotations
@@ -208,8 +210,8 @@ DEFAULTS = {
         store_bandwidth=10e9,
         backend_bandwidth={"all_to_all": 1e9, "all_gather": 0.75e9, "reduce_scatter": 0.5e9, "all_reduce": 1.2e9},
         backend_latency=dict.fromkeys(KINDS.values(), 500e-6),
-        call_overhead={"unfused": 200e-6, "chunked": 50e-6},
-        chunk_overhead=20e-6,
+        call_overhead={"unfused": 200e-6, "chunked": 5e-6},
+        chunk_overhead=2e-6,
     ),
 }
 

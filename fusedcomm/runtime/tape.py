@@ -67,9 +67,9 @@ class Recorder(TorchDispatchMode):
     def wait(self, src_rank: int) -> None:
         self.tape.wait(src_rank)
 
-    def result(self, out: Tensor) -> None:
-        """``out`` was just made for a result of the call."""
-        self.tape.result(self._new(out), list(out.shape), out.dtype)
+    def result(self, out: Tensor, posted: bool) -> None:
+        """``out`` was just made for a result of the call. ``posted``: where peers can write it."""
+        self.tape.result(self._new(out), list(out.shape), out.dtype, posted)
 
     def post(self, result: Tensor) -> None:
         self.tape.post(self._operand(result))
@@ -208,10 +208,10 @@ def paused() -> Iterator[None]:
         found.paused = False
 
 
-def is_result(out: Tensor) -> None:
-    """``out`` was just made for a result of the call."""
+def is_result(out: Tensor, posted: bool) -> None:
+    """``out`` was just made for a result of the call. ``posted``: where peers can write it."""
     if (found := recorder()) is not None:
-        found.result(out)
+        found.result(out, posted)
 
 
 def chunks() -> AbstractContextManager[None]:

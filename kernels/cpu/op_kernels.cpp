@@ -202,10 +202,11 @@ void append_rank(Tape& tape, Instruction::Kind kind, int64_t rank) {
   tape.append(std::move(instruction));
 }
 
-void append_result(Tape& tape, int64_t made, std::vector<int64_t> sizes, at::ScalarType dtype) {
+void append_result(Tape& tape, int64_t made, std::vector<int64_t> sizes, at::ScalarType dtype, bool posted) {
   Instruction instruction{Instruction::kResult};
   instruction.sizes = std::move(sizes);
   instruction.dtype = dtype;
+  instruction.posted = posted;
   instruction.made = {made};
   tape.append(std::move(instruction));
 }

@@ -59,9 +59,9 @@ class Rounds {
   int64_t rank() const { return segments_.rank; }
   const c10::Storage& heap(int64_t owner) const { return segments_.heaps[static_cast<size_t>(owner)]; }
 
-  // Memory for a result of the call.
-  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) const {
-    if (segments_.results != nullptr) return segments_.results->empty(sizes, dtype);
+  // Memory for a result of the call; where peers can write it, if it will be posted.
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, bool posted) const {
+    if (posted && segments_.results != nullptr) return segments_.results->empty(sizes, dtype);
     at::Tensor made = at::empty(sizes, at::TensorOptions().dtype(dtype));
     prefer_huge_pages(reinterpret_cast<uintptr_t>(made.data_ptr()), made.nbytes());
     return made;

@@ -63,6 +63,7 @@ struct Instruction {
   std::string lane;
   std::vector<int64_t> sizes;  // for kResult
   at::ScalarType dtype = at::kFloat;
+  bool posted = false;
 };
 
 class Tape {
@@ -218,7 +219,7 @@ class Tape::Run {
   }
 
   void result(const Instruction& each) {
-    registers_[static_cast<size_t>(each.made[0])] = rounds_->empty(each.sizes, each.dtype);
+    registers_[static_cast<size_t>(each.made[0])] = rounds_->empty(each.sizes, each.dtype, each.posted);
   }
 
   // The peers first. Where one is late with its post, the own chunk: then there is another look for it.

@@ -466,7 +466,7 @@ def test_a_rank_that_does_not_come_is_named_in_bounded_time(ranks: Callable[[int
     missed, _ = ranks(2).run(_wait_alone)
     assert missed is not None
     peers, seconds = missed
-    assert peers == [1] and 0.5 <= seconds < 5
+    assert peers == [1] and 0.5 <= seconds < 20
 
 
 def test_a_cost_is_cheap(mesh: Any) -> None:

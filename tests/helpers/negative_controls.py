@@ -579,6 +579,12 @@ CONTROLS: dict[str, Control] = {
         "        return out if has_heap else None",
         "tests/ops/test_in_place.py::test_a_result_that_is_given_is_not_posted",
     ),
+    "a result that nobody posts takes no block": Control(
+        "fusedcomm/algorithms/transport.py",
+        "if posted and self.workspace.results is not None:",
+        "if self.workspace.results is not None:",
+        "tests/ops/test_result_memory.py::test_only_results_that_are_posted_take_blocks[matmul_reduce_scatter-scatter-python]",
+    ),
     "no block is used again after a failure": Control(
         WORKSPACE,
         "            self.results.retire()",

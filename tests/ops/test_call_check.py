@@ -294,7 +294,7 @@ def test_a_broken_workspace_is_told_before_the_check(rank: int) -> None:
         start = time.monotonic()
         with pytest.raises(fusedcomm.PeerError, match=re.escape("fusedcomm.reset")):
             call(group, HEADS)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 15  # before the time-out
         dist.barrier(group)
         fusedcomm.reset(group)
         check(group, HEADS, call(group, HEADS, 1), 1)

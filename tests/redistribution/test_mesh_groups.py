@@ -184,14 +184,15 @@ def test_timeouts_are_those_of_the_mesh(rank: int) -> None:
 
 
 def absent(rank: int, use: str) -> str | None:
-    with left_as_found(TIMEOUT_S="0.5"):
+    with left_as_found(TIMEOUT_S="2"):
         mesh = DeviceMesh("cpu", [[1, 3], [5, 7]])
         count, text = len(c10d._world.pg_map), None
+        dist.barrier()  # from here on all others have the whole time-out
         if rank % 2 and rank != 5:
             started = time.monotonic()
             with pytest.raises(PeerTimeoutError, match=r"for ranks \[5\], which did not come") as caught:
                 mesh_groups.check(mesh) if use == "check" else mesh_groups.flattened(mesh, (0, 1))
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 30
             assert caught.value.peers == [5]
             assert len(c10d._world.pg_map) == count
             text = str(caught.value)
@@ -207,7 +208,7 @@ def absent(rank: int, use: str) -> str | None:
 def test_an_absent_rank_is_named_and_a_later_call_works(ranks: Ranks, use: str) -> None:
     texts = ranks(8).run(absent, use)
     what = {"check": "mesh", "flattened": "group"}[use]
-    assert texts[7].splitlines()[0] == f"fusedcomm {what} vote: rank 7 waited 0.5 s for ranks [5], which did not come"
+    assert texts[7].splitlines()[0] == f"fusedcomm {what} vote: rank 7 waited 2 s for ranks [5], which did not come"
 
 
 def two_meshes(rank: int, a: Any, b: Any, dims: list[tuple[int, ...]] | None) -> str:
@@ -275,8 +276,9 @@ def test_a_backend_that_fails_on_one_rank_fails_on_all(ranks: Ranks) -> None:
 
 
 def lost_between(rank: int) -> float:
-    with left_as_found(TIMEOUT_S="1") as patch:
+    with left_as_found(TIMEOUT_S="2") as patch:
         mesh = DeviceMesh("cpu", [[1, 3], [5, 7]])
+        dist.barrier()
         started = time.monotonic()
         if rank == 5:
 
@@ -295,7 +297,7 @@ def lost_between(rank: int) -> float:
 
 
 def test_a_rank_lost_after_the_vote_leaves_no_one_waiting(ranks: Ranks) -> None:
-    assert max(ranks(8).run(lost_between)) < 8
+    assert max(ranks(8).run(lost_between)) < 60  # gloo's own bound is half an hour
 
 
 @on_ranks(4)

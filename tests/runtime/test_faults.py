@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,22 @@ from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, integers
 from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
+from tests.helpers.waiting import wait_until
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
+
+
+@contextmanager
+def at_once(group: Any) -> Iterator[None]:
+    """What runs inside may wait for minutes, and does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDCOMM_TIMEOUT_S", "300")
+        for member in members.members(group):
+            if member.workspace is not None:
+                patch.setattr(member.workspace, "timeout_s", 300.0)
+        start = time.monotonic()
+        yield
+        assert time.monotonic() - start < 30
 
 
 class Left(Exception):
@@ -139,10 +154,8 @@ def test_a_peer_that_never_calls(rank: int, algorithm: str, warm: bool) -> None:
             assert caught.value.epoch == (2 if warm else 0)
         dist.barrier(group)
         if warm or rank != absent:
-            start = time.monotonic()
-            with pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset"):
-                call(group, problem)
-            assert time.monotonic() - start < 0.5  # what is known already
+            with at_once(group), pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset"):
+                call(group, problem)  # what is known already
         dist.barrier(group)
         fusedcomm.reset(group)
         for seed in range(3):
@@ -161,10 +174,11 @@ def test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second(rank: i
         dist.barrier(group)
         if rank == 0:
             time.sleep(0.3)  # the other one waits by now
-        start = time.monotonic()
-        with pytest.raises(fusedcomm.PeerTimeoutError, match=r"fusedcomm\.reset"):
+        with (
+            at_once(group) if rank == 0 else nullcontext(),
+            pytest.raises(fusedcomm.PeerTimeoutError, match=r"fusedcomm\.reset"),
+        ):
             call(group, problem, 1 - rank)
-        assert rank == 1 or time.monotonic() - start < 0.5
         dist.barrier(group)
         fusedcomm.reset(group)
         check(group, problem, call(group, problem, 2), 2)
@@ -197,16 +211,17 @@ def test_a_peer_in_another_call(rank: int, algorithm: str, warm: bool, other: Pr
 
 
 @on_ranks(3)
-def test_a_late_rank_gets_an_error_too(rank: int) -> None:
+def test_a_late_rank_gets_an_error_too(rank: int, tmp_path: Path) -> None:
     """Two ranks give up on a third that comes late: it must not return a result either."""
     problem = BY_NAME["heads"]
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, problem, call(group, problem))
         dist.barrier(group)
         if rank == 2:
-            time.sleep(2)
+            wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
         with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
             call(group, problem)
+        (tmp_path / f"{rank} gave up").touch()
         if rank == 2:
             assert caught.value.peers == [0, 1]
             assert "gave up" in str(caught.value)
@@ -219,17 +234,17 @@ def test_a_late_rank_gets_an_error_too(rank: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
-def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, algorithm: str) -> None:
+def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, algorithm: str, tmp_path: Path) -> None:
     """Rank 0 has given up in round 3 before rank 1 reads round 2: those data are good, the next call is not."""
     problem = BY_NAME["heads"]
     received, unpack = workspace.Round.received, kernel_launch.unpack
 
     def late_received(self: workspace.Round, src_rank: int) -> torch.Tensor:
-        time.sleep(2)
+        wait_until((tmp_path / "0 gave up").exists)
         return received(self, src_rank)
 
     def late_unpack(*args: Any) -> None:
-        time.sleep(2)
+        wait_until((tmp_path / "0 gave up").exists)
         unpack(*args)
 
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
@@ -241,6 +256,7 @@ def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, algorithm: 
             check(group, problem, call(group, problem, 1), 1)
         with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
             call(group, problem, 2)
+        (tmp_path / f"{rank} gave up").touch()
         assert caught.value.peers == [1 - rank]
         assert caught.value.epoch == 3
 
@@ -269,7 +285,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
                 name, peers, seconds = answer
                 assert name == "PeerTimeoutError"
                 assert peers == [1]
-                assert seconds < 5
+                assert seconds < 20
 
 
 @on_ranks(2)

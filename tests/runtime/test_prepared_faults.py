@@ -26,6 +26,7 @@ from tests.helpers.groups import call, check, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import CALLS, check_prepared, python_calls, started_group
 from tests.helpers.problems import PROBLEMS, integers
+from tests.helpers.waiting import wait_until
 from tests.runtime.test_interrupts import interrupted
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
@@ -64,7 +65,7 @@ def test_a_late_peer_is_told_of_in_time(rank: int) -> None:
         if rank == 0:
             start = time.monotonic()
             error = fails(group)
-            assert isinstance(error, fusedcomm.PeerTimeoutError) and 0.9 < time.monotonic() - start < 5
+            assert isinstance(error, fusedcomm.PeerTimeoutError) and 0.9 < time.monotonic() - start < 20
             assert (error.peers, error.op, error.epoch) == ([1], HEADS.op, member_of(group).workspace.epoch + 1)
         dist.barrier(group)
         with pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset"):
@@ -236,18 +237,24 @@ def test_records_are_those_of_calls_in_python(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_call_that_waits_is_seen_by_others(rank: int) -> None:
+def test_a_call_that_waits_is_seen_by_others(rank: int, tmp_path: Path) -> None:
     with prepared_group() as group:
         found = []
+
+        def look() -> None:
+            wait_until(lambda: flight_recorder.last()[-1].state == flight_recorder.RUNNING)
+            found.append(flight_recorder.last()[-1])
+            (tmp_path / "looked").touch()
+
         dist.barrier(group)
-        timer = threading.Timer(0.3, lambda: found.append(flight_recorder.last()[-1]))
+        thread = threading.Thread(target=look)
         if rank == 0:
-            timer.start()
+            thread.start()
         else:
-            time.sleep(1)
+            wait_until((tmp_path / "looked").exists)
         call(group, HEADS)
         if rank == 0:
-            timer.join()
+            thread.join()
             (record,) = found
             epoch = member_of(group).workspace.epoch
             assert (record.state, record.ended) == (flight_recorder.RUNNING, None)

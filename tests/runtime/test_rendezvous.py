@@ -144,13 +144,16 @@ def test_the_time_out_of_the_store_is_no_bound(ranks: Ranks) -> None:
 def missing_rank(rank: int, missing: int) -> tuple[str, bool]:
     t = symm_mem.empty(8, dtype=torch.int64, device=CPU)
     error = ""
+    gave_up: Any = dist.distributed_c10d._get_default_store()
+    keys = [f"test/missing/{missing}/{peer}" for peer in range(3) if peer != missing]
     if rank == missing:
-        time.sleep(MISSING_S + 0.3)
+        gave_up.wait(keys)
     else:
         with timeout(MISSING_S):
             start = time.monotonic()
             error = error_of(lambda: rendezvous(t))
-            assert time.monotonic() - start < MISSING_S + 1
+            assert time.monotonic() - start < MISSING_S + 20
+        gave_up.set(f"test/missing/{missing}/{rank}", "")
     # The same tensor again, at once and without a barrier: stale offers must not matter.
     handle = rendezvous(t)
     t.fill_(rank)
@@ -252,7 +255,7 @@ def test_a_store_that_is_cut_off_ends_the_rendezvous_in_time(calls: int) -> None
     t, start = symm_mem.empty(4, device=CPU), time.monotonic()
     with timeout(0.2):
         error = error_of(lambda: _SymmetricMemory.rendezvous(t, name))
-    assert 0.2 <= time.monotonic() - start < 5
+    assert 0.2 <= time.monotonic() - start < 20
     store.back.set()  # for the threads that are left in it
     assert error.startswith("DistStoreError: ")
     assert error.endswith("the store of the process group does not answer: is its host cut off?")

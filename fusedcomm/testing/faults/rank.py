@@ -24,7 +24,7 @@ from fusedcomm.errors import PeerError
 from fusedcomm.runtime import group_member, members
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
-from fusedcomm.testing.faults.cells import CALL, OPS, Cell
+from fusedcomm.testing.faults.cells import CALL, MEET_S, OPS, Cell
 from fusedcomm.testing.faults.injections import INJECTIONS, RAISED
 from fusedcomm.testing.faults.known_calls import (
     LARGE,
@@ -47,7 +47,6 @@ from fusedcomm.testing.faults.rank_reports import (
 )
 from fusedcomm.testing.selftest import settings
 
-MEET_S = 30.0  # bound of waits that must succeed
 Around = Callable[[Cell], AbstractContextManager[object]]
 P = ParamSpec("P")
 

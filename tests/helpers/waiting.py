@@ -1,0 +1,15 @@
+"""Waits for a condition in place of a fixed time: a busy machine takes longer, and no test may fail for that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 90.0  # only what never comes takes as long
+
+
+def wait_until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"it was waited {patience_s:g} s for what did not come"
+        time.sleep(0.02)
