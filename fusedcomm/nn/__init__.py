@@ -1,7 +1,8 @@
 """Linear layers next to a collective. Each replaces a plain nn.Linear in one line and reads its state dict.
 
 `UlyssesQKV` and `UlyssesOut` stand before and behind attention, `ColumnParallelLinear` and `RowParallelLinear` at the
-two ends of an MLP or an attention block under tensor parallelism. `shard_tokens` gives a rank its tokens. R is the number of ranks of a layer's group.
+two ends of an MLP or an attention block under tensor parallelism. `shard_tokens` gives a rank its tokens. R is the
+number of ranks of a layer's group.
 """
 
 from fusedcomm.nn.parallel_linear import ParallelLinear

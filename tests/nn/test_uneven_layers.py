@@ -1,4 +1,4 @@
-"""Ulysses layers for tokens and heads that R does not divide and for fewer heads of k and v than ranks, beside one process."""
+"""Ulysses layers beside one process: tokens and heads that R does not divide, fewer heads of k and v than ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fusedcomm
 from fusedcomm.nn import UlyssesOut, UlyssesQKV, shard_tokens, sum_replicated_gradients, unshard_tokens
 from fusedcomm.nn.heads import head_splits, kv_ranges, repeats
+from tests.helpers.groups import fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import Dispatched
 
@@ -109,7 +111,9 @@ def check_case(rank: int, case: Case, algorithm: str) -> None:
         *["matmul_all_to_all"] * (2 - (case.heads == case.kv_heads)),
         "all_to_all_matmul",
     ]
-    for t, wanted in zip(found, (q.tensor_split(size, -2)[rank], *(heads_of(case, t, rank, size) for t in (k, v))), strict=True):
+    for t, wanted in zip(
+        found, (q.tensor_split(size, -2)[rank], *(heads_of(case, t, rank, size) for t in (k, v))), strict=True
+    ):
         torch.testing.assert_close(t, wanted, **CLOSE)
     torch.testing.assert_close(y, case.mine(want), **CLOSE)
     torch.testing.assert_close(mine.grad, case.mine(x.grad), **CLOSE)
@@ -177,3 +181,46 @@ def test_the_plain_case_is_as_before(rank: int) -> None:
             UlyssesQKV(HIDDEN, 4, HEAD_DIM, kv_heads)(torch.ones(BATCH, 3, HIDDEN))
         pushes = [args for name, args in spy.calls if name == "fusedcomm::matmul_all_to_all"]
         assert [args[6:10] for args in pushes] == [(None,) * 4] * calls
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "heads", "kv_heads"), [(2, 6, 3), (3, 5, 5), (3, 2, 1)])
+def test_compiled(rank: int, world_size: int, heads: int, kv_heads: int) -> None:
+    torch.manual_seed(1)
+    qkv, out = UlyssesQKV(HIDDEN, heads, HEAD_DIM, kv_heads), UlyssesOut(heads, HEAD_DIM, HIDDEN)
+    torch._dynamo.reset()
+
+    def program(x: Tensor) -> Tensor:
+        return out(attention(*qkv(x, 7)), 7)
+
+    x = shard_tokens(torch.randn(BATCH, 7, HIDDEN)).clone().requires_grad_()
+    answers = []
+    for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
+        y = run(x)
+        answers.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, qkv.weight, out.weight))])
+    torch.testing.assert_close(*answers)
+
+
+@on_ranks(4)
+def test_whole_block_in_a_part_of_the_ranks(rank: int) -> None:
+    """Groups of two ranks, each with its own batch: parts are counted in the layer's group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tokens"))
+    case = Case(2, 5, 3, 1)
+    plain_qkv, plain_out = plain_layers(case)
+    qkv = UlyssesQKV.from_linear(plain_qkv, 3, 1, group=(mesh, "tokens"))
+    out = UlyssesOut.from_linear(plain_out, 3, group=mesh["tokens"])
+    x = torch.randn(BATCH, 5, HIDDEN, generator=torch.Generator().manual_seed(rank // 2))
+    y = out(attention(*qkv(x.chunk(2, 1)[rank % 2], 5)))
+    torch.testing.assert_close(
+        unshard_tokens(y, 5, group=mesh["tokens"]), run_plain(case, plain_qkv, plain_out, x)[1], **CLOSE
+    )
+
+
+@on_ranks(2)
+def test_lengths_must_be_told(rank: int) -> None:
+    """Without ``tokens`` every rank means that all have as many as itself: the ranks notice that they differ."""
+    layer = UlyssesQKV(HIDDEN, 4, HEAD_DIM)
+    with fresh_group() as group, pytest.raises((fusedcomm.PeerMismatchError, fusedcomm.PeerTimeoutError)):
+        layer = UlyssesQKV(HIDDEN, 4, HEAD_DIM, group=group)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            layer(torch.ones(BATCH, 3 - rank, HIDDEN))
