@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedcomm.geometry.parts import Splits, chunk_parts
+from fusedcomm.geometry.cut import Splits, chunk_parts
 from fusedcomm.ops import splits
 from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.runtime.group import Group, rank_of, resolve

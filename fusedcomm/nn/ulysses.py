@@ -36,10 +36,10 @@ class UlyssesQKV(ParallelLinear):
     in one `matmul_all_to_all`, or in two where num_kv_heads differs from num_heads: q, and k with v.
 
     A rank has num_heads / R heads of q, rounded up on the first num_heads % R ranks and down on the others, and the
-    heads of k and v that these read, whether or not other ranks read them too. As many of a rank's n heads of q read
-    each of its m heads of k and v, as ``scaled_dot_product_attention(enable_gqa=True)`` has it: head i reads i // (n / m).
-    Where it is not so (20 heads and 4 on 8 ranks: the second rank's 3 read two of one head and one of the next), heads
-    of k and v are repeated after the exchange, and m is n.
+    heads of k and v that these read, whether or not other ranks read them too. Head i of a rank's n of q reads head
+    i // (n / m) of its m of k and v, as ``scaled_dot_product_attention(enable_gqa=True)`` has it. Where not as many
+    read each (20 heads and 4 on 8 ranks: of the second rank's 3 two read one head, and one the next), those of k and v
+    are repeated after the exchange, one for each of q.
 
     Args:
         in_features: the size of x's last dim.
