@@ -47,7 +47,7 @@ def train(device: torch.device, parallel: bool) -> list[float]:
     model = Layer().to(device)
     words = torch.randint(WORDS, (BATCH, TOKENS + 1), device=device)
     ids, labels = words[:, :-1], words[:, 1:].masked_fill(torch.rand(BATCH, TOKENS, device=device) < 0.2, -100)
-    count = (labels != -100).sum()  # of the tokens that count, on all ranks
+    count = (labels != -100).sum()  # on all ranks
     if parallel:
         model.parallel = True
         model.qkv = fusedcomm.nn.UlyssesQKV.from_linear(model.qkv, HEADS, KV_HEADS)
