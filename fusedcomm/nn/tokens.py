@@ -80,7 +80,8 @@ def unshard_tokens(batch: Any, tokens: int | Sequence[int], dim: Any = 1, group:
         assert torch.equal(whole, x)
     """
     group_size, group_name = resolve(group)
-    given = Splits(gather_size=tokens) if isinstance(tokens, (int, torch.SymInt)) else Splits([*tokens])
+    count, sizes = (tokens, None) if isinstance(tokens, (int, torch.SymInt)) else (None, [*tokens])
+    given = Splits(sizes, count, rank=rank_of(group_name))
 
     def joined(t: Tensor, dim: int) -> Tensor:
         check_tensor("a tensor of batch", t)
@@ -106,8 +107,8 @@ class _Unsharded(torch.autograd.Function):
         if sizes is None:
             assert given.gather_size is not None
             sizes = chunk_parts(given.gather_size, group_size).sizes
-        rank = rank_of(group_name)
-        ctx.block = dim, sum(sizes[:rank]), sizes[rank]
+        assert given.rank is not None
+        ctx.block = dim, sum(sizes[: given.rank]), sizes[given.rank]
         return whole
 
     @staticmethod

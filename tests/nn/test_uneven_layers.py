@@ -175,7 +175,7 @@ def test_the_plain_case_is_as_before(rank: int) -> None:
         with Dispatched() as spy:
             UlyssesQKV(HIDDEN, 4, HEAD_DIM, kv_heads)(torch.ones(BATCH, 3, HIDDEN))
         pushes = [args for name, args in spy.calls if name == "fusedcomm::matmul_all_to_all"]
-        assert [args[6:10] for args in pushes] == [(None,) * 4] * calls
+        assert [args[6:11] for args in pushes] == [(None,) * 5] * calls
 
 
 @on_ranks()
