@@ -71,7 +71,7 @@ def all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str, cut
 
 
 def _uneven_all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str, gathered: Parts) -> Tensor:
-    outer = math.prod(size for dim, size in enumerate(t.shape) if dim != gather_dim)
+    outer = math.prod([*t.shape[:gather_dim], *t.shape[gather_dim + 1 :]])
     step = _aligned(outer * gathered.largest, t)
     sent = pad(t.flatten(), (0, step - t.numel()))
     arrived = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent, group_size, group_name))

@@ -3,20 +3,27 @@
     q, k, v = qkv(x)                # [batch, tokens / R, hidden] -> three of [batch, tokens, heads / R, head_dim]
     y = out(attention(q, k, v))     # [batch, tokens, heads / R, head_dim] -> [batch, tokens / R, hidden]
 
+R need not divide tokens, as `fusedcomm.nn.shard_tokens` cuts them, nor heads, which `fusedcomm.nn.heads` divides.
 Both layers replicate their parameters. A rank's gradients of them come from its own tokens alone:
 `fusedcomm.nn.sum_replicated_gradients` adds them up after the backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from fusedcomm.nn.heads import head_splits, kv_ranges, repeats
 from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
-from fusedcomm.runtime.group import Group
+from fusedcomm.runtime.group import Group, rank_of
+
+Tokens = int | Sequence[int] | None
 
 
 class UlyssesQKV(ParallelLinear):
@@ -28,12 +35,17 @@ class UlyssesQKV(ParallelLinear):
 
     in one `matmul_all_to_all`, or in two where num_kv_heads differs from num_heads: q, and k with v.
 
+    A rank has num_heads / R heads of q, rounded up on the first num_heads % R ranks and down on the others, and the
+    heads of k and v that these read, whether or not other ranks read them too. Head i of a rank's n of q reads head
+    i // (n / m) of its m of k and v, as ``scaled_dot_product_attention(enable_gqa=True)`` has it. Where not as many
+    read each (20 heads and 4 on 8 ranks: of the second rank's 3 two read one head, and one the next), those of k and v
+    are repeated after the exchange, one for each of q.
+
     Args:
         in_features: the size of x's last dim.
-        num_heads: how many heads q has; R must divide it.
+        num_heads: how many heads q has. If there are fewer than ranks, the last ranks have none.
         head_dim: the features of a head.
-        num_kv_heads: how many heads k and v each have; R must divide it, and num_heads must be a multiple of it. None:
-            as many as q has.
+        num_kv_heads: how many heads k and v each have; num_heads must be a multiple of it. None: as many as q has.
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         device: that of the parameters, as in nn.Linear.
@@ -43,6 +55,7 @@ class UlyssesQKV(ParallelLinear):
         weight: the replicated [(num_heads + 2 * num_kv_heads) * head_dim, in_features]; its gradient is that of this
             rank's tokens.
         bias: the replicated [(num_heads + 2 * num_kv_heads) * head_dim], or None; its gradient likewise.
+        head_splits: how many heads of q each rank has.
 
     Raises:
         ValueError: a number of heads is less than 1 or not divisible as said here, or group is no initialised group
@@ -54,6 +67,8 @@ class UlyssesQKV(ParallelLinear):
         q, k, v = layer(torch.ones(2, 3, 8))  # [batch, tokens / R, 8]
         assert q.shape == (2, 6, 2, 2) and k.shape == v.shape == (2, 6, 1, 2)  # [batch, tokens, heads / R, head_dim]
     """
+
+    head_splits: list[int]
 
     def __init__(
         self,
@@ -71,8 +86,7 @@ class UlyssesQKV(ParallelLinear):
         _check_heads(num_heads, num_kv_heads)
         super().__init__(in_features, (num_heads + 2 * num_kv_heads) * head_dim, bias, group, device, dtype)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self._check_divisible("num_heads", num_heads)
-        self._check_divisible("num_kv_heads", num_kv_heads)
+        self.head_splits = head_splits(num_heads, self.group_size)
 
     @classmethod
     def from_linear(
@@ -106,27 +120,51 @@ class UlyssesQKV(ParallelLinear):
     def partial_gradients(self) -> tuple[str, ...]:
         return ("weight", "bias") if self.bias is not None else ("weight",)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, tokens: Tokens = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each [batch, tokens, heads / R, head_dim], for x [batch, tokens / R, in_features].
 
         All three are views of one tensor if num_kv_heads is num_heads, else k and v are views of one, and q is a tensor
-        of its own. There may be any number of batch dims. Raises the errors of `matmul_all_to_all`.
+        of its own. There may be any number of batch dims.
+
+        Args:
+            x: this rank's tokens.
+            tokens: how many there are on all ranks, of which each has what torch.chunk gives it, as by `shard_tokens`;
+                or a sequence of how many each rank has. None: all have as many.
+
+        Raises the errors of `matmul_all_to_all`.
         """
         self._check_features(x, sharded=False)
-        group = self._group()
+        group, given = self._group(), _gathered(tokens)
         if self.num_kv_heads == self.num_heads:
             columns = [3, self.num_heads, self.head_dim]
-            qkv = matmul_all_to_all(x, self.weight.mT, -4, -2, group, bias=self.bias, out_shape=columns)
+            given |= _scattered_heads(self.num_heads, self.head_splits)
+            qkv = matmul_all_to_all(x, self.weight.mT, -4, -2, group, bias=self.bias, out_shape=columns, **given)
             q, k, v = qkv.unbind(-3)
             return q, k, v
         sizes = [self.num_heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim]
         w_q, w_kv = self.weight.split(sizes)
         bias_q, bias_kv = (None, None) if self.bias is None else self.bias.split(sizes)
         columns = [self.num_heads, self.head_dim]
-        q = matmul_all_to_all(x, w_q.mT, -3, -2, group, bias=bias_q, out_shape=columns)
+        heads = _scattered_heads(self.num_heads, self.head_splits)
+        q = matmul_all_to_all(x, w_q.mT, -3, -2, group, bias=bias_q, out_shape=columns, **given, **heads)
         columns = [2, self.num_kv_heads, self.head_dim]
-        k, v = matmul_all_to_all(x, w_kv.mT, -4, -2, group, bias=bias_kv, out_shape=columns).unbind(-3)
+        heads = self._scattered_kv()
+        kv = matmul_all_to_all(x, w_kv.mT, -4, -2, group, bias=bias_kv, out_shape=columns, **given, **heads)
+        k, v = self._repeated(kv, rank_of(group)).unbind(-3)
         return q, k, v
+
+    def _scattered_kv(self) -> dict[str, Any]:
+        if self.num_kv_heads % self.group_size == 0:
+            return {}
+        return {"scatter_ranges": kv_ranges(self.num_heads, self.num_kv_heads, self.group_size)}
+
+    def _repeated(self, kv: Tensor, rank: int) -> Tensor:
+        """kv [..., heads, head_dim] with a head for each of q's, unless as many of these read each head of kv."""
+        counts = repeats(self.num_heads, self.num_kv_heads, self.group_size, rank)
+        if counts is None:
+            return kv
+        heads = zip(kv.split(1, -2), counts, strict=True)
+        return torch.cat([head.expand(*kv.shape[:-2], count, self.head_dim) for head, count in heads], -2)
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
@@ -142,7 +180,7 @@ class UlyssesOut(ParallelLinear):
     in one `all_to_all_matmul`.
 
     Args:
-        num_heads: how many heads the attention has; R must divide it.
+        num_heads: how many heads the attention has, of which a rank has those that `UlyssesQKV` gives it.
         head_dim: the features of a head.
         out_features: the size of the result's last dim.
         bias: whether there is one.
@@ -155,10 +193,10 @@ class UlyssesOut(ParallelLinear):
         bias: the replicated [out_features], or None; its gradient likewise.
         save_exchanged: True; set to False, the backward exchanges x again and nothing that the forward received is
             kept.
+        head_splits: how many heads each rank has.
 
     Raises:
-        ValueError: num_heads is less than 1 or R does not divide it, or group is no initialised group that contains
-            this rank.
+        ValueError: num_heads is less than 1, or group is no initialised group that contains this rank.
 
     Example, on each of 2 ranks::
 
@@ -168,6 +206,7 @@ class UlyssesOut(ParallelLinear):
     """
 
     save_exchanged: bool = True
+    head_splits: list[int]
 
     def __init__(
         self,
@@ -183,7 +222,7 @@ class UlyssesOut(ParallelLinear):
         _check_heads(num_heads, num_heads)
         super().__init__(num_heads * head_dim, out_features, bias, group, device, dtype)
         self.num_heads, self.head_dim = num_heads, head_dim
-        self._check_divisible("num_heads", num_heads)
+        self.head_splits = head_splits(num_heads, self.group_size)
 
     @classmethod
     def from_linear(cls, linear: nn.Module, num_heads: int, *, group: Group = None) -> UlyssesOut:
@@ -210,21 +249,30 @@ class UlyssesOut(ParallelLinear):
     def partial_gradients(self) -> tuple[str, ...]:
         return ("weight", "bias") if self.bias is not None else ("weight",)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens = None) -> Tensor:
         """Return [batch, tokens / R, out_features] for x [batch, tokens, heads / R, head_dim].
 
-        There may be any number of batch dims. Raises ValueError for an x of another shape or a number of tokens that R
-        does not divide, and the errors of `all_to_all_matmul`.
+        There may be any number of batch dims.
+
+        Args:
+            x: this rank's heads of all tokens.
+            tokens: a sequence of how many each rank gets; None, or how many there are: what torch.chunk gives it.
+
+        Raises ValueError for an x of another shape, and the errors of `all_to_all_matmul`.
         """
         check_tensor("x", x)
-        columns = [self.num_heads // self.group_size, self.head_dim]
+        group = self._group()
+        columns = [self.head_splits[rank_of(group)], self.head_dim]
         if x.ndim < 3 or list(x.shape[-2:]) != columns:
             raise ValueError(
                 f"x must end in [tokens, num_heads / R = {self.num_heads} / {self.group_size} = {columns[0]}, "
                 f"head_dim = {self.head_dim}], got shape {tuple(x.shape)}"
             )
         w, keep = self.weight.mT, self.save_exchanged
-        y = all_to_all_matmul(x, w, -2, -3, self._group(), bias=self.bias, save_exchanged=keep)
+        given = _scattered_tokens(tokens, x.shape[-3])
+        if self.num_heads % self.group_size:
+            given["gather_splits"] = self.head_splits
+        y = all_to_all_matmul(x, w, -2, -3, group, bias=self.bias, save_exchanged=keep, **given)
         return y.flatten(-3, -2) if y.ndim == x.ndim else y  # a single head makes up K alone: the op took it for rows
 
     def extra_repr(self) -> str:
@@ -243,3 +291,29 @@ def _head_dim(name: str, size: int, count: int, what: str) -> int:
     if size % count:
         raise ValueError(f"{name} must be a multiple of {what} = {count}, got {size}")
     return size // count
+
+
+def _is_count(tokens: Tokens) -> bool:
+    return isinstance(tokens, (int, torch.SymInt))
+
+
+def _gathered(tokens: Tokens) -> dict[str, Any]:
+    """The arguments of an op that gathers tokens."""
+    if tokens is None:
+        return {}
+    return {"gather_size" if _is_count(tokens) else "gather_splits": tokens}
+
+
+def _scattered_tokens(tokens: Tokens, size: int) -> dict[str, Any]:
+    if tokens is None:
+        return {}
+    if _is_count(tokens):
+        if tokens != size:
+            raise ValueError(f"x must have all {tokens} tokens, got {size}")
+        return {}
+    return {"scatter_splits": tokens}
+
+
+def _scattered_heads(num_heads: int, splits: Sequence[int]) -> dict[str, Any]:
+    """What blocks of one size need not be given."""
+    return {} if num_heads % len(splits) == 0 else {"scatter_splits": splits}

@@ -215,12 +215,9 @@ def test_compiled_under_autocast(ranks: Any, name: str) -> None:
 
 LINEAR = nn.Linear(12, 12)
 BAD = [
-    (lambda: UlyssesQKV(12, 3, 4), "num_heads must be divisible by group_size=2, got 3"),
-    (lambda: UlyssesQKV(12, 4, 4, 1), "num_kv_heads must be divisible by group_size=2, got 1"),
     (lambda: UlyssesQKV(12, 6, 4, 4), "num_heads must be a multiple of num_kv_heads=4, got 6"),
     (lambda: UlyssesQKV(12, 4, 4, 0), "num_kv_heads must be at least 1, got 0"),
     (lambda: UlyssesOut(0, 4, 5), "num_heads must be at least 1, got 0"),
-    (lambda: UlyssesOut(3, 4, 5), "num_heads must be divisible by group_size=2, got 3"),
     (lambda: ColumnParallelLinear(4, 5), "out_features must be divisible by group_size=2, got 5"),
     (lambda: RowParallelLinear(5, 4), "in_features must be divisible by group_size=2, got 5"),
     (lambda: RowParallelLinear(4, 4, group="nobody"), "group must be an initialised process group"),
@@ -237,6 +234,19 @@ BAD = [
     (
         lambda: RowParallelLinear(4, 6, sequence_dim=0)(torch.ones(3, 2)),
         "x's size at sequence_dim must be divisible by group_size=2, got 3",
+    ),
+    (lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3), 4), "x must have all 4 tokens, got 3"),
+    (
+        lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3), [1, 1]),
+        r"scatter_lengths must add up to scatter_dim size 3, got \[1, 1\]",
+    ),
+    (
+        lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 12), 5),
+        r"gather_dim size must be what gather_size=5 gives rank \d, \d, got 4",
+    ),
+    (
+        lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 12), [4, 4, 4]),
+        "gather_splits must have one entry per rank, 2, got 3",
     ),
     (lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 3)), r"x must be \[..., in_features = 4\] .*got shape \(2, 3\)"),
     (lambda: ColumnParallelLinear(4, 6)(torch.ones(4)), r"in_features = 4\] with at least 2 dims, got shape \(4,\)"),

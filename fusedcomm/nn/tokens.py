@@ -1,0 +1,116 @@
+"""Tokens cut between ranks as torch.chunk cuts them, and joined again: inputs, labels, positions, results.
+
+`UlyssesQKV` and the layers with ``sequence_dim`` take such blocks. The last ranks may have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fusedcomm.geometry.cut import Splits, chunk_parts
+from fusedcomm.ops import splits
+from fusedcomm.ops.arguments import check_tensor
+from fusedcomm.runtime.group import Group, rank_of, resolve
+
+
+def shard_tokens(batch: Any, dim: Any = 1, group: Group = None) -> Any:
+    """Return this rank's block of the tokens of each tensor. It equals ``t.chunk(R, dim)[rank]``, if that exists.
+
+    Ranks behind the last chunk get blocks without tokens. Nothing is communicated.
+
+    Args:
+        batch: a tensor, or dicts, lists and tuples of them, alike on all ranks: inputs, labels, positions. What is no
+            tensor passes through.
+        dim: the dim of tokens, negative ones counting from the end; or, by a dict, list or tuple like batch's, one for
+            each part of it, with None for what passes through, as cu_seqlens of packed sequences, which is about whole
+            sequences.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    Returns:
+        What batch is, with views in place of tensors.
+
+    Raises:
+        ValueError: ``dim`` is not shaped as batch is, or group is no initialised group that contains this rank.
+        IndexError: a tensor has no such dim.
+
+    Example, on each of 2 ranks::
+
+        batch = {"ids": torch.arange(5), "cu_seqlens": torch.tensor([0, 2, 5])}  # two sequences
+        mine = fusedcomm.nn.shard_tokens(batch, {"ids": 0, "cu_seqlens": None})
+        assert mine["ids"].tolist() == [[0, 1, 2], [3, 4]][torch.distributed.get_rank()]
+        assert mine["cu_seqlens"] is batch["cu_seqlens"]
+    """
+    group_size, group_name = resolve(group)
+    rank = rank_of(group_name)
+
+    def block(t: Tensor, dim: int) -> Tensor:
+        parts = chunk_parts(t.shape[dim], group_size)
+        return t.narrow(dim, parts.starts[rank], parts.sizes[rank])
+
+    return _map(block, batch, dim)
+
+
+def unshard_tokens(batch: Any, tokens: int | Sequence[int], dim: Any = 1, group: Group = None) -> Any:
+    """Return all ranks' tokens of each tensor, in rank order, on every rank: what `shard_tokens` has cut.
+
+    A derivative by a rank's block is that block of the derivative by the result, of this rank's own: the backward
+    communicates nothing. So it is right if all ranks make the same of the result, as a loss that is not divided by R.
+    For a loss of which each rank has a part, shard the labels instead.
+
+    Args:
+        batch: a tensor, or dicts, lists and tuples of them. What is no tensor passes through.
+        tokens: how many there are on all ranks, or a sequence of how many each has.
+        dim: as in `shard_tokens`.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+
+    It is a collective per tensor.
+
+    Raises:
+        ValueError: a tensor has not as many tokens as tokens say, or the errors of `shard_tokens`.
+
+    Example, on each of 2 ranks::
+
+        x = torch.arange(5.0).unsqueeze(0)
+        whole = fusedcomm.nn.unshard_tokens(fusedcomm.nn.shard_tokens(x), tokens=5)
+        assert torch.equal(whole, x)
+    """
+    group_size, group_name = resolve(group)
+    count, sizes = (tokens, None) if isinstance(tokens, (int, torch.SymInt)) else (None, [*tokens])
+    given = Splits(sizes, count, rank=rank_of(group_name))
+
+    def joined(t: Tensor, dim: int) -> Tensor:
+        check_tensor("a tensor of batch", t)
+        return _Unsharded.apply(t, dim % t.ndim, given, group_size, group_name)  # type: ignore[no-any-return]
+
+    return _map(joined, batch, dim)
+
+
+def _map(make: Callable[[Tensor, int], Tensor], batch: Any, dim: Any) -> Any:
+    """``make(t, dim)`` in place of each tensor of the part of batch that a dim is for."""
+
+    def made(dim: int | None, part: Any) -> Any:
+        return part if dim is None else pytree.tree_map_only(Tensor, lambda t: make(t, dim), part)
+
+    return pytree.tree_map(made, dim, batch)
+
+
+class _Unsharded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, dim: int, given: Splits, group_size: int, group_name: str) -> Tensor:
+        whole = splits.all_gather(t, dim, given, group_size, group_name)
+        sizes = given.gather_splits
+        if sizes is None:
+            assert given.gather_size is not None
+            sizes = chunk_parts(given.gather_size, group_size).sizes
+        assert given.rank is not None
+        ctx.block = dim, sum(sizes[: given.rank]), sizes[given.rank]
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.narrow(*ctx.block), None, None, None, None

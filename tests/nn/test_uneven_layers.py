@@ -1,0 +1,220 @@
+"""Ulysses layers beside one process: tokens and heads that R does not divide, fewer heads of k and v than ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import fusedcomm
+from fusedcomm.nn import UlyssesOut, UlyssesQKV, shard_tokens, sum_replicated_gradients, unshard_tokens
+from fusedcomm.nn.heads import head_splits, kv_ranges, repeats
+from tests.helpers.groups import fresh_group
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.spies import Dispatched
+
+BATCH, HIDDEN, HEAD_DIM = 2, 6, 3
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 has 1.2e-7; sums of some tens of terms of about 1 run in another order
+
+
+@dataclass(frozen=True)
+class Case:
+    num_ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    splits: tuple[int, ...] | None = None  # tokens by rank; None: as torch.chunk cuts them
+    bias: bool = True
+
+    def __str__(self) -> str:
+        splits = "" if self.splits is None else "-split"
+        return f"{self.tokens}-tokens{splits}-{self.heads}-heads-{self.kv_heads}-kv-on-{self.num_ranks}"
+
+    @property
+    def given(self) -> Any:
+        return self.tokens if self.splits is None else self.splits
+
+    def mine(self, t: Tensor, dim: int = 1) -> Tensor:
+        if self.splits is None:
+            return shard_tokens(t, dim)
+        return t.split(self.splits, dim)[dist.get_rank()]
+
+
+CASES = [
+    Case(2, 5, 4, 4),
+    Case(2, 4, 3, 3, bias=False),
+    Case(2, 7, 4, 1),
+    Case(2, 1, 5, 5),  # no tokens on rank 1
+    Case(2, 6, 6, 2, splits=(5, 1)),
+    Case(2, 7, 6, 3),  # kv straddle: 3 heads of q read 2 and 1
+    Case(3, 8, 5, 5),
+    Case(3, 7, 6, 1),
+    Case(3, 4, 2, 1),  # no heads on rank 2
+    Case(3, 9, 1, 1, bias=False),
+    Case(3, 9, 8, 4, splits=(0, 7, 2)),
+    Case(4, 9, 7, 7),
+    Case(4, 10, 8, 2),
+    Case(4, 11, 8, 1),
+    Case(4, 8, 8, 2, bias=False),
+    Case(4, 5, 10, 2),  # kv straddle, and no tokens on rank 3
+]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def plain_layers(case: Case) -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(1)
+    qkv = nn.Linear(HIDDEN, (case.heads + 2 * case.kv_heads) * HEAD_DIM, case.bias)
+    return qkv, nn.Linear(case.heads * HEAD_DIM, HIDDEN, case.bias)
+
+
+def run_plain(case: Case, qkv: nn.Linear, out: nn.Linear, x: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    heads = qkv(x).unflatten(-1, (-1, HEAD_DIM)).split([case.heads, case.kv_heads, case.kv_heads], -2)
+    return heads, out(attention(*heads).flatten(-2))
+
+
+def heads_of(case: Case, t: Tensor, rank: int, size: int) -> Tensor:
+    """What a rank should hold of k or v: the heads that its heads of q read, each once or, if unevenly, for each."""
+    mine = torch.arange(case.heads).tensor_split(size)[rank]
+    read = mine // (case.heads // case.kv_heads)
+    once, counts = read.unique(return_counts=True)
+    return t[..., once if counts.unique().numel() <= 1 else read, :]
+
+
+def check_case(rank: int, case: Case, algorithm: str) -> None:
+    size = dist.get_world_size()
+    plain_qkv, plain_out = plain_layers(case)
+    x = torch.randn(BATCH, case.tokens, HIDDEN, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    weight = torch.randn(BATCH, case.tokens, HIDDEN, generator=torch.Generator().manual_seed(3))
+    (q, k, v), want = run_plain(case, plain_qkv, plain_out, x)
+    (want * weight).sum().backward()
+
+    qkv = UlyssesQKV.from_linear(plain_qkv, case.heads, case.kv_heads)
+    out = UlyssesOut.from_linear(plain_out, case.heads)
+    assert qkv.state_dict().keys() == plain_qkv.state_dict().keys()
+    mine = case.mine(x.detach()).clone().requires_grad_()
+    with fusedcomm.force_algorithm(algorithm, strict=True), Dispatched() as spy:
+        found = qkv(mine, case.given)
+        y = out(attention(*found), case.given)
+        (y * case.mine(weight)).sum().backward()
+    pushes = 1 if case.kv_heads == case.heads else 2
+    assert spy.names("fusedcomm")[: pushes + 1] == ["matmul_all_to_all"] * pushes + ["all_to_all_matmul"]
+    wants = [q.tensor_split(size, -2)[rank], heads_of(case, k, rank, size), heads_of(case, v, rank, size)]
+    torch.testing.assert_close(list(found), wants, **CLOSE)
+    torch.testing.assert_close(y, case.mine(want), **CLOSE)
+    torch.testing.assert_close(mine.grad, case.mine(x.grad), **CLOSE)
+    for layer, plain in ((qkv, plain_qkv), (out, plain_out)):
+        sum_replicated_gradients(layer)
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, **CLOSE)
+
+
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(ranks: Any, case: Case, algorithm: str) -> None:
+    ranks(case.num_ranks).run(check_case, case, algorithm)
+
+
+def test_heads_are_balanced() -> None:
+    assert head_splits(7, 4) == [2, 2, 2, 1]
+    assert head_splits(20, 8) == [3, 3, 3, 3, 2, 2, 2, 2]
+    assert head_splits(2, 3) == [1, 1, 0]
+    for size in range(1, 9):
+        for heads in range(1, 40):
+            splits = head_splits(heads, size)
+            assert splits == [len(each) for each in torch.arange(heads).tensor_split(size)]
+            assert sum(splits) == heads and max(splits) - min(splits) <= 1
+
+
+def test_every_head_finds_what_it_reads() -> None:
+    """By all numbers of heads and ranks: the interval is what is read, and each head of q has its head of k and v."""
+    for size in range(1, 9):
+        for kv_heads in range(1, 9):
+            for group in range(1, 9):
+                check_reads(size, kv_heads, kv_heads * group)
+
+
+def check_reads(size: int, kv_heads: int, heads: int) -> None:
+    ranges = kv_ranges(heads, kv_heads, size)
+    for rank, mine in enumerate(torch.arange(heads).tensor_split(size)):
+        read = mine // (heads // kv_heads)
+        start, length = ranges[rank]
+        assert start + length <= kv_heads
+        arrived = torch.arange(start, start + length)
+        assert torch.equal(arrived, read.unique())
+        counts = repeats(heads, kv_heads, size, rank)
+        held = arrived if counts is None else arrived.repeat_interleave(torch.tensor(counts))
+        as_read = held.repeat_interleave(len(mine) // len(held)) if len(held) else held  # by enable_gqa
+        assert torch.equal(as_read, read)
+
+
+def test_numbers_of_heads_that_models_have() -> None:
+    for size in (4, 8):
+        for kv_heads in (1, 2):
+            ranges = kv_ranges(8, kv_heads, size)
+            assert ranges == fusedcomm.replica_ranges(kv_heads, size, size // kv_heads)
+            assert all(repeats(8, kv_heads, size, rank) is None for rank in range(size))
+    assert kv_ranges(20, 4, 8) == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 1)]
+    assert [repeats(20, 4, 8, rank) for rank in range(8)] == [None, [2, 1], None, [1, 2], None, None, None, None]
+
+
+@on_ranks(2)
+def test_the_plain_case_is_as_before(rank: int) -> None:
+    """Numbers that R divides say nothing of parts: their calls are those of a layer that knows only such."""
+    for kv_heads, calls in ((4, 1), (2, 2)):
+        with Dispatched() as spy:
+            UlyssesQKV(HIDDEN, 4, HEAD_DIM, kv_heads)(torch.ones(BATCH, 3, HIDDEN))
+        pushes = [args for name, args in spy.calls if name == "fusedcomm::matmul_all_to_all"]
+        assert [args[6:11] for args in pushes] == [(None,) * 5] * calls
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "heads", "kv_heads"), [(2, 6, 3), (3, 5, 5), (3, 2, 1)])
+def test_compiled(rank: int, world_size: int, heads: int, kv_heads: int) -> None:
+    torch.manual_seed(1)
+    qkv, out = UlyssesQKV(HIDDEN, heads, HEAD_DIM, kv_heads), UlyssesOut(heads, HEAD_DIM, HIDDEN)
+    torch._dynamo.reset()
+
+    def program(x: Tensor) -> Tensor:
+        return out(attention(*qkv(x, 7)), 7)
+
+    x = shard_tokens(torch.randn(BATCH, 7, HIDDEN)).clone().requires_grad_()
+    answers = []
+    for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
+        y = run(x)
+        answers.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, qkv.weight, out.weight))])
+    torch.testing.assert_close(*answers)
+
+
+@on_ranks(4)
+def test_whole_block_in_a_part_of_the_ranks(rank: int) -> None:
+    """Groups of two ranks, each with its own batch: parts are counted in the layer's group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tokens"))
+    case = Case(2, 5, 3, 1)
+    plain_qkv, plain_out = plain_layers(case)
+    qkv = UlyssesQKV.from_linear(plain_qkv, 3, 1, group=(mesh, "tokens"))
+    out = UlyssesOut.from_linear(plain_out, 3, group=mesh["tokens"])
+    x = torch.randn(BATCH, 5, HIDDEN, generator=torch.Generator().manual_seed(rank // 2))
+    y = out(attention(*qkv(x.chunk(2, 1)[rank % 2], 5)))
+    torch.testing.assert_close(
+        unshard_tokens(y, 5, group=mesh["tokens"]), run_plain(case, plain_qkv, plain_out, x)[1], **CLOSE
+    )
+
+
+@on_ranks(2)
+def test_lengths_must_be_told(rank: int) -> None:
+    """Without ``tokens`` every rank means that all have as many as itself: the ranks notice that they differ."""
+    with fresh_group() as group, pytest.raises((fusedcomm.PeerMismatchError, fusedcomm.PeerTimeoutError)):
+        layer = UlyssesQKV(HIDDEN, 4, HEAD_DIM, group=group)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            layer(torch.ones(BATCH, 3 - rank, HIDDEN))
