@@ -25,6 +25,7 @@ from benchmarks import (
     start_program,
     tensor_parallel_mlp,
     ulysses_block,
+    uneven,
 )
 from benchmarks.common import Goal
 from fusedcomm.bench import op_programs
@@ -81,6 +82,16 @@ def test_a_file_holds_the_figures_of_one_op(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         ops.parse(["--json", str(tmp_path / "bench.json")])
     assert f"holds the figures of one op: name it, got {', '.join(PROGRAMS)}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_uneven_sizes_are_measured_beside_padded_ones(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    sizes = ["--tokens", "37", "--heads", "5", "--kv-heads", "1", "--head-dim", "4", "--hidden", "8"]
+    assert uneven.main([*sizes, "--rounds", "3", "--dtype", "float32", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert [row["program"] for row in report["rows"]] == ["q", "kv", "out"] and len(report["goals"]) == 6
+    assert all(each["median"] > 0 for row in report["rows"] for each in row["times"].values())
 
 
 def test_what_is_no_op_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
