@@ -28,12 +28,10 @@ def check_types(x: Any, w: Any, bias: Any, *, lists: bool = False, **options: An
         if each is not None:
             check_tensor("bias", each)
     for name, value in options.items():
-        if name in ("out_shape", "gather_splits", "scatter_splits"):
-            _check_sizes(name, value)
-        elif name == "scatter_ranges":
-            _check_ranges(name, value)
-        elif name.endswith("_dim") or (name == "gather_size" and value is not None):
+        if name.endswith("_dim"):
             check_int(name, value)
+        elif value is not None and (check := _OPTIONS.get(name)) is not None:
+            check(name, value)
 
 
 def check_tensor(name: str, t: Any) -> None:
@@ -69,8 +67,6 @@ def check_int(name: str, value: Any) -> None:
 
 
 def _check_sizes(name: str, sizes: Any) -> None:
-    if sizes is None:
-        return
     if not isinstance(sizes, Collection):
         raise TypeError(f"{name} must be a list of sizes or None, got {_short(sizes)}")
     for size in sizes:
@@ -78,8 +74,6 @@ def _check_sizes(name: str, sizes: Any) -> None:
 
 
 def _check_ranges(name: str, ranges: Any) -> None:
-    if ranges is None:
-        return
     if not isinstance(ranges, Collection):
         raise TypeError(f"{name} must be a list of (start, length) or None, got {_short(ranges)}")
     for each in ranges:
@@ -87,6 +81,15 @@ def _check_ranges(name: str, ranges: Any) -> None:
             raise TypeError(f"each of {name} must be (start, length), got {_short(each)}")
         for value in each:
             check_int(f"each start and length of {name}", value)
+
+
+_OPTIONS = {
+    "out_shape": _check_sizes,
+    "gather_splits": _check_sizes,
+    "gather_size": check_int,
+    "scatter_splits": _check_sizes,
+    "scatter_ranges": _check_ranges,
+}
 
 
 def _short(value: Any) -> str:
