@@ -161,7 +161,7 @@ class UnevenRow:
     program: str
     dtype: str
     times: dict[str, Timing]
-    cost: Ratio  # of time over roof, uneven / even
+    cost: Ratio  # time over roof, uneven / even
     padded_over_uneven: Ratio
 
 

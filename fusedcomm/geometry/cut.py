@@ -151,7 +151,8 @@ def _scattered(splits: Splits, total: int, group_size: int) -> Parts:
     if splits.scatter_lengths is None:
         if splits.scatter_starts is not None:
             raise ValueError("scatter_starts must come with scatter_lengths, got None")
-        if is_divisible(total, group_size):
+        says_nothing = splits.rank is None and splits.gather_splits is None and splits.gather_size is None
+        if is_divisible(total, group_size) or (says_nothing and total % group_size == 0):  # which a graph guards
             return parts_of_sizes([total // group_size] * group_size)
         return chunk_parts(total, group_size)
     sizes = _checked("scatter_lengths", splits.scatter_lengths, group_size)

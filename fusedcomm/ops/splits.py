@@ -85,7 +85,7 @@ def hashable(splits: Splits) -> Splits:
 def reversed_splits(splits: Splits, scattered: int, group_size: int) -> Splits:
     """The Splits of the exchange back, of the parts one after the other. ``scattered``: the size at scatter_dim."""
     sizes, total = splits.scatter_lengths, None
-    if sizes is None and not is_divisible(scattered, group_size):
+    if sizes is None and splits.rank is not None and not is_divisible(scattered, group_size):
         total = scattered
     return Splits(sizes, total, None, splits.gather_splits, splits.rank)
 

@@ -11,7 +11,7 @@ from fusedcomm.testing.faults.protocol_steps import CHUNKED, FIRST, GROWTH, IN_P
 
 OPS = tuple(PROGRAMS)
 PUSHES = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")
-TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0}  # of faults that end in an error; the interpreter is slow
+TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0}  # where a fault ends in an error; the interpreter is slow
 MEET_S = 30.0  # bound of waits that must succeed, however busy the machine
 
 HARMLESS = ("delay", "pause", "gc", "repeat", "fork", "threads")  # all results must be right
