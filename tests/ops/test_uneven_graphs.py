@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedcomm
 from fusedcomm.geometry.cut import chunk_parts
+from fusedcomm.launch.ranks import RankPool
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Uneven
 
@@ -32,12 +33,15 @@ def out_of(x: Tensor, w: Tensor, total: int) -> Tensor:
     return fusedcomm.all_to_all_matmul(x.sin(), w, -2, 1, gather_size=HEADS).cos()
 
 
-@on_ranks()
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("program", [into, out_of], ids=["into-attention", "out-of-attention"])
-def test_two_graphs_are_enough_for_every_remainder(rank: int, world_size: int, program: Any) -> None:
+def test_two_graphs_are_enough_for_every_remainder(world_size: int, program: Any) -> None:
+    with RankPool(world_size) as pool:  # of its own: ranks compile unlike one another here, and Inductor numbers graphs
+        pool.run(check_graphs, world_size, program)
+
+
+def check_graphs(rank: int, world_size: int, program: Any) -> None:
     """Forward and backward, through Inductor and its caches, in which other ranks have graphs of other shapes."""
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(program, dynamic=True, fullgraph=True, backend=counter)
     heads = chunk_parts(HEADS, world_size).sizes[rank]
@@ -47,10 +51,10 @@ def test_two_graphs_are_enough_for_every_remainder(rank: int, world_size: int, p
         w = torch.randn(13, HEADS * 3) if program is into else torch.randn(HEADS * 3, 13)
         leaves = [x.requires_grad_(), w.requires_grad_()]
         found, wanted = compiled(x, w, total), program(x, w, total)
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         grad = torch.randn_like(wanted)
         gradients = [torch.autograd.grad(each, leaves, grad) for each in (found, wanted)]
-        torch.testing.assert_close(*gradients)
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
     # The lengths that R divides say no rank out of attention; into it Inductor asks if a part is as long as the others.
     assert counter.frame_count <= 2
 
