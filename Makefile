@@ -97,6 +97,7 @@ figures: setup
 	  $(BIN)/python -m benchmarks.ops $$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
 	$(BIN)/python -m benchmarks.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
 	$(BIN)/python -m benchmarks.start_program --json $(RESULTS)-compile.json
+	$(BIN)/python -m benchmarks.uneven --rounds 21 --json $(RESULTS)-uneven.json
 	$(BIN)/python -m benchmarks.model_blocks --json $(RESULTS)-model-blocks.json
 	$(BIN)/python -m benchmarks.compile_time --rounds 3 --json benchmarks/results/cpu-compile-time.json
 	$(BIN)/python -m benchmarks.overlap --json benchmarks/results/overlap.json --plot benchmarks/results

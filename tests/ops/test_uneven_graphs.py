@@ -36,7 +36,7 @@ def out_of(x: Tensor, w: Tensor, total: int) -> Tensor:
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("program", [into, out_of], ids=["into-attention", "out-of-attention"])
 def test_two_graphs_are_enough_for_every_remainder(world_size: int, program: Any) -> None:
-    with RankPool(world_size) as pool:  # of its own: ranks compile unlike one another here, and Inductor numbers graphs
+    with RankPool(world_size) as pool:  # ranks compile unlike one another here, and Inductor numbers graphs
         pool.run(check_graphs, world_size, program)
 
 

@@ -87,10 +87,19 @@ def test_what_a_ulysses_block_recovers() -> None:
         assert spread == " to ".join(f"{each:.2f}" for each in row["drawn_anew"])
 
 
-def test_speeds_of_blocks_of_real_models() -> None:
-    def text(ratio: dict[str, float]) -> str:
-        return f"{ratio['median']:.2f} ({ratio['p10']:.2f} to {ratio['p90']:.2f})"
+def text(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['p10']:.2f} to {ratio['p90']:.2f})"
 
+
+def test_speeds_of_uneven_sizes() -> None:
+    rows = results("cpu-2-ranks-uneven")["rows"]
+    expected = [
+        [f"`{row['program']}`", row["dtype"], text(row["cost"]), text(row["padded_over_uneven"])] for row in rows
+    ]
+    assert list(table_rows(page("benchmark"), "projection")) == expected
+
+
+def test_speeds_of_blocks_of_real_models() -> None:
     expected = []
     for row in results("cpu-2-ranks-model-blocks-xeon")["rows"]:
         ratios = [row[name] for name in ("plain_over_compiled", "unmoved_over_compiled", "plain_over_removed")]
