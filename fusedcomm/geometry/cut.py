@@ -43,10 +43,6 @@ class Parts(NamedTuple):
         intervals = sorted((start, start + size) for start, size in zip(self.starts, self.sizes, strict=True) if size)
         return any(end > start for (_, end), (start, _) in itertools.pairwise(intervals))
 
-    def joined(self) -> Parts:
-        """These parts one after the other, as who has received all of them may hold them."""
-        return parts_of_sizes(self.sizes)
-
 
 class Cut(NamedTuple):
     """The parts of an op's two dims, where they are not blocks of one size, and the rank whose tensors are meant."""

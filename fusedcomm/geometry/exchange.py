@@ -7,8 +7,8 @@ tensor is cut into one block per rank along ``split_dim``. A block, or what one 
     gather   y = x @ w     chunk p of x comes from rank p, which takes it from where ``pack`` says
 
 Both directions use the same Spans: in a push the sender reads them, in a gather the receiver. `geometry.shapes` makes
-the Exchange of each op. Where ranks have parts of different sizes, each peer has Spans of its
-own, and what all ranks must decide alike is decided by the Exchange whose parts are all as large as the largest.
+the Exchange of each op. Where ranks have parts of different sizes, each peer has Spans of its own, and what all ranks
+must decide alike is decided by the Exchange whose parts are all as large as the largest.
 """
 
 from __future__ import annotations
