@@ -585,6 +585,37 @@ CONTROLS: dict[str, Control] = {
         "if self.workspace.results is not None:",
         "tests/ops/test_result_memory.py::test_only_results_that_are_posted_take_blocks[matmul_reduce_scatter-scatter-python]",
     ),
+    # parts of different sizes
+    "chunks of different sizes lie as far apart as the largest": Control(
+        WORKSPACE,
+        "step = self.spans.chunk_numel * self.dtype.itemsize",
+        "step = numel * self.dtype.itemsize",
+        "tests/ops/test_uneven.py::test_values_and_gradients[tokens-7-of-3-chunked]",
+    ),
+    "a chunk in place lies as the peer's result does": Control(
+        "fusedcomm/geometry/spans.py",
+        "return self.by_peer[dst_rank].landing if self.by_peer else self.unpack.of(rank)",
+        "return self.unpack.of(rank)",
+        "tests/ops/test_uneven.py::test_chunks_come_in_place[rows-python]",
+    ),
+    "the size of a peer's result is the peer's": Control(
+        "fusedcomm/geometry/spans.py",
+        "return self.by_peer[peer].unpacked_numel if self.by_peer else own",
+        "return own",
+        "tests/ops/test_uneven.py::test_chunks_come_in_place[rows-python]",
+    ),
+    "who has which part is part of a call": Control(
+        "fusedcomm/geometry/exchange.py",
+        "return *self.for_all.key, self.cut.gathered, self.cut.scattered",
+        "return self.for_all.key",
+        "tests/ops/test_uneven.py::test_ranks_that_disagree_are_told[0]",
+    ),
+    "a call is for the rank that makes it": Control(
+        "fusedcomm/ops/dispatch.py",
+        "if exchange.cut is not None and exchange.cut.rank != pg.rank():",
+        "if False:",
+        "tests/ops/test_uneven_graphs.py::test_a_rank_that_is_not_this_one_is_refused",
+    ),
     "no block is used again after a failure": Control(
         WORKSPACE,
         "            self.results.retire()",
