@@ -74,7 +74,7 @@ def something_is_computed_after(r: int) -> Any:
     return program, [(B, T * r, HEADS // r, DIM), (N, K)]
 
 
-@near_miss("matmul_all_to_all: its splits are not known to be even")
+@near_miss("matmul_all_to_all: its splits are not known to be even: it sends [")
 def uneven_splits(r: int) -> Any:
     splits = [T + 1] + [T] * (r - 2) + [T - 1]
 
@@ -247,5 +247,5 @@ def test_the_graph_stays_and_the_reason_is_said(rank: int, name: str) -> None:
     assert not any(targets(graph, "fusedcomm") for graph in graphs)
     (line,) = report.collectives
     assert (line.status, line.op, line.saving_us) == ("exposed", None, 0.0)
-    assert reason in line.reason.split("; "), line.reason
+    assert any(each.startswith(reason) for each in line.reason.split("; ")), line.reason
     assert line.source.rpartition(":")[0].endswith(".py")

@@ -107,6 +107,12 @@ CONTROLS: dict[str, Control] = {
         "",
         "tests/algorithms/test_kernel_launch.py::test_rows_that_overlap_have_no_descriptor[False]",
     ),
+    "exchanges of uneven shards stay": Control(
+        "fusedcomm/compile/graph/normalize.py",
+        "        start.meta[UNEVEN] = _uneven(exchange)\n",
+        "",
+        "tests/compile/test_uneven_shards.py::test_all_ranks_leave_it[True-tokens-2]",
+    ),
     "a wait before each read": Control(
         WORKSPACE,
         "        self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)",

@@ -17,6 +17,7 @@ from fusedcomm.runtime import group
 
 functional = torch.ops._c10d_functional
 POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
+UNEVEN = "fusedcomm_uneven"  # in the metadata of a start: why it must stay as it is, or None; see `normalize`
 WAITS = ("wait_tensor", "wait_tensors")  # torch 2.11 to 2.13 lack the second, which is for coalesced collectives
 
 # for each start: its kind, and the index of its group_name among the arguments
@@ -81,6 +82,8 @@ def find(graph: Graph, kind: str) -> list[Node]:
 def read(start: Node) -> Collective:
     """The collective of this start. Raises CannotFuse where no op of fusedcomm could stand for it."""
     kind, at = STARTS[start.target]  # type: ignore[index]
+    if reason := start.meta.get(UNEVEN):
+        raise CannotFuse(reason)
     if start.kwargs:
         raise CannotFuse("its arguments are given by name")
     users = list(start.users)
@@ -136,10 +139,10 @@ def memberships() -> list[tuple[str, int, list[int]]]:
 
 def _check_even_splits(start: Node, group_size: int) -> None:
     rows = value(start.args[0]).shape[0]  # type: ignore[arg-type]
-    for splits in start.args[1:3]:
-        values = [_size_of(s) for s in splits]  # type: ignore[union-attr]
+    received, sent = ([_size_of(s) for s in splits] for splits in start.args[1:3])  # type: ignore[union-attr]
+    for values in (received, sent):
         if len(set(values)) > 1 or len(values) != group_size or values[0] * group_size != size_of(rows):
-            raise CannotFuse("its splits are not known to be even")
+            raise CannotFuse(f"its splits are not known to be even: it sends {sent} and receives {received} rows")
 
 
 def _size_of(split: Any) -> Any:

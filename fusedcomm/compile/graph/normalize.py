@@ -13,11 +13,11 @@ import torch
 from torch.fx import Graph, Node
 
 from fusedcomm.compile.graph import collectives
-from fusedcomm.compile.graph.collectives import functional
+from fusedcomm.compile.graph.collectives import UNEVEN, functional
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of, split_dim
-from fusedcomm.compile.graph.views import follow, value
+from fusedcomm.compile.graph.views import SAME, follow, value
 
 aten = torch.ops.aten
 
@@ -77,12 +77,38 @@ def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:
         x = rewriter.contiguous(x)
         splits = [1] * blocks.size
         start = rewriter.call(functional.all_to_all_single.default, x, splits, splits, exchange.group_name)
+        start.meta[UNEVEN] = _uneven(exchange)
         wait = rewriter.call(functional.wait_tensor.default, start)
         result = rewriter.arrange(wait, received.order, exchange.after)
         if value(exchange.node).is_contiguous():
             result = rewriter.contiguous(result)
     replace_node(exchange.node, result)
     return start
+
+
+def _uneven(exchange: Exchange) -> str | None:
+    """Why the exchange must stay as it is, if DTensor's shards are uneven along one of its dims.
+
+    DTensor then pads what some ranks send and cuts what some receive: the graphs of ranks differ around an exchange
+    that is the same. A dim that is joined is cut on every rank behind it, one that is divided is padded on every rank
+    before it. So every rank finds these, whatever else its own graph has.
+    """
+    joined = next(dim for dim, factors in enumerate(exchange.after.dims) if exchange.sources in factors)
+    divided = next(dim for dim, factors in enumerate(exchange.before.dims) if exchange.blocks in factors)
+    received, sent = exchange.node, exchange.x
+    while len(received.users) == 1 and (user := next(iter(received.users))).target in SAME:
+        received = user
+    cuts = [user for user in received.users if user.target is SLICE and args_of(user)[1:3] == (joined, 0)]
+    pads: list[int] = []
+    while sent.target in (*SAME, aten.constant_pad_nd.default) and from_one_call(exchange.start, sent):
+        amounts = args_of(sent)[1] if sent.target is aten.constant_pad_nd.default else ()
+        pads += [len(exchange.before.dims) - 1 - at // 2 for at, amount in enumerate(amounts) if amount != 0]
+        sent = args_of(sent)[0]
+    found = {joined} if any(from_one_call(exchange.start, cut) for cut in cuts) else set()
+    dims = sorted(found | ({divided} & set(pads)))
+    if not dims:
+        return None
+    return f"DTensor's shards are uneven along dim {' and dim '.join(map(str, dims))}, so that graphs of ranks differ"
 
 
 def _shard_dim_alltoalls(graph: Graph) -> list[Node]:

@@ -1,0 +1,60 @@
+"""DTensor's exchange of shards that R does not divide, compiled: ranks have different graphs, and must do the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm.compile
+from tests.helpers.graphs import recorded_graphs
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import mesh
+from tests.helpers.thorough import thorough_but
+
+K, DIM = 8, 4
+SIZES = {"tokens": (1, 0), "heads": (0, 1), "both": (1, 1)}  # what is added to a size that R divides
+
+
+@on_ranks()
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("case", thorough_but(["tokens"], SIZES))
+@pytest.mark.parametrize("commute", thorough_but([True], [True, False]))
+def test_all_ranks_leave_it(rank: int, world_size: int, case: str, commute: bool) -> None:
+    more_tokens, more_heads = SIZES[case]
+    tokens, heads = 3 * world_size + more_tokens, 2 * world_size + more_heads
+    devices, whole = mesh(), (3, tokens, heads, DIM)
+
+    def reshard(t: Tensor, gather_dim: int, scatter_dim: int) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        strides = (tokens * heads * DIM, heads * DIM, DIM, 1)
+        shards = DTensor.from_local(t, devices, [Shard(gather_dim)], shape=torch.Size(whole), stride=strides)
+        return shards.redistribute(devices, [Shard(scatter_dim)]).to_local()
+
+    def program(x: Tensor, w: Tensor, bias: Tensor, w_out: Tensor) -> Tensor:
+        y = torch.nn.functional.linear(x, w, bias).view(3, -1, heads, DIM)
+        return reshard(reshard(y, 1, 2).sin(), 2, 1).flatten(2) @ w_out
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, tokens, K), (heads * DIM, K), (heads * DIM,), (heads * DIM, K)
+    x, *others = (torch.randn(shape, generator=generator) for shape in shapes)
+    args = [each.requires_grad_() for each in (x.chunk(world_size, 1)[rank].contiguous(), *others)]
+    want, found = program(*args), []
+    with recorded_graphs(), fusedcomm.compile.enabled(commute=commute) as report:
+        compiled = torch.compile(program, fullgraph=True)
+        got = compiled(*args)
+        for each in (want, got):
+            found.append([each, *torch.autograd.grad(each, args, torch.ones_like(each))])
+    torch.testing.assert_close(*found)
+    lines: list[Any] = [None] * world_size
+    dist.all_gather_object(lines, [(line.graph, line.status, line.reason) for line in report.collectives])
+    assert all(each == lines[0] for each in lines)
+    dims = {"tokens": "dim 1", "heads": "dim 2", "both": "dim 1 and dim 2"}[case]
+    assert len(lines[0]) == 4
+    for _, status, reason in lines[0]:
+        assert status == "exposed"
+        assert f"matmul_all_to_all: DTensor's shards are uneven along {dims}, so that graphs of ranks differ" in reason
