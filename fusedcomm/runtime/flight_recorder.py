@@ -72,7 +72,7 @@ class Record:
             elif name.endswith("_dim"):
                 found[name] = value % len(self.exchange.shape)
             elif name != "group_size":
-                found[name] = list(value) if isinstance(value, tuple) else value
+                found[name] = [*map(_as_list, value)] if isinstance(value, tuple) else value
         return found
 
     @property
@@ -133,3 +133,8 @@ def _prepared() -> list[Record]:
             record.state = FAILED if error else DONE
         found.append(record)
     return found
+
+
+def _as_list(value: Any) -> Any:
+    """What JSON makes of an element: peers' arguments come through it, and are compared."""
+    return list(value) if isinstance(value, tuple) else value
