@@ -37,7 +37,7 @@ def _uneven_exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_name: s
     group_size = len(gathered.sizes)
     sent = parts(t, scatter_dim, scattered)
     if group_size == 1:
-        return sent[0].contiguous()
+        return sent[0].clone(memory_format=torch.contiguous_format)  # no view of t, as an op's results are no views
     shapes = [list(sent[cut.rank].shape) for _ in range(group_size)]
     for shape, size in zip(shapes, gathered.sizes, strict=True):
         shape[gather_dim] = size
