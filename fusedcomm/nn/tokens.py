@@ -85,6 +85,7 @@ def unshard_tokens(batch: Any, tokens: int | Sequence[int], dim: Any = 1, group:
 
     def joined(t: Tensor, dim: int) -> Tensor:
         check_tensor("a tensor of batch", t)
+        t.size(dim)  # raises IndexError
         return _Unsharded.apply(t, dim % t.ndim, given, group_size, group_name)  # type: ignore[no-any-return]
 
     return _map(joined, batch, dim)

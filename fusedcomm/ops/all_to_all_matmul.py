@@ -203,6 +203,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     parts: Splits = ctx.splits
     exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size)
     ctx.columns, ctx.w_layout = exchange.shape[exchange.num_lead :], gradients.layout_of(w)
+    ctx.tells_k = exchange.tells_k
     ctx.dims, ctx.group = (gather_dim % x.ndim, scatter_dim % x.ndim), (group_size, group_name)
 
 
@@ -213,10 +214,13 @@ def _backward(ctx: Any, grad: Tensor | None, grad_exchanged: Tensor | None) -> t
     back = splits.reversed_splits(ctx.splits, ctx.scattered, ctx.group[0])
     joined = grad_w = grad_bias = None  # joined: the gradients of what ranks have got, one after the other
     if grad is not None:
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.tells_k:
             joined = torch.ops.fusedcomm.matmul_all_to_all(
                 grad, w.mT, None, ctx.columns, scatter_dim, gather_dim, *back, *ctx.group
             )
+        elif ctx.needs_input_grad[0]:  # rows and columns may be other dims on each rank
+            part = torch.matmul(grad, w.mT).unflatten(-1, ctx.columns)
+            joined = splits.exchange(part, scatter_dim, gather_dim, back, *ctx.group)
         if ctx.needs_input_grad[1]:
             if not ctx.saved_exchanged:
                 x = splits.exchange(x, gather_dim, scatter_dim, ctx.splits, *ctx.group)

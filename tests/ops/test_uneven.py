@@ -154,6 +154,24 @@ def test_random_calls(rank: int, count: int, world_size: int, algorithm: str) ->
                 raise AssertionError(f"{seed}: {case}") from error
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("heads", [3, 1], ids=["one-on-a-rank", "none-on-a-rank"])
+def test_ranks_that_count_other_dims_as_k(rank: int, heads: int, algorithm: str) -> None:
+    """A rank with one part of K, or none, takes the dim for rows. All ranks exchange plainly, in the backward too."""
+    case = Uneven(BACK, (3, 4, heads, 5), num_columns=2, gather_dim=1, scatter_dim=2)
+    inputs, intervals = case.inputs(2), case.intervals(2)
+    exchanged = torch.cat([x.narrow(2, *intervals[rank]) for x, _, _ in inputs], 1)
+    x, w, _ = inputs[rank]
+    x.requires_grad_()
+    with fusedcomm.force_algorithm(algorithm):
+        y = fusedcomm.all_to_all_matmul(x, w, 1, 2, gather_size=4)
+        y.sum().backward()
+    assert torch.equal(y.detach().flatten(), (exchanged.flatten(2) @ w).flatten())
+    wanted = torch.cat([w.sum(1).view(size, 5) for (_, w, _), (_, size) in zip(inputs, intervals, strict=True)])
+    assert x.grad is not None and torch.equal(x.grad, wanted.expand(x.shape))
+
+
 MANY_ROUNDS = {
     "into": into_attention(200, 4, gather=(1, 180, 19)),
     "kv": into_attention(200, 3, gather=(1, 180, 19), scatter=((0, 1), (0, 2), (2, 1))),
