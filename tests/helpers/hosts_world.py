@@ -229,7 +229,7 @@ def cut(rank: int, folder: Path) -> dict[str, Any]:
         (inside,), (later,) = old.values(), unused.values()
         for group in (inside, cross):
             check(group, problem, call(group, problem))
-        dist.barrier()
+        meet(rank, folder, "ready")  # a barrier over the link may end on one rank while another still waits for it
         if rank in MEMBERS["host 1"]:
             os.environ["FUSEDCOMM_TIMEOUT_S"] = str(VOTE_S)
         if rank == 2:
