@@ -23,6 +23,7 @@ from benchmarks import (
     model_blocks,
     ops,
     start_program,
+    step_memory,
     tensor_parallel_mlp,
     ulysses_block,
     uneven,
@@ -92,6 +93,41 @@ def test_uneven_sizes_are_measured_beside_padded_ones(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert [row["program"] for row in report["rows"]] == ["q", "kv", "out"] and len(report["goals"]) == 6
     assert all(each["median"] > 0 for row in report["rows"] for each in row["times"].values())
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_memory_of_a_step_is_measured_with_the_heap_and_without(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    sizes = ["--tokens", "8", "--hidden", "16", "--heads", "2", "--blocks", "1"]
+    assert step_memory.main([*sizes, "--repeats", "2", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert [row["point"] for row in report["rows"]] == ["forward", "backward", "optimizer"]
+    for row in report["rows"]:
+        assert all(len(row[name]) == 2 and min(row[name]) > 1 << 20 for name in ("heap", "no_heap"))
+
+
+def of_held_memory(rank: int) -> tuple[int, int]:
+    """What a page that only this rank has adds, and one that both have mapped: the second counts once."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    before = step_memory.of_all_ranks()
+    mine = torch.ones(HELD_BYTES, dtype=torch.uint8)
+    own = step_memory.of_all_ranks()
+    shared = symm_mem.empty(HELD_BYTES, dtype=torch.uint8, device=torch.device("cpu"))
+    handle = symm_mem.rendezvous(shared, dist.group.WORLD.group_name)
+    for peer in range(dist.get_world_size()):
+        handle.get_buffer(peer, (HELD_BYTES,), torch.uint8).fill_(1)
+    both = step_memory.of_all_ranks()
+    assert mine.sum() == HELD_BYTES
+    return own - before, both - own
+
+
+HELD_BYTES = 32 << 20
+
+
+def test_memory_that_ranks_share_counts_once(ranks: Callable[[int], RankPool]) -> None:
+    for own, both in ranks(2).run(of_held_memory):
+        assert own == pytest.approx(2 * HELD_BYTES, rel=0.1) and both == pytest.approx(2 * HELD_BYTES, rel=0.1)
 
 
 def test_what_is_no_op_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
