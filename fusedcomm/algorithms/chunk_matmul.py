@@ -21,8 +21,9 @@ class PushedMatmul:
         self.w = w.reshape(exchange.num_batches, exchange.k, w.shape[-1])
         self.bias = bias
         self.y: Tensor | None = None
-        overlaps = exchange.cut is not None and exchange.cut.scattered is not None and exchange.cut.scattered.overlaps
-        if exchange.few_rows or overlaps:  # one per chunk would read w, or multiply what two have, again and again
+        if (
+            exchange.few_rows or exchange.overlaps
+        ):  # one per chunk would read w, or multiply what two have, again and again
             with lane("matmul"):
                 self.y = reference.matmul(self.x, self.w, bias)
 

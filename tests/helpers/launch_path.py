@@ -370,8 +370,8 @@ def _launches() -> dict[str, Callable[[], None]]:
     return {
         "empty": lambda: empty_kernel[(1,)](),
         "push": lambda: kernel_launch.push(x, w, bias, push, workspace, 1),
-        "unpack": lambda: kernel_launch.unpack(out, push.unpack, workspace, 1),
-        "pack": lambda: kernel_launch.pack(x, gather.pack, workspace, 1, own=False),
+        "unpack": lambda: kernel_launch.unpack(out, push, workspace, 1),
+        "pack": lambda: kernel_launch.pack(x, gather, workspace, 1, own=False),
         "gather": lambda: kernel_launch.gather_matmul(
             gathered, w, bias, gather, workspace, 1, end_round=True, own=False
         ),
