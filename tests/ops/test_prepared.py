@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.ops import prepared
-from fusedcomm.runtime import flight_recorder
+from fusedcomm.runtime import flight_recorder, segment
 from tests.helpers.groups import DTYPES, call, check, empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES
@@ -234,6 +234,40 @@ def test_what_drops_tapes(rank: int, how: str) -> None:
                 check(group, HEADS, call(group, HEADS, seed), seed)
         assert len(ran) == IN_PYTHON + (how == "close")  # whose first call makes the workspace
     assert flight_recorder.last()[-1].algorithm == ("unfused" if how == "algorithm" else "chunked")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["NUM_SLOTS", "POST_BYTES"])
+def test_a_layout_that_tapes_do_not_know_has_none(rank: int, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, name, 2 * getattr(segment, name))
+        with started_group("chunked") as group, python_calls() as ran:
+            for seed in range(CALLS):
+                check(group, HEADS, call(group, HEADS, seed), seed)
+        assert len(ran) == CALLS
+
+
+@on_ranks(2)
+def test_a_value_of_another_kind_is_another_call(rank: int) -> None:
+    """A tape of None does not serve -1, which is refused, in any argument that may be None."""
+    arguments = torch.ops.fusedcomm.matmul_all_to_all.default._schema.arguments
+    optional = [each.name for each in arguments if str(each.type) in ("Optional[int]", "Optional[SymInt]")]
+    x, w = torch.ones(4, 5), torch.ones(5, 6)
+    with started_group("chunked") as group:
+
+        def outcome(**others: int) -> str:
+            given = {"x": x, "w": w, "gather_dim": 0, "scatter_dim": 1, "group_size": 2, "group_name": group.group_name}
+            values = {**given, **others}
+            try:
+                torch.ops.fusedcomm.matmul_all_to_all.default(*[values.get(each.name) for each in arguments])
+            except ValueError as error:
+                return str(error)
+            return "right"
+
+        before = {name: outcome(**{name: -1}) for name in optional}
+        assert before["gather_size"] != "right"
+        assert [outcome() for _ in range(CALLS)] == ["right"] * CALLS
+        assert {name: outcome(**{name: -1}) for name in optional} == before
 
 
 @on_ranks(2)
