@@ -1,4 +1,8 @@
-"""Each op as the plain program: its contract, the oracle of its tests, and the `unfused` algorithm."""
+"""Each op as the plain program: its contract, the oracle of its tests, and the `unfused` algorithm.
+
+``cut``: where parts differ in size. ``padded``: whether these are then padded to blocks of one size, for the backend's
+own collective; otherwise an all_to_all takes them as they are. All ranks must say the same: `cost` decides.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,22 @@ from torch.nn.functional import pad
 
 from fusedcomm.geometry.cut import Cut, Parts
 
-_MOST_PADDING = 1.25  # NCCL sends blocks of one size by one kernel, others each by itself; chosen, not measured
-
 _c10d = torch.ops._c10d_functional
 
 
 def exchange(
-    t: Tensor, gather_dim: int, scatter_dim: int, group_size: int, group_name: str, cut: Cut | None = None
+    t: Tensor,
+    gather_dim: int,
+    scatter_dim: int,
+    group_size: int,
+    group_name: str,
+    cut: Cut | None = None,
+    padded: bool = False,
 ) -> Tensor:
     """Cut t into R parts along scatter_dim, send part p to rank p, concatenate what arrives along gather_dim."""
     gather_dim, scatter_dim = gather_dim % t.ndim, scatter_dim % t.ndim
     if cut is not None:
-        return _uneven_exchange(t, gather_dim, scatter_dim, group_name, cut)
+        return _uneven_exchange(t, gather_dim, scatter_dim, group_name, cut, padded)
     if group_size == 1:
         return t.contiguous()
     blocks = t.unflatten(scatter_dim, (group_size, t.shape[scatter_dim] // group_size)).movedim(scatter_dim, 0)
@@ -32,7 +40,7 @@ def exchange(
     return received.view(blocks.shape).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
 
-def _uneven_exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_name: str, cut: Cut) -> Tensor:
+def _uneven_exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_name: str, cut: Cut, padded: bool) -> Tensor:
     gathered, scattered = cut.both
     group_size = len(gathered.sizes)
     sent = parts(t, scatter_dim, scattered)
@@ -41,26 +49,31 @@ def _uneven_exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_name: s
     shapes = [list(sent[cut.rank].shape) for _ in range(group_size)]
     for shape, size in zip(shapes, gathered.sizes, strict=True):
         shape[gather_dim] = size
-    sends, receives = [part.numel() for part in sent], [math.prod(shape) for shape in shapes]
-    padding = gathered.largest * scattered.largest / max(gathered.mean * scattered.mean, 1)
-    if t.device.type == "cuda" and padding <= _MOST_PADDING:
+    receives = [math.prod(shape) for shape in shapes]
+    if padded:
         outer = math.prod(size for dim, size in enumerate(t.shape) if dim not in (gather_dim, scatter_dim))
         step = _aligned(outer * gathered.largest * scattered.largest, t)
-        flat = torch.cat([pad(part.flatten(), (0, step - part.numel())) for part in sent])
-        arrived = _c10d.all_to_all_single(flat, [step] * group_size, [step] * group_size, group_name)
-        blocks = [block[:size] for block, size in zip(_c10d.wait_tensor(arrived).split(step), receives, strict=True)]
+        even = [step] * group_size
+        arrived = _c10d.wait_tensor(_c10d.all_to_all_single(_padded(sent, step), even, even, group_name))
+        blocks = [block[:size] for block, size in zip(arrived.split(step), receives, strict=True)]
     else:
-        flat = torch.cat([part.flatten() for part in sent])
-        arrived = _c10d.all_to_all_single(flat, receives, sends, group_name)
-        blocks = list(_c10d.wait_tensor(arrived).split(receives))
+        blocks = _all_to_all(sent, receives, group_name)
     return torch.cat([block.view(shape) for block, shape in zip(blocks, shapes, strict=True)], gather_dim)
 
 
-def all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str, cut: Cut | None = None) -> Tensor:
+def _all_to_all(sent: Sequence[Tensor], receives: list[int], group_name: str) -> list[Tensor]:
+    """What comes from each rank, flat, where it is of these sizes. ``sent``: what each rank gets."""
+    flat, sends = torch.cat([part.flatten() for part in sent]), [part.numel() for part in sent]
+    return list(_c10d.wait_tensor(_c10d.all_to_all_single(flat, receives, sends, group_name)).split(receives))
+
+
+def all_gather(
+    t: Tensor, gather_dim: int, group_size: int, group_name: str, cut: Cut | None = None, padded: bool = False
+) -> Tensor:
     """Every rank's t, concatenated along gather_dim."""
     gather_dim = gather_dim % t.ndim
     if cut is not None and cut.gathered is not None and group_size > 1:
-        return _uneven_all_gather(t, gather_dim, group_size, group_name, cut.gathered)
+        return _uneven_all_gather(t, gather_dim, group_size, group_name, cut.gathered, padded)
     if group_size == 1:
         return t.contiguous()
     gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(t.contiguous(), group_size, group_name))
@@ -70,25 +83,36 @@ def all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str, cut
     return blocks.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
 
-def _uneven_all_gather(t: Tensor, gather_dim: int, group_size: int, group_name: str, gathered: Parts) -> Tensor:
+def _uneven_all_gather(
+    t: Tensor, gather_dim: int, group_size: int, group_name: str, gathered: Parts, padded: bool
+) -> Tensor:
     outer = math.prod([*t.shape[:gather_dim], *t.shape[gather_dim + 1 :]])
-    step = _aligned(outer * gathered.largest, t)
-    sent = pad(t.flatten(), (0, step - t.numel()))
-    arrived = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent, group_size, group_name))
-    blocks = []
-    for block, size in zip(arrived.split(step), gathered.sizes, strict=True):
-        shape = [*t.shape[:gather_dim], size, *t.shape[gather_dim + 1 :]]
-        blocks.append(block[: outer * size].view(shape))
-    return torch.cat(blocks, gather_dim)
+    receives = [outer * size for size in gathered.sizes]
+    if padded:
+        step = _aligned(outer * gathered.largest, t)
+        arrived = _c10d.all_gather_into_tensor(_padded([t], step), group_size, group_name)
+        arrived_blocks = _c10d.wait_tensor(arrived).split(step)
+        blocks = [block[:size] for block, size in zip(arrived_blocks, receives, strict=True)]
+    else:
+        blocks = _all_to_all([t] * group_size, receives, group_name)
+    shapes = [[*t.shape[:gather_dim], size, *t.shape[gather_dim + 1 :]] for size in gathered.sizes]
+    return torch.cat([block.view(shape) for block, shape in zip(blocks, shapes, strict=True)], gather_dim)
 
 
 def reduce_scatter(
-    t: Tensor, reduce_op: str, scatter_dim: int, group_size: int, group_name: str, cut: Cut | None = None
+    t: Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_size: int,
+    group_name: str,
+    cut: Cut | None = None,
+    padded: bool = False,
 ) -> Tensor:
     """Part r, of R along scatter_dim, of the sum or average of every rank's t."""
     scatter_dim = scatter_dim % t.ndim
     if cut is not None:
-        return _uneven_reduce_scatter(averaged(t, reduce_op, group_size), scatter_dim, group_size, group_name, cut)
+        t = averaged(t, reduce_op, group_size)
+        return _uneven_reduce_scatter(t, scatter_dim, group_size, group_name, cut, padded)
     if group_size == 1:
         return t.contiguous()
     t = averaged(t, reduce_op, group_size)
@@ -98,22 +122,34 @@ def reduce_scatter(
     return total.view(blocks.shape[1:])
 
 
-def _uneven_reduce_scatter(t: Tensor, scatter_dim: int, group_size: int, group_name: str, cut: Cut) -> Tensor:
+def _uneven_reduce_scatter(
+    t: Tensor, scatter_dim: int, group_size: int, group_name: str, cut: Cut, padded: bool
+) -> Tensor:
     assert cut.scattered is not None
     sent = parts(t, scatter_dim, cut.scattered)
     own = sent[cut.rank]
     if group_size == 1:
         return own.contiguous()
-    outer = math.prod(size for dim, size in enumerate(t.shape) if dim != scatter_dim)
-    step = _aligned(outer * cut.scattered.largest, t)
-    flat = torch.cat([pad(part.flatten(), (0, step - part.numel())) for part in sent])
-    total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", group_size, group_name))
-    return total[: own.numel()].view(own.shape)
+    if padded:
+        outer = math.prod(size for dim, size in enumerate(t.shape) if dim != scatter_dim)
+        flat = _padded(sent, _aligned(outer * cut.scattered.largest, t))
+        total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", group_size, group_name))
+        return total[: own.numel()].view(own.shape)
+    blocks = _all_to_all(sent, [own.numel()] * group_size, group_name)
+    total = blocks[0].to(torch.promote_types(t.dtype, torch.float32))
+    for block in blocks[1:]:  # in rank order, and rounded once
+        total = total + block
+    return total.to(t.dtype).view(own.shape)
 
 
 def parts(t: Tensor, dim: int, parts: Parts) -> list[Tensor]:
     """Each rank's part of ``dim``."""
     return [t.narrow(dim, start, size) for start, size in zip(parts.starts, parts.sizes, strict=True)]
+
+
+def _padded(sent: Sequence[Tensor], step: int) -> Tensor:
+    """The parts one after the other, ``step`` elements each."""
+    return torch.cat([pad(part.flatten(), (0, step - part.numel())) for part in sent])
 
 
 def _aligned(numel: int, t: Tensor) -> int:
@@ -154,11 +190,12 @@ def matmul_all_to_all(
     group_size: int,
     group_name: str,
     cut: Cut | None = None,
+    padded: bool = False,
 ) -> Tensor:
     y = matmul(x, w, bias)
     if out_shape is not None:
         y = y.unflatten(-1, tuple(out_shape))
-    return exchange(y, gather_dim, scatter_dim, group_size, group_name, cut)
+    return exchange(y, gather_dim, scatter_dim, group_size, group_name, cut, padded)
 
 
 def all_to_all_matmul(
@@ -171,9 +208,10 @@ def all_to_all_matmul(
     group_size: int,
     group_name: str,
     cut: Cut | None = None,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The result and the exchanged x. ``num_lead``: how many of its leading dims are not K."""
-    exchanged = exchange(x, gather_dim, scatter_dim, group_size, group_name, cut)
+    exchanged = exchange(x, gather_dim, scatter_dim, group_size, group_name, cut, padded)
     return matmul(exchanged.flatten(num_lead), w, bias), exchanged
 
 
@@ -185,9 +223,10 @@ def all_gather_matmul(
     group_size: int,
     group_name: str,
     cut: Cut | None = None,
+    padded: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """The results and the gathered x."""
-    gathered = all_gather(x, gather_dim, group_size, group_name, cut)
+    gathered = all_gather(x, gather_dim, group_size, group_name, cut, padded)
     return [matmul(gathered, w, bias) for w, bias in zip(ws, biases, strict=True)], gathered
 
 
@@ -200,8 +239,9 @@ def matmul_reduce_scatter(
     group_size: int,
     group_name: str,
     cut: Cut | None = None,
+    padded: bool = False,
 ) -> Tensor:
-    total = reduce_scatter(torch.matmul(x, w), reduce_op, scatter_dim, group_size, group_name, cut)
+    total = reduce_scatter(torch.matmul(x, w), reduce_op, scatter_dim, group_size, group_name, cut, padded)
     return total if bias is None else total + bias
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedcomm import reference
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.spans import ChunkSpans, Span
+from fusedcomm.geometry.spans import ChunkSpans, RoundSpans, Span
 from fusedcomm.runtime.profiler import lane
 
 _MIN_PIECE = 128  # interleaved runs this long or longer are multiplied in place, shorter ones are gathered first
@@ -21,11 +21,31 @@ class PushedMatmul:
         self.w = w.reshape(exchange.num_batches, exchange.k, w.shape[-1])
         self.bias = bias
         self.y: Tensor | None = None
-        if (
-            exchange.few_rows or exchange.overlaps
-        ):  # one per chunk would read w, or multiply what two have, again and again
+        self.products: dict[int, Tensor] = {}  # by dst_rank: the chunk, flat, where several ranks get it
+        self.makers: set[int] = set()  # with whose chunks these are multiplied
+        self.shared: list[list[int]] = []  # the ranks that get one chunk, in rank order
+        scattered = None if exchange.cut is None else exchange.cut.scattered
+        overlaps = scattered is not None and scattered.overlaps
+        if exchange.few_rows or overlaps:  # one per chunk would read w, or multiply what two have, again and again
             with lane("matmul"):
                 self.y = reference.matmul(self.x, self.w, bias)
+        elif scattered is not None:
+            self.shared = [ranks for ranks in scattered.receivers.values() if len(ranks) > 1]
+
+    def begin(self, spans: RoundSpans, rank: int) -> None:
+        """Begin a round of ``rank``, which sends its own chunk last, or first where a peer is late.
+
+        So what is its own too is multiplied here, and other products with the chunk of their first receiver.
+        """
+        for receivers in self.shared:
+            at = spans.at(receivers[0])
+            product = self.x.new_empty(at.batches.size * at.rows.size * at.columns.size)
+            self.products |= dict.fromkeys(receivers, product)
+            if rank in receivers:
+                with lane("matmul", rank):
+                    self._multiply(at, rank, at.rows, product)
+            else:
+                self.makers.add(next((dst for dst in receivers if dst > rank), receivers[0]))
 
     def __call__(self, spans: ChunkSpans, dst_rank: int, chunk: Tensor) -> None:
         """``chunk`` is flat [batches * rows * columns], or [runs, rows in a run * columns] if `fills_runs` allows."""
@@ -36,7 +56,16 @@ class PushedMatmul:
         if self.y is not None:
             y = columns.view(rows.view(batches.view(self.y, 0, dst_rank), 2, dst_rank), 4, dst_rank)
             chunk.view(y.shape).copy_(y)
-            return
+        elif dst_rank in self.products:
+            product = self.products[dst_rank]
+            if dst_rank in self.makers:
+                self._multiply(spans, dst_rank, spans.rows, product)
+            chunk.copy_(product.view(chunk.shape))
+        else:
+            self._multiply(spans, dst_rank, rows, chunk)
+
+    def _multiply(self, spans: ChunkSpans, dst_rank: int, rows: Span, chunk: Tensor) -> None:
+        batches, columns = spans.batches, spans.columns
         _matmul(
             rows.view(batches.view(self.x, 0, dst_rank), 2, dst_rank),  # [bo, bi, ro, ri, K]
             columns.view(batches.view(self.w, 0, dst_rank), 3, dst_rank),  # [bo, bi, K, co, ci]

@@ -125,6 +125,7 @@ def _running(call: Call, transport: Transport) -> Iterator[None]:
 def _push(matmul: PushedMatmul, round: Round, transport: Transport, out: Tensor | None = None) -> None:
     """Compute and send every dst_rank's chunk, the next rank's first. ``out``: what the chunks are unpacked to."""
     transport.begin(round, out)
+    matmul.begin(round.spans, round.workspace.rank)
     for dst_rank, chunk in transport.chunks(round, out):
         with lane("matmul", dst_rank):
             matmul(round.spans.at(dst_rank), dst_rank, chunk)

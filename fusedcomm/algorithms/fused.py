@@ -138,10 +138,10 @@ def _multiply_own(
 def _pushes(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Callable[[RoundSpans], None]:
     """What computes and sends all chunks of a round.
 
-    Where parts overlap, the whole product is made first, and copied from there: no column is multiplied twice.
+    Where several ranks get the same, the whole product is made first, and copied from there: no column is multiplied twice.
     """
     workspace, fingerprint = call.workspace, call.fingerprint
-    if call.exchange.overlaps:
+    if call.exchange.is_shared:
         with lane("matmul"):
             product = reference.matmul(x, w, bias).contiguous()
         return lambda spans: kernel_launch.pack(product, spans.of_product(), workspace, fingerprint, all_sms=True)

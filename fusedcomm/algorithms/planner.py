@@ -119,8 +119,8 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
         return Plan(op, "unfused", "one rank: nothing to exchange")
     name, strict = force_algorithm.current
     name = name or member.topology.algorithm
-    reason = _reject_uneven(name, exchange, member) or _reject_reason(name, exchange.for_all, dtype, member)
-    exchange = exchange.for_all
+    own, exchange = exchange, exchange.for_all
+    reason = _reject_uneven(name, own, member) or _reject_reason(name, exchange, dtype, member)
     if reason is not None:
         if strict and name not in (None, "unfused"):
             raise RuntimeError(f"{op} cannot run as {name}: {reason}")
@@ -129,7 +129,7 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
     if name is not None:
         algorithm, why = name, FORCED
     else:
-        algorithm, why = _choose(op, exchange, dtype, member)
+        algorithm, why = _choose(op, own, dtype, member)
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
     if member.topology.prove and why != FORCED:
@@ -150,11 +150,11 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> 
     kind = dtype_name(dtype, member.device.type == "cuda" and member.topology.tf32)
     if member.device.type == "cpu":
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
-    if why := model.decode_reason(exchange, exchange.chunk_numel * dtype.itemsize, constants):
+    if why := model.decode_reason(exchange.for_all, exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
     for_capture = is_for_capture(member.device)
     usable = ("fused", "unfused") if for_capture else ("fused", "chunked", "unfused")
-    if why := _too_wide(exchange):
+    if why := _too_wide(exchange.for_all):
         if for_capture:
             return "unfused", why
         usable = ("chunked", "unfused")

@@ -1,7 +1,8 @@
 """How long a call takes by each algorithm, from a few constants of the machine: the planner compares these times.
 
-A time is that of one call on one rank, in seconds; all ranks are alike. R is the number of ranks, and a chunk is what
-goes to one peer.
+A time is that of one call on one rank, in seconds. All ranks are alike, or it is that of the slowest: `shares` says
+what each one computes and moves where parts differ in size. R is the number of ranks, and a chunk is what goes to one
+peer, or the mean of that.
 
     matmul      max(tiles * FLOP of a tile / rate, bytes of its operands and result / memory) + overhead: the roofline
                 model. A CPU core either computes or waits for memory, so there it is the sum. A GPU computes tiles in
@@ -11,13 +12,18 @@ goes to one peer.
     copy        bytes of the result / bandwidth + overhead: `copy` into new memory, as torch makes it around the plain
                 collective; `unpack` from a slot into the result
     collective  latency + bytes that a rank sends / bandwidth, by kind: Hockney's model; all_reduce sends each
-                chunk twice
+                chunk twice. Parts of different sizes are padded for it where that takes less time than an all_to_all
+                of them as they are: a GPU sends these one by one, each for another latency of the link, an all_gather
+                copies its part for every peer first, and a reduce_scatter adds what arrives by itself. CPU ranks share
+                the memory, so there the bytes of all count, and not those of the slowest rank
     unfused     matmul, collective, a copy before it unless the first dim is scattered, one after it unless the first
-                dim is gathered; all_reduce copies once, as it is functional
+                dim is gathered; all_reduce copies once, as it is functional. Parts of different sizes are copied
+                before it, and after it unless they are added
     chunked     R matmuls of a chunk, c each, beside R - 1 transfers, l = latency + chunk / link each, overheads per
                 call and per chunk and:
                   push    max(R c, c + (R - 1) l, (R - 1) c + l), then the copy-out of R - 1 chunks
                   gather  max(R c, (R - 1) l + c): the own chunk is there from the start
+                  what several ranks get is multiplied once, and on a CPU copied to each
                   K gathered in 16 bits: R - 1 transfers and copy-out, a, then the matmul, m, because sums stay in
                   float32. A GPU does so in p pieces, one beside the other: a / p + max(m, (p - 1) a / p + m / p)
                   few rows cut: a + m, because one matmul reads w once; a push sends after its one matmul
@@ -55,6 +61,8 @@ from functools import cached_property
 from typing import Any
 
 from fusedcomm.cost.links import sent_bytes
+from fusedcomm.cost.shares import Share, mean_to_a_peer, shares_of, traffic_of
+from fusedcomm.geometry.cut import Cut
 from fusedcomm.geometry.exchange import FEW_ROWS, LEAST_COPIED, Exchange, num_pieces
 
 KINDS = {
@@ -219,11 +227,38 @@ DEFAULTS = {
 @functools.lru_cache(maxsize=1024)  # by the exchange's identity: `geometry` keeps one for the shapes of a call
 def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> Mapping[str, float]:
     """Seconds by algorithm, for those that ``constants`` has numbers for. Sizes must be plain ints."""
-    call = _Call(op, exchange, dtype, constants)
-    found = {"unfused": call.unfused(), "chunked": call.chunked()}
+    calls = [_Call(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
+    found = {"unfused": max(call.unfused() for call in calls), "chunked": max(call.chunked() for call in calls)}
     if constants.fused_flops:
-        found["fused"] = call.fused()
+        found["fused"] = max(call.fused() for call in calls)
     return found
+
+
+def pads(kind: str, cut: Cut, outer_bytes: int, device_type: str) -> bool:
+    """Whether `unfused` pads parts of different sizes to blocks of one size, by the default constants.
+
+    It is the same on all ranks, and in every graph. ``outer_bytes``: bytes for each element of the dims that are cut.
+    """
+    return _is_padded(kind, cut, outer_bytes, DEFAULTS[device_type])[0]
+
+
+def _is_padded(kind: str, cut: Cut, outer_bytes: float, constants: Constants) -> tuple[bool, float]:
+    """Whether padding is faster, and the time of the faster exchange with what copies its chunks together."""
+    group_size, traffic, on_cpu = cut.group_size, traffic_of(cut), constants.device_type == "cpu"
+    if group_size == 1:
+        return False, 0.0
+    largest = outer_bytes * math.prod(parts.largest for parts in (cut.gathered, cut.scattered) if parts is not None)
+    padded = constants.collective(kind, largest, group_size)
+    padded += constants.copy(largest if kind == "all_gather" else group_size * largest)
+    to_a_peer = outer_bytes * (
+        mean_to_a_peer(traffic) if on_cpu else max(each.to_a_peer(group_size) for each in traffic)
+    )
+    as_they_are = constants.collective("all_to_all", to_a_peer, group_size)
+    as_they_are += constants.copy(outer_bytes * max(each.sent for each in traffic))
+    as_they_are += 0.0 if on_cpu else (group_size - 1) * constants.link_latency
+    if kind == "reduce_scatter":
+        as_they_are += constants.unpack((group_size + 1) / 2 * largest)
+    return padded < as_they_are, min(padded, as_they_are)
 
 
 def decode_reason(exchange: Exchange, chunk_bytes: int, constants: Constants) -> str | None:
@@ -241,21 +276,27 @@ def decode_reason(exchange: Exchange, chunk_bytes: int, constants: Constants) ->
 class _Call:
     """The formulas of this module for one call."""
 
-    def __init__(self, op: str, exchange: Exchange, dtype: str, constants: Constants) -> None:
-        self.exchange, self.constants, self.dtype = exchange, constants, dtype
+    def __init__(self, op: str, exchange: Exchange, share: Share, dtype: str, constants: Constants) -> None:
+        self.exchange, self.constants, self.dtype = exchange.for_all, constants, dtype
+        self.cut, self.share, self.ns = exchange.cut, share, share.ns
         self.kind, self.num_ranks = KINDS[op], exchange.group_size
-        self.chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
+        self.chunk_bytes = share.chunk_numel * ITEMSIZE[dtype]
         self.all_bytes = self.num_ranks * self.chunk_bytes
-        if exchange.gathers:
-            self.ns = [shape[-1] for shape in exchange.out_shapes]
-        else:
-            self.ns = [math.prod(exchange.shape[exchange.num_lead :])]
 
     def unfused(self) -> float:
+        if self.cut is not None:
+            return self._matmul() + self._uneven_collective() + self.constants.call_overhead["unfused"]
         num_copies = (self.kind == "all_reduce") + self._scatters_inside() + self._gathers_inside()
         collective = self.constants.collective(self.kind, self.chunk_bytes, self.num_ranks)
         copies = num_copies * self.constants.copy(self.all_bytes)
         return self._matmul() + collective + copies + self.constants.call_overhead["unfused"]
+
+    def _uneven_collective(self) -> float:
+        """That of all ranks, and the copy of what has arrived."""
+        assert self.cut is not None
+        outer_bytes = self.exchange.outer_numel * ITEMSIZE[self.dtype]
+        after = 0.0 if self.kind == "reduce_scatter" else self.constants.copy(self.all_bytes)
+        return _is_padded(self.kind, self.cut, outer_bytes, self.constants)[1] + after
 
     def chunked(self) -> float:
         constants, num_rounds = self.constants, 2 if self.kind == "all_reduce" else self._pieces()
@@ -270,39 +311,44 @@ class _Call:
         overhead = constants.link_latency + constants.call_overhead["fused"]
         if exchange.gathers:
             return overhead + self._fused_gather(sent)
-        return max(self._fused_matmul(self.num_ranks), sent / constants.store_bandwidth) + overhead + self._after()
+        return (
+            max(self._fused_matmul(self.share.num_products), sent / constants.store_bandwidth)
+            + overhead
+            + self._after()
+        )
 
     def _fused_gather(self, sent: float) -> float:
         constants, by_copy = self.constants, self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED
         rate = constants.link_bandwidth if by_copy else min(constants.store_bandwidth, _PACK_BANDWIDTH)
         slower = 1.0 if by_copy else 8 / 7
         if not self.exchange.splits_columns:
-            matmul = self._chunk_matmul() + slower * self._fused_matmul(self.num_ranks - 1)
+            matmul = self._chunk_matmul() + slower * self._fused_matmul(self.share.num_products - 1)
             return constants.copy_overhead + max(matmul, sent / rate)
         matmul = slower * self._matmul(fused=True)
         own = constants.copy(self.chunk_bytes) if by_copy else constants.copy_overhead
         return own + matmul + max(0.0, sent / rate - matmul / self._waves())
 
     def _chunked_push(self) -> float:
-        num_ranks, on_cpu = self.num_ranks, self.constants.device_type == "cpu"
+        num_ranks, share, on_cpu = self.num_ranks, self.share, self.constants.device_type == "cpu"
         transfer = self.constants.transfer(self.chunk_bytes)
-        if self.exchange.few_rows:
+        if share.at_once:
             return self._matmul() + (num_ranks if on_cpu else num_ranks - 1) * transfer
         each = self._chunk_matmul()
         if on_cpu:
-            return num_ranks * each
-        return max(num_ranks * each, each + (num_ranks - 1) * transfer, (num_ranks - 1) * each + transfer)
+            return share.num_products * each + share.num_copies * transfer
+        all_but_one = (share.num_products - 1) * each
+        return max(all_but_one + each, each + (num_ranks - 1) * transfer, all_but_one + transfer)
 
     def _chunked_gather(self) -> float:
-        exchange, num_ranks = self.exchange, self.num_ranks
+        num_ranks = self.num_ranks
         transfers = (num_ranks - 1) * self.constants.transfer(self.chunk_bytes)
-        if exchange.few_rows or self._takes_all():
+        if self.share.at_once or self._takes_all():
             arrival, pieces = transfers + self.constants.unpack(self.all_bytes), self._pieces()
             return arrival / pieces + max(self._matmul(), (1 - 1 / pieces) * arrival + self._matmul() / pieces)
         each = self._chunk_matmul()
         if self.constants.device_type == "cpu":
-            return transfers + num_ranks * each
-        return max(num_ranks * each, transfers + each)
+            return transfers + self.share.num_products * each
+        return max(self.share.num_products * each, transfers + each)
 
     def _takes_all(self) -> bool:
         """Whether K is gathered in 16 bits: the result cannot hold the sums over sources."""
@@ -310,7 +356,7 @@ class _Call:
 
     def _pieces(self) -> int:
         """The number of rounds into which `chunked` cuts a call that would fit one."""
-        return num_pieces(self.chunk_bytes) if self._takes_all() and self.constants.device_type == "cuda" else 1
+        return num_pieces(int(self.chunk_bytes)) if self._takes_all() and self.constants.device_type == "cuda" else 1
 
     def _after(self, own_is_there: bool = False) -> float:
         """What a push does with the chunks that have arrived. ``own_is_there``: the own chunk is where it belongs."""
@@ -323,8 +369,7 @@ class _Call:
         return reduced + (num_ranks - 1) * constants.transfer(self.chunk_bytes) + constants.unpack(self.all_bytes)
 
     def _matmul(self, fused: bool = False) -> float:
-        exchange = self.exchange
-        sizes = (exchange.num_batches, exchange.num_rows, exchange.k)
+        sizes = (self.share.num_batches, self.share.num_rows, self.share.k)
         return sum(self.constants.matmul(self.dtype, *sizes, n, fused) for n in self.ns)
 
     def _chunk_matmul(self) -> float:
@@ -339,14 +384,14 @@ class _Call:
 
     def _waves(self) -> int:
         """The number of waves in which the SMs compute the result, each one tile per wave."""
-        exchange, tile = self.exchange, _GPU_TILES[0]
-        rows = exchange.num_batches * math.ceil(exchange.num_rows / tile)
+        share, tile = self.share, _GPU_TILES[0]
+        rows = share.num_batches * math.ceil(share.num_rows / tile)
         return sum(max(1, math.ceil(rows * math.ceil(n / tile) / self.constants.num_sms)) for n in self.ns)
 
     def _chunk(self) -> tuple[float, float, float, float]:
         """Batches, rows, K and share of N of the matmul of one chunk; K is what a gather splits along columns."""
-        exchange, part = self.exchange, 1 / self.num_ranks
-        batches, m, k = float(exchange.num_batches), float(exchange.num_rows), float(exchange.k)
+        exchange, part = self.exchange, self.share.part
+        batches, m, k = float(self.share.num_batches), float(self.share.num_rows), float(self.share.k)
         if exchange.splits_rows:
             return batches, m * part, k, 1.0
         if not exchange.splits_columns:

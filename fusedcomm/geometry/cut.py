@@ -25,10 +25,6 @@ class Parts(NamedTuple):
         return max(self.sizes)
 
     @property
-    def mean(self) -> float:
-        return sum(self.sizes) / len(self.sizes)
-
-    @property
     def is_even(self) -> bool:
         """Whether the dim is cut into blocks of one size."""
         return all(size * len(self.sizes) == self.total for size in self.sizes) and self.tiles
@@ -39,9 +35,23 @@ class Parts(NamedTuple):
         return self.starts == _starts(self.sizes) and self.starts[-1] + self.sizes[-1] == self.total
 
     @property
+    def receivers(self) -> dict[tuple[int, int], list[int]]:
+        """The ranks that have each distinct part (start, size) which is not empty."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank, part in enumerate(zip(self.starts, self.sizes, strict=True)):
+            if part[1]:
+                found.setdefault(part, []).append(rank)
+        return found
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks have the same element."""
+        return self.overlaps or any(len(ranks) > 1 for ranks in self.receivers.values())
+
+    @property
     def overlaps(self) -> bool:
-        intervals = sorted((start, start + size) for start, size in zip(self.starts, self.sizes, strict=True) if size)
-        return any(end > start for (_, end), (start, _) in itertools.pairwise(intervals))
+        """Whether two distinct parts have elements in common."""
+        return any(start + size > after for (start, size), (after, _) in itertools.pairwise(sorted(self.receivers)))
 
 
 class Cut(NamedTuple):
@@ -56,6 +66,15 @@ class Cut(NamedTuple):
         """The parts of an op that gathers and scatters."""
         assert self.gathered is not None and self.scattered is not None
         return self.gathered, self.scattered
+
+    @property
+    def group_size(self) -> int:
+        return max(len(parts.sizes) for parts in (self.gathered, self.scattered) if parts is not None)
+
+    @property
+    def is_symbolic(self) -> bool:
+        given = [parts for parts in (self.gathered, self.scattered) if parts is not None]
+        return any(isinstance(n, torch.SymInt) for parts in given for n in (*parts.starts, *parts.sizes, parts.total))
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={list(value)}" for name, value in self.arguments.items())

@@ -85,6 +85,13 @@ class Exchange:
     def chunk_numel(self) -> int:
         return math.prod(self.block)
 
+    @property
+    def outer_numel(self) -> int:
+        """The number of elements for each index of the dim that is gathered, or scattered, or for each two of both."""
+        return math.prod(
+            size for dim, size in enumerate(self.shape) if dim not in (self._gather_dim, self._scatter_dim)
+        )
+
     @cached_property
     def sent_run(self) -> int:
         """The least number of consecutive elements that go to one rank, if any do, where a tensor is sent as it is."""
@@ -96,9 +103,9 @@ class Exchange:
         return min((size for size in self.cut.scattered.sizes if size), default=0) * math.prod(sizes[split_dim + 1 :])
 
     @property
-    def overlaps(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether some of what is scattered goes to several ranks."""
-        return self.cut is not None and self.cut.scattered is not None and self.cut.scattered.overlaps
+        return self.cut is not None and self.cut.scattered is not None and self.cut.scattered.is_shared
 
     @property
     def tells_k(self) -> bool:
@@ -176,6 +183,15 @@ class Exchange:
     @property
     def _scatter_dim(self) -> int | None:
         return self.packed[1] if self.gathers else self.split_dim
+
+    def shape_on(self, rank: int) -> list[int]:
+        """``shape`` as another rank has it."""
+        sizes, cut = list(self.shape), self.cut
+        dim = self._scatter_dim if self.gathers else self._gather_dim
+        parts = None if cut is None else cut.scattered if self.gathers else cut.gathered
+        if dim is not None and parts is not None:
+            sizes[dim] = parts.sizes[rank]
+        return sizes
 
     def _chunk_shape(self, src_rank: int, dst_rank: int) -> list[int]:
         """src_rank's part of the dim that is gathered, and dst_rank's of the one that is scattered."""

@@ -178,7 +178,8 @@ def _kernel(
     exchange = exchange_of(x, ws, biases, gather_dim, gather_splits, gather_size, rank, group_size)
 
     def unfused() -> tuple[list[Tensor], Tensor | None]:
-        outs, gathered = reference.all_gather_matmul(x, ws, biases, gather_dim, group_size, group_name, exchange.cut)
+        parts = exchange.cut, splits.pads(OP, exchange, x)
+        outs, gathered = reference.all_gather_matmul(x, ws, biases, gather_dim, group_size, group_name, *parts)
         return outs, gathered if return_gathered else None
 
     call = (OP, ALGORITHMS, exchange, group_name, x, ws, biases)

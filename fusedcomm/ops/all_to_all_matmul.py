@@ -151,13 +151,12 @@ def _kernel(
     group_size: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    parts = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
-    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size)
+    given = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
+    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *given, group_size)
 
     def unfused() -> tuple[list[Tensor], Tensor | None]:
-        out, exchanged = reference.all_to_all_matmul(
-            x, w, bias, gather_dim, scatter_dim, exchange.num_lead, group_size, group_name, exchange.cut
-        )
+        dims, parts = (gather_dim, scatter_dim, exchange.num_lead), (exchange.cut, splits.pads(OP, exchange, x))
+        out, exchanged = reference.all_to_all_matmul(x, w, bias, *dims, group_size, group_name, *parts)
         return [out], exchanged if return_exchanged else None
 
     call = (OP, ALGORITHMS, exchange, group_name, x, [w], [bias])

@@ -60,7 +60,7 @@ def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: 
 
 def compare(calls_by_rank: list[dict[str, Any]], rank: int, record: flight_recorder.Record) -> None:
     """Raise for the first field that differs, with the same text on all ranks."""
-    for field in calls_by_rank[rank]:  # the fields are equal on all ranks if op is
+    for field in max(calls_by_rank, key=len):  # where op is equal, only calls whose parts differ in size have more
         values = [call.get(field) for call in calls_by_rank]
         others = [r for r, value in enumerate(values) if value != values[rank]]
         if others:

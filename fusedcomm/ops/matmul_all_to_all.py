@@ -160,12 +160,12 @@ def _kernel(
     group_name: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    parts = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
-    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *parts, group_size)
+    given = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
+    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *given, group_size)
 
     def unfused() -> Tensor:
-        dims = gather_dim, scatter_dim
-        return reference.matmul_all_to_all(x, w, bias, out_shape, *dims, group_size, group_name, exchange.cut)
+        dims, parts = (gather_dim, scatter_dim), (exchange.cut, splits.pads(OP, exchange, x))
+        return reference.matmul_all_to_all(x, w, bias, out_shape, *dims, group_size, group_name, *parts)
 
     return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out)
 

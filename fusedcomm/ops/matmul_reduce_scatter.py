@@ -142,7 +142,8 @@ def _kernel(
     exchange = exchange_of(x, w, bias, reduce_op, scatter_dim, scatter_starts, scatter_lengths, rank, group_size)
 
     def unfused() -> Tensor:
-        return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name, exchange.cut)
+        parts = exchange.cut, splits.pads(OP, exchange, x)
+        return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name, *parts)
 
     scale = 1 / group_size if reduce_op == "avg" else 1.0
     return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out, scale=scale)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.geometry.cut import EVEN, Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
+from fusedcomm.cost import model
+from fusedcomm.geometry.cut import EVEN, Cut, Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
+from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.group import rank_of
 
 Sizes = Sequence[int]
@@ -90,21 +93,39 @@ def reversed_splits(splits: Splits, scattered: int, group_size: int) -> Splits:
     return Splits(sizes, total, None, splits.gather_splits, splits.rank)
 
 
+def pads(op: str, exchange: Exchange, t: Tensor) -> bool:
+    """Whether ``unfused`` pads the parts of a call; the same on all ranks."""
+    return _pads(model.KINDS[op], exchange.cut, exchange.outer_numel, t)
+
+
+def _pads(kind: str, cut: Cut | None, outer_numel: int, t: Tensor) -> bool:
+    if cut is None or cut.is_symbolic or isinstance(outer_numel, torch.SymInt):
+        return False  # a graph that is for many sizes gets no guard of its own for them
+    return model.pads(kind, cut, outer_numel * t.element_size(), t.device.type)
+
+
 def exchange(t: Tensor, gather_dim: int, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
     """The plain exchange of a backward."""
     gather_dim, scatter_dim = gather_dim % t.ndim, scatter_dim % t.ndim
     cut = cut_of(splits, t.shape[gather_dim], t.shape[scatter_dim], group_size)
-    return reference.exchange(t, gather_dim, scatter_dim, group_size, group_name, cut)
+    padded = _pads("all_to_all", cut, _outer_numel(t, gather_dim, scatter_dim), t)
+    return reference.exchange(t, gather_dim, scatter_dim, group_size, group_name, cut, padded)
 
 
 def all_gather(t: Tensor, gather_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
     cut = cut_of(splits, t.shape[gather_dim], None, group_size)
-    return reference.all_gather(t, gather_dim, group_size, group_name, cut)
+    padded = _pads("all_gather", cut, _outer_numel(t, gather_dim % t.ndim), t)
+    return reference.all_gather(t, gather_dim, group_size, group_name, cut, padded)
 
 
 def reduce_scatter(t: Tensor, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
     cut = cut_of(splits, None, t.shape[scatter_dim], group_size)
-    return reference.reduce_scatter(t, "sum", scatter_dim, group_size, group_name, cut)
+    padded = _pads("reduce_scatter", cut, _outer_numel(t, scatter_dim % t.ndim), t)
+    return reference.reduce_scatter(t, "sum", scatter_dim, group_size, group_name, cut, padded)
+
+
+def _outer_numel(t: Tensor, *dims: int) -> int:
+    return math.prod(size for dim, size in enumerate(t.shape) if dim not in dims)
 
 
 def all_have_several(splits: Splits, group_size: int) -> bool:

@@ -16,6 +16,7 @@ from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.cost import model
 from fusedcomm.cost.model import DEFAULTS, Constants
 from fusedcomm.geometry import shapes
+from fusedcomm.geometry.cut import Cut, Splits, parts_of_sizes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import members
 
@@ -328,3 +329,101 @@ def changed(*path: str, value: Any) -> dict[str, Any]:
 def test_impossible_constants_are_refused(data: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Constants.from_json(data)
+
+
+# parts of different sizes
+
+
+def of_rank(make: Any, *args: Any, **splits: Any) -> list[Exchange]:
+    """The call of each of 4 ranks, or of as many as there are parts."""
+    sizes = splits.get("gather_splits") or splits["scatter_lengths"]
+    x_of = args[0] if callable(args[0]) else lambda _: args[0]
+    calls = []
+    for rank in range(len(sizes)):
+        calls.append(make(x_of(rank), *args[1:], len(sizes), Splits(rank=rank, **splits)))
+    return calls
+
+
+SKEWED = (2000, 1, 1, 1)
+UNEVEN = {
+    "one head for all": (
+        of_rank(shapes.matmul_all_to_all, (512, 512), (512, 256), (2, 1, 128), 0, 2,
+                scatter_starts=(0,) * 4, scatter_lengths=(1,) * 4),
+        2 * 512 * 512 * 256, 2 * 512 * 512 * 256,
+    ),
+    "most rows on one rank": (
+        of_rank(shapes.matmul_all_to_all, lambda r: (SKEWED[r], 512), (512, 512), None, 0, 1, gather_splits=SKEWED),
+        2 * 2000 * 512 * 512, 2 * 2000 * 512 * 512,
+    ),
+    "most rows from one rank": (
+        of_rank(shapes.all_gather_matmul, lambda r: (SKEWED[r], 512), ((512, 64),), 0, gather_splits=SKEWED),
+        2 * 2016 * 512 * 64, 2 * 2048 * 512 * 64,
+    ),
+    "most rows to one rank": (
+        of_rank(shapes.all_to_all_matmul, (2003, 128), (512, 64), 1, 0, scatter_lengths=SKEWED),
+        2 * 2000 * 512 * 64, 4 * 2 * 2000 * 128 * 64,
+    ),
+    "most rows summed on one rank": (
+        of_rank(shapes.matmul_reduce_scatter, (2003, 512), (512, 64), "sum", 0, scatter_lengths=SKEWED),
+        2 * 2016 * 512 * 64, 2 * 2048 * 512 * 64,
+    ),
+}  # fmt: skip
+UNEVEN_OPS = dict(zip(UNEVEN, (*["matmul_all_to_all"] * 2, "all_gather_matmul", "all_to_all_matmul",
+                               "matmul_reduce_scatter"), strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_the_slowest_rank_multiplies_what_is_its_own(name: str) -> None:
+    """Rows are counted 16 at a time. All ranks find the same."""
+    exchanges, unfused, chunked = UNEVEN[name]
+    cpu = replace(CPU, matmul_flops=RATE)
+    found = [model.estimate(UNEVEN_OPS[name], exchange, "float32", cpu) for exchange in exchanges]
+    assert found == [{"unfused": close(unfused / 1e9), "chunked": close(chunked / 1e9)}] * 4
+
+
+def test_the_slowest_rank_sends_and_copies_what_is_its_own() -> None:
+    """From one rank 2000 rows go to each of 3 peers; into its memory come 3 rows."""
+    exchanges = UNEVEN["most rows from one rank"][0]
+    row = 512 * 4
+    for exchange in exchanges:
+        links = replace(CPU, link_bandwidth=1e9)
+        took = model.estimate("all_gather_matmul", exchange, "float32", links)["chunked"]
+        assert took == close(3 * 2000 * row / 1e9)
+    exchanges = UNEVEN["one head for all"][0]
+    copies = replace(CPU, link_bandwidth=1e9)  # of the one product, to 4 ranks
+    took = model.estimate("matmul_all_to_all", exchanges[0], "float32", copies)["chunked"]
+    assert took == close(4 * 512 * 256 * 4 / 1e9)
+
+
+CROSSED = Cut(0, parts_of_sizes((3, 1)), parts_of_sizes((3, 1)))  # the largest part of either dim stays where it is
+
+
+@pytest.mark.parametrize(("latency", "padded"), [(5.9, False), (6.1, True)])
+def test_a_gpu_pads_where_latencies_cost_more(latency: float, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded 9 bytes go to the peer, and otherwise 3, after another latency."""
+    bandwidth = dict.fromkeys(KINDS, 1.0)
+    monkeypatch.setitem(DEFAULTS, "cuda", replace(GPU, link_latency=latency, backend_bandwidth=bandwidth))
+    assert model.pads("all_to_all", CROSSED, 1, "cuda") == padded
+
+
+GATHERED, SCATTERED = CROSSED._replace(scattered=None), CROSSED._replace(gathered=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "seconds_per_byte", "padded"),
+    [
+        ("all_to_all", CROSSED, 1.0, False),
+        ("all_gather", GATHERED, 0.7, False),
+        ("all_gather", GATHERED, 0.6, True),
+        ("reduce_scatter", SCATTERED, 0.7, False),
+        ("reduce_scatter", SCATTERED, 0.6, True),
+    ],
+)
+def test_a_cpu_pads_where_the_backend_is_that_much_faster(
+    kind: str, cut: Cut, seconds_per_byte: float, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 bytes of every rank by the collective itself, or 2 on average by all_to_all, each of which takes a second."""
+    bandwidth = dict.fromkeys(KINDS, 1.0) | {kind: 1 / seconds_per_byte}
+    monkeypatch.setitem(DEFAULTS, "cpu", replace(CPU, backend_bandwidth=bandwidth))
+    assert model.pads(kind, cut, 1, "cpu") == padded
+    assert model.pads(kind, cut._replace(rank=1), 1, "cpu") == padded

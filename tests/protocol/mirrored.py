@@ -43,7 +43,7 @@ MIRRORED: dict[str, dict[str, str]] = {
     },
     "scenario._sends": {
         "fusedcomm/runtime/rank_order.py:peers_of": "80f9331c4f08",
-        "fusedcomm/algorithms/chunked.py:_push": "ae0baa7e2237",
+        "fusedcomm/algorithms/chunked.py:_push": "1ee58af11d3d",
         "fusedcomm/algorithms/transport.py:CpuTransport.pack": "799412f17413",
         "fusedcomm/algorithms/transport.py:CudaTransport.send": "e482b5845811",
         "fusedcomm/algorithms/transport.py:CudaTransport.pack": "e63c3015fa90",

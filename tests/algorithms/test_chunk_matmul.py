@@ -1,0 +1,87 @@
+"""What several ranks get of a push: one matmul, just before the first of them, and a copy to each."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.algorithms import chunk_matmul
+from fusedcomm.runtime.workspace import Round
+from tests.helpers.groups import fresh_group, member_of
+from tests.helpers.in_place import in_place_from, without_tapes
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.uneven import Ranges, Uneven
+
+PAIRS: Ranges = ((0, 2), (0, 2), (3, 2), (3, 2))  # nobody gets the third head
+OTHERS: Ranges = ((0, 2), (3, 2), (0, 2), (2, 1))
+
+
+def heads(scatter: Ranges, tokens: int = 601, **options: Any) -> Uneven:
+    return Uneven("matmul_all_to_all", (tokens, 5, 3), 2, gather_dim=0, scatter_dim=1, scatter=scatter, **options)
+
+
+def summed(scatter: Ranges) -> Uneven:
+    return Uneven("matmul_reduce_scatter", (40, 5), 1, scatter_dim=1, scatter=scatter)
+
+
+ORDER = {  # rank 1 sends to ranks 2, 3, 0 and 1; its own heads come before all others where another rank gets them
+    "pairs": (heads(PAIRS), ["6", "6", "to 2", "to 3", "to 0"]),
+    "others": (heads(OTHERS), ["6", "to 2", "3", "to 3", "to 0", "6"]),
+    "one head": (heads(((1, 1),) * 4), ["3", "to 2", "to 3", "to 0"]),
+    "partly": (heads(((0, 2), (1, 2), (0, 2), (2, 1))), ["15", "to 2", "to 3", "to 0"]),
+    "sums": (summed(((0, 2), (3, 2), (0, 2), (0, 2))), ["2", "to 2", "to 3", "to 0", "2"]),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ORDER)
+def test_what_several_ranks_get_is_multiplied_once(rank: int, name: str) -> None:
+    """Columns of each matmul, and signals, in their order."""
+    case, wanted = ORDER[name]
+    seen: list[str] = []
+    multiply, signal = torch.mm, Round.signal
+
+    def spied_multiply(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(str(args[1].shape[-1]))
+        return multiply(*args, **kwargs)
+
+    def spied_signal(self: Round, dst_rank: int) -> None:
+        seen.append(f"to {dst_rank}")
+        signal(self, dst_rank)
+
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        inputs = case.inputs(4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunk_matmul.torch, "mm", spied_multiply)
+            patch.setattr(chunk_matmul.reference, "matmul", lambda x, w, bias: spied_multiply(x[0], w[0])[None])
+            patch.setattr(Round, "signal", spied_signal)
+            out = case.call(inputs[rank], group, 4)
+        assert torch.equal(out, case.expected(inputs)[rank])
+        assert rank != 1 or seen == wanted, seen
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+@pytest.mark.parametrize("scatter", [PAIRS, OTHERS], ids=["pairs", "others"])
+def test_shared_chunks_come_in_place_whoever_is_late(rank: int, scatter: Ranges, tapes: bool) -> None:
+    """Where a peer is late the own chunk goes first, in prepared calls too, and some chunks come through slots."""
+    case, seen = heads(scatter, bias=True), set()
+    with pytest.MonkeyPatch.context() as patch:
+        if not tapes:
+            without_tapes(patch)
+        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+            for seed in range(16):
+                dist.barrier(group)
+                if rank == seed % 4 and seed < 12:
+                    time.sleep(0.02)  # its peers have sent their chunks before it has posted
+                out = case.call(case.inputs(4, seed)[rank], group, 4)
+                seen |= {len(in_place_from(member_of(group).workspace))}
+                assert torch.equal(out, case.expected(case.inputs(4, seed))[rank])
+                del out
+    assert len(seen) > 1, seen

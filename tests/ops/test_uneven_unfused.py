@@ -1,0 +1,145 @@
+"""Parts of different sizes by plain collectives: padded to one size, or as they are; and ranks that disagree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm import reference
+from fusedcomm.cost import model
+from tests.helpers.groups import fresh_group
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.uneven import Uneven
+from tests.ops.test_uneven import CASES, GATHER, REDUCE, check_call, into_attention, out_of_attention
+
+COLLECTIVES = {
+    "matmul_all_to_all": "all_to_all_single",
+    "all_to_all_matmul": "all_to_all_single",
+    GATHER: "all_gather_into_tensor",
+    REDUCE: "reduce_scatter_tensor",
+}
+
+
+class Spy:
+    """The functional collectives, and what was given to each."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if name != "wait_tensor":
+                self.calls.append((name, args))
+            return getattr(torch.ops._c10d_functional, name)(*args)
+
+        return call
+
+
+@contextmanager
+def decided(padded: bool) -> Iterator[Spy]:
+    spy = Spy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "pads", lambda *args: padded)
+        patch.setattr(reference, "_c10d", spy)
+        yield spy
+
+
+def check_decided(rank: int, names: list[str], num_ranks: int, padded: bool) -> None:
+    """Forward and backward, which is the other op of a pair, or plain."""
+    for name in names:
+        case = CASES[name][1]
+        with fusedcomm.force_algorithm("unfused", strict=True), decided(padded) as spy:
+            check_call(case, rank, num_ranks, 0)
+        forward, args = spy.calls[0]
+        assert forward == (COLLECTIVES[case.op] if padded else "all_to_all_single"), name
+        if padded and forward == "all_to_all_single":
+            assert set(args[1]) == set(args[2]) and len(set(args[1])) == 1, (name, args[1:])
+            assert args[1][0] > 0 and args[1][0] * args[0].element_size() % 16 == 0
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "as-they-are"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, pytest.param(5, marks=pytest.mark.thorough)])
+def test_either_way_gives_the_same(ranks: Any, num_ranks: int, padded: bool) -> None:
+    even = (f"tokens-{2 * num_ranks}-of-", f"back-{2 * num_ranks}-of-")
+    names = [name for name, (size, _) in CASES.items() if size == num_ranks and not name.startswith(even)]
+    ranks(num_ranks).run(check_decided, names, num_ranks, padded)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_blocks_are_multiples_of_16_bytes(rank: int, dtype: torch.dtype) -> None:
+    for tokens, heads in ((5, 3), (16, 5), (0, 3)):
+        largest = 2 * 3 * -(-tokens // 2) * -(-heads // 2)
+        with fusedcomm.force_algorithm("unfused", strict=True), decided(True) as spy:
+            case = replace(into_attention(tokens, heads), dtype=dtype)
+            case.call(case.inputs(2)[rank], None, 2)
+        _, (flat, receives, sends, _) = spy.calls[0]
+        step = math.ceil(max(largest, 1) * dtype.itemsize / 16) * 16 // dtype.itemsize
+        assert receives == sends == [step, step] and flat.numel() == 2 * step
+
+
+@on_ranks(3)
+def test_sums_of_parts_as_they_are_are_in_rank_order_and_rounded_once(rank: int) -> None:
+    """In bfloat16 256 + 1 is 256, which a sum that rounds in between, or adds in another order, may give."""
+    case = Uneven(REDUCE, (4, 2), 1, scatter_dim=0, other=1, dtype=torch.bfloat16)
+    x, w = torch.full((4, 1), (1.0, 1.0, 256.0)[rank]).bfloat16(), torch.ones(1, 2).bfloat16()
+    with fusedcomm.force_algorithm("unfused", strict=True), decided(False):
+        total = case.call((x, w, None), None, 3)
+    assert torch.equal(total, torch.full_like(total, 258.0))
+
+
+DISAGREE = {
+    "matmul_all_to_all": (
+        into_attention(4, 6, gather=(2, 2), scatter=(4, 2)),
+        into_attention(4, 6, gather=(2, 2), scatter=(2, 4)),
+        "scatter_ranges [[0, 4], [4, 2]] on rank 0 and [[0, 2], [2, 4]] on rank 1",
+    ),
+    "all_to_all_matmul": (
+        out_of_attention(4, 5, gather=(3, 2), scatter=(3, 1)),
+        out_of_attention(4, 5, gather=(3, 2), scatter=(1, 3)),
+        "scatter_ranges [[0, 3], [3, 1]] on rank 0 and [[0, 1], [1, 3]] on rank 1",
+    ),
+    "all_gather_matmul": (
+        Uneven(GATHER, (7, 4), gather_dim=0, gather=(4, 3)),
+        Uneven(GATHER, (8, 4), gather_dim=0, gather=(4, 4)),
+        "gather_splits [4, 3] on rank 0 and None on rank 1",
+    ),
+    "matmul_reduce_scatter": (
+        Uneven(REDUCE, (6, 4), scatter_dim=0, scatter=(3, 3), bias=True),
+        Uneven(REDUCE, (6, 4), scatter_dim=0, scatter=((0, 3), (0, 3)), bias=True),
+        "scatter_ranges None on rank 0 and [[0, 3], [0, 3]] on rank 1",
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("op", DISAGREE)
+def test_the_check_finds_ranks_that_disagree(rank: int, op: str) -> None:
+    """Each call is right by itself, so that its rank alone can tell nothing."""
+    *cases, text = DISAGREE[op]
+    with fresh_group(CHECK="1", TIMEOUT_S="20") as group, fusedcomm.force_algorithm("unfused", strict=True):
+        with pytest.raises(fusedcomm.PeerMismatchError) as caught:
+            cases[rank].call(cases[rank].inputs(2)[rank], group, 2)
+        assert text in str(caught.value)
+        dist.barrier(group)
+        check_call(cases[0], rank, 2, 0, group)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("scatter", "plain"), [((2, 1), 0), (((0, 2), (1, 2)), 1)], ids=["tile", "overlap"])
+def test_gradients_of_overlapping_ranges_are_exchanged_plainly(rank: int, scatter: Any, plain: int) -> None:
+    """They are added up before the matmul, whatever algorithm is forced, as docs/ops.md says."""
+    case = into_attention(4, 3, gather=(3, 1), scatter=scatter)
+    with fusedcomm.force_algorithm("chunked", strict=True), pytest.MonkeyPatch.context() as patch:
+        spy = Spy()
+        patch.setattr(reference, "_c10d", spy)
+        check_call(case, rank, 2, 0)
+    assert [name for name, _ in spy.calls] == ["all_to_all_single"] * plain
