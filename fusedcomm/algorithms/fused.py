@@ -138,7 +138,7 @@ def _multiply_own(
 def _pushes(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Callable[[RoundSpans], None]:
     """What computes and sends all chunks of a round.
 
-    Where several ranks get the same, the whole product is made first, and copied from there: no column is multiplied twice.
+    Where several ranks get the same, the product is made first, and copied from there: nothing is multiplied twice.
     """
     workspace, fingerprint = call.workspace, call.fingerprint
     if call.exchange.is_shared:
