@@ -15,7 +15,7 @@ from fusedcomm.geometry.spans import ChunkSpans, RoundSpans, Span
 from fusedcomm.kernels.triton.bundles import Part, Spans
 
 ALIGNMENT = 16  # elements: what Triton looks for in the numbers of a launch, to load and store vectors
-NO_SPAN = Span(0, 0, 0, 0, 0)  # in place of what the table has
+NO_SPAN = Span(0, 0, ALIGNMENT, 0, 0)  # in place of what the table has
 
 
 def own_span(span: Span) -> Part:
