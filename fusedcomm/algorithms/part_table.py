@@ -52,5 +52,5 @@ def are_aligned(parts: Sequence[Part]) -> bool:
 
 def upload(parts: Sequence[Part], device: torch.device) -> Tensor:
     """The table [R, fields], copied by the current stream; pinned memory lets the host go on."""
-    rows = torch.tensor(parts, dtype=torch.int64, pin_memory=device.type == "cuda")
+    rows = torch.tensor(parts, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return torch.empty(rows.shape, dtype=rows.dtype, device=device).copy_(rows, non_blocking=True)
