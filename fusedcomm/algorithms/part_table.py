@@ -15,7 +15,7 @@ from fusedcomm.geometry.spans import ChunkSpans, RoundSpans, Span
 from fusedcomm.kernels.triton.bundles import Part, Spans
 
 ALIGNMENT = 16  # elements: what Triton looks for in the numbers of a launch, to load and store vectors
-NO_SPAN = Span(0, 0, 0, 0, 0)  # in place of what the table has
+NO_SPAN = Span(0, 0, ALIGNMENT, 0, 0)  # in place of what the table has
 
 
 def own_span(span: Span) -> Part:
@@ -52,5 +52,5 @@ def are_aligned(parts: Sequence[Part]) -> bool:
 
 def upload(parts: Sequence[Part], device: torch.device) -> Tensor:
     """The table [R, fields], copied by the current stream; pinned memory lets the host go on."""
-    rows = torch.tensor(parts, dtype=torch.int64, pin_memory=device.type == "cuda")
+    rows = torch.tensor(parts, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return torch.empty(rows.shape, dtype=rows.dtype, device=device).copy_(rows, non_blocking=True)

@@ -295,7 +295,7 @@ def gathers() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "gather K fp32", dataclasses.replace(ULYSSES, dtype=torch.float32).gather
 
 
-CHUNKS = Splits(rank=RANK)  # of torch.chunk, where the ranks do not divide a size
+CHUNKS = Splits(rank=RANK)  # parts as torch.chunk makes them
 WIDE = Splits(scatter_lengths=(3072, 2048, 2048, 1024), rank=RANK)
 TOKENS_LEFT = Splits(gather_splits=(4096, 4096, 4096, 3001), rank=RANK)
 HEADS_LEFT = Splits(gather_splits=(8, 8, 8, 4), rank=RANK)

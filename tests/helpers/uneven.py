@@ -69,6 +69,10 @@ class Uneven:
         starts = [sum(given[:rank]) for rank in range(num_ranks)]  # type: ignore[arg-type]
         return list(zip(starts, given, strict=True))  # type: ignore[arg-type]
 
+    def overlaps(self, num_ranks: int) -> bool:
+        intervals = [] if self.scatter_dim is None else sorted(each for each in self.intervals(num_ranks) if each[1])
+        return any(start + size > then for (start, size), (then, _) in itertools.pairwise(intervals))
+
     def options(self, num_ranks: int) -> dict[str, Any]:
         """The arguments that say who has which part, as users write them."""
         found: dict[str, Any] = {}
@@ -182,13 +186,16 @@ class Uneven:
             total = torch.stack(ys).sum(0)
             parts = [total.narrow(self._dim(self.scatter_dim), *each) for each in self.intervals(num_ranks)]
             return [part if bias is None else part + bias for part, (_, _, bias) in zip(parts, inputs, strict=True)]
-        xs = [x for x, _, _ in inputs]
-        if self.scatter_dim is None:
-            arrived = [torch.cat(xs, self._dim(self.gather_dim))] * num_ranks
-        else:
-            arrived = self._exchanged(xs)
         lead = len(self.shape) - self.num_columns
+        arrived = self.arrived(inputs)
         return [self._matmul(a.flatten(lead), w, bias) for a, (_, w, bias) in zip(arrived, inputs, strict=True)]
+
+    def arrived(self, inputs: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
+        """What a gather has put together, on every rank; of a push, anything."""
+        xs = [x for x, _, _ in inputs]
+        if self.pushes or self.scatter_dim is not None:
+            return xs if self.pushes else self._exchanged(xs)
+        return [torch.cat(xs, self._dim(self.gather_dim))] * len(xs)
 
     def _exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         gather_dim, scatter_dim = self._dim(self.gather_dim), self._dim(self.scatter_dim)
