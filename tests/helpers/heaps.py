@@ -19,8 +19,8 @@ MB = 1 << 20
 CHILD_S = 60  # a child that takes longer hangs
 
 
-def make_heap(num_bytes: int = 4 * MB) -> Any:
-    return native.ResultsHeap(symm_mem.empty(num_bytes, dtype=torch.uint8, device=CPU))
+def make_heap(num_bytes: int = 4 * MB, least_bytes: int = 0) -> Any:
+    return native.ResultsHeap(symm_mem.empty(num_bytes, dtype=torch.uint8, device=CPU), least_bytes)
 
 
 def in_heap(heap: Any, numel: int = NUMEL) -> Tensor:

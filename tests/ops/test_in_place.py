@@ -8,8 +8,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.algorithms.chunk_matmul import PushedMatmul
+from fusedcomm.ops import dispatch
 from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.heaps import in_child
@@ -38,6 +39,7 @@ from tests.helpers.in_place import (
     without_tapes,
 )
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.prepared import python_calls
 from tests.helpers.problems import Problem, integers
 from tests.helpers.symmetric_memory import footprint
 from tests.helpers.thorough import thorough_but
@@ -392,22 +394,41 @@ def test_a_result_is_ordinary_memory_to_torch(rank: int) -> None:
 # failures
 
 
-def stopped(original: Callable[..., None], pid: int) -> Callable[..., None]:
+def stopped(original: Callable[..., Any], pid: int) -> Callable[..., Any]:
     """The function as a process runs it that is stopped at its begin, and goes on a second later."""
 
-    def run(*args: Any) -> None:
+    def run(*args: Any, **kwargs: Any) -> Any:
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
         os.kill(pid, signal.SIGSTOP)
-        original(*args)
+        return original(*args, **kwargs)
 
     return run
 
 
+@contextmanager
+def matmuls_stop(tapes: bool) -> Iterator[None]:
+    """This process is stopped where it begins to write a chunk, in Python or on a tape."""
+
+    def product(x: Tensor, w: Tensor, *, out: Tensor) -> Tensor:
+        return out.copy_((x[:, :, None] * w).sum(1))
+
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if tapes:
+            library = torch.library.Library("aten", "IMPL")
+            stack.callback(library._destroy)
+            library.impl("mm.out", stopped(product, os.getpid()), "CPU", allow_override=True)
+        else:
+            patch.setattr(PushedMatmul, "__call__", stopped(PushedMatmul.__call__, os.getpid()))
+        yield
+
+
 @on_ranks(2)
-def test_a_stopped_peer_writes_into_no_later_tensor(rank: int) -> None:
+@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+def test_a_stopped_peer_writes_into_no_later_tensor(rank: int, tapes: bool) -> None:
     """Rank 1 has found rank 0's post, and is stopped until rank 0 has timed out and has taken new results."""
     with pytest.MonkeyPatch.context() as patch, fresh_group(TIMEOUT_S="20") as group:
-        without_tapes(patch)
+        if not tapes:
+            without_tapes(patch)
         with fusedcomm.force_algorithm("chunked", strict=True):
             warm_up(group, TO_ALL)
             workspace = member_of(group).workspace
@@ -415,16 +436,16 @@ def test_a_stopped_peer_writes_into_no_later_tensor(rank: int) -> None:
             warm_up(group, TO_ALL)  # the next block
             dist.barrier(group)
             later = []
-            with pytest.MonkeyPatch.context() as stops:
-                if rank == 1:
-                    time.sleep(LATE_S)
-                    stops.setattr(PushedMatmul, "__call__", stopped(PushedMatmul.__call__, os.getpid()))
-                else:
-                    workspace.timeout_s = 0.2
+            if rank == 0:
+                workspace.timeout_s = 0.2
+            else:
+                time.sleep(LATE_S)
+            with matmuls_stop(tapes) if rank else nullcontext(), python_calls() as ran:
                 with pytest.raises(fusedcomm.PeerError):
                     results_of(group, TO_ALL, 1)
-                if rank == 0:
-                    later = [workspace.results.empty(held[0].shape, torch.float32).fill_(7) for _ in range(3)]
+                assert bool(ran) != tapes
+            if rank == 0:
+                later = [workspace.results.empty(held[0].shape, torch.float32).fill_(7) for _ in range(3)]
             dist.barrier(group)
             assert all((t == 7).all() for t in later)
             assert_exact(held, wanted(group, TO_ALL))
@@ -454,6 +475,32 @@ def test_calls_that_differ_write_into_no_result_of_the_other(rank: int, tapes: b
             assert arrived(group) == []
             fusedcomm.reset(group)
             warm_up(group, TO_ALL, other)
+
+
+SMALL, LARGE = Problem("small", (512, 5), 4, 0, 1), Problem("large", (4096, 5), 4, 0, 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, tapes: bool) -> None:
+    """A fingerprint has 24 bits. What two such calls give is wrong, but other tensors stay as they are."""
+    with pytest.MonkeyPatch.context() as patch, fresh_group() as group:
+        patch.setattr(dispatch, "fingerprint_of", lambda *facts: 5)
+        if not tapes:
+            without_tapes(patch)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, LARGE, SMALL)
+            results = member_of(group).workspace.results
+            freed = results.empty([2048], torch.float32)
+            around = [results.empty([2048], torch.float32).fill_(7) for _ in range(7)]
+            assert results.place(freed) == 0 and None not in map(results.place, around)
+            del freed
+            dist.barrier(group)
+            if rank:
+                time.sleep(LATE_S)
+            results_of(group, (SMALL, LARGE)[rank])
+            dist.barrier(group)
+            assert all((t == 7).all() for t in around)
 
 
 @on_ranks(2)

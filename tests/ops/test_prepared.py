@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_layouts_of_arguments(rank: int, algorithm: str) -> None:
         "strided": lambda x, w: (non_contiguous(x), non_contiguous(w)),
         "transposed": lambda x, w: (x.mT.contiguous().mT, w.mT.contiguous().mT),
     }
-    same = ("shifted", "one-storage")
+    same = ("shifted", "one-storage")  # elements begin at any multiple of their size
     with started_group(algorithm) as group, python_calls() as ran:
         for name, layout in layouts.items():
             before = len(ran)
@@ -268,6 +269,30 @@ def test_a_value_of_another_kind_is_another_call(rank: int) -> None:
         assert before["gather_size"] != "right"
         assert [outcome() for _ in range(CALLS)] == ["right"] * CALLS
         assert {name: outcome(**{name: -1}) for name in optional} == before
+
+
+@on_ranks(2)
+def test_settings_that_change_later_reach_no_call(rank: int) -> None:
+    """A key has none of them: a group keeps those of its first call, and its tuned numbers, for calls in Python too."""
+    later = {
+        "ALGORITHM": "unfused",
+        "WORKSPACE_BYTES": "8192",
+        "RESULTS_BYTES": "0",
+        "PROVE": "0",
+        "CACHE_DIR": os.devnull,
+    }
+    with fresh_group(ALGORITHM="chunked") as group:
+        call(group, LARGER)
+        check_prepared(group, HEADS, torch.float32)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in later.items():
+                patch.setenv(f"FUSEDCOMM_{name}", value)
+            with python_calls() as ran:
+                for seed in range(CALLS):
+                    check(group, HEADS, call(group, HEADS, seed), seed)
+            assert ran == []
+            check_prepared(group, NAMED["bias"], torch.float32)
+        assert [record.algorithm for record in flight_recorder.last()[-2 * CALLS :]] == ["chunked"] * 2 * CALLS
 
 
 @on_ranks(2)

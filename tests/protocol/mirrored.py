@@ -39,7 +39,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "kernels/cpu/rounds.h:slot_offset": "ae9e246e6f47",
         "kernels/cpu/rounds.h:end": "29460cb75c90",
         "kernels/cpu/tape.h:operator()": "62559ec5169a",
-        "kernels/cpu/prepared_calls.cpp:run_rounds": "b4f9e23725db",
+        "kernels/cpu/prepared_calls.cpp:run_rounds": "555e70af4d72",
     },
     "scenario._sends": {
         "fusedcomm/runtime/rank_order.py:peers_of": "80f9331c4f08",
@@ -99,8 +99,8 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/workspace.py:Workspace.check": "40fe3e61dc1d",
         "fusedcomm/algorithms/fused.py:_kernels": "fdfa9352a711",
         "fusedcomm/runtime/workspace.py:Workspace.check_peers": "2c0de8b56f33",
-        "kernels/cpu/prepared_calls.cpp:is_broken": "afea2ebbe250",
-        "kernels/cpu/prepared_calls.cpp:run": "1cf754859789",
+        "kernels/cpu/prepared_calls.h:is_broken": "9960178bc941",
+        "kernels/cpu/prepared_calls.cpp:run": "7b5de4552b31",
     },
     "model.ProtocolModel._signal": {
         "fusedcomm/runtime/workspace.py:Workspace.signal": "3a03f7fe6265",
@@ -162,7 +162,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/algorithms/transport.py:CpuTransport._empty": "f9149616e849",
         "fusedcomm/algorithms/transport.py:CpuTransport._shared": "8007e95722de",
         "kernels/cpu/rounds.h:empty": "636b1f224b13",
-        "kernels/cpu/heap_memory.h:take": "9bbafc0fcb47",
+        "kernels/cpu/heap_memory.h:take": "0c2e803e554b",
     },
     "results.ResultsInPlace._post and _stamp": {
         "fusedcomm/algorithms/transport.py:CpuTransport.begin": "3eb06c0a6441",
@@ -203,14 +203,16 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/workspace.py:Workspace.fail": "b83aff29ab49",
         "fusedcomm/runtime/workspace.py:Workspace._give_up": "2b8d69f36ca9",
         "fusedcomm/runtime/workspace.py:Workspace.abandon": "8e84bd9ceb49",
-        "kernels/cpu/heap_memory.h:give_back": "f6ad6a95a57e",
+        "kernels/cpu/heap_memory.h:give_back": "687428c3cc69",
+        "kernels/cpu/heap_memory.h:release_held": "22973ad6468e",
+        "kernels/cpu/heap_memory.h:punch": "e2ce697c1426",
         "kernels/cpu/heap_memory.h:retire": "4d7f16ad1cc2",
     },
     "results.ResultsInPlace._block and model.ProtocolModel._cleared": {
         "fusedcomm/runtime/group_member.py:Member.reset": "6018ce51599e",
         "fusedcomm/runtime/group_member.py:Member.close": "ce6083926222",
         "fusedcomm/runtime/group_member.py:Member._make_results": "49f88044ce4b",
-        "fusedcomm/runtime/group_member.py:Member._drop_results": "eeadc5afc129",
+        "fusedcomm/runtime/group_member.py:Member._drop_results": "599cb6b6d086",
         "fusedcomm/runtime/group_member.py:Member._share": "c35d45e50b71",
     },
 }

@@ -9,9 +9,11 @@ import mmap
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from tests.helpers.heaps import MB, NUMEL, PAGE, in_child, in_heap, make_heap
+from tests.helpers.heaps import CHILD_S, MB, NUMEL, PAGE, in_child, in_heap, make_heap
 from tests.helpers.symmetric_memory import CPU, native
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 BYTES = 4 * NUMEL
+SPAN = 1024  # results from one look at what is needed to the next: kernels/cpu/demand.h
 
 
 def stats(heap: Any) -> tuple[int, int, int, int]:
@@ -283,6 +287,126 @@ def test_a_block_that_a_child_may_read_is_not_used_again() -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
+def fork_idle() -> int:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(CHILD_S)
+        signal.pause()
+        os._exit(1)
+    return child
+
+
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_blocks_that_children_have_seen_are_used_again_when_those_are_gone() -> None:
+    """A program that forks workers in each epoch, while results live."""
+    heap = make_heap(16 * MB)
+    in_heap(heap, MB // 4)
+    for _ in range(20):
+        t = heap.empty([MB // 4], torch.float32)
+        assert in_child(lambda: True) == 0
+        del t
+        for _ in range(3):
+            heap.empty([MB // 4], torch.float32)
+    assert heap.held_bytes <= MB and heap.warm_bytes <= 2 * MB
+    assert heap.place(heap.empty([MB // 4], torch.float32)) is not None
+
+
+def test_a_child_that_stays_keeps_only_what_it_has_seen() -> None:
+    heap = make_heap(16 * MB)
+    in_heap(heap, MB // 4)
+    seen = heap.empty([MB // 4], torch.float32)
+    stays = fork_idle()
+    del seen
+    for _ in range(12):
+        t = heap.empty([MB // 4], torch.float32)
+        child = fork_idle()
+        del t
+        heap.empty([MB // 4], torch.float32)
+        end(child)
+    t = heap.empty([MB // 4], torch.float32)
+    assert heap.held_bytes <= 2 * MB and heap.warm_bytes <= 3 * MB
+    assert heap.place(t) not in (0, None)
+    end(stays)
+    more = [heap.empty([MB // 4], torch.float32) for _ in range(2)]
+    assert 0 in places(heap, more)
+
+
+def test_more_children_than_watches_share_them() -> None:
+    heap = make_heap(16 * MB)
+    in_heap(heap, MB // 4)
+    t = heap.empty([MB // 4], torch.float32)
+    children = [fork_idle() for _ in range(11)]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    children += [fork_idle() for _ in range(2)]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    address = t.data_ptr()
+    del t
+    for child in children:
+        assert address not in [heap.empty([n], torch.float32).data_ptr() for n in (MB // 4, NUMEL)]
+        end(child)
+    more = [heap.empty([MB // 4], torch.float32) for _ in range(2)]
+    assert address in [t.data_ptr() for t in more] and heap.held_bytes == 0
+
+
+def test_a_child_of_a_child_keeps_what_it_has_seen_too() -> None:
+    """Whatever descriptors they close."""
+    heap = make_heap()
+    t = in_heap(heap).fill_(1)
+    to_child, from_parent = os.pipe()[::-1]
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(CHILD_S)
+        inner = os.fork()
+        if inner:
+            os._exit(0)
+        os.dup2(from_parent, 3)
+        os.dup2(tells, 4)
+        os.closerange(5, 100)
+        os.read(3, 1)
+        os.write(4, b"1" if (t == 1).all() else b"0")
+        os._exit(0)
+    os.close(from_parent)
+    os.close(tells)
+    assert os.waitpid(child, 0)[1] == 0
+    del t
+    for _ in range(5):
+        heap.empty([NUMEL], torch.float32).fill_(7)
+    assert heap.held_bytes == BYTES
+    os.close(to_child)
+    assert os.read(told, 1) == b"1"
+    os.close(told)
+
+
+def test_a_program_that_a_child_begins_has_seen_nothing() -> None:
+    heap = make_heap(BYTES)  # for one block
+    t = in_heap(heap)
+    child = os.fork()
+    if child == 0:
+        os.execvp("sleep", ["sleep", str(CHILD_S)])
+    del t
+    wait_until(lambda: heap.place(heap.empty([NUMEL], torch.float32)) == 0)
+    assert heap.held_bytes == 0
+    end(child)
+
+
+def test_a_fork_without_descriptors_keeps_its_blocks_for_good() -> None:
+    def run() -> bool:
+        heap = make_heap()
+        t = in_heap(heap)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        ended = in_child(lambda: True)
+        del t
+        results = [heap.empty([NUMEL], torch.float32) for _ in range(9)]
+        return ended == 0 and heap.held_bytes == BYTES and 0 not in places(heap, results)
+
+    assert in_child(run) == 0
+
+
 def test_a_fork_while_threads_use_the_heap() -> None:
     heap = make_heap()
     t = in_heap(heap)
@@ -362,6 +486,82 @@ def test_results_of_a_retired_heap_stay_and_none_follow() -> None:
     assert address not in [heap.empty([NUMEL], torch.float32).data_ptr() for _ in range(4)]
 
 
+def test_a_heap_gives_back_what_a_program_needs_no_more() -> None:
+    before = segment_blocks()
+    heap = make_heap(64 * MB)
+    in_heap(heap, 8 * MB)
+    in_heap(heap)
+    assert segment_blocks() - before == 32 * MB
+    for _ in range(3 * SPAN):
+        heap.empty([NUMEL], torch.float32)
+    assert stats(heap) == (0, 2 * BYTES, 2 * BYTES, 0) and segment_blocks() - before == 2 * BYTES
+    t = in_heap(heap, 8 * MB).fill_(1)
+    assert segment_blocks() - before == 32 * MB and (t == 1).all()
+
+
+@pytest.mark.parametrize("small", [1, 400])
+def test_a_steady_program_gives_nothing_back(small: int) -> None:
+    """Whose largest result comes once in so many small ones. One whose largest result is rarer pays a few times."""
+    before = segment_blocks()
+    heap = make_heap(64 * MB)
+    in_heap(heap, 8 * MB)
+    for _ in range(4 * SPAN // small):
+        assert heap.place(heap.empty([8 * MB], torch.float32)) == 0
+        for _ in range(small):
+            heap.empty([NUMEL], torch.float32)
+        assert heap.warm_bytes >= 32 * MB
+    assert segment_blocks() - before >= 32 * MB
+
+
+def test_a_need_that_comes_and_goes_is_paid_for_a_few_times() -> None:
+    heap = make_heap(64 * MB)
+    in_heap(heap, MB)
+    gone = []
+    for _ in range(12):
+        in_heap(heap, MB)
+        for _ in range(3 * SPAN):
+            heap.empty([16 * NUMEL], torch.float32)
+        gone.append(heap.warm_bytes < 4 * MB)
+    assert gone[0] and not any(gone[6:]), gone
+
+
+def test_small_results_take_no_blocks() -> None:
+    heap = make_heap(least_bytes=PAGE)
+    in_heap(heap)
+    results = [heap.empty([n], torch.uint8) for n in (1, PAGE - 1, PAGE)]
+    assert places(heap, results) == [None, None, 0] and heap.num_blocks == 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert heap.empty([3], torch.float32).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_heap_in_pieces_costs_no_long_search() -> None:
+    heap = make_heap(256 * MB)
+    num_holes = 10_000
+
+    def seconds() -> float:
+        in_heap(heap)
+        took = []
+        for _ in range(200):
+            start = time.perf_counter()
+            heap.empty([NUMEL], torch.float32)
+            took.append(time.perf_counter() - start)
+        return min(took)
+
+    in_one_piece = seconds()
+    kept: list[Tensor] = []
+    while heap.num_blocks < 2 * num_holes - 10:  # the heap grows for results that are freed
+        kept.clear()
+        kept += [heap.empty([1], torch.float32) for _ in range(2 * num_holes)]
+    del kept[::2]
+    assert heap.free_bytes >= num_holes * PAGE
+    in_pieces = seconds()
+    assert in_pieces < 10 * in_one_piece  # 50 times without a bound
+    assert heap.place(heap.empty([NUMEL], torch.float32)) is not None  # behind the pieces
+
+
 def page_faults(address: int, num_bytes: int) -> int:
     """Page faults of this thread that writing takes."""
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
@@ -400,19 +600,19 @@ def test_other_memory_is_refused() -> None:
     segment = symm_mem.empty(4 * PAGE, dtype=torch.uint8, device=CPU)
     for wrong in (torch.empty(4 * PAGE, dtype=torch.uint8), segment[100:]):
         with pytest.raises(ValueError, match="must begin at a page of this rank's symmetric memory"):
-            native.ResultsHeap(wrong)
+            native.ResultsHeap(wrong, 0)
     for wrong in (segment.view(torch.int8), segment.view(4, -1).t(), segment.to("meta")):
         with pytest.raises(ValueError, match="must be a contiguous uint8 tensor on CPU"):
-            native.ResultsHeap(wrong)
+            native.ResultsHeap(wrong, 0)
 
 
 def test_memory_in_use_by_another_heap_is_refused() -> None:
     segment = symm_mem.empty(8 * PAGE, dtype=torch.uint8, device=CPU)
-    first = native.ResultsHeap(segment[: 4 * PAGE])
-    native.ResultsHeap(segment[4 * PAGE :])
+    first = native.ResultsHeap(segment[: 4 * PAGE], 0)
+    native.ResultsHeap(segment[4 * PAGE :], 0)
     t = in_heap(first, 4)
     del first
     with pytest.raises(ValueError, match="in use by another heap"):
-        native.ResultsHeap(segment)
+        native.ResultsHeap(segment, 0)
     del t
-    assert native.ResultsHeap(segment).warm_bytes == 0
+    assert native.ResultsHeap(segment, 0).warm_bytes == 0
