@@ -69,6 +69,17 @@ def test_blocks(rank: int, enabled: bool) -> None:
 
 @on_ranks(4)
 @pytest.mark.thorough
+def test_whole_model_under_fully_shard(rank: int) -> None:
+    """FSDP2's hooks break the graph, so that it is not full."""
+    with meshes(2, 2) as (data, tensor), compiling(enabled=False):
+        model = shard(parallelize(llama(), tensor), data)
+        run = train(model, called=torch.compile(model, backend="aot_eager"), data=data)
+        assert difference(run, plain()) <= CLOSE
+        agree(run)
+
+
+@on_ranks(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_blocks_under_fully_shard(rank: int, checkpointed: bool) -> None:
     with meshes(2, 2) as (data, tensor), compiling(enabled=not checkpointed):
