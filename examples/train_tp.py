@@ -147,7 +147,7 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (size // TENSOR, TENSOR), mesh_dim_names=("data", "tensor"))
     data = mesh["data"]
     resumes = args.checkpoint is not None and (args.checkpoint / ".metadata").exists()
-    model = model_of(1 if resumes else 0, device)  # of other parameters than the checkpoint's
+    model = model_of(1 if resumes else 0, device)  # then all of its parameters must come from the checkpoint
     parallelize(model, mesh, args.compile)
     training = Training(model)
     if resumes:

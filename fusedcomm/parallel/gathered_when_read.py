@@ -26,7 +26,7 @@ class Gather:
 
     def keep(self, gathered: Tensor) -> None:
         """Take what an op has gathered, and may have saved for its backward."""
-        self.gathered, self._is_saved = gathered, True
+        self.gathered, self._is_saved, self._x = gathered, True, None
 
     def read(self, to_write: bool = False) -> Tensor:
         if self.gathered is None:

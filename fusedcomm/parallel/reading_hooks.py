@@ -20,8 +20,8 @@ def why_gradient_is_read(module: nn.Module) -> str | None:
 
 
 def why_read_first(module: nn.Module, hook: Any, x: Tensor) -> str | None:
-    """What may read x before a layer of ``module`` does. ``hook``: the pre-hook that prepares x, and has a say where
-    it stands among others."""
+    """What may read x before a layer of ``module`` does, or None. ``hook``: the pre-hook of ``module`` that prepares x;
+    those before it are given another."""
     hooks = list(module._forward_pre_hooks.values())
     below = [each for each in module.modules() if each is not module]
     pre_hooks = [*hooks[hooks.index(hook) + 1 :], *_global._global_forward_pre_hooks.values()]

@@ -95,6 +95,8 @@ def running_call(module: nn.Module) -> Offers | None:
 
 def why_not_offered(linear: SharingLinear) -> str | None:
     """Why ``linear`` is called with no x that its module offers, or None where none prepares one."""
+    if torch.compiler.is_compiling():
+        return None
     call = next((each for each in reversed(_calls.running) if linear in each.layers), None)
     if call is None:
         return None
