@@ -22,6 +22,7 @@ from benchmarks import (
     compile_time,
     model_blocks,
     ops,
+    parallel_styles,
     start_program,
     step_memory,
     tensor_parallel_mlp,
@@ -128,6 +129,21 @@ HELD_BYTES = 32 << 20
 def test_memory_that_ranks_share_counts_once(ranks: Callable[[int], RankPool]) -> None:
     for own, both in ranks(2).run(of_held_memory):
         assert own == pytest.approx(2 * HELD_BYTES, rel=0.1) and both == pytest.approx(2 * HELD_BYTES, rel=0.1)
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_styles_are_measured_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    sizes = ["--batch", "1", "--tokens", "4", "--hidden", "16", "--head_dim", "4", "--intermediate", "8"]
+    options = ["--rounds", "3", "--dtype", "float32", "--json", str(file)]
+    assert parallel_styles.main([*sizes, *options]) == 0
+    report, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert [row["model"] for row in report["rows"]] == list(parallel_styles.MODELS)
+    assert all(list(row["times"]) == ["removed", "torch", "fused"] for row in report["rows"])
+    for row, goal in zip(report["rows"], report["goals"], strict=True):
+        assert goal["value"] == row["torch_over_fused"]["median"]
+        assert goal["met"] == (goal["value"] >= parallel_styles.FASTER[row["model"]])
+        assert str(Goal(**goal)) in printed
 
 
 def test_what_is_no_op_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
