@@ -36,6 +36,7 @@ from benchmarks.common import (
     DTYPES,
     add_common_arguments,
     at_least,
+    draws,
     has_huge_pages,
     listed,
     ms,
@@ -54,7 +55,6 @@ BASELINE, OURS, BOUND = "baseline", "ours", "bound"
 Meet = Callable[[Tensor], Tensor]  # the tensor itself, when all ranks have come
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # share of the norm, and of the largest element
 TIMEOUT_S = 3600
-DRAWS = 1000
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ def measure_block(rank: int, block: Block, dtype: str, device_type: str, rounds:
     seconds = measure_rounds(variants, device, rounds=rounds, warmup=2)
     baseline, ours, bound = (Timing.of(seconds[name]) for name in (BASELINE, OURS, BOUND))
     gained, exposed = seconds[BASELINE] - seconds[OURS], seconds[BASELINE] - seconds[BOUND]
-    draws = torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
-    drawn = _median(gained[draws]) / _median(exposed[draws])
+    anew = draws(rounds)
+    drawn = _median(gained[anew]) / _median(exposed[anew])
     gain = (_median(gained) / _median(exposed)).item()
     return BlockRow(dtype, baseline, ours, bound, gain, _spread(drawn), _spread(gained / exposed))
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
@@ -60,6 +61,33 @@ def tabulated(
         finally:
             if rows:
                 console.show(Table(columns, rows, title))
+
+
+DRAWS = 1000
+
+
+def draws(rounds: int) -> Tensor:
+    """Rounds drawn anew from those of a run, ``DRAWS`` times: how well it knows a statistic of them (the bootstrap)."""
+    return torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class PairedRatio:
+    """The median of the ratios within a round, and its 95% interval, from rounds drawn anew."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(a: Tensor, b: Tensor) -> PairedRatio:
+        ratios = a / b
+        drawn = ratios[draws(len(ratios))].quantile(0.5, dim=-1)
+        low, high = drawn.quantile(drawn.new_tensor([0.025, 0.975])).tolist()
+        return PairedRatio(ratios.quantile(0.5).item(), low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} .. {self.high:.2f})"
 
 
 def ms(seconds: float, digits: int = 3) -> str:

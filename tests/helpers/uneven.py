@@ -120,7 +120,7 @@ class Uneven:
 
     def call(self, inputs: tuple[Tensor, Tensor, Tensor | None], group: Any, num_ranks: int, **more: Any) -> Tensor:
         x, w, bias = inputs
-        options = self._arguments(dist.get_rank(group), num_ranks) | more
+        options = self.arguments(dist.get_rank(group), num_ranks) | more
         return getattr(fusedcomm, self.op)(x, w, group=group, bias=bias, **options)  # type: ignore[no-any-return]
 
     def splits(self, rank: int, num_ranks: int) -> Splits:
@@ -166,9 +166,9 @@ class Uneven:
 
     def explain(self, rank: int, group: Any, num_ranks: int) -> fusedcomm.Plan:
         x, w, bias = self.inputs(num_ranks)[rank]
-        return fusedcomm.explain(self.op, x, w, group=group, bias=bias, **self._arguments(rank, num_ranks))
+        return fusedcomm.explain(self.op, x, w, group=group, bias=bias, **self.arguments(rank, num_ranks))
 
-    def _arguments(self, rank: int, num_ranks: int) -> dict[str, Any]:
+    def arguments(self, rank: int, num_ranks: int) -> dict[str, Any]:
         options = self.options(num_ranks)
         if self.op == "matmul_all_to_all" and self.num_columns > 1:
             options["out_shape"] = self._columns(rank, num_ranks)

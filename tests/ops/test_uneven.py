@@ -15,6 +15,7 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import EVEN, Splits, chunk_parts
+from fusedcomm.nn.heads import head_splits, kv_ranges
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.in_place import in_place_from, without_tapes
 from tests.helpers.on_ranks import on_ranks
@@ -139,6 +140,46 @@ def test_values_and_gradients_by_kernels(ranks: Any, name: str) -> None:
 def test_all_values_and_gradients_by_kernels(ranks: Any, name: str) -> None:
     num_ranks, case = CASES[name]
     ranks(num_ranks).run(check_case, case, num_ranks, "fused", 6)
+
+
+Q_20, KV_4 = tuple(head_splits(20, 8)), tuple(kv_ranges(20, 4, 8))  # ranks whose heads of q read two of kv
+EIGHT = {
+    "tokens-19": into_attention(19, 8),
+    "heads-20": into_attention(19, 20),
+    "heads-20-balanced": into_attention(11, 20, scatter=Q_20, bias=True),
+    "kv-1": into_attention(11, 1, scatter=replicas(8, 1), bias=True),
+    "kv-2": into_attention(11, 2, scatter=replicas(8, 2)),
+    "kv-4-straddling": into_attention(11, 4, scatter=KV_4),
+    "kv-4-packed": Uneven(A2A, (11, 2, 4, 3), 3, gather_dim=0, scatter_dim=2, scatter=KV_4),
+    "out-of-8": out_of_attention(11, 8),
+    "out-of-20": out_of_attention(11, 20),
+    "out-of-20-balanced": out_of_attention(11, 20, gather=Q_20, bias=True),
+    "gather-rows": Uneven(GATHER, (27, 4), 1, gather_dim=0),
+    "reduce-rows": Uneven(REDUCE, (27, 4), 1, scatter_dim=0, bias=True),
+}
+
+
+def check_cases(rank: int, cases: dict[str, Uneven], num_ranks: int, algorithm: str) -> None:
+    for name, case in cases.items():
+        try:
+            check_case(rank, case, num_ranks, algorithm, calls=3 if algorithm == "chunked" else 1)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+def test_eight_ranks(ranks: Any, algorithm: str) -> None:
+    assert any(size > 1 for _, size in KV_4)
+    ranks(8).run(check_cases, EIGHT, 8, algorithm)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_heads_of_every_remainder(ranks: Any, num_ranks: int, algorithm: str) -> None:
+    cases = {f"{heads} heads": into_attention(5, heads) for heads in range(1, 2 * num_ranks + 1)}
+    ranks(num_ranks).run(check_cases, cases, num_ranks, algorithm)
 
 
 KINDS = ["qkv-packed", "kv-2-of-4", "back-splits", "back-long-runs", "gather-splits", "gather-long-k", "reduce-rows"]

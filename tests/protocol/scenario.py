@@ -64,6 +64,14 @@ class Round(NamedTuple):
     sums: bool = False  # whether all chunks are waited for before the first is read
     slot: int | None = None  # the slot where a captured copy writes and reads; None: by the epoch
     size: int = 1  # the size of the result, which peers of another size do not know from the op
+    sizes: tuple[int, ...] = ()  # that of each rank, where parts differ in size: all ranks know these from the op
+    nothing: tuple[tuple[int, int], ...] = ()  # (src_rank, dst_rank) whose chunk alone has no element
+
+    def is_empty(self, src: int, dst: int) -> bool:
+        return src in self.empty or (src, dst) in self.nothing
+
+    def size_on(self, rank: int) -> int:
+        return self.sizes[rank] if self.sizes else self.size
 
 
 Call = tuple[Round, ...]
@@ -75,6 +83,7 @@ REDUCE: Call = (Round(3, sums=True),)
 ALL_REDUCE: Call = (Round(4, sums=True), Round(4))
 REDUCE_BESIDE: Call = (Round(3, sums=True, beside=True),)
 ALL_REDUCE_BESIDE: Call = (Round(4, sums=True, beside=True), Round(4, beside=True))
+UNEVEN: Call = (Round(8, sizes=(2, 1, 1), nothing=((0, 1),)),)
 HANDSHAKE: Call = (Round(5, empty=(0, 1, 2)),)
 Script = tuple[Call, ...]
 POSTS = ("enter", "post", "stamp")
@@ -174,32 +183,33 @@ def compile_script(scenario: Scenario, rank: int) -> Programs:
             before, joined = joined, len(receives) if rules.reads_before_next_signals else _last_wait(receives)
             posted = joined if rules.results.posts_after_reads else before
             if i == 0:
-                result = max(_place(scenario, each) for each in call)
+                result = max(_place(scenario, each, rank) for each in call)
                 sends.append(Step("enter", rank, segment, epoch, round.op, slot, posted, result, last))
             started = len(sends)
             for what, dst in _sends(scenario, round, rank, posts=i == 0 or rules.results.posts_each_round):
                 after, at_once = posted if what in POSTS else joined, scenario.whole_posts and what in AT_ONCE
-                sends.append(Step(what, dst, segment, epoch, round.op, slot, after, round.size, last, at_once))
+                written = round.size_on(rank if what in POSTS else dst)
+                sends.append(Step(what, dst, segment, epoch, round.op, slot, after, written, last, at_once))
             sent = started if round.beside and scenario.device else len(sends)
             for what, src in _receives(rules, round, rank, size):
-                receives.append(Step(what, src, segment, epoch, round.op, slot, sent, round.size, last))
+                receives.append(Step(what, src, segment, epoch, round.op, slot, sent, round.size_on(rank), last))
     return Programs(tuple(sends), tuple(receives))
 
 
-def _place(scenario: Scenario, round: Round) -> int:
-    """The size of the result that peers may write in place in the round; 0 if none."""
+def _place(scenario: Scenario, round: Round, rank: int) -> int:
+    """The size of the rank's result that peers may write in place in the round; 0 if none."""
     written = len(round.empty) < scenario.group_size and not round.sums
-    return round.size if scenario.blocks and written else 0
+    return round.size_on(rank) if scenario.blocks and written else 0
 
 
 def _sends(scenario: Scenario, round: Round, rank: int, posts: bool) -> Iterator[tuple[str, int]]:
     # The own chunk is left out: one rank writes and reads it, in program order.
-    rules, in_place = scenario.rules, _place(scenario, round) > 0
+    rules, in_place = scenario.rules, _place(scenario, round, rank) > 0
     peers = peers_of(rank, scenario.group_size)[:-1]
     if in_place and posts:
-        yield from ((what, dst) for dst in peers if dst not in round.empty for what in rules.results.post)
+        yield from ((what, dst) for dst in peers if not round.is_empty(dst, rank) for what in rules.results.post)
     for dst in reversed(peers) if rank in scenario.turned else peers:
-        empty = rank in round.empty
+        empty = round.is_empty(rank, dst)
         signals = [] if empty and not rules.signals_empty_chunks else [("signal", dst)]
         # One step stands for all words of a chunk. The protocol treats them alike, and each lies between its signals.
         writes = [] if empty else [("write", dst)]
@@ -213,11 +223,11 @@ def _receives(rules: Rules, round: Round, rank: int, size: int) -> Iterator[tupl
     sources = sources_of(rank, size)[1:]
     if round.sums:
         yield from (("wait", src) for src in sources if rules.waits)
-        yield from (("read", src) for src in sorted(sources) if src not in round.empty)
+        yield from (("read", src) for src in sorted(sources) if not round.is_empty(src, rank))
     else:
         for src in sources:
             yield from [("wait", src)] * rules.waits
-            yield from [("read", src)] * (src not in round.empty)
+            yield from [("read", src)] * (not round.is_empty(src, rank))
     yield "finish", rank
 
 

@@ -19,6 +19,7 @@ from tests.protocol.scenario import (
     REDUCE,
     REDUCE_BESIDE,
     RESET,
+    UNEVEN,
     UNFUSED,
     Call,
     Round,
@@ -55,6 +56,7 @@ CALLS = {
     "mixed": (PUSH, GATHER, ALL_REDUCE, REDUCE),
     "gather": (GATHER, GATHER, GATHER),
     "empty": (PUSH, EMPTY, empty_from(0), GATHER),
+    "uneven": (UNEVEN, PUSH, UNEVEN),
     "unfused": (PUSH, UNFUSED, PUSH, UNFUSED, GATHER, PUSH),
     "replays-with-device-slots": (*REPLAYS, *REPLAYS),
     "replays-with-fixed-slots-and-barriers": (captured(1), HANDSHAKE) * 3,
@@ -161,6 +163,7 @@ PLANTED: dict[str, tuple[Scenario, Rules, str]] = {
         OVERWRITE,
     ),
     "empty-chunk-unsignalled": (on_host(2, PUSH, empty_from(0)), Rules(signals_empty_chunks=False), DEADLOCK),
+    "empty-chunk-to-one-peer-unsignalled": (on_host(3, UNEVEN), Rules(signals_empty_chunks=False), DEADLOCK),
     "empty-round-left-out": (on_host(2, PUSH, EMPTY, PUSH), Rules(takes_part_in_empty_rounds=False), OVERWRITE),
     "unfused-takes-an-epoch-here": (on_host(2, UNFUSED, PUSH), Rules(unfused_takes_epoch=(0,)), DEADLOCK),
     "unfused-takes-an-epoch-everywhere": (

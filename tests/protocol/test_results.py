@@ -17,6 +17,7 @@ from tests.protocol.scenario import (
     PUSH,
     REDUCE,
     RESET,
+    UNEVEN,
     Call,
     ResultRules,
     Round,
@@ -28,6 +29,7 @@ from tests.protocol.scenario import (
 from tests.protocol.test_model import EARLY, OTHER_OP, OVERWRITE, on_host, run, with_another_op
 
 LARGER: Call = (Round(1, size=2),)  # a result of another size, of a call with the fingerprint of PUSH
+PARTS, OTHER_PARTS = (((Round(9, sizes=sizes),), PUSH) for sizes in ((2, 1), (1, 2)))  # with one fingerprint
 
 
 def two(*script: Call, **settings: Any) -> Scenario:
@@ -51,6 +53,8 @@ SCENARIOS = {
     "another-op": Scenario(((PUSH, PUSH), (PUSH, OTHER_OP)), mismatched=True, blocks=1),
     "another-size": Scenario(((PUSH, PUSH), (PUSH, LARGER)), mismatched=True, blocks=1),
     "one-call-fewer": Scenario(((PUSH, GATHER), (PUSH,)), mismatched=True, timeouts=True, blocks=1),
+    "uneven": two(UNEVEN, PUSH, UNEVEN),
+    "other-parts": Scenario((PARTS, OTHER_PARTS), mismatched=True, blocks=1),
     "3-ranks": three(PUSH, offers=(0,)),
 }
 THOROUGH = {
@@ -62,6 +66,8 @@ THOROUGH = {
     "late-two-blocks": two(PUSH, GATHER, timeouts=True, blocks=2),
     "late-or-dead": two(PUSH, PUSH, timeouts=True, dies=(0, 1)),
     "late-calls-and-reset": two(PUSH, GATHER, RESET, PUSH, timeouts=True),
+    "uneven-late": two(UNEVEN, UNEVEN, timeouts=True),
+    "3-ranks-uneven": three(UNEVEN, offers=(0,)),
     "3-ranks-late": three(PUSH, timeouts=True, offers=(0,)),
     "3-ranks-calls": three(PUSH, PUSH, offers=(0,)),
     "3-ranks-turned": three(PUSH, PUSH, offers=(2,), turned=(0, 1)),
@@ -88,6 +94,8 @@ PLANTED: dict[str, tuple[str, Rules | ResultRules, str]] = {
     "a-post-of-an-earlier-round-is-taken": ("two-calls", ResultRules(compares_epoch=False), ANOTHER),
     "fingerprint-of-a-post-not-compared": ("another-op", ResultRules(compares_fingerprint=False), ANOTHER),
     "size-not-compared": ("another-size", ResultRules(compares_size=False), BEYOND),
+    "size-of-a-part-not-compared": ("other-parts", ResultRules(compares_size=False), BEYOND),
+    "empty-chunk-unsignalled": ("uneven", Rules(signals_empty_chunks=False), "deadlock"),
     "mark-after-flag": ("two-calls", in_order("look", "place", "write", "signal", "mark"), EARLY),
     "flag-before-place": ("two-calls", in_order("look", "place", "mark", "signal", "write"), EARLY),
     "post-read-after-signal": ("two-calls", in_order("signal", "look", "place", "write", "mark"), EARLY),

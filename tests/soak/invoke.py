@@ -10,12 +10,17 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.runtime.group import resolve
 from tests.helpers.problems import EVEN
+from tests.soak import uneven_call
 from tests.soak.known_values import KnownValues, SoakInputs
 from tests.soak.random_call import SoakCase
+from tests.soak.uneven_call import UnevenValues
 
 
-def arguments(case: SoakCase, inputs: SoakInputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
+def arguments(data: KnownValues | UnevenValues, rank: int, inputs: Any, group: Any) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of the op's function."""
+    if isinstance(data, UnevenValues):
+        return uneven_call.arguments(data, rank, inputs, group)
+    case = data.case
     w, bias = (inputs.ws, inputs.biases) if case.listed else (inputs.ws[0], inputs.biases[0])
     dims = [dim for dim in (case.gather_dim, case.scatter_dim) if dim is not None]
     options: dict[str, dict[str, Any]] = {
@@ -28,12 +33,14 @@ def arguments(case: SoakCase, inputs: SoakInputs, group: Any) -> tuple[list[Any]
     return [inputs.x, w, *dims, group], {"bias": bias, **options[case.op]}
 
 
-def results(data: KnownValues, rank: int, inputs: SoakInputs, group: Any) -> list[Tensor]:
+def results(data: KnownValues | UnevenValues, rank: int, inputs: Any, group: Any) -> list[Tensor]:
     """The results of ``rank``, and in a backward the gradients of its inputs."""
+    if isinstance(data, UnevenValues):
+        return uneven_call.results(data, rank, inputs, group)
     case = data.case
     if case.use == "out":
         return [_into_out(case, inputs, group)]
-    args, options = arguments(case, inputs, group)
+    args, options = arguments(data, rank, inputs, group)
     result = getattr(fusedcomm, case.op)(*args, **options)
     outs = list(result) if case.listed else [result]
     if case.use != "backward":

@@ -29,7 +29,7 @@ from benchmarks import (
     ulysses_block,
     uneven,
 )
-from benchmarks.common import Goal
+from benchmarks.common import Goal, PairedRatio
 from fusedcomm.bench import op_programs
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.rank_barrier import met, rank_barrier
@@ -86,14 +86,41 @@ def test_a_file_holds_the_figures_of_one_op(tmp_path: Path, capsys: pytest.Captu
     assert f"holds the figures of one op: name it, got {', '.join(PROGRAMS)}" in capsys.readouterr().err
 
 
+UNEVEN = ["--tokens", "37", "--heads", "5", "--kv-heads", "1", "--head-dim", "4", "--hidden", "8", "--dtype", "float32"]
+
+
 @pytest.mark.usefixtures("shared_ranks")
-def test_uneven_sizes_are_measured_beside_padded_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="chunks"),
+        pytest.param(
+            ["--ranks", "3", "--splits", "2", "30", "5", "--backward"], id="splits", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_uneven_sizes_are_measured_beside_padded_ones(more: list[str], tmp_path: Path) -> None:
+    """Values are checked first: those of plain collectives, too, which pad and slice."""
     file = tmp_path / "bench.json"
-    sizes = ["--tokens", "37", "--heads", "5", "--kv-heads", "1", "--head-dim", "4", "--hidden", "8"]
-    assert uneven.main([*sizes, "--rounds", "3", "--dtype", "float32", "--json", str(file)]) == 0
+    assert uneven.main([*UNEVEN, *more, "--rounds", "3", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    assert [row["program"] for row in report["rows"]] == ["q", "kv", "out"] and len(report["goals"]) == 6
+    assert [row["program"] for row in report["rows"]] == ["q", "kv", "out"] and len(report["goals"]) == 9
     assert all(each["median"] > 0 for row in report["rows"] for each in row["times"].values())
+    assert all(row["cost"]["low"] <= row["cost"]["median"] <= row["cost"]["high"] for row in report["rows"])
+    assert (report["ranks"], report["backward"]) == ((3, True) if more else (2, False))
+
+
+def test_splits_must_be_those_of_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert uneven.main([*UNEVEN, "--splits", "30", "6"]) == 2
+    assert "--splits must be 2 sizes that add up to --tokens 37" in capsys.readouterr().err
+
+
+def test_an_interval_is_that_of_the_median_and_not_of_rounds() -> None:
+    """One round in five is twice as slow: the median of 101 rounds is known all the same."""
+    ours = torch.ones(101, dtype=torch.float64)
+    theirs = torch.where(torch.arange(101) % 5 == 0, 2.0, 1.0).double() * torch.linspace(0.99, 1.01, 101).double()
+    ratio = PairedRatio.of(theirs, ours)
+    assert 0.99 < ratio.low <= ratio.median <= ratio.high < 1.02
 
 
 @pytest.mark.usefixtures("shared_ranks")

@@ -19,13 +19,14 @@ from fusedcomm.runtime import workspace
 from tests.helpers import soak_faults
 from tests.helpers.soak_faults import run_without
 from tests.soak import __main__ as command
-from tests.soak import jitter, soak_ranks
+from tests.soak import jitter, soak_ranks, uneven_call
 from tests.soak.__main__ import main
 from tests.soak.known_values import KnownValues
 from tests.soak.outcome import SoakOutcome
 from tests.soak.random_call import OPS, draw
 from tests.soak.random_program import draw_program
 from tests.soak.shrink import shrink
+from tests.soak.uneven_call import UnevenValues
 from tests.soak.worker import run_program
 
 pytestmark = pytest.mark.thorough
@@ -67,6 +68,7 @@ def test_thousands_of_random_calls(ranks: Ranks) -> None:
     assert set(counts["dtype"]) == {"float32", "float16", "bfloat16"}
     assert set(counts["algorithm"]) == {"unfused", "chunked", "fused"}
     assert set(counts["use"]) == {"forward", "backward", "out"}
+    assert min(counts["parts"][what] for what in ("of one size", "drawn")) >= 200
     assert set(counts["group"]) == {"world", "new_group", "outer", "inner"}
     assert set(counts["ranks"]) == {"1", "2", "3", "4"}
     assert set(counts["action"]) == {"call", "reset", "close", "remake", "collect"}
@@ -296,6 +298,18 @@ def test_every_case_is_exact_and_has_the_shapes_that_it_says() -> None:
         assert {out.dtype for out in outs} == {case.dtype}
         dtypes.add(case.dtype)
     assert len(dtypes) == 3
+
+
+def test_drawn_parts_are_exact_and_differ() -> None:
+    random, uses = Random(SEED), set()
+    for seed in range(100):
+        case = uneven_call.draw(random, random.randint(1, 4))
+        for rank in range(case.group_size):
+            outs = UnevenValues(case, seed).expected(rank)  # asserts that nothing was rounded
+            assert {out.dtype for out in outs} == {case.dtype}
+        uses.add((case.op, case.use, case.dtype))
+    assert {dtype for _, use, dtype in uses if use == "forward"} == {torch.float32, torch.float16, torch.bfloat16}
+    assert len({op for op, _, _ in uses}) == 4
 
 
 def test_programs_are_repeatable_and_their_inputs_are_not() -> None:

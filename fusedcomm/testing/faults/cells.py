@@ -20,6 +20,7 @@ CALLS = ("another-op", "another-shape", "another-dtype", "one-more", "one-fewer"
 MISMATCHES = CALLS[:3]
 STOPS = ("pause", "stop", "kill")  # the parent process lets the victim go on, or kills it
 RAISES = ("raise", "interrupt", "memory")  # the victim leaves its call
+UNEVEN = "-uneven"  # behind the op, in a cell's name
 FIRST_CALL, LATER_CALL, CALL = "first-call", "later-call", "call"
 
 
@@ -31,13 +32,14 @@ class Cell:
     op: str
     fault: str
     step: str
+    uneven: bool = False  # ranks have parts of different sizes
 
     def __str__(self) -> str:
-        return f"{self.algorithm}/{self.op}/{self.fault}/{self.step}"
+        return f"{self.algorithm}/{self.op}{UNEVEN * self.uneven}/{self.fault}/{self.step}"
 
     @property
     def parts(self) -> set[str]:
-        return {f"op {self.op}", f"fault {self.fault}", f"step {self.step}"}
+        return {f"op {self.op}", f"fault {self.fault}"} | (set() if self.uneven else {f"step {self.step}"})
 
     @property
     def group_size(self) -> int:
@@ -143,11 +145,27 @@ def _unfused(op: str) -> Iterator[tuple[str, str]]:
         yield fault, CALL
 
 
-CELLS = tuple(
-    Cell(algorithm, op, fault, step)
-    for algorithm, pairs in (("chunked", _chunked), ("fused", _fused), ("unfused", _unfused))
-    for op in OPS
-    for fault, step in pairs(op)
+def _uneven(op: str) -> Iterator[tuple[str, str]]:
+    for step in (*CHUNKED, *(() if op == "matmul_reduce_scatter" else IN_PLACE)):
+        for fault in ("delay", "kill", "raise"):
+            yield fault, step
+    yield "drop", "signal"
+    yield "another-shape", LATER_CALL
+
+
+CELLS = (
+    *(
+        Cell(algorithm, op, fault, step)
+        for algorithm, pairs in (("chunked", _chunked), ("fused", _fused), ("unfused", _unfused))
+        for op in OPS
+        for fault, step in pairs(op)
+    ),
+    *(
+        Cell("chunked", op, fault, step, uneven=True)
+        for op in OPS
+        if op != "matmul_all_reduce"
+        for fault, step in _uneven(op)
+    ),
 )
 
 
@@ -162,10 +180,10 @@ def select(patterns: Sequence[str] = (), quick: bool = False) -> list[Cell]:
 
 
 def _slice(cells: Sequence[Cell]) -> list[Cell]:
-    """A few cells that have every fault, step and op of each algorithm."""
+    """A few cells that have every fault, step and op of each algorithm, and every fault and op of uneven calls."""
     chosen: list[Cell] = []
-    for algorithm in TIMEOUT_S:
-        here = [cell for cell in cells if cell.algorithm == algorithm]
+    for algorithm, uneven in (*((name, False) for name in TIMEOUT_S), ("chunked", True)):
+        here = [cell for cell in cells if (cell.algorithm, cell.uneven) == (algorithm, uneven)]
         left = {part for cell in here for part in cell.parts}
         while left:
             best = max(here, key=lambda cell: len(left & cell.parts))

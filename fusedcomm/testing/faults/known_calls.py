@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.bench.op_programs import PROGRAMS
+from fusedcomm.geometry.cut import chunk_parts
 from fusedcomm.ops.exact_problem import difference
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime.segment import NUM_SLOTS
@@ -33,15 +34,31 @@ class KnownCall:
     size: MatmulSize = SMALL
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    uneven: bool = False  # parts are those of torch.chunk, as the program of all ranks cuts them too
 
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
-        bench = PROGRAMS[self.op]
-        size = bench.divisible(self.size, self.group_size)
-        x = self._integers(bench.x_shape(size, self.group_size), 2 * rank)
-        return x, self._integers((size.k, size.n), 2 * rank + 1)
+        bench, size = PROGRAMS[self.op], self.size if self.uneven else self._divisible
+        shape: tuple[int, ...] = self._uneven_shape(rank) if self.uneven else bench.x_shape(size, self.group_size)
+        return self._integers(shape, 2 * rank), self._integers((size.k, size.n), 2 * rank + 1)
 
     def run(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-        return getattr(fusedcomm, self.op)(x, w, *PROGRAMS[self.op].dims(x), group)
+        options = {"gather_size": self._gathered} if self.uneven and self._gathered else {}
+        return getattr(fusedcomm, self.op)(x, w, *PROGRAMS[self.op].dims(x), group, **options)
+
+    @property
+    def _divisible(self) -> MatmulSize:
+        return PROGRAMS[self.op].divisible(self.size, self.group_size)
+
+    @property
+    def _gathered(self) -> int | None:
+        """The size that ranks have parts of, if the op gathers."""
+        rows, k = self.size.rows, self.size.k
+        return {"matmul_all_to_all": rows, "all_to_all_matmul": k, "all_gather_matmul": rows}.get(self.op)
+
+    def _uneven_shape(self, rank: int) -> tuple[int, int]:
+        rows, k = self.size.rows, self.size.k
+        part = chunk_parts(self._gathered or 0, self.group_size).sizes[rank]
+        return {"all_to_all_matmul": (rows, part), "matmul_reduce_scatter": (rows, k)}.get(self.op, (part, k))
 
     def wrong(self, result: Tensor, rank: int) -> str | None:
         """Where the result of ``rank`` differs from that of one process that has all ranks' inputs; None if nowhere."""

@@ -123,7 +123,8 @@ class _Rank:
         return RankReport(self.rank, outcomes, self.reached.yes or not self.is_victim, memory, after)
 
     def _known(self, seed: int) -> KnownCall:
-        return KnownCall(self.cell.op, self.cell.group_size, LARGE if self.cell.grows else KnownCall.size, seed=seed)
+        size = LARGE if self.cell.grows else KnownCall.size
+        return KnownCall(self.cell.op, self.cell.group_size, size, seed=seed, uneven=self.cell.uneven)
 
     def _come_together(self) -> list[GuardedSegment]:
         """Give both groups a workspace, unless the fault is in making it, and mark what must not change."""
@@ -133,7 +134,7 @@ class _Rank:
         segments = []
         if not self.cell.first_call:
             with fusedcomm.force_algorithm(self.cell.algorithm):
-                warm = KnownCall(self.cell.op, self.cell.group_size, seed=51)
+                warm = self._known(seed=51)
                 self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.group))
         for member in members.members(self.group) if self.cell.in_place else []:
             if member.workspace is not None:
