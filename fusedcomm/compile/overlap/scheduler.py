@@ -240,7 +240,11 @@ def _hidden(timeline: Timeline) -> int:
 def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
     """Write `shard_dim_alltoall`, which torch runs at once, as a start and a wait, if that is faster."""
     found = normalize.find(plan.graph, gathers=False)
-    if not found or differs_by_rank(plan.program.nodes) or plan.estimator.times.keys() & {each.node.name for each in found}:
+    if (
+        not found
+        or differs_by_rank(plan.program.nodes)
+        or plan.estimator.times.keys() & {each.node.name for each in found}
+    ):
         return plan
     graph = copy.deepcopy(plan.graph)
     if Fuser(graph).normalize(gathers=False):
@@ -291,9 +295,7 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
     return best.moved_to(plan.graph), fused
 
 
-def _unfused(
-    fuser: Fuser, plan: _Plan, ops: Sequence[str], reason: Callable[[Node], str]
-) -> tuple[_Plan, list[Fused]]:
+def _unfused(fuser: Fuser, plan: _Plan, ops: Sequence[str], reason: Callable[[Node], str]) -> tuple[_Plan, list[Fused]]:
     """The plan as it is. Each collective's reasons are noted: its own, or this one where it could be fused."""
     fuser.fuse(ops, reason)
     return plan, []
