@@ -66,9 +66,7 @@ def something_is_computed_between(r: int) -> Any:
     return program, [(B, T, K), (K, N)]
 
 
-REPEATED = (
-    "matmul_all_to_all: the matmul's result is repeated 2 times before it is sent: send it once, by matmul_all_to_all"
-)
+REPEATED = "matmul_all_to_all: the matmul's result is repeated 2 times before it is sent: send it once, by matmul_all"
 
 
 @near_miss(REPEATED)

@@ -1,4 +1,4 @@
-"""Ranks whose parts have different sizes get other graphs: what communicates keeps its order, whatever pays on a rank."""
+"""Where parts differ in size, ranks have other graphs: what communicates keeps its order, whatever pays on a rank."""
 
 from __future__ import annotations
 

@@ -99,7 +99,10 @@ def _uneven(exchange: Exchange) -> str | None:
     while len(received.users) == 1 and (user := next(iter(received.users))).target in SAME:
         received = user
     cuts = [user for user in received.users if user.target is SLICE and args_of(user)[1:3] == (joined, 0)]
-    sizes = {joined: size_of(value(cut).shape[joined]) for cut in cuts if from_one_call(exchange.start, cut)}
+    sizes = {}
+    for cut in cuts:
+        if from_one_call(exchange.start, cut):
+            sizes[joined] = size_of(value(cut).shape[joined])
     whole = padded = size_of(value(sent).shape[divided])
     while sent.target in (*SAME, aten.constant_pad_nd.default) and from_one_call(exchange.start, sent):
         amounts = args_of(sent)[1] if sent.target is aten.constant_pad_nd.default else ()
