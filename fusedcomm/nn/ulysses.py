@@ -159,7 +159,10 @@ class UlyssesQKV(ParallelLinear):
         return {"scatter_ranges": kv_ranges(self.num_heads, self.num_kv_heads, self.group_size)}
 
     def _repeated(self, kv: Tensor, rank: int) -> Tensor:
-        """kv [..., heads, head_dim] with a head for each of q's, unless as many of these read each head of kv."""
+        """kv [..., heads, head_dim] with a head for each of q's, unless as many of these read each head of kv.
+
+        The backward adds up a rank's repeats in float32 and rounds the sum to x's dtype, in which it travels.
+        """
         counts = repeats(self.num_heads, self.num_kv_heads, self.group_size, rank)
         if counts is None:
             return kv
