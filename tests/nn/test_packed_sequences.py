@@ -39,10 +39,11 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         x = self.words(ids) + self.places(positions)
         if isinstance(self.qkv, UlyssesQKV):
-            attended = self.out(attention(*self.qkv(x, TOKENS), cu_seqlens), TOKENS)
+            q, k, v = self.qkv(x, TOKENS)
+            attended = self.out(attention(q, k, v, cu_seqlens), TOKENS)
         else:
-            heads = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], -2)
-            attended = self.out(attention(*heads, cu_seqlens).flatten(-2))
+            q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], -2)
+            attended = self.out(attention(q, k, v, cu_seqlens).flatten(-2))
         return self.head(x + attended)
 
 
