@@ -1,4 +1,4 @@
-"""Ranks whose parts have different sizes get other graphs: what communicates keeps its order, whatever pays on a rank."""
+"""Where parts differ in size, ranks have other graphs: what communicates keeps its order, whatever pays on a rank."""
 
 from __future__ import annotations
 
@@ -127,6 +127,11 @@ def test_nothing_is_fused_where_ranks_differ() -> None:
             assert [each.op for each in report.fused] == ([] if differs else ["matmul_all_reduce"])
             if differs:
                 assert "matmul_all_reduce: graphs of ranks differ" in report.reasons["all_reduce_default"][0]
+                (reason, *_) = report.reasons["all_to_all_single_default"]
+                sent = [TOKENS[rank]] * RANKS
+                assert reason.endswith(
+                    f"its splits are not known to be even: it sends {sent} and receives {TOKENS} rows"
+                )
 
 
 @pytest.mark.thorough

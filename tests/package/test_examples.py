@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import runpy
@@ -17,8 +18,8 @@ from tests.helpers.thorough import thorough_but
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-COMPARED = [name for name in EXAMPLES if name != "train_tp"]  # with a single process, by themselves
-RANKS = {"train_gqa": 4}  # else 2
+SINGLE = "train_gqa_single"
+COMPARED = ["tensor_parallel_mlp", "ulysses_attention"]  # with a single process, by themselves
 TIMEOUT_S = 120
 
 
@@ -42,16 +43,15 @@ def torchrun(name: str, world_size: int, *arguments: str) -> subprocess.Complete
 
 
 def test_examples_are_there() -> None:
-    assert EXAMPLES == ["tensor_parallel_mlp", "train_gqa", "train_tp", "ulysses_attention"]
+    assert EXAMPLES == ["tensor_parallel_mlp", "train_gqa", SINGLE, "train_tp", "ulysses_attention"]
 
 
 @pytest.mark.parametrize("name", thorough_but(["ulysses_attention"], COMPARED))
 def test_example(name: str) -> None:
-    num_ranks = RANKS.get(name, 2)
-    result = torchrun(name, num_ranks)
+    result = torchrun(name, 2)
     assert result.returncode == 0, result.stdout + result.stderr
     *steps, last = result.stdout.strip().splitlines()
-    assert last == f"{name}: the losses on {num_ranks} ranks equal those of a single process"
+    assert last == f"{name}: the losses on 2 ranks equal those of a single process"
     losses = [tuple(map(float, re.findall(r"\d+\.\d+", step))) for step in steps]
     assert len(losses) == 5
     assert all(ours == pytest.approx(single, rel=1e-4) for ours, single in losses)
@@ -75,3 +75,33 @@ def test_train_tp(options: tuple[str, ...], tmp_path: Path) -> None:
     wants = [plain.step(example["batch_of"](step)).item() for step in range(5)]
     assert [float(loss) for _, loss in losses] == pytest.approx(wants, rel=1e-5)
     assert wants[-1] < wants[0]
+
+
+def code_of(name: str) -> list[str]:
+    """The lines behind the docstring that are not empty."""
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    return [line for line in text.split('"""', 2)[2].splitlines() if line.strip()]
+
+
+def test_grouped_queries_take_ten_lines_more() -> None:
+    """And three lines of the script for one process become others."""
+    single, parallel = code_of(SINGLE), code_of("train_gqa")
+    assert len(parallel) - len(single) <= 10
+    gone = [line for line in difflib.ndiff(single, parallel) if line.startswith("- ")]
+    assert len(gone) <= 3, gone
+
+
+@pytest.mark.thorough
+def test_grouped_queries_on_four_ranks_train_as_in_one_process() -> None:
+    command = [sys.executable, str(ROOT / "examples" / f"{SINGLE}.py")]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    single = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    parallel = torchrun("train_gqa", 4)
+    assert parallel.returncode == 0, parallel.stdout + parallel.stderr
+    wants, losses = (
+        [float(number) for number in re.findall(r"^step \d: loss (\d+\.\d+)$", each.stdout, re.MULTILINE)]
+        for each in (single, parallel)
+    )
+    assert len(losses) == len(wants) == 5 and losses[-1] < losses[0]
+    assert losses == pytest.approx(wants, rel=1e-6)
+    assert "runs unfused" not in parallel.stderr, parallel.stderr

@@ -22,7 +22,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/algorithms/fused.py:push_reduce": "b812d60966a0",
         "fusedcomm/algorithms/fused.py:push_reduce_gather": "ad522ffa7429",
         "fusedcomm/algorithms/fused.py:gather_matmul": "8bdac5bd0084",
-        "fusedcomm/algorithms/fused.py:_pushes": "dafb17b8adde",
+        "fusedcomm/algorithms/fused.py:_pushes": "a6d26f746336",
         "fusedcomm/algorithms/fused.py:_launched": "4ab11f0fba4c",
         "fusedcomm/algorithms/fused.py:_beside": "cb52089b5946",
         "fusedcomm/algorithms/fused.py:_copy": "aaca2b3b06c6",

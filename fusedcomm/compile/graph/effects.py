@@ -39,7 +39,7 @@ def has_messages(nodes: Iterable[Node]) -> bool:
 
 
 def differs_by_rank(nodes: Iterable[Node]) -> bool:
-    """Whether peers have other graphs: what a plan is made of, their sizes and nodes, is then not common to all ranks."""
+    """Whether peers have other graphs, so that what a plan is made of, sizes and nodes, is not common to all ranks."""
     nodes = list(nodes)
     return has_messages(nodes) or any(map(has_parts_of_other_sizes, nodes))
 
