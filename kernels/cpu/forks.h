@@ -13,9 +13,9 @@
 namespace fusedcomm {
 
 // Each fork maps an empty file of its own, which only the child keeps mapped. The system lets a file be sealed against
-// writes when no process has it mapped for writing any more. A mapping goes with its process, or when that begins another
-// program, and a child of the child has it too, whatever descriptors they close. All is done by system calls, as a child
-// may not allocate. Callers hold a lock.
+// writes when no process has it mapped for writing any more. A mapping goes with its process, or when that begins
+// another program, and a child of the child has it too, whatever descriptors they close. All is done by system calls, as
+// a child may not allocate. Callers hold a lock.
 class Forks {
  public:
   // Forks so far.

@@ -30,8 +30,8 @@ class FreeRanges {
   size_t warm_bytes() const { return warm_bytes_; }
   size_t free_warm_bytes() const;
 
-  // Where a free range of this size begins: the lowest one if that is among the lowest 256 ranges, else the last one if that
-  // fits. So a heap in pieces costs no long search, and a result that finds nothing goes to ordinary memory.
+  // Where a free range of this size begins: the lowest one if that is among the lowest 256 ranges, else the last one if
+  // that fits. So a heap in pieces costs no long search, and a result that finds nothing goes to ordinary memory.
   std::optional<size_t> find(size_t num_bytes) const;
 
   // Takes bytes from where find() says. The mark rises to their end. What is to be warmed is returned: it begins at the

@@ -120,7 +120,8 @@ inline Heaps& heaps() {
     const auto before = [] {
       heaps().mutex.lock();
       const auto& live = heaps().live;
-      heaps().forks.before(std::any_of(live.begin(), live.end(), [](const HeapMemory* memory) { return memory->may_be_read(); }));
+      const auto may_be_read = [](const HeapMemory* memory) { return memory->may_be_read(); };
+      heaps().forks.before(std::any_of(live.begin(), live.end(), may_be_read));
     };
     const auto in_parent = [] {
       heaps().forks.in_parent();

@@ -84,8 +84,8 @@ struct PreparedCall {
   std::unique_ptr<PythonObject> rescue;     // fusedcomm.ops.prepared.Rescue: what is done if something goes wrong
 };
 
-// The workspace of a group's calls. Each call keeps the one that it has begun with: in the middle of it, a signal's handler
-// in Python may close the group or reset it, and then the call goes on where its peers wait.
+// The workspace of a group's calls. Each call keeps the one that it has begun with: in the middle of it, a signal's
+// handler in Python may close the group or reset it, and then the call goes on where its peers wait.
 struct CallContext {
   Segments segments;
   int64_t* epoch;  // this and the error record belong to the Workspace, which each PreparedCall keeps alive

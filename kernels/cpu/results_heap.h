@@ -97,7 +97,8 @@ inline at::Tensor ResultsHeap::empty(at::IntArrayRef sizes, at::ScalarType dtype
   const size_t num_bytes = at::detail::computeStorageNbytesContiguous(sizes, type.itemsize());
   memory_->meet();
   const bool is_small = num_bytes == 0 || num_bytes < least_bytes_;
-  at::Tensor tensor = is_small ? at::Tensor(at::detail::empty_cpu(sizes, dtype)) : in_block_or_ordinary(sizes, type, num_bytes);
+  at::Tensor tensor = is_small ? at::Tensor(at::detail::empty_cpu(sizes, dtype))
+                               : in_block_or_ordinary(sizes, type, num_bytes);
   const at::Context& settings = at::globalContext();
   if (settings.deterministicAlgorithms() && settings.deterministicFillUninitializedMemory()) {
     at::native::fill_empty_deterministic_(tensor);
@@ -105,7 +106,8 @@ inline at::Tensor ResultsHeap::empty(at::IntArrayRef sizes, at::ScalarType dtype
   return tensor;
 }
 
-inline at::Tensor ResultsHeap::in_block_or_ordinary(at::IntArrayRef sizes, caffe2::TypeMeta type, size_t num_bytes) const {
+inline at::Tensor ResultsHeap::in_block_or_ordinary(at::IntArrayRef sizes, caffe2::TypeMeta type,
+                                                    size_t num_bytes) const {
   Admission::SizeClass& results = admission_->size_class(num_bytes);
   std::unique_ptr<Block> block = memory_->take(num_bytes, results);
   c10::DataPtr data;

@@ -425,7 +425,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "a prepared round that is left half way is broken": Control(
         PREPARED_CALLS,
-        "if (!is_broken()) with_gil",
+        "if (!context.is_broken()) with_gil",
         "if (false) with_gil",
         "tests/runtime/test_prepared_faults.py::test_ctrl_c_before_python_has_begun_to_wait",
     ),
@@ -572,19 +572,19 @@ CONTROLS: dict[str, Control] = {
         "    return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)) == flag_value();",
         "    const int64_t stamp = load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t));\n"
         "    return stamp >> kFingerprintBits == flag_value() >> kFingerprintBits;",
-        "tests/ops/test_in_place.py::test_calls_that_differ_write_into_no_result_of_the_other[prepared]",
+        "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[prepared]",
     ),
     "a post has the size that is written": Control(
         POSTS,
         "        return int(place) if size == num_bytes else None",
         "        return int(place)",
-        "tests/ops/test_in_place.py::test_calls_with_one_fingerprint_write_beyond_no_result[python]",
+        "tests/ops/test_in_place_faults.py::test_calls_with_one_fingerprint_write_beyond_no_result[python]",
     ),
     "a post has the size that is written in a prepared call too": Control(
         "kernels/cpu/rounds.h",
         "    if (load_word(words + sizeof(int64_t)) != num_bytes) return std::nullopt;\n",
         "",
-        "tests/ops/test_in_place.py::test_calls_with_one_fingerprint_write_beyond_no_result[prepared]",
+        "tests/ops/test_in_place_faults.py::test_calls_with_one_fingerprint_write_beyond_no_result[prepared]",
     ),
     "a mark is of this round in a prepared call too": Control(
         "kernels/cpu/rounds.h",
@@ -596,7 +596,7 @@ CONTROLS: dict[str, Control] = {
         POSTS,
         "        return bool(loaded().load(address + 2 * _WORD) == stamp)",
         "        return bool(loaded().load(address + 2 * _WORD) >> 24 == stamp >> 24)",
-        "tests/ops/test_in_place.py::test_calls_that_differ_write_into_no_result_of_the_other[python]",
+        "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[python]",
     ),
     "a mark is of this round": Control(
         POSTS,
@@ -651,32 +651,32 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "            self.results.retire()",
         "            pass",
-        "tests/ops/test_in_place.py::test_a_stopped_peer_writes_into_no_later_tensor[prepared]",
+        "tests/ops/test_in_place_faults.py::test_a_stopped_peer_writes_into_no_later_tensor[prepared]",
     ),
     # results in symmetric memory
     "a forked child has results of its own": Control(
         "kernels/cpu/heap_memory.h",
         "memory->make_private();",
         "(void)memory;",
-        "tests/runtime/test_results_heap.py::test_a_child_writes_into_memory_of_its_own",
+        "tests/runtime/test_heap_forks.py::test_a_child_writes_into_memory_of_its_own",
     ),
     "memory is made private once": Control(
         "kernels/cpu/heap_memory.h",
         "  if (private_) return;\n  private_ =",
         "  private_ =",
-        "tests/runtime/test_results_heap.py::test_a_child_of_a_child_keeps_what_the_child_wrote",
+        "tests/runtime/test_heap_forks.py::test_a_child_of_a_child_keeps_what_the_child_wrote",
     ),
     "a block that a child may read is not used again": Control(
         "kernels/cpu/heap_memory.h",
         "  if (!seen_by_child) return",
         "  return",
-        "tests/runtime/test_results_heap.py::test_a_block_that_a_child_may_read_is_not_used_again",
+        "tests/runtime/test_heap_forks.py::test_a_block_that_a_child_may_read_is_not_used_again",
     ),
     "a child that has gone gives its blocks free": Control(
         "kernels/cpu/forks.h",
         "F_SEAL_WRITE) != 0",
         "F_SEAL_WRITE) != 1",
-        "tests/runtime/test_results_heap.py::test_blocks_that_children_have_seen_are_used_again_when_those_are_gone",
+        "tests/runtime/test_heap_forks.py::test_blocks_that_children_have_seen_are_used_again_when_those_are_gone",
     ),
     "a call keeps its workspace": Control(
         PREPARED_CALLS,
