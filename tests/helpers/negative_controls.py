@@ -641,6 +641,18 @@ CONTROLS: dict[str, Control] = {
         "return self.for_all.key",
         "tests/ops/test_uneven.py::test_ranks_that_disagree_are_told[0]",
     ),
+    "what is the own chunk too is multiplied before any chunk": Control(
+        "fusedcomm/algorithms/chunk_matmul.py",
+        "            if rank in receivers:",
+        "            if False:",
+        "tests/algorithms/test_chunk_matmul.py::test_shared_chunks_come_in_place_whoever_is_late[pairs-prepared]",
+    ),
+    "the check compares what only some ranks say": Control(
+        "fusedcomm/ops/call_check.py",
+        "in max(calls_by_rank, key=len):",
+        "in calls_by_rank[rank]:",
+        "tests/ops/test_uneven_unfused.py::test_the_check_finds_ranks_that_disagree[matmul_reduce_scatter]",
+    ),
     "a call is for the rank that makes it": Control(
         "fusedcomm/ops/dispatch.py",
         "if exchange.cut is not None and exchange.cut.rank != pg.rank():",
