@@ -355,3 +355,15 @@ def test_kernels_are_not_given_parts_of_different_sizes(rank: int) -> None:
         plan = case.explain(rank, None, 2)
     assert plan.algorithm == "unfused"
     assert "gather_splits=[301, 300], scatter_ranges=[(0, 4), (4, 3)]: the kernels take blocks" in plan.reason
+
+
+@on_ranks(4)
+def test_a_plan_counts_what_several_ranks_get_once(rank: int) -> None:
+    """On all ranks alike, though of other tokens each has its own."""
+    one, four = into_attention(2048, 1, scatter=replicas(4, 1)), into_attention(2048, 4)
+    skewed = into_attention(2003, 4, gather=(2000, 1, 1, 1))
+    found = [case.explain(rank, None, 4).reason for case in (one, four, skewed)]
+    assert found[0] != found[1] and all("estimated" in reason for reason in found)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, found)
+    assert everyone == [found] * 4
