@@ -421,3 +421,15 @@ def test_blocks_of_one_size_are_no_matter_how_they_are_said() -> None:
         assert said.cut is None and said.key == plain.key
     for other in (Splits(scatter_lengths=(2, 4), rank=0), Splits(None, None, (0, 2), (3, 3), 0)):
         assert shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2, other).key != plain.key
+
+
+@on_ranks(4)
+def test_a_plan_counts_what_several_ranks_get_once(rank: int) -> None:
+    """On all ranks alike, though of other tokens each has its own."""
+    one, four = into_attention(2048, 1, scatter=replicas(4, 1)), into_attention(2048, 4)
+    skewed = into_attention(2003, 4, gather=(2000, 1, 1, 1))
+    found = [case.explain(rank, None, 4).reason for case in (one, four, skewed)]
+    assert found[0] != found[1] and all("estimated" in reason for reason in found)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, found)
+    assert everyone == [found] * 4
