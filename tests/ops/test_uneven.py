@@ -320,6 +320,28 @@ def test_ranks_that_disagree_are_told(rank: int, check: str) -> None:
         dist.barrier(group)
 
 
+@on_ranks(2)
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
+def test_a_peer_that_does_not_come_or_disagrees_is_named(rank: int, algorithm: str) -> None:
+    """The next call after a reset is right."""
+    case = CASES["batched-w"][1]
+    with fresh_group(TIMEOUT_S="2") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        check_call(case, rank, 2, 0, group)
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError) as missed:
+                case.call(case.inputs(2)[rank], group, 2)
+            assert missed.value.peers == [1]
+        dist.barrier()
+        fusedcomm.reset(group)
+        other = replace(case, scatter=(4, 3) if rank else (3, 4))
+        with pytest.raises(fusedcomm.PeerMismatchError):
+            other.call(other.inputs(2)[rank], group, 2)
+        dist.barrier()
+        fusedcomm.reset(group)
+        check_call(case, rank, 2, 1, group)
+
+
 @on_ranks(3)
 @pytest.mark.parametrize("name", ["kv-straddles-of-3", "back-splits", "gather-rows", "reduce-columns"])
 def test_ranks_that_agree_pass_the_check(rank: int, name: str) -> None:
