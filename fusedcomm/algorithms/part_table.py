@@ -7,12 +7,13 @@ alone says that the copy comes before the kernel, and the allocator's next use o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedcomm.geometry.spans import ChunkSpans, RoundSpans, Span
-from fusedcomm.kernels.triton.bundles import Part, Spans
+from fusedcomm.kernels.triton.bundles import Part
 
 ALIGNMENT = 16  # elements: what Triton looks for in the numbers of a launch, to load and store vectors
 NO_SPAN = Span(0, 0, ALIGNMENT, 0, 0)  # in place of what the table has
@@ -34,16 +35,16 @@ def matmul_parts(spans: RoundSpans, order: Sequence[int], num: Callable[[ChunkSp
     return [found[peer] for peer in range(len(order))]
 
 
-def shared_spans(spans: RoundSpans, rank: int, parts: Tensor | None) -> Spans:
+def shared_spans(spans: RoundSpans, rank: int, parts: Tensor | None) -> tuple[Any, ...]:
     """What a matmul's kernel gets, as plain tuples, which Triton takes in a third of the time of named ones.
 
     ``parts`` has the Span that differs.
     """
-    chunk = spans.at(rank)
-    own = {name: tuple(getattr(chunk, name)) for name in ("batches", "rows", "columns")}
-    if spans.differs:
-        own[spans.differs] = tuple(NO_SPAN)
-    return own["batches"], own["rows"], own["columns"], parts
+    chunk, differs = spans.at(rank), spans.differs
+    batches, rows, columns = (
+        tuple(NO_SPAN if name == differs else getattr(chunk, name)) for name in ("batches", "rows", "columns")
+    )
+    return batches, rows, columns, parts
 
 
 def are_aligned(parts: Sequence[Part]) -> bool:

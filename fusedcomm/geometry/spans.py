@@ -91,10 +91,10 @@ class RoundSpans(ChunkSpans):
     @property
     def differs(self) -> str:
         """Which of the three Spans of a matmul each peer has of its own: the one with the dim that is split."""
-        for name in ("batches", "rows"):
-            if len({getattr(each, name) for each in self.by_peer}) > 1:
-                return name
-        return "columns" if self.by_peer else ""
+        if not self.by_peer:
+            return ""
+        own = {name: {getattr(each, name) for each in self.by_peer} for name in ("batches", "rows")}
+        return next((name for name, found in own.items() if len(found) > 1), "columns")
 
     def of_product(self) -> RoundSpans:
         """With chunks that are packed from the product of all of x and w, of which each peer has Spans."""

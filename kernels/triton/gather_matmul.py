@@ -246,13 +246,13 @@ def gather_matmul_kernel(
             failed = wait_source(src_rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)
             if TRAITS.by_tma:
                 fence_generic_writes()
-            # Tiles are dealt out through all chunks, so that no program is the first in each of them.
             theirs = spans_of(spans, src_rank, TRAITS)
             if TRAITS.differs == "":
                 chunk_m, before, num_own = num_m, step * tiles_in_chunk, tiles_in_chunk
             else:
                 chunk_m = num_tiles(theirs.rows, TILE.block_m, TRAITS.rows_in_runs)
                 before, num_own = num_before(spans.parts, src_rank), num_of(spans.parts, src_rank)
+            # Tiles are dealt out through all chunks, so that no program is the first in each of them.
             first = (program + num_programs - before % num_programs) % num_programs
             num_left = tl.where(failed, 0, num_own)
             for tile in tl.range(first, num_left, num_programs, flatten=TRAITS.by_tma):

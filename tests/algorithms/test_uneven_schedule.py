@@ -59,6 +59,7 @@ def test_float32_and_batches_do_not_race(algorithm: str) -> None:
         assert not races(order)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("by_copy", [True, False], ids=["copies", "pack"])
 def test_gathers_do_not_race_whoever_sends(by_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Workspace, "least_copied", 0 if by_copy else 1 << 62)
