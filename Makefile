@@ -28,7 +28,8 @@ help:
 	@echo "            make bench OP=compile: the start program under torch.compile; OP=compile_time: what the passes cost"
 	@echo "            make bench OP=model_blocks: training steps of blocks of real models under torch.compile;"
 	@echo "            OP=parallel_styles: a Llama layer under torch's tensor parallel styles, and these; OP=uneven: lengths and"
-	@echo "            heads that the ranks do not divide, BENCH_ARGS= --tokens, --heads, --kv-heads, --ranks, --splits, --backward"
+	@echo "            heads that the ranks do not divide, BENCH_ARGS= --tokens, --heads, --kv-heads, --ranks, --splits, --backward;"
+	@echo "            OP=step_memory: what training takes of a host's memory, with results in place and without"
 	@echo "make figures  the figures of docs/benchmark.md and others, into benchmarks/results; 55 minutes of a machine that does nothing else"
 	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"
 	@echo "            found is in .venv/soak.json; SOAK_ARGS= --calls, --seconds, --seed, --device cuda, --json FILE"
@@ -99,6 +100,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.start_program --json $(RESULTS)-compile.json
 	$(BIN)/python -m benchmarks.uneven --json $(RESULTS)-uneven.json
 	$(BIN)/python -m benchmarks.model_blocks --json $(RESULTS)-model-blocks.json
+	$(BIN)/python -m benchmarks.parallel_styles --rounds 15 --dtype float32 --json $(RESULTS)-parallel-styles.json
 	$(BIN)/python -m benchmarks.compile_time --rounds 3 --json benchmarks/results/cpu-compile-time.json
 	$(BIN)/python -m benchmarks.overlap --json benchmarks/results/overlap.json --plot benchmarks/results
 	$(BIN)/python -m benchmarks.redistribution --json benchmarks/results/redistribution.json

@@ -101,7 +101,7 @@ def gather(x: Tensor, w: Tensor) -> KernelProblem:
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace = _workspace(exchange, x)
     out = x.new_empty(exchange.out_shape)
-    kernel_launch.pack(x, spans.pack, workspace, FINGERPRINT)
+    kernel_launch.pack(x, spans, workspace, FINGERPRINT)
     return KernelProblem(
         workspace,
         out,
@@ -124,7 +124,7 @@ def unpack(exchange: Exchange, group_size: int, device: torch.device) -> tuple[K
 
     def run() -> None:
         _epoch(workspace).zero_()
-        kernel_launch.unpack(out, spans.unpack, workspace, FINGERPRINT)
+        kernel_launch.unpack(out, spans, workspace, FINGERPRINT)
 
     return KernelProblem(workspace, out, run), parts.view(group_size, *exchange.block)
 
@@ -138,7 +138,7 @@ def reduce(shape: MatmulShape, group_size: int, device: torch.device) -> tuple[K
 
     def run() -> None:
         _epoch(workspace).zero_()
-        kernel_launch.reduce(out, spans.pack, None, 1.0, workspace, FINGERPRINT)
+        kernel_launch.reduce(out, spans, None, 1.0, workspace, FINGERPRINT)
 
     return KernelProblem(workspace, out, run), parts
 

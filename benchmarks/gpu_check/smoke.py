@@ -59,9 +59,9 @@ def wait_source_and_finish(device: torch.device) -> None:
 def pack_and_unpack(device: torch.device) -> None:
     x, w, _ = operands(device)
     spans, workspace = prepared(shapes.all_gather_matmul(x.shape, [w.shape], 0, 1), device)
-    kernel_launch.pack(x, spans.pack, workspace, FINGERPRINT)
+    kernel_launch.pack(x, spans, workspace, FINGERPRINT)
     out = torch.full_like(x, torch.nan)
-    kernel_launch.unpack(out, spans.unpack, workspace, FINGERPRINT)
+    kernel_launch.unpack(out, spans, workspace, FINGERPRINT)
     _check(workspace)
     _expect(out, x)
 
@@ -71,7 +71,7 @@ def push(device: torch.device) -> None:
     spans, workspace = prepared(shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 1), device)
     kernel_launch.push(x, w, None, spans, workspace, FINGERPRINT)
     out = torch.full_like(y, torch.nan)
-    kernel_launch.unpack(out, spans.unpack, workspace, FINGERPRINT)
+    kernel_launch.unpack(out, spans, workspace, FINGERPRINT)
     _check(workspace)
     _expect(out, y)
 
@@ -81,7 +81,7 @@ def push_and_reduce(device: torch.device) -> None:
     spans, workspace = prepared(shapes.matmul_reduce_scatter(x.shape, w.shape, "sum", 0, 1), device)
     kernel_launch.push(x, w, None, spans, workspace, FINGERPRINT)
     out = torch.full_like(y, torch.nan)
-    kernel_launch.reduce(out, spans.pack, None, 1.0, workspace, FINGERPRINT)
+    kernel_launch.reduce(out, spans, None, 1.0, workspace, FINGERPRINT)
     _check(workspace)
     _expect(out, y)
 
@@ -89,7 +89,7 @@ def push_and_reduce(device: torch.device) -> None:
 def pack_and_gather(device: torch.device) -> None:
     x, w, y = operands(device)
     spans, workspace = prepared(shapes.all_gather_matmul(x.shape, [w.shape], 0, 1), device)
-    kernel_launch.pack(x, spans.pack, workspace, FINGERPRINT)
+    kernel_launch.pack(x, spans, workspace, FINGERPRINT)
     out = torch.full_like(y, torch.nan)
     kernel_launch.gather_matmul(out, w, None, spans, workspace, FINGERPRINT, end_round=True)
     _check(workspace)

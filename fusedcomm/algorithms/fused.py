@@ -8,16 +8,17 @@ rank's own chunk where it lies in x, if its rows are complete without the others
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from fusedcomm import reference
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul
 from fusedcomm.algorithms.transport import copy_between, copy_runs
-from fusedcomm.geometry.exchange import RoundSpans
+from fusedcomm.geometry.spans import ChunkSpans, RoundSpans
 from fusedcomm.runtime import signals, stream_writes
 from fusedcomm.runtime.captures import is_for_capture
 from fusedcomm.runtime.launch_order import ordered
@@ -27,15 +28,14 @@ from fusedcomm.runtime.workspace import Call, Round, Workspace
 
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    workspace, fingerprint = call.workspace, call.fingerprint
-    x, w = x.contiguous(), kernel_launch.loadable(w)
+    push = _pushes(call, x, w, bias)
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
             with lane("matmul"):
-                kernel_launch.push(x, w, bias, spans, workspace, fingerprint)
+                push(spans)
             with lane("copy"):
-                kernel_launch.unpack(out, spans.unpack, workspace, fingerprint)
+                kernel_launch.unpack(out, spans, call.workspace, call.fingerprint)
             _launched(call)
     return out
 
@@ -44,15 +44,14 @@ def push_reduce(
     call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
     """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
-    workspace, fingerprint = call.workspace, call.fingerprint
-    x, w = x.contiguous(), kernel_launch.loadable(w)
+    push = _pushes(call, x, w, None)
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
             with lane("matmul"):
-                kernel_launch.push(x, w, None, spans, workspace, fingerprint)
+                push(spans)
             with lane("copy"):
-                kernel_launch.reduce(out, spans.pack, bias, scale, workspace, fingerprint)
+                kernel_launch.reduce(out, spans, bias, scale, call.workspace, call.fingerprint)
             _launched(call)
     return out
 
@@ -70,12 +69,12 @@ def push_reduce_gather(
             with lane("matmul"):
                 kernel_launch.push(x, w, None, spans, workspace, fingerprint)
             with lane("copy"):
-                kernel_launch.reduce(reduced, spans.pack, bias, scale, workspace, fingerprint)
+                kernel_launch.reduce(reduced, spans, bias, scale, workspace, fingerprint)
             _launched(call)
             with lane("push"):
-                kernel_launch.pack(reduced, spans.pack, workspace, fingerprint)
+                kernel_launch.pack(reduced, spans, workspace, fingerprint)
             with lane("copy"):
-                kernel_launch.unpack(out, spans.unpack, workspace, fingerprint)
+                kernel_launch.unpack(out, spans, workspace, fingerprint)
             _launched(call)
     return out
 
@@ -102,11 +101,11 @@ def gather_matmul(
                     _copy(x, Round(workspace, workspace.epoch + 1, spans, x.dtype, call.op, fingerprint), own)
                 else:
                     with _beside(workspace), lane("push"):
-                        kernel_launch.pack(x, spans.pack, workspace, fingerprint, own=own)
+                        kernel_launch.pack(x, spans, workspace, fingerprint, own=own)
                     if workspace.device.type == "cuda":  # all of pack has its SMs before a matmul takes the rest
                         signals.wait_source(workspace.rank, workspace, fingerprint)
                 if not own:
-                    _multiply_own(matmuls, x, spans, workspace.rank, gathered)
+                    _multiply_own(matmuls, x, spans.at(workspace.rank), workspace.rank, gathered)
                 for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
                     last = gathered is None and i == len(outs) - 1
                     with lane("matmul"):
@@ -115,7 +114,7 @@ def gather_matmul(
                         )
                 if gathered is not None:
                     with lane("copy"):
-                        kernel_launch.unpack(gathered, spans.unpack, workspace, fingerprint, own=own)
+                        kernel_launch.unpack(gathered, spans, workspace, fingerprint, own=own)
             finally:
                 if workspace.device.type == "cuda":  # the next round counts copies in the same words, or x may be freed
                     torch.cuda.current_stream(workspace.device).wait_stream(workspace.side_stream())
@@ -124,7 +123,7 @@ def gather_matmul(
 
 
 def _multiply_own(
-    matmuls: Sequence[GatheredMatmul], x: Tensor, spans: RoundSpans, rank: int, gathered: Tensor | None
+    matmuls: Sequence[GatheredMatmul], x: Tensor, spans: ChunkSpans, rank: int, gathered: Tensor | None
 ) -> None:
     """This rank's rows of each result, and of ``gathered``, straight from x: no peer has to send first."""
     chunk = spans.pack.view(x.view(-1), 0, rank)
@@ -134,6 +133,20 @@ def _multiply_own(
     if gathered is not None:
         with lane("copy", rank):
             copy_between(spans.unpack.view(gathered.view(-1), 0, rank), chunk)
+
+
+def _pushes(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Callable[[RoundSpans], None]:
+    """What computes and sends all chunks of a round.
+
+    Where several ranks get the same, the product is made first, and copied from there: nothing is multiplied twice.
+    """
+    workspace, fingerprint = call.workspace, call.fingerprint
+    if call.exchange.is_shared:
+        with lane("matmul"):
+            product = reference.matmul(x, w, bias).contiguous()
+        return lambda spans: kernel_launch.pack(product, spans.of_product(), workspace, fingerprint, all_sms=True)
+    x, w = x.contiguous(), kernel_launch.loadable(w)
+    return lambda spans: kernel_launch.push(x, w, bias, spans, workspace, fingerprint)
 
 
 @contextmanager
@@ -186,7 +199,7 @@ def _copy(x: Tensor, round: Round, own: bool) -> None:
             stream = main if dst_rank == workspace.rank else workspace.side_stream()
             if own or stream is not main:
                 with torch.cuda.stream(stream):
-                    copy_runs(round.part(dst_rank), round.spans.pack.view(x.view(-1), 0, dst_rank))
+                    copy_runs(round.part(dst_rank), round.spans.at(dst_rank).pack.view(x.view(-1), 0, dst_rank))
             stream_writes.write(stream, *workspace.flag(dst_rank, round.epoch, round.fingerprint))
             if stream is main:
                 workspace.side_stream().wait_stream(main)

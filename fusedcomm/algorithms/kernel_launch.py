@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import tiles
+from fusedcomm.algorithms.part_table import NO_SPAN, are_aligned, matmul_parts, own_span, shared_spans, upload
 from fusedcomm.geometry.exchange import RoundSpans
-from fusedcomm.geometry.spans import Span
-from fusedcomm.kernels.triton.bundles import Sizes, Traits
+from fusedcomm.geometry.spans import ChunkSpans, Span
+from fusedcomm.kernels.triton.bundles import CopyConfig, Part, Reduced, Sizes, Traits
+from fusedcomm.runtime.rank_order import peers_of, sources_of
 from fusedcomm.runtime.signals import Segments, signal, wait
 from fusedcomm.runtime.topology import tf32_allowed
 
@@ -58,33 +61,44 @@ def push(
         num_k % config.block_k == 0,
         tf32_allowed(),
     )
-    push_matmul_kernel[_grid("push", workspace, tiles.num_tiles(config, shape) * shape.count)](
+    parts: list[Part] = []
+    num_tiles = tiles.num_tiles(config, shape) * shape.count
+    if spans.by_peer:
+        order = peers_of(workspace.rank, workspace.group_size)
+        parts = matmul_parts(spans, order, lambda chunk: _num_tiles(chunk, chunk.columns, config, traits))
+        num_tiles = sum(part.num for part in parts)
+    if num_tiles == 0:
+        signal(workspace, None, fingerprint)
+        return
+    push_matmul_kernel[_grid("push", workspace, num_tiles)](
         describe_x(x, config) if use_tma else x,
-        *_arguments(w, bias, num_m, spans, workspace, fingerprint, config, traits),
+        *_arguments(w, bias, num_m, spans, parts, workspace, fingerprint, config, traits),
         num_warps=config.num_warps,
         num_stages=_num_stages(config, x, use_tma),
     )
 
 
-def pack(t: Tensor, span: Span, workspace: Segments, fingerprint: int, *, own: bool = True) -> None:
+def pack(
+    t: Tensor, spans: RoundSpans, workspace: Segments, fingerprint: int, *, own: bool = True, all_sms: bool = False
+) -> None:
     """Copy every dst_rank's part of ``t`` into its slot, and signal it; the own chunk comes first.
 
     Without ``own`` this rank's chunk is signalled alone: it is taken from ``t`` itself.
 
-    This kernel may run on a stream of its own beside the kernel that consumes the round. What follows that kernel must
-    then wait for this one.
+    Without ``all_sms`` this kernel may run on a stream of its own beside the kernel that consumes the round. What
+    follows that kernel must then wait for this one.
     """
     assert t.is_contiguous()
-    if span.size == 0:
+    config, num_tiles, parts = _copies(t, spans.pack, [each.pack for each in spans.by_peer])
+    if num_tiles == 0:
         signal(workspace, None, fingerprint)
         return
     from fusedcomm.kernels.triton.copy import pack_kernel
 
-    config, num_tiles = _copy_config(t, span)
-    pack_kernel[_grid("pack", workspace, num_tiles)](
+    pack_kernel[_grid("push" if all_sms else "pack", workspace, num_tiles)](
         t,
         workspace.segments,
-        tuple(span),
+        *_places(spans.pack, parts, spans.chunk_numel, t.device),
         workspace.slot_bytes,
         fingerprint,
         workspace.rank,
@@ -116,13 +130,29 @@ def gather_matmul(
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
     w = _matrices(w)
     _, num_k, num_n = w.shape
-    split_k, kind = spans.columns.size != num_k, "gather alone" if all_sms else "gather"
+    split_k = spans.differs == "columns" if spans.by_peer else spans.columns.size != num_k
+    kind = "gather alone" if all_sms else "gather"
     assert own or not split_k
     shape = _gather_shape(spans, num_n, 1 if split_k else workspace.group_size - (not own))
     describable = can_describe_slots(spans, workspace.group_size) and can_describe_w(w)
-    aligned = _aligned(spans.columns.size * w.itemsize, _row_step(w) * w.itemsize)
+    aligned = _aligned(*(each.columns.size * w.itemsize for each in spans.each), _row_step(w) * w.itemsize)
     config = _matmul_config(out, shape, workspace.num_programs(kind), describable, aligned)
-    num_tiles = tiles.num_tiles(config, shape) * shape.count
+    use_tma = _has_tma(out) and describable
+    in_runs = tiles.in_runs(spans.columns, config.block_k)
+    traits = Traits(
+        use_tma,
+        w.stride(2) != 1,
+        tiles.in_runs(spans.rows, config.block_m),
+        in_runs,
+        all(_in_whole_blocks(each.columns, config.block_k, in_runs) for each in spans.each),
+        tf32_allowed(),
+        split_k,
+        own,
+        end_round,
+    )
+    parts, num_tiles = list[Part](), tiles.num_tiles(config, shape) * shape.count
+    if spans.by_peer:
+        parts, num_tiles = _gather_parts(spans, shape, workspace, config, traits)
     if num_tiles == 0:
         if end_round:
             wait(workspace, fingerprint)
@@ -131,24 +161,10 @@ def gather_matmul(
         assert tiles.num_tiles(config, shape) * workspace.group_size <= _MOST_TILES
     from fusedcomm.kernels.triton.gather_matmul import gather_matmul_kernel
 
-    even_k = spans.columns.inner % config.block_k == 0
-    use_tma = _has_tma(out) and describable
-    in_runs = tiles.in_runs(spans.columns, config.block_k)
-    traits = Traits(
-        use_tma,
-        w.stride(2) != 1,
-        tiles.in_runs(spans.rows, config.block_m),
-        in_runs,
-        even_k or (not in_runs and spans.columns.size % config.block_k == 0),
-        tf32_allowed(),
-        split_k,
-        own,
-        end_round,
-    )
     gather_matmul_kernel[_grid(kind, workspace, num_tiles)](
         out,
         describe_slots(workspace, spans, out.dtype, config) if use_tma else None,
-        *_arguments(w, bias, num_m, spans, workspace, fingerprint, config, traits),
+        *_arguments(w, bias, num_m, spans, parts, workspace, fingerprint, config, traits),
         num_warps=config.num_warps,
         num_stages=_num_stages(config, out, use_tma),
         maxnreg=_ALL_REGISTERS,
@@ -156,21 +172,21 @@ def gather_matmul(
 
 
 def unpack(
-    out: Tensor, span: Span, workspace: Segments, fingerprint: int, *, end_round: bool = True, own: bool = True
+    out: Tensor, spans: RoundSpans, workspace: Segments, fingerprint: int, *, end_round: bool = True, own: bool = True
 ) -> None:
     """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there."""
     assert out.is_contiguous()
-    if span.size == 0:
+    config, num_tiles, parts = _copies(out, spans.unpack, [each.unpack for each in spans.by_peer])
+    if num_tiles == 0:
         if end_round:
             wait(workspace, fingerprint)
         return
     from fusedcomm.kernels.triton.copy import unpack_kernel
 
-    config, num_tiles = _copy_config(out, span)
     unpack_kernel[_grid("unpack", workspace, num_tiles)](
         out,
         workspace.segments,
-        tuple(span),
+        *_places(spans.unpack, parts, spans.chunk_numel, out.device),
         workspace.slot_bytes,
         fingerprint,
         workspace.rank,
@@ -182,11 +198,14 @@ def unpack(
     )
 
 
-def reduce(out: Tensor, span: Span, bias: Tensor | None, scale: float, workspace: Segments, fingerprint: int) -> None:
+def reduce(
+    out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float, workspace: Segments, fingerprint: int
+) -> None:
     """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
 
-    ``span`` is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
+    A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
     """
+    span = spans.at(workspace.rank).pack
     assert out.is_contiguous() and span.inner >= span.size
     assert scale in (1.0, 1.0 / workspace.group_size)
     if span.size == 0:
@@ -199,8 +218,7 @@ def reduce(out: Tensor, span: Span, bias: Tensor | None, scale: float, workspace
         out,
         None if bias is None else bias.contiguous(),
         workspace.segments,
-        span.size,
-        span.start,
+        Reduced(span.size, span.start, spans.chunk_numel if spans.by_peer else None),
         1 if bias is None else bias.numel(),
         workspace.slot_bytes,
         fingerprint,
@@ -218,6 +236,7 @@ def _arguments(
     bias: Tensor | None,
     num_m: int,
     spans: RoundSpans,
+    parts: Sequence[Part],
     workspace: Segments,
     fingerprint: int,
     config: tiles.TileConfig,
@@ -225,23 +244,19 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """What push_matmul_kernel and gather_matmul_kernel take alike, from w on."""
     _, num_k, num_n = w.shape
+    own_parts = {"differs": spans.differs, "aligned": are_aligned(parts)} if parts else {}
     return (
         describe_w(w, config) if traits.by_tma else w,
         None if bias is None else bias.contiguous(),
         workspace.segments,
-        _plain(spans),
-        Sizes(num_m, num_n, num_k, w.stride(0), w.stride(1), w.stride(2), spans.chunk_numel, workspace.slot_bytes),
+        shared_spans(spans, workspace.rank, upload(parts, w.device) if parts else None),
+        Sizes(num_m, num_n, num_k, *w.stride(), spans.chunk_numel, workspace.slot_bytes),
         fingerprint,
         workspace.rank,
         workspace.segment_layout,
         config,
-        traits,
+        traits._replace(**own_parts),
     )
-
-
-def _plain(spans: RoundSpans) -> tuple[tuple[int, ...], ...]:
-    """The Spans of a matmul as plain tuples, which Triton takes in a third of the time of named ones."""
-    return tuple(spans.batches), tuple(spans.rows), tuple(spans.columns)
 
 
 def _grid(kind: str, workspace: Segments, num_tiles: int) -> tuple[int]:
@@ -259,10 +274,52 @@ def _matrices(w: Tensor) -> Tensor:
     return loadable(w).unsqueeze(0).flatten(0, -3)
 
 
-def _copy_config(t: Tensor, span: Span) -> tuple[tiles.CopyConfig, int]:
-    """Tile sizes, and the number of tiles in a chunk."""
-    config = tiles.copy_config(tiles.architecture(t.device), span, t.itemsize)
-    return config, -(-(span.size // span.inner) // config.block_runs) * -(-span.inner // config.block_inner)
+def _copies(t: Tensor, shared: Span, by_peer: Sequence[Span]) -> tuple[CopyConfig, int, list[Part]]:
+    """Tile sizes, the most tiles that a chunk has, and the rows of a table if peers have Spans of their own."""
+    parts = [own_span(each) for each in by_peer]
+    largest = max(by_peer, key=lambda each: each.size, default=shared)
+    aligned = are_aligned(parts) if parts else None
+    config = tiles.copy_config(tiles.architecture(t.device), largest, t.itemsize, aligned)
+    return config, max(tiles.num_copies(config, each) for each in by_peer or [shared]), parts
+
+
+def _places(shared: Span, parts: Sequence[Part], chunk_numel: int, device: torch.device) -> tuple[Any, ...]:
+    """Where pack_kernel and unpack_kernel find the chunks of all peers."""
+    if parts:
+        return tuple(NO_SPAN), upload(parts, device), chunk_numel
+    return tuple(shared), None, None
+
+
+def _gather_parts(
+    spans: RoundSpans, shape: tiles.Shape, workspace: Segments, config: tiles.TileConfig, traits: Traits
+) -> tuple[list[Part], int]:
+    """The rows of a gather's table, and the tiles of the result that are left to the kernel."""
+    order = sources_of(workspace.rank, workspace.group_size)
+
+    def tiles_of(chunk: ChunkSpans) -> int:
+        return _num_tiles(chunk, shape.columns, config, traits)
+
+    def blocks_of(chunk: ChunkSpans) -> int:
+        return tiles.num_cuts(chunk.columns, config.block_k, traits.columns_in_runs)
+
+    own = spans.at(workspace.rank)
+    parts = matmul_parts(spans, order, blocks_of if traits.split_k else tiles_of)
+    if traits.by_tma:
+        parts = [part._replace(slot_row=i * (spans.chunk_numel // own.columns.size)) for i, part in enumerate(parts)]
+    if traits.split_k:
+        return parts, tiles_of(own)
+    return parts, sum(part.num for part in parts) - (0 if traits.own else parts[workspace.rank].num)
+
+
+def _in_whole_blocks(columns: Span, block_k: int, in_runs: bool) -> bool:
+    """Whether no block of K ends early."""
+    return columns.size == 0 or columns.inner % block_k == 0 or (not in_runs and columns.size % block_k == 0)
+
+
+def _num_tiles(chunk: ChunkSpans, columns: Span, config: tiles.TileConfig, traits: Traits) -> int:
+    """Tiles of a peer's chunk, as the kernels count them."""
+    num_m = tiles.num_cuts(chunk.rows, config.block_m, traits.rows_in_runs)
+    return chunk.batches.size * num_m * tiles.num_cuts(columns, config.block_n, traits.columns_in_runs)
 
 
 def _matmul_config(
@@ -325,8 +382,11 @@ def can_describe_w(w: Tensor) -> bool:
 
 def can_describe_slots(spans: RoundSpans, group_size: int) -> bool:
     """Whether a tensor descriptor can load every source's chunk [batches * rows, columns] in whole blocks of K."""
-    num_rows = group_size * spans.batches.size * spans.rows.size
-    return spans.columns.inner % tiles.BLOCK_K == 0 and max(num_rows, spans.columns.size) <= _INT32_MAX
+    num_columns, *others = {each.columns.size for each in spans.each}
+    if others or any(each.columns.inner % tiles.BLOCK_K for each in spans.each):
+        return False
+    num_rows, rest = divmod(spans.chunk_numel, num_columns)
+    return rest == 0 and max(group_size * num_rows, num_columns) <= _INT32_MAX
 
 
 def _row_step(w: Tensor) -> int:
@@ -348,9 +408,9 @@ def describe_slots(workspace: Segments, spans: RoundSpans, dtype: torch.dtype, c
     """Both slots of this rank [num_slots, rows of all chunks, columns]: the kernel takes that of its epoch."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    start, num_columns = workspace.segment_layout.header_bytes, spans.columns.size
+    start, num_columns = workspace.segment_layout.header_bytes, spans.at(workspace.rank).columns.size
     slots = workspace.segment[start : start + workspace.segment_layout.num_slots * workspace.slot_bytes].view(dtype)
-    num_rows = workspace.group_size * spans.batches.size * spans.rows.size
+    num_rows = workspace.group_size * (spans.chunk_numel // num_columns)
     return TensorDescriptor(
         slots,
         [workspace.segment_layout.num_slots, num_rows, num_columns],

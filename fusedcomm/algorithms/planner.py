@@ -7,7 +7,7 @@ Rules say what cannot run, each with its reason:
     no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
     one row does not fit a slot                         unfused     rounds are cut between rows
     K or N above 2^30                                   not fused   its kernels count them in 32 bits
-    parts of different sizes, on GPUs or as fused       unfused     the kernels take blocks of one size
+    parts of different sizes in a CUDA graph            unfused     it would keep the table of the sizes
     a part of K that is empty on a rank                 unfused     it cannot tell which dims make up K
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
@@ -190,9 +190,9 @@ def _reject_uneven(name: str | None, exchange: Exchange, member: Member) -> str 
         return None
     if not exchange.tells_k:
         return f"{exchange.cut}: a rank whose part of K is empty cannot tell which dims make up K"
-    if member.device.type == "cpu" and name != "fused":
-        return None
-    return f"parts of different sizes, {exchange.cut}: the kernels take blocks of one size"
+    if is_for_capture(member.device):
+        return f"parts of different sizes, {exchange.cut}: a CUDA graph would keep the host's table of them"
+    return None
 
 
 def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Member) -> str | None:

@@ -68,13 +68,13 @@ def in_runs(span: Span, block: int) -> bool:
 
 def num_tiles(config: TileConfig, shape: Shape) -> int:
     """Tiles of one matmul."""
-    return shape.num_batches * _cuts(shape.rows, config.block_m) * _cuts(shape.columns, config.block_n)
+    num_m = num_cuts(shape.rows, config.block_m, in_runs(shape.rows, config.block_m))
+    return shape.num_batches * num_m * num_cuts(shape.columns, config.block_n, in_runs(shape.columns, config.block_n))
 
 
-def _cuts(span: Span, block: int) -> int:
-    if in_runs(span, block):
-        return -(-span.size // span.inner) * -(-span.inner // block)
-    return -(-span.size // block)
+def num_cuts(span: Span, block: int, stops: bool) -> int:
+    """Tiles of a Span, which may stop at the end of each run: as kernels/triton/matmul.py:num_tiles counts them."""
+    return -(-span.size // span.inner) * -(-span.inner // block) if stops else -(-span.size // block)
 
 
 def matmul_config(
@@ -111,11 +111,20 @@ def boxes(config: TileConfig, shape: Shape) -> bool:
     return in_runs(shape.rows, config.block_m) and in_runs(shape.columns, config.block_n)
 
 
-def copy_config(arch: int, span: Span, itemsize: int) -> CopyConfig:
-    """Sizes for 32 KiB at a time, which is 8 loads of 16 bytes in flight per thread; 2 KiB where runs are unaligned."""
-    numel = 1024 if arch == INTERPRETER else (32768 if span.inner % 16 == 0 else 2048) // itemsize
+def copy_config(arch: int, span: Span, itemsize: int, aligned: bool | None = None) -> CopyConfig:
+    """Sizes for 32 KiB at a time, which is 8 loads of 16 bytes in flight per thread; 2 KiB where runs are unaligned.
+
+    ``aligned``: whether all runs are, where peers have Spans of their own, of which ``span`` is the largest.
+    """
+    in_vectors = span.inner % 16 == 0 if aligned is None else aligned
+    numel = 1024 if arch == INTERPRETER else (32768 if in_vectors else 2048) // itemsize
     block_inner = min(numel, _fitting(span.inner, numel))
-    return CopyConfig(numel // block_inner, block_inner, num_warps=8)
+    return CopyConfig(numel // block_inner, block_inner, 8, bool(aligned))
+
+
+def num_copies(config: CopyConfig, span: Span) -> int:
+    """Tiles of a chunk that is copied."""
+    return -(-(span.size // span.inner) // config.block_runs) * -(-span.inner // config.block_inner)
 
 
 def reduce_block(arch: int) -> tuple[int, int]:

@@ -321,13 +321,13 @@ class CudaTransport:
                     self.wait(round, src_rank)
                 copy_between(_in_result(round, rank, out), round.spans.at(rank).pack.view(own.view(-1), 0, rank))
             there = own is not None or _own_place(round, out) is not None
-            kernel_launch.unpack(out, round.spans.unpack, round.workspace, round.fingerprint, own=not there)
+            kernel_launch.unpack(out, round.spans, round.workspace, round.fingerprint, own=not there)
         self._end()
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
         self.reads.wait_stream(self.main)
         with torch.cuda.stream(self.reads), lane("copy"):
-            kernel_launch.reduce(out, round.spans.pack, bias, scale, round.workspace, round.fingerprint)
+            kernel_launch.reduce(out, round.spans, bias, scale, round.workspace, round.fingerprint)
         self._end()
 
     def arrived(self) -> None:

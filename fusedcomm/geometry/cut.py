@@ -44,6 +44,11 @@ class Parts(NamedTuple):
         return found
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several ranks have the same element."""
+        return self.overlaps or any(len(ranks) > 1 for ranks in self.receivers.values())
+
+    @property
     def overlaps(self) -> bool:
         """Whether two distinct parts have elements in common."""
         return any(start + size > after for (start, size), (after, _) in itertools.pairwise(sorted(self.receivers)))
@@ -165,15 +170,16 @@ def _scattered(splits: Splits, total: int, group_size: int) -> Parts:
         if is_divisible(total, group_size) or (says_nothing and total % group_size == 0):  # which a graph guards
             return parts_of_sizes([total // group_size] * group_size)
         return chunk_parts(total, group_size)
-    sizes = _checked("scatter_lengths", splits.scatter_lengths, group_size)
+    name = "scatter_splits" if splits.scatter_starts is None else "scatter_ranges"  # as users say them
+    sizes = _checked(name, splits.scatter_lengths, group_size)
     if splits.scatter_starts is None:
         if sum(sizes) != total:
-            raise ValueError(f"scatter_lengths must add up to scatter_dim size {total}, got {list(sizes)}")
+            raise ValueError(f"scatter_splits must add up to scatter_dim size {total}, got {list(sizes)}")
         return parts_of_sizes(sizes)
-    starts = _checked("scatter_starts", splits.scatter_starts, group_size)
+    starts = _checked(name, splits.scatter_starts, group_size)
     for start, size in zip(starts, sizes, strict=True):
         if start + size > total:
-            raise ValueError(f"scatter ranges must end within scatter_dim size {total}, got {start} + {size}")
+            raise ValueError(f"scatter_ranges must end within scatter_dim size {total}, got {start} + {size}")
     return Parts(starts, sizes, total)
 
 

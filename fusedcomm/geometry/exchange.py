@@ -94,9 +94,18 @@ class Exchange:
 
     @cached_property
     def sent_run(self) -> int:
-        """The number of consecutive elements that go to one rank, where a tensor is sent as it is."""
-        sizes, split_dim = self.for_all.packed
-        return self.chunk_numel if split_dim is None else math.prod(sizes[split_dim:]) // self.group_size
+        """The least number of consecutive elements that go to one rank, if any do, where a tensor is sent as it is."""
+        sizes, split_dim = self.packed
+        if split_dim is None:
+            return self.chunk_numel
+        if self.cut is None or self.cut.scattered is None:
+            return math.prod(sizes[split_dim:]) // self.group_size
+        return min((size for size in self.cut.scattered.sizes if size), default=0) * math.prod(sizes[split_dim + 1 :])
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some of what is scattered goes to several ranks."""
+        return self.cut is not None and self.cut.scattered is not None and self.cut.scattered.is_shared
 
     @property
     def tells_k(self) -> bool:
@@ -209,10 +218,12 @@ class Exchange:
         theirs = list(unpacked)
         if self._scatter_dim is not None and scattered is not None:
             theirs[self._scatter_dim] = scattered.sizes[peer]
+        block = moved(block, self.split_dim, first)
         return PeerSpans(
-            *self._matmul_spans(0, moved(block, self.split_dim, first)),
+            *self._matmul_spans(0, block),
             pack=span(packed, pack_dim, 0, moved(sent, pack_dim, first_to)),
             unpack=span(unpacked, dim, 0, moved(received, dim, first_from)),
             landing=span(theirs, dim, 0, moved(sent, dim, own_first)),
             unpacked_numel=math.prod(theirs),
+            product=span(self.shape, self.split_dim, 0, block),
         )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear, cut
+from fusedcomm.nn.token_splits import Tokens, gathered, scattered
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.arguments import check_int
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
@@ -46,8 +47,10 @@ class _TensorParallelLinear(ParallelLinear):
             check_int("sequence_dim", sequence_dim)
         self.sequence_dim = sequence_dim
 
-    def _check_dims(self, x: Tensor) -> None:
+    def _check_dims(self, x: Tensor, tokens: Tokens) -> None:
         dim = self.sequence_dim
+        if dim is None and tokens is not None:
+            raise ValueError(f"tokens must be None without sequence_dim, got {tokens}")
         if dim is not None and (dim == -1 or not -x.ndim <= dim < x.ndim - 1):
             raise ValueError(f"sequence_dim must be a dim of x, and not its last, got {dim} and {x.ndim} dims")
 
@@ -111,19 +114,25 @@ class ColumnParallelLinear(_TensorParallelLinear):
         """
         return _from_linear(cls, linear, sequence_dim, group)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens = None) -> Tensor:
         """Return [batch, tokens, out_features / R] for x [batch, tokens / R, in_features].
 
-        Without ``sequence_dim`` return [..., out_features / R] for x [..., in_features]. Raises ValueError for an x of
-        another shape, and the errors of `all_gather_matmul`.
+        Without ``sequence_dim`` return [..., out_features / R] for x [..., in_features].
+
+        Args:
+            x: this rank's tokens, or all of them.
+            tokens: with ``sequence_dim`` how many there are on all ranks, or how many each has, as `UlyssesQKV` takes
+                them. None: all have as many.
+
+        Raises ValueError for an x of another shape, and the errors of `all_gather_matmul`.
         """
         self._check_features(x, sharded=False)
-        self._check_dims(x)
+        self._check_dims(x, tokens)
         group = self._group()
         weight, bias = shards(self)
         if self.sequence_dim is not None:
-            keep = self.save_gathered
-            return all_gather_matmul(x, weight.mT, self.sequence_dim, group, bias=bias, save_gathered=keep)
+            keep, given = self.save_gathered, gathered(tokens, x.shape[self.sequence_dim], self.group_size, group)
+            return all_gather_matmul(x, weight.mT, self.sequence_dim, group, bias=bias, save_gathered=keep, **given)
         return linears_of_replicated("nn.ColumnParallelLinear", x, [weight], [bias], group)[0]
 
 
@@ -177,20 +186,29 @@ class RowParallelLinear(_TensorParallelLinear):
         """
         return _from_linear(cls, linear, sequence_dim, group)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens = None) -> Tensor:
         """Return [batch, tokens / R, out_features] for x [batch, tokens, in_features / R].
 
-        Without ``sequence_dim`` return [..., out_features] for x [..., in_features / R]. Raises ValueError for an x of
-        another shape or a number of tokens that R does not divide, and the errors of `matmul_reduce_scatter` or
-        `matmul_all_reduce`.
+        Without ``sequence_dim`` return [..., out_features] for x [..., in_features / R].
+
+        Args:
+            x: all tokens.
+            tokens: with ``sequence_dim`` how many there are, or how many each rank gets, as `UlyssesOut` takes them.
+                None: all get as many.
+
+        Raises ValueError for an x of another shape or a number of tokens that R does not divide, and the errors of
+        `matmul_reduce_scatter` or `matmul_all_reduce`.
         """
         self._check_features(x, sharded=True)
-        self._check_dims(x)
+        self._check_dims(x, tokens)
         group = self._group()
         weight, bias = shards(self)
         if self.sequence_dim is not None:
-            self._check_divisible("x's size at sequence_dim", x.shape[self.sequence_dim])
-            return matmul_reduce_scatter(x, weight.mT, self.sequence_dim, group, bias=bias_of_part(self.bias))
+            size = x.shape[self.sequence_dim]
+            if tokens is None:
+                self._check_divisible("x's size at sequence_dim", size)
+            given = scattered(tokens, size, self.group_size)
+            return matmul_reduce_scatter(x, weight.mT, self.sequence_dim, group, bias=bias_of_part(self.bias), **given)
         return matmul_all_reduce(x, weight.mT, group, bias=bias)
 
 

@@ -1,6 +1,7 @@
 """Tokens cut between ranks as torch.chunk cuts them, and joined again: inputs, labels, positions, results.
 
-`UlyssesQKV` and the layers with ``sequence_dim`` take such blocks. The last ranks may have none.
+`UlyssesQKV` and `ColumnParallelLinear` with ``sequence_dim`` take such blocks, and are told the number of tokens. The
+last ranks may have none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fusedcomm.geometry.cut import Splits, chunk_parts
+from fusedcomm.nn.token_splits import gathered
 from fusedcomm.ops import splits
 from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.runtime.group import Group, rank_of, resolve
@@ -80,12 +82,11 @@ def unshard_tokens(batch: Any, tokens: int | Sequence[int], dim: Any = 1, group:
         assert torch.equal(whole, x)
     """
     group_size, group_name = resolve(group)
-    count, sizes = (tokens, None) if isinstance(tokens, (int, torch.SymInt)) else (None, [*tokens])
-    given = Splits(sizes, count, rank=rank_of(group_name))
 
     def joined(t: Tensor, dim: int) -> Tensor:
         check_tensor("a tensor of batch", t)
-        t.size(dim)  # raises IndexError
+        size = t.size(dim)  # raises IndexError
+        given = Splits(**gathered(tokens, size, group_size, group_name, "a tensor of batch"), rank=rank_of(group_name))
         return _Unsharded.apply(t, dim % t.ndim, given, group_size, group_name)  # type: ignore[no-any-return]
 
     return _map(joined, batch, dim)

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from fusedcomm.nn.heads import head_splits, kv_ranges, repeats
 from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
+from fusedcomm.nn.token_splits import Tokens, gathered, scattered
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.runtime.group import Group, rank_of
-
-Tokens = int | Sequence[int] | None
 
 
 class UlyssesQKV(ParallelLinear):
@@ -134,7 +133,8 @@ class UlyssesQKV(ParallelLinear):
         Raises the errors of `matmul_all_to_all`.
         """
         self._check_features(x, sharded=False)
-        group, given = self._group(), _gathered(tokens)
+        group = self._group()
+        given = gathered(tokens, x.shape[-2], self.group_size, group)
         if self.num_kv_heads == self.num_heads:
             columns = [3, self.num_heads, self.head_dim]
             given |= _scattered_heads(self.num_heads, self.head_splits)
@@ -159,7 +159,10 @@ class UlyssesQKV(ParallelLinear):
         return {"scatter_ranges": kv_ranges(self.num_heads, self.num_kv_heads, self.group_size)}
 
     def _repeated(self, kv: Tensor, rank: int) -> Tensor:
-        """kv [..., heads, head_dim] with a head for each of q's, unless as many of these read each head of kv."""
+        """kv [..., heads, head_dim] with a head for each of q's, unless as many of these read each head of kv.
+
+        The backward adds up a rank's repeats in float32 and rounds the sum to x's dtype, in which it travels.
+        """
         counts = repeats(self.num_heads, self.num_kv_heads, self.group_size, rank)
         if counts is None:
             return kv
@@ -269,7 +272,7 @@ class UlyssesOut(ParallelLinear):
                 f"head_dim = {self.head_dim}], got shape {tuple(x.shape)}"
             )
         w, keep = self.weight.mT, self.save_exchanged
-        given = _scattered_tokens(tokens, x.shape[-3])
+        given = scattered(tokens, x.shape[-3], self.group_size)
         if self.num_heads % self.group_size:
             given["gather_splits"] = self.head_splits
         y = all_to_all_matmul(x, w, -2, -3, group, bias=self.bias, save_exchanged=keep, **given)
@@ -291,27 +294,6 @@ def _head_dim(name: str, size: int, count: int, what: str) -> int:
     if size % count:
         raise ValueError(f"{name} must be a multiple of {what} = {count}, got {size}")
     return size // count
-
-
-def _is_count(tokens: Tokens) -> bool:
-    return isinstance(tokens, (int, torch.SymInt))
-
-
-def _gathered(tokens: Tokens) -> dict[str, Any]:
-    """The arguments of an op that gathers tokens."""
-    if tokens is None:
-        return {}
-    return {"gather_size" if _is_count(tokens) else "gather_splits": tokens}
-
-
-def _scattered_tokens(tokens: Tokens, size: int) -> dict[str, Any]:
-    if tokens is None:
-        return {}
-    if _is_count(tokens):
-        if tokens != size:
-            raise ValueError(f"x must have all {tokens} tokens, got {size}")
-        return {}
-    return {"scatter_splits": tokens}
 
 
 def _scattered_heads(num_heads: int, splits: Sequence[int]) -> dict[str, Any]:

@@ -131,6 +131,17 @@ def all_gather_matmul(
     return outs if isinstance(w, LISTS) else outs[0]
 
 
+def matmul_and_gathered(
+    x: Tensor, ws: Sequence[Tensor], gather_dim: int, group: Group, biases: Biases, gather_size: int | None
+) -> tuple[list[Tensor], Tensor]:
+    """`all_gather_matmul` of a list, and the gathered x, in autocast's dtype as the results are."""
+    group_size, group_name = resolve(group)
+    ws, biases = _lists(ws, biases)
+    parts = splits.splits_of(None, gather_size, None, None, True, group_name).to_gather
+    options = (gather_dim, True, *parts, group_size, group_name)
+    return torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, *options)  # type: ignore[no-any-return]
+
+
 def _lists(w: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     if not isinstance(w, LISTS):
         if isinstance(bias, LISTS):

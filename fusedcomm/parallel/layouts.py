@@ -19,6 +19,14 @@ def annotated(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement]) -> DTen
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, layouts, run_check=False)
 
 
+def from_part(part: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]) -> DTensor:
+    """The contiguous DTensor of ``shape`` of which a rank has ``part``."""
+    whole: dict[str, Any] = {}
+    if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
+        whole = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(part, mesh, (placement,), run_check=False, **whole)
+
+
 def normalized(layouts: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
     """With dims that count from the start, as those of a DTensor do."""
     return tuple(Shard(each.dim % ndim) if type(each) is Shard else each for each in layouts)
@@ -47,7 +55,9 @@ def why_not_sharded(linear: nn.Linear, mesh: DeviceMesh, dim: int) -> str | None
         return f"its weight lies on {weight.device_mesh}"
     if weight.placements != (Shard(dim),):
         return f"its weight is placed as {weight.placements}"
-    return why_uneven(("out_features", "in_features")[dim], weight.shape[dim], mesh)
+    if weight.shape[dim] % mesh.size():
+        return f"{('out_features', 'in_features')[dim]} must be divisible by {mesh.size()}, got {weight.shape[dim]}"
+    return None
 
 
 def why_no_rows(x: Tensor) -> str | None:
@@ -62,8 +72,10 @@ def why_elsewhere(x: Tensor, mesh: DeviceMesh) -> str | None:
     return f"x lies on {x.device_mesh}" if isinstance(x, DTensor) and x.device_mesh != mesh else None
 
 
-def why_uneven(name: str, size: int, mesh: DeviceMesh) -> str | None:
-    return f"{name} must be divisible by {mesh.size()}, got {size}" if size % mesh.size() else None
+def gather_size_of(x: DTensor, gather_dim: int) -> int | None:
+    """What the ops are told of parts that differ in size: DTensors are cut as torch.chunk cuts."""
+    size = x.shape[gather_dim]
+    return size if size % x.device_mesh.size() else None
 
 
 def shards(linear: Any) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,8 @@ from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.parallel.layouts import (
     annotated,
     bias_of_part,
+    from_part,
+    gather_size_of,
     mesh_of_weight,
     normalized,
     shards,
@@ -28,10 +30,10 @@ from fusedcomm.parallel.layouts import (
     why_elsewhere,
     why_no_rows,
     why_not_sharded,
-    why_uneven,
 )
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
-from fusedcomm.parallel.shared_gather import SharingLinear, shared_gather_of
+from fusedcomm.parallel.shared_gather import SharingLinear, shared_gather_of, why_not_offered
+from fusedcomm.parallel.torch_hooks import APPLIED
 
 _Layer = TypeVar("_Layer", bound="ShardedLinear")
 
@@ -51,7 +53,7 @@ class ShardedLinear(nn.Linear):
         assert isinstance(linear, cls)
         linear.input_layouts, linear.output_layouts = style.input_layouts, style.output_layouts
         linear.use_local_output = style.use_local_output
-        linear._distribute_module_applied = True  # type: ignore[assignment] # torch refuses another style for it
+        setattr(linear, APPLIED, True)
         return linear
 
     def extra_repr(self) -> str:
@@ -62,13 +64,14 @@ class ShardedLinear(nn.Linear):
         if not torch.compiler.is_compiling():  # a checkpointed region may not change anything outside of it
             self.ran = ran
 
-    def _laid_out(self, y: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-        """y as the style wants it. If it is no DTensor it is the local tensor of one that lies as ``placement``."""
+    def _laid_out(self, y: Tensor, mesh: DeviceMesh, placement: Placement, rows: torch.Size) -> Tensor:
+        """y as the style wants it. If it is no DTensor it is the local tensor of one that lies as ``placement``, with
+        the size of all dims but the last that ``rows`` has."""
         wanted = normalized(self.output_layouts, y.ndim)
         if not isinstance(y, DTensor):
             if wanted == (placement,) and self.use_local_output:
                 return y
-            y = DTensor.from_local(y, mesh, (placement,), run_check=False)
+            y = from_part(y, mesh, placement, (*rows[:-1], self.weight.shape[0]))
         if y.placements != wanted:
             y = y.redistribute(placements=wanted, async_op=True)
         return y.to_local() if self.use_local_output else y
@@ -80,7 +83,7 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
         y = F.linear(x.redistribute(placements=[Replicate()]), weight, bias)
         return y.redistribute(placements=output_layouts)
 
-    in one `all_gather_matmul` where the tokens of x are sharded evenly. A plain x that all ranks hold alike is
+    in one `all_gather_matmul` where the tokens of x are sharded. A plain x that all ranks hold alike is
     multiplied where it is, and the sum of its gradient is one `matmul_all_reduce`.
 
     Attributes:
@@ -101,13 +104,13 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
             if self.input_layouts != (Replicate(),):
                 x = x.redistribute(placements=(Replicate(),), async_op=True)
             y = F.linear(x, self.weight, self.bias)
-        return self._laid_out(y, mesh, Shard(y.ndim - 1))
+        return self._laid_out(y, mesh, Shard(y.ndim - 1), y.shape)
 
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """This rank's columns, or None where no op makes them."""
         why = why_not_sharded(self, mesh, 0) or why_no_rows(x)
         if why is None and (shared := shared_gather_of(x)) is not None:
-            y = shared.take(self)
+            y = shared.take(self, x)
             self._note(shared.last)
             return y
         if why is None and not isinstance(x, DTensor) and self.input_layouts == (Replicate(),):
@@ -118,15 +121,15 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
         why = why or why_elsewhere(laid_out, mesh)
         gather_dim = token_dim(laid_out.placements[0], x.ndim)
         if gather_dim is None:
+            why = why or why_not_offered(self)
             why = why or f"x is placed as {laid_out.placements}, where no tokens are to be gathered"
-        else:
-            why = why or why_uneven(f"the size of x's dim {gather_dim}", laid_out.shape[gather_dim], mesh)
         if why is not None or gather_dim is None:
             self._note(f"torch's own: {why}")
             return None
         self._note("all_gather_matmul")
         weight, bias = shards(self)
-        return all_gather_matmul(laid_out.to_local(), weight.mT, gather_dim, mesh, bias=bias)
+        size = gather_size_of(laid_out, gather_dim)
+        return all_gather_matmul(laid_out.to_local(), weight.mT, gather_dim, mesh, bias=bias, gather_size=size)
 
 
 class RowwiseLinear(ShardedLinear):
@@ -135,7 +138,7 @@ class RowwiseLinear(ShardedLinear):
         y = F.linear(x.redistribute(placements=[Shard(-1)]), weight, bias)
         return y.redistribute(placements=output_layouts)
 
-    in one `matmul_reduce_scatter` where the tokens of the result are sharded evenly, in one `matmul_all_reduce` where
+    in one `matmul_reduce_scatter` where the tokens of the result are sharded, in one `matmul_all_reduce` where
     it is replicated.
 
     Attributes:
@@ -157,16 +160,14 @@ class RowwiseLinear(ShardedLinear):
         y = self._by_op(x, mesh)
         if y is None:
             y = F.linear(annotated(x, mesh, features), self.weight, self.bias)
-        return self._laid_out(y, mesh, normalized(self.output_layouts, x.ndim)[0])
+        return self._laid_out(y, mesh, normalized(self.output_layouts, x.ndim)[0], x.shape)
 
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """What this rank keeps of the sum, or None where no op makes it."""
         (placement,) = self.output_layouts
         scatter_dim = token_dim(placement, x.ndim)
         why = why_not_sharded(self, mesh, 1) or why_elsewhere(x, mesh) or why_no_rows(x)
-        if why is None and scatter_dim is not None:
-            why = why_uneven(f"the size of x's dim {scatter_dim}", x.shape[scatter_dim], mesh)
-        elif why is None and not isinstance(placement, Replicate):
+        if why is None and scatter_dim is None and not isinstance(placement, Replicate):
             why = f"the result is placed as {placement!r}"
         if why is not None:
             self._note(f"torch's own: {why}")

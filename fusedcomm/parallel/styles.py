@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import style as torch_styles
 from torch.distributed.tensor.placement_types import Placement
 
 from fusedcomm.parallel.sharded_linear import ColwiseLinear, RowwiseLinear
-from fusedcomm.parallel.shared_gather import Offers, shared_gather_of
+from fusedcomm.parallel.shared_gather import Offers, SharingLinear, running_call
 from fusedcomm.parallel.torch_hooks import as_expected
 
 
@@ -56,9 +56,10 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
     """``torch.distributed.tensor.parallel.PrepareModuleInput``, by which the layers of a module share one op.
 
     An input that is to be gathered along its tokens, or that all ranks hold alike, is offered to the `ColwiseLinear`
-    layers right below the module: the first that is called with it runs one op for all that take it. Whoever else
-    reads it gets the gathered tensor, which is gathered then. Under torch.compile, and with ``use_local_output``,
-    inputs are prepared as torch does, and `fusedcomm.compile` finds what layers share.
+    layers in the module: the first that is called with it runs one op for all that take it. Whoever else reads it gets
+    what the op has gathered; who reads it before makes a collective of its own, so all ranks must read it then. Under
+    torch.compile, and with ``use_local_output``, inputs are prepared as torch does, and `fusedcomm.compile` finds what
+    layers share.
 
     Args:
         input_layouts: how the inputs lie that are no DTensors; None for those that are left as they are.
@@ -73,18 +74,9 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not as_expected():
             return super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs: self._before(device_mesh, module, args, kwargs), with_kwargs=True
-        )
-        module.register_forward_hook(_after, with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(_Prepare(self, device_mesh), with_kwargs=True)
+        module.register_forward_hook(_after, always_call=True)
         return module
-
-    def _before(self, mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = self
-        if not self.use_local_output and not torch.compiler.is_compiling():
-            call = copy.copy(self)
-            call._offers = Offers([each for each in module.children() if isinstance(each, ColwiseLinear)])
-        return call._prepare_input_kwarg_fn(args, kwargs, mesh)
 
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
@@ -96,14 +88,45 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
 
-def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+class _Prepare:
+    """The pre-hook of a module that `PrepareModuleInput` was applied to."""
+
+    def __init__(self, style: PrepareModuleInput, mesh: DeviceMesh) -> None:
+        self.style, self.mesh = style, mesh
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        style = self.style
+        if not style.use_local_output and not torch.compiler.is_compiling():
+            style = copy.copy(style)
+            style._offers = Offers(module, self, _layers_in(module))
+        return style._prepare_input_kwarg_fn(args, kwargs, self.mesh)
+
+    def __deepcopy__(self, memo: Any) -> _Prepare:
+        return self  # a mesh cannot be copied
+
+
+def _layers_in(module: nn.Module) -> dict[SharingLinear, nn.Module]:
+    """The layers whose nearest prepared ancestor is ``module``, and their parents."""
+    found: dict[SharingLinear, nn.Module] = {}
+    seen, parents = {module}, [module]
+    for parent in parents:  # it grows
+        for child in parent.children():
+            prepared = any(isinstance(hook, _Prepare) for hook in child._forward_pre_hooks.values())
+            if child in seen or prepared:
+                continue
+            seen.add(child)
+            if isinstance(child, ColwiseLinear):
+                found[child] = parent
+            else:
+                parents.append(child)
+    return found
+
+
+def _after(module: nn.Module, args: Any, result: Any) -> None:
     """``result``: None where the module has raised."""
-    if torch.compiler.is_compiling():
-        return
-    for x in (*args, *kwargs.values()):
-        shared = shared_gather_of(x)
-        if shared is not None:
-            shared.end(learn=result is not None)
+    call = None if torch.compiler.is_compiling() else running_call(module)
+    if call is not None:
+        call.end(learn=result is not None)
 
 
 class PrepareModuleInputOutput(torch_styles.PrepareModuleInputOutput):
@@ -132,15 +155,18 @@ class PrepareModuleInputOutput(torch_styles.PrepareModuleInputOutput):
         desired_output_layouts: Placement | tuple[Placement, ...],
         use_local_output: bool = True,
     ) -> None:
-        self.prepare_module_input = PrepareModuleInput(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_input,
-        )
-        self.prepare_module_output = torch_styles.PrepareModuleOutput(
+        inputs: dict[str, Any] = {
+            "input_layouts": input_layouts,
+            "desired_input_layouts": desired_input_layouts,
+            "input_kwarg_layouts": input_kwarg_layouts,
+            "desired_input_kwarg_layouts": desired_input_kwarg_layouts,
+        }
+        super().__init__(
+            **inputs,
+            use_local_input=use_local_input,
             output_layouts=output_layouts,
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
+        if as_expected():
+            self.prepare_module_input = PrepareModuleInput(**inputs, use_local_output=use_local_input)

@@ -7,6 +7,7 @@ import inspect
 import warnings
 
 import torch
+from torch.distributed.tensor import Replicate, distribute_module
 from torch.distributed.tensor.parallel import style as torch_styles
 
 _METHODS = {
@@ -16,8 +17,11 @@ _METHODS = {
     "RowwiseParallel._partition_linear_fn": ("self", "name", "module", "device_mesh"),
     "PrepareModuleInput._apply": ("self", "module", "device_mesh"),
     "PrepareModuleInput._prepare_input_arg": ("self", "input", "mesh", "input_layout", "desired_layout"),
+    "PrepareModuleInput._prepare_input_fn": ("self", "inputs", "device_mesh"),
     "PrepareModuleInput._prepare_input_kwarg_fn": ("self", "inputs", "kwarg_inputs", "device_mesh"),
+    "PrepareModuleInputOutput._apply": ("self", "module", "device_mesh"),
 }
+APPLIED = "_distribute_module_applied"  # on a module that has a style: torch refuses another one
 _LAYOUTS = {
     "ColwiseParallel": ("input_layouts", "output_layouts"),
     "RowwiseParallel": ("input_layouts", "output_layouts"),
@@ -37,6 +41,13 @@ def changed() -> str | None:
             layouts = getattr(made, attribute, None)
             if not isinstance(layouts, tuple) or len(layouts) != 1:
                 return f"{style}.{attribute} of one placement"
+    made = torch_styles.PrepareModuleInputOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())
+    for attribute in ("prepare_module_input", "prepare_module_output"):
+        if not isinstance(getattr(made, attribute, None), torch_styles.ParallelStyle):
+            return f"PrepareModuleInputOutput.{attribute}"
+    code = inspect.unwrap(distribute_module).__code__
+    if APPLIED not in code.co_names or APPLIED not in code.co_consts:
+        return f"{APPLIED}, set and read by distribute_module"
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
         return "_top_saved_tensors_default_hooks"
     return None

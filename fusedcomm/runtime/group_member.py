@@ -247,13 +247,14 @@ class Member:
         """Tensors in the heap stay valid; its memory goes with the last of them."""
         if self.results is not None:
             self.results.retire()
+            self.results.give_back()
         self.results = None
 
     def prepare_calls(self) -> None:
         """From now on keep tapes of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""
         if native is None or self.device.type != "cpu" or self.topology.check:
             return
-        if segment.NUM_SLOTS == native.NUM_SLOTS:
+        if (segment.NUM_SLOTS, segment.POST_BYTES) == (native.NUM_SLOTS, native.POST_BYTES):
             self.prepared = native.PreparedCalls(self.group_name, self.lock, self.counters)
 
     def prepare_anew(self) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from fusedcomm.runtime import canaries
 from fusedcomm.runtime.native_part import loaded
 
+LEAST_BYTES = 1024  # of a result that takes a block, which is whole pages: a program may keep many smaller ones
+
 
 class Results:
     """``buffers``: uint8 tensors over every rank's heap; ``segment``: this rank's, as it was allocated; ``owner`` keeps
@@ -21,7 +23,7 @@ class Results:
 
     def __init__(self, buffers: list[Tensor], *, segment: Tensor, owner: Any, guarded: bool = False) -> None:
         self.buffers = buffers
-        self.heap = loaded().ResultsHeap(segment)
+        self.heap = loaded().ResultsHeap(segment, LEAST_BYTES)
         self.warm_until = array("q", [0] * len(buffers))  # by rank: how much of its heap this process has mapped
         self.guarded = guarded
         self._owner = owner
@@ -53,3 +55,7 @@ class Results:
     def retire(self) -> None:
         """Give no block out again: a peer that was stopped in a call may write to one that this rank has posted."""
         self.heap.retire()
+
+    def give_back(self) -> None:
+        """Give free memory back to the system. What lives keeps its place."""
+        self.heap.trim(0)

@@ -1,6 +1,7 @@
 // The last prepared calls of this process, for `fusedcomm.runtime.flight_recorder`.
 #pragma once
 
+#include <pthread.h>
 #include <time.h>
 
 #include <algorithm>
@@ -38,6 +39,10 @@ struct RecordedCall {
 
 class CallRing {
  public:
+  // Its lock is held while this process forks, so that a child finds it free, and the calls whole.
+  void before_fork() { mutex_.lock(); }
+  void after_fork() { mutex_.unlock(); }
+
   // Returns the number by which `end` finds the call.
   int64_t begin(RecordedCall call) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -77,5 +82,15 @@ class CallRing {
   std::array<RecordedCall, kNumCalls> calls_;
   int64_t sequence_ = 0;
 };
+
+// The ring of this process. It is never destroyed, as calls may end while the process does.
+inline CallRing& call_ring() {
+  static CallRing* ring = [] {
+    const auto after = [] { call_ring().after_fork(); };
+    pthread_atfork([] { call_ring().before_fork(); }, after, after);
+    return new CallRing;
+  }();
+  return *ring;
+}
 
 }  // namespace fusedcomm

@@ -30,7 +30,8 @@ class FreeRanges {
   size_t warm_bytes() const { return warm_bytes_; }
   size_t free_warm_bytes() const;
 
-  // Where the lowest free range of this size begins. No other one is warm if it is not.
+  // Where a free range of this size begins: the lowest one if that is among the lowest 256 ranges, else the last one if
+  // that fits. So a heap in pieces costs no long search, and a result that finds nothing goes to ordinary memory.
   std::optional<size_t> find(size_t num_bytes) const;
 
   // Takes bytes from where find() says. The mark rises to their end. What is to be warmed is returned: it begins at the
@@ -43,6 +44,8 @@ class FreeRanges {
   std::vector<Range> cut(size_t bound);
 
  private:
+  static constexpr int kMostSteps = 256;
+
   Ranges free_;
   size_t warm_bytes_ = 0;  // the mark
 };
@@ -56,8 +59,10 @@ inline size_t FreeRanges::free_warm_bytes() const {
 }
 
 inline std::optional<size_t> FreeRanges::find(size_t num_bytes) const {
-  for (const auto& [offset, free_bytes] : free_) {
-    if (free_bytes >= num_bytes) return offset;
+  int steps = 0;
+  for (auto it = free_.begin(); it != free_.end(); ++it) {
+    if (++steps == kMostSteps) it = std::prev(free_.end());
+    if (it->second >= num_bytes) return it->first;
   }
   return std::nullopt;
 }

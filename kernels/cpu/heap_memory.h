@@ -2,7 +2,7 @@
 //
 // A forked child inherits shared memory, not a copy. So in the child each heap is mapped again, privately, over the
 // same addresses: what the child writes stays with it. Until it writes into a page, it sees what this process writes
-// there. So a block that a child may still read is not used again.
+// there. So a block that a child may still read is held back, and used again when the child has gone.
 #pragma once
 
 #include <pthread.h>
@@ -18,6 +18,8 @@
 #include <vector>
 
 #include "admission.h"
+#include "demand.h"
+#include "forks.h"
 #include "free_ranges.h"
 #include "gil.h"
 #include "segment.h"
@@ -32,7 +34,7 @@ class HeapMemory;
 struct Heaps {
   std::mutex mutex;
   std::vector<HeapMemory*> live;
-  uint64_t num_forks = 0;
+  Forks forks;
 };
 
 inline Heaps& heaps();
@@ -41,9 +43,11 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
  public:
   // Part of the heap, for one result. The heap's memory stays as long as any block.
   struct Block {
-    std::shared_ptr<HeapMemory> memory;
+    std::shared_ptr<HeapMemory> memory;  // null for one that is held back
     FreeRanges::Range range;
-    uint64_t num_forks;  // before it was taken
+    uint64_t taken_after;        // so many forks
+    uint64_t freed_after;        // of one that is held back
+    std::unique_ptr<Block> next;  // of those
 
     void* data() const { return memory->base_ + range.key(); }
   };
@@ -51,6 +55,7 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
   struct Stats {
     size_t live_bytes;
     size_t free_bytes;  // those that are warm
+    size_t held_bytes;  // freed, but a child may still read them
     size_t warm_bytes;  // the mark
     size_t num_blocks;  // live ones
   };
@@ -63,7 +68,10 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
 
   // A block for a result of this size class, or null: then the result goes to ordinary memory.
   std::unique_ptr<Block> take(size_t num_bytes, Admission::SizeClass& results);
-  static void give_back(Block& block) noexcept;
+  static void give_back(std::unique_ptr<Block> block) noexcept;
+
+  // Once for each result, in a block or not: now and then it gives memory back.
+  void meet();
 
   void retire();
   bool in_use() const;
@@ -71,6 +79,7 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
   Stats stats() const;
 
   void make_private() noexcept;  // in a forked child
+  bool may_be_read() const { return !private_ && num_blocks_ > 0; }
 
  private:
   HeapMemory(std::shared_ptr<Segment> segment, size_t offset, size_t num_bytes)
@@ -81,6 +90,13 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
     return base_ < other.base_ + other.num_bytes_ && other.base_ < base_ + num_bytes_;
   }
 
+  // Where a block may begin. Blocks that were held back are among those if nothing warm fits otherwise.
+  std::optional<size_t> find(size_t num_bytes);
+  void release_held();
+  void punch(std::vector<FreeRanges::Range> ranges);
+
+  static constexpr size_t kLeastSurplus = 1 << 20;  // less is not worth a system call
+
   const std::shared_ptr<Segment> segment_;
   const size_t file_offset_;
   char* const base_;
@@ -88,6 +104,10 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
 
   // With the lock:
   FreeRanges free_;
+  Demand demand_;
+  std::unique_ptr<Block> held_;
+  size_t held_bytes_ = 0;
+  uint64_t released_at_ = 0;  // Forks::num_looks_that_found then
   size_t live_bytes_ = 0;
   size_t num_blocks_ = 0;
   bool retired_ = false;
@@ -99,10 +119,16 @@ inline Heaps& heaps() {
   static Heaps* all = [] {
     const auto before = [] {
       heaps().mutex.lock();
-      ++heaps().num_forks;
+      const auto& live = heaps().live;
+      const auto may_be_read = [](const HeapMemory* memory) { return memory->may_be_read(); };
+      heaps().forks.before(std::any_of(live.begin(), live.end(), may_be_read));
     };
-    const auto in_parent = [] { heaps().mutex.unlock(); };
+    const auto in_parent = [] {
+      heaps().forks.in_parent();
+      heaps().mutex.unlock();
+    };
     const auto in_child = [] {
+      heaps().forks.in_child();
       for (HeapMemory* memory : heaps().live) memory->make_private();
       heaps().mutex.unlock();
     };
@@ -145,28 +171,33 @@ inline bool HeapMemory::holds(const void* address) {
 }
 
 inline HeapMemory::~HeapMemory() {
-  std::lock_guard<std::mutex> lock(heaps().mutex);
-  auto& live = heaps().live;
-  live.erase(std::remove(live.begin(), live.end(), this), live.end());
+  {
+    std::lock_guard<std::mutex> lock(heaps().mutex);
+    auto& live = heaps().live;
+    live.erase(std::remove(live.begin(), live.end(), this), live.end());
+  }
+  while (held_ != nullptr) held_ = std::move(held_->next);  // one by one: a chain would go by recursion
 }
 
 inline std::unique_ptr<HeapMemory::Block> HeapMemory::take(size_t num_bytes, Admission::SizeClass& results) {
   const size_t block_bytes = (num_bytes + page_bytes() - 1) / page_bytes() * page_bytes();
-  std::unique_ptr<Block> block(new Block{shared_from_this(), FreeRanges::make_range(0, block_bytes), 0});
+  std::unique_ptr<Block> block(new Block{shared_from_this(), FreeRanges::make_range(0, block_bytes), 0, 0, nullptr});
   std::pair<size_t, size_t> cold;
   {
     std::lock_guard<std::mutex> lock(heaps().mutex);
     if (retired_) return nullptr;
-    const std::optional<size_t> found = free_.find(block_bytes);
+    const std::optional<size_t> found = find(block_bytes);
     if (!found) return nullptr;
     if (*found + block_bytes > free_.warm_bytes()) {
       if (!Admission::grows_for(results)) return nullptr;
       Admission::has_grown_for(results);
+      demand_.grow();
     }
     cold = free_.take(*found, block_bytes);
     block->range.key() = *found;
-    block->num_forks = heaps().num_forks;
+    block->taken_after = heaps().forks.count();
     live_bytes_ += block_bytes;
+    demand_.take(live_bytes_);
     ++num_blocks_;
   }
   if (cold.second > 0) {
@@ -176,13 +207,43 @@ inline std::unique_ptr<HeapMemory::Block> HeapMemory::take(size_t num_bytes, Adm
   return block;
 }
 
-inline void HeapMemory::give_back(Block& block) noexcept {
-  HeapMemory& memory = *block.memory;
+inline std::optional<size_t> HeapMemory::find(size_t num_bytes) {
+  std::optional<size_t> found = free_.find(num_bytes);
+  const bool is_warm = found && *found + num_bytes <= free_.warm_bytes();
+  if (is_warm || held_ == nullptr) return found;
+  release_held();
+  return free_.find(num_bytes);
+}
+
+inline void HeapMemory::release_held() {
+  Forks& forks = heaps().forks;
+  forks.look();
+  if (released_at_ == forks.num_looks_that_found()) return;
+  released_at_ = forks.num_looks_that_found();
+  for (std::unique_ptr<Block>* link = &held_; *link != nullptr;) {
+    Block& block = **link;
+    if (forks.may_read(block.taken_after, block.freed_after)) {
+      link = &block.next;
+    } else {
+      held_bytes_ -= block.range.mapped();
+      free_.put(std::move(block.range));
+      *link = std::unique_ptr<Block>(std::move(block.next));
+    }
+  }
+}
+
+inline void HeapMemory::give_back(std::unique_ptr<Block> block) noexcept {
+  const std::shared_ptr<HeapMemory> memory = std::move(block->memory);  // it may go, after the lock
   std::lock_guard<std::mutex> lock(heaps().mutex);
-  memory.live_bytes_ -= block.range.mapped();
-  --memory.num_blocks_;
-  const bool seen_by_child = block.num_forks != heaps().num_forks;
-  if (!memory.retired_ && !seen_by_child) memory.free_.put(std::move(block.range));
+  memory->live_bytes_ -= block->range.mapped();
+  --memory->num_blocks_;
+  if (memory->retired_) return;
+  block->freed_after = heaps().forks.count();
+  const bool seen_by_child = heaps().forks.may_read(block->taken_after, block->freed_after);
+  if (!seen_by_child) return memory->free_.put(std::move(block->range));
+  memory->held_bytes_ += block->range.mapped();
+  block->next = std::move(memory->held_);
+  memory->held_ = std::move(block);
 }
 
 inline void HeapMemory::retire() {
@@ -195,7 +256,6 @@ inline bool HeapMemory::in_use() const {
   return !retired_;
 }
 
-// Nobody gets the ranges while their pages go.
 inline void HeapMemory::trim(size_t bound) {
   std::vector<FreeRanges::Range> ranges;
   {
@@ -203,6 +263,27 @@ inline void HeapMemory::trim(size_t bound) {
     if (private_) return;
     ranges = free_.cut(bound / page_bytes() * page_bytes());
   }
+  punch(std::move(ranges));
+}
+
+inline void HeapMemory::meet() {
+  std::vector<FreeRanges::Range> ranges;
+  {
+    std::lock_guard<std::mutex> lock(heaps().mutex);
+    const std::optional<size_t> bound = demand_.meet(live_bytes_);
+    if (!bound || retired_) return;
+    const size_t kept = (*bound > live_bytes_ ? *bound - live_bytes_ : 0) / page_bytes() * page_bytes();
+    if (free_.free_warm_bytes() < kept + kLeastSurplus) return;
+    demand_.give_back();
+    ranges = free_.cut(kept);
+  }
+  WithoutGil gil;
+  punch(std::move(ranges));
+}
+
+// Nobody gets the ranges while their pages go. Peers have them mapped too, and only find them cold again: what a range
+// becomes is posted when it is warm.
+inline void HeapMemory::punch(std::vector<FreeRanges::Range> ranges) {
   for (const auto& range : ranges) madvise(base_ + range.key(), range.mapped(), MADV_REMOVE);
   std::lock_guard<std::mutex> lock(heaps().mutex);
   for (auto& range : ranges) free_.put(std::move(range));
@@ -210,7 +291,7 @@ inline void HeapMemory::trim(size_t bound) {
 
 inline HeapMemory::Stats HeapMemory::stats() const {
   std::lock_guard<std::mutex> lock(heaps().mutex);
-  return {live_bytes_, free_.free_warm_bytes(), free_.warm_bytes(), num_blocks_};
+  return {live_bytes_, free_.free_warm_bytes(), held_bytes_, free_.warm_bytes(), num_blocks_};
 }
 
 }  // namespace fusedcomm

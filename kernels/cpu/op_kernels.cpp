@@ -277,15 +277,17 @@ void begin_calls(PreparedCalls& calls, int64_t resets, int64_t rank, const std::
     return found;
   };
   const auto [flags, broken, epoch_word, posts, marks, slots] = offsets;
-  calls.clear(Segments{rank, static_cast<int64_t>(segments.size()), storages(segments), flags, broken, epoch_word, posts,
-                       marks, slots, slot_bytes, std::move(results), storages(heaps),
-                       reinterpret_cast<int64_t*>(warm_until)},
-              reinterpret_cast<int64_t*>(epoch), reinterpret_cast<const int64_t*>(error_record), resets);
+  const CallContext context{{rank, static_cast<int64_t>(segments.size()), storages(segments), flags, broken, epoch_word,
+                             posts, marks, slots, slot_bytes, std::move(results), storages(heaps),
+                             reinterpret_cast<int64_t*>(warm_until)},
+                            reinterpret_cast<int64_t*>(epoch),
+                            reinterpret_cast<const int64_t*>(error_record)};
+  calls.clear(std::make_shared<const CallContext>(context), resets);
 }
 
 py::list recorded_calls() {
   py::list found;
-  for (const RecordedCall& call : PreparedCalls::ring().calls()) {
+  for (const RecordedCall& call : call_ring().calls()) {
     const auto workspace = call.workspace.lock();
     const bool runs = call.ended == 0;
     found.append(py::make_tuple(call.record->get(), runs && workspace ? workspace->get() : py::none(), call.number,
@@ -316,6 +318,7 @@ void bind_op_kernels(py::module_& m) {
   m.attr("SLOT") = static_cast<int>(Operand::kSlot);
   m.attr("PEER_RESULT") = static_cast<int>(Operand::kPeerResult);
   m.attr("NUM_SLOTS") = kNumSlots;
+  m.attr("POST_BYTES") = kPostBytes;
 
   py::class_<Tape>(m, "Tape", "What a call did.")
       .def(py::init<>())
@@ -343,7 +346,7 @@ void bind_op_kernels(py::module_& m) {
       }))
       .def("withdraw", &PreparedCalls::withdraw)
       .def("clear",
-           [](PreparedCalls& calls, int64_t resets) { calls.clear(std::nullopt, nullptr, nullptr, resets); })
+           [](PreparedCalls& calls, int64_t resets) { calls.clear(nullptr, resets); })
       .def("begin", &begin_calls)
       .def("add", &add_call)
       .def("refuse", [](PreparedCalls& calls, const std::vector<int64_t>& key) {
@@ -365,7 +368,7 @@ void bind_op_kernels(py::module_& m) {
   m.def("set_forced_algorithm", [](int64_t number) { forced_algorithm = number; });
   m.def("alias", &alias);
   m.def("recorded_calls", &recorded_calls);
-  m.def("forget_recorded_calls", [] { PreparedCalls::ring().clear(); });
+  m.def("forget_recorded_calls", [] { call_ring().clear(); });
 }
 
 }  // namespace fusedcomm

@@ -22,11 +22,6 @@ Known& known() {
 
 }  // namespace
 
-CallRing& PreparedCalls::ring() {
-  static auto* ring = new CallRing();
-  return *ring;
-}
-
 void PreparedCalls::enlist(const std::shared_ptr<PreparedCalls>& calls) {
   std::lock_guard<std::mutex> guard(known().mutex);
   known().by_group[calls->group()] = calls;
@@ -53,16 +48,13 @@ std::shared_ptr<PreparedCalls> PreparedCalls::of(const std::string& group_name) 
   return found == known().by_group.end() ? nullptr : found->second.lock();
 }
 
-void PreparedCalls::clear(std::optional<Segments> segments, int64_t* epoch, const int64_t* error_record,
-                          int64_t resets) {
+void PreparedCalls::clear(std::shared_ptr<const CallContext> context, int64_t resets) {
   std::unordered_map<Key, std::shared_ptr<PreparedCall>, HashKey> dropped;
   std::lock_guard<std::mutex> guard(mutex_);
   ++generation_;
   std::swap(calls_, dropped);
   met_.clear();
-  segments_ = std::move(segments);
-  epoch_ = epoch;
-  error_record_ = error_record;
+  std::swap(context_, context);
   resets_ = resets;
 }
 
@@ -83,41 +75,41 @@ void PreparedCalls::add(Key key, std::shared_ptr<PreparedCall> call) {
   std::swap(calls_[std::move(key)], call);
 }
 
-// Python raises the error that the workspace has, or finds.
-bool PreparedCalls::is_broken() const {
-  if (!segments_) return true;
-  const uintptr_t broken = segments_->address(segments_->rank) + static_cast<uintptr_t>(segments_->broken);
-  return *error_record_ != 0 || any_broken(broken, segments_->group_size, *epoch_ + 1);
-}
-
 bool PreparedCalls::run(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results) {
   std::unique_lock<CallLock> guard(*lock_, std::defer_lock);
   guard.lock();
-  if (call.generation != generation_ || (call.has_rounds && is_broken())) return false;
-  const int64_t before = call.has_rounds ? *epoch_ : 0;
-  const int64_t sequence = ring().begin(
+  const std::shared_ptr<const CallContext> context = call.has_rounds ? context_ : nullptr;
+  if (call.generation != generation_ || (call.has_rounds && (!context || context->is_broken()))) return false;
+  const auto num_rounds = [&] { return context ? *context->epoch : 0; };
+  const int64_t before = num_rounds();
+  const int64_t sequence = call_ring().begin(
       {call.record, call.workspace, 0, ++*num_calls_, resets_, before, before, monotonic(), 0, "", {}});
-  if (!call.has_rounds) guard.unlock();  // a backend's waits may be long
+  if (!context) guard.unlock();  // a backend's waits may be long
   try {
-    if (call.has_rounds) {
-      run_rounds(call, tensors, results);
+    if (context) {
+      run_rounds(call, *context, tensors, results);
     } else {
       results = call.tape.run(tensors, nullptr);
     }
   } catch (const std::exception&) {
-    fail(call, sequence, std::current_exception());
+    with_gil([&, error = std::current_exception()] {
+      const auto& rescue = call.rescue->get();
+      const auto told = rescue.attr("tell")(as_python(error)).cast<std::pair<std::string, std::vector<int64_t>>>();
+      call_ring().end(sequence, num_rounds(), told.first, told.second);
+      rescue.attr("dump")(told.first);
+    });
     throw;
   }
-  ring().end(sequence, call.has_rounds ? *epoch_ : 0);
+  call_ring().end(sequence, num_rounds());
   return true;
 }
 
-void PreparedCalls::run_rounds(PreparedCall& call, const std::vector<at::Tensor>& tensors,
-                               std::vector<c10::IValue>& results) {
+void PreparedCalls::run_rounds(PreparedCall& call, const CallContext& context, const std::vector<at::Tensor>& tensors,
+                               std::vector<c10::IValue>& results) const {
   const auto& rescue = *call.rescue;
   const int64_t number = *num_calls_;
   Rounds rounds(
-      *segments_, epoch_, call.fingerprint,
+      context.segments, context.epoch, call.fingerprint,
       [&](int64_t src_rank, int64_t epoch) {
         with_gil([&] { rescue.get().attr("wait")(src_rank, epoch, number); });
       },
@@ -126,19 +118,9 @@ void PreparedCalls::run_rounds(PreparedCall& call, const std::vector<at::Tensor>
     results = call.tape.run(tensors, &rounds);
   } catch (const std::exception&) {
     // A wait that fails has told the peers what they must know. Ctrl-C may come before it begins.
-    if (!is_broken()) with_gil([&] { rescue.get().attr("abandon")(as_python(std::current_exception())); });
+    if (!context.is_broken()) with_gil([&] { rescue.get().attr("abandon")(as_python(std::current_exception())); });
     throw;
   }
-}
-
-// Records what went wrong, and lets Python write its dump.
-void PreparedCalls::fail(PreparedCall& call, int64_t sequence, std::exception_ptr error) {
-  with_gil([&] {
-    const auto told =
-        call.rescue->get().attr("tell")(as_python(error)).cast<std::pair<std::string, std::vector<int64_t>>>();
-    ring().end(sequence, call.has_rounds ? *epoch_ : 0, told.first, told.second);
-    call.rescue->get().attr("dump")(told.first);
-  });
 }
 
 }  // namespace fusedcomm

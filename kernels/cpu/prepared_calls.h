@@ -32,31 +32,38 @@ struct HashKey {
   }
 };
 
-// Adds an argument of an op to its key, and its tensors to `tensors`. False for what no tape can stand for.
+// Adds an argument of an op to its key, and its tensors to `tensors`. False for what no tape can stand for. Each begins
+// with its kind, so that none is read as another: None is no integer, and 1 is not True.
 inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tensor>& tensors) {
+  enum Kind : int64_t { kTensor, kNone, kInt, kBool, kString, kList };
   if (value.isTensor()) {
     const at::Tensor& t = value.toTensor();
     if (!t.defined()) return false;
     const bool plain = t.device().is_cpu() && t.layout() == at::kStrided && !t.is_conj() && !t.is_neg() &&
                        !t._is_zerotensor() && !t.is_quantized() && !t.key_set().has(c10::DispatchKey::Python) && t.has_storage();
     if (!plain) return false;
+    key.push_back(kTensor);
     key.push_back(static_cast<int64_t>(t.scalar_type()));
     key.push_back(t.dim());
     key.append(t.sizes().begin(), t.sizes().end());
     key.append(t.strides().begin(), t.strides().end());
     tensors.push_back(t);
   } else if (value.isNone()) {
-    key.push_back(-1);
+    key.push_back(kNone);
   } else if (value.isInt()) {
+    key.push_back(kInt);
     key.push_back(value.toInt());
   } else if (value.isBool()) {
+    key.push_back(kBool);
     key.push_back(value.toBool());
   } else if (value.isString()) {
     const std::string& text = value.toStringRef();
+    key.push_back(kString);
     key.push_back(static_cast<int64_t>(text.size()));
     key.append(text.begin(), text.end());
   } else if (value.isList()) {
     const auto list = value.toListRef();
+    key.push_back(kList);
     key.push_back(static_cast<int64_t>(list.size()));
     for (const c10::IValue& each : list) {
       if (!add_to_key(each, key, tensors)) return false;
@@ -77,6 +84,20 @@ struct PreparedCall {
   std::unique_ptr<PythonObject> rescue;     // fusedcomm.ops.prepared.Rescue: what is done if something goes wrong
 };
 
+// The workspace of a group's calls. Each call keeps the one that it has begun with: in the middle of it, a signal's
+// handler in Python may close the group or reset it, and then the call goes on where its peers wait.
+struct CallContext {
+  Segments segments;
+  int64_t* epoch;  // this and the error record belong to the Workspace, which each PreparedCall keeps alive
+  const int64_t* error_record;
+
+  // Python raises the error that the workspace has, or finds.
+  bool is_broken() const {
+    const uintptr_t broken = segments.address(segments.rank) + static_cast<uintptr_t>(segments.broken);
+    return *error_record != 0 || any_broken(broken, segments.group_size, *epoch + 1);
+  }
+};
+
 class PreparedCalls {
  public:
   // `counters`: num_calls of the group's Member, which counts its other calls there.
@@ -88,7 +109,7 @@ class PreparedCalls {
   int64_t generation() const { return generation_; }
 
   // Begins anew, on another workspace or none. With the lock.
-  void clear(std::optional<Segments> segments, int64_t* epoch, const int64_t* error_record, int64_t resets);
+  void clear(std::shared_ptr<const CallContext> context, int64_t resets);
 
   // The call's tape; else null, and whether such a call has been made before, so that it is worth one.
   std::pair<std::shared_ptr<PreparedCall>, bool> find(const Key& key);
@@ -103,7 +124,6 @@ class PreparedCalls {
     return calls_.size();
   }
 
-  static CallRing& ring();
   static std::shared_ptr<PreparedCalls> of(const std::string& group_name);
   static void enlist(const std::shared_ptr<PreparedCalls>& calls);
   // Nobody finds them any more. False if that was so before.
@@ -112,18 +132,15 @@ class PreparedCalls {
  private:
   static constexpr size_t kMostCalls = 4096;
 
-  bool is_broken() const;
-  void fail(PreparedCall& call, int64_t sequence, std::exception_ptr error);
-  void run_rounds(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results);
+  void run_rounds(PreparedCall& call, const CallContext& context, const std::vector<at::Tensor>& tensors,
+                  std::vector<c10::IValue>& results) const;
 
   c10d::ProcessGroup* group_;  // by its address alone, which another one has after it: then these are withdrawn
   std::shared_ptr<CallLock> lock_;
   PythonObject counters_;
   int64_t* num_calls_;
   std::atomic<int64_t> generation_{0};
-  std::optional<Segments> segments_;
-  int64_t* epoch_ = nullptr;
-  const int64_t* error_record_ = nullptr;
+  std::shared_ptr<const CallContext> context_;  // null without a workspace; with the lock, as the next
   int64_t resets_ = 0;
   mutable std::mutex mutex_;  // for the tables; nothing else is waited for with it
   std::unordered_map<Key, std::shared_ptr<PreparedCall>, HashKey> calls_;

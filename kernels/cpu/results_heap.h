@@ -8,7 +8,6 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/TensorFactories.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <cstdint>
@@ -28,7 +27,8 @@ std::shared_ptr<Segment> segment_of(void* address);  // symmetric_memory.cpp; nu
 class ResultsHeap {
  public:
   // A uint8 tensor in this rank's own symmetric memory. It may go: its memory stays, as long as the heap or a tensor.
-  explicit ResultsHeap(const at::Tensor& segment) : memory_(memory_of(segment)) {}
+  // `least_bytes`: of a result that may take a block.
+  ResultsHeap(const at::Tensor& segment, size_t least_bytes) : memory_(memory_of(segment)), least_bytes_(least_bytes) {}
 
   // A contiguous tensor on CPU, in a block if one is warm or the heap grows for it. It is NaN where torch fills what
   // `empty` returns.
@@ -55,11 +55,11 @@ class ResultsHeap {
   };
 
   static std::shared_ptr<HeapMemory> memory_of(const at::Tensor& segment);
+  at::Tensor in_block_or_ordinary(at::IntArrayRef sizes, caffe2::TypeMeta type, size_t num_bytes) const;
   c10::DataPtr ordinary(size_t num_bytes, Admission::SizeClass& results) const;
 
   static void free_block(void* context) {
-    const std::unique_ptr<Block> block(static_cast<Block*>(context));
-    HeapMemory::give_back(*block);
+    HeapMemory::give_back(std::unique_ptr<Block>(static_cast<Block*>(context)));
   }
   static void free_ordinary(void* context) {
     const std::unique_ptr<Ordinary> result(static_cast<Ordinary*>(context));
@@ -67,6 +67,7 @@ class ResultsHeap {
   }
 
   std::shared_ptr<HeapMemory> memory_;
+  size_t least_bytes_;
   std::shared_ptr<Admission> admission_ = std::make_shared<Admission>();
 };
 
@@ -94,7 +95,19 @@ inline at::Tensor ResultsHeap::empty(at::IntArrayRef sizes, at::ScalarType dtype
   at::detail::check_size_nonnegative(sizes);
   const caffe2::TypeMeta type = c10::scalarTypeToTypeMeta(dtype);
   const size_t num_bytes = at::detail::computeStorageNbytesContiguous(sizes, type.itemsize());
-  if (num_bytes == 0) return at::empty(sizes, dtype);
+  memory_->meet();
+  const bool is_small = num_bytes == 0 || num_bytes < least_bytes_;
+  at::Tensor tensor = is_small ? at::Tensor(at::detail::empty_cpu(sizes, dtype))
+                               : in_block_or_ordinary(sizes, type, num_bytes);
+  const at::Context& settings = at::globalContext();
+  if (settings.deterministicAlgorithms() && settings.deterministicFillUninitializedMemory()) {
+    at::native::fill_empty_deterministic_(tensor);
+  }
+  return tensor;
+}
+
+inline at::Tensor ResultsHeap::in_block_or_ordinary(at::IntArrayRef sizes, caffe2::TypeMeta type,
+                                                    size_t num_bytes) const {
   Admission::SizeClass& results = admission_->size_class(num_bytes);
   std::unique_ptr<Block> block = memory_->take(num_bytes, results);
   c10::DataPtr data;
@@ -110,10 +123,6 @@ inline at::Tensor ResultsHeap::empty(at::IntArrayRef sizes, at::ScalarType dtype
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)),
                                                          c10::DispatchKeySet(c10::DispatchKey::CPU), type);
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  const at::Context& settings = at::globalContext();
-  if (settings.deterministicAlgorithms() && settings.deterministicFillUninitializedMemory()) {
-    at::native::fill_empty_deterministic_(tensor);
-  }
   return tensor;
 }
 

@@ -17,8 +17,9 @@
 
 namespace fusedcomm {
 
-constexpr int64_t kPostBytes = 24;  // fusedcomm.runtime.segment.POST_BYTES
-constexpr int64_t kNumSlots = 2;  // fusedcomm.runtime.segment.NUM_SLOTS; a workspace with another number has no tapes
+// As in fusedcomm.runtime.segment: a workspace with others has no tapes.
+constexpr int64_t kNumSlots = 2;
+constexpr int64_t kPostBytes = 24;
 
 // Where things lie in the segments of a group; the offsets are those of `fusedcomm.runtime.segment.HeaderLayout`.
 struct Segments {

@@ -12,22 +12,42 @@ from fusedcomm.kernels.triton.matmul import (
     tile_of_chunk,
     tile_range,
 )
+from fusedcomm.kernels.triton.parts import find, num_before, num_of, spans_of
 from fusedcomm.kernels.triton.primitives import named, span_index
-from fusedcomm.kernels.triton.rounds import next_push, report, slot_of
+from fusedcomm.kernels.triton.rounds import next_push, report, signal_peer, slot_of
 
 
 @triton.jit
-def _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT: tl.constexpr, TILE: tl.constexpr):
-    """dst_rank, batch, tile row and column: destination by destination, from rank + 1 to rank."""
-    dst_rank = (rank + 1 + tile // tiles_in_chunk) % LAYOUT.group_size
-    batch, tile_m, tile_n = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE.group_m)
-    return dst_rank, batch, tile_m, tile_n
+def _find(
+    tile, rank, spans, num_m, num_n, tiles_in_chunk, LAYOUT: tl.constexpr, TILE: tl.constexpr, TRAITS: tl.constexpr
+):
+    """dst_rank, batch, tile row and column: destination by destination, from rank + 1 to rank. And dst_rank's Spans."""
+    if TRAITS.differs == "":
+        dst_rank = (rank + 1 + tile // tiles_in_chunk) % LAYOUT.group_size
+        in_chunk = tile % tiles_in_chunk
+    else:
+        step, in_chunk = find(tile, spans.parts, LAYOUT)
+        dst_rank = (rank + 1 + step) % LAYOUT.group_size
+    theirs = spans_of(spans, dst_rank, TRAITS)
+    if TRAITS.differs != "":
+        num_m = num_tiles(theirs.rows, TILE.block_m, TRAITS.rows_in_runs)
+        num_n = num_tiles(theirs.columns, TILE.block_n, TRAITS.columns_in_runs)
+    batch, tile_m, tile_n = tile_of_chunk(in_chunk, num_m, num_n, TILE.group_m)
+    return (dst_rank, batch, tile_m, tile_n), theirs
+
+
+@triton.jit
+def _signal_who_get_nothing(round, parts, LAYOUT: tl.constexpr):
+    """Every rank signals every peer in every round, and no tile tells that an empty chunk is complete."""
+    for dst_rank in range(LAYOUT.group_size):
+        if num_of(parts, dst_rank) == 0:
+            signal_peer(round, dst_rank, LAYOUT)
 
 
 @triton.jit
 def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """The tile of dst_rank's chunk in fp32 [BLOCK_M, BLOCK_N], without the bias; ``tile`` as _find gives it."""
-    _, rows, columns = spans
+    """The tile of dst_rank's chunk in fp32 [BLOCK_M, BLOCK_N], without the bias; ``tile`` and Spans from _find."""
+    _, rows, columns, _ = spans
     dst_rank, b, tile_m, tile_n = tile
     batch = span_index(b, dst_rank, spans.batches)
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
@@ -49,8 +69,8 @@ def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
 
 @triton.jit
 def _epilogue(acc, chunk, bias_ptr, tile, spans, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """Store a tile, with the bias, to its place in the chunk; ``tile`` as _find gives it."""
-    _, rows, columns = spans
+    """Store a tile, with the bias, to its place in the chunk; ``tile`` and Spans from _find."""
+    _, rows, columns, _ = spans
     dst_rank, b, tile_m, tile_n = tile
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
     j, j_end = tile_range(tile_n, columns, TILE.block_n, TRAITS.columns_in_runs)
@@ -59,6 +79,11 @@ def _epilogue(acc, chunk, bias_ptr, tile, spans, TILE: tl.constexpr, TRAITS: tl.
     # A chunk fits 32 bits; rows behind the mask may wrap.
     mask, at = offsets < i_end - i, offsets * columns.size
     store_tile(acc, part, at, mask, j, j_end, bias_ptr, dst_rank, columns, TRAITS.columns_in_runs, TILE.halves)
+
+
+@triton.jit
+def _tiles_of(dst_rank, spans, tiles_in_chunk, TRAITS: tl.constexpr):
+    return tiles_in_chunk if TRAITS.differs == "" else num_of(spans.parts, dst_rank)
 
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
@@ -78,14 +103,20 @@ def push_matmul_kernel(
     """slot[rank] of each dst_rank = x[batches, rows] @ w[batches][:, columns] + bias; signal it.
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol. It reads the epoch on the device, so that a
-    replayed graph moves on. Programs share the tiles of all chunks; a chunk must have at least one element.
+    replayed graph moves on. Programs share the tiles of all chunks, of which there must be one. Who gets nothing is
+    signalled by the first program, before all else.
     """
     tl.assume(sizes.K > 0)
-    spans = named(spans)
+    spans = named(spans, TRAITS)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     num_m = num_tiles(spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     num_n = num_tiles(spans.columns, TILE.block_n, TRAITS.columns_in_runs)
     tiles_in_chunk = spans.batches.size * num_m * num_n
+    num_all = tiles_in_chunk * LAYOUT.group_size
+    if TRAITS.differs != "":
+        num_all = num_before(spans.parts, rank) + num_of(spans.parts, rank)  # the own chunk is the last one
+        if tl.program_id(0) == 0:
+            _signal_who_get_nothing(round, spans.parts, LAYOUT)
     num_programs = tl.num_programs(0)
     DTYPE: tl.constexpr = x.dtype if TRAITS.by_tma else x.dtype.element_ty
 
@@ -93,24 +124,24 @@ def push_matmul_kernel(
     num_stored = 0  # tiles of stored_rank's chunk that are stored but not reported
     stored_rank = rank
     # The loop is flattened: the loads of a tile are under way while the tile before it is stored.
-    for tile in tl.range(tl.program_id(0), tiles_in_chunk * LAYOUT.group_size, num_programs, flatten=TRAITS.by_tma):
-        computed = _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE)
-        acc = _multiply(x, w, computed, spans, sizes, TILE, TRAITS)
+    for tile in tl.range(tl.program_id(0), num_all, num_programs, flatten=TRAITS.by_tma):
+        computed, theirs = _find(tile, rank, spans, num_m, num_n, tiles_in_chunk, LAYOUT, TILE, TRAITS)
+        acc = _multiply(x, w, computed, theirs, sizes, TILE, TRAITS)
 
         # The stored tile is found again from a counter of its own, so that the next tile's loads do not depend on this
         # tile's store.
         stored_tile += num_programs
-        stored = _find(stored_tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE)
+        stored, theirs = _find(stored_tile, rank, spans, num_m, num_n, tiles_in_chunk, LAYOUT, TILE, TRAITS)
         dst_rank = stored[0]
         # A finished chunk is reported one tile late: its stores have landed by now, so the release
         # does not stall.
         if (dst_rank != stored_rank) & (num_stored > 0):
-            report(round, stored_rank, num_stored, tiles_in_chunk, LAYOUT)
+            report(round, stored_rank, num_stored, _tiles_of(stored_rank, spans, tiles_in_chunk, TRAITS), LAYOUT)
             num_stored = 0
         slot = slot_of(tl.load(segments_ptr + dst_rank), round.epoch, sizes.slot_bytes, LAYOUT, DTYPE)
         chunk = slot + tl.cast(rank, tl.int64) * sizes.chunk_numel
-        _epilogue(acc, chunk, bias_ptr, stored, spans, TILE, TRAITS)
+        _epilogue(acc, chunk, bias_ptr, stored, theirs, TILE, TRAITS)
         num_stored += 1
         stored_rank = dst_rank
     if num_stored > 0:
-        report(round, stored_rank, num_stored, tiles_in_chunk, LAYOUT)
+        report(round, stored_rank, num_stored, _tiles_of(stored_rank, spans, tiles_in_chunk, TRAITS), LAYOUT)

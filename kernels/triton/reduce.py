@@ -8,10 +8,10 @@ from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, 
 
 
 @triton.jit
-def _sum(slot, first, offsets, mask, size, GROUP_SIZE: tl.constexpr):
+def _sum(slot, first, offsets, mask, step, GROUP_SIZE: tl.constexpr):
     total = tl.load(slot + first + offsets, mask, other=0.0).to(tl.float32)
     for src_rank in tl.static_range(1, GROUP_SIZE):  # unrolled: the loads of all ranks are in flight together
-        part = tl.load(slot + tl.cast(size, tl.int64) * src_rank + first + offsets, mask, other=0.0)
+        part = tl.load(slot + tl.cast(step, tl.int64) * src_rank + first + offsets, mask, other=0.0)
         total += part.to(tl.float32)
     return total
 
@@ -21,8 +21,7 @@ def reduce_kernel(
     out_ptr,  # contiguous
     bias_ptr,  # [num_bias], or None
     segments_ptr,  # [R] addresses of the ranks' segments
-    size,
-    start,
+    run,  # Reduced
     num_bias,
     slot_bytes,
     fingerprint,
@@ -36,6 +35,8 @@ def reduce_kernel(
     The kernel waits, bounded, for what push_matmul_kernel or signal_kernel of each src_rank signals, and ends the
     round. On failure each program writes NaN where it would have written data.
     """
+    size, start, chunk_numel = run
+    step = size if chunk_numel is None else chunk_numel
     round = next_round(segments_ptr, rank, fingerprint)
     dtype = out_ptr.dtype.element_ty
     slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, dtype)
@@ -46,7 +47,7 @@ def reduce_kernel(
         for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
             first = tl.cast(tile, tl.int64) * BLOCK
             mask = offsets < size - first
-            total = _sum(slot, first, offsets, mask, size, LAYOUT.group_size)
+            total = _sum(slot, first, offsets, mask, step, LAYOUT.group_size)
             if AVERAGE:
                 total = tl.div_rn(total, tl.full((BLOCK,), LAYOUT.group_size, tl.float32))
             if bias_ptr is not None:

@@ -45,6 +45,13 @@ def next_push(segments_ptr, rank, fingerprint, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def signal_peer(round, dst_rank, LAYOUT: tl.constexpr):
+    """Tell dst_rank that its chunk of the round is there: what this program stored before, or has seen stored."""
+    flags = flags_of(tl.load(round.segments_ptr + dst_rank), round.epoch, LAYOUT)
+    signal(flags + round.rank, flag_value(round.epoch, round.fingerprint))
+
+
+@triton.jit
 def report(round, dst_rank, num_stored, num_parts, LAYOUT: tl.constexpr):
     """Count parts of dst_rank's chunk that this program has stored. The program that completes the chunk signals it.
 
@@ -56,8 +63,7 @@ def report(round, dst_rank, num_stored, num_parts, LAYOUT: tl.constexpr):
     before = tl.atomic_add(counter, tl.cast(num_stored, tl.int64), sem="acq_rel", scope="gpu")
     if before + num_stored == num_parts:
         tl.store(counter, 0)  # for the next round, a later kernel
-        flags = flags_of(tl.load(round.segments_ptr + dst_rank), round.epoch, LAYOUT)
-        signal(flags + round.rank, flag_value(round.epoch, round.fingerprint))
+        signal_peer(round, dst_rank, LAYOUT)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from fusedcomm.bench import tune
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.cost import model
 from fusedcomm.geometry import shapes
+from fusedcomm.geometry.cut import Splits
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import topology, triton_probe
@@ -43,6 +44,7 @@ GATHERED_K = shapes.all_to_all_matmul((4096, 8192), (16384, 64), 1, 0, 2)  # 32 
 GATHERED_ROWS = shapes.all_gather_matmul((4096, 4096), ((4096, 64),), 0, 2)  # 32 MiB
 DECODED = shapes.matmul_all_reduce((16, 512), (512, 1 << 20), "sum", 2)  # 16 MiB, cut along N: one pass over w
 LARGE = shapes.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
+UNEVEN = shapes.matmul_all_to_all((1024, 512), (512, 1027), None, 0, 1, 2, Splits(gather_size=2047, rank=0))
 HUGE_ROW = shapes.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
 
 
@@ -81,6 +83,9 @@ ESTIMATED = "estimated "
         (OP, SMALL, BF16, member(verdict=NO_PEERS), False, "unfused", "rank 1 is on another host"),
         (OP, HUGE_ROW, BF16, member(), False, "unfused", "one row for every peer takes"),
         (OP, SMALL, BF16, None, False, "unfused", "one rank"),
+        (OP, UNEVEN, BF16, member(), False, "fused", ESTIMATED),
+        (OP, UNEVEN, BF16, member("cpu"), False, "chunked", ESTIMATED),
+        (OP, UNEVEN, BF16, member(), True, "unfused", "parts of different sizes, gather_splits=[1024, 1023], scatter_"),
         (OP, DECODE, BF16, member(), False, "unfused", "16 KiB per peer, less than 64"),
         (OP, DECODE, BF16, member(), True, "unfused", "16 KiB per peer, less than 64"),
         (OP, DECODE, BF16, member("cpu"), False, "chunked", ESTIMATED),
@@ -107,6 +112,17 @@ def test_each_rule(
     plan = planner.plan(op, exchange, dtype, us)
     assert plan.algorithm == algorithm, plan
     assert plan.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("name", [None, "chunked", "fused"])
+def test_parts_of_different_sizes_are_in_no_cuda_graph(capturing: list[bool], name: str | None) -> None:
+    """Before a capture neither, so that what has run then is what the graph holds."""
+    capturing.append(False)
+    with planner.force_algorithm(name):
+        assert planner.plan(OP, UNEVEN, BF16, member()).algorithm == (name or "fused")
+        with fusedcomm.before_capture():
+            plan = planner.plan(OP, UNEVEN, BF16, member())
+    assert plan.algorithm == "unfused" and plan.reason.endswith(": a CUDA graph would keep the host's table of them")
 
 
 TERABYTES = replace(ABLE, workspace_bytes=1 << 50)

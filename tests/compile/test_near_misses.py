@@ -66,6 +66,25 @@ def something_is_computed_between(r: int) -> Any:
     return program, [(B, T, K), (K, N)]
 
 
+REPEATED = "matmul_all_to_all: the matmul's result is repeated 2 times before it is sent: send it once, by matmul_all"
+
+
+@near_miss(REPEATED)
+def heads_of_keys_are_repeated(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return heads_first((x @ w).view(B, T, HEADS // 2, DIM).repeat_interleave(2, 2), r)
+
+    return program, [(B, T, K), (K, N // 2)]
+
+
+@near_miss(REPEATED)
+def one_head_of_keys_is_expanded(r: int) -> Any:
+    def program(x: Tensor, w: Tensor) -> Any:
+        return heads_first((x @ w).view(B, T, 1, DIM).expand(B, T, 2, DIM), r)
+
+    return program, [(B, T, K), (K, DIM)]
+
+
 @near_miss("all_to_all_matmul: what arrives goes to relu, not to a matmul")
 def something_is_computed_after(r: int) -> Any:
     def program(x: Tensor, w: Tensor) -> Any:
@@ -228,6 +247,7 @@ QUICK = [  # one that each part of the search refuses
     "maximum",
     "result-is-used",
     "something-is-computed-between",
+    "heads-of-keys-are-repeated",
 ]
 
 

@@ -53,7 +53,8 @@ def test_all_ranks_leave_it(rank: int, world_size: int, case: str, commute: bool
     lines: list[Any] = [None] * world_size
     dist.all_gather_object(lines, [(line.graph, line.status, line.reason) for line in report.collectives])
     assert all(each == lines[0] for each in lines)
-    dims = {"tokens": "dim 1", "heads": "dim 2", "both": "dim 1 and dim 2"}[case]
+    uneven = [f"dim {dim} of size {whole[dim]}" for dim in (1, 2) if whole[dim] % world_size]
+    dims = " and ".join(uneven)
     assert len(lines[0]) == 4
     for _, status, reason in lines[0]:
         assert status == "exposed"

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.runtime import members
+from fusedcomm.runtime import members, results
 from tests.helpers.problems import OPS, Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
 
@@ -33,12 +34,13 @@ WITH_FEW_FUSED = [
 
 @contextmanager
 def fresh_group(**env: str) -> Iterator[Any]:
-    """A group of all ranks that votes under these settings, and is gone afterwards."""
+    """A group of all ranks that votes under these settings, and is gone afterwards. Small results take blocks too."""
     saved = dict(os.environ)
     os.environ.update({f"FUSEDCOMM_{name}": value for name, value in env.items()})
     group = dist.new_group()
     try:
-        yield group
+        with mock.patch.object(results, "LEAST_BYTES", 1):
+            yield group
     finally:
         os.environ.clear()
         os.environ.update(saved)

@@ -15,12 +15,13 @@ from tests.helpers.symmetric_memory import CPU, native
 
 PAGE = os.sysconf("SC_PAGESIZE")
 NUMEL = 2048
+BYTES = 4 * NUMEL
 MB = 1 << 20
 CHILD_S = 60  # a child that takes longer hangs
 
 
-def make_heap(num_bytes: int = 4 * MB) -> Any:
-    return native.ResultsHeap(symm_mem.empty(num_bytes, dtype=torch.uint8, device=CPU))
+def make_heap(num_bytes: int = 4 * MB, least_bytes: int = 0) -> Any:
+    return native.ResultsHeap(symm_mem.empty(num_bytes, dtype=torch.uint8, device=CPU), least_bytes)
 
 
 def in_heap(heap: Any, numel: int = NUMEL) -> Tensor:
@@ -30,6 +31,10 @@ def in_heap(heap: Any, numel: int = NUMEL) -> Tensor:
     t = heap.empty([numel], torch.float32)
     assert heap.place(t) is not None
     return t
+
+
+def places(heap: Any, tensors: list[Tensor]) -> list[int | None]:
+    return [heap.place(t) for t in tensors]
 
 
 def in_child(body: Callable[[], object]) -> int:

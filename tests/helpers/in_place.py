@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,14 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.runtime import members
 from fusedcomm.runtime.workspace import Workspace
+from tests.helpers.groups import member_of
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 
 if TYPE_CHECKING:
     import pytest
 
+LATE_S = 0.02
+WARM_UP = 6  # calls whose results are dropped: two in ordinary memory, one cold for its owner, one for its peers
 TO_ALL = Problem("in-place", (6, 5), 7, 0, 1)
 RUNS = Problem("in-place-runs", (2, 256, 4), 8, 1, 2)  # the matmul writes runs of the peer's result
 SCATTERED = Problem("in-place-copied", (2, 6, 5), 8, 1, 2)  # runs are too short for it: never in place
@@ -60,3 +64,20 @@ def in_place_from(workspace: Workspace) -> list[int]:
     words = workspace.segment[: workspace.layout.header_bytes].view(torch.int64).tolist()
     marks = [words[workspace.layout.mark(workspace.epoch, src) // 8] for src in range(workspace.group_size)]
     return [src for src, mark in enumerate(marks) if mark == workspace.epoch > 0]
+
+
+def warm_up(group: Any, *problems: Problem, **options: Any) -> None:
+    for problem in problems:
+        for seed in range(WARM_UP):
+            assert_exact(results_of(group, problem, seed, **options), wanted(group, problem, seed, **options))
+
+
+def after_peers(group: Any, late: int) -> None:
+    """All ranks come, and one of them later: by then the others have posted."""
+    dist.barrier(group)
+    if dist.get_rank(group) == late:
+        time.sleep(LATE_S)
+
+
+def arrived(group: Any) -> list[int]:
+    return in_place_from(member_of(group).workspace)

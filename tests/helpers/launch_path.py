@@ -3,9 +3,9 @@
     python -m tests.helpers.launch_path FOLDER ARCH WHAT [PARTS]
 
 WHAT: ``kernels``, the launches of fusedcomm/testing/compile_only.py; ``ops``, calls of all ops as users make them;
-``views``, calls with parts of tensors; ``planted``, launches with a defect each; ``slots``, gathers with a defect of
-the slots that they load; ``time``, microseconds of the host. It prints JSON, one object per case. It must run without
-TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
+``uneven``, those with parts of different sizes; ``views``, calls with parts of tensors; ``planted``, launches with a
+defect each; ``slots``, gathers with a defect of the slots that they load; ``time``, microseconds of the host. It prints
+JSON, one object per case. It must run without TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from tests.helpers.fake_driver import FakeDriver, Refused
 from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.pretended_gpu import DEVICE, PretendedGpu
 from tests.helpers.problems import GATHERS, Problem, integers
+from tests.helpers.uneven import Uneven
 
 RANK, GROUP_SIZE = 1, 4
 SLOT_BYTES = 1 << 17  # the aligned problems take two rounds or more
@@ -56,6 +58,14 @@ ALIGNED = [  # one for each op, whose tiles are boxes
     Problem("aligned", (1024, 512), 256, op="matmul_all_reduce"),
 ]
 RAGGED = [problem for problem in ALL_PROBLEMS if problem.name == "ragged"]
+UNEVEN = [  # in one round, in which this rank sends to all but one, and gets from all but one
+    Uneven("matmul_all_to_all", (33, 4, 64), 2, 0, 1, scatter=(2, 1, 1, 0), bias=True, other=128),
+    Uneven("matmul_all_to_all", (33, 2, 64), 2, 0, 1, scatter=((0, 1), (0, 1), (1, 1), (1, 1)), other=128),
+    Uneven("all_to_all_matmul", (33, 4, 64), 2, 1, 0, gather=(1, 2, 1, 0), other=128),
+    Uneven("all_to_all_matmul", (33, 256), 1, 0, 1, gather=(17, 9, 7, 0), other=128),
+    Uneven("all_gather_matmul", (33, 256), 1, 0, gather=(17, 9, 7, 0), other=128, bias=True),
+    Uneven("matmul_reduce_scatter", (33, 256), 1, scatter_dim=0, scatter=(17, 9, 7, 0), other=128, bias=True),
+]
 _SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u32": 4, "u64": 8}
 
 
@@ -165,18 +175,32 @@ def ops(path: LaunchPath, problems: Sequence[Problem], dtypes: Sequence[str]) ->
         for by_product in (False, True) if problem.op in GATHERS else (False,):
             with member(path) as workspace, fusedcomm.force_algorithm(algorithm, strict=True):
                 found = path.case(str(problem), partial(call, problem, DTYPES[dtype], by_product))
-                yield found | {
-                    "op": problem.op,
-                    "dtype": dtype,
-                    "algorithm": algorithm,
-                    "by_product": by_product,
-                    "num_ws": len(problem.ns),
-                    "epochs": workspace.epoch,
-                    "streams": {
-                        workspace.side_stream().cuda_stream: "sends",
-                        workspace.reading_stream().cuda_stream: "reads",
-                    },
-                }
+                yield found | _facts(problem.op, dtype, algorithm, by_product, len(problem.ns), workspace)
+
+
+def uneven(path: LaunchPath, dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """As `ops`, with the tables of the peers' own Spans."""
+    for case, dtype, algorithm in itertools.product(UNEVEN, dtypes, ("chunked", "fused")):
+        with member(path) as workspace, fusedcomm.force_algorithm(algorithm, strict=True):
+            found = path.case(f"ragged {case}", partial(uneven_call, replace(case, dtype=DTYPES[dtype])))
+            yield (
+                found | _facts(case.op, dtype, algorithm, False, 1, workspace) | {"overlaps": case.overlaps(GROUP_SIZE)}
+            )
+
+
+def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, workspace: Workspace) -> dict[str, Any]:
+    return {
+        "op": op,
+        "dtype": dtype,
+        "algorithm": algorithm,
+        "by_product": by_product,
+        "num_ws": num_ws,
+        "epochs": workspace.epoch,
+        "streams": {
+            workspace.side_stream().cuda_stream: "sends",
+            workspace.reading_stream().cuda_stream: "reads",
+        },
+    }
 
 
 def views(path: LaunchPath) -> Iterator[dict[str, Any]]:
@@ -212,6 +236,10 @@ def call(problem: Problem, dtype: torch.dtype, by_product: bool) -> Any:
     if by_product:
         return getattr(torch.ops.fusedcomm, problem.op)(*problem.dispatched(inputs, by_product=True))
     return problem.call(inputs)
+
+
+def uneven_call(case: Uneven) -> Any:
+    return case.call(case.inputs(GROUP_SIZE)[RANK], None, GROUP_SIZE)
 
 
 @contextmanager
@@ -370,8 +398,8 @@ def _launches() -> dict[str, Callable[[], None]]:
     return {
         "empty": lambda: empty_kernel[(1,)](),
         "push": lambda: kernel_launch.push(x, w, bias, push, workspace, 1),
-        "unpack": lambda: kernel_launch.unpack(out, push.unpack, workspace, 1),
-        "pack": lambda: kernel_launch.pack(x, gather.pack, workspace, 1, own=False),
+        "unpack": lambda: kernel_launch.unpack(out, push, workspace, 1),
+        "pack": lambda: kernel_launch.pack(x, gather, workspace, 1, own=False),
         "gather": lambda: kernel_launch.gather_matmul(
             gathered, w, bias, gather, workspace, 1, end_round=True, own=False
         ),
@@ -390,6 +418,8 @@ def main(folder: Path, arch: int, what: str, *parts: str) -> None:
         table, dtypes = parts[0], parts[1:] or list(DTYPES)
         problems = {"all": [*ALL_PROBLEMS, *ALIGNED], "few": [*RAGGED, *ALIGNED]}[table]
         cases = ops(path, problems, dtypes)
+    elif what == "uneven":
+        cases = uneven(path, parts)
     else:
         cases = {"kernels": kernels, "views": views, "planted": planted, "slots": slots}[what](path)
     for found in cases:

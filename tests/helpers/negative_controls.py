@@ -425,7 +425,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "a prepared round that is left half way is broken": Control(
         PREPARED_CALLS,
-        "if (!is_broken()) with_gil",
+        "if (!context.is_broken()) with_gil",
         "if (false) with_gil",
         "tests/runtime/test_prepared_faults.py::test_ctrl_c_before_python_has_begun_to_wait",
     ),
@@ -567,11 +567,36 @@ CONTROLS: dict[str, Control] = {
         "    return stamp <= flag_value() && (stamp & 0xFFFFFF) == fingerprint_;",
         "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
     ),
+    "a post is of this call in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "    return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)) == flag_value();",
+        "    const int64_t stamp = load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t));\n"
+        "    return stamp >> kFingerprintBits == flag_value() >> kFingerprintBits;",
+        "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[prepared]",
+    ),
+    "a post has the size that is written": Control(
+        POSTS,
+        "        return int(place) if size == num_bytes else None",
+        "        return int(place)",
+        "tests/ops/test_in_place_faults.py::test_calls_with_one_fingerprint_write_beyond_no_result[python]",
+    ),
+    "a post has the size that is written in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "    if (load_word(words + sizeof(int64_t)) != num_bytes) return std::nullopt;\n",
+        "",
+        "tests/ops/test_in_place_faults.py::test_calls_with_one_fingerprint_write_beyond_no_result[prepared]",
+    ),
+    "a mark is of this round in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "load_word(mark(segments_.rank, src_rank)) == *epoch_ + 1;",
+        "load_word(mark(segments_.rank, src_rank)) > 0;",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
+    ),
     "a post is of this call": Control(
         POSTS,
         "        return bool(loaded().load(address + 2 * _WORD) == stamp)",
         "        return bool(loaded().load(address + 2 * _WORD) >> 24 == stamp >> 24)",
-        "tests/ops/test_in_place.py::test_calls_that_differ_write_into_no_result_of_the_other[python]",
+        "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[python]",
     ),
     "a mark is of this round": Control(
         POSTS,
@@ -638,26 +663,56 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "            self.results.retire()",
         "            pass",
-        "tests/ops/test_in_place.py::test_a_stopped_peer_writes_into_no_later_tensor",
+        "tests/ops/test_in_place_faults.py::test_a_stopped_peer_writes_into_no_later_tensor[prepared]",
     ),
     # results in symmetric memory
     "a forked child has results of its own": Control(
         "kernels/cpu/heap_memory.h",
         "memory->make_private();",
         "(void)memory;",
-        "tests/runtime/test_results_heap.py::test_a_child_writes_into_memory_of_its_own",
+        "tests/runtime/test_heap_forks.py::test_a_child_writes_into_memory_of_its_own",
     ),
     "memory is made private once": Control(
         "kernels/cpu/heap_memory.h",
         "  if (private_) return;\n  private_ =",
         "  private_ =",
-        "tests/runtime/test_results_heap.py::test_a_child_of_a_child_keeps_what_the_child_wrote",
+        "tests/runtime/test_heap_forks.py::test_a_child_of_a_child_keeps_what_the_child_wrote",
     ),
     "a block that a child may read is not used again": Control(
         "kernels/cpu/heap_memory.h",
-        " && !seen_by_child",
+        "  if (!seen_by_child) return",
+        "  return",
+        "tests/runtime/test_heap_forks.py::test_a_block_that_a_child_may_read_is_not_used_again",
+    ),
+    "a child that has gone gives its blocks free": Control(
+        "kernels/cpu/forks.h",
+        "F_SEAL_WRITE) != 0",
+        "F_SEAL_WRITE) != 1",
+        "tests/runtime/test_heap_forks.py::test_blocks_that_children_have_seen_are_used_again_when_those_are_gone",
+    ),
+    "a call keeps its workspace": Control(
+        PREPARED_CALLS,
+        "  const std::shared_ptr<const CallContext> context = ",
+        "  const std::shared_ptr<const CallContext>& context = ",
+        "tests/runtime/test_prepared_faults.py::test_a_handler_takes_the_workspace_of_a_call_that_waits[reset-False-True]",
+    ),
+    "None is no integer": Control(
+        "kernels/cpu/prepared_calls.h",
+        "key.push_back(kNone);",
+        "key.append({kInt, -1});",
+        "tests/ops/test_prepared.py::test_a_value_of_another_kind_is_another_call",
+    ),
+    "a heap gives memory back": Control(
+        "kernels/cpu/results_heap.h",
+        "  memory_->meet();\n",
         "",
-        "tests/runtime/test_results_heap.py::test_a_block_that_a_child_may_read_is_not_used_again",
+        "tests/runtime/test_results_heap.py::test_a_heap_gives_back_what_a_program_needs_no_more",
+    ),
+    "a search is bounded": Control(
+        "kernels/cpu/free_ranges.h",
+        "    if (++steps == kMostSteps) it = std::prev(free_.end());\n",
+        "",
+        "tests/runtime/test_results_heap.py::test_a_heap_in_pieces_costs_no_long_search",
     ),
     "a retired block is not used again": Control(
         "kernels/cpu/heap_memory.h",

@@ -154,6 +154,10 @@ def whole(t: Tensor) -> Tensor:
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
 
 
+# Earlier ones neither clip nor step gradients that are partial sums.
+TAKES_PARTIAL_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
 def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
@@ -185,6 +189,7 @@ def train(
     before_piece: Callable[[bool], AbstractContextManager[None]] | None = None,
     around_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     max_norm: float | None = 1.0,
+    laid_out: bool = True,
 ) -> Run:
     """Train ``called``, by default the model itself.
 
@@ -198,6 +203,7 @@ def train(
         before_piece: a context around the forward and backward of a microbatch, given whether it is the last.
         around_forward: a context around the forward.
         max_norm: to which gradients are clipped; None where they are of two kinds, which have no common norm.
+        laid_out: whether gradients are laid out as their parameters before that.
     """
     called, optimizer, run = model if called is None else called, optimizer or sgd(model.parameters()), Run()
     names = [plain_name(name) for name, _ in model.named_parameters()]
@@ -217,7 +223,8 @@ def train(
         assert all(g is not None for g in gradients)
         if not run.gradients:
             run.gradients = {name: whole(g) for name, g in zip(names, gradients, strict=True)}
-        lay_out_gradients(model)
+        if laid_out:
+            lay_out_gradients(model)
         run.losses.append(total.item())
         if max_norm is not None:
             run.norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm)).item())

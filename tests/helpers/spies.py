@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusedcomm.parallel.gathered_when_read import WhenRead
 from fusedcomm.runtime import members, workspace
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+OUTER = {DTensor, WhenRead}
 SEND_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 
 
@@ -27,7 +29,7 @@ class Dispatched(TorchDispatchMode):
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # its own dispatch comes first, then what that calls comes here
+        if OUTER.intersection(types):  # its own dispatch comes first, then what that calls comes here
             return NotImplemented
         self.calls.append((func.name().partition(".")[0], args))
         return func(*args, **(kwargs or {}))

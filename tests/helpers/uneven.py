@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm.geometry import shapes
+from fusedcomm.geometry.cut import Splits
+from fusedcomm.geometry.exchange import Exchange
 
 Sizes = tuple[int, ...]
 Ranges = tuple[tuple[int, int], ...]
@@ -65,6 +68,10 @@ class Uneven:
             return list(given)  # type: ignore[arg-type]
         starts = [sum(given[:rank]) for rank in range(num_ranks)]  # type: ignore[arg-type]
         return list(zip(starts, given, strict=True))  # type: ignore[arg-type]
+
+    def overlaps(self, num_ranks: int) -> bool:
+        intervals = [] if self.scatter_dim is None else sorted(each for each in self.intervals(num_ranks) if each[1])
+        return any(start + size > then for (start, size), (then, _) in itertools.pairwise(intervals))
 
     def options(self, num_ranks: int) -> dict[str, Any]:
         """The arguments that say who has which part, as users write them."""
@@ -116,6 +123,47 @@ class Uneven:
         options = self.arguments(dist.get_rank(group), num_ranks) | more
         return getattr(fusedcomm, self.op)(x, w, group=group, bias=bias, **options)  # type: ignore[no-any-return]
 
+    def splits(self, rank: int, num_ranks: int) -> Splits:
+        """The arguments that say who has which part, as the ops' schemas have them."""
+        size = None if self.gather_dim is None or self.gather is not None else self.shape[self.gather_dim]
+        if self.scatter is None:
+            return Splits(self.gather, size, rank=rank)
+        starts, lengths = zip(*self.intervals(num_ranks), strict=True)
+        return Splits(self.gather, size, starts, lengths, rank)
+
+    def dispatch(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, rank: int, num_ranks: int, group: str, by_product: bool
+    ) -> Any:
+        """The op of the dispatcher. ``by_product``: what a gather has put together comes too."""
+        op, splits = getattr(torch.ops.fusedcomm, self.op), self.splits(rank, num_ranks)
+        if self.op == "matmul_all_to_all":
+            columns = self._columns(rank, num_ranks)
+            return op(
+                x, w, bias, columns, self._dim(self.gather_dim), self._dim(self.scatter_dim), *splits, num_ranks, group
+            )
+        if self.op == "all_to_all_matmul":
+            dims = self._dim(self.gather_dim), self._dim(self.scatter_dim)
+            return op(x, w, bias, *dims, by_product, *splits, num_ranks, group)
+        if self.op == "all_gather_matmul":
+            outs, gathered = op(
+                x, [w], [bias], self._dim(self.gather_dim), by_product, *splits.to_gather, num_ranks, group
+            )
+            return outs[0], gathered
+        return op(x, w, bias, "sum", self._dim(self.scatter_dim), *splits.to_scatter, num_ranks, group)
+
+    def exchange(self, x: Tensor, w: Tensor, rank: int, num_ranks: int) -> Exchange:
+        splits = self.splits(rank, num_ranks)
+        if self.op == "matmul_all_to_all":
+            columns = self._columns(rank, num_ranks)
+            dims = self._dim(self.gather_dim), self._dim(self.scatter_dim)
+            return shapes.matmul_all_to_all(x.shape, w.shape, columns, *dims, num_ranks, splits)
+        if self.op == "all_to_all_matmul":
+            dims = self._dim(self.gather_dim), self._dim(self.scatter_dim)
+            return shapes.all_to_all_matmul(x.shape, w.shape, *dims, num_ranks, splits)
+        if self.op == "all_gather_matmul":
+            return shapes.all_gather_matmul(x.shape, [w.shape], self._dim(self.gather_dim), num_ranks, splits)
+        return shapes.matmul_reduce_scatter(x.shape, w.shape, "sum", self._dim(self.scatter_dim), num_ranks, splits)
+
     def explain(self, rank: int, group: Any, num_ranks: int) -> fusedcomm.Plan:
         x, w, bias = self.inputs(num_ranks)[rank]
         return fusedcomm.explain(self.op, x, w, group=group, bias=bias, **self.arguments(rank, num_ranks))
@@ -138,13 +186,16 @@ class Uneven:
             total = torch.stack(ys).sum(0)
             parts = [total.narrow(self._dim(self.scatter_dim), *each) for each in self.intervals(num_ranks)]
             return [part if bias is None else part + bias for part, (_, _, bias) in zip(parts, inputs, strict=True)]
-        xs = [x for x, _, _ in inputs]
-        if self.scatter_dim is None:
-            arrived = [torch.cat(xs, self._dim(self.gather_dim))] * num_ranks
-        else:
-            arrived = self._exchanged(xs)
         lead = len(self.shape) - self.num_columns
+        arrived = self.arrived(inputs)
         return [self._matmul(a.flatten(lead), w, bias) for a, (_, w, bias) in zip(arrived, inputs, strict=True)]
+
+    def arrived(self, inputs: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
+        """What a gather has put together, on every rank; of a push, anything."""
+        xs = [x for x, _, _ in inputs]
+        if self.pushes or self.scatter_dim is not None:
+            return xs if self.pushes else self._exchanged(xs)
+        return [torch.cat(xs, self._dim(self.gather_dim))] * len(xs)
 
     def _exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         gather_dim, scatter_dim = self._dim(self.gather_dim), self._dim(self.scatter_dim)

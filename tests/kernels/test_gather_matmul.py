@@ -117,7 +117,7 @@ def run(case: Case, group_size: int, calls: int = 1, by_product: bool = False, o
         exchanged = [guarded(exchange.shape, case.dtype) for _ in ranks]
         for spans in exchange.rounds(case.max_chunk_numel):
             for rank, (x, _, _) in zip(ranks, inputs, strict=True):
-                kernel_launch.pack(x, spans.pack, rank, FINGERPRINT, own=own)
+                kernel_launch.pack(x, spans, rank, FINGERPRINT, own=own)
             for rank, (x, ws, biases), results, (copy, _) in zip(ranks, inputs, outs, exchanged, strict=True):
                 chunk = spans.pack.view(x.view(-1), 0, rank.rank)
                 for i, ((out, _), w, bias) in enumerate(zip(results, ws, biases, strict=True)):
@@ -127,7 +127,7 @@ def run(case: Case, group_size: int, calls: int = 1, by_product: bool = False, o
                     kernel_launch.gather_matmul(out, w, bias, spans, rank, FINGERPRINT, end_round=last, own=own)
                     assert rank.epoch == num_rounds + last
                 if by_product:
-                    kernel_launch.unpack(copy, spans.unpack, rank, FINGERPRINT)
+                    kernel_launch.unpack(copy, spans, rank, FINGERPRINT)
             num_rounds += 1
         expected = oracle(case, inputs)
         for results, (ys, _) in zip(outs, expected, strict=True):
@@ -241,7 +241,7 @@ def test_bfloat16_rounds_to_nearest_even(gather_dim: int) -> None:
     ranks = gather_ranks(exchange, 2)
     w = torch.tensor([256, 1, 1, 1], dtype=torch.bfloat16)[:, None].expand(4, 3)
     for rank in ranks:
-        kernel_launch.pack(torch.ones(4, 4 // (1 + gather_dim), dtype=torch.bfloat16), spans.pack, rank, FINGERPRINT)
+        kernel_launch.pack(torch.ones(4, 4 // (1 + gather_dim), dtype=torch.bfloat16), spans, rank, FINGERPRINT)
     for rank in ranks:
         for bias, expected in ((None, 260), (2, 260), (4, 264)):
             vector = None if bias is None else torch.full((3,), bias, dtype=torch.bfloat16)
@@ -260,7 +260,7 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
     (rank,) = gather_ranks(exchange, 4)
     (spans,) = exchange.rounds(1 << 40)
     out = torch.full(exchange.out_shape, math.nan)
-    kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+    kernel_launch.pack(x, spans, rank, FINGERPRINT)
     kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
     assert (out[0] == 24).all() and torch.isinf(out[1]).all()
 
@@ -274,7 +274,7 @@ def test_parts_of_k_add_up_in_one_order() -> None:
     ranks = gather_ranks(exchange, 4)
     for _ in range(2):
         for rank, value in zip(ranks, (1e8, 1.0, -1e8), strict=True):
-            kernel_launch.pack(torch.full((70, 1), value), spans.pack, rank, FINGERPRINT)
+            kernel_launch.pack(torch.full((70, 1), value), spans, rank, FINGERPRINT)
         for rank, expected in zip(ranks, (1, 0, 0), strict=True):  # 0: 1e8 - 1e8 + 1;  1: 1 + 1e8 - 1e8;  2: -1e8 + ..
             out = torch.full(exchange.out_shape, math.nan)
             kernel_launch.gather_matmul(out, torch.ones(3, 150), None, spans, rank, FINGERPRINT, end_round=True)
@@ -289,7 +289,7 @@ def simple(rank: VirtualRank, gather_dim: int) -> Exchange:
 
 def pack(rank: VirtualRank, value: float, fingerprint: int = FINGERPRINT, own: bool = True) -> None:
     (spans,) = simple(rank, 0).rounds(1 << 40)
-    kernel_launch.pack(torch.full((5, 8), float(value)), spans.pack, rank, fingerprint, own=own)
+    kernel_launch.pack(torch.full((5, 8), float(value)), spans, rank, fingerprint, own=own)
 
 
 def gather(

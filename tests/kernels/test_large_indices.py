@@ -54,7 +54,7 @@ def test_a_push_reads_w_where_it_lies(reach: int, transposed: bool) -> None:
     rank, out = one_rank(exchange), torch.full((ROWS, N), torch.nan)
     (spans,) = exchange.rounds(1 << 62)
     kernel_launch.push(x, far_apart(values, transposed, reach), None, spans, rank, FINGERPRINT)
-    kernel_launch.unpack(out, spans.unpack, rank, FINGERPRINT)
+    kernel_launch.unpack(out, spans, rank, FINGERPRINT)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
 
 
@@ -65,7 +65,7 @@ def test_a_gather_reads_w_where_it_lies(reach: int, transposed: bool) -> None:
     exchange = shapes.all_gather_matmul((ROWS, K), ((K, N),), 0, 1)
     rank, out = one_rank(exchange), torch.full((ROWS, N), torch.nan)
     (spans,) = exchange.rounds(1 << 62)
-    kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+    kernel_launch.pack(x, spans, rank, FINGERPRINT)
     w = far_apart(values, transposed, reach)
     kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
@@ -80,7 +80,7 @@ def test_a_gather_of_k_reads_w_where_it_lies(reach: int, transposed: bool) -> No
     ranks = virtual_ranks(2, exchange.chunk_numel * 8)
     (spans,) = exchange.rounds(1 << 62)
     for rank, x in zip(ranks, xs, strict=True):
-        kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+        kernel_launch.pack(x, spans, rank, FINGERPRINT)
     w = far_apart(values, transposed, reach)
     for rank in ranks:
         out = torch.full((ROWS, N), torch.nan)
@@ -96,7 +96,7 @@ def test_a_push_reads_batches_where_they_lie(reach: int) -> None:
     rank, out = one_rank(exchange), torch.full((3, ROWS, N), torch.nan)
     (spans,) = exchange.rounds(1 << 62)
     kernel_launch.push(x, batches_apart(values, reach), None, spans, rank, FINGERPRINT)
-    kernel_launch.unpack(out, spans.unpack, rank, FINGERPRINT)
+    kernel_launch.unpack(out, spans, rank, FINGERPRINT)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
 
 
@@ -106,7 +106,7 @@ def test_a_gather_reads_batches_where_they_lie(reach: int) -> None:
     exchange = shapes.all_gather_matmul(x.shape, (values.shape,), 1, 1)
     rank, out = one_rank(exchange), torch.full((3, ROWS, N), torch.nan)
     (spans,) = exchange.rounds(1 << 62)
-    kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+    kernel_launch.pack(x, spans, rank, FINGERPRINT)
     w = batches_apart(values, reach)
     kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
@@ -121,7 +121,7 @@ def test_copies_reach_rows_beyond_32_bits(row: int) -> None:
     x[row] = torch.arange(length)
     (rank,) = virtual_ranks(1, length * 4)
     spans = exchange.rounds(length)[row]
-    kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
-    kernel_launch.unpack(out, spans.unpack, rank, FINGERPRINT)
+    kernel_launch.pack(x, spans, rank, FINGERPRINT)
+    kernel_launch.unpack(out, spans, rank, FINGERPRINT)
     torch.testing.assert_close(out[row], x[row], rtol=0, atol=0)
     assert not any(out[other].any() for other in {0, (1 << 14) - 1, 1 << 14, 1 << 15} - {row})

@@ -104,7 +104,7 @@ def test_a_pack_fills_slots(rank: int) -> None:
     x[:1024], x[-1024:] = integers(1024), integers(1024) + 1
     (spans,) = shapes.all_gather_matmul((ROWS, COLUMNS), ((COLUMNS, 1),), 0, 2).rounds(MOST)
     with only_programs(first_and_last):
-        kernel_launch.pack(x.view(ROWS, COLUMNS), spans.pack, ranks[rank], FINGERPRINT)
+        kernel_launch.pack(x.view(ROWS, COLUMNS), spans, ranks[rank], FINGERPRINT)
     last = (MOST - 1) // 1024 * 1024
     for dst in ranks:
         chunk = slot_of(dst, EPOCH, DTYPE)[rank * MOST : (rank + 1) * MOST]
@@ -122,7 +122,7 @@ def test_an_unpack_reads_a_full_slot(failed: bool) -> None:
         slot[i : i + 1024] = integers(len(slot[i : i + 1024])) + i % 7
     out = sparse(2 * 5 * MOST, DTYPE)
     with only_programs(first_and_last):
-        kernel_launch.unpack(out.view(-1, COLUMNS), spans.unpack, ranks[0], FINGERPRINT)
+        kernel_launch.unpack(out.view(-1, COLUMNS), spans, ranks[0], FINGERPRINT)
     for src in range(2):
         start = (src * 5 + 4) * MOST
         for i, end in ((0, 1024), (last, MOST)):
@@ -138,14 +138,14 @@ def test_a_reduction_reads_a_full_slot(average: bool, failed: bool) -> None:
     """The results of round 5 begin at 2^32. A bias has as many columns."""
     ranks, num_rows = ranks_with(failed), 2 * 5 * ROWS
     exchange = shapes.matmul_reduce_scatter((num_rows, 1), (1, COLUMNS), "sum", 0, 2)
-    span = exchange.rounds(MOST)[-1].pack
+    spans = exchange.rounds(MOST)[-1]
     last, slot = (MOST - 1) // 1024 * 1024, slot_of(ranks[1], EPOCH, DTYPE)
     for i in (0, last, MOST, MOST + last):
         slot[i : i + 1024] = integers(len(slot[i : i + 1024])) + i % 7
     out, bias = sparse(5 * MOST, DTYPE), sparse(COLUMNS, DTYPE)
     bias[:1024], bias[-1024:] = integers(1024), integers(1024) - 1
     with only_programs(first_and_last):
-        kernel_launch.reduce(out.view(-1, COLUMNS), span, bias, 0.5 if average else 1.0, ranks[1], FINGERPRINT)
+        kernel_launch.reduce(out.view(-1, COLUMNS), spans, bias, 0.5 if average else 1.0, ranks[1], FINGERPRINT)
     for i, end in ((0, 1024), (last, MOST)):
         total = slot[i:end].float() + slot[MOST + i : MOST + end].float()
         want = total * (0.5 if average else 1.0) + bias[torch.arange(i, end) % COLUMNS]
@@ -211,7 +211,7 @@ def test_an_unpack_writes_rows_of_three_ranks() -> None:
     sent[:, -1024:] = integers(3, 1024)
     out = sparse(3 * num_rows * length, DTYPE).view(3, num_rows, length)
     with only_programs(first_and_last):
-        kernel_launch.unpack(out.view(-1, length), spans.unpack, ranks[0], FINGERPRINT)
+        kernel_launch.unpack(out.view(-1, length), spans, ranks[0], FINGERPRINT)
     same(out[:, -1], sent)
     assert not out[:, -2].any() and not out[:, 0].any()
 
@@ -227,7 +227,7 @@ def test_a_pack_reads_short_runs_where_they_lie() -> None:
     x[-NUM_RUNS:][:8], x[-NUM_RUNS + last :] = integers(8, 2, RUN), integers(NUM_RUNS - last, 2, RUN) + 1
     exchange = shapes.all_to_all_matmul((5 * NUM_RUNS, 2 * RUN), (RUN, 1), 0, 1, 2)
     with only_programs(first_and_last):
-        kernel_launch.pack(x.view(-1, 2 * RUN), exchange.rounds(NUM_RUNS * RUN)[-1].pack, ranks[1], FINGERPRINT)
+        kernel_launch.pack(x.view(-1, 2 * RUN), exchange.rounds(NUM_RUNS * RUN)[-1], ranks[1], FINGERPRINT)
     for dst in range(2):
         chunk = slot_of(ranks[dst], EPOCH, DTYPE)[NUM_RUNS * RUN : 2 * NUM_RUNS * RUN].view(-1, RUN)
         same(chunk[:8], x[-NUM_RUNS:, dst][:8])
@@ -241,8 +241,8 @@ def test_an_unpack_writes_short_runs_where_they_belong() -> None:
     sent[:, :8], sent[:, last:] = integers(2, 8, RUN), integers(2, NUM_RUNS - last, RUN) + 1
     exchange = shapes.all_gather_matmul((5 * NUM_RUNS, RUN), ((2 * RUN, 1),), 1, 2)
     with only_programs(first_and_last):
-        unpack = exchange.rounds(NUM_RUNS * RUN)[-1].unpack
-        kernel_launch.unpack(out.view(-1, 2 * RUN), unpack, ranks[0], FINGERPRINT)
+        spans = exchange.rounds(NUM_RUNS * RUN)[-1]
+        kernel_launch.unpack(out.view(-1, 2 * RUN), spans, ranks[0], FINGERPRINT)
     rows = out[-NUM_RUNS:]
     same(rows[:8], sent[:, :8].transpose(0, 1))
     same(rows[last:], sent[:, last:].transpose(0, 1))
@@ -272,4 +272,4 @@ def test_a_copy_of_more_than_a_slot_overflows(numel: int) -> None:
     (spans,) = shapes.all_gather_matmul((numel // 32, 32), ((32, 1),), 0, 2).rounds(numel)
     x, fits = sparse(numel, DTYPE).view(-1, 32), numel == MOST
     with only_programs(first_and_last), nullcontext() if fits else pytest.raises(Exception, match="overflow"):
-        kernel_launch.pack(x, spans.pack, rank, FINGERPRINT)
+        kernel_launch.pack(x, spans, rank, FINGERPRINT)

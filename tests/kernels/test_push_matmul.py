@@ -98,7 +98,7 @@ def run(case: Case, group_size: int, calls: int = 1) -> None:
             for rank, (x, w, bias) in zip(ranks, inputs, strict=True):
                 kernel_launch.push(x, w, bias, spans, rank, FINGERPRINT)
             for rank, (out, _) in zip(ranks, padded, strict=True):
-                kernel_launch.unpack(out, spans.unpack, rank, FINGERPRINT)
+                kernel_launch.unpack(out, spans, rank, FINGERPRINT)
             num_rounds += 1
         assert_results(padded, oracle(case, inputs))
     for rank in ranks:
@@ -201,7 +201,7 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
     out = torch.full(exchange.out_shape, float("nan"))
     (spans,) = exchange.rounds(1 << 40)
     kernel_launch.push(x, w, None, spans, rank, FINGERPRINT)
-    kernel_launch.unpack(out, spans.unpack, rank, FINGERPRINT)
+    kernel_launch.unpack(out, spans, rank, FINGERPRINT)
     assert (out[0] == 24).all() and torch.isinf(out[1]).all()
 
 
@@ -218,7 +218,7 @@ def unpack(rank: VirtualRank, fingerprint: int = FINGERPRINT) -> Tensor:
     exchange = CASE.exchange(rank.group_size)
     out = torch.zeros(exchange.out_shape)
     (spans,) = exchange.rounds(1 << 40)
-    kernel_launch.unpack(out, spans.unpack, rank, fingerprint)
+    kernel_launch.unpack(out, spans, rank, fingerprint)
     return out
 
 
@@ -375,7 +375,7 @@ def test_a_virtual_group_is_as_new_after_load(algorithm: Any, name: str) -> None
         inputs = [case.inputs(10 * call + rank) for rank in range(2)]
         outs = [torch.full(exchange.out_shape, float("nan")) for _ in inputs]
         group.run(lambda ws, each: kernel_launch.push(each[0], each[1], each[2], spans, ws, FINGERPRINT), inputs)
-        group.run(lambda ws, out: kernel_launch.unpack(out, spans.unpack, ws, FINGERPRINT), outs)
+        group.run(lambda ws, out: kernel_launch.unpack(out, spans, ws, FINGERPRINT), outs)
         group.check("op")
         for out, expected in zip(outs, oracle(case, inputs), strict=True):
             torch.testing.assert_close(out, expected, rtol=0, atol=0)

@@ -93,7 +93,7 @@ def run(case: Case, group_size: int, calls: int = 1) -> None:
             for rank, (x, w, _) in zip(ranks, inputs, strict=True):
                 kernel_launch.push(x, w, None, spans, rank, FINGERPRINT)
             for rank, (_, _, bias), (out, _) in zip(ranks, inputs, padded, strict=True):
-                kernel_launch.reduce(out, spans.pack, bias, scale, rank, FINGERPRINT)
+                kernel_launch.reduce(out, spans, bias, scale, rank, FINGERPRINT)
             num_rounds += 1
         assert_results(padded, oracle(case, inputs))
     for rank in ranks:
@@ -169,11 +169,11 @@ def test_what_was_reduced_is_gathered(name: str, max_chunk_numel: int) -> None:
         for rank, (x, w, _) in zip(ranks, inputs, strict=True):
             kernel_launch.push(x, w, None, spans, rank, FINGERPRINT)
         for rank, block in zip(ranks, blocks, strict=True):
-            kernel_launch.reduce(block, spans.pack, None, 1.0, rank, FINGERPRINT)
+            kernel_launch.reduce(block, spans, None, 1.0, rank, FINGERPRINT)
         for rank, block in zip(ranks, blocks, strict=True):
-            kernel_launch.pack(block, spans.pack, rank, FINGERPRINT)
+            kernel_launch.pack(block, spans, rank, FINGERPRINT)
         for rank, (out, _) in zip(ranks, padded, strict=True):
-            kernel_launch.unpack(out, spans.unpack, rank, FINGERPRINT)
+            kernel_launch.unpack(out, spans, rank, FINGERPRINT)
     total = torch.stack([x.double() @ w.double() for x, w, _ in inputs]).sum(0).float()
     assert_results(padded, [total] * group_size)
     for rank in ranks:
@@ -195,7 +195,7 @@ def reduced(
     for rank in ranks:
         out = torch.full((1, 5), math.nan, dtype=dtype)
         vector = None if bias is None else torch.full((5,), bias, dtype=dtype)
-        kernel_launch.reduce(out, spans.pack, vector, scale, rank, FINGERPRINT)
+        kernel_launch.reduce(out, spans, vector, scale, rank, FINGERPRINT)
         results.append(out[0].tolist())
     return results
 
@@ -234,7 +234,7 @@ def reduce(rank: VirtualRank, fingerprint: int = FINGERPRINT) -> Tensor:
     exchange = CASE.exchange(rank.group_size)
     (spans,) = exchange.rounds(1 << 40)
     out = torch.zeros(exchange.out_shape)
-    kernel_launch.reduce(out, spans.pack, None, 1.0, rank, fingerprint)
+    kernel_launch.reduce(out, spans, None, 1.0, rank, fingerprint)
     return out
 
 

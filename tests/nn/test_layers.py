@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from fusedcomm.nn import (
     UlyssesOut,
     UlyssesQKV,
     sum_replicated_gradients,
+    unshard_tokens,
 )
 from tests.helpers.nn_layers import BY_NAME, HIDDEN, LAYERS, Layer, Nested, X, local, whole
 from tests.helpers.on_ranks import on_ranks
@@ -235,18 +237,31 @@ BAD = [
         lambda: RowParallelLinear(4, 6, sequence_dim=0)(torch.ones(3, 2)),
         "x's size at sequence_dim must be divisible by group_size=2, got 3",
     ),
-    (lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3), 4), "x must have all 4 tokens, got 3"),
+    (lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3), 4), "x must have all tokens, as tokens=4 says, got 3"),
     (
         lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3), [1, 1]),
-        r"scatter_lengths must add up to scatter_dim size 3, got \[1, 1\]",
+        r"x must have all tokens, as tokens=\[1, 1\] says, got 3",
+    ),
+    (
+        lambda: RowParallelLinear(4, 6, sequence_dim=0)(torch.ones(3, 2), 4),
+        "x must have all tokens, as tokens=4 says, got 3",
     ),
     (
         lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 12), 5),
-        r"gather_dim size must be what gather_size=5 gives rank \d, \d, got 4",
+        r"x must have what tokens=5 gives rank \d, [32] tokens, got 4",
     ),
     (
+        lambda: ColumnParallelLinear(12, 4, sequence_dim=1)(torch.ones(2, 4, 12), [3, 3]),
+        r"x must have what tokens=\[3, 3\] gives rank \d, 3 tokens, got 4",
+    ),
+    (lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 4), 2), "tokens must be None without sequence_dim, got 2"),
+    (
         lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 12), [4, 4, 4]),
-        "gather_splits must have one entry per rank, 2, got 3",
+        "tokens must have one entry per rank, 2, got 3",
+    ),
+    (
+        lambda: unshard_tokens(torch.ones(2, 4), 5),
+        r"batch must have what tokens=5 gives rank \d, \d tokens",
     ),
     (lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 3)), r"x must be \[..., in_features = 4\] .*got shape \(2, 3\)"),
     (lambda: ColumnParallelLinear(4, 6)(torch.ones(4)), r"in_features = 4\] with at least 2 dims, got shape \(4,\)"),
@@ -286,6 +301,11 @@ def test_types_of_arguments(rank: int) -> None:
             each(sharded)
         with pytest.raises(TypeError, match="x must be a tensor, got ndarray"):
             each(x.numpy())
+    for tokens, name in ((8.0, "float"), ("8", "str"), (torch.tensor(8), "Tensor"), ([4, 4.0], "list")):
+        for call in (layers[0], layers[1]):
+            with pytest.raises(TypeError, match=f"tokens must be an int, one for each rank, or None, got {name}"):
+                call(x, tokens)
+    assert layers[0](x, np.int64(4))[0].shape == layers[0](x, np.array([2, 2]))[0].shape
 
 
 def check_repr(rank: int) -> None:

@@ -61,7 +61,7 @@ def test_trees(rank: int) -> None:
         shard_tokens(packed, {"ids": 0})
     with pytest.raises(IndexError):
         shard_tokens(ids)
-    with pytest.raises(ValueError, match=r"what gather_size=12 gives rank \d, 4, got"):
+    with pytest.raises(ValueError, match=r"what tokens=12 gives rank \d, 4 tokens, got"):
         unshard_tokens(block(ids, 0, rank), 12, 0)
 
 

@@ -72,6 +72,29 @@ def test_an_exported_program(rank: int, op: str, strict: bool, tmp_path: Path) -
             check(each.module(), program)
 
 
+class UnevenProgram(nn.Module):
+    """7 tokens and 3 heads on 2 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fusedcomm.matmul_all_to_all(x, self.w, 1, -2, out_shape=[3, 2], gather_size=7)
+
+
+@on_ranks(2)
+def test_parts_of_different_sizes_are_those_of_one_rank(rank: int, tmp_path: Path) -> None:
+    """Such a program has its rank's shapes: each rank exports its own, and refuses that of another."""
+    program, x = UnevenProgram(), torch.randn(2, (4, 3)[rank], 8)
+    torch.export.save(torch.export.export(program, (x,)), tmp_path / f"{rank}.pt2")
+    dist.barrier()
+    own, other = (torch.export.load(tmp_path / f"{each}.pt2").module() for each in (rank, 1 - rank))
+    torch.testing.assert_close(own(x), program(x))
+    with pytest.raises(ValueError, match=f"rank must be this process' rank in the group, {rank}, got {1 - rank}"):
+        other(torch.randn(2, (3, 4)[rank], 8))
+
+
 @pytest.mark.thorough
 @on_ranks(2)
 @pytest.mark.parametrize("op", soak_but(IN_A_PACKAGE, OPS))

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +15,23 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.algorithms.chunk_matmul import PushedMatmul
-from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.heaps import in_child
 from tests.helpers.in_place import (
     ALL_REDUCE,
     EACH_SOURCE,
     IN_PLACE,
+    LATE_S,
     RUNS,
     SCATTERED,
     TO_ALL,
+    WARM_UP,
+    after_peers,
+    arrived,
     assert_exact,
-    in_place_from,
     results_of,
     wanted,
+    warm_up,
     without_tapes,
 )
 from tests.helpers.on_ranks import on_ranks
@@ -42,26 +39,7 @@ from tests.helpers.problems import Problem, integers
 from tests.helpers.symmetric_memory import footprint
 from tests.helpers.thorough import thorough_but
 
-LATE_S = 0.02
-WARM_UP = 6  # calls whose results are dropped: two in ordinary memory, one cold for its owner, one for its peers
 QUICK = [TO_ALL, EACH_SOURCE, ALL_REDUCE]
-
-
-def warm_up(group: Any, *problems: Problem, **options: Any) -> None:
-    for problem in problems:
-        for seed in range(WARM_UP):
-            assert_exact(results_of(group, problem, seed, **options), wanted(group, problem, seed, **options))
-
-
-def after_peers(group: Any, late: int) -> None:
-    """All ranks come, and one of them later: by then the others have posted."""
-    dist.barrier(group)
-    if dist.get_rank(group) == late:
-        time.sleep(LATE_S)
-
-
-def arrived(group: Any) -> list[int]:
-    return in_place_from(member_of(group).workspace)
 
 
 def peers(rank: int, size: int) -> list[int]:
@@ -387,116 +365,3 @@ def test_a_result_is_ordinary_memory_to_torch(rank: int) -> None:
         assert member_of(group).workspace.results.place(result) is not None
         assert not symm_mem.is_symm_mem_tensor(result)
         assert symm_mem.rendezvous(result, group) is symm_mem.rendezvous(torch.empty(4), group) is None
-
-
-# failures
-
-
-def stopped(original: Callable[..., None], pid: int) -> Callable[..., None]:
-    """The function as a process runs it that is stopped at its begin, and goes on a second later."""
-
-    def run(*args: Any) -> None:
-        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
-        os.kill(pid, signal.SIGSTOP)
-        original(*args)
-
-    return run
-
-
-@on_ranks(2)
-def test_a_stopped_peer_writes_into_no_later_tensor(rank: int) -> None:
-    """Rank 1 has found rank 0's post, and is stopped until rank 0 has timed out and has taken new results."""
-    with pytest.MonkeyPatch.context() as patch, fresh_group(TIMEOUT_S="20") as group:
-        without_tapes(patch)
-        with fusedcomm.force_algorithm("chunked", strict=True):
-            warm_up(group, TO_ALL)
-            workspace = member_of(group).workspace
-            held = results_of(group, TO_ALL)
-            warm_up(group, TO_ALL)  # the next block
-            dist.barrier(group)
-            later = []
-            with pytest.MonkeyPatch.context() as stops:
-                if rank == 1:
-                    time.sleep(LATE_S)
-                    stops.setattr(PushedMatmul, "__call__", stopped(PushedMatmul.__call__, os.getpid()))
-                else:
-                    workspace.timeout_s = 0.2
-                with pytest.raises(fusedcomm.PeerError):
-                    results_of(group, TO_ALL, 1)
-                if rank == 0:
-                    later = [workspace.results.empty(held[0].shape, torch.float32).fill_(7) for _ in range(3)]
-            dist.barrier(group)
-            assert all((t == 7).all() for t in later)
-            assert_exact(held, wanted(group, TO_ALL))
-            fusedcomm.reset(group)
-            assert member_of(group).workspace.results is not workspace.results
-            warm_up(group, TO_ALL)
-            assert all((t == 7).all() for t in later)
-            assert_exact(held, wanted(group, TO_ALL))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
-def test_calls_that_differ_write_into_no_result_of_the_other(rank: int, tapes: bool) -> None:
-    """Both results have the same size, and both ranks have posted."""
-    other = Problem("other", (3, 5), 14, 0, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        if not tapes:
-            without_tapes(patch)
-        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-            warm_up(group, TO_ALL, other)
-            after_peers(group, 1)
-            with pytest.raises(fusedcomm.PeerMismatchError):
-                results_of(group, (TO_ALL, other)[rank])
-            workspace = member_of(group).workspace
-            dist.barrier(group)
-            workspace.epoch += 1
-            assert arrived(group) == []
-            fusedcomm.reset(group)
-            warm_up(group, TO_ALL, other)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("after_s", [0.005, 0.3])
-def test_ctrl_c_in_a_prepared_call(rank: int, after_s: float) -> None:
-    """Rank 0 waits in a prepared call for rank 1, which comes later. It is interrupted, and both hear of it."""
-    with fresh_group(TIMEOUT_S="20") as group, fusedcomm.force_algorithm("chunked", strict=True):
-        warm_up(group, TO_ALL)
-        results = member_of(group).workspace.results
-        dist.barrier(group)
-        if rank == 0:
-            ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
-            timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                results_of(group, TO_ALL, 1)
-            timer.join()
-            signal.signal(signal.SIGINT, ignored)
-            assert results.place(results.empty([6, 7], torch.float32)) is None  # no block is used again
-        dist.barrier(group)
-        with suppress(fusedcomm.PeerError) if rank == 1 else pytest.raises(fusedcomm.PeerError):
-            results_of(group, TO_ALL, 1)
-        dist.barrier(group)
-        fusedcomm.reset(group)
-        warm_up(group, TO_ALL)
-
-
-@on_ranks(2)
-def test_an_exception_between_post_and_signal(rank: int) -> None:
-    def fail(*args: Any) -> None:
-        raise MemoryError
-
-    with pytest.MonkeyPatch.context() as patch, fresh_group(TIMEOUT_S="20") as group:
-        without_tapes(patch)
-        with fusedcomm.force_algorithm("chunked", strict=True):
-            warm_up(group, TO_ALL)
-            results = member_of(group).workspace.results
-            with pytest.MonkeyPatch.context() as fails:
-                if rank == 1:
-                    fails.setattr(Workspace, "signal", fail)
-                with pytest.raises(MemoryError if rank else fusedcomm.PeerError):
-                    results_of(group, TO_ALL, 1)
-            assert results.place(results.empty([6, 7], torch.float32)) is None
-            dist.barrier(group)
-            fusedcomm.reset(group)
-            warm_up(group, TO_ALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.ops import prepared
-from fusedcomm.runtime import flight_recorder
+from fusedcomm.runtime import flight_recorder, segment
 from tests.helpers.groups import DTYPES, call, check, empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES
@@ -95,7 +96,7 @@ def test_layouts_of_arguments(rank: int, algorithm: str) -> None:
         "strided": lambda x, w: (non_contiguous(x), non_contiguous(w)),
         "transposed": lambda x, w: (x.mT.contiguous().mT, w.mT.contiguous().mT),
     }
-    same = ("shifted", "one-storage")
+    same = ("shifted", "one-storage")  # elements begin at any multiple of their size
     with started_group(algorithm) as group, python_calls() as ran:
         for name, layout in layouts.items():
             before = len(ran)
@@ -234,6 +235,64 @@ def test_what_drops_tapes(rank: int, how: str) -> None:
                 check(group, HEADS, call(group, HEADS, seed), seed)
         assert len(ran) == IN_PYTHON + (how == "close")  # whose first call makes the workspace
     assert flight_recorder.last()[-1].algorithm == ("unfused" if how == "algorithm" else "chunked")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["NUM_SLOTS", "POST_BYTES"])
+def test_a_layout_that_tapes_do_not_know_has_none(rank: int, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, name, 2 * getattr(segment, name))
+        with started_group("chunked") as group, python_calls() as ran:
+            for seed in range(CALLS):
+                check(group, HEADS, call(group, HEADS, seed), seed)
+        assert len(ran) == CALLS
+
+
+@on_ranks(2)
+def test_a_value_of_another_kind_is_another_call(rank: int) -> None:
+    """A tape of None does not serve -1, which is refused, in any argument that may be None."""
+    arguments = torch.ops.fusedcomm.matmul_all_to_all.default._schema.arguments
+    optional = [each.name for each in arguments if str(each.type) in ("Optional[int]", "Optional[SymInt]")]
+    x, w = torch.ones(4, 5), torch.ones(5, 6)
+    with started_group("chunked") as group:
+
+        def outcome(**others: int) -> str:
+            given = {"x": x, "w": w, "gather_dim": 0, "scatter_dim": 1, "group_size": 2, "group_name": group.group_name}
+            values = {**given, **others}
+            try:
+                torch.ops.fusedcomm.matmul_all_to_all.default(*[values.get(each.name) for each in arguments])
+            except ValueError as error:
+                return str(error)
+            return "right"
+
+        before = {name: outcome(**{name: -1}) for name in optional}
+        assert before["gather_size"] != "right"
+        assert [outcome() for _ in range(CALLS)] == ["right"] * CALLS
+        assert {name: outcome(**{name: -1}) for name in optional} == before
+
+
+@on_ranks(2)
+def test_settings_that_change_later_reach_no_call(rank: int) -> None:
+    """A key has none of them: a group keeps those of its first call, and its tuned numbers, for calls in Python too."""
+    later = {
+        "ALGORITHM": "unfused",
+        "WORKSPACE_BYTES": "8192",
+        "RESULTS_BYTES": "0",
+        "PROVE": "0",
+        "CACHE_DIR": os.devnull,
+    }
+    with fresh_group(ALGORITHM="chunked") as group:
+        call(group, LARGER)
+        check_prepared(group, HEADS, torch.float32)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in later.items():
+                patch.setenv(f"FUSEDCOMM_{name}", value)
+            with python_calls() as ran:
+                for seed in range(CALLS):
+                    check(group, HEADS, call(group, HEADS, seed), seed)
+            assert ran == []
+            check_prepared(group, NAMED["bias"], torch.float32)
+        assert [record.algorithm for record in flight_recorder.last()[-2 * CALLS :]] == ["chunked"] * 2 * CALLS
 
 
 @on_ranks(2)

@@ -114,6 +114,34 @@ def test_values_and_gradients(ranks: Any, name: str, algorithm: str) -> None:
     ranks(num_ranks).run(check_case, case, num_ranks, algorithm)
 
 
+IN_KERNELS = ["back-ranges", "reduce-ranges", "tokens-5-of-2"]  # in Triton's interpreter, which is slow
+MORE_IN_KERNELS = [
+    "heads-7-of-4",
+    "splits-with-none",
+    "kv-2-of-4",
+    "batched-w",
+    "back-splits",
+    "gather-splits",
+    "gather-k",
+    "reduce-columns",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*IN_KERNELS, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE_IN_KERNELS)]
+)
+def test_values_and_gradients_by_kernels(ranks: Any, name: str) -> None:
+    num_ranks, case = CASES[name]
+    ranks(num_ranks).run(check_case, case, num_ranks, "fused", 3 if name in IN_KERNELS else 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CASES.keys() - {*IN_KERNELS, *MORE_IN_KERNELS})
+def test_all_values_and_gradients_by_kernels(ranks: Any, name: str) -> None:
+    num_ranks, case = CASES[name]
+    ranks(num_ranks).run(check_case, case, num_ranks, "fused", 6)
+
+
 Q_20, KV_4 = tuple(head_splits(20, 8)), tuple(kv_ranges(20, 4, 8))  # ranks whose heads of q read two of kv
 EIGHT = {
     "tokens-19": into_attention(19, 8),
@@ -166,6 +194,13 @@ def test_narrow_dtypes(ranks: Any, name: str, dtype: torch.dtype) -> None:
     ranks(num_ranks).run(check_case, case, num_ranks, "chunked", 3)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["kv-2-of-4", "back-splits"])
+def test_narrow_dtypes_by_kernels(ranks: Any, name: str) -> None:
+    num_ranks, case = CASES[name]
+    ranks(num_ranks).run(check_case, replace(case, dtype=torch.bfloat16), num_ranks, "fused", 1)
+
+
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("op", [BACK, GATHER])
@@ -179,7 +214,7 @@ def test_nothing_is_kept_for_the_backward(rank: int, world_size: int, op: str) -
 
 
 @on_ranks()
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", pytest.param("fused", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 @pytest.mark.parametrize(
     "count", [12, pytest.param(150, marks=pytest.mark.thorough), pytest.param(3000, marks=pytest.mark.soak)]
@@ -233,6 +268,46 @@ def test_several_rounds(rank: int, name: str) -> None:
         assert case.explain(rank, group, 3).num_rounds > 1
         for seed in range(CALLS):
             check_call(case, rank, 3, seed, group)
+
+
+ROUNDS_IN_KERNELS = {
+    "into": into_attention(40, 4, gather=(1, 30, 9)),
+    "kv": into_attention(40, 3, gather=(1, 30, 9), scatter=((0, 1), (0, 2), (2, 1))),
+    "out": out_of_attention(40, 5, gather=(1, 0, 4), scatter=(6, 0, 34), bias=True),
+    "gather-k": Uneven(GATHER, (60, 40), gather_dim=1),
+    "reduce": Uneven(REDUCE, (60, 40), scatter_dim=0, scatter=(1, 59, 0)),
+}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name == "kv" else pytest.mark.soak)
+        for name in ROUNDS_IN_KERNELS
+    ],
+)
+def test_several_rounds_by_kernels(rank: int, name: str) -> None:
+    case = ROUNDS_IN_KERNELS[name]
+    with fresh_group(WORKSPACE_BYTES="16384") as group, fusedcomm.force_algorithm("fused", strict=True):
+        assert case.explain(rank, group, 3).num_rounds > 1
+        for seed in range(2):
+            check_call(case, rank, 3, seed, group)
+
+
+LONG = {  # 1003 tokens, 8 heads of q and 2 of k and v, on 4 ranks
+    "q": (4, Uneven(A2A, (1003, 8, 3), 2, gather_dim=0, scatter_dim=1)),
+    "kv": (4, Uneven(A2A, (1003, 2, 3), 2, gather_dim=0, scatter_dim=1, scatter=replicas(4, 2))),
+    "back": (4, Uneven(BACK, (1003, 7, 3), 2, gather_dim=1, scatter_dim=0)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough if name == "q" else pytest.mark.soak) for name in LONG]
+)
+def test_long_sequences_by_kernels(ranks: Any, name: str) -> None:
+    num_ranks, case = LONG[name]
+    ranks(num_ranks).run(check_case, case, num_ranks, "fused", 1)
 
 
 @on_ranks(1)
@@ -304,10 +379,10 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gather_size": 5}, ValueError, "gather_dim size must be what gather_size=5 gives rank 0, 3, got 4"),
     ({"gather_size": -1}, ValueError, "gather_size must be at least 0, got -1"),
     ({"gather_size": 8, "gather_splits": [4, 4]}, ValueError, "at most one of gather_splits and gather_size may be"),
-    ({"scatter_splits": [3, 2]}, ValueError, r"scatter_lengths must add up to scatter_dim size 6, got \[3, 2\]"),
-    ({"scatter_splits": [1, 2, 3]}, ValueError, "scatter_lengths must have one entry per rank, 2, got 3"),
+    ({"scatter_splits": [3, 2]}, ValueError, r"scatter_splits must add up to scatter_dim size 6, got \[3, 2\]"),
+    ({"scatter_splits": [1, 2, 3]}, ValueError, "scatter_splits must have one entry per rank, 2, got 3"),
     ({"scatter_ranges": [(0, 3), (4, 3)]}, ValueError, r"must end within scatter_dim size 6, got 4 \+ 3"),
-    ({"scatter_ranges": [(-1, 3), (2, 3)]}, ValueError, r"scatter_starts must be at least 0, got \[-1, 2\]"),
+    ({"scatter_ranges": [(-1, 3), (2, 3)]}, ValueError, r"scatter_ranges must be at least 0, got \[-1, 2\]"),
     ({"scatter_ranges": [(0, 3)] * 2, "scatter_splits": [3, 3]}, ValueError, "at most one of scatter_splits and"),
     ({"gather_splits": 4}, TypeError, "gather_splits must be a list of sizes or None, got 4"),
     ({"scatter_splits": [3.5, 2.5]}, TypeError, "each size of scatter_splits must be an int, got 3.5"),
@@ -346,15 +421,6 @@ def test_blocks_of_one_size_are_no_matter_how_they_are_said() -> None:
         assert said.cut is None and said.key == plain.key
     for other in (Splits(scatter_lengths=(2, 4), rank=0), Splits(None, None, (0, 2), (3, 3), 0)):
         assert shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2, other).key != plain.key
-
-
-@on_ranks(2)
-def test_kernels_are_not_given_parts_of_different_sizes(rank: int) -> None:
-    case = CASES["many-rows"][1]
-    with fusedcomm.force_algorithm("fused"):
-        plan = case.explain(rank, None, 2)
-    assert plan.algorithm == "unfused"
-    assert "gather_splits=[301, 300], scatter_ranges=[(0, 4), (4, 3)]: the kernels take blocks" in plan.reason
 
 
 @on_ranks(4)

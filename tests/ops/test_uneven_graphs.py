@@ -9,11 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils import _pytree as pytree
 
 import fusedcomm
 from fusedcomm.geometry.cut import chunk_parts
 from fusedcomm.launch.ranks import RankPool
+from fusedcomm.nn import UlyssesOut, UlyssesQKV
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.thorough import thorough_but
 from tests.helpers.uneven import Uneven
 
 HEADS = 5
@@ -33,23 +37,47 @@ def out_of(x: Tensor, w: Tensor, total: int) -> Tensor:
     return fusedcomm.all_to_all_matmul(x.sin(), w, -2, 1, gather_size=HEADS).cos()
 
 
+def gathered(x: Tensor, w: Tensor, total: int) -> Tensor:
+    return fusedcomm.all_gather_matmul(x.sin(), w, 1, gather_size=total).cos()
+
+
+def reduced(x: Tensor, w: Tensor, total: int) -> Tensor:
+    return fusedcomm.matmul_reduce_scatter(x.sin(), w, 1).cos()
+
+
+def inputs(program: Any, total: int, rank: int, world_size: int) -> list[Tensor]:
+    tokens, heads = (chunk_parts(each, world_size).sizes[rank] for each in (total, HEADS))
+    into_w, out_of_w = (13, HEADS * 3), (HEADS * 3, 13)
+    shapes = {
+        into: ((11, tokens, 13), into_w),
+        out_of: ((11, total, heads, 3), out_of_w),
+        gathered: ((11, tokens, 13), into_w),
+        reduced: ((11, total, 13), into_w),
+    }
+    return [torch.randn(shape).requires_grad_() for shape in shapes[program]]
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("program", [into, out_of], ids=["into-attention", "out-of-attention"])
-def test_two_graphs_are_enough_for_every_remainder(world_size: int, program: Any) -> None:
+@pytest.mark.parametrize(
+    ("program", "backend"),
+    [
+        (into, "inductor"),
+        (out_of, "inductor"),
+        pytest.param(gathered, "aot_eager", marks=pytest.mark.thorough),
+        pytest.param(reduced, "aot_eager", marks=pytest.mark.thorough),
+    ],
+)
+def test_two_graphs_are_enough_for_every_remainder(world_size: int, program: Any, backend: str) -> None:
     with RankPool(world_size) as pool:  # ranks compile unlike one another here, and Inductor numbers graphs
-        pool.run(check_graphs, world_size, program)
+        pool.run(check_graphs, world_size, program, backend)
 
 
-def check_graphs(rank: int, world_size: int, program: Any) -> None:
+def check_graphs(rank: int, world_size: int, program: Any, backend: str) -> None:
     """Forward and backward, through Inductor and its caches, in which other ranks have graphs of other shapes."""
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(program, dynamic=True, fullgraph=True, backend=counter)
-    heads = chunk_parts(HEADS, world_size).sizes[rank]
     for total in range(17 * world_size, 19 * world_size):  # sizes that are equal would be one symbol
-        tokens = chunk_parts(total, world_size).sizes[rank]
-        x = torch.randn(11, tokens, 13) if program is into else torch.randn(11, total, heads, 3)
-        w = torch.randn(13, HEADS * 3) if program is into else torch.randn(HEADS * 3, 13)
-        leaves = [x.requires_grad_(), w.requires_grad_()]
+        leaves = x, w = inputs(program, total, rank, world_size)
         found, wanted = compiled(x, w, total), program(x, w, total)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         grad = torch.randn_like(wanted)
@@ -59,8 +87,42 @@ def check_graphs(rank: int, world_size: int, program: Any) -> None:
     assert counter.frame_count <= 2
 
 
-def dispatched(op: str, rank: int, world_size: int) -> tuple[Any, ...]:
-    """The arguments of torch.ops.fusedcomm.<op>, with splits said as lists."""
+@on_ranks(2)
+@pytest.mark.parametrize("program", thorough_but([into], [into, gathered, reduced]))
+def test_lengths_0_and_1_have_graphs_of_their_own(rank: int, program: Any) -> None:
+    """From 4 tokens on each rank has several: one graph, or two, are enough again."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(program, dynamic=True, fullgraph=True, backend=counter)
+    for total in (*range(34, 38), 0, 1, 2, 3, *range(34, 38)):
+        leaves = x, w = inputs(program, total, rank, 2)
+        found, wanted = compiled(x, w, total), program(x, w, total)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(each.sum(), leaves) for each in (found, wanted)))
+    assert counter.frame_count <= 2 + 4
+
+
+@on_ranks(2)
+def test_two_graphs_of_a_layer_are_enough_for_every_remainder(rank: int) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    qkv, out = UlyssesQKV(13, HEADS, 3, 1), UlyssesOut(HEADS, 3, 13)
+
+    def program(x: Tensor, total: int) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in qkv(x.sin(), total))
+        return out(scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2), total).cos()
+
+    compiled = torch.compile(program, dynamic=True, fullgraph=True, backend=counter)
+    for total in range(34, 38):
+        x = torch.randn(11, chunk_parts(total, 2).sizes[rank], 13)
+        torch.testing.assert_close(compiled(x, total), program(x, total))
+    assert counter.frame_count <= 2
+
+
+def dispatched(op: str, rank: int, world_size: int, said_by: str = "ranges") -> tuple[Any, ...]:
+    """The arguments of torch.ops.fusedcomm.<op>. Its parts are said by their sizes and "ranges" or "lengths", or by the
+    "size" of what is gathered alone, and what is scattered by nothing.
+    """
     case, options = OPS[op]
     x, w, bias = case.inputs(world_size)[rank]
     lists = op == "all_gather_matmul"
@@ -68,10 +130,13 @@ def dispatched(op: str, rank: int, world_size: int) -> tuple[Any, ...]:
     first = [options["out_shape"]] if "out_shape" in options else []
     first += [options["reduce_op"]] if "reduce_op" in options else []
     asked = [options["asked"]] if "asked" in options else []
-    said = [case.gathered(world_size), None] if case.gather_dim is not None else []
+    said: list[Any] = []
+    if case.gather_dim is not None:
+        total = case.shape[case.gather_dim]
+        said += [None, total] if said_by == "size" else [case.gathered(world_size), None]
     if case.scatter_dim is not None:
-        starts, lengths = zip(*case.intervals(world_size), strict=True)
-        said += [list(starts), list(lengths)]
+        starts, lengths = (list(each) for each in zip(*case.intervals(world_size), strict=True))
+        said += [starts if said_by == "ranges" else None, None if said_by == "size" else lengths]
     tensors = (x, [w], [bias]) if lists else (x, w, bias)
     for t in (x, w):
         t.requires_grad_()
@@ -80,15 +145,31 @@ def dispatched(op: str, rank: int, world_size: int) -> tuple[Any, ...]:
 
 @on_ranks(3)
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck(rank: int, op: str) -> None:
+@pytest.mark.parametrize("said_by", thorough_but(["ranges"], ["ranges", "lengths", "size"]))
+def test_opcheck(rank: int, op: str, said_by: str) -> None:
     """The same graphs hold for all sizes here, as none is 0 or 1 and no two are one symbol."""
-    torch.library.opcheck(getattr(torch.ops.fusedcomm, op).default, dispatched(op, rank, 3))
+    torch.library.opcheck(getattr(torch.ops.fusedcomm, op).default, dispatched(op, rank, 3, said_by))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("op", ["matmul_all_to_all", "matmul_reduce_scatter"])
-def test_out(rank: int, op: str) -> None:
-    args = dispatched(op, rank, 2)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("said_by", ["ranges", "lengths", "size"])
+def test_autocast(rank: int, op: str, said_by: str) -> None:
+    """Tensors are cast, and parts stay what they are."""
+    args = dispatched(op, rank, 2, said_by)
+    cast = pytree.tree_map_only(Tensor, lambda t: t.detach().bfloat16(), args)
+    call = getattr(torch.ops.fusedcomm, op)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = pytree.tree_leaves(call(*args))
+    assert all(t.dtype == torch.bfloat16 for t in found)
+    torch.testing.assert_close(found, pytree.tree_leaves(call(*cast)), rtol=0, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("op", ["matmul_all_to_all", "matmul_reduce_scatter"])  # the others have no `.out`
+@pytest.mark.parametrize("said_by", ["ranges", "lengths", "size"])
+def test_out(rank: int, op: str, said_by: str) -> None:
+    args = dispatched(op, rank, 2, said_by)
     with torch.no_grad():
         wanted = getattr(torch.ops.fusedcomm, op)(*args)
         out = torch.full_like(wanted, float("nan"))

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.thorough import thorough_but
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-RANKS = {"train_gqa": 4}  # else 2
+SINGLE = "train_gqa_single"
+COMPARED = ["tensor_parallel_mlp", "ulysses_attention"]  # with a single process, by themselves
 TIMEOUT_S = 120
 
 
-def torchrun(name: str, world_size: int) -> subprocess.CompletedProcess[str]:
+def torchrun(name: str, world_size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FUSEDCOMM_TIMEOUT_S": "30"}
     process = subprocess.Popen(
-        [*command, str(ROOT / "examples" / f"{name}.py")],
+        [*command, str(ROOT / "examples" / f"{name}.py"), *arguments],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -39,18 +43,65 @@ def torchrun(name: str, world_size: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_examples_are_there() -> None:
-    assert EXAMPLES == ["tensor_parallel_mlp", "train_gqa", "train_tp", "ulysses_attention"]
+    assert EXAMPLES == ["tensor_parallel_mlp", "train_gqa", SINGLE, "train_tp", "ulysses_attention"]
 
 
-@pytest.mark.parametrize("name", thorough_but(["ulysses_attention"], EXAMPLES))
+@pytest.mark.parametrize("name", thorough_but(["ulysses_attention"], COMPARED))
 def test_example(name: str) -> None:
-    num_ranks = RANKS.get(name, 2)
-    result = torchrun(name, num_ranks)
+    result = torchrun(name, 2)
     assert result.returncode == 0, result.stdout + result.stderr
     *steps, last = result.stdout.strip().splitlines()
-    assert last == f"{name}: the losses on {num_ranks} ranks equal those of a single process"
+    assert last == f"{name}: the losses on 2 ranks equal those of a single process"
     losses = [tuple(map(float, re.findall(r"\d+\.\d+", step))) for step in steps]
     assert len(losses) == 5
     assert all(ours == pytest.approx(single, rel=1e-4) for ours, single in losses)
     assert losses[-1][0] < losses[0][0]
     assert "runs unfused" not in result.stderr, result.stderr  # it runs chunked, without a fallback
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [(), ("--compile",)], ids=["eager", "compiled"])
+def test_train_tp(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Its losses on 2 x 2 ranks, before and after it goes on from a checkpoint, are those of the plain model."""
+    losses = []
+    for steps in ("3", "5"):
+        result = torchrun("train_tp", 4, *options, "--steps", steps, "--checkpoint", str(tmp_path / "checkpoint"))
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "runs unfused" not in result.stderr, result.stderr
+        losses += re.findall(r"^step (\d): loss (\d+\.\d+)$", result.stdout, re.M)
+    assert [step for step, _ in losses] == list("12345")
+    example = runpy.run_path(str(ROOT / "examples/train_tp.py"))
+    plain = example["Training"](example["model_of"](0, torch.device("cpu")))
+    wants = [plain.step(example["batch_of"](step)).item() for step in range(5)]
+    assert [float(loss) for _, loss in losses] == pytest.approx(wants, rel=1e-5)
+    assert wants[-1] < wants[0]
+
+
+def code_of(name: str) -> list[str]:
+    """The lines behind the docstring that are not empty."""
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    return [line for line in text.split('"""', 2)[2].splitlines() if line.strip()]
+
+
+def test_grouped_queries_take_ten_lines_more() -> None:
+    """And three lines of the script for one process become others."""
+    single, parallel = code_of(SINGLE), code_of("train_gqa")
+    assert len(parallel) - len(single) <= 10
+    gone = [line for line in difflib.ndiff(single, parallel) if line.startswith("- ")]
+    assert len(gone) <= 3, gone
+
+
+@pytest.mark.thorough
+def test_grouped_queries_on_four_ranks_train_as_in_one_process() -> None:
+    command = [sys.executable, str(ROOT / "examples" / f"{SINGLE}.py")]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    single = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    parallel = torchrun("train_gqa", 4)
+    assert parallel.returncode == 0, parallel.stdout + parallel.stderr
+    wants, losses = (
+        [float(number) for number in re.findall(r"^step \d: loss (\d+\.\d+)$", each.stdout, re.MULTILINE)]
+        for each in (single, parallel)
+    )
+    assert len(losses) == len(wants) == 5 and losses[-1] < losses[0]
+    assert losses == pytest.approx(wants, rel=1e-6)
+    assert "runs unfused" not in parallel.stderr, parallel.stderr

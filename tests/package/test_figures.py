@@ -107,6 +107,17 @@ def test_speeds_of_blocks_of_real_models() -> None:
     assert sorted(table_rows(page("benchmark"), "block, float32")) == sorted(expected)
 
 
+def test_speeds_of_parallel_styles() -> None:
+    report = results("cpu-2-ranks-parallel-styles")
+    expected = [
+        [f"`{row['model']}`", text(row["torch_over_fused"]), text(row["torch_over_removed"]), f"{goal['bound']}"]
+        for row, goal in zip(report["rows"], report["goals"], strict=True)
+    ]
+    assert list(table_rows(page("benchmark"), "model under styles")) == expected
+    said = f"medians of {report['rounds']} rounds on 2 cores of an {report['machine']['cpu'].split(' @')[0]}"
+    assert said in text_of("benchmark"), said
+
+
 def test_speeds_under_torch_compile() -> None:
     rows = results("cpu-2-ranks-compile")["rows"]
     assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from tests.helpers.small_llama import (
     plain,
     shard,
     train,
+    whole,
 )
 from tests.helpers.thorough import thorough_but
 
@@ -124,7 +126,8 @@ def test_fully_shard_of_single_linears(rank: int) -> None:
         assert difference(run, plain()) <= CLOSE
         agree(run)
         ran = fusedcomm.parallel.explain_layers(model)
-        stock = {name for name, why in ran.items() if why.startswith("torch's own: x is placed as (Replicate(),)")}
+        why_stock = "torch's own: x is another tensor than its module was given"
+        stock = {name for name, why in ran.items() if why == why_stock}
         assert {name.rpartition(".")[2] for name in stock} == {"wq", "wk", "wv", "w1", "w3"}
         assert {why for name, why in ran.items() if name not in stock} == {"matmul_reduce_scatter", "all_gather_matmul"}
 
@@ -158,6 +161,41 @@ def test_mixed_precision(rank: int) -> None:
             errors.append(max(abs(one - want) for one, want in zip(losses, plain().losses, strict=True)))
         assert by_ops(model)
     assert 0 < errors[1] <= max(2 * errors[0], 2**-9 * plain().losses[0])
+
+
+@on_ranks(4)
+@pytest.mark.thorough
+def test_autocast(rank: int) -> None:
+    """Each gradient is at most twice as far from float32's as those of one process under autocast."""
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    with meshes(2, 2) as (data, tensor):
+        model = shard(parallelize(llama(), tensor), data)
+        ours = train(model, data=data, steps=range(1), around_forward=autocast)
+        assert by_ops(model)
+    one = train(llama(), steps=range(1), around_forward=autocast)
+    for name, want in plain().gradients.items():
+        error, error_of_one = ((run.gradients[name] - want).norm() for run in (ours, one))
+        assert error <= 2 * error_of_one, name
+
+
+@on_ranks(4)
+@pytest.mark.thorough
+def test_copies_and_averages(rank: int) -> None:
+    """A deepcopy made before FSDP2 trains by itself; an average of what FSDP2 shards follows the weights."""
+    with meshes(2, 2) as (data, tensor):
+        model = parallelize(llama(), tensor)
+        copied = shard(copy.deepcopy(model), data)
+        assert difference(train(copied, data=data), plain()) <= CLOSE
+        average = {name: p.detach().clone() for name, p in shard(model, data).named_parameters()}
+        wants = {name: p.detach().clone() for name, p in llama().named_parameters()}
+        one = llama()
+        for step in range(2):
+            train(model, data=data, steps=range(step, step + 1))
+            train(one, steps=range(step, step + 1))
+            for sums, trained in ((average, model), (wants, one)):
+                torch._foreach_lerp_(list(sums.values()), [p.detach() for p in trained.parameters()], 0.5)
+        for name, want in wants.items():
+            assert (whole(average[name]) - want).norm() <= CLOSE * want.norm(), name
 
 
 @on_ranks(4)
@@ -206,9 +244,9 @@ def test_ddp(rank: int, pieces: int) -> None:
             total = torch.zeros(())
             microbatches = batch_of(step).chunk(2)[data.get_local_rank()].chunk(pieces)
             for i, piece in enumerate(microbatches):
-                replicas.require_backward_grad_sync = i == pieces - 1  # what no_sync() sets
-                loss = loss_of(replicas, piece) / pieces
-                loss.backward()
+                with nullcontext() if i == pieces - 1 else replicas.no_sync():
+                    loss = loss_of(replicas, piece) / pieces
+                    loss.backward()
                 total += loss.detach() / 2
             our_optimizer.step()
             our_optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -20,33 +21,23 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedcomm.parallel as our_parallel
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.prepared_attention import (
+    CLOSE,
+    GATHER,
+    GATHERED,
+    REDUCE,
+    REDUCED,
+    SCATTER,
+    Attention,
+    D,
+    alike,
+    assert_close,
+    attention,
+    each_once,
+    inputs,
+    step,
+)
 from tests.helpers.spies import Dispatched
-
-D, BATCH, TOKENS = 8, 2, 4
-TOKEN_SHARDS = Shard(1)
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32; sums of tens of terms of about 1 run in another order
-GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-
-
-class Attention(nn.Module):
-    """``use(self, x)`` is its forward; three layers of different widths, one with a bias."""
-
-    def __init__(self, use: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(D, 2 * D), nn.Linear(D, D, bias=False), nn.Linear(D, D)
-        self.use = use
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.use(self, *args, **kwargs)
-
-
-def alike(x: Tensor) -> Tensor:
-    """x as a tensor with the whole of x in it."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def each_once(m: Attention, x: Tensor) -> Tensor:
-    return torch.cat([m.q(x), m.k(x), m.v(x)], -1)
 
 
 def one_twice(m: Attention, x: Tensor) -> Tensor:
@@ -80,51 +71,24 @@ def crossed(m: Attention, x: Tensor, memory: Tensor) -> Tensor:
     return torch.cat([m.q(x), m.k(memory), m.v(memory)], -1)
 
 
-# The ops of the first call's forward and backward, and of the second's.
+def flattened(m: Attention, x: Tensor) -> Tensor:
+    """As mixtures of experts do it; k sees x as it is."""
+    rows = x.flatten(0, 1)
+    return torch.cat([m.q(rows), m.k(x).flatten(0, 1), m.v(rows.view(2, -1, D)).flatten(0, 1)], -1)
+
+
+# The ops of a forward and a backward, and the plain collectives: x is gathered once, whoever reads it.
 FORWARDS = {
-    each_once: ([GATHER, SCATTER], [GATHER, SCATTER]),
-    one_twice: ([GATHER, GATHER, SCATTER, SCATTER], [GATHER, GATHER, SCATTER, SCATTER]),
-    another_x: ([GATHER, SCATTER], [GATHER, SCATTER]),
-    only_two: ([GATHER, SCATTER], [GATHER, SCATTER]),
-    one_without_gradient: ([GATHER, GATHER, SCATTER], [GATHER, GATHER, SCATTER]),
-    also_read: ([GATHER, SCATTER], [GATHER, SCATTER]),
-    read_first: ([], []),
-    crossed: ([GATHER, GATHER, SCATTER, SCATTER], [GATHER, GATHER, SCATTER, SCATTER]),
+    each_once: ([GATHER, SCATTER], []),
+    one_twice: ([GATHER, SCATTER], [REDUCED]),
+    another_x: ([GATHER, SCATTER], [REDUCED]),
+    only_two: ([GATHER, SCATTER], []),
+    one_without_gradient: ([GATHER], [REDUCED]),
+    also_read: ([GATHER, SCATTER], []),
+    read_first: ([], [GATHERED, REDUCED]),
+    crossed: ([GATHER, GATHER, SCATTER, SCATTER], []),
+    flattened: ([GATHER, SCATTER], []),
 }
-
-
-def attention(
-    styles: Any, use: Callable[..., Tensor], layout: Any = TOKEN_SHARDS, inputs: int = 1, mesh: Any = None
-) -> Attention:
-    torch.manual_seed(0)
-    mesh = mesh or init_device_mesh("cpu", (2,))
-    module = Attention(use)
-    prepare = styles.PrepareModuleInput(input_layouts=(layout,) * inputs, desired_input_layouts=(Replicate(),) * inputs)
-    torch_parallel.parallelize_module(module, mesh, prepare)
-    torch_parallel.parallelize_module(module, mesh, {name: styles.ColwiseParallel() for name in "qkv"})
-    return module
-
-
-def inputs(rank: int, count: int = 1, sharded: bool = True) -> list[Tensor]:
-    xs = torch.randn(count, BATCH, TOKENS, D, generator=torch.Generator().manual_seed(1))
-    return [(x.chunk(2, 1)[rank] if sharded else x).clone().requires_grad_() for x in xs]
-
-
-def step(call: Callable[..., Tensor], xs: list[Tensor], module: nn.Module) -> tuple[list[Any], list[str]]:
-    """The result and the gradients of xs and of the parameters, and the ops."""
-    module.zero_grad()
-    with Dispatched() as spy:
-        y = call(*xs)
-        y.backward(torch.arange(1.0, 1.0 + y.numel()).view(y.shape).sin())
-    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
-    return [y.detach(), *(x.grad for x in xs), *grads], spy.names("fusedcomm")
-
-
-def assert_close(found: list[Any], wants: list[Any]) -> None:
-    for each, want in zip(found, wants, strict=True):
-        assert (each is None) == (want is None)
-        if want is not None:
-            torch.testing.assert_close(each, want, **CLOSE)
 
 
 @on_ranks(2)
@@ -133,11 +97,12 @@ def test_a_module(rank: int, use: Callable[..., Tensor]) -> None:
     """Values are those of torch's styles. A layer that was not called with x takes no part from the second call on."""
     count = 2 if use is crossed else 1
     stock, ours = (attention(styles, use, inputs=count) for styles in (torch_parallel, our_parallel))
-    for ops in FORWARDS[use]:
-        wants, _ = step(stock, inputs(rank, count), stock)
-        found, names = step(ours, inputs(rank, count), ours)
+    for _ in range(2):
+        wants, _, plain = step(stock, inputs(rank, count), stock)
+        assert plain == [GATHERED] * count + [REDUCED] * count, plain
+        found, ops, plain = step(ours, inputs(rank, count), ours)
         assert_close(found, wants)
-        assert names == ops
+        assert (ops, plain) == FORWARDS[use]
 
 
 @on_ranks(2)
@@ -162,7 +127,7 @@ def test_who_shares(rank: int) -> None:
     module.use = each_once
     with Dispatched() as spy:
         module(*inputs(rank))
-    assert spy.names("fusedcomm") == [GATHER, GATHER]  # k is not expected
+    assert spy.names("fusedcomm") == [GATHER]  # k is not expected, and takes what was gathered
     assert columns() == [D, D // 2, D // 2]
 
 
@@ -205,8 +170,8 @@ def test_x_that_all_ranks_hold(rank: int, held: bool) -> None:
     def given(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, [Replicate()]) if held else x
 
-    wants, _ = step(lambda x: stock(given(x)), inputs(rank, sharded=False), stock)
-    found, names = step(lambda x: ours(given(x)), inputs(rank, sharded=False), ours)
+    wants, *_ = step(lambda x: stock(given(x)), inputs(rank, sharded=False), stock)
+    found, names, _ = step(lambda x: ours(given(x)), inputs(rank, sharded=False), ours)
     assert_close(found, wants)
     assert names == ([] if held else [REDUCE])
 
@@ -214,20 +179,20 @@ def test_x_that_all_ranks_hold(rank: int, held: bool) -> None:
 @on_ranks(2)
 def test_under_a_checkpoint_autocast_and_in_copies(rank: int) -> None:
     stock, ours = (attention(styles, each_once) for styles in (torch_parallel, our_parallel))
-    wants, _ = step(lambda x: checkpoint(stock, x, use_reentrant=False), inputs(rank), stock)
-    found, names = step(lambda x: checkpoint(ours, x, use_reentrant=False), inputs(rank), ours)
+    wants, *_ = step(lambda x: checkpoint(stock, x, use_reentrant=False), inputs(rank), stock)
+    found, names, _ = step(lambda x: checkpoint(ours, x, use_reentrant=False), inputs(rank), ours)
     assert_close(found, wants)
     assert names == [GATHER, GATHER, SCATTER]
     twin = copy.deepcopy(ours)
     with torch.no_grad():
         twin.q.weight.mul_(2)
-    found, names = step(ours, inputs(rank), ours)
+    found, names, _ = step(ours, inputs(rank), ours)
     assert_close(found, wants)
-    found, names = step(twin, inputs(rank), twin)
+    found, names, _ = step(twin, inputs(rank), twin)
     assert names == [GATHER, SCATTER] and not torch.equal(found[0], wants[0])
     with torch.autocast("cpu", torch.bfloat16):
-        wants, _ = step(stock, inputs(rank), stock)
-        found, _ = step(ours, inputs(rank), ours)
+        wants, *_ = step(stock, inputs(rank), stock)
+        found, *_ = step(ours, inputs(rank), ours)
     assert found[0].dtype == torch.bfloat16
     for each, want in zip(found, wants, strict=True):
         torch.testing.assert_close(each, want, rtol=2e-2, atol=2e-2)
@@ -260,8 +225,23 @@ def a_gradient_is_scaled(m: Attention, x: Tensor) -> Tensor:
     return each_once(m, x)
 
 
+def viewed_without_gradient(m: Attention, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        rows = x.flatten(0, 1)
+    return torch.cat([m.q(rows).view(2, -1, D), m.k(x), m.v(x)], -1)
+
+
+def changed_in_place(m: Attention, x: Tensor) -> Tensor:
+    x.mul_(2)
+    return each_once(m, x)
+
+
 def part_in_a_checkpoint(m: Attention, x: Tensor) -> Tensor:
     return torch.cat([checkpoint(m.q, x, use_reentrant=False), m.k(x), m.v(x)], -1)
+
+
+def the_last_in_a_checkpoint(m: Attention, x: Tensor) -> Tensor:
+    return torch.cat([m.q(x), m.k(x), checkpoint(m.v, x, use_reentrant=False)], -1)
 
 
 def all_in_a_checkpoint(m: Attention, x: Tensor) -> Tensor:
@@ -272,15 +252,24 @@ def all_in_a_checkpoint(m: Attention, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", [Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize(
     "use",
-    [again_with_gradient, a_weight_is_written, a_gradient_is_scaled, part_in_a_checkpoint, all_in_a_checkpoint],
+    [
+        again_with_gradient,
+        a_weight_is_written,
+        a_gradient_is_scaled,
+        part_in_a_checkpoint,
+        the_last_in_a_checkpoint,
+        all_in_a_checkpoint,
+        viewed_without_gradient,
+        changed_in_place,
+    ],
     ids=lambda use: use.__name__,
 )
 def test_what_comes_between_the_layers(rank: int, use: Callable[..., Tensor], layout: Any) -> None:
     """What was made ahead for a layer is no result once its call would give another."""
     stock, ours = (attention(styles, use, layout) for styles in (torch_parallel, our_parallel))
     for _ in range(2):
-        wants, _ = step(stock, inputs(rank, sharded=layout == Shard(1)), stock)
-        found, _ = step(ours, inputs(rank, sharded=layout == Shard(1)), ours)
+        wants, *_ = step(stock, inputs(rank, sharded=layout == Shard(1)), stock)
+        found, *_ = step(ours, inputs(rank, sharded=layout == Shard(1)), ours)
         assert_close(found, wants)
 
 
@@ -291,6 +280,44 @@ def test_an_x_that_the_module_writes(rank: int, layout: Any) -> None:
     with torch.no_grad():
         want, found = (module(*inputs(rank, sharded=layout == Shard(1))) for module in (stock, ours))
     torch.testing.assert_close(found, want, **CLOSE)
+
+
+@on_ranks(2)
+def test_an_x_that_is_written_before_the_backward(rank: int) -> None:
+    """With torch's styles that backward raises. What the op has saved stays as it was."""
+
+    def written(m: Attention, x: Tensor) -> Tensor:
+        q = m.q(x)
+        x.mul_(2)
+        return q
+
+    grads = []
+    for use in (lambda m, x: m.q(x), written):
+        module = attention(our_parallel, use)
+        step(module, inputs(rank), module)
+        grads.append([p.grad for p in (module.q.weight, module.q.bias)])
+    assert_close(grads[1], grads[0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("inner_is_prepared", [False, True])
+def test_layers_of_modules_below(rank: int, layout: Any, inner_is_prepared: bool) -> None:
+    """They share as those right below the module do, if none in between prepares its own x."""
+    mesh, modules = init_device_mesh("cpu", (2,)), []
+    for styles in (torch_parallel, our_parallel):
+        inner = attention(styles, each_once, layout) if inner_is_prepared else attention(styles, each_once, None)
+        prepare = styles.PrepareModuleInput(input_layouts=layout, desired_input_layouts=Replicate())
+        modules.append(torch_parallel.parallelize_module(nn.Sequential(inner), mesh, prepare))
+    for call in (nn.Module.__call__, functools.partial(checkpoint, use_reentrant=False)):
+        steps = [
+            step(functools.partial(call, module), inputs(rank, sharded=layout == Shard(1)), module)
+            for module in modules
+        ]
+        assert_close(steps[1][0], steps[0][0])
+        ran = our_parallel.explain_layers(modules[1])["0.q"]
+        if not inner_is_prepared:
+            assert "shared by 3 layers" in ran
 
 
 @on_ranks(2)
@@ -349,7 +376,7 @@ def test_layers_that_fsdp_wraps_by_themselves(rank: int, training: bool) -> None
             fully_shard(layer, mesh=mesh["dp"])
         modules.append(module)
     if training:
-        (wants, _), (found, names) = (step(module, inputs(rank), module) for module in modules)
+        (wants, *_), (found, names, _) = (step(module, inputs(rank), module) for module in modules)
     else:
         with torch.no_grad(), Dispatched() as spy:
             wants, found = ([module(*inputs(rank))] for module in modules)

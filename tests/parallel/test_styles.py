@@ -12,7 +12,7 @@ import torch
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 import fusedcomm.parallel as our_parallel
@@ -118,21 +118,59 @@ def test_a_layer(rank: int, case: Case) -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_cut_evenly(rank: int) -> None:
+def test_features_that_cannot_be_cut_evenly(rank: int) -> None:
     """torch's own path runs, and says why."""
     mesh = init_device_mesh("cpu", (2,))
-    x = DTensor.from_local(torch.randn(2 + rank, K), mesh, [Shard(0)], shape=torch.Size([5, K]), stride=(K, 1))
-    for case, linear, why in (
-        (Case("ColwiseParallel", Shard(0)), None, "the size of x's dim 0 must be divisible by 2, got 5"),
-        (Case("ColwiseParallel", Shard(0)), nn.Linear(K, 7), "out_features must be divisible by 2, got 7"),
-        (Case("RowwiseParallel", Shard(0), Shard(0)), None, "the size of x's dim 0 must be divisible by 2, got 5"),
-    ):
-        ours = styled(our_parallel, case, mesh, linear)
-        want = nn.functional.linear(x.full_tensor(), ours.weight.full_tensor(), ours.bias.full_tensor())
-        placed = (case.output or Shard(-1),)
-        y = DTensor.from_local(ours(x), mesh, placed, shape=want.shape, stride=want.stride())
-        torch.testing.assert_close(y.full_tensor(), want, **CLOSE)
-        assert ours.ran == f"torch's own: {why}"
+    ours = styled(our_parallel, Case("ColwiseParallel", Shard(0)), mesh, nn.Linear(K, 7))
+    x = distribute_tensor(torch.randn(6, K), mesh, [Shard(0)])
+    want = nn.functional.linear(x.full_tensor(), ours.weight.full_tensor(), ours.bias.full_tensor())
+    y = DTensor.from_local(ours(x), mesh, [Shard(1)], shape=want.shape, stride=want.stride())
+    torch.testing.assert_close(y.full_tensor(), want, **CLOSE)
+    assert ours.ran == "torch's own: out_features must be divisible by 2, got 7"
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(K, N), nn.Linear(K, N, bias=False), nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x) * self.up(x))
+
+
+def uneven_step(styles: Any, mesh: DeviceMesh, tokens: int, prepared: bool, local: bool) -> tuple[list[Any], nn.Module]:
+    """The result, and the gradients of x and of the parameters, of which each rank has its part."""
+    torch.manual_seed(0)
+    module, token_shards = FeedForward(), Shard(1)
+    if prepared:
+        prepare = styles.PrepareModuleInput(input_layouts=token_shards, desired_input_layouts=Replicate())
+        torch_parallel.parallelize_module(module, mesh, prepare)
+    up = styles.ColwiseParallel(input_layouts=Replicate() if prepared else token_shards)
+    down = styles.RowwiseParallel(output_layouts=token_shards, use_local_output=local)
+    torch_parallel.parallelize_module(module, mesh, {"gate": up, "up": up, "down": down})
+    x = distribute_tensor(torch.randn(BATCH, tokens, K), mesh, [token_shards]).requires_grad_()
+    y = module(x)
+    part = y.to_local() if isinstance(y, DTensor) else y
+    part.backward(torch.arange(1.0, 1.0 + part.numel()).view(part.shape).sin())
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())], module
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("tokens", [5, 6, 7, 2])
+@pytest.mark.parametrize(("prepared", "local"), [(False, True), (True, False)])
+def test_tokens_that_cannot_be_cut_evenly(rank: int, tokens: int, prepared: bool, local: bool) -> None:
+    """Parts are those of a DTensor, the last of which may be empty."""
+    mesh = init_device_mesh("cpu", (4,))
+    wants, _ = uneven_step(torch_parallel, mesh, tokens, prepared, local)
+    found, module = uneven_step(our_parallel, mesh, tokens, prepared, local)
+    for each, want in zip(found, wants, strict=True):
+        assert isinstance(each, DTensor) == isinstance(want, DTensor)
+        if isinstance(want, DTensor):
+            assert (each.placements, each.shape, each.stride()) == (want.placements, want.shape, want.stride())
+            each, want = each.to_local(), want.to_local()
+        torch.testing.assert_close(each, want, **CLOSE)
+    gather = f"{GATHER}, shared by 2 layers" if prepared else GATHER
+    assert our_parallel.explain_layers(module) == {"gate": gather, "up": gather, "down": SCATTER}
 
 
 @on_ranks(2)
@@ -205,14 +243,20 @@ def test_a_torch_that_has_changed(rank: int) -> None:
             assert str(torch_hooks.changed()).startswith(name)
     with mock.patch.object(torch_parallel.RowwiseParallel, "__init__", lambda self: None):
         assert torch_hooks.changed() == "RowwiseParallel.input_layouts of one placement"
+    with mock.patch.object(torch_parallel.PrepareModuleInputOutput, "__init__", lambda self, **layouts: None):
+        assert torch_hooks.changed() == "PrepareModuleInputOutput.prepare_module_input"
+    with mock.patch.object(torch_hooks, "distribute_module", lambda module: module):
+        assert torch_hooks.changed() == "_distribute_module_applied, set and read by distribute_module"
     torch_hooks.as_expected.cache_clear()
     with mock.patch.object(torch_hooks, "CHANGED", "a hook"), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         try:
             linears = [styled(our_parallel, Case("ColwiseParallel"), mesh) for _ in range(2)]
+            both = our_parallel.PrepareModuleInputOutput(output_layouts=Shard(0), desired_output_layouts=Shard(0))
         finally:
             torch_hooks.as_expected.cache_clear()
     assert all(type(linear) is nn.Linear for linear in linears)
+    assert type(both.prepare_module_input) is torch_parallel.PrepareModuleInput
     want = styled(our_parallel, Case("ColwiseParallel"), mesh)
     assert type(want) is ColwiseLinear and torch.equal(linears[0](x), want(x))
     (warning,) = [each for each in found if "fusedcomm" in str(each.message)]

@@ -87,7 +87,7 @@ class ResultsInPlace:
         if not self.num_blocks or not self.rules.copies_slots_only:
             return None
         mark = state.results.marks[self._mark_cell(step, r, step.other)]
-        if mark != step.epoch and (self.rules.mark_names_epoch or not mark):
+        if not mark or mark != self._mark_of(step):
             return None
         block = self._own_block(state, r, step)
         return () if block is None else state.results.places[self._cell(step.segment, r, block, step.other)]
@@ -158,7 +158,10 @@ class ResultsInPlace:
         if not rank.matched:
             yield ", nothing", after
         else:
-            yield "", self._with(after, marks=(self._mark_cell(step, step.other, r), step.epoch))
+            yield "", self._with(after, marks=(self._mark_cell(step, step.other, r), self._mark_of(step)))
+
+    def _mark_of(self, step: Step) -> int:
+        return {"epoch": step.epoch, "op": step.op + 1, "nothing": 1}[self.rules.mark_names]
 
     def _after(self, rank: Rank, what: str) -> Rank:
         """The rank after a step of a chunk. With the last one it has done with the post."""

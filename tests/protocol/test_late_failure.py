@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import kernel_launch
-from fusedcomm.geometry.spans import Span
+from fusedcomm.geometry.spans import RoundSpans, Span
 from fusedcomm.kernels.triton import copy, rounds
 from fusedcomm.runtime import signals
 from tests.helpers import virtual_ranks as virtual
 
-SPAN = Span(size=8, start=0, inner=8, outer_stride=0, peer_stride=8)
+SPANS = RoundSpans(*[Span(size=8, start=0, inner=8, outer_stride=0, peer_stride=8)] * 5)
+EMPTY = RoundSpans(*[Span(size=0, start=0, inner=1, outer_stride=0, peer_stride=0)] * 5)
 RIGHT = torch.tensor([100.0, 101.0]).repeat_interleave(8)  # what ranks 0 and 1 send in round 1
 Push = Callable[[virtual.VirtualRank, int], None]
 Ranks = tuple[virtual.VirtualRank, virtual.VirtualRank]
@@ -26,7 +27,7 @@ def sent(rank: virtual.VirtualRank, epoch: int) -> Tensor:
 
 
 def pack(rank: virtual.VirtualRank, epoch: int) -> None:
-    kernel_launch.pack(sent(rank, epoch), SPAN, rank, virtual.FINGERPRINT)
+    kernel_launch.pack(sent(rank, epoch), SPANS, rank, virtual.FINGERPRINT)
 
 
 def copy_engine(rank: virtual.VirtualRank, epoch: int) -> None:
@@ -40,7 +41,7 @@ def copy_engine(rank: virtual.VirtualRank, epoch: int) -> None:
 
 def unpack(rank: virtual.VirtualRank) -> Tensor:
     out = torch.zeros(16)
-    kernel_launch.unpack(out, SPAN, rank, virtual.FINGERPRINT)
+    kernel_launch.unpack(out, SPANS, rank, virtual.FINGERPRINT)
     return out
 
 
@@ -50,9 +51,9 @@ def go_on(rank: virtual.VirtualRank, push: Push) -> None:
 
 def go_on_after_an_empty_round(rank: virtual.VirtualRank, push: Push) -> None:
     """An empty round pushes nothing and only signals: round 4 goes to the other slot, round 5 to where round 1 was."""
-    nothing, empty = torch.empty(0), Span(size=0, start=0, inner=1, outer_stride=0, peer_stride=0)
-    kernel_launch.pack(nothing, empty, rank, virtual.FINGERPRINT)
-    kernel_launch.unpack(nothing, empty, rank, virtual.FINGERPRINT)
+    nothing = torch.empty(0)
+    kernel_launch.pack(nothing, EMPTY, rank, virtual.FINGERPRINT)
+    kernel_launch.unpack(nothing, EMPTY, rank, virtual.FINGERPRINT)
     push(rank, 4)
     unpack(rank)
     push(rank, 5)

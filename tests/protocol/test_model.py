@@ -257,7 +257,13 @@ def test_in_a_new_segment_late_writes_do_no_harm() -> None:
 # inside a rank on a device
 
 
-ROUNDS = [("push", "push", "push"), ("push", "gather"), ("gather", "push"), ("gather rows", "push")]
+ROUNDS = [
+    ("push", "push", "push"),
+    ("push", "push nothing", "push"),
+    ("push", "gather"),
+    ("gather", "push"),
+    ("gather rows", "push"),
+]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +278,7 @@ def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ..
     [
         (("push", "push"), ProgramRules(last_signals=False), "wrong data"),
         (("push", "push"), ProgramRules(clears_counter=False), DEADLOCK),
+        (("push nothing", "push"), ProgramRules(signals_empty=False), DEADLOCK),
         (("gather", "push"), ProgramRules(waits_for_own=False), "wrong epoch"),
         (("gather rows", "push"), ProgramRules(waits_for_own=False), "wrong epoch"),
         (("push", "push"), ProgramRules(last_counts_epoch=False), "wrong epoch"),
@@ -280,6 +287,7 @@ def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ..
     ids=[
         "first-signals",
         "counter-not-cleared",
+        "empty-chunk-not-signalled",
         "own-chunk-not-awaited",
         "own-signal-not-awaited",
         "first-counts-epoch",

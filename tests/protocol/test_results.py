@@ -102,7 +102,8 @@ PLANTED: dict[str, tuple[str, Rules | ResultRules, str]] = {
     "place-read-before-stamp": ("two-blocks", in_order("place", "look", "write", "mark", "signal"), FINISHED),
     "stamp-posted-before-place": ("two-blocks", ResultRules(post=("stamp", "post")), FINISHED),
     "posted-before-the-reads-of-the-round-before": ("two-blocks", ResultRules(posts_after_reads=False), ANOTHER),
-    "any-mark-is-taken": ("three-calls", ResultRules(mark_names_epoch=False), EARLY),
+    "any-mark-is-taken": ("three-calls", ResultRules(mark_names="nothing"), EARLY),
+    "a-mark-names-the-call-alone": ("three-calls", ResultRules(mark_names="op"), EARLY),
     "copied-out-over-what-is-in-place": ("two-calls", ResultRules(copies_slots_only=False), EARLY),
     "freed-before-the-waits": ("two-calls", ResultRules(holds_until="signal"), FINISHED),
     "block-of-a-late-call-used-again": ("late", ResultRules(retires=False), FINISHED),
@@ -127,6 +128,7 @@ def test_each_bug_planted_in_results_is_caught(bug: str) -> None:
 # What the rules say beyond what is needed: the model finds nothing without it.
 
 ALSO_RIGHT = {
+    "posted-in-the-first-round-alone": ("rounds", ResultRules(posts_each_round=False)),
     "mark-before-place": ("three-calls", in_order("look", "place", "mark", "write", "signal")),
     "one-mark-for-both-slots": ("three-calls", ResultRules(mark_by_slot=False)),
     "heap-kept-over-a-reset": ("late-and-reset", ResultRules(heap_after_reset="kept")),

@@ -80,7 +80,7 @@ extern "C" __attribute__((visibility("default"))) void run() {
   register_symmetric_memory();
   WithoutGil gil;
   void* memory = allocator()->alloc(1 << 20, 0, std::nullopt);
-  auto heap = std::make_unique<ResultsHeap>(at::from_blob(memory, {1 << 20}, at::kByte));
+  auto heap = std::make_unique<ResultsHeap>(at::from_blob(memory, {1 << 20}, at::kByte), 0);
   Shared shared{*heap, {}, {}};
   std::vector<std::thread> threads;
   for (int number = 0; number < kThreads; ++number) threads.emplace_back(make_results, std::ref(shared), number);

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from fusedcomm.launch.ranks import RankPool
 from fusedcomm.ops import prepared
 from fusedcomm.runtime import flight_recorder
 from tests.helpers.groups import call, check, member_of
+from tests.helpers.in_place import without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import CALLS, check_prepared, python_calls, started_group
 from tests.helpers.problems import PROBLEMS, integers
+from tests.helpers.thorough import thorough_but
 from tests.helpers.waiting import wait_until
-from tests.runtime.test_interrupts import interrupted
+from tests.runtime.test_interrupts import AFTER_S, interrupted
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 OTHER = next(problem for problem in PROBLEMS if problem.name == "bias")
@@ -206,6 +209,63 @@ def test_ctrl_c_while_a_thread_has_the_lock(rank: int) -> None:
         go.set()
         thread.join()
         check(group, HEADS, call(group, HEADS, 1), 1)
+
+
+class LeftByHandler(Exception):
+    pass
+
+
+@contextmanager
+def handled(handler: Callable[[], None]) -> Iterator[None]:
+    """A signal comes after a moment, and its handler runs."""
+    before = signal.signal(signal.SIGUSR1, lambda *args: handler())
+    timer = threading.Timer(AFTER_S, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tapes", thorough_but([True], [True, False]))
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("how", thorough_but(["reset"], ["close", "reset"]))
+def test_a_handler_takes_the_workspace_of_a_call_that_waits(rank: int, how: str, raises: bool, tapes: bool) -> None:
+    """The call ends as it does without a tape, and touches nothing of what comes after it."""
+
+    def handler() -> None:
+        getattr(fusedcomm, how)(group)
+        if raises:
+            raise LeftByHandler
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not tapes:
+            without_tapes(patch)
+        with started_group("chunked") as group:
+            for seed in range(CALLS):
+                check(group, HEADS, call(group, HEADS, seed), seed)
+            workspace = member_of(group).workspace
+            workspace.timeout_s = 4 * AFTER_S
+            dist.barrier(group)
+            if rank == 0:
+                with handled(handler), pytest.raises(LeftByHandler if raises else fusedcomm.PeerTimeoutError) as caught:
+                    call(group, HEADS)
+                assert isinstance(caught.value, LeftByHandler) or getattr(caught.value, "peers", None) == [1]
+                states = [record.state for record in flight_recorder.last() if record.op == HEADS.op]
+                assert states[-1] == flight_recorder.FAILED
+            else:
+                getattr(fusedcomm, how)(group)
+            dist.barrier(group)
+            after = member_of(group).workspace
+            assert after is not workspace and (after is None) == (how == "close")
+            if after is not None:
+                flags = after.segment[after.layout.flags : after.layout.header_bytes]
+                assert after.epoch == 0 and not flags.any()
+            dist.barrier(group)
+            for seed in range(CALLS):
+                check(group, HEADS, call(group, HEADS, seed), seed)
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,15 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from tests.helpers.heaps import MB, NUMEL, PAGE, in_child, in_heap, make_heap
+from tests.helpers.heaps import BYTES, MB, NUMEL, PAGE, in_heap, make_heap, places
 from tests.helpers.symmetric_memory import CPU, native
 
 ROOT = Path(__file__).parents[2]
-BYTES = 4 * NUMEL
+SPAN = 1024  # results from one look at what is needed to the next: kernels/cpu/demand.h
 
 
 def stats(heap: Any) -> tuple[int, int, int, int]:
     return heap.live_bytes, heap.free_bytes, heap.warm_bytes, heap.num_blocks
-
-
-def places(heap: Any, tensors: list[Tensor]) -> list[int | None]:
-    return [heap.place(t) for t in tensors]
 
 
 # Which results are in the heap
@@ -218,93 +215,6 @@ def test_an_interpreter_ends_with_live_results(last: str) -> None:
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-# Processes that fork
-
-
-def test_a_child_writes_into_memory_of_its_own() -> None:
-    heap = make_heap()
-    t = in_heap(heap).fill_(1)
-    later = in_heap(make_heap()).fill_(2)  # in another heap
-
-    def write() -> bool:
-        seen = bool((t == 1).all() and (later == 2).all())
-        t.fill_(3)
-        later.fill_(4)
-        return seen and bool((t == 3).all() and (later == 4).all())
-
-    assert in_child(write) == 0
-    assert (t == 1).all() and (later == 2).all()
-
-
-def test_a_child_of_a_child_keeps_what_the_child_wrote() -> None:
-    t = in_heap(make_heap()).fill_(1)
-
-    def write() -> bool:
-        t.fill_(2)
-        inner = in_child(lambda: bool((t == 2).all()) and bool((t.fill_(3) == 3).all()))
-        return inner == 0 and bool((t == 2).all())
-
-    assert in_child(write) == 0
-    assert (t == 1).all()
-
-
-def test_a_child_hands_out_no_blocks() -> None:
-    heap = make_heap()
-    t = in_heap(heap)
-    in_heap(heap)
-
-    def use() -> bool:
-        results = [heap.empty([NUMEL], torch.float32).fill_(5) for _ in range(4)]
-        return places(heap, [t, *results]) == [None] * 5 and stats(make_heap()) == (0, 0, 0, 0)
-
-    assert in_child(use) == 0
-    assert heap.place(t) == 0 and heap.place(heap.empty([NUMEL], torch.float32)) == BYTES
-
-
-def test_a_heap_of_a_child_is_one() -> None:
-    assert in_child(lambda: (in_heap(make_heap()).fill_(1) == 1).all()) == 0
-
-
-def test_a_block_that_a_child_may_read_is_not_used_again() -> None:
-    heap = make_heap()
-    t = in_heap(heap).fill_(1)
-    in_heap(heap)
-    to_child, from_parent = os.pipe()[::-1]
-    pid = os.fork()
-    if pid == 0:
-        os.close(to_child)
-        os.read(from_parent, 1)  # until the parent has used its heap again
-        os._exit(0 if (t == 1).all() else 1)
-    os.close(from_parent)
-    del t
-    others = [heap.empty([NUMEL], torch.float32).fill_(7) for _ in range(20)]
-    assert 0 not in places(heap, others) and BYTES in places(heap, others)
-    os.close(to_child)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_a_fork_while_threads_use_the_heap() -> None:
-    heap = make_heap()
-    t = in_heap(heap)
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            heap.empty([NUMEL], torch.float32)
-            heap.trim(0)  # without the GIL, so that forks come at any time
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        ended = [in_child(lambda: heap.place(t) is None and heap.empty([9], torch.int8) is not None) for _ in range(25)]
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert ended == [0] * 25
-
-
 # Memory
 
 
@@ -362,6 +272,82 @@ def test_results_of_a_retired_heap_stay_and_none_follow() -> None:
     assert address not in [heap.empty([NUMEL], torch.float32).data_ptr() for _ in range(4)]
 
 
+def test_a_heap_gives_back_what_a_program_needs_no_more() -> None:
+    before = segment_blocks()
+    heap = make_heap(64 * MB)
+    in_heap(heap, 8 * MB)
+    in_heap(heap)
+    assert segment_blocks() - before == 32 * MB
+    for _ in range(3 * SPAN):
+        heap.empty([NUMEL], torch.float32)
+    assert stats(heap) == (0, 2 * BYTES, 2 * BYTES, 0) and segment_blocks() - before == 2 * BYTES
+    t = in_heap(heap, 8 * MB).fill_(1)
+    assert segment_blocks() - before == 32 * MB and (t == 1).all()
+
+
+@pytest.mark.parametrize("small", [1, 400])
+def test_a_steady_program_gives_nothing_back(small: int) -> None:
+    """Whose largest result comes once in so many small ones. One whose largest result is rarer pays a few times."""
+    before = segment_blocks()
+    heap = make_heap(64 * MB)
+    in_heap(heap, 8 * MB)
+    for _ in range(4 * SPAN // small):
+        assert heap.place(heap.empty([8 * MB], torch.float32)) == 0
+        for _ in range(small):
+            heap.empty([NUMEL], torch.float32)
+        assert heap.warm_bytes >= 32 * MB
+    assert segment_blocks() - before >= 32 * MB
+
+
+def test_a_need_that_comes_and_goes_is_paid_for_a_few_times() -> None:
+    heap = make_heap(64 * MB)
+    in_heap(heap, MB)
+    gone = []
+    for _ in range(12):
+        in_heap(heap, MB)
+        for _ in range(3 * SPAN):
+            heap.empty([16 * NUMEL], torch.float32)
+        gone.append(heap.warm_bytes < 4 * MB)
+    assert gone[0] and not any(gone[6:]), gone
+
+
+def test_small_results_take_no_blocks() -> None:
+    heap = make_heap(least_bytes=PAGE)
+    in_heap(heap)
+    results = [heap.empty([n], torch.uint8) for n in (1, PAGE - 1, PAGE)]
+    assert places(heap, results) == [None, None, 0] and heap.num_blocks == 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert heap.empty([3], torch.float32).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_heap_in_pieces_costs_no_long_search() -> None:
+    heap = make_heap(256 * MB)
+    num_holes = 10_000
+
+    def seconds() -> float:
+        in_heap(heap)
+        took = []
+        for _ in range(200):
+            start = time.perf_counter()
+            heap.empty([NUMEL], torch.float32)
+            took.append(time.perf_counter() - start)
+        return min(took)
+
+    in_one_piece = seconds()
+    kept: list[Tensor] = []
+    while heap.num_blocks < 2 * num_holes - 10:  # the heap grows for results that are freed
+        kept.clear()
+        kept += [heap.empty([1], torch.float32) for _ in range(2 * num_holes)]
+    del kept[::2]
+    assert heap.free_bytes >= num_holes * PAGE
+    in_pieces = seconds()
+    assert in_pieces < 10 * in_one_piece  # 50 times without a bound
+    assert heap.place(heap.empty([NUMEL], torch.float32)) is not None  # behind the pieces
+
+
 def page_faults(address: int, num_bytes: int) -> int:
     """Page faults of this thread that writing takes."""
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
@@ -400,19 +386,19 @@ def test_other_memory_is_refused() -> None:
     segment = symm_mem.empty(4 * PAGE, dtype=torch.uint8, device=CPU)
     for wrong in (torch.empty(4 * PAGE, dtype=torch.uint8), segment[100:]):
         with pytest.raises(ValueError, match="must begin at a page of this rank's symmetric memory"):
-            native.ResultsHeap(wrong)
+            native.ResultsHeap(wrong, 0)
     for wrong in (segment.view(torch.int8), segment.view(4, -1).t(), segment.to("meta")):
         with pytest.raises(ValueError, match="must be a contiguous uint8 tensor on CPU"):
-            native.ResultsHeap(wrong)
+            native.ResultsHeap(wrong, 0)
 
 
 def test_memory_in_use_by_another_heap_is_refused() -> None:
     segment = symm_mem.empty(8 * PAGE, dtype=torch.uint8, device=CPU)
-    first = native.ResultsHeap(segment[: 4 * PAGE])
-    native.ResultsHeap(segment[4 * PAGE :])
+    first = native.ResultsHeap(segment[: 4 * PAGE], 0)
+    native.ResultsHeap(segment[4 * PAGE :], 0)
     t = in_heap(first, 4)
     del first
     with pytest.raises(ValueError, match="in use by another heap"):
-        native.ResultsHeap(segment)
+        native.ResultsHeap(segment, 0)
     del t
-    assert native.ResultsHeap(segment).warm_bytes == 0
+    assert native.ResultsHeap(segment, 0).warm_bytes == 0

@@ -2,7 +2,8 @@
 
 The tests of symmetric memory run with a native part that is built with each of them, in a copy of the sources. Ranks
 are processes there, and ThreadSanitizer sees no race between processes. So programs have threads: for ranks
-sanitized_words.cpp and sanitized_handles.cpp, for users of one heap of results sanitized_heap.cpp.
+sanitized_words.cpp and sanitized_handles.cpp, for users of one heap of results sanitized_heap.cpp, for calls that are
+recorded while a process forks sanitized_ring.cpp.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ SYMMETRIC_MEMORY = [
     str(HERE / name)
     for name in ("test_flags.py", "test_symmetric_memory.py", "test_rendezvous.py", "test_workspace.py")
 ] + [f"{HERE}/test_faults.py::test_a_killed_rank_is_named_by_all_others", f"{HERE}/test_limits.py"]
+PREPARED = [
+    *(f"tests/ops/{name}.py" for name in ("test_prepared", "test_in_place", "test_in_place_faults")),
+    *(f"{HERE}/{name}.py" for name in ("test_prepared_faults", "test_results_heap", "test_heap_forks")),
+]
 SKIPPED = "not address_space"  # the allocators of the sanitizers end a process that has none left
 SLOWER = "60"  # seconds that ranks wait for each other, in place of 20
 RUN_S = 1500
@@ -93,7 +98,7 @@ def run_program(folder: Path, source: str, sanitizer: Sanitizer) -> tuple[int, s
     return done.returncode, found(reports) + done.stderr.decode()  # where UndefinedBehaviorSanitizer reports
 
 
-@pytest.mark.parametrize("program", ["sanitized_words.cpp", "sanitized_handles.cpp", "sanitized_heap.cpp"])
+@pytest.mark.parametrize("program", [f"sanitized_{name}.cpp" for name in ("words", "handles", "heap", "ring")])
 @pytest.mark.parametrize("name", SANITIZERS)
 def test_threads(name: str, program: str, tmp_path: Path) -> None:
     copy_sources(tmp_path)
@@ -130,6 +135,13 @@ PLANTED = {
         "  HeapMemory& memory = *block.memory;\n",
         "data race",
     ),
+    "a fork that leaves the ring of calls locked": (
+        "thread",
+        "kernels/cpu/call_ring.h",
+        "    pthread_atfork([] { call_ring().before_fork(); }, after, after);\n",
+        "    (void)after;\n",
+        "a child must find the ring of calls free",
+    ),
     "undefined behaviour": (
         "address",
         "kernels/cpu/flags.h",
@@ -148,13 +160,14 @@ def test_what_is_planted_is_reported(what: str, tmp_path: Path) -> None:
     source = tmp_path / file
     assert source.read_text().count(right) == 1
     source.write_text(source.read_text().replace(right, wrong))
-    program = "sanitized_heap.cpp" if "heap" in file else "sanitized_words.cpp"
-    code, text = run_program(tmp_path, f"{HERE}/{program}", SANITIZERS[name])
+    program = next((each for each in ("heap", "ring") if each in file), "words")
+    code, text = run_program(tmp_path, f"{HERE}/sanitized_{program}.cpp", SANITIZERS[name])
     assert code != 0 and report in text
 
 
+@pytest.mark.parametrize("tests", [SYMMETRIC_MEMORY, PREPARED], ids=["symmetric-memory", "prepared"])
 @pytest.mark.parametrize("name", SANITIZERS)
-def test_symmetric_memory(name: str, tmp_path: Path) -> None:
+def test_ranks(name: str, tests: list[str], tmp_path: Path) -> None:
     copy_sources(tmp_path)
     sanitizer, reports = SANITIZERS[name], tmp_path / "report"
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--build-temp", "temp"]
@@ -169,7 +182,7 @@ def test_symmetric_memory(name: str, tmp_path: Path) -> None:
         "not thorough and not soak",
         "-k",
         SKIPPED,
-        *SYMMETRIC_MEMORY,
+        *tests,
     ]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=RUN_S)
     assert not (text := found(reports)), text

@@ -199,9 +199,9 @@ def late_reads(algorithm: str, rank: int) -> Iterator[None]:
         wait(self, src_rank)
         late(self.workspace)
 
-    def late_unpack(out: Any, span: Any, of: Any, fingerprint: int) -> None:
+    def late_unpack(out: Any, spans: Any, of: Any, fingerprint: int) -> None:
         late(of)
-        unpack(out, span, of, fingerprint)
+        unpack(out, spans, of, fingerprint)
 
     with pytest.MonkeyPatch.context() as patch:
         if algorithm == "chunked":

@@ -24,7 +24,7 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.ops.exact_problem import difference
-from fusedcomm.runtime import group_member
+from fusedcomm.runtime import group_member, results
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.testing.selftest import settings
@@ -90,6 +90,7 @@ class _Worker:
         try:
             with (
                 mock.patch.object(group_member, "_MIN_SLOT_BYTES", LEAST_SLOT_BYTES),
+                mock.patch.object(results, "LEAST_BYTES", 1),
                 jitter(self.seed, self.program.jitter),
                 ThreadPoolExecutor(1) as self.beside,
             ):

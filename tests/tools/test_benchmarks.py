@@ -22,7 +22,9 @@ from benchmarks import (
     compile_time,
     model_blocks,
     ops,
+    parallel_styles,
     start_program,
+    step_memory,
     tensor_parallel_mlp,
     ulysses_block,
     uneven,
@@ -119,6 +121,56 @@ def test_an_interval_is_that_of_the_median_and_not_of_rounds() -> None:
     theirs = torch.where(torch.arange(101) % 5 == 0, 2.0, 1.0).double() * torch.linspace(0.99, 1.01, 101).double()
     ratio = PairedRatio.of(theirs, ours)
     assert 0.99 < ratio.low <= ratio.median <= ratio.high < 1.02
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_memory_of_a_step_is_measured_with_the_heap_and_without(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    sizes = ["--tokens", "8", "--hidden", "16", "--heads", "2", "--blocks", "1"]
+    assert step_memory.main([*sizes, "--repeats", "2", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert [row["point"] for row in report["rows"]] == ["forward", "backward", "optimizer"]
+    for row in report["rows"]:
+        assert all(len(row[name]) == 2 and min(row[name]) > 1 << 20 for name in ("heap", "no_heap"))
+
+
+def of_held_memory(rank: int) -> tuple[int, int]:
+    """What a page that only this rank has adds, and one that both have mapped: the second counts once."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    before = step_memory.of_all_ranks()
+    mine = torch.ones(HELD_BYTES, dtype=torch.uint8)
+    own = step_memory.of_all_ranks()
+    shared = symm_mem.empty(HELD_BYTES, dtype=torch.uint8, device=torch.device("cpu"))
+    handle = symm_mem.rendezvous(shared, dist.group.WORLD.group_name)
+    for peer in range(dist.get_world_size()):
+        handle.get_buffer(peer, (HELD_BYTES,), torch.uint8).fill_(1)
+    both = step_memory.of_all_ranks()
+    assert mine.sum() == HELD_BYTES
+    return own - before, both - own
+
+
+HELD_BYTES = 32 << 20
+
+
+def test_memory_that_ranks_share_counts_once(ranks: Callable[[int], RankPool]) -> None:
+    for own, both in ranks(2).run(of_held_memory):
+        assert own == pytest.approx(2 * HELD_BYTES, rel=0.1) and both == pytest.approx(2 * HELD_BYTES, rel=0.1)
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_styles_are_measured_beside_torchs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    sizes = ["--batch", "1", "--tokens", "4", "--hidden", "16", "--head_dim", "4", "--intermediate", "8"]
+    options = ["--rounds", "3", "--dtype", "float32", "--json", str(file)]
+    assert parallel_styles.main([*sizes, *options]) == 0
+    report, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert [row["model"] for row in report["rows"]] == list(parallel_styles.MODELS)
+    assert all(list(row["times"]) == ["removed", "torch", "fused"] for row in report["rows"])
+    for row, goal in zip(report["rows"], report["goals"], strict=True):
+        assert goal["value"] == row["torch_over_fused"]["median"]
+        assert goal["met"] == (goal["value"] >= parallel_styles.FASTER[row["model"]])
+        assert str(Goal(**goal)) in printed
 
 
 def test_what_is_no_op_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from fusedcomm.compile.fuse.match_gather import depends_on
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, quotient, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, product, quotient, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, Product, check_single_use, producer
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
 from fusedcomm.compile.graph.views import along, follow, path_back, value
@@ -189,17 +189,32 @@ def _side_by_side(rewriter: Rewriter, ws: Sequence[Node], group_size: int) -> No
 def _part(start: Node) -> Part:
     collective = collectives.read(start)
     path = path_back(collective.sent, through_casts=True)
-    product = producer(path[0])
+    _check_repeats(path[0], collective.group_size)
+    matmul = producer(path[0])
     check_single_use(path, start)
     if any(value(b).dtype.itemsize < value(a).dtype.itemsize for a, b in pairwise(path)):
         raise CannotFuse("the matmul's result is rounded to a smaller dtype before it is sent")
-    received, blocks, sources = collective.received(along(path, product.layout))
+    received, blocks, sources = collective.received(along(path, matmul.layout))
     candidates = follow(collective.wait, received)
     if sources.parts:
         raise CannotFuse("what arrives is rearranged across ranks")
-    parts = [Part(collective, product, blocks, sources, *candidate) for candidate in candidates]
+    parts = [Part(collective, matmul, blocks, sources, *candidate) for candidate in candidates]
     written = [part for part in parts if part.result == part.layout.order]  # no copy after the op
     return (written or parts)[-1]
+
+
+def _check_repeats(node: Node, group_size: int) -> None:
+    """Raises CannotFuse where node repeats a matmul's result, as heads of k and v are repeated for grouped queries."""
+    if node.target is not aten.expand.default:
+        return
+    repeated = node.args[0]
+    assert isinstance(repeated, Node)
+    if path_back(repeated, through_casts=True)[0].target in MATMULS:
+        count = quotient(*(product(map(size_of, value(each).shape)) for each in (node, repeated)))
+        raise CannotFuse(
+            f"the matmul's result is repeated {count} times before it is sent: send it once, by matmul_all_to_all(..., "
+            f"scatter_ranges=fusedcomm.replica_ranges(heads, {group_size}, replicas)), and repeat what arrives"
+        )
 
 
 def _same_as(x: Node) -> list[Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,19 @@ def kind_of(node: Node) -> str | None:
     if namespace == "_c10d_functional" and name not in (*WAITS, "_wrap_tensor_autograd"):
         return name
     return None
+
+
+def argument_of(node: Node, name: str) -> Any:
+    """What an op gets for the argument of this name in its schema; None if it takes none, or is no op."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    at = _index_of(node.target, name)
+    return node.kwargs.get(name) if at is None or at >= len(node.args) else node.args[at]
+
+
+@functools.lru_cache(maxsize=4096)
+def _index_of(target: torch._ops.OpOverload, name: str) -> int | None:
+    return next((i for i, arg in enumerate(target._schema.arguments) if arg.name == name), None)
 
 
 def find(graph: Graph, kind: str) -> list[Node]:
@@ -137,11 +151,29 @@ def memberships() -> list[tuple[str, int, list[int]]]:
     return sorted((pg.group_name, pg.rank(), c10d.get_process_group_ranks(pg)) for pg in groups)
 
 
+def has_parts_of_other_sizes(node: Node) -> bool:
+    """Whether ranks have parts of different sizes here, so that what they compute, and their graphs, differ.
+
+    All parts empty counts too: it may be that this rank alone has none. Symbols all count as one number in any plan.
+    """
+    if node.meta.get(UNEVEN) or argument_of(node, "rank") is not None:
+        return True
+    splits = [*_given(node, "output_split_sizes"), *_given(node, "input_split_sizes")]
+    sizes = {size_of(split) for split in splits if isinstance(split, int | torch.SymInt)}
+    return any(not getattr(size, "is_Symbol", False) for size in sizes) and (len(sizes) > 1 or 0 in sizes)
+
+
+def _given(node: Node, name: str) -> list[Any]:
+    """The values of a list of sizes; of another op, none."""
+    return [each.meta.get("val") if isinstance(each, Node) else each for each in argument_of(node, name) or ()]
+
+
 def _check_even_splits(start: Node, group_size: int) -> None:
     rows = value(start.args[0]).shape[0]  # type: ignore[arg-type]
     received, sent = ([_size_of(s) for s in splits] for splits in start.args[1:3])  # type: ignore[union-attr]
     for values in (received, sent):
-        if len(set(values)) > 1 or len(values) != group_size or values[0] * group_size != size_of(rows):
+        even = len(set(values)) == 1 and len(values) == group_size and values[0] * group_size == size_of(rows)
+        if not even or 0 in values:  # all 0: it may be that this rank alone has no part
             raise CannotFuse(f"its splits are not known to be even: it sends {sent} and receives {received} rows")
 
 

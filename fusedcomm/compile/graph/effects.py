@@ -9,7 +9,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.graph.collectives import POINT_TO_POINT, kind_of
+from fusedcomm.compile.graph.collectives import POINT_TO_POINT, has_parts_of_other_sizes, kind_of
 
 
 def is_builtin(node: Node) -> bool:
@@ -36,6 +36,12 @@ def has_effects(node: Node) -> bool:
 def has_messages(nodes: Iterable[Node]) -> bool:
     """Whether any node sends from point to point: the peer's graph is another, so no plan is common to all ranks."""
     return any(kind_of(node) in POINT_TO_POINT for node in nodes)
+
+
+def differs_by_rank(nodes: Iterable[Node]) -> bool:
+    """Whether peers have other graphs, so that what a plan is made of, sizes and nodes, is not common to all ranks."""
+    nodes = list(nodes)
+    return has_messages(nodes) or any(map(has_parts_of_other_sizes, nodes))
 
 
 def writes_before_end(graph: Graph) -> bool:

@@ -99,16 +99,21 @@ def _uneven(exchange: Exchange) -> str | None:
     while len(received.users) == 1 and (user := next(iter(received.users))).target in SAME:
         received = user
     cuts = [user for user in received.users if user.target is SLICE and args_of(user)[1:3] == (joined, 0)]
-    pads: list[int] = []
+    sizes = {}
+    for cut in cuts:
+        if from_one_call(exchange.start, cut):
+            sizes[joined] = size_of(value(cut).shape[joined])
+    whole = padded = size_of(value(sent).shape[divided])
     while sent.target in (*SAME, aten.constant_pad_nd.default) and from_one_call(exchange.start, sent):
         amounts = args_of(sent)[1] if sent.target is aten.constant_pad_nd.default else ()
-        pads += [len(exchange.before.dims) - 1 - at // 2 for at, amount in enumerate(amounts) if amount != 0]
+        whole -= sum(each for at, each in enumerate(amounts) if len(exchange.before.dims) - 1 - at // 2 == divided)
         sent = args_of(sent)[0]
-    found = {joined} if any(from_one_call(exchange.start, cut) for cut in cuts) else set()
-    dims = sorted(found | ({divided} & set(pads)))
-    if not dims:
+    if whole != padded:
+        sizes[divided] = whole
+    if not sizes:
         return None
-    return f"DTensor's shards are uneven along dim {' and dim '.join(map(str, dims))}, so that graphs of ranks differ"
+    dims = " and ".join(f"dim {dim} of size {size}" for dim, size in sorted(sizes.items()))
+    return f"DTensor's shards are uneven along {dims}, so that graphs of ranks differ"
 
 
 def _shard_dim_alltoalls(graph: Graph) -> list[Node]:

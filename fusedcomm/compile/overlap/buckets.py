@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusedcomm.compile.graph.collectives import Collective, functional, read
-from fusedcomm.compile.graph.effects import has_messages, writes_before_end
+from fusedcomm.compile.graph.effects import differs_by_rank, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.views import value
@@ -39,7 +39,7 @@ def find(program: Program, order: Sequence[int], timeline: Timeline, estimator: 
     """
     if writes_before_end(program.graph):  # a bucket reads operands later than their collectives would
         return []
-    if has_messages(program.nodes):
+    if differs_by_rank(program.nodes):
         return []
     position = {program.nodes[i]: p for p, i in enumerate(order)}
     candidates = _before_exposed(timeline) - estimator.times.keys()

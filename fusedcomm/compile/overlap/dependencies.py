@@ -3,6 +3,8 @@
 A node that writes to memory stays after everything that touched this memory before it, and before everything that
 touches it afterwards. A wait touches what its start reads, and writes what its start writes: until the wait, the
 collective may still do so.
+
+Where peers have other graphs, all that communicates keeps the order of the program, which is that of all ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from collections.abc import Sequence
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm.compile.graph.collectives import kind_of
-from fusedcomm.compile.graph.effects import has_effects, has_messages, is_builtin
+from fusedcomm.compile.graph import opaque
+from fusedcomm.compile.graph.collectives import argument_of, kind_of
+from fusedcomm.compile.graph.effects import differs_by_rank, has_effects, is_builtin
 from fusedcomm.compile.overlap.memory import Memory
 
 
@@ -28,7 +31,7 @@ def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memo
     last_write: dict[int, int] = {}
     reads: dict[int, list[int]] = {}
     last_effect = -1
-    ordered = has_messages(nodes)
+    ordered = differs_by_rank(nodes)
     for i, node in enumerate(nodes):
         before[i] |= set(waits_for[i])
         for storage in memory.touches[i]:
@@ -41,7 +44,7 @@ def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memo
                 last_write[storage] = i
             else:
                 reads.setdefault(storage, []).append(i)
-        if has_effects(node) or (ordered and kind_of(node) is not None):
+        if has_effects(node) or (ordered and _communicates(node)):
             if last_effect >= 0:
                 before[i].add(last_effect)
             last_effect = i
@@ -49,6 +52,11 @@ def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memo
             before[i] |= set(range(i))
         before[i].discard(i)
     return [sorted(each) for each in before]
+
+
+def _communicates(node: Node) -> bool:
+    """Whether node starts a collective, or has one inside, as the ops of fusedcomm and other packages' have."""
+    return kind_of(node) is not None or argument_of(node, "group_name") is not None or opaque.name_of(node) is not None
 
 
 def _writes(node: Node, index: dict[Node, int], memory: Memory) -> set[int]:

@@ -35,7 +35,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fusedcomm.algorithms import planner
-from fusedcomm.compile.graph.collectives import WAITS, kind_of, memberships
+from fusedcomm.compile.graph.collectives import WAITS, argument_of, kind_of, memberships
 from fusedcomm.compile.overlap import node_work
 from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.node_work import Work
@@ -196,7 +196,7 @@ class Estimator:
         plain = pytree.tree_map(node_work.stand_in, list(args))
         group_name = plain[-1]
         try:
-            exchange = exchange_of(op, *plain)
+            exchange = exchange_of(op, *plain).for_all
             dtype = planner.dtype_name(plain[0].dtype, self.tf32)
         except (ValueError, KeyError):  # sizes are not known, or the op would not take the dtype
             return self._unknown_fused(op, plain)
@@ -338,13 +338,8 @@ def reach(group_name: str, ranks_per_node: int) -> links.Reach | None:
 
 def group_name_of(node: Node) -> str | None:
     """The group of a start or of an op of fusedcomm; None for other nodes."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    for i, arg in enumerate(node.target._schema.arguments):
-        if arg.name == "group_name":
-            name = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
-            return name if isinstance(name, str) else getattr(name, "group_name", None)
-    return None
+    name = argument_of(node, "group_name")
+    return name if isinstance(name, str) else getattr(name, "group_name", None)
 
 
 def _values(node: Node) -> Iterator[Any]:

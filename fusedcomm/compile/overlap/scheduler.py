@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import normalize
 from fusedcomm.compile.graph.collectives import STARTS, functional
-from fusedcomm.compile.graph.effects import has_messages
+from fusedcomm.compile.graph.effects import differs_by_rank
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.views import path_back, value
 from fusedcomm.compile.overlap import buckets
@@ -240,7 +240,11 @@ def _hidden(timeline: Timeline) -> int:
 def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
     """Write `shard_dim_alltoall`, which torch runs at once, as a start and a wait, if that is faster."""
     found = normalize.find(plan.graph, gathers=False)
-    if not found or plan.estimator.times.keys() & {each.node.name for each in found}:
+    if (
+        not found
+        or differs_by_rank(plan.program.nodes)
+        or plan.estimator.times.keys() & {each.node.name for each in found}
+    ):
         return plan
     graph = copy.deepcopy(plan.graph)
     if Fuser(graph).normalize(gathers=False):
@@ -253,8 +257,8 @@ def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
 
 def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan, list[Fused]]:
     """Fuse the collectives for which it pays. Returns the plan of the graph with the fused ops."""
-    if has_messages(plan.program.nodes):
-        return plan, []
+    if differs_by_rank(plan.program.nodes):
+        return _unfused(fuser, plan, ops, lambda start: "graphs of ranks differ: what pays on one may not on another")
     lines = {line.node: line for line in plan.timeline.collectives}
 
     def reject(start: Node) -> str | None:
@@ -286,9 +290,15 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
         if trial.better_than(best):
             best, chosen = trial, reject_kept
     if chosen is None:
-        return plan, []
+        return _unfused(fuser, plan, ops, lambda start: told.get(start.name) or reject(start) or "it would not pay")
     fused = [_with_savings(each, losses, lines) for each in fuser.fuse(ops, chosen)]
     return best.moved_to(plan.graph), fused
+
+
+def _unfused(fuser: Fuser, plan: _Plan, ops: Sequence[str], reason: Callable[[Node], str]) -> tuple[_Plan, list[Fused]]:
+    """The plan as it is. Each collective's reasons are noted: its own, or this one where it could be fused."""
+    fuser.fuse(ops, reason)
+    return plan, []
 
 
 def _with_savings(fused: Fused, losses: dict[str, float], lines: dict[str, Line]) -> Fused:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.errors import PeerError
-from fusedcomm.runtime import group_member, members
+from fusedcomm.runtime import group_member, members, results
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.testing.faults.cells import CALL, MEET_S, OPS, Cell
@@ -62,6 +62,7 @@ def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Aroun
     try:
         with (
             mock.patch.object(group_member, "_MIN_SLOT_BYTES", SLOT_BYTES),
+            mock.patch.object(results, "LEAST_BYTES", 1),
             settings(TIMEOUT_S=str(MEET_S)),
             _patient_interpreter(cell),
         ):

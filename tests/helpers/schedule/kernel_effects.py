@@ -43,8 +43,36 @@ class Launch:
         self.ends_round = False
 
     @property
-    def spans(self) -> Spans:
-        return Spans(*(Span(*each) for each in self.args["spans"]))
+    def parts(self) -> Tensor | None:
+        """The table of a kernel whose peers have Spans of their own."""
+        return self.args["spans"][3] if "spans" in self.args else self.args.get("parts")
+
+    def own_span(self, peer: int) -> Span:
+        assert self.parts is not None
+        memory = self.memories.find(self.parts)
+        assert memory is not None
+        size, start, inner, outer_stride, *_ = memory.rows[peer]
+        return Span(size, start, inner, outer_stride, 0)
+
+    def spans(self, peer: int) -> Spans:
+        """Those of a matmul's chunk to or from a peer."""
+        own = Spans(*(Span(*each) for each in self.args["spans"][:3]))
+        if self.parts is None:
+            return own
+        return own._replace(**{self.args["TRAITS"].differs: self.own_span(peer)})
+
+    def numel(self, peer: int) -> int:
+        """The elements of a matmul's chunk."""
+        batches, rows, columns, _ = self.spans(peer)
+        return batches.size * rows.size * columns.size
+
+    def span_of(self, name: str, peer: int) -> Span:
+        """That of a copy."""
+        return Span(*self.args[name]) if self.parts is None else self.own_span(peer)
+
+    def table(self) -> list[Region]:
+        found = None if self.parts is None else self.memories.region(self.parts)
+        return [] if found is None else [found]
 
     def word(self, offset: int, rank: int | None = None) -> Region:
         return Region(self.group.segment(self.rank if rank is None else rank), offset, WORD)
@@ -60,18 +88,22 @@ class Launch:
         t: Tensor = self.args[name]
         return getattr(t, "base", t).itemsize
 
-    def part(self, owner: int, src_rank: int, num_bytes: int) -> Region:
-        """src_rank's part of a slot of ``owner``."""
+    def part(self, owner: int, src_rank: int, numel: int, itemsize: int) -> Region:
+        """src_rank's part of a slot of ``owner``, of which its chunk has ``numel`` elements."""
+        apart = self.args["sizes"].chunk_numel if "sizes" in self.args else self.args.get("chunk_numel")
+        if "run" in self.args:
+            apart = self.args["run"].chunk_numel
         slot_bytes = self.args["sizes"].slot_bytes if "sizes" in self.args else self.args["slot_bytes"]
-        start = self.layout.header_bytes + self.epoch % self.layout.num_slots * slot_bytes + src_rank * num_bytes
-        return Region(self.group.segment(owner), start, num_bytes)
+        slot = self.layout.header_bytes + self.epoch % self.layout.num_slots * slot_bytes
+        start = slot + src_rank * itemsize * (numel if apart is None else apart)
+        return Region(self.group.segment(owner), start, numel * itemsize)
 
     def counter(self, dst_rank: int) -> Region:
         return self.word(self.layout.counters + WORD * dst_rank)
 
     def span(self, name: str, tensor: str, peer: int) -> list[Region]:
         """The elements of a tensor that a Span of the arguments describes."""
-        span = Span(*self.args[name])
+        span = self.span_of(name, peer)
         base, itemsize = self.memories.region(self.args[tensor]), self.itemsize(tensor)
         if base is None or span.size == 0:
             return []
@@ -108,71 +140,75 @@ class Launch:
 
 
 def push(launch: Launch) -> Iterator[Step]:
-    sizes, num_bytes = launch.args["sizes"], launch.args["sizes"].chunk_numel * launch.itemsize("x")
-    yield Step(reads=[launch.word(EPOCH)])
-    for dst_rank in peers_of(launch.rank, launch.group_size):
-        work = launch.store(Work(flops=2 * sizes.chunk_numel * sizes.K), dst_rank, num_bytes)
+    sizes, itemsize = launch.args["sizes"], launch.itemsize("x")
+    yield Step(reads=[launch.word(EPOCH), *launch.table()])
+    order = peers_of(launch.rank, launch.group_size)
+    for dst_rank in sorted(order, key=lambda peer: launch.numel(peer) > 0):  # who get nothing are signalled first
+        numel = launch.numel(dst_rank)
+        work = launch.store(Work(flops=2 * numel * sizes.K), dst_rank, numel * itemsize)
         step = Step(reads=[*launch.tensor("x"), *launch.tensor("w"), *launch.tensor("bias_ptr")], work=work)
-        step.writes += [launch.part(dst_rank, launch.rank, num_bytes), launch.counter(dst_rank)]
+        step.writes += [launch.part(dst_rank, launch.rank, numel, itemsize), launch.counter(dst_rank)]
         yield launch.signal(step, dst_rank)
 
 
 def pack(launch: Launch) -> Iterator[Step]:
-    num_bytes = Span(*launch.args["pack"]).size * launch.itemsize("tensor")
-    yield Step(reads=[launch.word(EPOCH)])
+    itemsize = launch.itemsize("tensor")
+    yield Step(reads=[launch.word(EPOCH), *launch.table()])
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
         step = Step(writes=[launch.counter(dst_rank)])
         if dst_rank != launch.rank or launch.args["OWN"]:
+            numel = launch.span_of("pack", dst_rank).size
             step.reads = launch.span("pack", "tensor", dst_rank)
-            step.work = launch.store(step.work, dst_rank, num_bytes)
-            step.writes.append(launch.part(dst_rank, launch.rank, num_bytes))
+            step.work = launch.store(step.work, dst_rank, numel * itemsize)
+            step.writes.append(launch.part(dst_rank, launch.rank, numel, itemsize))
         yield launch.signal(step, dst_rank)
 
 
 def gather_matmul(launch: Launch) -> Iterator[Step]:
-    args, spans, sizes, tile = launch.args, launch.spans, launch.args["sizes"], launch.args["TILE"]
-    num_bytes = sizes.chunk_numel * launch.itemsize("out_ptr")
-    flops = 2 * sizes.chunk_numel * sizes.N
+    args, spans, sizes, tile = launch.args, launch.spans(launch.rank), launch.args["sizes"], launch.args["TILE"]
     num_tiles = spans.batches.size * -(-spans.rows.size // tile.block_m) * -(-sizes.N // tile.block_n)
     split_k = args["TRAITS"].split_k
-    first = min(1.0, args["grid"] / num_tiles) if split_k else 1.0  # the tiles that do not wait for all
-    parts = []
+    first = min(1.0, args["grid"] / num_tiles) if split_k and num_tiles else 1.0  # the tiles that do not wait for all
+    parts, total = list[Region](), 0
     for src_rank in sources_of(launch.rank, launch.group_size):
         if src_rank == launch.rank and not args["TRAITS"].own:
-            yield launch.wait(Step(), src_rank)
+            yield launch.wait(Step(reads=launch.table()), src_rank)
             continue
-        part = launch.part(launch.rank, src_rank, num_bytes)
-        step = launch.wait(Step(reads=[part], work=Work(flops=first * flops)), src_rank)
+        part = launch.part(launch.rank, src_rank, launch.numel(src_rank), launch.itemsize("out_ptr"))
+        flops = 2 * launch.numel(src_rank) * sizes.N
+        total += flops
+        step = launch.wait(Step(reads=[part, *launch.table()], work=Work(flops=first * flops)), src_rank)
         step.reads += [*launch.tensor("w"), *launch.tensor("bias_ptr")]
         if not split_k:
             step.writes += _rows(launch, src_rank)
         parts.append(part)
         yield step
     if split_k:
-        work = Work(flops=(1 - first) * flops * launch.group_size)
+        work = Work(flops=(1 - first) * total)
         yield Step(reads=[*parts, *launch.tensor("w")], writes=_rows(launch, 0), work=work)
     if args["TRAITS"].end_round:
         yield launch.end_round()
 
 
 def unpack(launch: Launch) -> Iterator[Step]:
-    num_bytes = Span(*launch.args["unpack"]).size * launch.itemsize("out_ptr")
+    itemsize = launch.itemsize("out_ptr")
     for src_rank in sources_of(launch.rank, launch.group_size):
-        step = Step()
+        step = Step(reads=launch.table())
         if src_rank != launch.rank or launch.args["OWN"]:
-            step.reads = [launch.part(launch.rank, src_rank, num_bytes)]
+            numel = launch.span_of("unpack", src_rank).size
+            step.reads.append(launch.part(launch.rank, src_rank, numel, itemsize))
             step.writes = launch.span("unpack", "out_ptr", src_rank)
-            step.work = Work(copied=num_bytes)
+            step.work = Work(copied=numel * itemsize)
         yield launch.wait(step, src_rank)
     if launch.args["END_ROUND"]:
         yield launch.end_round()
 
 
 def reduce(launch: Launch) -> Iterator[Step]:
-    size, start, itemsize = launch.args["size"], launch.args["start"], launch.itemsize("out_ptr")
+    (size, start, _), itemsize = launch.args["run"], launch.itemsize("out_ptr")
     yield from launch.wait_all()
     step = Step(work=Work(copied=(launch.group_size + 1) / 2 * size * itemsize))
-    step.reads += [launch.part(launch.rank, src, size * itemsize) for src in range(launch.group_size)]
+    step.reads += [launch.part(launch.rank, src, size, itemsize) for src in range(launch.group_size)]
     step.reads += launch.tensor("bias_ptr")
     for out in launch.tensor("out_ptr"):
         step.writes.append(Region(out.memory, out.start + start * itemsize, size * itemsize))
@@ -217,7 +253,7 @@ EFFECTS: dict[str, Callable[[Launch], Iterator[Step]]] = {
 def _rows(launch: Launch, src_rank: int) -> list[Region]:
     """The rows of the result that a round makes from src_rank's chunk."""
     out: Tensor = launch.args["out_ptr"]
-    spans, num_m, num_n = launch.spans, launch.args["sizes"].M, launch.args["sizes"].N
+    spans, num_m, num_n = launch.spans(src_rank), launch.args["sizes"].M, launch.args["sizes"].N
     base = launch.memories.region(out)
     if base is None:
         return []

@@ -22,6 +22,7 @@ class Memory:
     storage: StorageWeakRef
     stream: int | None = None
     used_on: set[int] = field(default_factory=set)
+    rows: list[list[int]] = field(default_factory=list)  # those of a table, as the host has copied them
 
 
 class Memories:

@@ -14,6 +14,7 @@ from tests.helpers.problems import EVEN, GATHERS, Problem
 from tests.helpers.schedule.kernel_effects import Group
 from tests.helpers.schedule.operations import Recording
 from tests.helpers.schedule.recorder import Recorder
+from tests.helpers.uneven import Uneven
 
 Program = Callable[[Recorder], None]
 
@@ -72,6 +73,29 @@ def _call(
     if problem.op in GATHERS:
         return [op(x, ws[0], biases[0], *arguments, by_product, *where)[0]]
     return [op(x, ws[0], biases[0], *arguments, *where)]
+
+
+def uneven_call(case: Uneven, recorder: Recorder, group: Group, dtype: torch.dtype, backward: bool) -> None:
+    """As `call`, with parts of different sizes."""
+    num_ranks, rank = len(group.ranks), group.ranks.index(recorder.rank)
+    x, w, bias = (
+        None if t is None else recorder.tensor(*t.shape, dtype=dtype, requires_grad=backward)
+        for t in case.inputs(num_ranks)[rank]
+    )
+    assert x is not None and w is not None
+    found = case.dispatch(x, w, bias, rank, num_ranks, group.name, by_product=backward)
+    out = found if isinstance(found, Tensor) else found[0]
+    if backward:
+        out.backward(torch.empty_like(out))
+
+
+def uneven_calls(cases: Sequence[Uneven], dtype: torch.dtype = torch.bfloat16, backward: bool = True) -> Program:
+    def program(recorder: Recorder) -> None:
+        for case in cases:
+            for group in recorder.groups.values():
+                uneven_call(case, recorder, group, dtype, backward)
+
+    return program
 
 
 def calls(problems: Sequence[Problem], dtype: torch.dtype = torch.bfloat16, backward: bool = True) -> Program:

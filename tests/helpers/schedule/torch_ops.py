@@ -27,6 +27,8 @@ def kind_of(func: Any, read: Sequence[Tensor], written: Sequence[Tensor]) -> Kin
     name = name_of(func)
     if name.rstrip("_") in _MATMULS:
         return Kind.MATMUL
+    if name == "copy_" and not read:  # from the host
+        return Kind.MEMCPY
     if name in ("copy_", "clone") and len(read) == 1 and is_memcpy(written[0], read[0]):
         return Kind.MEMCPY
     return Kind.ELEMENTS

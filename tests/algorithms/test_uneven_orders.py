@@ -1,0 +1,184 @@
+"""Parts of different sizes by CudaTransport and by `fused`, as on GPUs, without one, in random orders.
+
+tests/helpers/schedule/random_orders.py runs them. Integers are exact, and all begins as NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+pytest.importorskip("triton")
+
+from fusedcomm.algorithms import chunk_matmul, chunked, fused, kernel_launch, part_table
+from fusedcomm.errors import PeerError
+from fusedcomm.geometry import exchange
+from fusedcomm.kernels.triton.bundles import Part
+from fusedcomm.runtime.workspace import Call, Workspace
+from tests.algorithms.test_transport import FINGERPRINT, Run, cut_in
+from tests.helpers.schedule.random_orders import NoProgressError
+from tests.helpers.thorough import thorough_but
+from tests.helpers.uneven import Uneven
+
+A2A, BACK = "matmul_all_to_all", "all_to_all_matmul"
+GATHER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter"
+CASES = {
+    "heads": Uneven(A2A, (2, 5, 3, 3), 2, gather_dim=1, scatter_dim=2, bias=True),
+    "rows": Uneven(A2A, (7, 5), gather_dim=1, scatter_dim=0),
+    "shared-heads": Uneven(A2A, (2, 5, 3, 2), 2, gather_dim=1, scatter_dim=2, scatter=((0, 2), (1, 2))),
+    "batches": Uneven(A2A, (3, 4, 5), gather_dim=2, scatter_dim=0, batched=True),
+    "heads-back": Uneven(BACK, (2, 5, 3, 3), 2, gather_dim=2, scatter_dim=1, bias=True),
+    "rows-back": Uneven(BACK, (5, 7), 1, gather_dim=0, scatter_dim=1),
+    "gathered": Uneven(GATHER, (7, 4), gather_dim=0, bias=True),
+    "gathered-from-one": Uneven(GATHER, (3, 4), gather_dim=0, gather=(0, 3)),
+    "gathered-k": Uneven(GATHER, (4, 7), gather_dim=1),
+    "summed": Uneven(REDUCE, (7, 4), scatter_dim=0, bias=True),
+    "summed-for-one": Uneven(REDUCE, (4, 5), scatter_dim=1, scatter=(5, 0)),
+    "summed-for-both": Uneven(REDUCE, (7, 4), scatter_dim=0, scatter=((0, 5), (2, 5))),
+}
+QUICK = ["heads", "shared-heads", "heads-back", "gathered-from-one", "summed-for-one"]
+BY_ALGORITHM = {"chunked": chunked, "fused": fused}
+
+
+class UnevenRun(Run):
+    """Calls of an `Uneven`; a gather also gives what it has put together."""
+
+    problem: Any
+
+    def _call(self, workspace: Workspace, seed: int) -> list[Tensor]:
+        rank, size, case = workspace.rank, self.group_size, self.problem
+        with _disable_current_modes():
+            given, w, bias = case.inputs(size, seed)[rank]
+        x = torch.empty_like(given)
+        x.copy_(given)
+        call = Call(case.op, FINGERPRINT, case.exchange(x, w, rank, size), workspace)
+        if case.op == A2A:
+            outs = [self.algorithm.push_matmul(call, x, w, bias)]
+        elif case.op == REDUCE:
+            outs = [self.algorithm.push_reduce(call, x, w, bias, 1.0)]
+        else:
+            (y,), arrived = self.algorithm.gather_matmul(call, x, [w], [bias], self.by_product)
+            outs = [y] if arrived is None else [y, arrived]
+        kept = [out.clone() for out in outs]
+        for each in (x, *outs):
+            each.fill_(float("nan"))
+        return kept
+
+    def finish(self, seed: int) -> None:
+        self.gpus.run_all(seed)
+        for call in range(self.num_calls):
+            inputs = self.problem.inputs(self.group_size, call)
+            wanted = zip(self.problem.expected(inputs), self.problem.arrived(inputs), strict=True)
+            for workspace, values in zip(self.workspaces, wanted, strict=True):
+                workspace.check(self.problem.op)
+                for got, value in zip(self.results[workspace.rank][call], values, strict=False):
+                    torch.testing.assert_close(got, value, rtol=0, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def pieces_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matmuls and copies of parts, as for large tensors, and calls in two rounds."""
+    monkeypatch.setattr(exchange, "FEW_ROWS", 0)
+    monkeypatch.setattr(chunk_matmul, "_MIN_PIECE", 1)
+    cut_in(2, monkeypatch)
+
+
+def check(name: str, algorithm: str, seed: int = 0, group_size: int = 2, num_calls: int = 1, **options: Any) -> None:
+    case: Any = CASES[name]
+    UnevenRun(
+        case, group_size, torch.float32, num_calls=num_calls, algorithm=BY_ALGORITHM[algorithm], **options
+    ).finish(seed)
+
+
+@pytest.mark.parametrize("algorithm", BY_ALGORITHM)
+@pytest.mark.parametrize("name", thorough_but(QUICK, CASES))
+def test_parts_of_different_sizes_are_right_in_a_random_order(name: str, algorithm: str) -> None:
+    check(name, algorithm, by_product=name in QUICK)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", BY_ALGORITHM)
+@pytest.mark.parametrize("name", ["heads", "heads-back", "gathered", "summed"])
+def test_three_ranks_and_six_calls_are_right(name: str, algorithm: str) -> None:
+    check(name, algorithm, 1, 3)
+    check(name, algorithm, 2, num_calls=6)
+
+
+@pytest.mark.parametrize("by_copy", [True, False], ids=["copies", "pack"])
+def test_a_gather_is_right_whoever_sends(by_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workspace, "least_copied", 0 if by_copy else 1 << 62)
+    check("rows-back", "fused", by_product=True)
+    check("heads-back", "fused")
+
+
+def goes_wrong(name: str, algorithm: str = "fused") -> bool:
+    try:
+        check(name, algorithm)
+    except (AssertionError, NoProgressError, PeerError):
+        return True
+    return False
+
+
+def moved_on(parts: Sequence[Part], *fields: str) -> list[Part]:
+    """Each row has these fields of the next rank's."""
+    return [
+        part._replace(**{field: getattr(parts[(i + 1) % len(parts)], field) for field in fields})
+        for i, part in enumerate(parts)
+    ]
+
+
+OWN_SPAN = Part._fields[:4]
+
+
+@pytest.mark.parametrize("fields", [OWN_SPAN, ("num_before",)], ids=["span", "prefix"])
+@pytest.mark.parametrize("name", thorough_but(["heads"], ["heads", "rows", "batches"]))
+def test_rows_of_another_rank_are_found(name: str, fields: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(*args: Any) -> list[Part]:
+        return moved_on(part_table.matmul_parts(*args), *fields)
+
+    monkeypatch.setattr(kernel_launch, "matmul_parts", moved)
+    assert goes_wrong(name)
+
+
+@pytest.mark.parametrize("name", thorough_but(["gathered"], ["gathered", "gathered-k", "rows-back"]))
+def test_sources_with_rows_of_another_rank_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(*args: Any) -> list[Part]:
+        return moved_on(part_table.matmul_parts(*args), *OWN_SPAN)
+
+    monkeypatch.setattr(kernel_launch, "matmul_parts", moved)
+    assert goes_wrong(name)
+
+
+def test_a_tile_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fewer(*args: Any) -> list[Part]:
+        return [part._replace(num=part.num - 1) for part in part_table.matmul_parts(*args)]
+
+    monkeypatch.setattr(kernel_launch, "matmul_parts", fewer)
+    assert goes_wrong("heads")
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("heads", "chunked"), ("rows-back", "fused")])
+def test_copies_with_rows_of_another_rank_are_found(name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(parts: Sequence[Part], device: torch.device) -> Tensor:
+        return part_table.upload(moved_on(parts, *Part._fields), device)
+
+    monkeypatch.setattr(kernel_launch, "upload", moved)
+    assert goes_wrong(name, algorithm)
+
+
+def test_chunks_that_lie_as_far_apart_as_they_are_long_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reduction of the smaller part, whose sources' chunks lie as far apart as the largest are long."""
+    monkeypatch.setattr(kernel_launch, "Reduced", lambda size, start, apart: (size, start, size))
+    assert goes_wrong("summed")
+
+
+def test_an_empty_part_that_nobody_signals_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedcomm.kernels.triton import push_matmul
+
+    monkeypatch.setattr(push_matmul, "signal_peer", lambda *args: None)
+    assert goes_wrong("summed-for-one")

@@ -1,0 +1,164 @@
+"""Where parts differ in size, ranks have other graphs: what communicates keeps its order, whatever pays on a rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+import fusedcomm
+import fusedcomm.compile
+from fusedcomm.compile.graph.collectives import UNEVEN
+from fusedcomm.compile.overlap import buckets, dependencies, scheduler
+from fusedcomm.compile.overlap.estimator import group_name_of
+from fusedcomm.compile.overlap.node_cost import NodeCost
+from fusedcomm.compile.overlap.scheduler import schedule
+from tests.compile.test_lowering import codes_of
+from tests.compile.test_overlap_cases import N, Traced, estimator
+from tests.compile.test_overlap_properties import fake_world
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.random_graphs import Peers, aten, functional
+
+RANKS, K = 4, 512
+TOKENS, OTHERS, EVEN = [8192, 16, 16, 16], [16, 16, 16, 8192], [16] * RANKS  # by rank
+
+
+class Ours(Traced):
+    """A graph of one rank."""
+
+    def __init__(self, tp: Peers) -> None:
+        super().__init__()
+        self.tp, self.w = tp, self.input(K, K)
+
+    def product(self, x: Node, w: Node | None = None) -> Node:
+        return self.call(aten.mm.default, x, w or self.w)
+
+    def exchanged(self, y: Node, tokens: list[int]) -> Node:
+        """This rank's block of K / R columns, of all ranks' tokens."""
+        blocks = self.call(aten.clone.default, self.call(aten.view.default, y, [-1, RANKS, K // RANKS]))
+        rows, sent = self.call(aten.view.default, blocks, [-1, K // RANKS]), [tokens[self.tp.rank]] * RANKS
+        return self.waited(functional.all_to_all_single.default, rows, tokens, sent, self.tp.name)
+
+    def read(self, *arrived: Node) -> GraphModule:
+        w = self.input(K // RANKS, K)
+        return self.returns(*(self.product(self.call(aten.relu.default, each), w) for each in arrived))
+
+
+def two_exchanges(t: Ours) -> GraphModule:
+    """One rank computes long for the first, another for the second."""
+    x, z = t.input(TOKENS[t.tp.rank], K), t.input(OTHERS[t.tp.rank], K)
+    first = t.exchanged(t.call(aten.relu.default, t.product(x)), TOKENS)
+    return t.read(first, t.exchanged(t.call(aten.relu.default, z), OTHERS))
+
+
+def with_gradient(t: Ours, x: Node, first: Node) -> GraphModule:
+    """What arrived first, and the sum of a gradient of weights, which takes long on one rank."""
+    partial = t.product(t.call(aten.permute.default, x, [1, 0]), x)
+    total = t.waited(functional.all_reduce.default, partial, "sum", t.tp.name)
+    return t.returns(t.product(first, t.input(K // RANKS, K)), t.call(aten.relu.default, total))
+
+
+def padded_shards(t: Ours) -> GraphModule:
+    """As DTensor exchanges them: all send as many, and the pass has noted on every rank that the graphs differ."""
+    x = t.input(TOKENS[t.tp.rank], K)
+    first = t.exchanged(t.call(aten.slice.Tensor, t.product(x), 0, 0, 16), EVEN)
+    first.all_input_nodes[0].meta[UNEVEN] = "DTensor's shards are uneven along dim 0"
+    return with_gradient(t, x, first)
+
+
+def call_of_an_op(t: Ours) -> GraphModule:
+    x, op = t.input(TOKENS[t.tp.rank], K), torch.ops.fusedcomm.matmul_all_to_all.default
+    y = t.call(op, x, t.w, None, None, 0, 1, TOKENS, None, None, None, t.tp.rank, RANKS, t.tp.name)
+    return with_gradient(t, x, y)
+
+
+def order_of(rank: int, program: Callable[[Ours], GraphModule], fuse: bool) -> list[str]:
+    """What communicates after `schedule`."""
+    with fake_world(rank) as groups:
+        gm = program(Ours(groups[1]))
+        schedule(gm, estimator=estimator(), fuse=fuse)
+        return [node.name for node in gm.graph.nodes if group_name_of(node) is not None]
+
+
+@pytest.mark.parametrize("program", [two_exchanges, padded_shards, call_of_an_op])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_ranks_keep_one_order(program: Any, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = [order_of(rank, program, fuse) for rank in range(RANKS)]
+    assert len(orders[0]) == 2 and all(each == orders[0] for each in orders)
+    for module in (dependencies, buckets, scheduler):
+        monkeypatch.setattr(module, "differs_by_rank", lambda nodes: False)
+    orders = [order_of(rank, program, fuse) for rank in range(RANKS)]
+    assert any(each != orders[0] for each in orders)  # what pays on one rank does not on another
+
+
+def test_a_call_costs_as_much_on_all_ranks() -> None:
+    costs = []
+    for rank in range(RANKS):
+        with fake_world(rank) as groups:
+            t = Ours(groups[1])
+            call_of_an_op(t)
+            costs += [estimator().cost(node) for node in t.graph.nodes if "matmul_all_to_all" in node.name]
+    assert len(costs) == RANKS and all(replace_group(each) == replace_group(costs[0]) for each in costs)
+
+
+def replace_group(cost: NodeCost) -> NodeCost:
+    """Ranks of other nodes know their group by another name."""
+    assert cost.transfer is not None
+    return replace(cost, transfer=replace(cost.transfer, group=""))
+
+
+def test_nothing_is_fused_where_ranks_differ() -> None:
+    """A sum that is fused elsewhere, as that pays; whether it does could be otherwise on another rank."""
+    for rank, differs in ((0, False), (0, True), (1, True)):
+        with fake_world(rank) as groups:
+            t = Ours(groups[1])
+            total = t.waited(functional.all_reduce.default, t.product(t.input(N, N), t.input(N, N)), "sum", t.tp.name)
+            results = [t.call(aten.relu.default, total)]
+            if differs:
+                results.append(t.exchanged(t.input(TOKENS[rank], K), TOKENS))
+            report = schedule(t.returns(*results), estimator=estimator())
+            assert [each.op for each in report.fused] == ([] if differs else ["matmul_all_reduce"])
+            if differs:
+                assert "matmul_all_reduce: graphs of ranks differ" in report.reasons["all_reduce_default"][0]
+                (reason, *_) = report.reasons["all_to_all_single_default"]
+                sent = [TOKENS[rank]] * RANKS
+                assert reason.endswith(
+                    f"its splits are not known to be even: it sends {sent} and receives {TOKENS} rows"
+                )
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+def test_compiled(rank: int) -> None:
+    """Two independent exchanges, one by an op and one by torch, through Inductor."""
+    tokens, heads, group = (9, 2), 3, dist.group.WORLD.group_name  # type: ignore[union-attr]
+    mine, heads_of = tokens[rank], (2, 1)
+
+    def program(x: Tensor, w: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q = fusedcomm.matmul_all_to_all(x @ w, w, 0, 1, out_shape=[heads, 4], gather_splits=tokens)
+        rows = z.permute(1, 0, 2).reshape(heads * mine, 4)
+        sent, received = [mine * count for count in heads_of], [heads_of[rank] * count for count in tokens]
+        kv = torch.ops._c10d_functional.all_to_all_single(rows @ w[:4], received, sent, group)
+        kv = torch.ops._c10d_functional.wait_tensor(kv)
+        return q.cos(), kv @ w[:4].T, x @ w
+
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (mine, 12), (12, 12), (mine, heads, 4)
+    args = [torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes]
+    want = program(*args)
+    with fusedcomm.compile.enabled(overlap=True) as report:
+        got, (code,) = codes_of(lambda compiled: compiled(*args), program)
+    torch.testing.assert_close(got, want)
+    orders: list[Any] = [None, None]
+    made = re.findall(r"^ +\w+ = torch\.ops\.(\w+\.\w*all_to_all\w*)", code, re.MULTILINE)
+    dist.all_gather_object(orders, made)
+    assert orders[0] == orders[1] and len(orders[0]) == 2, code
+    (line,) = report.collectives
+    assert "its splits are not known to be even: it sends [" in line.reason

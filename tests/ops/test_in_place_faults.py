@@ -1,0 +1,192 @@
+"""Results in place when calls fail: no rank writes into a tensor that is not the result of its call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.algorithms.chunk_matmul import PushedMatmul
+from fusedcomm.ops import dispatch
+from fusedcomm.runtime.workspace import Workspace
+from tests.helpers.groups import fresh_group, member_of
+from tests.helpers.in_place import (
+    LATE_S,
+    TO_ALL,
+    after_peers,
+    arrived,
+    assert_exact,
+    results_of,
+    wanted,
+    warm_up,
+    without_tapes,
+)
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.prepared import python_calls
+from tests.helpers.problems import Problem
+
+
+def stopped(original: Callable[..., Any], pid: int) -> Callable[..., Any]:
+    """The function as a process runs it that is stopped at its begin, and goes on a second later."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
+        os.kill(pid, signal.SIGSTOP)
+        return original(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def matmuls_stop(tapes: bool) -> Iterator[None]:
+    """This process is stopped where it begins to write a chunk, in Python or on a tape."""
+
+    def product(x: Tensor, w: Tensor, *, out: Tensor) -> Tensor:
+        return out.copy_((x[:, :, None] * w).sum(1))
+
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if tapes:
+            library = torch.library.Library("aten", "IMPL")
+            stack.callback(library._destroy)
+            library.impl("mm.out", stopped(product, os.getpid()), "CPU", allow_override=True)
+        else:
+            patch.setattr(PushedMatmul, "__call__", stopped(PushedMatmul.__call__, os.getpid()))
+        yield
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+def test_a_stopped_peer_writes_into_no_later_tensor(rank: int, tapes: bool) -> None:
+    """Rank 1 has found rank 0's post, and is stopped until rank 0 has timed out and has taken new results."""
+    with pytest.MonkeyPatch.context() as patch, fresh_group(TIMEOUT_S="20") as group:
+        if not tapes:
+            without_tapes(patch)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, TO_ALL)
+            workspace = member_of(group).workspace
+            held = results_of(group, TO_ALL)
+            warm_up(group, TO_ALL)  # the next block
+            dist.barrier(group)
+            later = []
+            if rank == 0:
+                workspace.timeout_s = 0.2
+            else:
+                time.sleep(LATE_S)
+            with matmuls_stop(tapes) if rank else nullcontext(), python_calls() as ran:
+                with pytest.raises(fusedcomm.PeerError):
+                    results_of(group, TO_ALL, 1)
+                assert bool(ran) != tapes
+            if rank == 0:
+                later = [workspace.results.empty(held[0].shape, torch.float32).fill_(7) for _ in range(3)]
+            dist.barrier(group)
+            assert all((t == 7).all() for t in later)
+            assert_exact(held, wanted(group, TO_ALL))
+            fusedcomm.reset(group)
+            assert member_of(group).workspace.results is not workspace.results
+            warm_up(group, TO_ALL)
+            assert all((t == 7).all() for t in later)
+            assert_exact(held, wanted(group, TO_ALL))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+def test_calls_that_differ_write_into_no_result_of_the_other(rank: int, tapes: bool) -> None:
+    """Both results have the same size, and both ranks have posted."""
+    other = Problem("other", (3, 5), 14, 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if not tapes:
+            without_tapes(patch)
+        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, TO_ALL, other)
+            after_peers(group, 1)
+            with pytest.raises(fusedcomm.PeerMismatchError):
+                results_of(group, (TO_ALL, other)[rank])
+            workspace = member_of(group).workspace
+            dist.barrier(group)
+            workspace.epoch += 1
+            assert arrived(group) == []
+            fusedcomm.reset(group)
+            warm_up(group, TO_ALL, other)
+
+
+SMALL, LARGE = Problem("small", (512, 5), 4, 0, 1), Problem("large", (4096, 5), 4, 0, 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, tapes: bool) -> None:
+    """A fingerprint has 24 bits. What two such calls give is wrong, but other tensors stay as they are."""
+    with pytest.MonkeyPatch.context() as patch, fresh_group() as group:
+        patch.setattr(dispatch, "fingerprint_of", lambda *facts: 5)
+        if not tapes:
+            without_tapes(patch)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, LARGE, SMALL)
+            results = member_of(group).workspace.results
+            freed = results.empty([2048], torch.float32)
+            around = [results.empty([2048], torch.float32).fill_(7) for _ in range(7)]
+            assert results.place(freed) == 0 and None not in map(results.place, around)
+            del freed
+            dist.barrier(group)
+            if rank:
+                time.sleep(LATE_S)
+            results_of(group, (SMALL, LARGE)[rank])
+            dist.barrier(group)
+            assert all((t == 7).all() for t in around)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after_s", [0.005, 0.3])
+def test_ctrl_c_in_a_prepared_call(rank: int, after_s: float) -> None:
+    """Rank 0 waits in a prepared call for rank 1, which comes later. It is interrupted, and both hear of it."""
+    with fresh_group(TIMEOUT_S="20") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        warm_up(group, TO_ALL)
+        results = member_of(group).workspace.results
+        dist.barrier(group)
+        if rank == 0:
+            ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+            timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                results_of(group, TO_ALL, 1)
+            timer.join()
+            signal.signal(signal.SIGINT, ignored)
+            assert results.place(results.empty([6, 7], torch.float32)) is None  # no block is used again
+        dist.barrier(group)
+        with suppress(fusedcomm.PeerError) if rank == 1 else pytest.raises(fusedcomm.PeerError):
+            results_of(group, TO_ALL, 1)
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        warm_up(group, TO_ALL)
+
+
+@on_ranks(2)
+def test_an_exception_between_post_and_signal(rank: int) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch, fresh_group(TIMEOUT_S="20") as group:
+        without_tapes(patch)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            warm_up(group, TO_ALL)
+            results = member_of(group).workspace.results
+            with pytest.MonkeyPatch.context() as fails:
+                if rank == 1:
+                    fails.setattr(Workspace, "signal", fail)
+                with pytest.raises(MemoryError if rank else fusedcomm.PeerError):
+                    results_of(group, TO_ALL, 1)
+            assert results.place(results.empty([6, 7], torch.float32)) is None
+            dist.barrier(group)
+            fusedcomm.reset(group)
+            warm_up(group, TO_ALL)

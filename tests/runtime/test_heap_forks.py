@@ -1,0 +1,217 @@
+"""Results in the heap of a process that forks: children have memory of their own, and what they may read stays."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+
+import torch
+
+from tests.helpers.heaps import BYTES, CHILD_S, MB, NUMEL, in_child, in_heap, make_heap, places
+from tests.helpers.waiting import wait_until
+
+
+def test_a_child_writes_into_memory_of_its_own() -> None:
+    heap = make_heap()
+    t = in_heap(heap).fill_(1)
+    later = in_heap(make_heap()).fill_(2)  # in another heap
+
+    def write() -> bool:
+        seen = bool((t == 1).all() and (later == 2).all())
+        t.fill_(3)
+        later.fill_(4)
+        return seen and bool((t == 3).all() and (later == 4).all())
+
+    assert in_child(write) == 0
+    assert (t == 1).all() and (later == 2).all()
+
+
+def test_a_child_of_a_child_keeps_what_the_child_wrote() -> None:
+    t = in_heap(make_heap()).fill_(1)
+
+    def write() -> bool:
+        t.fill_(2)
+        inner = in_child(lambda: bool((t == 2).all()) and bool((t.fill_(3) == 3).all()))
+        return inner == 0 and bool((t == 2).all())
+
+    assert in_child(write) == 0
+    assert (t == 1).all()
+
+
+def test_a_child_hands_out_no_blocks() -> None:
+    heap = make_heap()
+    t = in_heap(heap)
+    in_heap(heap)
+
+    def use() -> bool:
+        results = [heap.empty([NUMEL], torch.float32).fill_(5) for _ in range(4)]
+        return places(heap, [t, *results]) == [None] * 5 and make_heap().live_bytes == 0
+
+    assert in_child(use) == 0
+    assert heap.place(t) == 0 and heap.place(heap.empty([NUMEL], torch.float32)) == BYTES
+
+
+def test_a_heap_of_a_child_is_one() -> None:
+    assert in_child(lambda: (in_heap(make_heap()).fill_(1) == 1).all()) == 0
+
+
+def test_a_block_that_a_child_may_read_is_not_used_again() -> None:
+    heap = make_heap()
+    t = in_heap(heap).fill_(1)
+    in_heap(heap)
+    to_child, from_parent = os.pipe()[::-1]
+    pid = os.fork()
+    if pid == 0:
+        os.close(to_child)
+        os.read(from_parent, 1)  # until the parent has used its heap again
+        os._exit(0 if (t == 1).all() else 1)
+    os.close(from_parent)
+    del t
+    others = [heap.empty([NUMEL], torch.float32).fill_(7) for _ in range(20)]
+    assert 0 not in places(heap, others) and BYTES in places(heap, others)
+    os.close(to_child)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def fork_idle() -> int:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(CHILD_S)
+        signal.pause()
+        os._exit(1)
+    return child
+
+
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_blocks_that_children_have_seen_are_used_again_when_those_are_gone() -> None:
+    """A program that forks workers in each epoch, while results live."""
+    heap = make_heap(16 * MB)
+    in_heap(heap, MB // 4)
+    for _ in range(20):
+        t = heap.empty([MB // 4], torch.float32)
+        assert in_child(lambda: True) == 0
+        del t
+        for _ in range(3):
+            heap.empty([MB // 4], torch.float32)
+    assert heap.held_bytes <= MB and heap.warm_bytes <= 2 * MB
+    assert heap.place(heap.empty([MB // 4], torch.float32)) is not None
+
+
+def test_a_child_that_stays_keeps_only_what_it_has_seen() -> None:
+    heap = make_heap(16 * MB)
+    in_heap(heap, MB // 4)
+    seen = heap.empty([MB // 4], torch.float32)
+    stays = fork_idle()
+    del seen
+    for _ in range(12):
+        t = heap.empty([MB // 4], torch.float32)
+        child = fork_idle()
+        del t
+        heap.empty([MB // 4], torch.float32)
+        end(child)
+    t = heap.empty([MB // 4], torch.float32)
+    assert heap.held_bytes <= 2 * MB and heap.warm_bytes <= 3 * MB
+    assert heap.place(t) not in (0, None)
+    end(stays)
+    more = [heap.empty([MB // 4], torch.float32) for _ in range(2)]
+    assert 0 in places(heap, more)
+
+
+def test_more_children_than_watches_share_them() -> None:
+    heap = make_heap(16 * MB)
+    in_heap(heap, MB // 4)
+    t = heap.empty([MB // 4], torch.float32)
+    children = [fork_idle() for _ in range(11)]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    children += [fork_idle() for _ in range(2)]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    address = t.data_ptr()
+    del t
+    for child in children:
+        assert address not in [heap.empty([n], torch.float32).data_ptr() for n in (MB // 4, NUMEL)]
+        end(child)
+    more = [heap.empty([MB // 4], torch.float32) for _ in range(2)]
+    assert address in [t.data_ptr() for t in more] and heap.held_bytes == 0
+
+
+def test_a_child_of_a_child_keeps_what_it_has_seen_too() -> None:
+    """Whatever descriptors they close."""
+    heap = make_heap()
+    t = in_heap(heap).fill_(1)
+    to_child, from_parent = os.pipe()[::-1]
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(CHILD_S)
+        inner = os.fork()
+        if inner:
+            os._exit(0)
+        os.dup2(from_parent, 3)
+        os.dup2(tells, 4)
+        os.closerange(5, 100)
+        os.read(3, 1)
+        os.write(4, b"1" if (t == 1).all() else b"0")
+        os._exit(0)
+    os.close(from_parent)
+    os.close(tells)
+    assert os.waitpid(child, 0)[1] == 0
+    del t
+    for _ in range(5):
+        heap.empty([NUMEL], torch.float32).fill_(7)
+    assert heap.held_bytes == BYTES
+    os.close(to_child)
+    assert os.read(told, 1) == b"1"
+    os.close(told)
+
+
+def test_a_program_that_a_child_begins_has_seen_nothing() -> None:
+    heap = make_heap(BYTES)  # for one block
+    t = in_heap(heap)
+    child = os.fork()
+    if child == 0:
+        os.execvp("sleep", ["sleep", str(CHILD_S)])
+    del t
+    wait_until(lambda: heap.place(heap.empty([NUMEL], torch.float32)) == 0)
+    assert heap.held_bytes == 0
+    end(child)
+
+
+def test_a_fork_without_descriptors_keeps_its_blocks_for_good() -> None:
+    def run() -> bool:
+        heap = make_heap()
+        t = in_heap(heap)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        ended = in_child(lambda: True)
+        del t
+        results = [heap.empty([NUMEL], torch.float32) for _ in range(9)]
+        return ended == 0 and heap.held_bytes == BYTES and 0 not in places(heap, results)
+
+    assert in_child(run) == 0
+
+
+def test_a_fork_while_threads_use_the_heap() -> None:
+    heap = make_heap()
+    t = in_heap(heap)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            heap.empty([NUMEL], torch.float32)
+            heap.trim(0)  # without the GIL, so that forks come at any time
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        ended = [in_child(lambda: heap.place(t) is None and heap.empty([9], torch.int8) is not None) for _ in range(25)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert ended == [0] * 25
