@@ -133,7 +133,7 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
     if member.topology.prove and why != FORCED:
-        wrong = member.outcomes.get(name_of(op, algorithm, dtype))
+        wrong = member.outcomes.get(name_of(op, algorithm, dtype, own.cut is not None))
         if wrong:
             log_fallback(op, wrong)
             return Plan(op, "unfused", wrong)

@@ -114,9 +114,10 @@ def _begin(
         if ours.topology.check:
             call_check.same_call(record, plan, ours, fingerprint, bias=bias, by_product=by_product)
         record.state = flight_recorder.RUNNING
-        if proof.is_unproved(plan, record.dtype, ours):
+        uneven = record.exchange.cut is not None
+        if proof.is_unproved(plan, record.dtype, ours, uneven):
             ours.enter(record.op, fingerprint)
-            proof.prove(record.op, plan.algorithm, algorithms, record.dtype, ours)
+            proof.prove(record.op, plan.algorithm, algorithms, record.dtype, ours, uneven)
             plan = planner.plan(record.op, record.exchange, record.dtype, ours)  # which a failed proof has changed
             record.algorithm = plan.algorithm
         if plan.algorithm == "unfused":

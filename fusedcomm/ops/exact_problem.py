@@ -5,22 +5,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedcomm.geometry.cut import EVEN, Splits
+from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize, WholeGroup
 
 
 class ExactProblem:
     """An op, and all ranks' inputs: integers so small that every sum is exact, up to 32 ranks and a K of 128 of each.
 
-    What the group divides is ``size`` times its ranks; the other sizes stay as odd as they are.
+    What the group divides is ``size`` times its ranks; the other sizes stay as odd as they are. If ``uneven``, rank r
+    has r more of what is gathered than rank 0, and the last rank gets one less of what is scattered than the others.
     """
 
-    def __init__(self, program: WholeGroup, size: MatmulSize, num_ranks: int, seed: int, bias: bool = False) -> None:
-        self.program, self.num_ranks, self.seed = program, num_ranks, seed
+    def __init__(
+        self,
+        program: WholeGroup,
+        size: MatmulSize,
+        num_ranks: int,
+        seed: int,
+        bias: bool = False,
+        uneven: bool = False,
+    ) -> None:
+        self.program, self.num_ranks, self.seed, self.uneven = program, num_ranks, seed, uneven
         size = _divisible(program, size, num_ranks)
-        self.xs = [self.integers(program.x_shape(size, num_ranks), 0, rank) for rank in range(num_ranks)]
-        self.ws = [self.integers((size.k, size.n), 1, rank) for rank in range(num_ranks)]
+        shapes = [list(program.x_shape(size, num_ranks)) for _ in range(num_ranks)]
+        k, n = size.k, size.n
+        if uneven:
+            for rank, shape in enumerate(shapes):
+                shape[-2] -= program.scatters == "rows"
+                if program.gather_dim is not None:
+                    shape[program.gather_dim] += rank
+            k += sum(range(num_ranks)) if program.gather_dim == -1 else 0
+            n -= program.scatters == "columns"
+        self.xs = [self.integers(tuple(shape), 0, rank) for rank, shape in enumerate(shapes)]
+        self.ws = [self.integers((k, n), 1, rank) for rank in range(num_ranks)]
         same = program.same_grad_on_all_ranks
-        self.biases = [self.integers((size.n,), 3, 0 if same else rank) for rank in range(num_ranks)] if bias else []
+        self.biases = [self.integers((n,), 3, 0 if same else rank) for rank in range(num_ranks)] if bias else []
+
+    def exchange(self, rank: int) -> Exchange:
+        """The geometry of a rank's call."""
+        dim, splits = self.program.gather_dim, EVEN
+        if self.uneven:
+            splits = Splits(None if dim is None else tuple(x.shape[dim] for x in self.xs), rank=rank)
+        return self.program.exchange(self.xs[rank], self.ws[rank], self.num_ranks, splits)
 
     def results(self) -> list[Tensor]:
         """Every rank's result, in float64, by the program of all ranks: no communication to trust."""

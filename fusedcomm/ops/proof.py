@@ -3,7 +3,8 @@
 At the first call that is planned so, small exact problems run through the algorithm, with a bias, in several rounds.
 Every rank compares what it gets, bit by bit, with the result of the whole group's program, computed on the host, and
 the ranks vote. An algorithm that was wrong, late or raised on any rank is off for the group: its calls run unfused.
-Where it was late, or had no memory, a reset lets it try again.
+Where it was late, or had no memory, a reset lets it try again. Calls whose parts differ in size are told from others:
+they have kernels of their own.
 
 The proof has a workspace of its own, small and with guard bytes. What fails there breaks nothing of the group's, and
 nothing of the group's grows. It runs on the current stream, which the host then waits for.
@@ -48,14 +49,17 @@ _MOST_LETTERS = 300
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a rank whose peer has failed is late or broken itself
 
 
-def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member) -> bool:
-    """Whether nothing is known of the planned algorithm, which needs a proof. It is equal on all ranks."""
+def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> bool:
+    """Whether nothing is known of the planned algorithm, which needs a proof. It is equal on all ranks.
+
+    ``uneven``: the parts of the call differ in size.
+    """
     if plan.algorithm == "unfused" or plan.reason == planner.FORCED or not ours.topology.prove:
         return False
-    return proof_file.name_of(plan.op, plan.algorithm, dtype) not in ours.outcomes
+    return proof_file.name_of(plan.op, plan.algorithm, dtype, uneven) not in ours.outcomes
 
 
-def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, ours: Member) -> str:
+def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
     """Prove an algorithm, in all ranks of the group, and keep the outcome. Returns what is wrong, or an empty text.
 
     Raises PeerError if the ranks do not come together; the group then needs a reset.
@@ -64,13 +68,16 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
         raise RuntimeError(
             f"{op}: {algorithm} is not proved on this GPU yet, and cannot be while a CUDA graph is captured; {WARM_UP}"
         )
-    name = proof_file.name_of(op, algorithm, dtype)
-    problems = [_problem(op, size, ours.group_size) for size in SIZES]
+    name = proof_file.name_of(op, algorithm, dtype, uneven)
+    problems = [_problem(op, size, ours.group_size, uneven) for size in SIZES]
     own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
     try:
         own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
         cause, wrong = _try(own.workspace, op, algorithms[algorithm], problems, dtype)
-        cause, wrong = _voted(own, op, algorithm, dtype, cause, wrong)
+        what = f"{algorithm} of {str(dtype).removeprefix('torch.')}"
+        if uneven:
+            what += " in parts of different sizes"
+        cause, wrong = _voted(own, op, what, cause, wrong)
         ours.outcomes[name] = wrong
         if cause != _WRONG:
             ours.passing.add(name)
@@ -91,16 +98,16 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
     return wrong
 
 
-def _problem(op: str, size: MatmulSize, num_ranks: int) -> ExactProblem:
+def _problem(op: str, size: MatmulSize, num_ranks: int, uneven: bool) -> ExactProblem:
     program = PROGRAMS[op]
     if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
         size = replace(size, rows=size.rows * num_ranks)
-    return ExactProblem(program, size, num_ranks, seed=0, bias=True)
+    return ExactProblem(program, size, num_ranks, seed=0, bias=True, uneven=uneven)
 
 
 def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
     """The size of a slot with which the problem takes NUM_ROUNDS."""
-    exchange = problem.program.exchange(problem.xs[0], problem.ws[0], problem.num_ranks)
+    exchange = problem.exchange(0).for_all
     num_rows = math.prod(exchange.block[: exchange.num_lead])
     return -(-num_rows // NUM_ROUNDS) * exchange.row_numel * problem.num_ranks * dtype.itemsize
 
@@ -146,7 +153,7 @@ def _run(problem: ExactProblem, run: Callable[..., Any], workspace: Workspace, d
     program, rank = problem.program, workspace.rank
     tensors = (ts[rank].to(workspace.device, dtype) for ts in (problem.xs, problem.ws, problem.biases))
     x, w, bias = tensors
-    exchange = program.exchange(x, w, problem.num_ranks)
+    exchange = problem.exchange(rank)
     call = Call(program.op, _fingerprint(program.op), exchange, workspace)
     if program.gathers:
         (out,), gathered = run(call, x, [w], [bias], return_gathered=True)
@@ -161,12 +168,11 @@ def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:
     return [problem.results()[rank], *gathered]
 
 
-def _voted(own: Member, op: str, algorithm: str, dtype: torch.dtype, cause: int, wrong: str) -> tuple[int, str]:
+def _voted(own: Member, op: str, what: str, cause: int, wrong: str) -> tuple[int, str]:
     """The first cause of all ranks, what it says and where that was; an empty text if all were right."""
     key = tuned.key(own.device, own.group_size)
     versions = [f"{name} {key[name]}" for name in ("driver", "torch", "triton", "fusedcomm") if key[name]]
     where = f"{key['device']} ({', '.join(versions)})"
-    what = f"{algorithm} of {str(dtype).removeprefix('torch.')}"
     text = f"{what} failed its proof on {where}: rank {own.rank} {wrong}" if wrong else ""
     facts = {"cause": cause, "wrong": text}
     store = PrefixStore("proof", own.store)

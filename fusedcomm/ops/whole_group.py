@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.geometry import shapes
+from fusedcomm.geometry.cut import EVEN, Splits
 from fusedcomm.geometry.exchange import Exchange
 
 
@@ -41,7 +42,13 @@ class WholeGroup(abc.ABC):
     kind: str  # the collective: "all_to_all", "all_gather", "reduce_scatter", "all_reduce"
     cut: str | None  # what the group divides: "rows", "k" or "n"
     gathers = False  # the collective comes before the matmul
+    gather_dim: int | None = None  # the dim of x of which each rank has a part of its own
+    scatters: str | None = None  # "rows" of x or "columns" of w, of whose product each rank gets a part
     same_grad_on_all_ranks = False  # and the same bias: the result is one that all ranks have
+
+    @property
+    def can_be_uneven(self) -> bool:
+        return self.gather_dim is not None or self.scatters is not None
 
     def x_shape(self, size: MatmulSize, num_ranks: int) -> tuple[int, ...]:
         """The shape of each rank's x; w is [K, N]."""
@@ -52,7 +59,7 @@ class WholeGroup(abc.ABC):
         """The op's dims, which follow x and w."""
 
     @abc.abstractmethod
-    def exchange(self, x: Tensor, w: Tensor, num_ranks: int) -> Exchange:
+    def exchange(self, x: Tensor, w: Tensor, num_ranks: int, splits: Splits = EVEN) -> Exchange:
         """The geometry of the op's call."""
 
     @abc.abstractmethod
@@ -79,13 +86,15 @@ class MatmulAllToAll(WholeGroup):
     op = "matmul_all_to_all"
     kind = "all_to_all"
     cut = "n"
+    gather_dim = -2
+    scatters = "columns"
 
     def dims(self, x: Tensor) -> tuple[int, ...]:
         return x.ndim - 2, x.ndim - 1
 
-    def exchange(self, x: Tensor, w: Tensor, num_ranks: int) -> Exchange:
+    def exchange(self, x: Tensor, w: Tensor, num_ranks: int, splits: Splits = EVEN) -> Exchange:
         gather_dim, scatter_dim = self.dims(x)
-        return shapes.matmul_all_to_all(x.shape, w.shape, None, gather_dim, scatter_dim, num_ranks)
+        return shapes.matmul_all_to_all(x.shape, w.shape, None, gather_dim, scatter_dim, num_ranks, splits)
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         blocks = [t.chunk(len(ts), -1) for t in ts]
@@ -99,6 +108,8 @@ class AllToAllMatmul(WholeGroup):
     kind = "all_to_all"
     cut = "k"
     gathers = True
+    gather_dim = -1
+    scatters = "rows"
 
     def x_shape(self, size: MatmulSize, num_ranks: int) -> tuple[int, ...]:
         *batch, rows = size.lead
@@ -107,9 +118,9 @@ class AllToAllMatmul(WholeGroup):
     def dims(self, x: Tensor) -> tuple[int, ...]:
         return x.ndim - 1, x.ndim - 2
 
-    def exchange(self, x: Tensor, w: Tensor, num_ranks: int) -> Exchange:
+    def exchange(self, x: Tensor, w: Tensor, num_ranks: int, splits: Splits = EVEN) -> Exchange:
         gather_dim, scatter_dim = self.dims(x)
-        return shapes.all_to_all_matmul(x.shape, w.shape, gather_dim, scatter_dim, num_ranks)
+        return shapes.all_to_all_matmul(x.shape, w.shape, gather_dim, scatter_dim, num_ranks, splits)
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         blocks = [t.chunk(len(ts), -2) for t in ts]
@@ -123,6 +134,7 @@ class AllGatherMatmul(WholeGroup):
     kind = "all_gather"
     cut = "rows"
     gathers = True
+    gather_dim = -2
 
     def x_shape(self, size: MatmulSize, num_ranks: int) -> tuple[int, ...]:
         *batch, rows = size.lead
@@ -131,9 +143,9 @@ class AllGatherMatmul(WholeGroup):
     def dims(self, x: Tensor) -> tuple[int, ...]:
         return (x.ndim - 2,)
 
-    def exchange(self, x: Tensor, w: Tensor, num_ranks: int) -> Exchange:
+    def exchange(self, x: Tensor, w: Tensor, num_ranks: int, splits: Splits = EVEN) -> Exchange:
         [gather_dim] = self.dims(x)
-        return shapes.all_gather_matmul(x.shape, [w.shape], gather_dim, num_ranks)
+        return shapes.all_gather_matmul(x.shape, [w.shape], gather_dim, num_ranks, splits)
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(list(ts), -2)] * len(ts)
@@ -145,13 +157,14 @@ class MatmulReduceScatter(WholeGroup):
     op = "matmul_reduce_scatter"
     kind = "reduce_scatter"
     cut = "rows"
+    scatters = "rows"
 
     def dims(self, x: Tensor) -> tuple[int, ...]:
         return (x.ndim - 2,)
 
-    def exchange(self, x: Tensor, w: Tensor, num_ranks: int) -> Exchange:
+    def exchange(self, x: Tensor, w: Tensor, num_ranks: int, splits: Splits = EVEN) -> Exchange:
         [scatter_dim] = self.dims(x)
-        return shapes.matmul_reduce_scatter(x.shape, w.shape, "sum", scatter_dim, num_ranks)
+        return shapes.matmul_reduce_scatter(x.shape, w.shape, "sum", scatter_dim, num_ranks, splits)
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:
         return list(torch.stack(list(ts)).sum(0).chunk(len(ts), -2))
@@ -168,7 +181,7 @@ class MatmulAllReduce(WholeGroup):
     def dims(self, x: Tensor) -> tuple[int, ...]:
         return ()
 
-    def exchange(self, x: Tensor, w: Tensor, num_ranks: int) -> Exchange:
+    def exchange(self, x: Tensor, w: Tensor, num_ranks: int, splits: Splits = EVEN) -> Exchange:
         return shapes.matmul_all_reduce(x.shape, w.shape, "sum", num_ranks)
 
     def exchanged(self, ts: Sequence[Tensor]) -> list[Tensor]:

@@ -24,8 +24,9 @@ Outcomes = dict[str, str]  # by `name_of`: empty where the algorithm was right, 
 _logged: set[tuple[str, ...]] = set()
 
 
-def name_of(op: str, algorithm: str, dtype: torch.dtype) -> str:
-    return f"{op} {algorithm} {str(dtype).removeprefix('torch.')}"
+def name_of(op: str, algorithm: str, dtype: torch.dtype, uneven: bool) -> str:
+    """``uneven``: with parts of different sizes, for which there are other kernels."""
+    return f"{op} {algorithm} {str(dtype).removeprefix('torch.')}{' uneven' if uneven else ''}"
 
 
 def of_all(by_rank: list[Mapping[str, str]]) -> Outcomes:

@@ -218,6 +218,45 @@ def test_what_fails_its_proof_is_off_for_all_ranks(rank: int, tmp_path: Path, na
     assert time.monotonic() - start < 10
 
 
+def wrong_if_uneven(rank: int, right: Algorithm, call: Any, *args: Any, **options: Any) -> Any:
+    result = right(call, *args, **options)
+    if rank == 1 and call.exchange.cut is not None:
+        first_result(result)[0, 0] += 1
+    return result
+
+
+UNEVEN = {  # of a rank and the group: calls whose parts differ in size, which give 4 everywhere
+    "matmul_all_to_all": lambda rank, group: fusedcomm.matmul_all_to_all(
+        torch.ones(2 + rank, 4), torch.ones(4, 3), 0, 1, group, gather_splits=[2, 3]
+    ),
+    "all_to_all_matmul": lambda rank, group: fusedcomm.all_to_all_matmul(
+        torch.ones(3, 1 + 2 * rank), torch.ones(4, 5), 1, 0, group, gather_splits=[1, 3]
+    ),
+    "all_gather_matmul": lambda rank, group: fusedcomm.all_gather_matmul(
+        torch.ones(2 + rank, 4), torch.ones(4, 3), 0, group, gather_splits=[2, 3]
+    ),
+    "matmul_reduce_scatter": lambda rank, group: fusedcomm.matmul_reduce_scatter(
+        torch.ones(3, 2), torch.ones(2, 3), 0, group
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("op", UNEVEN)
+@pytest.mark.parametrize("plant", [None, wrong_if_uneven], ids=["right", "wrong"])
+def test_parts_of_different_sizes_have_a_proof_of_their_own(
+    rank: int, tmp_path: Path, op: str, plant: Callable[..., Any] | None
+) -> None:
+    problem = next(each for each in (PUSH, GATHER, REDUCE, NAMED["all_to_all_matmul-heads-gathered"]) if each.op == op)
+    with proving(tmp_path, plant) as (group, made):
+        check(group, problem, call(group, problem))
+        for _ in range(2):
+            assert (UNEVEN[op](rank, group) == 4).all()
+        assert made == [f"{op} chunked"] * 2
+        failed = {name: bool(text) for name, text in member_of(group).outcomes.items()}
+        assert failed == {f"{op} chunked float32": False, f"{op} chunked float32 uneven": plant is not None}
+
+
 @on_ranks(2)
 def test_other_ops_and_dtypes_stay_on(rank: int, tmp_path: Path) -> None:
     def wrong_in_float32(rank: int, right: Algorithm, call: Any, x: Tensor, *args: Any, **options: Any) -> Any:
@@ -367,19 +406,20 @@ def gpu_member(verdict: topology.Topology = ABLE) -> Member:
 
 def test_what_is_planned_needs_a_proof_of_its_own() -> None:
     plan, ours = Plan(PUSH.op, "chunked", "estimated"), gpu_member()
-    assert proof.is_unproved(plan, torch.bfloat16, ours)
-    assert not proof.is_unproved(replace(plan, reason=planner.FORCED), torch.bfloat16, ours)
-    assert not proof.is_unproved(replace(plan, algorithm="unfused"), torch.bfloat16, ours)
-    assert not proof.is_unproved(plan, torch.bfloat16, gpu_member(replace(ABLE, prove=False)))
+    assert proof.is_unproved(plan, torch.bfloat16, ours, False)
+    assert not proof.is_unproved(replace(plan, reason=planner.FORCED), torch.bfloat16, ours, False)
+    assert not proof.is_unproved(replace(plan, algorithm="unfused"), torch.bfloat16, ours, False)
+    assert not proof.is_unproved(plan, torch.bfloat16, gpu_member(replace(ABLE, prove=False)), False)
     ours.outcomes |= {f"{PUSH.op} fused bfloat16": "", f"{PUSH.op} chunked float16": ""}
-    assert proof.is_unproved(plan, torch.bfloat16, ours)
-    assert not proof.is_unproved(replace(plan, algorithm="fused"), torch.bfloat16, ours)
+    assert proof.is_unproved(plan, torch.bfloat16, ours, False)
+    assert not proof.is_unproved(replace(plan, algorithm="fused"), torch.bfloat16, ours, False)
+    assert proof.is_unproved(replace(plan, algorithm="fused"), torch.bfloat16, ours, True)
 
 
 def test_a_capture_is_refused_with_what_to_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="on every rank inside"):
-        proof.prove(PUSH.op, "fused", {}, torch.bfloat16, gpu_member())
+        proof.prove(PUSH.op, "fused", {}, torch.bfloat16, gpu_member(), False)
 
 
 def test_gpus_prove_unless_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,19 +436,23 @@ def test_what_one_rank_has_on_record_holds_only_if_it_is_a_failure() -> None:
     assert proof_file.of_all(by_rank) == {"a": "", "c": "wrong", "d": "wrong", "e": "first"}
 
 
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("num_ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.thorough) for n in (8, 32))])
-def test_problems_are_exact_in_every_dtype_and_take_several_rounds(op: str, num_ranks: int) -> None:
+def test_problems_are_exact_in_every_dtype_and_take_several_rounds(op: str, num_ranks: int, uneven: bool) -> None:
     """Integers up to 256 are exact in bfloat16, and no partial sum is beyond the sum of magnitudes of few ones."""
-    problems = [proof._problem(op, size, num_ranks) for size in proof.SIZES]
+    if uneven and not PROGRAMS[op].can_be_uneven:
+        return
+    problems = [proof._problem(op, size, num_ranks, uneven) for size in proof.SIZES]
     for problem in problems:
         assert max(float(t.abs().max()) for t in problem.results()) <= 256
         assert sum(float(t.abs().sum()) for t in problem.biases) > 0
-    larger = problems[1]
-    exchange = PROGRAMS[op].exchange(larger.xs[0], larger.ws[0], num_ranks)
+    exchanges = [problems[1].exchange(rank) for rank in range(num_ranks)]
+    assert all((each.cut is not None) == uneven for each in exchanges)
+    assert [list(result.shape) for result in problems[1].results()] == [each.out_shape for each in exchanges]
     slot_bytes = max(proof._slot_bytes(problem, torch.float32) for problem in problems)
-    assert len(exchange.rounds(slot_bytes // num_ranks // 4)) >= proof.NUM_ROUNDS
-    assert op != "matmul_all_reduce" or not exchange.splits_columns  # the proof gives every rank the whole bias
+    assert len(exchanges[0].rounds(slot_bytes // num_ranks // 4)) >= proof.NUM_ROUNDS
+    assert op != "matmul_all_reduce" or not exchanges[0].splits_columns  # the proof gives every rank the whole bias
 
 
 def test_problems_are_the_same_in_every_process() -> None:
