@@ -3,8 +3,8 @@
     python -m benchmarks.step_memory [--tokens N] [--hidden N] [--heads N] [--blocks N] [--repeats N] [--json FILE]
 
 A block is Ulysses attention and an MLP, in float32, with AdamW. Memory is the proportional size (PSS), summed over the
-ranks, so that a page which both have mapped counts once; it is read behind the forward, where all that the backward
-needs is alive, behind the backward, and behind the optimizer. Of each the most that a step took, the first ones apart.
+ranks, so that a page which both have mapped counts once. It is read behind the forward, where all that the backward
+needs is alive, behind the backward, and behind the optimizer. A row has the most that a step took, but for the first ones.
 
 Ranks are started anew for each reading, by turns with the heap of results and without (FUSEDCOMM_RESULTS_BYTES=0). A
 ratio is the median over these pairs, with the least and the largest.

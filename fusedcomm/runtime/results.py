@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedcomm.runtime import canaries
 from fusedcomm.runtime.native_part import loaded
 
-LEAST_BYTES = 1024  # of a result that takes a block, which is whole pages: a program may keep many smaller ones
+LEAST_BYTES = 1024  # smaller results take no block, which is whole pages: a program may keep many of them
 
 
 class Results:

@@ -46,8 +46,8 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
     std::shared_ptr<HeapMemory> memory;  // null for one that is held back
     FreeRanges::Range range;
     uint64_t taken_after;        // so many forks
-    uint64_t freed_after;        // of one that is held back
-    std::unique_ptr<Block> next;  // of those
+    uint64_t freed_after;        // if it is held back
+    std::unique_ptr<Block> next;  // held back before it
 
     void* data() const { return memory->base_ + range.key(); }
   };

@@ -390,7 +390,7 @@ def test_the_slowest_rank_sends_and_copies_what_is_its_own() -> None:
         took = model.estimate("all_gather_matmul", exchange, "float32", links)["chunked"]
         assert took == close(3 * 2000 * row / 1e9)
     exchanges = UNEVEN["one head for all"][0]
-    copies = replace(CPU, link_bandwidth=1e9)  # of the one product, to 4 ranks
+    copies = replace(CPU, link_bandwidth=1e9)  # copies of the one product, to 4 ranks
     took = model.estimate("matmul_all_to_all", exchanges[0], "float32", copies)["chunked"]
     assert took == close(4 * 512 * 256 * 4 / 1e9)
 

@@ -225,7 +225,7 @@ def wrong_if_uneven(rank: int, right: Algorithm, call: Any, *args: Any, **option
     return result
 
 
-UNEVEN = {  # of a rank and the group: calls whose parts differ in size, which give 4 everywhere
+UNEVEN = {  # calls whose parts differ in size, by rank and group; they give 4 everywhere
     "matmul_all_to_all": lambda rank, group: fusedcomm.matmul_all_to_all(
         torch.ones(2 + rank, 4), torch.ones(4, 3), 0, 1, group, gather_splits=[2, 3]
     ),
