@@ -4,7 +4,7 @@
 
 A block is Ulysses attention and an MLP, in float32, with AdamW. Memory is the proportional size (PSS), summed over the
 ranks, so that a page which both have mapped counts once. It is read behind the forward, where all that the backward
-needs is alive, behind the backward, and behind the optimizer. A row has the most that a step took, but for the first ones.
+needs is alive, behind the backward, and behind the optimizer. A row has the most of a step.
 
 Ranks are started anew for each reading, by turns with the heap of results and without (FUSEDCOMM_RESULTS_BYTES=0). A
 ratio is the median over these pairs, with the least and the largest.
