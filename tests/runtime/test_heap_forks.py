@@ -155,7 +155,7 @@ def test_a_child_of_a_child_keeps_what_it_has_seen_too() -> None:
         signal.alarm(CHILD_S)  # which no child inherits
         os.dup2(from_parent, 3)
         os.dup2(tells, 4)
-        os.closerange(5, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        os.closerange(5, 1 << 20)
         os.read(3, 1)
         os.write(4, b"1" if (t == 1).all() else b"0")
         os._exit(0)
