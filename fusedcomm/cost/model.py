@@ -247,7 +247,7 @@ def _is_padded(kind: str, cut: Cut, outer_bytes: float, constants: Constants) ->
     group_size, traffic, on_cpu = cut.group_size, traffic_of(cut), constants.device_type == "cpu"
     if group_size == 1:
         return False, 0.0
-    largest = outer_bytes * math.prod(parts.largest for parts in (cut.gathered, cut.scattered) if parts is not None)
+    largest = outer_bytes * math.prod([parts.largest for parts in (cut.gathered, cut.scattered) if parts is not None])
     padded = constants.collective(kind, largest, group_size)
     padded += constants.copy(largest if kind == "all_gather" else group_size * largest)
     to_a_peer = outer_bytes * (

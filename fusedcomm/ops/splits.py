@@ -125,7 +125,7 @@ def reduce_scatter(t: Tensor, scatter_dim: int, splits: Splits, group_size: int,
 
 
 def _outer_numel(t: Tensor, *dims: int) -> int:
-    return math.prod(size for dim, size in enumerate(t.shape) if dim not in dims)
+    return math.prod([t.shape[dim] for dim in range(t.ndim) if dim not in dims])  # which Dynamo traces
 
 
 def all_have_several(splits: Splits, group_size: int) -> bool:
