@@ -486,7 +486,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "an algorithm is proved before its use": Control(
         "fusedcomm/ops/dispatch.py",
-        "        if proof.is_unproved(plan, record.dtype, ours):",
+        "        if proof.is_unproved(plan, record.dtype, ours, uneven):",
         "        if False:",
         "tests/ops/test_proof.py::test_what_fails_its_proof_is_off_for_all_ranks[wrong-packed-qkv]",
     ),
