@@ -16,6 +16,7 @@ import fusedcomm
 from fusedcomm import reference
 from fusedcomm.cost import model
 from tests.helpers.groups import fresh_group
+from tests.helpers.in_place import without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Uneven
 from tests.ops.test_uneven import CASES, GATHER, REDUCE, check_call, into_attention, out_of_attention
@@ -56,8 +57,10 @@ def check_decided(rank: int, names: list[str], num_ranks: int, padded: bool) -> 
     """Forward and backward, which is the other op of a pair, or plain."""
     for name in names:
         case = CASES[name][1]
-        with fusedcomm.force_algorithm("unfused", strict=True), decided(padded) as spy:
-            check_call(case, rank, num_ranks, 0)
+        with pytest.MonkeyPatch.context() as patch, decided(padded) as spy:
+            without_tapes(patch)  # which know what was decided before
+            with fresh_group() as group, fusedcomm.force_algorithm("unfused", strict=True):
+                check_call(case, rank, num_ranks, 0, group)
         forward, args = spy.calls[0]
         assert forward == (COLLECTIVES[case.op] if padded else "all_to_all_single"), name
         if padded and forward == "all_to_all_single":
