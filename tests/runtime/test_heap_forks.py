@@ -188,10 +188,10 @@ def test_a_fork_without_descriptors_keeps_its_blocks_for_good() -> None:
         heap = make_heap()
         t = in_heap(heap)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        ended = in_child(lambda: True)
+        in_child(lambda: True)  # libuv, where the test session has used it, aborts a child that has no descriptors
         del t
         results = [heap.empty([NUMEL], torch.float32) for _ in range(9)]
-        return ended == 0 and heap.held_bytes == BYTES and 0 not in places(heap, results)
+        return heap.held_bytes == BYTES and 0 not in places(heap, results)
 
     assert in_child(run) == 0
 
