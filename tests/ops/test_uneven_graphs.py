@@ -61,8 +61,8 @@ def inputs(program: Any, total: int, rank: int, world_size: int) -> list[Tensor]
 @pytest.mark.parametrize(
     ("program", "backend"),
     [
-        (into, "inductor"),
-        (out_of, "inductor"),
+        pytest.param(into, "inductor", marks=pytest.mark.thorough),
+        pytest.param(out_of, "inductor", marks=pytest.mark.thorough),
         pytest.param(gathered, "aot_eager", marks=pytest.mark.thorough),
         pytest.param(reduced, "aot_eager", marks=pytest.mark.thorough),
     ],
