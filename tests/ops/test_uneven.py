@@ -289,7 +289,7 @@ ROUNDS_IN_KERNELS = {
 )
 def test_several_rounds_by_kernels(rank: int, name: str) -> None:
     case = ROUNDS_IN_KERNELS[name]
-    with fresh_group(WORKSPACE_BYTES="16384") as group, fusedcomm.force_algorithm("fused", strict=True):
+    with fresh_group(WORKSPACE_BYTES="8192") as group, fusedcomm.force_algorithm("fused", strict=True):
         assert case.explain(rank, group, 3).num_rounds > 1
         for seed in range(2):
             check_call(case, rank, 3, seed, group)
