@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 from benchmarks import redistribution
@@ -97,6 +98,15 @@ def test_speeds_of_uneven_sizes() -> None:
         [f"`{row['program']}`", row["dtype"], text(row["cost"]), text(row["padded_over_uneven"])] for row in rows
     ]
     assert list(table_rows(page("benchmark"), "projection")) == expected
+
+
+def test_memory_of_a_training_step() -> None:
+    expected = []
+    for row in results("cpu-2-ranks-step-memory")["rows"]:
+        ratios = sorted(a / b for a, b in zip(row["heap"], row["no_heap"], strict=True))
+        megabytes = [f"{median(row[name]) / 2**20:.0f}" for name in ("heap", "no_heap")]
+        expected.append([row["point"], *megabytes, f"{median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"])
+    assert list(table_rows(page("benchmark"), "behind the")) == expected
 
 
 def test_speeds_of_blocks_of_real_models() -> None:
