@@ -100,7 +100,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.start_program --json $(RESULTS)-compile.json
 	$(BIN)/python -m benchmarks.uneven --json $(RESULTS)-uneven.json
 	$(BIN)/python -m benchmarks.model_blocks --json $(RESULTS)-model-blocks.json
-	$(BIN)/python -m benchmarks.parallel_styles --rounds 15 --dtype float32 --json $(RESULTS)-parallel-styles.json
+	$(BIN)/python -m benchmarks.parallel_styles --rounds 31 --dtype float32 --json $(RESULTS)-parallel-styles.json
 	$(BIN)/python -m benchmarks.compile_time --rounds 3 --json benchmarks/results/cpu-compile-time.json
 	$(BIN)/python -m benchmarks.overlap --json benchmarks/results/overlap.json --plot benchmarks/results
 	$(BIN)/python -m benchmarks.redistribution --json benchmarks/results/redistribution.json
