@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-ALGORITHMS = ("unfused", "chunked", "fused")
+ALGORITHMS = ("unfused", "chunked", "fused", "pipelined")
 
 
 def timeout_s() -> float:

@@ -159,6 +159,23 @@ def fills_runs(spans: ChunkSpans, place: Span) -> bool:
     return spans.batches.size == 1 or run == spans.rows.size * row  # a run is a batch
 
 
+def fits(spans: RoundSpans, rank: int, dst_rank: int) -> bool:
+    """Whether the matmul of ``rank``, the own one, can write dst_rank's chunk where it ends up."""
+    place = spans.landing(rank, dst_rank)
+    return place.outer == 1 or fills_runs(spans.at(dst_rank), place)
+
+
+def landing(spans: RoundSpans, rank: int, dst_rank: int, result: Tensor) -> Tensor:
+    """Where the own chunk ends up in dst_rank's result: a flat tensor, or its runs."""
+    place = spans.landing(rank, dst_rank).view(result.view(-1), 0, dst_rank)
+    return place[0] if place.shape[0] == 1 else place
+
+
+def own_place(spans: RoundSpans, rank: int, out: Tensor | None) -> Tensor | None:
+    """Where in the result the matmul can write the own chunk: a flat tensor, or its runs; None if nowhere."""
+    return None if out is None or not fits(spans, rank, rank) else landing(spans, rank, rank, out)
+
+
 def _split(span: Span) -> tuple[int, int]:
     return span.outer, span.inner
 

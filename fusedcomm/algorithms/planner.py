@@ -13,8 +13,11 @@ Rules say what cannot run, each with its reason:
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
     GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
+    a backend that is not gloo or NCCL                  not pipelined   nobody has tried it
+    CUDA graph, or `before_capture`                     not pipelined   nobody has tried it
 
-The algorithm that `cost` estimates to be fastest runs, of those that are left. Its numbers were measured on this
+The algorithm that `cost` estimates to be fastest runs, of those that are left: unfused or `pipelined` where nothing
+with a workspace can run, else one of the others. Its numbers were measured on this
 machine by `fusedcomm tune` or are default ones; the reason says which. A decode size has less than 64 KiB per peer, or
 cuts rows and has fewer than 128 per rank.
 
@@ -34,8 +37,9 @@ import torch
 from fusedcomm import env
 from fusedcomm.algorithms.chunk_matmul import takes_all
 from fusedcomm.cost import model
+from fusedcomm.cost.links import sent_bytes
 from fusedcomm.cost.model import Constants
-from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.exchange import Exchange, aligned_numel
 from fusedcomm.runtime.captures import is_for_capture
 from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.native_part import native
@@ -44,6 +48,7 @@ from fusedcomm.runtime.proof_file import name_of
 log = logging.getLogger("fusedcomm")
 
 FORCED = "forced"
+PIPELINED_BACKENDS = ("gloo", "nccl")
 MOST_INDICES = 1 << 30  # the sum of two, and the end of a tile, still fit 32 bits
 
 
@@ -53,12 +58,13 @@ class Plan:
 
     Attributes:
         op: the name of the op.
-        algorithm: "unfused", "chunked" or "fused".
+        algorithm: "unfused", "chunked", "fused" or "pipelined".
         reason: why: a rule that excludes the others, an override, or the estimated times and whose numbers they are
             from.
-        slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it runs unfused.
+        slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it needs no workspace.
         num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
-            next; 0 where it runs unfused.
+            next: the pieces of a pipelined call; 0 where it runs unfused.
+        sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
     """
 
     op: str
@@ -66,9 +72,16 @@ class Plan:
     reason: str
     slot_bytes: int = 0  # what one round needs
     num_rounds: int = 0
+    sent_bytes: int = 0
+
+    @property
+    def has_workspace(self) -> bool:
+        return self.algorithm not in ("unfused", "pipelined")
 
     def __repr__(self) -> str:
         rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
+        if self.algorithm == "pipelined":
+            rounds = f", {self.num_rounds} pieces, {self.sent_bytes / (1 << 20):.3g} MiB sent"
         return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
 
 
@@ -79,7 +92,8 @@ class force_algorithm:  # a function to its users: force_algorithm("fused"), or 
     it alike on every rank, as the ranks of a call must run the same algorithm. It overrules ``FUSEDCOMM_ALGORITHM``.
 
     Args:
-        name: "unfused", "chunked" or "fused"; None gives the choice back to ``FUSEDCOMM_ALGORITHM`` or the planner.
+        name: "unfused", "chunked", "fused" or "pipelined"; None gives the choice back to
+            ``FUSEDCOMM_ALGORITHM`` or the planner.
         strict: whether a call that cannot run so raises RuntimeError with the reason instead.
 
     Raises:
@@ -121,6 +135,10 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
     name = name or member.topology.algorithm
     own, exchange = exchange, exchange.for_all
     reason = _reject_uneven(name, own, member) or _reject_reason(name, exchange, dtype, member)
+    if name == "pipelined" and reason is None:
+        return _pipelined(op, own, dtype, member, FORCED)
+    if name is None and reason is not None and _reject_reason("pipelined", exchange, dtype, member) is None:
+        return _without_workspace(op, own, dtype, member, reason)
     if reason is not None:
         if strict and name not in (None, "unfused"):
             raise RuntimeError(f"{op} cannot run as {name}: {reason}")
@@ -145,9 +163,44 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
     return Plan(op, algorithm, why, slot_bytes, num_rounds)
 
 
-def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
+def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Member, reason: str) -> Plan:
+    """Of unfused and pipelined the one that is estimated to be faster. ``reason``: why nothing else can run."""
+    constants, kind = _constants(member), _kind(dtype, member)
+    chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
+    why = model.decode_reason(exchange.for_all, chunk_bytes, constants) or _reject_uneven(None, exchange, member)
+    if why is None:
+        unfused = model.estimate(op, exchange, kind, constants)["unfused"]
+        num_pieces, pipelined = model.pipelined(op, exchange, kind, constants)
+        if pipelined < unfused:
+            times = f"estimated {_text(pipelined)}, unfused {_text(unfused)}, {constants.source} numbers"
+            return _pipelined(op, exchange, dtype, member, f"{reason}; {times}", num_pieces)
+        why = f"estimated {_text(unfused)}, pipelined {_text(pipelined)}, {constants.source} numbers"
+    log_fallback(op, reason)
+    return Plan(op, "unfused", f"{reason}; {why}")
+
+
+def _pipelined(
+    op: str, exchange: Exchange, dtype: torch.dtype, member: Member, why: str, num_pieces: int | None = None
+) -> Plan:
+    if num_pieces is None:
+        num_pieces, _ = model.pipelined(op, exchange, _kind(dtype, member), _constants(member))
+    pieces = exchange.for_all.pieces(num_pieces)
+    sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
+    return Plan(op, "pipelined", why, 0, len(pieces), int(sent_bytes(model.KINDS[op], sent, exchange.group_size)))
+
+
+def _constants(member: Member) -> Constants:
+    """The numbers to estimate by; across hosts with those of the link between them."""
     constants = member.topology.constants or model.DEFAULTS[member.device.type]
-    kind = dtype_name(dtype, member.device.type == "cuda" and member.topology.tf32)
+    return model.across_hosts(constants, member.topology.across) if member.topology.across else constants
+
+
+def _kind(dtype: torch.dtype, member: Member) -> str:
+    return dtype_name(dtype, member.device.type == "cuda" and member.topology.tf32)
+
+
+def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
+    constants, kind = _constants(member), _kind(dtype, member)
     if member.device.type == "cpu":
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
     if why := model.decode_reason(exchange.for_all, exchange.chunk_numel * dtype.itemsize, constants):
@@ -202,6 +255,8 @@ def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, mem
         return None
     if dtype == torch.float64:
         return "float64 has no overlapped algorithm"
+    if name == "pipelined":
+        return _reject_pipelined(member)
     if member.no_workspace is not None:
         return member.no_workspace
     row_bytes = exchange.row_numel * dtype.itemsize * exchange.group_size
@@ -214,6 +269,14 @@ def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, mem
         return topology.no_fused or _too_wide(exchange)
     if name == "chunked" and is_for_capture(member.device):
         return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"
+    return None
+
+
+def _reject_pipelined(member: Member) -> str | None:
+    if member.topology.backend not in PIPELINED_BACKENDS:
+        return f"pipelined runs on {' and '.join(PIPELINED_BACKENDS)}, got {member.topology.backend}"
+    if is_for_capture(member.device):
+        return "nobody has captured a pipelined call in a CUDA graph"
     return None
 
 

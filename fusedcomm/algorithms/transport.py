@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import kernel_launch
-from fusedcomm.algorithms.chunk_matmul import fills_runs
+from fusedcomm.algorithms.chunk_matmul import fits, landing, own_place
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import signals, stream_writes, tape
 from fusedcomm.runtime.profiler import lane
@@ -121,12 +121,15 @@ class CpuTransport:
             for dst_rank in self._order(round, out):
                 with tape.chunk(dst_rank):
                     if dst_rank == rank:
-                        own = _own_place(round, out)
+                        own = own_place(round.spans, rank, out)
                         yield rank, round.part(rank) if own is None else own
                         continue
-                    fits = out is not None and _fits(round, dst_rank)
-                    for result in self._places(round, dst_rank, out if fits else None):
-                        yield dst_rank, round.part(dst_rank) if result is None else _landing(round, dst_rank, result)
+                    fitting = out if out is not None and fits(round.spans, rank, dst_rank) else None
+                    for result in self._places(round, dst_rank, fitting):
+                        if result is None:
+                            yield dst_rank, round.part(dst_rank)
+                        else:
+                            yield dst_rank, landing(round.spans, rank, dst_rank, result)
                     with lane("push", dst_rank):
                         round.signal(dst_rank)
 
@@ -196,7 +199,7 @@ class CpuTransport:
                 packed = round.spans.at(rank).pack.view(own.view(-1), 0, rank)
                 if packed.data_ptr() != place.data_ptr():
                     copy_between(place, packed)
-            elif _own_place(round, out) is None:
+            elif own_place(round.spans, rank, out) is None:
                 copy_between(place, round.received(rank))
         for src_rank in round.sources()[1:]:
             self.wait(round, src_rank)
@@ -281,7 +284,7 @@ class CudaTransport:
 
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
         if dst_rank == round.workspace.rank:
-            own = _own_place(round, out)
+            own = own_place(round.spans, dst_rank, out)
             return round.part(dst_rank) if own is None else own
         if dst_rank in self.copied:
             self.main.wait_event(self.copied[dst_rank])
@@ -320,7 +323,7 @@ class CudaTransport:
                 for src_rank in round.sources()[1:]:  # on one SM, and not on half of those that a matmul needs
                     self.wait(round, src_rank)
                 copy_between(_in_result(round, rank, out), round.spans.at(rank).pack.view(own.view(-1), 0, rank))
-            there = own is not None or _own_place(round, out) is not None
+            there = own is not None or own_place(round.spans, rank, out) is not None
             kernel_launch.unpack(out, round.spans, round.workspace, round.fingerprint, own=not there)
         self._end()
 
@@ -356,24 +359,6 @@ class CudaTransport:
 def _in_result(round: Round, src_rank: int, out: Tensor) -> Tensor:
     """Where src_rank's chunk belongs in the result, as runs (outer, inner)."""
     return round.spans.at(src_rank).unpack.view(out.view(-1), 0, src_rank)
-
-
-def _own_place(round: Round, out: Tensor | None) -> Tensor | None:
-    """Where in the result the matmul can write the own chunk: a flat tensor, or its runs; None if nowhere."""
-    rank = round.workspace.rank
-    return None if out is None or not _fits(round, rank) else _landing(round, rank, out)
-
-
-def _fits(round: Round, dst_rank: int) -> bool:
-    """Whether the matmul can write dst_rank's chunk where it ends up."""
-    landing = round.spans.landing(round.workspace.rank, dst_rank)
-    return landing.outer == 1 or fills_runs(round.spans.at(dst_rank), landing)
-
-
-def _landing(round: Round, dst_rank: int, result: Tensor) -> Tensor:
-    """Where the own chunk ends up in dst_rank's result: a flat tensor, or its runs."""
-    place = round.spans.landing(round.workspace.rank, dst_rank).view(result.view(-1), 0, dst_rank)
-    return place[0] if place.shape[0] == 1 else place
 
 
 def transport_of(workspace: Workspace) -> Transport:
@@ -419,7 +404,7 @@ def add_in_order(out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scal
         torch.add(parts[0], parts[1], out=out)
         return
     row = 1 if bias is None else max(bias.numel(), 1)
-    step = max(_BLOCK // row, 1) * row
+    step = max(_BLOCK // row, 1) * row if out.device.type == "cpu" else max(out.numel(), 1)
     for start in range(0, out.numel(), step):
         end = min(start + step, out.numel())
         total = parts[0][start:end].to(torch.float32, copy=True)

@@ -40,6 +40,7 @@ from itertools import pairwise
 INTRA, INTER = "intra", "inter"
 _KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 INTER_BANDWIDTH = 50e9  # bytes per second of one rank, where nobody says: one 400 Gbit/s card per GPU
+CPU_INTER_BANDWIDTH = 1.25e9  # likewise of a rank on a CPU: 10 Gbit/s
 LAUNCH = 10e-6  # seconds of any collective; this and HOP are chosen, not measured: 24 us for 8 GPUs of a node
 HOP = {INTRA: 2e-6, INTER: 5e-6}
 

@@ -56,11 +56,11 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from fusedcomm.cost.links import sent_bytes
+from fusedcomm.cost.links import CPU_INTER_BANDWIDTH, INTER, INTER_BANDWIDTH, INTRA, Reach, rate, seconds, sent_bytes
 from fusedcomm.cost.shares import Share, mean_to_a_peer, shares_of, traffic_of
 from fusedcomm.geometry.cut import Cut
 from fusedcomm.geometry.exchange import FEW_ROWS, LEAST_COPIED, Exchange, num_pieces
@@ -106,6 +106,7 @@ class Constants:
     backend_latency: Mapping[str, float]
     call_overhead: Mapping[str, float]
     chunk_overhead: float
+    piece_overhead: float  # what Python takes for a piece of `pipelined` beside its chunks
 
     @cached_property
     def digest(self) -> str:
@@ -201,6 +202,7 @@ DEFAULTS = {
         backend_latency=dict.fromkeys(KINDS.values(), 25e-6),
         call_overhead={"unfused": 0.0, "chunked": 10e-6, "fused": 10e-6},
         chunk_overhead=6e-6,
+        piece_overhead=80e-6,
     ),
     "cpu": Constants(
         source=DEFAULT,
@@ -220,6 +222,7 @@ DEFAULTS = {
         backend_latency=dict.fromkeys(KINDS.values(), 500e-6),
         call_overhead={"unfused": 200e-6, "chunked": 5e-6},
         chunk_overhead=2e-6,
+        piece_overhead=300e-6,
     ),
 }
 
@@ -232,6 +235,30 @@ def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> M
     if constants.fused_flops:
         found["fused"] = max(call.fused() for call in calls)
     return found
+
+
+NUM_PIECES = (2, 4, 8, 16, 32)  # that are compared
+_SLOWER_BESIDE_NCCL = 8 / 7  # of a GPU's SMs its collectives take some 16 of 132
+
+
+@functools.lru_cache(maxsize=1024)
+def pipelined(op: str, exchange: Exchange, dtype: str, constants: Constants) -> tuple[int, float]:
+    """Into how many pieces `pipelined` cuts a call, and its seconds. Sizes must be plain ints."""
+    calls = [_Call(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
+    times = {num: max(call.pipelined(num) for call in calls) for num in NUM_PIECES}
+    num_pieces = min(times, key=times.__getitem__)
+    return num_pieces, times[num_pieces]
+
+
+@functools.lru_cache(maxsize=64)
+def across_hosts(constants: Constants, at: Reach) -> Constants:
+    """With collectives as `links` estimates them where a group spans hosts."""
+    inter = CPU_INTER_BANDWIDTH if constants.device_type == "cpu" else INTER_BANDWIDTH
+    by_link = {kind: {INTRA: inside, INTER: inter} for kind, inside in constants.backend_bandwidth.items()}
+    rates = {kind: rate(kind, at, bandwidth) for kind, bandwidth in by_link.items()}
+    hops = {kind: seconds(kind, 0.0, at, bandwidth)[0] for kind, bandwidth in by_link.items()}
+    latencies = {kind: max(inside, hops[kind]) for kind, inside in constants.backend_latency.items()}
+    return replace(constants, backend_bandwidth=rates, backend_latency=latencies)
 
 
 def pads(kind: str, cut: Cut, outer_bytes: int, device_type: str) -> bool:
@@ -316,6 +343,51 @@ class _Call:
             + overhead
             + self._after()
         )
+
+    def pipelined(self, num_pieces: int) -> float:
+        """Two rows of equally many steps, one behind the other: what the device computes and copies, and the wire."""
+        constants, num_ranks = self.constants, self.num_ranks
+        wire, place = self._piece_on_the_wire(num_pieces), self._place_piece(num_pieces)
+        compute = self._matmul_of_piece(num_pieces)
+        if constants.device_type == "cpu":  # sockets copy what a rank sends, and what it receives
+            compute += constants.copy(2 * sent_bytes(self.kind, self._padded_bytes() / num_pieces, num_ranks))
+        else:
+            compute *= _SLOWER_BESIDE_NCCL
+        steps = compute + place + wire + (num_pieces - 1) * max(compute + place, wire)
+        host = num_pieces * (constants.piece_overhead + num_ranks * constants.chunk_overhead)
+        return steps + host + (self._matmul() if self.share.at_once else 0.0)
+
+    def _matmul_of_piece(self, num_pieces: int) -> float:
+        """The matmuls of a piece, one per chunk; where K is gathered there is one, and where rows are few none."""
+        if self.share.at_once:
+            return 0.0
+        sizes = (self.share.num_batches, self.share.num_rows / num_pieces, self.share.k)
+        if self.exchange.gathers and self.exchange.splits_columns:
+            return sum(self.constants.matmul(self.dtype, *sizes, n) for n in self.ns)
+        batches, m, k, part = self._chunk()
+        rows = m / num_pieces
+        each = sum(self.constants.matmul(self.dtype, batches, rows, k, n * part) for n in self.ns)
+        return self.share.num_products * each
+
+    def _padded_bytes(self) -> int:
+        return self.exchange.chunk_numel * ITEMSIZE[self.dtype]
+
+    def _piece_on_the_wire(self, num_pieces: int) -> float:
+        several = {"reduce_scatter": ["all_to_all"], "all_reduce": ["all_to_all", "all_gather"]}
+        num_bytes = self._padded_bytes() / num_pieces
+        return sum(
+            self.constants.collective(kind, num_bytes, self.num_ranks) for kind in several.get(self.kind, [self.kind])
+        )
+
+    def _place_piece(self, num_pieces: int) -> float:
+        """What a piece is copied, or added."""
+        num_bytes, constants = self.chunk_bytes / num_pieces, self.constants
+        if self.exchange.gathers:
+            num_copies = (self.kind == "all_to_all") + (self.exchange.splits_columns or self.share.at_once)
+            return num_copies * constants.unpack(self.num_ranks * num_bytes)
+        placed = constants.unpack((self.num_ranks - 1) * num_bytes) if self.kind != "reduce_scatter" else 0.0
+        added = constants.unpack((self.num_ranks + 1) / 2 * num_bytes) if self.kind != "all_to_all" else 0.0
+        return placed + added
 
     def _fused_gather(self, sent: float) -> float:
         constants, by_copy = self.constants, self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED

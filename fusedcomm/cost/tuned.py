@@ -21,7 +21,7 @@ from fusedcomm.cost.model import TUNED, Constants
 
 log = logging.getLogger("fusedcomm")
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 1 << 16
 _logged: set[tuple[str, str]] = set()
 

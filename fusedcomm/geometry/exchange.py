@@ -32,6 +32,12 @@ def num_pieces(chunk_bytes: int) -> int:
     return max(1, min(_MOST_PIECES, chunk_bytes // _LEAST_PIECE))
 
 
+def aligned_numel(numel: int, itemsize: int) -> int:
+    """At least as many elements, a multiple of the 16 bytes that NCCL moves at once."""
+    at_once = 16 // itemsize
+    return -(-numel // at_once) * at_once
+
+
 @dataclass(eq=False)
 class Exchange:
     """A call that has been checked and cut into chunks and rounds. Sizes may be symbolic until ``rounds`` is called."""
@@ -153,6 +159,15 @@ class Exchange:
     def piece_numel(self, itemsize: int, max_chunk_numel: int) -> int:
         """The size of a chunk with which the rounds are the pieces of `num_pieces`, or as many more as must be."""
         return min(max_chunk_numel, -(-self.chunk_numel // num_pieces(self.chunk_numel * itemsize)))
+
+    def pieces(self, num_pieces: int) -> list[RoundSpans]:
+        """The rounds of `pipelined`: ``num_pieces``, fewer if rows are, or more, as these may be of several dims."""
+        num_rows = math.prod(self.block[: self.num_lead])
+        while True:
+            found = self.rounds(max(1, -(-num_rows // num_pieces)) * self.row_numel)
+            if len(found) <= num_pieces:
+                return found
+            num_pieces = len(found)
 
     def _round(self, box: list[Range]) -> RoundSpans:
         box = box + [Range(0, size) for size in self.block[self.num_lead :]]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused
+from fusedcomm.algorithms import chunked, fused, pipelined
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import Splits
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import LISTS, check_types
-from fusedcomm.ops.dispatch import by_product, run
+from fusedcomm.ops.dispatch import Algorithms, by_product, run
 from fusedcomm.ops.library import (
     lib,
     refuse_tangents,
@@ -28,7 +28,11 @@ from fusedcomm.ops.library import (
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_gather_matmul"
-ALGORITHMS = {"chunked": chunked.gather_matmul, "fused": fused.gather_matmul}
+ALGORITHMS: Algorithms = {
+    "chunked": chunked.gather_matmul,
+    "fused": fused.gather_matmul,
+    "pipelined": pipelined.gather_matmul,
+}
 NUM_OPTIONS = 7  # the arguments behind x, ws and biases
 Biases = Sequence[Tensor | None] | Tensor | None
 

@@ -9,19 +9,23 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused
+from fusedcomm.algorithms import chunked, fused, pipelined
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import Splits
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types
-from fusedcomm.ops.dispatch import by_product, run
+from fusedcomm.ops.dispatch import Algorithms, by_product, run
 from fusedcomm.ops.library import lib, register_autograd, register_fake, register_kernel, register_modes
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "all_to_all_matmul"
-ALGORITHMS = {"chunked": chunked.gather_matmul, "fused": fused.gather_matmul}
+ALGORITHMS: Algorithms = {
+    "chunked": chunked.gather_matmul,
+    "fused": fused.gather_matmul,
+    "pipelined": pipelined.gather_matmul,
+}
 
 lib.define(
     "all_to_all_matmul(Tensor x, Tensor w, Tensor? bias, int gather_dim, int scatter_dim, bool return_exchanged, "

@@ -32,7 +32,7 @@ def same_call(
     Raises PeerMismatchError where the calls differ, and PeerTimeoutError where a rank does not come. Nothing has been
     sent then, and the group can go on.
     """
-    if plan.algorithm != "unfused":
+    if plan.has_workspace:
         ours.enter(record.op, fingerprint)  # raises here if this rank knows of an error: it does not come to the vote
     record.state = flight_recorder.CHECKING
     facts = {"call": facts_of(record, plan, bias, by_product)}

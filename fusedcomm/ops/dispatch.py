@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fusedcomm.algorithms import fused, planner
+from fusedcomm.algorithms.pieces import GroupCall
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_out
@@ -23,6 +24,7 @@ from fusedcomm.runtime.members import member
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.workspace import Call
 
+Algorithms = Mapping[str, Callable[..., Any]]  # by name, those of an op
 PREPARED = ("chunked", "unfused")  # the algorithms that tapes can hold
 
 
@@ -44,7 +46,7 @@ def prepare(
 
 def run(
     op: str,
-    algorithms: Mapping[str, Callable[..., Any]],
+    algorithms: Algorithms,
     exchange: Exchange,
     group_name: str,
     x: Tensor,
@@ -71,31 +73,35 @@ def run(
         with dumps.on_failure(), flight_recorder.Record(op, group_name, x.device, exchange, x.dtype) as record:
             plan, ours = prepare(op, exchange, x.dtype, x.device, group_name, record)
             assert ours is not None
-            fingerprint = (
-                0 if plan.algorithm == "unfused" else fingerprint_of(op, exchange.key, x.dtype, plan.num_rounds)
-            )
+            fingerprint = fingerprint_of(op, exchange.key, x.dtype, plan.num_rounds) if plan.has_workspace else 0
             kernels = None
             if x.is_cuda and plan.algorithm == "fused":
                 kernels = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, w, bias, *options.values()))
             with ours.lock:
                 gathers = options.get("return_gathered", False)
                 name = _begin(record, plan, ours, algorithms, fingerprint, kernels, bias=bias, by_product=gathers)
-                if (recorder := tape.recorder()) is not None and name in PREPARED:
-                    recorder.planned(record, record.workspace, fingerprint)
+                if (recorder := tape.recorder()) is not None:
+                    if name in PREPARED:
+                        recorder.planned(record, record.workspace, fingerprint)
+                    else:
+                        recorder.give_up(f"{name} has no tape")
                 if record.workspace is not None:
                     call = Call(op, fingerprint, exchange, record.workspace)
                     result = algorithms[name](call, x, w, bias, **options)
                     if kernels is not None and fused.loads_for_capture(call, x.dtype.itemsize):
                         ours.loaded.add((kernels, record.workspace.slot_bytes))
                     return result
-            return unfused()  # without the lock, as gloo's waits may be long
+            if name == "pipelined":  # without the lock, as gloo's waits may be long
+                pieces = GroupCall(exchange, group.find(group_name), plan.num_rounds)
+                return algorithms[name](pieces, x, w, bias, **options)
+            return unfused()  # likewise
 
 
 def _begin(
     record: flight_recorder.Record,
     plan: Plan,
     ours: Member,
-    algorithms: Mapping[str, Callable[..., Any]],
+    algorithms: Algorithms,
     fingerprint: int,
     kernels: tuple[Any, ...] | None,
     *,
@@ -103,7 +109,7 @@ def _begin(
     by_product: bool,
 ) -> str:
     """What ranks do together before a call: with FUSEDCOMM_CHECK they compare it, they prove its algorithm where it is
-    new, and make its workspace, which the record has unless the call runs unfused.
+    new, and make its workspace, which the record has if the algorithm needs one.
 
     ``kernels``: what the kernels of a fused call on a GPU are specialised on, beside the size of a slot. Returns the
     algorithm's name. A call that fails here has sent nothing, so the next one takes its number.
@@ -120,7 +126,7 @@ def _begin(
             proof.prove(record.op, plan.algorithm, algorithms, record.dtype, ours, uneven)
             plan = planner.plan(record.op, record.exchange, record.dtype, ours)  # which a failed proof has changed
             record.algorithm = plan.algorithm
-        if plan.algorithm == "unfused":
+        if not plan.has_workspace:
             return plan.algorithm
         by_host = plan.algorithm == "chunked"
         workspace = ours.workspace_for(plan.slot_bytes, record.op, fingerprint, by_host=by_host)

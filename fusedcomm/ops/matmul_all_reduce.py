@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused
+from fusedcomm.algorithms import chunked, fused, pipelined
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_out, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types, reduce_op_name
-from fusedcomm.ops.dispatch import run
+from fusedcomm.ops.dispatch import Algorithms, run
 from fusedcomm.ops.library import (
     define_out,
     lib,
@@ -28,7 +28,11 @@ from fusedcomm.ops.library import (
 from fusedcomm.runtime.group import Group, check_size, resolve
 
 OP = "matmul_all_reduce"
-ALGORITHMS = {"chunked": chunked.push_reduce_gather, "fused": fused.push_reduce_gather}
+ALGORITHMS: Algorithms = {
+    "chunked": chunked.push_reduce_gather,
+    "fused": fused.push_reduce_gather,
+    "pipelined": pipelined.push_reduce_gather,
+}
 
 lib.define(
     "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str reduce_op, int group_size, str group_name) -> Tensor",

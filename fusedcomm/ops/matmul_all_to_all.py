@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused
+from fusedcomm.algorithms import chunked, fused, pipelined
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import Splits
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types
-from fusedcomm.ops.dispatch import run
+from fusedcomm.ops.dispatch import Algorithms, run
 from fusedcomm.ops.library import (
     define_out,
     lib,
@@ -29,7 +29,11 @@ from fusedcomm.ops.library import (
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_all_to_all"
-ALGORITHMS = {"chunked": chunked.push_matmul, "fused": fused.push_matmul}
+ALGORITHMS: Algorithms = {
+    "chunked": chunked.push_matmul,
+    "fused": fused.push_matmul,
+    "pipelined": pipelined.push_matmul,
+}
 
 lib.define(
     "matmul_all_to_all(Tensor x, Tensor w, Tensor? bias, SymInt[]? out_shape, int gather_dim, int scatter_dim, "

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused
+from fusedcomm.algorithms import chunked, fused, pipelined
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import Splits
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types, reduce_op_name
-from fusedcomm.ops.dispatch import run
+from fusedcomm.ops.dispatch import Algorithms, run
 from fusedcomm.ops.library import (
     define_out,
     lib,
@@ -30,7 +30,11 @@ from fusedcomm.ops.library import (
 from fusedcomm.runtime.group import Group, resolve
 
 OP = "matmul_reduce_scatter"
-ALGORITHMS = {"chunked": chunked.push_reduce, "fused": fused.push_reduce}
+ALGORITHMS: Algorithms = {
+    "chunked": chunked.push_reduce,
+    "fused": fused.push_reduce,
+    "pipelined": pipelined.push_reduce,
+}
 
 lib.define(
     f"matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, {splits.SCATTER}, "

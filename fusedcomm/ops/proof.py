@@ -54,7 +54,7 @@ def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> b
 
     ``uneven``: the parts of the call differ in size.
     """
-    if plan.algorithm == "unfused" or plan.reason == planner.FORCED or not ours.topology.prove:
+    if not plan.has_workspace or plan.reason == planner.FORCED or not ours.topology.prove:
         return False
     return proof_file.name_of(plan.op, plan.algorithm, dtype, uneven) not in ours.outcomes
 

@@ -54,6 +54,11 @@ class Recorder(TorchDispatchMode):
             for rank, heap in enumerate(workspace.results.buffers if workspace.results else []):
                 self._know(heap, self._native.PEER_RESULT, rank)
 
+    def give_up(self, reason: str) -> None:
+        """What the call does from here on is on no tape."""
+        self.reasons.append(reason)
+        self.paused = True
+
     def begin_round(self, slot: int) -> None:
         """``slot``: where it begins in a segment."""
         self._slot = slot

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm import env
 from fusedcomm.cost import tuned
+from fusedcomm.cost.links import INTER, Reach
 from fusedcomm.cost.model import Constants
 from fusedcomm.runtime import group, native_part, proof_file, triton_probe
 from fusedcomm.runtime.departures import Departures, own_life
@@ -39,6 +40,8 @@ class Topology:
     prove: bool = False  # whether an algorithm must be proved before it is used
     outcomes: Mapping[str, str] = field(default_factory=dict)  # what proofs have found, as `proof_file` names them
     results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
+    backend: str = ""  # of the group's own collectives on this device type
+    across: Reach | None = None  # what the group spans, where it has several hosts
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
@@ -49,7 +52,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
     rank, group_size = pg.rank(), pg.size()
     if dist.get_backend(pg) == "fake":
         reason = "a fake process group has no peers"
-        return Topology(reason, None, env.workspace_bytes(), env.algorithm()), None
+        return Topology(reason, None, env.workspace_bytes(), env.algorithm(), backend="fake"), None
     store = group.store(pg, f"topology/{device.type}")
     constants = None
     own = _settings() | {"prove": _must_prove(device)} | own_life()
@@ -78,6 +81,8 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         tf32=all(fact["tf32"] for fact in facts),
         prove=any(fact["prove"] for fact in facts),
         outcomes=proof_file.of_all([fact["outcomes"] for fact in facts]),
+        backend=pg._get_backend(torch.device(device.type)).name(),
+        across=_across([fact["host"] for fact in facts]),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
 
@@ -158,6 +163,12 @@ def _no_workspace(facts: list[dict[str, Any]]) -> str | None:
         if fact["host"] != facts[0]["host"]:
             return f"rank {rank} is on another host than rank 0"
     return None
+
+
+def _across(hosts: list[str]) -> Reach | None:
+    """The reach of a group whose ranks are on these hosts, if these are several."""
+    fewest = min(Counter(hosts).values())
+    return None if fewest == len(hosts) else Reach(INTER, len(hosts), len(hosts) - fewest, fewest)
 
 
 def _ranks_per_gpu(uuids: list[str]) -> int:

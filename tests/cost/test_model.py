@@ -43,6 +43,7 @@ GPU = Constants(
     backend_latency=dict.fromkeys(KINDS, 0.0),
     call_overhead={"unfused": 0.0, "chunked": 0.0, "fused": 0.0},
     chunk_overhead=0.0,
+    piece_overhead=0.0,
 )
 CPU = replace(GPU, device_type="cpu", num_sms=1, fused_flops={})
 RATE = dict.fromkeys(model.ITEMSIZE, 1e9)

@@ -18,7 +18,7 @@ from tests.helpers.problems import OPS, Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ALGORITHMS = ["unfused", "chunked", "fused"]
+ALGORITHMS = ["unfused", "chunked", "fused", "pipelined"]
 
 # The kernels run with one op for each kind: push and unpack, pack and gather, reduce. The other ops are soak tests.
 _SHARE_KERNELS = ("all_to_all_matmul", "matmul_all_reduce")
@@ -27,6 +27,7 @@ WITH_FEW_FUSED = [
     for op in OPS
     for param in (
         pytest.param(op, "chunked"),
+        pytest.param(op, "pipelined"),
         pytest.param(op, "fused", marks=pytest.mark.soak if op in _SHARE_KERNELS else pytest.mark.thorough),
     )
 ]

@@ -10,7 +10,8 @@ import pytest
 # `fused` runs in Triton's interpreter: `make test` has it for one problem of each op, in tests/ops/test_gradients.py.
 FUSED = pytest.param("fused", marks=pytest.mark.thorough)
 ALGORITHMS_WITH_SEGMENTS = ["chunked", FUSED]
-ALL_ALGORITHMS = ["unfused", *ALGORITHMS_WITH_SEGMENTS]
+OVERLAPPED = [*ALGORITHMS_WITH_SEGMENTS, "pipelined"]
+ALL_ALGORITHMS = ["unfused", *OVERLAPPED]
 
 
 def thorough_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:

@@ -34,7 +34,7 @@ from tests.helpers.problems import (
     whole_group,
 )
 from tests.helpers.spies import Dispatched
-from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS, ALL_ALGORITHMS
+from tests.helpers.thorough import ALL_ALGORITHMS, OVERLAPPED
 
 CALLS = 6  # back to back with fresh data: both slots are used again, and again
 WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"]
@@ -157,6 +157,7 @@ def rounding() -> list[Any]:
         for dtype in DTYPES
         for param in (
             pytest.param(problem, dtype, "chunked"),
+            pytest.param(problem, dtype, "pipelined"),
             pytest.param(problem, dtype, "fused", marks=marks.get(dtype, pytest.mark.thorough)),
         )
     ]
@@ -169,7 +170,7 @@ def test_rounding(ranks: Any, problem: Problem, dtype: torch.dtype, algorithm: s
         assert torch.equal(outs[0], outs[1])
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
+@pytest.mark.parametrize("algorithm", OVERLAPPED)
 def test_all_ranks_get_the_same_bits_of_an_all_reduce(ranks: Any, algorithm: str) -> None:
     for shape, n in (((24, 50), 20), ((5, 50), 31)):
         problem = Problem("bits", shape, n, op="matmul_all_reduce")
@@ -185,7 +186,7 @@ def partial_sums(rank: int, op: str, partials: list[float], dtype: torch.dtype, 
         return getattr(fusedcomm, op)(x, w, *dims)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
+@pytest.mark.parametrize("algorithm", OVERLAPPED)
 @pytest.mark.parametrize("op", OPS[3:])
 def test_partial_sums_are_added_in_rank_order_in_float32(ranks: Any, op: str, algorithm: str) -> None:
     for partials, total in (([1e8, 1, -1e8], 0), ([1, 1e8, -1e8], 0), ([1e8, -1e8, 1], 1), ([-1e8, 1e8, 1], 1)):

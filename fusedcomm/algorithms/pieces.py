@@ -1,0 +1,163 @@
+"""The pieces of a `pipelined` call: where what goes to the peers and comes from them lies, and what moves it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul, own_place
+from fusedcomm.algorithms.transport import add_in_order, copy_between
+from fusedcomm.geometry.exchange import Exchange, aligned_numel
+from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.runtime.profiler import lane
+from fusedcomm.runtime.rank_order import peers_of, sources_of
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """One use of an op by the collectives of its process group, in pieces that all ranks cut alike."""
+
+    exchange: Exchange
+    group: ProcessGroup
+    num_pieces: int
+
+
+class Buffers:
+    """What one piece sends and receives: a chunk to and from every rank, ``step`` elements apart, and the own one."""
+
+    def __init__(self, like: Tensor, group_size: int, step: int) -> None:
+        self.step = step
+        self.sent = like.new_zeros(group_size * step)  # the own chunk and what pads others are sent, and read by nobody
+        self.received = like.new_empty(group_size * step)
+        self.own = like.new_empty(step)
+
+
+class Piece:
+    """The same rows of every rank's chunk, on their way."""
+
+    def __init__(self, call: GroupCall, spans: RoundSpans, buffers: Buffers) -> None:
+        self.group, self.exchange, self.spans, self.buffers = call.group, call.exchange, spans, buffers
+        self.rank, self.group_size = call.group.rank(), call.exchange.group_size
+        self.step = aligned_numel(spans.chunk_numel, buffers.sent.itemsize)
+        self.wait_for: Callable[[], object] | None = None  # the collective that is under way
+        self.own_is_there = False  # whether the own chunk has been multiplied into its place in the result
+
+    def push(self, matmul: PushedMatmul, out: Tensor | None = None) -> None:
+        """Multiply and send, and multiply the own chunk beside that: into ``out``, if it fits there."""
+        *peers, rank = peers_of(self.rank, self.group_size)
+        matmul.begin(self.spans, rank)
+        for dst_rank in peers:
+            with lane("matmul", dst_rank):
+                matmul(self.spans.at(dst_rank), dst_rank, self._sent(dst_rank))
+        self._exchange()
+        place = own_place(self.spans, rank, out)
+        self.own_is_there = place is not None
+        with lane("matmul", rank):
+            matmul(self.spans.at(rank), rank, self._own() if place is None else place)
+
+    def gather(self, packed: Tensor) -> None:
+        """Send its part of ``packed`` to every peer."""
+        with lane("push"):
+            if self.exchange.packed[1] is not None:
+                for dst_rank in peers_of(self.rank, self.group_size)[:-1]:
+                    chunk = self._packed(packed, dst_rank)
+                    self._sent(dst_rank).view(chunk.shape).copy_(chunk)
+                self._exchange()
+                return
+            chunk = self._packed(packed, self.rank)
+            if chunk.numel() == self.step and chunk.is_contiguous():
+                sent = chunk.view(-1)
+            else:
+                sent = self.buffers.sent[: self.step]
+                sent[: chunk.numel()].view(chunk.shape).copy_(chunk)
+            if self.step:
+                received = self.buffers.received[: self.group_size * self.step]
+                _c10d.all_gather_into_tensor_out(sent, self.group_size, self.group.group_name, out=received)
+                self.wait_for = functools.partial(_c10d.wait_tensor, received)
+
+    def wait(self) -> None:
+        """Let what follows take what has come; on a GPU this holds up the stream, and not the host."""
+        with lane("wait"):
+            if self.wait_for is not None:
+                self.wait_for()
+            self.wait_for = None
+
+    def unpack(self, out: Tensor, own: Tensor | None = None) -> None:
+        """Copy every chunk to its place in ``out``. ``own``: the tensor that was packed, if one was."""
+        for src_rank in sources_of(self.rank, self.group_size):
+            place = self.spans.at(src_rank).unpack.view(out.view(-1), 0, src_rank)
+            with lane("copy", src_rank):
+                if src_rank != self.rank:
+                    copy_between(place, self._received(src_rank))
+                elif own is not None:
+                    copy_between(place, self._packed(own, src_rank))
+                elif not self.own_is_there:
+                    copy_between(place, self._own())
+
+    def reduce(self, out: Tensor, bias: Tensor | None, scale: float) -> None:
+        """Add what has come, and the own chunk, in rank order: ``out = sum * scale + bias``."""
+        parts = [self._own() if src == self.rank else self._received(src) for src in range(self.group_size)]
+        with lane("copy"):
+            add_in_order(self._packed(out, self.rank).view(-1), parts, bias, scale)
+
+    def multiply_own(self, matmuls: Sequence[GatheredMatmul], x: Tensor) -> None:
+        self._multiply(matmuls, self.rank, self._packed(x, self.rank))
+
+    def multiply_received(self, matmuls: Sequence[GatheredMatmul]) -> None:
+        for src_rank in sources_of(self.rank, self.group_size)[1:]:
+            self._multiply(matmuls, src_rank, self._received(src_rank))
+
+    def multiply_gathered(self, matmuls: Sequence[GatheredMatmul], gathered: Tensor) -> None:
+        """Multiply the rows of this piece, which are whole in ``gathered``."""
+        for matmul in matmuls:
+            with lane("matmul"):
+                matmul.round(self.spans.at(self.rank), gathered)
+
+    def _multiply(self, matmuls: Sequence[GatheredMatmul], src_rank: int, chunk: Tensor) -> None:
+        for matmul in matmuls:
+            with lane("matmul", src_rank):
+                matmul.chunk(self.spans.at(src_rank), src_rank, chunk)
+
+    def _exchange(self) -> None:
+        if self.step:
+            size = self.group_size * self.step
+            sent, received = self.buffers.sent[:size], self.buffers.received[:size]
+            self.wait_for = dist.all_to_all_single(received, sent, group=self.group, async_op=True).wait
+
+    def _packed(self, packed: Tensor, dst_rank: int) -> Tensor:
+        """dst_rank's part of what is sent as it is, as runs (outer, inner)."""
+        return self.spans.at(dst_rank).pack.view(packed.view(-1), 0, dst_rank)
+
+    def _sent(self, dst_rank: int) -> Tensor:
+        return self.buffers.sent.narrow(0, dst_rank * self.step, self.spans.at(dst_rank).pack.size)
+
+    def _received(self, src_rank: int) -> Tensor:
+        return self.buffers.received.narrow(0, src_rank * self.step, self.spans.at(src_rank).unpack.size)
+
+    def _own(self) -> Tensor:
+        return self.buffers.own[: self.spans.at(self.rank).unpack.size]
+
+
+def run(call: GroupCall, like: Tensor, stages: Sequence[Callable[[Piece], None]]) -> None:
+    """Let every piece pass the stages, each stage behind the one before it of the next piece.
+
+    So many pieces are under way as there are stages, and they take turns in the same buffers.
+    """
+    exchange = call.exchange
+    rounds = exchange.pieces(call.num_pieces)
+    step = max(aligned_numel(spans.chunk_numel, like.itemsize) for spans in rounds)
+    turns = itertools.cycle([Buffers(like, exchange.group_size, step) for _ in stages[: len(rounds)]])
+    pieces = [Piece(call, spans, buffers) for spans, buffers in zip(rounds, turns, strict=False)]
+    for number in range(len(pieces) + len(stages) - 1):
+        for behind, stage in enumerate(stages):
+            if 0 <= number - behind < len(pieces):
+                stage(pieces[number - behind])
