@@ -214,7 +214,9 @@ def test_nothing_is_kept_for_the_backward(rank: int, world_size: int, op: str) -
 
 
 @on_ranks()
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined", pytest.param("fused", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "algorithm", ["unfused", "chunked", "pipelined", pytest.param("fused", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 @pytest.mark.parametrize(
     "count", [12, pytest.param(150, marks=pytest.mark.thorough), pytest.param(3000, marks=pytest.mark.soak)]
