@@ -64,6 +64,7 @@ class Plan:
         slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it needs no workspace.
         num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
             next: the pieces of a pipelined call; 0 where it runs unfused.
+        has_workspace: whether it uses symmetric memory; if not, the ranks exchange by the group's own collectives.
         sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
     """
 

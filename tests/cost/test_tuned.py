@@ -100,7 +100,10 @@ BAD_CONTENT: dict[str, tuple[Callable[[], str], str]] = {
     "deep": (lambda: "[" * 60000, "recursion"),
     "not a dict": (lambda: "[]", "it must have the fields version, key and constants"),
     "one field more": (lambda: content(more=1), "it must have the fields version, key and constants"),
-    "version": (lambda: content(version=tuned.VERSION + 1), "its version must be 1, got 2"),
+    "version": (
+        lambda: content(version=tuned.VERSION + 1),
+        f"its version must be {tuned.VERSION}, got {tuned.VERSION + 1}",
+    ),
     "another key": (lambda: content(key=tuned.key(CPU, 2) | {"torch": "1.0"}), "it must be of this device"),
     "too large": (lambda: content() + " " * tuned.MAX_BYTES, f"it must have at most {tuned.MAX_BYTES} bytes"),
     "no constants": (lambda: content(constants=None), "constants must have exactly the fields"),
