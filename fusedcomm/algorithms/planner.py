@@ -166,7 +166,7 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
 
 def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Member, reason: str) -> Plan:
     """Of unfused and pipelined the one that is estimated to be faster. ``reason``: why nothing else can run."""
-    constants, kind = _constants(member), _kind(dtype, member)
+    constants, kind = constants_of(member), _kind(dtype, member)
     chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
     why = model.decode_reason(exchange.for_all, chunk_bytes, constants) or _reject_uneven(None, exchange, member)
     if why is None:
@@ -184,13 +184,13 @@ def _pipelined(
     op: str, exchange: Exchange, dtype: torch.dtype, member: Member, why: str, num_pieces: int | None = None
 ) -> Plan:
     if num_pieces is None:
-        num_pieces, _ = model.pipelined(op, exchange, _kind(dtype, member), _constants(member))
+        num_pieces, _ = model.pipelined(op, exchange, _kind(dtype, member), constants_of(member))
     pieces = exchange.for_all.pieces(num_pieces)
     sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
     return Plan(op, "pipelined", why, 0, len(pieces), int(sent_bytes(model.KINDS[op], sent, exchange.group_size)))
 
 
-def _constants(member: Member) -> Constants:
+def constants_of(member: Member) -> Constants:
     """The numbers to estimate by; across hosts with those of the link between them."""
     constants = member.topology.constants or model.DEFAULTS[member.device.type]
     return model.across_hosts(constants, member.topology.across) if member.topology.across else constants
@@ -201,7 +201,7 @@ def _kind(dtype: torch.dtype, member: Member) -> str:
 
 
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
-    constants, kind = _constants(member), _kind(dtype, member)
+    constants, kind = constants_of(member), _kind(dtype, member)
     if member.device.type == "cpu":
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
     if why := model.decode_reason(exchange.for_all, exchange.chunk_numel * dtype.itemsize, constants):

@@ -251,9 +251,12 @@ def pipelined(op: str, exchange: Exchange, dtype: str, constants: Constants) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def across_hosts(constants: Constants, at: Reach) -> Constants:
-    """With collectives as `links` estimates them where a group spans hosts."""
-    inter = CPU_INTER_BANDWIDTH if constants.device_type == "cpu" else INTER_BANDWIDTH
+def across_hosts(constants: Constants, at: Reach, inter: float | None = None) -> Constants:
+    """With collectives as `links` estimates them where a group spans hosts.
+
+    ``inter``: bytes per second of one rank between hosts, if they are known.
+    """
+    inter = inter or (CPU_INTER_BANDWIDTH if constants.device_type == "cpu" else INTER_BANDWIDTH)
     by_link = {kind: {INTRA: inside, INTER: inter} for kind, inside in constants.backend_bandwidth.items()}
     rates = {kind: rate(kind, at, bandwidth) for kind, bandwidth in by_link.items()}
     hops = {kind: seconds(kind, 0.0, at, bandwidth)[0] for kind, bandwidth in by_link.items()}
