@@ -21,9 +21,11 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.errors import PeerError
+from fusedcomm.ops import dispatch
 from fusedcomm.runtime import group_member, members, results
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
+from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.faults.cells import CALL, MEET_S, OPS, Cell
 from fusedcomm.testing.faults.injections import INJECTIONS, RAISED
 from fusedcomm.testing.faults.known_calls import (
@@ -35,7 +37,7 @@ from fusedcomm.testing.faults.known_calls import (
     KnownCall,
     warm_results,
 )
-from fusedcomm.testing.faults.protocol_steps import Reached, at
+from fusedcomm.testing.faults.protocol_steps import Fault, Reached, at
 from fusedcomm.testing.faults.rank_reports import (
     INJECTED,
     OTHER_ERROR,
@@ -45,7 +47,11 @@ from fusedcomm.testing.faults.rank_reports import (
     CallOutcome,
     RankReport,
 )
+from fusedcomm.testing.faults.tape_steps import IN_RESULTS, WAIT, at_op, until_posted, until_signalled
 from fusedcomm.testing.selftest import settings
+
+NUM_UNPREPARED = 3  # calls in Python before one is on a tape: the first makes the workspace, the third is recorded
+LATER_S = 0.3  # longer than a wait in C++
 
 Around = Callable[[Cell], AbstractContextManager[object]]
 P = ParamSpec("P")
@@ -102,6 +108,8 @@ class _Rank:
         self.reached = Reached(yes=cell.fault not in INJECTIONS)
         self.inputs = Guarded()
         self.results: list[tuple[KnownCall, Tensor]] = []
+        self.index = 0  # of the call that is made
+        self.in_python: list[str] = []  # the ops of calls that run in Python and must be on tapes
 
     def run(self, around: Around) -> RankReport:
         """``around`` holds from the faulty call on."""
@@ -111,7 +119,8 @@ class _Rank:
 
     def _faulty(self, segments: Sequence[GuardedSegment]) -> RankReport:
         cell = self.cell
-        outcomes = list(self._threads() if cell.fault == "threads" else self._calls())
+        with self._on_tapes() if cell.prepared else nullcontext():
+            outcomes = list(self._threads() if cell.fault == "threads" else self._calls())
         self._meet(survivors=cell.fault == "kill")
         memory = self._violations(segments)
         self._meet(survivors=cell.fault == "kill")
@@ -134,9 +143,7 @@ class _Rank:
             self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.other))
         segments = []
         if not self.cell.first_call:
-            with fusedcomm.force_algorithm(self.cell.algorithm):
-                warm = KnownCall(self.cell.op, self.cell.group_size, seed=51, uneven=self.cell.uneven)
-                self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.group))
+            self._warm_up()
         for member in members.members(self.group) if self.cell.in_place else []:
             if member.workspace is not None:
                 warm_results(member.workspace)
@@ -146,6 +153,35 @@ class _Rank:
             segments += [GuardedSegment(each.workspace, idle) for each in group_members if each.workspace is not None]
         self._meet()
         return segments
+
+    def _warm_up(self) -> None:
+        """Make a call before the faulty one, or as many as it takes to prepare what is called then.
+
+        Results that are kept take no memory that peers could write.
+        """
+        cell = self.cell
+        with fusedcomm.force_algorithm(cell.algorithm):
+            for seed in range(51, 51 + (NUM_UNPREPARED if cell.prepared else 1)):
+                call = KnownCall(cell.op, cell.group_size, seed=seed, uneven=cell.uneven)
+                for each in dict.fromkeys([call, self._variant(call)] if cell.prepared else [call]):
+                    for group in (self.group, self.other)[: 1 + (cell.prepared and cell.step == "other-group")]:
+                        result = each.run(*each.inputs(self.rank), group)
+                        self._must_be_right(each, result)
+                        if cell.prepared and not cell.in_place:
+                            self.results.append((each, result))
+
+    @contextmanager
+    def _on_tapes(self) -> Iterator[None]:
+        """Notes the calls inside that run in Python, until one may have failed."""
+        prepare = dispatch.prepare
+
+        def noted(op: str, *args: Any, **kwargs: Any) -> Any:
+            if self.cell.harmless or self.index == 0:
+                self.in_python.append(op)
+            return prepare(op, *args, **kwargs)
+
+        with mock.patch.object(dispatch, "prepare", noted):
+            yield
 
     def _calls(self) -> Iterator[CallOutcome]:
         """The faulty call and the next one, or several back to back where all must succeed."""
@@ -166,18 +202,23 @@ class _Rank:
             return call
         if fault == "one-fewer":
             return None
+        return self._variant(call)
+
+    def _variant(self, call: KnownCall) -> KnownCall:
+        """What a rank calls that is in another call."""
         changes: dict[str, dict[str, Any]] = {
             "another-op": {"op": OPS[(OPS.index(call.op) + 1) % len(OPS)]},
             "another-shape": {"size": OTHER},
             "another-dtype": {"dtype": torch.bfloat16},
         }
-        return replace(call, **changes.get(fault, {}))
+        return replace(call, **changes.get(self.cell.fault, {}))
 
     @_timed
     def _attempt(self, call: KnownCall, index: int) -> CallOutcome:
         """One call, with the fault in it if it is the victim's first one."""
         x, w = (self.inputs.copy_of(t) for t in call.inputs(self.rank))
         facts: dict[str, Any] = {"called": call.op, "epoch_before": self._epoch(), "index": index}
+        self.index = index
         try:
             with self._injected(index) as run, fusedcomm.force_algorithm(self.cell.algorithm):
                 result = run(lambda: call.run(x, w, self.group))
@@ -194,6 +235,8 @@ class _Rank:
     @contextmanager
     def _injected(self, index: int) -> Iterator[Callable[[Callable[[], Tensor]], Tensor]]:
         """How a call is run: with the fault at its step, if this is the victim's first call."""
+        if self.cell.prepared and index == 0:
+            self._line_up()
         if not self.is_victim or index > 0 or self.cell.fault not in INJECTIONS:
             yield lambda go_on: go_on()
             return
@@ -202,8 +245,21 @@ class _Rank:
             self.reached.yes = True
             yield lambda go_on: injection(go_on, timeout_s)
             return
-        with at(self.cell.algorithm, self.cell.step, lambda go_on: injection(go_on, timeout_s)) as self.reached:
+        with self._at_step(lambda go_on: injection(go_on, timeout_s)) as self.reached:
             yield lambda go_on: go_on()
+
+    def _at_step(self, fault: Fault) -> AbstractContextManager[Reached]:
+        if self.cell.prepared:
+            return at_op(self._workspace(), self.cell.step, fault)
+        return at(self.cell.algorithm, self.cell.step, fault)
+
+    def _line_up(self) -> None:
+        """Where a step is only reached if the ranks come in an order, come in this one."""
+        if self.cell.step in IN_RESULTS and self.is_victim:
+            until_posted(self._workspace(), MEET_S)
+        if self.cell.step == WAIT and not self.is_victim:
+            until_signalled(self._workspace(), self.cell.victim, MEET_S)
+            time.sleep(LATER_S)
 
     def _threads(self) -> list[CallOutcome]:
         """Calls from two threads at once. On one group their order differs between ranks, so all calls are the same."""
@@ -243,14 +299,16 @@ class _Rank:
 
     @_timed
     def _after_reset(self) -> CallOutcome:
-        """A call after ``fusedcomm.reset``, planned as before. The other group must still work."""
+        """A call after ``fusedcomm.reset``, planned as before, or as many as are on a tape again. The other group must
+        still work.
+        """
         calls = (
             (self.cell.algorithm, self.group, self._known(seed=60)),
             ("chunked", self.other, KnownCall("matmul_all_to_all", self.cell.group_size, seed=61)),
         )
         try:
             fusedcomm.reset(self.group)
-            for algorithm, group, call in calls:
+            for algorithm, group, call in calls * (NUM_UNPREPARED + 1 if self.cell.prepared else 1):
                 with fusedcomm.force_algorithm(algorithm, strict=True):
                     result = call.run(*call.inputs(self.rank), group)
                 if wrong := call.wrong(result, self.rank):
@@ -272,6 +330,7 @@ class _Rank:
     def _violations(self, segments: Sequence[GuardedSegment]) -> list[str]:
         found = ["the inputs, or what is around them, have changed"] if self.inputs.changed() else []
         found += ["a segment has changed where no call writes" for each in segments if each.changed()]
+        found += [f"a call of {op} must be on a tape, but ran in Python" for op in self.in_python]
         late = [call for call, result in self.results if call.wrong(result, self.rank)]
         return found + [f"the result of call {call.seed} has changed after it" for call in late]
 
@@ -284,6 +343,11 @@ class _Rank:
     def _epoch(self) -> int:
         workspaces = [member.workspace for member in members.members(self.group)]
         return workspaces[0].epoch if workspaces and workspaces[0] is not None else 0
+
+    def _workspace(self) -> Workspace:
+        (member,) = members.members(self.group)
+        assert member.workspace is not None
+        return member.workspace
 
     def _must_be_right(self, call: KnownCall, result: Tensor) -> None:
         if wrong := call.wrong(result, self.rank):
