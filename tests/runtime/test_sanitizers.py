@@ -1,9 +1,9 @@
 """The native part under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
 
 The tests of symmetric memory run with a native part that is built with each of them, in a copy of the sources. Ranks
-are processes there, and ThreadSanitizer sees no race between processes. So programs have threads: for ranks
-sanitized_words.cpp, sanitized_handles.cpp and, for calls on tapes, sanitized_tapes.cpp; for users of one heap of results
-sanitized_heap.cpp, and for calls that are recorded while a process forks sanitized_ring.cpp.
+are processes there, and ThreadSanitizer sees no race between processes. So programs have threads. They stand for ranks
+in sanitized_words.cpp, sanitized_handles.cpp and, for calls on tapes, sanitized_tapes.cpp; for users of one heap of
+results in sanitized_heap.cpp. In sanitized_ring.cpp one records calls while another forks.
 """
 
 from __future__ import annotations
