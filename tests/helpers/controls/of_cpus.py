@@ -58,6 +58,24 @@ CONTROLS: dict[str, Control] = {
         "if (false) with_gil",
         "tests/runtime/test_prepared_faults.py::test_ctrl_c_before_python_has_begun_to_wait",
     ),
+    "a forked child runs no prepared call": Control(
+        PREPARED_CALLS,
+        "  if (forked) return nullptr;\n",
+        "",
+        "tests/runtime/test_prepared_faults.py::test_a_forked_child_is_no_rank",
+    ),
+    "a look at the broken words where all signals are there, in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "    if (any_broken(own + segments_.broken, segments_.group_size, *epoch_)) failed_(*epoch_);\n",
+        "",
+        "tests/ops/test_in_place_faults.py::test_a_stopped_peer_writes_into_no_later_tensor[prepared]",
+    ),
+    "a chunk in place is marked in a prepared call too": Control(
+        "kernels/cpu/tape.h",
+        "    rounds_->mark_in_place(each.rank);\n",
+        "",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
+    ),
     # at the end of the interpreter
     "the main thread is never held back": Control(
         "kernels/cpu/gil.h",
