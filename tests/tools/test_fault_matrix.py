@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
+import torch
 
 from fusedcomm import cli
 from fusedcomm.cli import faults
@@ -29,7 +30,7 @@ from fusedcomm.testing.faults.rank_reports import (
     CallOutcome,
     RankReport,
 )
-from fusedcomm.testing.faults.tape_steps import IN_RESULTS, SLOTS, WAIT
+from fusedcomm.testing.faults.tape_steps import IN_RESULTS, SLOTS, WAIT, ops_seen
 from tests.helpers.fault_controls import CONTROLS, NO_DEADLINE, off_in_its_cell
 from tests.helpers.problems import OPS
 
@@ -142,6 +143,23 @@ def test_a_step_is_replaced_once_and_put_back(monkeypatch: pytest.MonkeyPatch) -
         assert reached.yes
     assert member._come_together is original
     assert calls == ["first", "first", "second"]
+
+
+def test_ops_are_seen_in_cpp_too_and_only_inside() -> None:
+    seen: list[str] = []
+    x, w = torch.eye(2), torch.full((2, 2), 3.0)
+
+    def see(op: Any, args: Any, kwargs: Any, go_on: Any) -> Any:
+        seen.append(op.name())
+        return go_on()
+
+    with ops_seen(see):
+        y = torch.nn.functional.linear(x, w)  # its matmul is called in C++
+    assert torch.equal(y, w)
+    inside = list(seen)
+    torch.mm(x, x)
+    assert seen == inside
+    assert "aten::linear" in inside and "aten::mm" in inside
 
 
 @pytest.mark.parametrize(

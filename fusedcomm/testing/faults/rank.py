@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
+from itertools import product
 from typing import Any, ParamSpec
 from unittest import mock
 
@@ -69,7 +70,7 @@ def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Aroun
         with (
             mock.patch.object(group_member, "_MIN_SLOT_BYTES", SLOT_BYTES),
             mock.patch.object(results, "LEAST_BYTES", 1),
-            settings(TIMEOUT_S=str(MEET_S)),
+            settings(TIMEOUT_S=str(MEET_S), **({"RESULTS_BYTES": "0"} if cell.prepared and not cell.in_place else {})),
             _patient_interpreter(cell),
         ):
             return _Rank(cell, group, other).run(around)
@@ -108,7 +109,6 @@ class _Rank:
         self.reached = Reached(yes=cell.fault not in INJECTIONS)
         self.inputs = Guarded()
         self.results: list[tuple[KnownCall, Tensor]] = []
-        self.index = 0  # of the call that is made
         self.in_python: list[str] = []  # the ops of calls that run in Python and must be on tapes
 
     def run(self, around: Around) -> RankReport:
@@ -144,9 +144,8 @@ class _Rank:
         segments = []
         if not self.cell.first_call:
             self._warm_up()
-        for member in members.members(self.group) if self.cell.in_place else []:
-            if member.workspace is not None:
-                warm_results(member.workspace)
+        for workspace in self._workspaces() if self.cell.in_place else []:
+            warm_results(workspace)
         self._meet()
         used = [] if self.cell.grows else members.members(self.group)  # what is outgrown is unmapped
         for group_members, idle in ((used, False), (members.members(self.other), self.cell.step != "other-group")):
@@ -155,28 +154,24 @@ class _Rank:
         return segments
 
     def _warm_up(self) -> None:
-        """Make a call before the faulty one, or as many as it takes to prepare what is called then.
-
-        Results that are kept take no memory that peers could write.
-        """
-        cell = self.cell
+        """Make a call before the faulty one, or as many as it takes to prepare what is called then."""
+        cell, groups = self.cell, [self.group]
+        seeds = range(51, 51 + (NUM_UNPREPARED if cell.prepared else 1))
+        calls = [KnownCall(cell.op, cell.group_size, seed=seed, uneven=cell.uneven) for seed in seeds]
+        if cell.prepared:
+            calls += [self._variant(call) for call in calls]
+            groups += [self.other] * (cell.step == "other-group")
         with fusedcomm.force_algorithm(cell.algorithm):
-            for seed in range(51, 51 + (NUM_UNPREPARED if cell.prepared else 1)):
-                call = KnownCall(cell.op, cell.group_size, seed=seed, uneven=cell.uneven)
-                for each in dict.fromkeys([call, self._variant(call)] if cell.prepared else [call]):
-                    for group in (self.group, self.other)[: 1 + (cell.prepared and cell.step == "other-group")]:
-                        result = each.run(*each.inputs(self.rank), group)
-                        self._must_be_right(each, result)
-                        if cell.prepared and not cell.in_place:
-                            self.results.append((each, result))
+            for call, group in product(dict.fromkeys(calls), groups):
+                self._must_be_right(call, call.run(*call.inputs(self.rank), group))
 
     @contextmanager
     def _on_tapes(self) -> Iterator[None]:
-        """Notes the calls inside that run in Python, until one may have failed."""
+        """Notes the calls inside that run in Python, unless a rank has failed before."""
         prepare = dispatch.prepare
 
         def noted(op: str, *args: Any, **kwargs: Any) -> Any:
-            if self.cell.harmless or self.index == 0:
+            if not any(each.breakers(each.epoch + 1) for each in self._workspaces()):
                 self.in_python.append(op)
             return prepare(op, *args, **kwargs)
 
@@ -218,7 +213,6 @@ class _Rank:
         """One call, with the fault in it if it is the victim's first one."""
         x, w = (self.inputs.copy_of(t) for t in call.inputs(self.rank))
         facts: dict[str, Any] = {"called": call.op, "epoch_before": self._epoch(), "index": index}
-        self.index = index
         try:
             with self._injected(index) as run, fusedcomm.force_algorithm(self.cell.algorithm):
                 result = run(lambda: call.run(x, w, self.group))
@@ -250,15 +244,15 @@ class _Rank:
 
     def _at_step(self, fault: Fault) -> AbstractContextManager[Reached]:
         if self.cell.prepared:
-            return at_op(self._workspace(), self.cell.step, fault)
+            return at_op(self._workspaces()[0], self.cell.step, fault)
         return at(self.cell.algorithm, self.cell.step, fault)
 
     def _line_up(self) -> None:
         """Where a step is only reached if the ranks come in an order, come in this one."""
         if self.cell.step in IN_RESULTS and self.is_victim:
-            until_posted(self._workspace(), MEET_S)
+            until_posted(self._workspaces()[0], MEET_S)
         if self.cell.step == WAIT and not self.is_victim:
-            until_signalled(self._workspace(), self.cell.victim, MEET_S)
+            until_signalled(self._workspaces()[0], self.cell.victim, MEET_S)
             time.sleep(LATER_S)
 
     def _threads(self) -> list[CallOutcome]:
@@ -290,10 +284,9 @@ class _Rank:
     @contextmanager
     def _bounded(self) -> Iterator[None]:
         """Waits inside have the cell's time-out, also those of a workspace that exists already."""
-        for member in members.members(self.group):
-            if member.workspace is not None:
-                member.workspace.timeout_s = self.cell.timeout_s
-                member.workspace.arm()
+        for workspace in self._workspaces():
+            workspace.timeout_s = self.cell.timeout_s
+            workspace.arm()
         with settings(TIMEOUT_S=str(self.cell.timeout_s)):
             yield
 
@@ -341,13 +334,11 @@ class _Rank:
             agree(store(self.group, f"faults/{size}"), self.rank, size, {}, what="fusedcomm faults")
 
     def _epoch(self) -> int:
-        workspaces = [member.workspace for member in members.members(self.group)]
-        return workspaces[0].epoch if workspaces and workspaces[0] is not None else 0
+        return next((workspace.epoch for workspace in self._workspaces()), 0)
 
-    def _workspace(self) -> Workspace:
-        (member,) = members.members(self.group)
-        assert member.workspace is not None
-        return member.workspace
+    def _workspaces(self) -> list[Workspace]:
+        """The group's one, if it has one."""
+        return [member.workspace for member in members.members(self.group) if member.workspace is not None]
 
     def _must_be_right(self, call: KnownCall, result: Tensor) -> None:
         if wrong := call.wrong(result, self.rank):

@@ -44,11 +44,10 @@ def _at_memory(workspace: Workspace, step: str, fault: Fault) -> Iterator[Reache
         if not any(_lies_in(t, buffer) for t in touched for buffer in memory):
             return go_on()
         reached.yes = True
-        with torch._C._ExcludeDispatchKeyGuard(_keys()):
-            if step in ("signal", "mark"):  # once the chunk is written
-                made = go_on()
-                return fault(lambda: made)
-            return fault(go_on)
+        if step in ("signal", "mark"):  # once the chunk is written
+            made = go_on()
+            return _unseen(fault, lambda: made)
+        return _unseen(fault, go_on)
 
     with ops_seen(see):
         yield reached
@@ -60,6 +59,8 @@ def ops_seen(see: See) -> Iterator[None]:
     library = torch.library.Library("_", "IMPL")
 
     def fallback(keys: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op.namespace == "aten":  # what it calls is none of the steps
+            return see(op, args, kwargs, partial(_unseen, op, *args, **kwargs))
         return see(op, args, kwargs, partial(op.redispatch, keys - _keys(), *args, **kwargs))
 
     library.fallback(fallback, _NO_TENSOR_HAS_IT, with_keyset=True)
@@ -68,6 +69,11 @@ def ops_seen(see: See) -> Iterator[None]:
             yield
     finally:
         library._destroy()
+
+
+def _unseen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_keys()):
+        return function(*args, **kwargs)
 
 
 def until_posted(workspace: Workspace, bound_s: float) -> None:
