@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.testing.faults.protocol_steps import CHUNKED, FIRST, GROWTH, IN_PLACE
+from fusedcomm.testing.faults.tape_steps import IN_RESULTS, SLOTS, WAIT
 
 OPS = tuple(PROGRAMS)
 PUSHES = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -20,7 +21,7 @@ CALLS = ("another-op", "another-shape", "another-dtype", "one-more", "one-fewer"
 MISMATCHES = CALLS[:3]
 STOPS = ("pause", "stop", "kill")  # the parent process lets the victim go on, or kills it
 RAISES = ("raise", "interrupt", "memory")  # the victim leaves its call
-UNEVEN = "-uneven"  # behind the op, in a cell's name
+UNEVEN, PREPARED = "-uneven", "-prepared"  # behind the op, in a cell's name
 FIRST_CALL, LATER_CALL, CALL = "first-call", "later-call", "call"
 
 
@@ -33,9 +34,15 @@ class Cell:
     fault: str
     step: str
     uneven: bool = False  # ranks have parts of different sizes
+    prepared: bool = False  # the call is on a tape, in all ranks
 
     def __str__(self) -> str:
-        return f"{self.algorithm}/{self.op}{UNEVEN * self.uneven}/{self.fault}/{self.step}"
+        op = f"{self.op}{UNEVEN * self.uneven}{PREPARED * self.prepared}"
+        return f"{self.algorithm}/{op}/{self.fault}/{self.step}"
+
+    @property
+    def kind(self) -> tuple[str, bool, bool]:
+        return self.algorithm, self.uneven, self.prepared
 
     @property
     def parts(self) -> set[str]:
@@ -75,6 +82,8 @@ class Cell:
     @property
     def in_place(self) -> bool:
         """Whether peers write results in place. Elsewhere all chunks go through slots."""
+        if self.prepared:
+            return self.algorithm == "chunked" and self.step not in SLOTS
         return self.step in IN_PLACE
 
     @property
@@ -153,6 +162,19 @@ def _uneven(op: str) -> Iterator[tuple[str, str]]:
     yield "another-shape", LATER_CALL
 
 
+def _prepared(op: str) -> Iterator[tuple[str, str]]:
+    # The second round of an all_reduce has the same code in place, and when it begins is not known from outside.
+    in_place = () if op in ("matmul_reduce_scatter", "matmul_all_reduce") else IN_RESULTS
+    for step in (CALL, *SLOTS, *in_place, WAIT):
+        for fault in ("delay", "gc", "pause", "stop", "kill", "raise", "interrupt"):
+            yield fault, step
+    yield "fork", CALL
+    yield "threads", "same-group"
+    yield "threads", "other-group"
+    for fault in CALLS:
+        yield fault, LATER_CALL
+
+
 CELLS = (
     *(
         Cell(algorithm, op, fault, step)
@@ -165,6 +187,12 @@ CELLS = (
         for op in OPS
         if op != "matmul_all_reduce"
         for fault, step in _uneven(op)
+    ),
+    *(
+        Cell(algorithm, op, fault, step, prepared=True)
+        for algorithm, pairs in (("chunked", _prepared), ("unfused", _unfused))
+        for op in OPS
+        for fault, step in pairs(op)
     ),
 )
 
@@ -180,10 +208,12 @@ def select(patterns: Sequence[str] = (), quick: bool = False) -> list[Cell]:
 
 
 def _slice(cells: Sequence[Cell]) -> list[Cell]:
-    """A few cells that have every fault, step and op of each algorithm, and every fault and op of uneven calls."""
+    """A few cells that have every fault, step and op of each algorithm, and of its prepared calls, and every fault and
+    op of uneven calls.
+    """
     chosen: list[Cell] = []
-    for algorithm, uneven in (*((name, False) for name in TIMEOUT_S), ("chunked", True)):
-        here = [cell for cell in cells if (cell.algorithm, cell.uneven) == (algorithm, uneven)]
+    for kind in dict.fromkeys(cell.kind for cell in cells):
+        here = [cell for cell in cells if cell.kind == kind]
         left = {part for cell in here for part in cell.parts}
         while left:
             best = max(here, key=lambda cell: len(left & cell.parts))
