@@ -65,6 +65,7 @@ class Plan:
         num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
             next: the pieces of a pipelined call; 0 where it runs unfused.
         sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
+        has_workspace: whether the call is one of an algorithm with symmetric memory, chunked or fused.
     """
 
     op: str
