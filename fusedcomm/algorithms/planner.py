@@ -66,6 +66,7 @@ class Plan:
             next: the pieces of a pipelined call; 0 where it runs unfused.
         has_workspace: whether it uses symmetric memory; if not, the ranks exchange by the group's own collectives.
         sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
+        has_workspace: whether the call is one of an algorithm with symmetric memory, chunked or fused.
     """
 
     op: str
