@@ -43,6 +43,8 @@ FEW = (  # fused ones run in Triton's interpreter; all others of these kinds are
     "unfused/matmul_reduce_scatter/kill/call",
     "unfused/matmul_all_to_all/raise/call",
     "unfused/matmul_all_reduce-prepared/kill/call",
+    "pipelined/matmul_all_to_all/kill/call",
+    "pipelined/all_gather_matmul/raise/call",
     "chunked/all_to_all_matmul-uneven/kill/push",
     "chunked/all_gather_matmul-uneven/raise/read",
     "chunked/matmul_reduce_scatter-uneven/another-shape/later-call",

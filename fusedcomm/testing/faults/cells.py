@@ -12,7 +12,12 @@ from fusedcomm.testing.faults.tape_steps import IN_RESULTS, SLOTS, WAIT
 
 OPS = tuple(PROGRAMS)
 PUSHES = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")
-TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0}  # where a fault ends in an error; the interpreter is slow
+TIMEOUT_S = {  # where a fault ends in an error; the interpreter is slow
+    "unfused": 4.0,
+    "chunked": 4.0,
+    "fused": 8.0,
+    "pipelined": 4.0,
+}
 HARMLESS_S = 12.0  # ends before ranks give up on meeting, where a control lets a harmless fault do harm
 MEET_S = 30.0  # bound of waits that must succeed, however busy the machine
 
@@ -71,6 +76,11 @@ class Cell:
         return self.fault == "memory" and self.step != "result"
 
     @property
+    def by_group(self) -> bool:
+        """Whether ranks exchange by the group's own collectives, and errors are the backend's."""
+        return self.algorithm in ("unfused", "pipelined")
+
+    @property
     def first_call(self) -> bool:
         """Whether the group has not come together before."""
         return self.step in FIRST or self.step == FIRST_CALL
@@ -91,12 +101,12 @@ class Cell:
         """How many calls each rank makes, from the faulty one on."""
         if self.harmless:
             return 4  # both slots are used again
-        return 1 if self.algorithm == "unfused" else 2  # gloo's groups are of no use after an error
+        return 1 if self.by_group else 2  # gloo's groups are of no use after an error
 
     @property
     def recovers(self) -> bool:
         """Whether all ranks live, in a group that can be used again."""
-        return self.fault != "kill" and (self.harmless or self.algorithm != "unfused")
+        return self.fault != "kill" and (self.harmless or not self.by_group)
 
     @property
     def stops_peers(self) -> bool:
@@ -149,7 +159,7 @@ def _both(op: str) -> Iterator[tuple[str, str]]:
         yield fault, FIRST_CALL
 
 
-def _unfused(op: str) -> Iterator[tuple[str, str]]:
+def _by_group(op: str) -> Iterator[tuple[str, str]]:
     for fault in ("delay", "pause", "gc", "kill", "raise"):
         yield fault, CALL
 
@@ -178,7 +188,12 @@ def _prepared(op: str) -> Iterator[tuple[str, str]]:
 CELLS = (
     *(
         Cell(algorithm, op, fault, step)
-        for algorithm, pairs in (("chunked", _chunked), ("fused", _fused), ("unfused", _unfused))
+        for algorithm, pairs in (
+            ("chunked", _chunked),
+            ("fused", _fused),
+            ("unfused", _by_group),
+            ("pipelined", _by_group),
+        )
         for op in OPS
         for fault, step in pairs(op)
     ),
@@ -190,7 +205,7 @@ CELLS = (
     ),
     *(
         Cell(algorithm, op, fault, step, prepared=True)
-        for algorithm, pairs in (("chunked", _prepared), ("unfused", _unfused))
+        for algorithm, pairs in (("chunked", _prepared), ("unfused", _by_group))
         for op in OPS
         for fault, step in pairs(op)
     ),

@@ -61,7 +61,7 @@ P = ParamSpec("P")
 def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Around = nullcontext) -> RankReport | None:
     """Run the cell. All living ranks call this, members of the group or not. ``around``: what tests switch off."""
     logging.getLogger("fusedcomm").setLevel(logging.ERROR)  # fallbacks are part of what is tried
-    gloo_s = cell.timeout_s if cell.algorithm == "unfused" else MEET_S
+    gloo_s = cell.timeout_s if cell.by_group else MEET_S
     group = dist.new_group(list(group_ranks), timeout=timedelta(seconds=gloo_s))
     other = dist.new_group(list(group_ranks), timeout=timedelta(seconds=MEET_S))
     if rank not in group_ranks:
