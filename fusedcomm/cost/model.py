@@ -238,7 +238,7 @@ def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> M
 
 
 NUM_PIECES = (2, 4, 8, 16, 32)  # that are compared
-_SLOWER_BESIDE_NCCL = 8 / 7  # of a GPU's SMs its collectives take some 16 of 132
+_SLOWER_BESIDE_NCCL = 8 / 7  # its collectives take some 16 of 132 SMs
 
 
 @functools.lru_cache(maxsize=1024)
