@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def has_workspace(self) -> bool:
-        return self.algorithm not in ("unfused", "pipelined")
+        return self.algorithm in env.WITH_WORKSPACE
 
     def __repr__(self) -> str:
         rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
@@ -166,7 +166,7 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
 
 
 def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Member, reason: str) -> Plan:
-    """Of unfused and pipelined the one that is estimated to be faster. ``reason``: why nothing else can run."""
+    """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
     constants, kind = constants_of(member), _kind(dtype, member)
     chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
     why = model.decode_reason(exchange.for_all, chunk_bytes, constants) or _reject_uneven(None, exchange, member)

@@ -69,7 +69,7 @@ def _nccl(found: dict[str, Any]) -> list[Finding]:
         return [Finding("network", "NCCL", ABSENT, f"{reason}: groups across hosts use gloo")]
     if reason is not None:
         text = f"no collectives without SMs: {reason}"
-        return [Finding("network", "NCCL", ABSENT, text, nccl_options.NEEDS)]
+        return [Finding("network", "NCCL", ABSENT, text, "torch 2.11 or newer, in its CUDA build")]
     findings = []
     if found["zero_cta_across_hosts"]:
         text = f"NCCL {version} can run all_gather and all_to_all without SMs, across hosts too"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fusedcomm import env
 from fusedcomm.doctor import across_ranks, cache, checks, facts, gpus, network, pci, settings
 from fusedcomm.doctor.across_ranks import GroupAnswer
 from fusedcomm.doctor.checks import CheckRanks
@@ -170,7 +171,7 @@ def _check_ranks(report: DoctorReport, ranks: CheckRanks, device_type: str, limi
         for verdict in each.verdicts
         if verdict.device == device_type and verdict.can_run
     ]
-    if not {"chunked", "fused"}.isdisjoint(can_run):
+    if not set(env.WITH_WORKSPACE).isdisjoint(can_run):
         advice = "peers' memory does not work here: see the findings above; FUSEDCOMM_ALGORITHM=unfused avoids it"
         name = f"{device_type} symmetric memory"
         report.findings.append(ranks.check(name, advice, limit_s, checks.rendezvous, device_type))

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 POLICY = "NCCL_CTA_POLICY_ZERO"
 ACROSS_HOSTS = (2, 30, 7)  # the first NCCL whose collectives without SMs cross hosts
-NEEDS = f"torch must be a CUDA build with NCCL 2.28 or newer, and so have ProcessGroupNCCL.{POLICY}"
 
 
 def nccl_options() -> Any:
@@ -51,7 +50,7 @@ def nccl_options() -> Any:
         group = dist.new_group(range(16), pg_options=fusedcomm.nccl_options())
     """
     if (reason := no_zero_cta()) is not None:
-        raise RuntimeError(f"{NEEDS}: {reason}")
+        raise RuntimeError(f"torch must be a CUDA build with NCCL 2.28 or newer, which has {POLICY}: {reason}")
     backend: Any = dist.ProcessGroupNCCL
     options = backend.Options()
     options.config.cta_policy = backend.NCCL_CTA_POLICY_ZERO
