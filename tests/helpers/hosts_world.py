@@ -242,7 +242,7 @@ def until_success(call: Callable[[], Any]) -> float:
 
 
 def cut(rank: int, folder: Path) -> dict[str, Any]:
-    """Rank 2 cuts the link in the middle of a call. Returns what fails, how and when, what goes on, and the way back."""
+    """Rank 2 cuts the link in the middle of a call. Returns what fails and how, what goes on, and the way back."""
     found: dict[str, Any] = {}
     problem, gather, (here, there) = PROBLEMS[0], PROBLEMS[2], ("host 0", "host 1")
     cross, other = (dist.new_group(timeout=timedelta(seconds=GLOO_S)) for _ in range(2))

@@ -1,9 +1,8 @@
-"""Two hosts with a rank each on a throttled link: its rate, the values of all ops on it, and the bytes that it carries."""
+"""Two hosts with a rank each on a throttled link: its rate, the values of all ops, and the bytes that go over it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
