@@ -61,7 +61,7 @@ MOST_NOISE = 0.5  # share of the reference's median; two quiet cores of a cloud 
 MOST_LOSS = 0.1  # share of the time of calls; chosen: algorithms that are this close are equally good
 FINGERPRINT = 0x7475  # the fingerprint of the call that makes the workspace large enough
 Copies = Callable[[int], dict[tuple[str, int], Callable[[], Any]]]  # by what is copied, for a number of bytes
-PIECES = (2, 8, 32)  # of a call whose pieces are measured
+PIECES = (2, 8, 32)  # the numbers of pieces that are measured
 
 
 @dataclass(frozen=True)

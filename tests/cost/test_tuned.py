@@ -339,7 +339,7 @@ def plan_across(rank: int, directory: str, num_hosts: list[int]) -> tuple[fusedc
         ([2, 2], True),
         ([2, 0], False),  # not on all ranks
         ([0, 0], False),
-        ([1, 1], False),  # of another number of hosts
+        ([1, 1], False),  # another number of hosts
     ],
 )
 def test_a_group_across_hosts_plans_by_numbers_of_such_groups(
