@@ -29,6 +29,7 @@ help:
 	@echo "            make bench OP=model_blocks: training steps of blocks of real models under torch.compile;"
 	@echo "            OP=parallel_styles: a Llama layer under torch's tensor parallel styles, and these; OP=uneven: lengths and"
 	@echo "            heads that the ranks do not divide, BENCH_ARGS= --tokens, --heads, --kv-heads, --ranks, --splits, --backward;"
+	@echo "            OP=hosts: pipelined across two hosts on a throttled link, as root: BENCH_ARGS= --mbit, --rounds;"
 	@echo "            OP=step_memory: what training takes of a host's memory, with results in place and without"
 	@echo "make figures  the figures of docs/benchmark.md and others, into benchmarks/results; 55 minutes of a machine that does nothing else"
 	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"

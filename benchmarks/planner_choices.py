@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.common import DTYPES, ms, tabulated
 from benchmarks.ops import ALGORITHMS, DECODE_CALLS, SHAPE_COLUMNS, TIMEOUT_S, sizes_of
 from fusedcomm.algorithms import planner
-from fusedcomm.bench import tune
+from fusedcomm.bench.estimates import exchange_of
 from fusedcomm.bench.op_bench import OpBench, OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import ValuesDiffer, check_values, measure_rounds
@@ -130,7 +130,7 @@ def measure_row(
     data.randomize()
     calls = DECODE_CALLS if decode else 1
     times = _decided({name: _repeated(data, name, calls) for name in names}, device, rounds)
-    exchange = tune.exchange_of(bench.op, size, num_ranks)
+    exchange = exchange_of(bench.op, size, num_ranks)
     name = planner.dtype_name(DTYPES[dtype], device_type == "cuda" and ours.topology.tf32)
     used = ours.topology.constants or DEFAULTS[device_type]
     estimates = estimate(bench.op, exchange, name, used)

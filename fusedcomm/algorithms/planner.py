@@ -192,9 +192,12 @@ def _pipelined(
 
 
 def constants_of(member: Member) -> Constants:
-    """The numbers to estimate by; across hosts with those of the link between them."""
-    constants = member.topology.constants or model.DEFAULTS[member.device.type]
-    return model.across_hosts(constants, member.topology.across) if member.topology.across else constants
+    """The numbers to estimate by; across hosts with data sheets' of the link between them, unless it was measured."""
+    topology = member.topology
+    constants = topology.constants or model.DEFAULTS[member.device.type]
+    if topology.across is None or topology.measured_apart:
+        return constants
+    return model.across_hosts(constants, topology.across)
 
 
 def _kind(dtype: torch.dtype, member: Member) -> str:

@@ -8,6 +8,9 @@
     overheads   how much longer small calls, forced to each algorithm, take than their estimates without overheads: the
                 median, and for chunked the same fit over the number of chunks (matmul_all_reduce has twice as many)
 
+A group without workspace, as one across hosts, measures what unfused and pipelined take: copies between tensors of its
+own, and for a piece of pipelined, by its number of pieces, how much longer it takes than its estimate.
+
 Times are those of `bench.timing`: the slowest rank's, the median over rounds, so the constants are equal on all ranks.
 
 A reference, one matmul, is measured among the variants of every measurement. How much its times differ is the noise of
@@ -20,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +34,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedcomm import env, reference
+from fusedcomm.algorithms import pipelined
+from fusedcomm.algorithms.pieces import GroupCall
 from fusedcomm.algorithms.planner import force_algorithm
+from fusedcomm.bench.estimates import estimates, exchange_of, names_of
+from fusedcomm.bench.fits import LEAST_S, Unreliable, affine, line
 from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import check_values, measure
 from fusedcomm.cost import model, tuned
 from fusedcomm.cost.model import ITEMSIZE, KINDS, Constants
-from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import group
@@ -49,15 +55,13 @@ REPEAT = 20  # calls in a measurement, where one takes less time than the start 
 MEASUREMENT_S = 0.02  # how long repeated calls take together: the longer they are, the fewer
 LONGEST_S = 0.1  # a call that takes longer is not measured: CPUs can be slow in 16 bit
 ROUNDS, QUICK_ROUNDS = 7, 3
-CROSSOVER_K_N = (1024, 4096)
-CROSSOVER_ROWS = tuple(1 << power for power in range(17))
 REFERENCE_CALLS = 8  # calls of the reference in one measurement: some milliseconds on a CPU
 FEWEST_REFERENCES = 10
 MOST_NOISE = 0.5  # share of the reference's median; two quiet cores of a cloud had 0.2 to 0.4, busy ones 0.8 to 1.2
 MOST_LOSS = 0.1  # share of the time of calls; chosen: algorithms that are this close are equally good
-LEAST_S = 1e-7  # the least overhead or latency: nothing that a rank starts takes less
 FINGERPRINT = 0x7475  # the fingerprint of the call that makes the workspace large enough
-Points = Sequence[tuple[float, float, float]]  # x, y, and what an error of y is relative to
+Copies = Callable[[int], dict[tuple[str, int], Callable[[], Any]]]  # by what is copied, for a number of bytes
+PIECES = (2, 8, 32)  # the numbers of pieces that are measured
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,6 @@ class TuneSizes:
 
 
 @dataclass(frozen=True)
-class Crossover:
-    """From ``rows`` on ``algorithm`` is estimated to be the fastest."""
-
-    op: str
-    dtype: str
-    rows: int
-    algorithm: str
-
-
-@dataclass(frozen=True)
 class Point:
     """Something that moves bytes, as measured: "copy", "link", "unpack", or a kind of collective."""
 
@@ -141,10 +135,6 @@ class Tuned:
     noise: float  # how much the reference's times differ, as a share of their median
 
 
-class Unreliable(Exception):
-    """What was measured must not be kept; raised alike on all ranks."""
-
-
 def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done: None) -> Tuned:
     """Measure the constants; a collective. Raises, on all ranks alike, WorkspaceUnavailable where an algorithm cannot
     run that is measured, ValuesDiffer, or Unreliable.
@@ -157,8 +147,13 @@ def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done
         constants = part(bench, constants)
         check_noise(bench.references)
         on_done(done + 1)
-    samples = tuple(replace(each, estimated=estimate(each, constants, ours.group_size)) for each in bench.samples)
+    samples = tuple(replace(each, estimated=_estimated(each, constants, ours.group_size)) for each in bench.samples)
     return Tuned(constants, tuple(bench.points), samples, noise(bench.references))
+
+
+def num_hosts_of(ours: Member) -> int:
+    """The hosts of a group that can have no workspace, else 0: `tuned.key` tells what they measure by it."""
+    return 0 if ours.topology.no_workspace is None else ours.topology.num_hosts
 
 
 def noise(references: Sequence[float]) -> float:
@@ -191,6 +186,7 @@ class _Bench:
     def __init__(self, ours: Member, sizes: TuneSizes, rounds: int) -> None:
         self.ours, self.sizes, self.rounds = ours, sizes, rounds
         self.device, self.num_ranks = ours.device, ours.group_size
+        self.num_hosts = num_hosts_of(ours)
         self.samples: list[Sample] = []
         self.points: list[Point] = []
         self.references: list[float] = []  # times of the reference, one per measurement
@@ -275,6 +271,25 @@ def _num_bytes(size: tuple[int, int, int], dtype: str) -> int:
 
 
 def _copies(bench: _Bench, constants: Constants) -> Constants:
+    variants, sizes = _copies_between_tensors(bench) if bench.num_hosts else _copies_of_slots(bench)
+    times = bench.seconds({key: each for num_bytes in sizes for key, each in variants(num_bytes).items()})
+    bench.points += [Point(what, num_bytes, t) for (what, num_bytes), t in times.items()]
+    fits = {
+        name: line({num_bytes: t for (what, num_bytes), t in times.items() if what == name})
+        for name in dict.fromkeys(what for what, _ in times)
+    }
+    bandwidth, latency = fits.get("link", (constants.link_bandwidth, constants.link_latency))
+    return replace(
+        constants,
+        copy_bandwidth=fits["copy"][0],
+        copy_overhead=fits["copy"][1],
+        unpack_bandwidth=fits["unpack"][0],
+        link_bandwidth=bandwidth,
+        link_latency=latency,
+    )
+
+
+def _copies_of_slots(bench: _Bench) -> tuple[Copies, list[int]]:
     from fusedcomm.algorithms.transport import transport_of
 
     ours, num_ranks = bench.ours, bench.num_ranks
@@ -287,7 +302,7 @@ def _copies(bench: _Bench, constants: Constants) -> Constants:
     def slot(rank: int, num_bytes: int) -> Tensor:
         return workspace.buffers[rank][start : start + num_bytes].view(torch.float32)
 
-    def variants(num_bytes: int) -> dict[Any, Callable[[], Any]]:
+    def variants(num_bytes: int) -> dict[tuple[str, int], Callable[[], Any]]:
         t, rows = bench.bytes(num_bytes), num_bytes // 4 // num_ranks // 64
         blocks = t[: rows * num_ranks * 64].view(rows, num_ranks, 64)
         arrived = slot(ours.rank, rows * num_ranks * 64 * 4).view(num_ranks, rows, 64).movedim(0, 1)
@@ -297,21 +312,21 @@ def _copies(bench: _Bench, constants: Constants) -> Constants:
             ("unpack", num_bytes): lambda: transport.result(t, blocks.shape).copy_(arrived),
         }
 
-    sizes = [num_bytes for num_bytes in bench.sizes.num_bytes if num_bytes <= workspace.slot_bytes]
-    times = bench.seconds({key: each for num_bytes in sizes for key, each in variants(num_bytes).items()})
-    bench.points += [Point(what, num_bytes, t) for (what, num_bytes), t in times.items()]
-    fits = {
-        name: line({num_bytes: t for (what, num_bytes), t in times.items() if what == name})
-        for name in ("copy", "link", "unpack")
-    }
-    return replace(
-        constants,
-        copy_bandwidth=fits["copy"][0],
-        copy_overhead=fits["copy"][1],
-        unpack_bandwidth=fits["unpack"][0],
-        link_bandwidth=fits["link"][0],
-        link_latency=fits["link"][1],
-    )
+    return variants, [num_bytes for num_bytes in bench.sizes.num_bytes if num_bytes <= workspace.slot_bytes]
+
+
+def _copies_between_tensors(bench: _Bench) -> tuple[Copies, list[int]]:
+    """What pipelined copies: from what has come into new memory, which is its result."""
+
+    def variants(num_bytes: int) -> dict[tuple[str, int], Callable[[], Any]]:
+        rows = num_bytes // 4 // bench.num_ranks // 64
+        arrived = bench.random(bench.num_ranks, rows, 64).movedim(0, 1)
+        return {
+            ("copy", num_bytes): lambda: arrived.contiguous(),
+            ("unpack", num_bytes): lambda: torch.empty(arrived.shape, device=bench.device).copy_(arrived),
+        }
+
+    return variants, list(bench.sizes.num_bytes)
 
 
 def _collectives(bench: _Bench, constants: Constants) -> Constants:
@@ -343,7 +358,7 @@ def _collectives(bench: _Bench, constants: Constants) -> Constants:
 
 def _fused(bench: _Bench, constants: Constants) -> Constants:
     """Only the copy-out is subtracted from the times of forced calls, so what comes out is on the safe side."""
-    if not constants.fused_flops:
+    if bench.num_hosts or not constants.fused_flops:
         return constants
 
     def seconds(dtype: str, size: tuple[int, int, int]) -> float:
@@ -361,98 +376,77 @@ def _fused(bench: _Bench, constants: Constants) -> Constants:
 
 
 def _overheads(bench: _Bench, constants: Constants) -> Constants:
+    apart = bench.num_hosts > 0
+    if apart:
+        constants = replace(constants, chunk_overhead=0.0, piece_overhead=_of_a_piece(bench, constants))
     without = replace(constants, call_overhead=dict.fromkeys(constants.call_overhead, 0.0), chunk_overhead=0.0)
-    names = [name for name in constants.call_overhead if name != "fused" or bench.ours.topology.no_fused is None]
+    names = [each for each in names_of(constants, apart) if each != "fused" or bench.ours.topology.no_fused is None]
     points: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for op, size, dtype in itertools.product(KINDS, bench.sizes.calls, ("float32", "bfloat16")):
-        data = _data(bench, op, size, dtype, names)
-        sample = Sample(op, data.size.rows, data.size.k, data.size.n, dtype, dict.fromkeys(names, 0.0), {})
-        estimates = estimate(sample, without, bench.num_ranks)
-        longest = max(estimates.values())
-        if longest > LONGEST_S:
-            continue
-        repeat = max(1, min(REPEAT, int(MEASUREMENT_S / longest)))
-        times = bench.seconds({name: data.forced(name) for name in names}, repeat)
+        with _planned_by(bench, without):
+            data = _data(bench, op, size, dtype, names)
+            sample = Sample(op, data.size.rows, data.size.k, data.size.n, dtype, dict.fromkeys(names, 0.0), {})
+            estimated = _estimated(sample, without, bench.num_ranks)
+            longest = max(estimated.values())
+            if longest > LONGEST_S:
+                continue
+            repeat = max(1, min(REPEAT, int(MEASUREMENT_S / longest)))
+            times = bench.seconds({name: data.forced(name) for name in names}, repeat)
         bench.samples.append(replace(sample, measured=times))
         num_chunks = bench.num_ranks * (2 if op == "matmul_all_reduce" else 1)
         for name in names:
-            points[name].append((num_chunks, times[name] - estimates[name], times[name]))
+            points[name].append((num_chunks, times[name] - estimated[name], times[name]))
     call = {name: max(statistics.median(y for _, y, _ in points[name]), LEAST_S) for name in names}
-    call["chunked"], chunk = affine(points["chunked"])
-    return replace(constants, call_overhead={**constants.call_overhead, **call}, chunk_overhead=chunk)
+    if not apart:
+        call["chunked"], chunk = affine(points["chunked"])
+        constants = replace(constants, chunk_overhead=chunk)
+    known = {name: call.get(name, before) for name, before in constants.call_overhead.items()}
+    return replace(constants, call_overhead=known)
 
 
-def crossovers(constants: Constants, num_ranks: int) -> list[Crossover]:
-    """From how many rows on which algorithm is estimated to be the fastest, at the K and N of ``CROSSOVER_K_N``."""
-    found: list[Crossover] = []
-    for op, dtype in itertools.product(KINDS, ("float32", "bfloat16")):
-        before = ""
-        for rows in CROSSOVER_ROWS:
-            size = PROGRAMS[op].divisible(MatmulSize(rows, *CROSSOVER_K_N), num_ranks)
-            estimates = model.estimate(op, exchange_of(op, size, num_ranks), dtype, constants)
-            fastest = min(estimates, key=estimates.__getitem__)
-            if fastest != before:
-                found.append(Crossover(op, dtype, size.rows, fastest))
-            before = fastest
-    return found
+def _of_a_piece(bench: _Bench, constants: Constants) -> float:
+    """What a piece takes beside its estimate, chunks included: the median over small calls and numbers of pieces."""
+    without, op = replace(constants, chunk_overhead=0.0, piece_overhead=0.0), "matmul_all_to_all"
+    found = []
+    for sizes in bench.sizes.calls:
+        size = PROGRAMS[op].divisible(MatmulSize(*sizes), bench.num_ranks)
+        exchange = exchange_of(op, size, bench.num_ranks)
+        x, w = bench.random(*PROGRAMS[op].x_shape(size, bench.num_ranks)), bench.random(size.k, size.n)
+        calls = {num_pieces: _in_pieces(exchange, num_pieces, x, w) for num_pieces in PIECES}
+        for num_pieces, t in bench.seconds(calls).items():
+            estimate = model.in_pieces(op, exchange, "float32", without, num_pieces)
+            found.append((t - estimate) / num_pieces)
+    return max(statistics.median(found), LEAST_S)
+
+
+def _in_pieces(exchange: Exchange, num_pieces: int, x: Tensor, w: Tensor) -> Callable[[], Any]:
+    call = GroupCall(exchange, group.find(resolve(None)[1]), num_pieces)
+    return lambda: pipelined.push_matmul(call, x, w, None)
+
+
+@contextlib.contextmanager
+def _planned_by(bench: _Bench, constants: Constants) -> Iterator[None]:
+    """Inside, a group without workspace cuts calls into as many pieces as its new constants say."""
+    ours, before = bench.ours, bench.ours.topology
+    if bench.num_hosts:
+        ours.topology = replace(before, constants=constants, measured_apart=True)
+    try:
+        yield
+    finally:
+        ours.topology = before
 
 
 PARTS = (_matmul, _copies, _collectives, _fused, _overheads)
 NUM_PARTS = len(PARTS)
 
 
-def line(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Bandwidth and latency from times by number of bytes. Raises Unreliable."""
-    latency, per_byte = affine([(num_bytes, t, t) for num_bytes, t in seconds.items()])
-    if per_byte <= LEAST_S / max(seconds):
-        times = ", ".join(f"{num_bytes}: {t * 1e6:.0f} us" for num_bytes, t in seconds.items())
-        raise Unreliable(f"more bytes must take more time, got {times}")
-    return 1 / per_byte, latency
-
-
-def affine(points: Points) -> tuple[float, float]:
-    """a and b of y = a + b x, fitted by least squares of the errors, each relative to its point's third number.
-
-    a is at least LEAST_S, and so is b times the largest x.
-    """
-    least = LEAST_S / max(x for x, _, _ in points)
-    weights = [1 / scale**2 for _, _, scale in points]
-    total = sum(weights)
-    x_mean = sum(w * x for w, (x, _, _) in zip(weights, points, strict=True)) / total
-    y_mean = sum(w * y for w, (_, y, _) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - x_mean) ** 2 for w, (x, _, _) in zip(weights, points, strict=True))
-    moved = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y, _) in zip(weights, points, strict=True))
-    b = moved / spread if spread else 0.0
-    a = y_mean - b * x_mean
-    if b < least:
-        return max(y_mean, LEAST_S), least
-    if a < LEAST_S:
-        square = sum(w * x * x for w, (x, _, _) in zip(weights, points, strict=True))
-        return LEAST_S, max(sum(w * x * y for w, (x, y, _) in zip(weights, points, strict=True)) / square, least)
-    return a, b
-
-
 def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, "float32" if name == "tf32" else name)
 
 
-def estimate(sample: Sample, constants: Constants, num_ranks: int) -> dict[str, float]:
-    exchange = exchange_of(sample.op, MatmulSize(sample.rows, sample.k, sample.n), num_ranks)
-    estimates = model.estimate(sample.op, exchange, sample.dtype, constants)
-    return {name: estimates[name] for name in sample.measured}
-
-
-def exchange_of(op: str, size: MatmulSize, num_ranks: int) -> Exchange:
-    """The geometry of a bench's call."""
-    program = PROGRAMS[op]
-    x, w = program.x_shape(size, num_ranks), (size.k, size.n)
-    between: dict[str, list[Any]] = {
-        "matmul_all_to_all": [None],
-        "matmul_reduce_scatter": ["sum"],
-        "matmul_all_reduce": ["sum"],
-    }
-    dims = program.dims(torch.empty(x, device="meta"))
-    return getattr(shapes, op)(x, (w,) if op == "all_gather_matmul" else w, *between.get(op, []), *dims, num_ranks)
+def _estimated(sample: Sample, constants: Constants, num_ranks: int) -> dict[str, float]:
+    size = MatmulSize(sample.rows, sample.k, sample.n)
+    return estimates(sample.op, size, sample.dtype, constants, num_ranks, list(sample.measured))
 
 
 def _data(bench: _Bench, op: str, size: tuple[int, int, int], dtype: str, names: Sequence[str]) -> OpData:
@@ -480,21 +474,25 @@ def _precision(dtype: str) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup) -> Path:
-    """A collective: rank 0 writes, then every rank reads the same numbers. Raises OSError on all ranks alike."""
+def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup, num_hosts: int = 0) -> Path:
+    """A collective: every rank writes, as hosts need not share the folder, and then reads. Raises OSError on all ranks
+    alike.
+
+    A file is replaced in one step, so ranks that share a folder do each other no harm.
+    """
     rank, group_size, error = pg.rank(), pg.size(), ""
-    if rank == 0:
-        try:
-            tuned.write(constants, device, group_size)
-        except OSError as failure:
-            error = f"cannot write {failure.filename}: {failure.strerror}"
+    try:
+        tuned.write(constants, device, group_size, num_hosts)
+    except OSError as failure:
+        error = f"cannot write {failure.filename}: {failure.strerror}"
     dist.barrier(pg)
-    found = tuned.read(device, group_size)
+    found = tuned.read(device, group_size, num_hosts)
     own = {"error": error, "digest": found.digest if found else None}
     facts = agree(group.store(pg, f"tune/{device.type}"), rank, group_size, own, what="fusedcomm tune")
-    if facts[0]["error"]:
-        raise OSError(facts[0]["error"])
+    for r, fact in enumerate(facts):
+        if fact["error"]:
+            raise OSError(f"rank {r} {fact['error']}")
     others = [r for r, fact in enumerate(facts) if fact["digest"] != constants.digest]
     if others:
-        raise OSError(f"ranks {others} do not read what rank 0 wrote: all ranks must share {env.cache_dir()}")
-    return tuned.path_of(tuned.key(device, group_size))
+        raise OSError(f"ranks {others} do not read what they wrote to {env.cache_dir()}")
+    return tuned.path_of(tuned.key(device, group_size, num_hosts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.bench import tune
+from fusedcomm.bench.estimates import CROSSOVER_K_N, crossovers
+from fusedcomm.bench.fits import Unreliable
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULT, DEFAULTS, Constants
@@ -50,6 +53,7 @@ class TuneResult:
     points: tuple[tune.Point, ...] = ()
     samples: tuple[tune.Sample, ...] = ()
     noise: float | None = None
+    num_hosts: int = 0  # as `tuned.key` has it
 
 
 def add_parser(commands: Any) -> None:
@@ -58,8 +62,9 @@ def add_parser(commands: Any) -> None:
         help="measure this machine, so that the planner chooses by its numbers",
         description="Measures matmuls, links and collectives, which takes a minute, and keeps the numbers in the "
         "user's cache directory: they decide by which algorithm calls run, in programs that are started later with "
-        "as many ranks. Prints them beside the default ones. Other programs must not run meanwhile: what a busy "
-        "machine measures is not kept. Exit code: 0, 1 if nothing was kept, 2 for wrong arguments.",
+        "as many ranks, and on as many hosts where torchrun has started these on several. Prints them beside the "
+        "default ones. Other programs must not run meanwhile: what a busy machine measures is not kept. Exit code: 0, "
+        "1 if nothing was kept, 2 for wrong arguments.",
         epilog="example: fusedcomm tune && fusedcomm tune --show",
     )
     what = parser.add_mutually_exclusive_group()
@@ -83,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if problem := _wrong_arguments(args, device_type, world_size):
         return console.fail("tune", problem, code=2)
     if args.show or args.reset:
-        return _stored(args, device_type, world_size) if world.is_rank_0() else 0
+        return _stored(args, device_type, world_size) if os.environ.get("LOCAL_RANK", "0") == "0" else 0
     if world.is_rank_0() and (problem := _cannot_keep()):
         return console.fail("tune", problem)
     try:
@@ -121,28 +126,36 @@ def _cannot_keep() -> str | None:
 
 
 def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
-    """Do what --show or --reset says, without ranks."""
+    """Do what --show or --reset says, without ranks; on every host of a torchrun."""
+    num_hosts = _torchruns_hosts()
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     out = console.stdout()
     with _threads_of_a_rank(device_type):
         try:
-            file = tuned.path_of(tuned.key(device, world_size))
-            removed = args.reset and tuned.remove(device, world_size)
+            file = tuned.path_of(tuned.key(device, world_size, num_hosts))
+            removed = args.reset and tuned.remove(device, world_size, num_hosts)
         except OSError as error:
             return console.fail("tune", f"{error.filename}: {error.strerror}")
         if args.reset:
             out.print(f"{'removed' if removed else 'there was no'} {file}", soft_wrap=True)
             return 0
-        constants = tuned.read(device, world_size)
+        constants = tuned.read(device, world_size, num_hosts)
     where = f"tuned numbers of {file}" if constants else f"default numbers: nothing usable in {file}"
     used = constants or DEFAULTS[device_type]
     out.print(f"{world_size} ranks, {device_type}: {where}", soft_wrap=True)
     console.show(_table(used, DEFAULTS[device_type]), out)
     if args.json:
         console.write_json(
-            args.json, report(TuneResult(constants=used, file=file.name), device_type, world_size, False)
+            args.json,
+            report(TuneResult(constants=used, file=file.name, num_hosts=num_hosts), device_type, world_size, False),
         )
     return 0
+
+
+def _torchruns_hosts() -> int:
+    """The hosts of a world that torchrun has started on several, as `tuned.key` counts them; else 0."""
+    num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    return num_hosts if num_hosts > 1 else 0
 
 
 @contextlib.contextmanager
@@ -162,30 +175,31 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
     ours = members.member(resolve(None)[1], device)
     start = time.perf_counter()
     try:
-        if ours.no_workspace is not None:
-            raise WorkspaceUnavailable(ours.no_workspace)
+        if ours.unavailable is not None:
+            raise WorkspaceUnavailable(ours.unavailable)
         with (
             console.progress(rank == 0, tune.NUM_PARTS, "measuring", "measured") as on_done,
             on_device(device),
         ):
             found = tune.tune(ours, quick, on_done)
     except WorkspaceUnavailable as reason:
-        return TuneResult(failed=f"every call runs unfused here, there is nothing to choose: {reason}")
-    except tune.Unreliable as reason:
+        return TuneResult(failed=f"what calls can run here cannot be measured: {reason}")
+    except Unreliable as reason:
         return TuneResult(failed=f"{reason}. {NOT_KEPT}")
     assert dist.group.WORLD is not None
-    key, failed = tuned.key(device, ours.group_size), ""
+    num_hosts, failed = tune.num_hosts_of(ours), ""
+    key = tuned.key(device, ours.group_size, num_hosts)
     try:
         file = tuned.path_of(key)
         if why := tune.misfit(found.samples):
             failed = f"{why}; the noise was {found.noise:.0%}. {MISFIT}"
         else:
-            file = tune.write_for_all(found.constants, device, dist.group.WORLD)
+            file = tune.write_for_all(found.constants, device, dist.group.WORLD, num_hosts)
     except OSError as error:
         return TuneResult(failed=str(error))
     seconds = time.perf_counter() - start
     facts = (found.constants, found.points, found.samples, found.noise)
-    return TuneResult(failed, key["device"], str(file), seconds, *facts)
+    return TuneResult(failed, key["device"], str(file), seconds, *facts, num_hosts)
 
 
 def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
@@ -196,6 +210,7 @@ def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -
         "device": result.device,
         "device_type": device_type,
         "world_size": world_size,
+        "hosts_without_workspace": result.num_hosts,
         "quick": quick,
         "seconds": result.seconds,
         "noise": result.noise,
@@ -203,7 +218,7 @@ def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -
         "digest": result.constants.digest,
         "constants": result.constants.to_json(),
         "points": [asdict(point) for point in result.points],
-        "crossovers": [asdict(each) for each in tune.crossovers(result.constants, world_size)],
+        "crossovers": [asdict(each) for each in crossovers(result.constants, world_size, result.num_hosts > 0)],
         "samples": [asdict(sample) for sample in result.samples],
         "right": sum(map(right, result.samples)),
     }
@@ -217,20 +232,21 @@ def right(sample: tune.Sample) -> bool:
 def _print(result: TuneResult, world_size: int) -> None:
     assert result.constants is not None
     out = console.stdout()
-    out.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
+    hosts = f" on {result.num_hosts} hosts" if result.num_hosts > 1 else ""
+    out.print(f"{world_size} ranks{hosts} ({result.device}), measured in {result.seconds:.0f} s", markup=False)
     console.show(_table(result.constants, DEFAULTS[result.constants.device_type]), out)
     out.print(f"noise: one matmul, measured again and again among the rest, differed by {result.noise:.0%}")
     good = sum(map(right, result.samples))
     out.print(f"of {len(result.samples)} small calls measured, the estimates name the fastest algorithm in {good}")
-    k, n = tune.CROSSOVER_K_N
+    k, n = CROSSOVER_K_N
     out.print(f"fastest by the estimates at K={k}, N={n}:")
     for op, lines in itertools.groupby(
-        tune.crossovers(result.constants, world_size), lambda each: (each.op, each.dtype)
+        crossovers(result.constants, world_size, result.num_hosts > 0), lambda each: (each.op, each.dtype)
     ):
         out.print(f"  {' '.join(op)}: " + ", ".join(f"{each.algorithm} from {each.rows} rows" for each in lines))
     out.print(f"written to {result.file}", soft_wrap=True)
-    threads = " of one thread" if result.constants.device_type == "cpu" else ""
-    out.print(f"programs started from now on with as many ranks{threads} use them; fusedcomm tune --reset removes them")
+    like = (" and hosts" if hosts else "") + (" of one thread" if result.constants.device_type == "cpu" else "")
+    out.print(f"programs started from now on with as many ranks{like} use them; fusedcomm tune --reset removes them")
 
 
 def _table(constants: Constants, default: Constants) -> Table:

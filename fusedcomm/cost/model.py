@@ -244,10 +244,14 @@ _SLOWER_BESIDE_NCCL = 8 / 7  # a GPU's collectives take some 16 of its 132 SMs
 @functools.lru_cache(maxsize=1024)
 def pipelined(op: str, exchange: Exchange, dtype: str, constants: Constants) -> tuple[int, float]:
     """Into how many pieces `pipelined` cuts a call, and its seconds. Sizes must be plain ints."""
-    calls = [_Call(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
-    times = {num: max(call.pipelined(num) for call in calls) for num in NUM_PIECES}
+    times = {num_pieces: in_pieces(op, exchange, dtype, constants, num_pieces) for num_pieces in NUM_PIECES}
     num_pieces = min(times, key=times.__getitem__)
     return num_pieces, times[num_pieces]
+
+
+def in_pieces(op: str, exchange: Exchange, dtype: str, constants: Constants, num_pieces: int) -> float:
+    """Seconds of `pipelined` in so many pieces."""
+    return max(_Call(op, exchange, share, dtype, constants).pipelined(num_pieces) for share in shares_of(exchange))
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from fusedcomm import env
 from fusedcomm.cost import tuned
@@ -42,12 +42,15 @@ class Topology:
     results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
     backend: str = ""  # what runs the group's own collectives on this device type
     across: Reach | None = None  # what the group spans, where it has several hosts
+    num_hosts: int = 1
+    measured_apart: bool = False  # whether constants were measured without workspace, over as many hosts
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
     """The group's Topology, by a bounded collective, and this rank's watch over its peers.
 
-    GPUs vote twice: on facts, then on what NVML says of each pair.
+    GPUs vote twice: on facts, then on what NVML says of each pair. Ranks that turn out to have no workspace vote on
+    the numbers that such a group has measured.
     """
     rank, group_size = pg.rank(), pg.size()
     if dist.get_backend(pg) == "fake":
@@ -69,13 +72,18 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         verdict = {"reason": _no_peer_access(rank, [fact["uuid"] for fact in facts])}
         verdicts = agree(store, rank, group_size, verdict, what="fusedcomm peer access vote")
         no_workspace = next((v["reason"] for v in verdicts if v["reason"]), None)
+    num_hosts, apart = len({fact["host"] for fact in facts}), None
+    if no_workspace is not None:
+        apart = _measured_apart(store, rank, group_size, device, num_hosts)
+    if apart is None and not _all_have_the_same(facts, rank):
+        constants = None
     voted = Topology(
         no_workspace,
         no_fused=next((fact["no_fused"] for fact in facts if fact["no_fused"]), None),
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         results_bytes=min(fact["results_bytes"] for fact in facts) if device.type == "cpu" else 0,
-        constants=constants if _all_have_the_same(facts, rank) else None,
+        constants=apart or constants,
         check=any(fact["check"] for fact in facts),
         ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
         tf32=all(fact["tf32"] for fact in facts),
@@ -83,6 +91,8 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         outcomes=proof_file.of_all([fact["outcomes"] for fact in facts]),
         backend=pg._get_backend(torch.device(device.type)).name(),
         across=_across([fact["host"] for fact in facts]),
+        num_hosts=num_hosts,
+        measured_apart=apart is not None,
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
 
@@ -199,6 +209,14 @@ def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
     return None
 
 
+def _measured_apart(store: Store, rank: int, group_size: int, device: torch.device, num_hosts: int) -> Constants | None:
+    """What groups without workspace on so many hosts have measured, if all ranks have the same; a collective."""
+    constants = tuned.read(device, group_size, num_hosts)
+    own = {"constants": constants.digest if constants else None}
+    facts = agree(store, rank, group_size, own, what="fusedcomm vote on the numbers of collectives")
+    return constants if _all_have_the_same(facts, rank) else None
+
+
 def _all_have_the_same(facts: list[dict[str, Any]], rank: int) -> bool:
     """Whether all ranks have the same tuned constants; otherwise no rank uses its own."""
     digests = [fact["constants"] for fact in facts]
@@ -207,7 +225,7 @@ def _all_have_the_same(facts: list[dict[str, Any]], rank: int) -> bool:
     if rank == 0:
         without = [r for r, digest in enumerate(digests) if digest is None]
         text = f"ranks {without} have none" if without else "they differ between ranks"
-        log.warning("tuned numbers are not used, for %s: run `fusedcomm tune` where all ranks share a cache", text)
+        log.warning("tuned numbers are not used, for %s: run `fusedcomm tune` in such a group", text)
     return False
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fusedcomm
+from fusedcomm.algorithms.pieces import Piece
 from fusedcomm.runtime import topology
 from fusedcomm.runtime.vote import STORE_THREAD
 from fusedcomm.testing.selftest import settings
@@ -83,9 +84,10 @@ def values(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
     with new_groups(list(MEMBERS)) as groups:
         for name, group in groups.items():
-            with fusedcomm.force_algorithm("chunked", strict=name.startswith("host")):
-                for problem in PROBLEMS:
-                    check_gradients(group, problem)
+            for algorithm in ("chunked", "pipelined", None):
+                with fusedcomm.force_algorithm(algorithm, strict=algorithm != "chunked" or name.startswith("host")):
+                    for problem in PROBLEMS:
+                        check_gradients(group, problem)
             found[name] = plans(group)
     return found
 
@@ -198,17 +200,36 @@ def error_of(call: Callable[[], Any]) -> dict[str, Any]:
     return {"type": type(error).__name__, "text": text, "seconds": time.monotonic() - start}
 
 
+@contextmanager
+def cutting(rank: int) -> Iterator[None]:
+    """Inside, rank 2 cuts the link as it is about to send the second piece of a pipelined call: one is under way."""
+    exchange, begun = Piece._exchange, []
+
+    def cut_before_the_second(piece: Piece) -> None:
+        begun.append(piece)
+        if len(begun) == 2 and rank == 2:
+            set_link(os.environ["GLOO_SOCKET_IFNAME"], up=False)
+        exchange(piece)
+
+    with (
+        fusedcomm.force_algorithm("pipelined", strict=True),
+        mock.patch.object(Piece, "_exchange", cut_before_the_second),
+    ):
+        yield
+
+
 def num_blocked() -> int:
     """The number of store calls that were given up and have not returned."""
     return sum(thread.name == STORE_THREAD for thread in threading.enumerate())
 
 
 def until_error(group: Any, problem: Problem) -> dict[str, Any]:
-    """The error of the call that failed. The calls before it gave right values."""
-    deadline = time.monotonic() + WAIT_S
+    """The error of the call that failed, and how many calls before it gave right values."""
+    deadline, before = time.monotonic() + WAIT_S, 0
     while (found := error_of(lambda: check(group, problem, call(group, problem))))["text"] is None:
         assert time.monotonic() < deadline, "no call has failed"
-    return found
+        before += 1
+    return found | {"before": before}
 
 
 def until_success(call: Callable[[], Any]) -> float:
@@ -221,20 +242,21 @@ def until_success(call: Callable[[], Any]) -> float:
 
 
 def cut(rank: int, folder: Path) -> dict[str, Any]:
-    """Rank 2 cuts the link while calls run. Returns what fails, how and when, what goes on, and the way back."""
+    """Rank 2 cuts the link in the middle of a call. Returns what fails and how, what goes on, and the way back."""
     found: dict[str, Any] = {}
-    problem, (here, there) = PROBLEMS[0], ("host 0", "host 1")
-    cross = dist.new_group(timeout=timedelta(seconds=GLOO_S))
+    problem, gather, (here, there) = PROBLEMS[0], PROBLEMS[2], ("host 0", "host 1")
+    cross, other = (dist.new_group(timeout=timedelta(seconds=GLOO_S)) for _ in range(2))
     with new_groups([here, there]) as old, new_groups([here, there]) as unused:
         (inside,), (later,) = old.values(), unused.values()
-        for group in (inside, cross):
+        for group in (inside, cross, other):
             check(group, problem, call(group, problem))
         meet(rank, folder, "ready")  # a barrier over the link may end on one rank while another still waits for it
         if rank in MEMBERS["host 1"]:
             os.environ["FUSEDCOMM_TIMEOUT_S"] = str(VOTE_S)
-        if rank == 2:
-            set_link(os.environ["GLOO_SOCKET_IFNAME"], up=False)
-        found["across"] = until_error(cross, problem)
+        with cutting(rank):
+            found["across"] = until_error(cross, problem)
+            meet(rank, folder, "cut")
+            found["gather across"] = until_error(other, gather)
         meet(rank, folder, "failed")
         for each in PROBLEMS * 3:
             check_gradients(inside, each)  # memory that is there already, so this needs no store
@@ -256,8 +278,9 @@ def cut(rank: int, folder: Path) -> dict[str, Any]:
             found["back after"].append(until_success(lambda group=group: fusedcomm.reset(group)))
             check(group, problem, call(group, problem))
         os.environ["FUSEDCOMM_TIMEOUT_S"] = str(WAIT_S)
-        with new_groups(["whole"]) as groups:
-            check_gradients(groups["whole"], problem)
+        with new_groups(["whole"]) as groups, fusedcomm.force_algorithm("pipelined", strict=True):
+            for each in PROBLEMS:
+                check_gradients(groups["whole"], each)
     found["blocked"] = num_blocked()
     return found
 

@@ -1,7 +1,10 @@
-"""Two hosts, two ranks on each: what runs inside a host and across, who agrees on what, and a link that is cut."""
+"""Two hosts, two ranks on each: what runs inside a host and across, who agrees on what, and a link that is cut in the
+middle of a call.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,12 +46,16 @@ def same_in(group: str, results: list[Any]) -> Any:
     return by_rank[0]
 
 
-def test_groups_inside_a_host_share_memory_and_groups_across_hosts_are_unfused(found: list[Any]) -> None:
+def test_groups_inside_a_host_share_memory_and_groups_across_hosts_use_collectives(found: list[Any]) -> None:
+    """These calls are too small to be worth pieces; the reason says so with both times."""
     values = [each["values"] for each in found]
     for group in ("host 0", "host 1"):
         assert [(op, how) for op, how, _ in same_in(group, values)] == [(p.op, "chunked") for p in PROBLEMS]
-    assert same_in("whole", values) == [[p.op, "unfused", ELSEWHERE] for p in PROBLEMS]
-    assert same_in("across", values) == [[p.op, "unfused", "rank 1 is on another host than rank 0"] for p in PROBLEMS]
+    for group, elsewhere in (("whole", ELSEWHERE), ("across", "rank 1 is on another host than rank 0")):
+        plans = same_in(group, values)
+        assert [(op, how) for op, how, _ in plans] == [(p.op, "unfused") for p in PROBLEMS]
+        for _, _, reason in plans:
+            assert re.fullmatch(f"{elsewhere}; estimated .* [mu]s, pipelined .* [mu]s, default numbers", reason)
 
 
 def test_redistribution_over_both_hosts(found: list[Any]) -> None:
@@ -88,10 +95,13 @@ def test_ranks_that_differ_agree_on_the_algorithm(name: str, found: list[Any]) -
 def test_a_link_that_is_cut_is_an_error_in_time_and_there_is_a_way_back(hosts: list[Host], tmp_path: Path) -> None:
     results = torchrun(hosts, "tests.helpers.hosts_world", "cut", tmp_path, RUN_S)
     for rank, each in enumerate(results):
-        across, old = each["across"], each["old group"]
-        assert across["type"] == old["type"] == "RuntimeError"  # gloo's own
-        assert "Timed out waiting" in across["text"] or "closed" in across["text"], across
-        assert across["seconds"] < GLOO_S + LATE_S and old["seconds"] < GLOO_S + LATE_S
+        for failed in (each["across"], each["gather across"], each["old group"]):
+            assert failed["type"] == "RuntimeError"  # gloo's own
+            assert failed["seconds"] < GLOO_S + LATE_S
+        for failed in (each["across"], each["gather across"]):
+            assert any(text in failed["text"] for text in ("Timed out waiting", "closed", "closure")), failed
+        if rank in MEMBERS["host 0"]:  # the first piece of that call had come, and the second never did
+            assert each["across"]["before"] == 0
         for step in STEPS:
             if rank in MEMBERS["host 0"]:  # the store is on that host
                 assert each[step]["text"] is None, each

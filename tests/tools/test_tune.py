@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusedcomm.bench import tune
+from fusedcomm.bench import estimates, tune
 from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cost import model
@@ -73,8 +73,8 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def seconds(variants: dict[str, Any], repeat: int) -> dict[str, float]:
         op, size, dtype = now
-        estimates = model.estimate(op, tune.exchange_of(op, size, 2), dtype, truth)
-        return {name: estimates[name] for name in variants}
+        times = model.estimate(op, estimates.exchange_of(op, size, 2), dtype, truth)
+        return {name: times[name] for name in variants}
 
     monkeypatch.setattr(tune, "_data", data)
     ours: Any = SimpleNamespace(device=CPU, group_size=2, topology=topology.Topology(None, "no", 0, None))
@@ -86,16 +86,46 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(bench.samples) == 5 * 4 * 2
 
 
+def test_a_planted_overhead_of_pieces_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likewise in a group on two hosts, whose small calls in pieces the model describes."""
+    truth = replace(FAST, call_overhead=FAST.call_overhead | {"unfused": 3e-4}, chunk_overhead=0.0, piece_overhead=7e-5)
+    now: list[Any] = []
+
+    def data(bench: Any, op: str, size: tuple[int, int, int], dtype: str, names: Any) -> Any:
+        now[:] = [op, MatmulSize(*size), dtype]
+        return SimpleNamespace(size=MatmulSize(*size), forced=lambda name: name)
+
+    def in_pieces(exchange: Any, num_pieces: int, x: Any, w: Any) -> float:
+        return model.in_pieces("matmul_all_to_all", exchange, "float32", truth, num_pieces)
+
+    def seconds(variants: dict[Any, Any], repeat: int = 0) -> dict[Any, float]:
+        if not repeat:
+            return variants
+        op, size, dtype = now
+        return estimates.estimates(op, size, dtype, truth, 2, list(variants))
+
+    monkeypatch.setattr(tune, "_data", data)
+    monkeypatch.setattr(tune, "_in_pieces", in_pieces)
+    ours: Any = SimpleNamespace(device=CPU, group_size=2, topology=topology.Topology("far", "no", 0, None, num_hosts=2))
+    bench = tune._Bench(ours, tune.TuneSizes.of("cpu", quick=False), rounds=1)
+    monkeypatch.setattr(bench, "seconds", seconds)
+    found = tune._overheads(bench, replace(truth, call_overhead=FAST.call_overhead, piece_overhead=0.5))
+    assert found.piece_overhead == pytest.approx(7e-5)
+    assert found.call_overhead == FAST.call_overhead | {"unfused": pytest.approx(3e-4)}
+    assert ours.topology == topology.Topology("far", "no", 0, None, num_hosts=2)  # as it was
+    assert {tuple(each.measured) for each in bench.samples} == {("unfused", "pipelined")}
+
+
 def test_where_the_fastest_algorithm_changes() -> None:
     slow_start = replace(FAST, call_overhead={"unfused": 0.0, "chunked": 0.01})
-    found = [each for each in tune.crossovers(slow_start, 2) if each.op == "matmul_all_to_all"]
+    found = [each for each in estimates.crossovers(slow_start, 2) if each.op == "matmul_all_to_all"]
     for dtype in ("float32", "bfloat16"):
         first, second = [each for each in found if each.dtype == dtype]
         assert (first.rows, first.algorithm, second.algorithm) == (1, "unfused", "chunked")
         for rows, fastest in ((second.rows // 2, "unfused"), (second.rows, "chunked")):
-            exchange = tune.exchange_of("matmul_all_to_all", MatmulSize(rows, *tune.CROSSOVER_K_N), 2)
-            estimates = model.estimate("matmul_all_to_all", exchange, dtype, slow_start)
-            assert min(estimates, key=estimates.__getitem__) == fastest
+            exchange = estimates.exchange_of("matmul_all_to_all", MatmulSize(rows, *estimates.CROSSOVER_K_N), 2)
+            times = model.estimate("matmul_all_to_all", exchange, dtype, slow_start)
+            assert min(times, key=times.__getitem__) == fastest
 
 
 def tune_small(rank: int, workspace_bytes: int, op: str) -> str:

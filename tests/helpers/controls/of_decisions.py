@@ -41,9 +41,15 @@ CONTROLS: dict[str, Control] = {
     ),
     "tuned numbers are voted on": Control(
         "fusedcomm/runtime/topology.py",
-        "constants if _all_have_the_same(facts, rank) else None",
-        "constants",
+        "if apart is None and not _all_have_the_same(facts, rank):",
+        "if False:",
         "tests/cost/test_tuned.py::test_tuned_numbers_decide_on_all_ranks_or_on_none",
+    ),
+    "numbers across hosts are voted on": Control(
+        "fusedcomm/runtime/topology.py",
+        "return constants if _all_have_the_same(facts, rank) else None",
+        "return constants",
+        "tests/cost/test_tuned.py::test_a_group_across_hosts_plans_by_numbers_of_such_groups",
     ),
     "a rank without memory is heard of": Control(
         MEMBER,
