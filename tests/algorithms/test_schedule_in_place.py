@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fusedcomm.algorithms.in_place import FusedResult
-from fusedcomm.runtime import device_results, signals
+from fusedcomm.runtime import signals
 from fusedcomm.runtime.device_results import DeviceResults, FreeBlock
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore, races
@@ -62,7 +62,8 @@ def found(world: World, program: Program) -> list[str]:
 
 def places(recordings: list[Recording]) -> set[tuple[str, int]]:
     """The memories and first bytes that pushes write in heaps."""
-    steps = [step for each in recordings for operation in each.operations for step in operation.steps]
+    pushes = [each for recording in recordings for each in recording.operations if each.name == "push_matmul_kernel"]
+    steps = [step for push in pushes for step in push.steps]
     return {(region.memory, region.start) for step in steps for region in step.writes if "heap" in region.memory}
 
 
@@ -96,22 +97,6 @@ def test_a_block_that_is_used_again_on_another_stream_is_found(monkeypatch: pyte
     assert texts and all("race" in text and "heap" in text for text in texts)
 
 
-def test_a_block_that_is_used_again_while_it_is_held_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first result is read after the second call has been posted there."""
-    monkeypatch.setattr(device_results.StorageWeakRef, "expired", lambda self: True)
-
-    def program(recorder: Recorder) -> None:
-        (group,) = recorder.groups.values()
-        held = called(recorder, group)
-        called(recorder, group)
-        held.sum()
-
-    texts = found(world_of(2, num_results=1), program)
-    monkeypatch.undo()
-    assert not texts  # the stream's order is kept, so no race: what is wrong are the values
-    assert not found(world_of(2, num_results=1), program)
-
-
 def test_a_post_before_the_reads_of_the_last_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes ahead on a stream of its own."""
     post = signals.post
@@ -127,10 +112,7 @@ def test_a_post_before_the_reads_of_the_last_result_is_found(monkeypatch: pytest
 def test_a_round_without_a_post_is_copied_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedResult, "post", lambda self, spans: False)
     recordings = world_of(2).record(reading())
-    assert not races(HappensBefore(recordings)) and {memory for memory, _ in places(recordings)} == {
-        "heap of rank 0 in group 0",
-        "heap of rank 1 in group 0",
-    }
+    assert not places(recordings) and not races(HappensBefore(recordings))
 
 
 def test_a_reader_on_another_stream_must_be_joined() -> None:

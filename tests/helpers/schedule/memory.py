@@ -14,7 +14,9 @@ _ALIGNMENT = 512  # bytes: torch's caching allocator
 
 @dataclass
 class Memory:
-    """``start``: where in ``name`` it begins. ``stream``: the stream it was allocated for. ``used_on``: streams that ``record_stream`` was called with."""
+    """``start``: where in the memory of this name it begins. ``stream``: the stream it was allocated for. ``used_on``:
+    streams that ``record_stream`` was called with.
+    """
 
     name: str
     address: int
