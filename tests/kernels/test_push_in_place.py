@@ -69,18 +69,23 @@ class World:
     def result(self, rank: VirtualRank, place: int) -> Tensor:
         return self.heaps.result(rank.rank, place, self.exchange.out_shape, self.case.dtype)
 
-    def call(self, seed: int, place: int, posting: Callable[[int, int], bool]) -> list[list[int]]:
-        """One call, which is checked. ``posting(round, rank)``: who posts. Returns the marks of each rank and round."""
+    def call(self, seed: int, place: int, posting: Callable[[int, int], bool], late: bool = False) -> list[list[int]]:
+        """One call, which is checked. ``posting(round, rank)``: who posts, and ``late``: after the pushes.
+
+        Returns the marks of each rank and round.
+        """
         inputs = [self.case.inputs(seed + rank.rank) for rank in self.ranks]
         outs = [self.result(rank, place) for rank in self.ranks]
         marked = []
         for i, spans in enumerate(self.exchange.rounds(self.case.max_chunk_numel)):
             posted = [posting(i, rank.rank) for rank in self.ranks]
-            for rank in self.ranks:
-                if posted[rank.rank]:
-                    self.post(rank, place)
+            posts = [rank for rank in self.ranks if posted[rank.rank]]
+            for rank in [] if late else posts:
+                self.post(rank, place)
             for rank, given in zip(self.ranks, inputs, strict=True):
                 self.push(rank, spans, given)
+            for rank in posts if late else []:
+                self.post(rank, place)
             epoch = self.ranks[0].epoch + 1
             marked += [self.marks(rank, epoch) for rank in self.ranks]
             for rank, out in zip(self.ranks, outs, strict=True):
@@ -148,6 +153,14 @@ def test_each_round_is_posted_anew(name: str) -> None:
         epoch, rank = i // 3 + 1, i % 3
         assert (marks == [epoch] * 3) == ((epoch - 1 + rank) % 2 == 0) and (epoch in marks) == (marks == [epoch] * 3)
     world.heaps.assert_clean_but(PLACES[:1], world.result_bytes)
+
+
+def test_a_post_that_comes_too_late_is_copied_out() -> None:
+    """The mark in the same slot is that of the round two before."""
+    world = World(cases(2)["heads"], 2)
+    for call in range(5):
+        marked = world.call(10 * call, PLACES[call % 2], lambda i, rank: True, late=call >= 2)
+        assert marked == [[call + 1 if call < 2 else call % 2 + 1] * 2] * 2
 
 
 def test_rows_that_would_be_cut_go_to_slots() -> None:

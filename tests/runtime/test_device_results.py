@@ -15,8 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomm.errors import PeerTimeoutError
 from fusedcomm.runtime import device_results
 from fusedcomm.runtime.device_results import ALIGNMENT, LEAST_BYTES, DeviceResults
+from fusedcomm.runtime.segment import TIMED_OUT
+from fusedcomm.testing.virtual import VirtualGroup
 
 KIB = 1 << 10
 
@@ -129,14 +132,29 @@ def test_a_fragmented_heap_is_no_error(stream: OneStream) -> None:
 
 def test_a_retired_heap_gives_out_no_block(stream: OneStream) -> None:
     """A peer that was stopped may still write to one that was posted. Tensors stay as they are."""
-    heap, _ = heap_of(32 * KIB)
+    heap, memory = heap_of(32 * KIB)
     held = heap.empty([KIB], torch.float32).fill_(7)
     dropped = heap.empty([KIB], torch.float32)
     del dropped
     heap.retire()
     assert heap.place(held) is None
-    assert heap.place(heap.empty([KIB], torch.float32)) is None
+    new = heap.empty([KIB], torch.float32).data_ptr()
+    assert not memory.data_ptr() <= new < memory.data_ptr() + memory.nbytes
     assert (held == 7).all()
+
+
+def test_a_failed_call_retires_the_heap(stream: OneStream) -> None:
+    """A kernel has found the failure, which the host learns of in its next call: no block is posted from then on."""
+    workspace = VirtualGroup(2, KIB, "cpu").workspaces[0]
+    heap, _ = heap_of(32 * KIB)
+    workspace.results = heap
+    held = heap.empty([KIB], torch.float32)
+    workspace.check("op")
+    assert heap.place(held) == 0
+    workspace.record.fill(TIMED_OUT, 1, 0, 7, [0, 0], [1])
+    with pytest.raises(PeerTimeoutError):
+        workspace.check("op")
+    assert heap.place(held) is None
 
 
 def test_a_heap_that_was_dropped_lives_as_long_as_its_tensors(stream: OneStream) -> None:
