@@ -50,7 +50,7 @@ class InPlace(NamedTuple):
     """What a push must know to store rows of its chunk where they belong in the results of the peers."""
 
     heaps_ptr: Any  # [R] addresses of the ranks' heaps of results
-    num_bytes: int  # of a result
+    num_bytes: int  # the size of a result
     start: int  # where the chunk begins in a result, in elements
     rows_in_run: int  # so many rows of the chunk follow each other there
     run_stride: int  # from the first element of such a run to that of the next
