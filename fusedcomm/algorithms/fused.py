@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedcomm import reference
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul
+from fusedcomm.algorithms.in_place import FusedResult
 from fusedcomm.algorithms.transport import copy_between, copy_runs
 from fusedcomm.geometry.spans import ChunkSpans, RoundSpans
 from fusedcomm.runtime import signals, stream_writes
@@ -28,16 +29,17 @@ from fusedcomm.runtime.workspace import Call, Round, Workspace
 
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    push = _pushes(call, x, w, bias)
-    out = x.new_empty(call.exchange.out_shape) if out is None else out
+    result = FusedResult(call, x, out)
+    push = _pushes(call, x, w, bias, result)
     with _kernels(call):
         for spans in _rounds(call, x):
+            posted = result.post(spans)
             with lane("matmul"):
                 push(spans)
             with lane("copy"):
-                kernel_launch.unpack(out, spans, call.workspace, call.fingerprint)
+                kernel_launch.unpack(result.tensor, spans, call.workspace, call.fingerprint, posted=posted)
             _launched(call)
-    return out
+    return result.tensor
 
 
 def push_reduce(
@@ -135,8 +137,10 @@ def _multiply_own(
             copy_between(spans.unpack.view(gathered.view(-1), 0, rank), chunk)
 
 
-def _pushes(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Callable[[RoundSpans], None]:
-    """What computes and sends all chunks of a round.
+def _pushes(
+    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, result: FusedResult | None = None
+) -> Callable[[RoundSpans], None]:
+    """What computes and sends all chunks of a round; those of ``result`` in place, where peers have posted theirs.
 
     Where several ranks get the same, the product is made first, and copied from there: nothing is multiplied twice.
     """
@@ -146,7 +150,12 @@ def _pushes(call: Call, x: Tensor, w: Tensor, bias: Tensor | None) -> Callable[[
             product = reference.matmul(x, w, bias).contiguous()
         return lambda spans: kernel_launch.pack(product, spans.of_product(), workspace, fingerprint, all_sms=True)
     x, w = x.contiguous(), kernel_launch.loadable(w)
-    return lambda spans: kernel_launch.push(x, w, bias, spans, workspace, fingerprint)
+
+    def push(spans: RoundSpans) -> None:
+        in_place = None if result is None else result.at_peers(spans)
+        kernel_launch.push(x, w, bias, spans, workspace, fingerprint, in_place)
+
+    return push
 
 
 @contextmanager

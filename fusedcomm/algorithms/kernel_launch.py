@@ -13,7 +13,7 @@ from fusedcomm.algorithms import tiles
 from fusedcomm.algorithms.part_table import NO_SPAN, are_aligned, matmul_parts, own_span, shared_spans, upload
 from fusedcomm.geometry.exchange import RoundSpans
 from fusedcomm.geometry.spans import ChunkSpans, Span
-from fusedcomm.kernels.triton.bundles import CopyConfig, Part, Reduced, Sizes, Traits
+from fusedcomm.kernels.triton.bundles import CopyConfig, InPlace, Part, Reduced, Sizes, Traits, Unpacked
 from fusedcomm.runtime.rank_order import peers_of, sources_of
 from fusedcomm.runtime.signals import Segments, signal, wait
 from fusedcomm.runtime.topology import tf32_allowed
@@ -34,10 +34,11 @@ def push(
     spans: RoundSpans,
     workspace: Segments,
     fingerprint: int,
+    results: InPlace | None = None,
 ) -> None:
     """Compute every dst_rank's chunk of x @ w + bias into its slot, and signal it.
 
-    x [..., K]; w [K, N] or [..., K, N].
+    x [..., K]; w [K, N] or [..., K, N]. With ``results`` a chunk goes into the result of a dst_rank that has posted it.
     """
     if spans.chunk_numel == 0:
         signal(workspace, None, fingerprint)
@@ -71,6 +72,7 @@ def push(
         signal(workspace, None, fingerprint)
         return
     push_matmul_kernel[_grid("push", workspace, num_tiles)](
+        None if results is None else tuple(results),
         describe_x(x, config) if use_tma else x,
         *_arguments(w, bias, num_m, spans, parts, workspace, fingerprint, config, traits),
         num_warps=config.num_warps,
@@ -172,9 +174,19 @@ def gather_matmul(
 
 
 def unpack(
-    out: Tensor, spans: RoundSpans, workspace: Segments, fingerprint: int, *, end_round: bool = True, own: bool = True
+    out: Tensor,
+    spans: RoundSpans,
+    workspace: Segments,
+    fingerprint: int,
+    *,
+    end_round: bool = True,
+    own: bool = True,
+    posted: bool = False,
 ) -> None:
-    """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there."""
+    """Wait for every src_rank's chunk and copy it to its place in ``out``.
+
+    Without ``own`` this rank's is there. With ``posted`` those are that are marked so.
+    """
     assert out.is_contiguous()
     config, num_tiles, parts = _copies(out, spans.unpack, [each.unpack for each in spans.by_peer])
     if num_tiles == 0:
@@ -192,8 +204,7 @@ def unpack(
         workspace.rank,
         workspace.segment_layout,
         config,
-        end_round,
-        own,
+        Unpacked(end_round, own, posted),
         num_warps=config.num_warps,
     )
 

@@ -94,6 +94,13 @@ RULES = (
         "GPUs use algorithms that have not been compared with the reference on them",
         "unset it",
     ),
+    Rule(
+        "FUSEDCOMM_RESULTS_BYTES",
+        lambda value: value.isdecimal() and int(value) > 0,
+        OK,
+        "groups on GPUs also have a heap of results, which no GPU has run yet, and whose tensors ignore record_stream",
+        "",
+    ),
     Rule("NCCL_P2P_DISABLE", lambda value: value == "1", ERROR, "forbids peer memory: GPUs run unfused", "unset it"),
     Rule(
         "NCCL_CUMEM_ENABLE",

@@ -79,8 +79,8 @@ def _lower_pair(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _op_allocates(device: torch.device) -> bool:
-    """A C++ wrapper calls custom ops by their functional schema. On CPUs peers write a result that an op allocates."""
-    return V.graph.cpp_wrapper or (device.type == "cpu" and env.results_bytes() > 0)
+    """A C++ wrapper calls custom ops by their functional schema. Peers write a result that an op allocates."""
+    return V.graph.cpp_wrapper or env.results_bytes(device.type) > 0
 
 
 @functools.cache

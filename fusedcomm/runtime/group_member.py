@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from array import array
+from collections.abc import Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from fusedcomm.runtime import flight_recorder, on_thread, proof_file, segment, s
 from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
 from fusedcomm.runtime.departures import Departures
+from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.native_part import native
 from fusedcomm.runtime.results import Results
@@ -58,7 +60,7 @@ class Member:
     counters: array[int] = field(default_factory=lambda: array("q", [0]))  # num_calls, which prepared calls count too
     resets: int = 0  # the group's; counts closes too
     workspace: Workspace | None = None
-    results: Results | None = None
+    results: Results | DeviceResults | None = None
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
@@ -102,6 +104,8 @@ class Member:
         """A Member with a guarded workspace of its own, whose failure spoils nothing of this one."""
         size = Workspace.num_bytes(self.group_size, slot_bytes, GUARD_BYTES)
         small = replace(self.topology, workspace_bytes=size, check=True)
+        if self.device.type == "cuda":  # its memory would be as large as the group's own
+            small = replace(small, results_bytes=0)
         facts = (self.rank, self.group_size, self.group_name, self.device, self.store)
         return Member(*facts, small, self.ranks, self.departures)
 
@@ -230,7 +234,7 @@ class Member:
         segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
         return segments, self.group_name, (segment, handle)
 
-    def _make_results(self, op: str, fingerprint: int) -> Results | None:
+    def _make_results(self, op: str, fingerprint: int) -> Results | DeviceResults | None:
         """The heaps of results, which outlive a workspace that grows; None where a rank cannot have one."""
         size = self.topology.results_bytes
         if self.results is None and size > 0:
@@ -239,9 +243,20 @@ class Member:
                 log.warning("results are copied out, and not written in place: %s", made)
                 self.topology = replace(self.topology, results_bytes=0)
             else:
-                segments, _, owner = made
-                self.results = Results(segments, segment=owner[0], owner=owner, guarded=self.topology.check)
+                self.results = self._results_in(*made)
         return self.results
+
+    def _results_in(self, segments: list[torch.Tensor], _: str, owner: Any) -> Results | DeviceResults:
+        segment, handle = owner
+        if self.device.type == "cpu":
+            return Results(segments, segment=segment, owner=owner, guarded=self.topology.check)
+        rank = self.rank
+
+        def tensor_at(offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            made: torch.Tensor = handle.get_buffer(rank, list(shape), dtype, offset // dtype.itemsize)
+            return made
+
+        return DeviceResults(segments, rank, tensor_at, owner)
 
     def _drop_results(self) -> None:
         """Tensors in the heap stay valid; its memory goes with the last of them."""

@@ -23,10 +23,15 @@ class Results:
 
     def __init__(self, buffers: list[Tensor], *, segment: Tensor, owner: Any, guarded: bool = False) -> None:
         self.buffers = buffers
+        self.addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device="cpu")
         self.heap = loaded().ResultsHeap(segment, LEAST_BYTES)
         self.warm_until = array("q", [0] * len(buffers))  # by rank: how much of its heap this process has mapped
         self.guarded = guarded
         self._owner = owner
+
+    def for_tapes(self) -> tuple[Any, list[Tensor], int]:
+        """What prepared calls must know of it; they count what is warm too."""
+        return self.heap, self.buffers, self.warm_until.buffer_info()[0]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor for a result: in a warm block, or in ordinary memory."""

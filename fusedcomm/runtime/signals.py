@@ -1,5 +1,5 @@
-"""Signals and waits as launches of small kernels: for data that are copied or computed elsewhere, and rounds without
-data.
+"""Signals, waits and posts as launches of small kernels: for data that are copied or computed elsewhere, and for rounds
+without data.
 
 The first of them that is used imports Triton.
 """
@@ -56,6 +56,17 @@ def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
         workspace.segment_layout,
         num_warps=1,
     )
+
+
+def post(place: int, num_bytes: int, workspace: Segments, fingerprint: int) -> None:
+    """Tell every rank where its chunk of the next round belongs: ``place`` bytes into this rank's heap of results."""
+    from fusedcomm.kernels.triton.handshake import post_kernel
+    from fusedcomm.kernels.triton.in_place import PLACE_UNIT
+
+    units, rest = divmod(place, PLACE_UNIT.value)
+    assert rest == 0, f"place must be a multiple of {PLACE_UNIT.value}, got {place}"
+    layout = workspace.segment_layout
+    post_kernel[(1,)](workspace.segments, units, num_bytes, fingerprint, workspace.rank, layout, num_warps=1)
 
 
 def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:

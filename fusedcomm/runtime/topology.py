@@ -39,7 +39,7 @@ class Topology:
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
     prove: bool = False  # whether an algorithm must be proved before it is used
     outcomes: Mapping[str, str] = field(default_factory=dict)  # what proofs have found, as `proof_file` names them
-    results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
+    results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks
     backend: str = ""  # what runs the group's own collectives on this device type
     across: Reach | None = None  # what the group spans, where it has several hosts
     num_hosts: int = 1
@@ -58,7 +58,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         return Topology(reason, None, env.workspace_bytes(), env.algorithm(), backend="fake"), None
     store = group.store(pg, f"topology/{device.type}")
     constants = None
-    own = _settings() | {"prove": _must_prove(device)} | own_life()
+    own = _settings(device) | {"prove": _must_prove(device)} | own_life()
     try:
         constants = tuned.read(device, group_size)
         own |= _found(device) | {"constants": constants.digest if constants else None}
@@ -82,7 +82,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         no_fused=next((fact["no_fused"] for fact in facts if fact["no_fused"]), None),
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
-        results_bytes=min(fact["results_bytes"] for fact in facts) if device.type == "cpu" else 0,
+        results_bytes=min(fact["results_bytes"] for fact in facts),
         constants=apart or constants,
         check=any(fact["check"] for fact in facts),
         ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
@@ -123,10 +123,10 @@ def no_native() -> str | None:
     return None
 
 
-def _settings() -> dict[str, Any]:
+def _settings(device: torch.device) -> dict[str, Any]:
     return {
         "workspace_bytes": env.workspace_bytes(),
-        "results_bytes": env.results_bytes(),
+        "results_bytes": env.results_bytes(device.type),
         "algorithm": env.algorithm(),
         "check": env.check(),
         "tf32": tf32_allowed(),

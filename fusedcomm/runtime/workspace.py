@@ -28,6 +28,7 @@ from fusedcomm.runtime import canaries, tape, topology
 from fusedcomm.runtime.beside_kernels import beside_kernels
 from fusedcomm.runtime.captures import is_capturing
 from fusedcomm.runtime.departures import KILLED, Departures
+from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.patience import Patience
 from fusedcomm.runtime.posts import Posts
@@ -96,7 +97,7 @@ class Workspace:
         self.call_number = 0
         self.departures: Departures | None = None
         self.posts = Posts(rank, self.addresses, self.layout)
-        self.results: Results | None = None  # the group's, where peers may write results in place
+        self.results: Results | DeviceResults | None = None  # the group's, where peers may write results in place
         self.posted_result: Tensor | None = None  # this round's, if guard bytes are around it
         self.error: PeerError | None = None
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
@@ -134,7 +135,7 @@ class Workspace:
         """What prepared calls must know of it; they count its rounds too."""
         layout, results = self.layout, self.results
         offsets = layout.flags, layout.broken, layout.epoch, layout.posts, layout.marks, layout.header_bytes
-        heap = (results.heap, results.buffers, results.warm_until.buffer_info()[0]) if results else (None, [], 0)
+        heap = results.for_tapes() if isinstance(results, Results) else (None, [], 0)
         counted, record = self.counters.buffer_info()[0], self.record.words.data_ptr()
         return self.rank, self.buffers, offsets, self.slot_bytes, counted, record, *heap
 
@@ -170,6 +171,7 @@ class Workspace:
             breakers = self.breakers(self.record.epoch)
             last_words = {src: self._last_words(src) for src, kind in breakers.items() if kind == ENDED}
             self.error = self.record.error(failed, self.group_name, self.timeout_s, breakers, last_words)
+            self._retire_results()
         found = (self.segment, self.layout, self.slot_bytes, self.rank, self.posted_result)
         if self.error is None and self.layout.guard_bytes > 0 and (damage := canaries.damage(*found)):
             self._give_up(OVERRUN, self.epoch)
@@ -465,10 +467,10 @@ class Round:
 
     def posted(self, dst_rank: int, num_bytes: int) -> Tensor | None:
         """dst_rank's result of this round, flat, if this rank may write it."""
-        place = self.workspace.posts.find(dst_rank, num_bytes, self.flag_value)
-        if place is None or self.workspace.results is None:
+        place, results = self.workspace.posts.find(dst_rank, num_bytes, self.flag_value), self.workspace.results
+        if place is None or not isinstance(results, Results):
             return None
-        found = self.workspace.results.at_peer(dst_rank, place, num_bytes)
+        found = results.at_peer(dst_rank, place, num_bytes)
         return None if found is None else found.view(self.dtype)
 
     def mark_in_place(self, dst_rank: int) -> None:

@@ -26,7 +26,7 @@ _STRONG_ENOUGH = {  # how words that ranks or programs share may be accessed
     "exch": ({"release", "sys"}, {"acq_rel", "sys"}),  # a flag
     "add": ({"acquire", "sys"}, {"acq_rel", "gpu"}),  # a poll, a counter
     "or": ({"acquire", "sys"},),  # who has given up
-    "cas": ({"acq_rel", "gpu"},),  # the record of this device
+    "cas": ({"acq_rel", "gpu"},),  # the record of this device, a decision of its programs
     "ld": ({"acquire", "sys"},),
     "st": ({"release", "sys"},),
 }
@@ -148,6 +148,8 @@ def _behind_barrier(facts: PathFacts) -> PathFacts:
 
 def _released(op: str, facts: PathFacts) -> tuple[PathFacts, Rule | None]:
     rule = Rule.BARRIER if facts.unbarred else None
+    if "acq_rel" in op and ".cas" in op:  # it decides or claims, and counts nothing
+        return facts, rule
     if "acq_rel" in op:
         return replace(facts, uncounted=False), rule
     return facts, Rule.COUNT if facts.uncounted else rule

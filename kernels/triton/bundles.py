@@ -19,6 +19,9 @@ class SegmentLayout(NamedTuple):
     num_slots: int
     counters: int  # [R] words: parts of each dst_rank's chunk that are stored
     flags: int  # [num_slots, R] words
+    posts: int  # [R, 3] words
+    marks: int  # [num_slots, R] words
+    decisions: int  # [R] words: where the running push stores each dst_rank's chunk
     header_bytes: int
 
 
@@ -41,6 +44,16 @@ class Spans(NamedTuple):
     rows: Span
     columns: Span
     parts: Any = 0  # [R] Parts, if one of the three differs from peer to peer (TRAITS.differs)
+
+
+class InPlace(NamedTuple):
+    """What a push must know to store rows of its chunk where they belong in the results of the peers."""
+
+    heaps_ptr: Any  # [R] addresses of the ranks' heaps of results
+    num_bytes: int  # the size of a result
+    start: int  # where the chunk begins in a result, in elements
+    rows_in_run: int  # so many rows of the chunk follow each other there
+    run_stride: int  # from the first element of such a run to that of the next
 
 
 class Reduced(NamedTuple):
@@ -86,6 +99,14 @@ class CopyConfig(NamedTuple):
     block_inner: int
     num_warps: int
     aligned: bool = False  # as Traits.aligned
+
+
+class Unpacked(NamedTuple):
+    """TRAITS: what is known of the chunks that are unpacked."""
+
+    end_round: bool  # no kernel of this round follows
+    own: bool  # this rank's chunk is in the slot too; otherwise it is in its place
+    posted: bool  # a chunk may be in its place already, and is if it is marked so
 
 
 class Traits(NamedTuple):

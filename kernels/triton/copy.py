@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.in_place import is_in_place
 from fusedcomm.kernels.triton.parts import span_of
 from fusedcomm.kernels.triton.primitives import span_index
 from fusedcomm.kernels.triton.rounds import (
@@ -107,12 +108,9 @@ def unpack_kernel(
     rank,
     LAYOUT: tl.constexpr,
     TILE: tl.constexpr,
-    END_ROUND: tl.constexpr,
-    OWN: tl.constexpr,
+    TRAITS: tl.constexpr,  # Unpacked
 ):
     """out.flatten()[unpack(i, src)] = slot[src][i] for every src_rank: own data first, then in the order of sending.
-
-    Without OWN this rank's data are in out already.
 
     The kernel waits, bounded, for what push_matmul_kernel, pack_kernel or signal_kernel of each src_rank signals. Every
     program waits for every source, even if it has nothing to copy from it (end_round). On failure each program writes
@@ -125,11 +123,14 @@ def unpack_kernel(
     for step in range(LAYOUT.group_size):
         src_rank = source_rank(step, rank, LAYOUT)
         failed = wait_source(src_rank, round, failed, LAYOUT)
-        if (failed == 0) & ((step > 0) | OWN):
+        must_copy = failed == 0
+        if TRAITS.posted:
+            must_copy = must_copy & (is_in_place(round, src_rank, LAYOUT) == 0)
+        if must_copy & ((step > 0) | TRAITS.own):
             chunk = _chunk(slot, src_rank, unpack, chunk_numel)
             _copy(chunk, out_ptr, src_rank, span_of(unpack, parts, src_rank, TILE.aligned), False, False, TILE)
     if must_poison(round, failed, LAYOUT):
         for src_rank in range(LAYOUT.group_size):
             _copy(slot, out_ptr, src_rank, span_of(unpack, parts, src_rank, TILE.aligned), False, True, TILE)
-    if END_ROUND:
+    if TRAITS.end_round:
         end_round(round)

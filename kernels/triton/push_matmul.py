@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.bundles import Operands
+from fusedcomm.kernels.triton.bundles import InPlace, Operands
+from fusedcomm.kernels.triton.in_place import SLOT, chunk_at, decide, rows_at
 from fusedcomm.kernels.triton.matmul import (
     matmul_tile,
     num_tiles,
@@ -68,16 +69,24 @@ def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
 
 
 @triton.jit
-def _epilogue(acc, chunk, bias_ptr, tile, spans, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """Store a tile, with the bias, to its place in the chunk; ``tile`` and Spans from _find."""
+def _epilogue(acc, chunk, bias_ptr, tile, spans, results, decision, TILE: tl.constexpr, TRAITS: tl.constexpr):
+    """Store a tile, with the bias, to its place in the chunk; ``tile`` and Spans from _find.
+
+    Without ``results`` the chunk is contiguous.
+    """
     _, rows, columns, _ = spans
     dst_rank, b, tile_m, tile_n = tile
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
     j, j_end = tile_range(tile_n, columns, TILE.block_n, TRAITS.columns_in_runs)
-    part = chunk + (tl.cast(b, tl.int64) * rows.size + i) * columns.size
+    part = chunk
+    if results is None:
+        part += (tl.cast(b, tl.int64) * rows.size + i) * columns.size
     offsets = tl.arange(0, TILE.block_m)
-    # A chunk fits 32 bits; rows behind the mask may wrap.
-    mask, at = offsets < i_end - i, offsets * columns.size
+    mask = offsets < i_end - i
+    if results is None:
+        at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap
+    else:
+        at = rows_at(decision, b * rows.size + i, columns.size, results, TILE.block_m)
     store_tile(acc, part, at, mask, j, j_end, bias_ptr, dst_rank, columns, TRAITS.columns_in_runs, TILE.halves)
 
 
@@ -88,6 +97,7 @@ def _tiles_of(dst_rank, spans, tiles_in_chunk, TRAITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
 def push_matmul_kernel(
+    results,  # InPlace; None: all chunks go to slots
     x,  # descriptor or pointer, as in Operands
     w,
     bias_ptr,  # [N], or None
@@ -102,12 +112,17 @@ def push_matmul_kernel(
 ):
     """slot[rank] of each dst_rank = x[batches, rows] @ w[batches][:, columns] + bias; signal it.
 
+    With ``results`` a chunk goes to its place in dst_rank's result if that has been posted when the first program
+    stores a tile of it.
+
     The kernel waits for nothing: a slot is free by rule 1 of the protocol. It reads the epoch on the device, so that a
     replayed graph moves on. Programs share the tiles of all chunks, of which there must be one. Who gets nothing is
     signalled by the first program, before all else.
     """
     tl.assume(sizes.K > 0)
     spans = named(spans, TRAITS)
+    if results is not None:
+        results = InPlace(*results)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     num_m = num_tiles(spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     num_n = num_tiles(spans.columns, TILE.block_n, TRAITS.columns_in_runs)
@@ -123,6 +138,7 @@ def push_matmul_kernel(
     stored_tile = tl.program_id(0) - num_programs
     num_stored = 0  # tiles of stored_rank's chunk that are stored but not reported
     stored_rank = rank
+    decision = None if results is None else tl.cast(SLOT, tl.int64)  # where stored_rank's chunk is stored
     # The loop is flattened: the loads of a tile are under way while the tile before it is stored.
     for tile in tl.range(tl.program_id(0), num_all, num_programs, flatten=TRAITS.by_tma):
         computed, theirs = _find(tile, rank, spans, num_m, num_n, tiles_in_chunk, LAYOUT, TILE, TRAITS)
@@ -136,12 +152,18 @@ def push_matmul_kernel(
         # A finished chunk is reported one tile late: its stores have landed by now, so the release
         # does not stall.
         if (dst_rank != stored_rank) & (num_stored > 0):
-            report(round, stored_rank, num_stored, _tiles_of(stored_rank, spans, tiles_in_chunk, TRAITS), LAYOUT)
+            num_parts = _tiles_of(stored_rank, spans, tiles_in_chunk, TRAITS)
+            report(round, stored_rank, num_stored, num_parts, LAYOUT, decision)
             num_stored = 0
         slot = slot_of(tl.load(segments_ptr + dst_rank), round.epoch, sizes.slot_bytes, LAYOUT, DTYPE)
         chunk = slot + tl.cast(rank, tl.int64) * sizes.chunk_numel
-        _epilogue(acc, chunk, bias_ptr, stored, theirs, TILE, TRAITS)
+        if results is not None:
+            if num_stored == 0:
+                decision = decide(round, dst_rank, results.num_bytes, LAYOUT)
+            chunk = chunk_at(decision, dst_rank, chunk, results, DTYPE)
+        _epilogue(acc, chunk, bias_ptr, stored, theirs, results, decision, TILE, TRAITS)
         num_stored += 1
         stored_rank = dst_rank
     if num_stored > 0:
-        report(round, stored_rank, num_stored, _tiles_of(stored_rank, spans, tiles_in_chunk, TRAITS), LAYOUT)
+        num_parts = _tiles_of(stored_rank, spans, tiles_in_chunk, TRAITS)
+        report(round, stored_rank, num_stored, num_parts, LAYOUT, decision)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import sys
 
-from tests.helpers.controls import of_calls, of_cpus, of_decisions
+from tests.helpers.controls import of_calls, of_cpus, of_decisions, of_gpus
 from tests.helpers.controls.control import Control
 
-CONTROLS: dict[str, Control] = {**of_calls.CONTROLS, **of_decisions.CONTROLS, **of_cpus.CONTROLS}
+CONTROLS: dict[str, Control] = {**of_calls.CONTROLS, **of_decisions.CONTROLS, **of_cpus.CONTROLS, **of_gpus.CONTROLS}
 
 
 def main(names: list[str]) -> int:

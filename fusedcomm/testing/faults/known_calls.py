@@ -13,6 +13,7 @@ from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.geometry.cut import chunk_parts
 from fusedcomm.ops.exact_problem import difference
 from fusedcomm.ops.whole_group import MatmulSize
+from fusedcomm.runtime.results import Results
 from fusedcomm.runtime.segment import NUM_SLOTS
 from fusedcomm.runtime.workspace import Workspace
 
@@ -73,7 +74,7 @@ class KnownCall:
 
 def warm_results(workspace: Workspace) -> None:
     """Let this rank and its peers find the memory of results warm, as after many calls whose results were dropped."""
-    assert workspace.results is not None
+    assert isinstance(workspace.results, Results)
     for _ in range(3):
         workspace.results.empty([RESULTS_BYTES], torch.uint8)
     for rank in range(workspace.group_size):

@@ -14,13 +14,16 @@ _ALIGNMENT = 512  # bytes: torch's caching allocator
 
 @dataclass
 class Memory:
-    """``stream``: the stream it was allocated for. ``used_on``: streams that ``record_stream`` was called with."""
+    """``start``: where in the memory of this name it begins. ``stream``: the stream it was allocated for. ``used_on``:
+    streams that ``record_stream`` was called with.
+    """
 
     name: str
     address: int
     num_bytes: int
     storage: StorageWeakRef
     stream: int | None = None
+    start: int = 0
     used_on: set[int] = field(default_factory=set)
     rows: list[list[int]] = field(default_factory=list)  # those of a table, as the host has copied them
 
@@ -31,12 +34,14 @@ class Memories:
         self._next = first_address
         self.num_added = 0
 
-    def add(self, t: Tensor, name: str, stream: int | None = None, address: int | None = None) -> Memory:
+    def add(
+        self, t: Tensor, name: str, stream: int | None = None, address: int | None = None, start: int = 0
+    ) -> Memory:
         storage = t.untyped_storage()
         self.num_added += 1
         if address is None:
             address, self._next = self._next, self._next + -(-max(storage.nbytes(), 1) // _ALIGNMENT) * _ALIGNMENT
-        memory = Memory(name, address, storage.nbytes(), StorageWeakRef(storage), stream)
+        memory = Memory(name, address, storage.nbytes(), StorageWeakRef(storage), stream, start)
         self._by_storage[storage._cdata] = memory
         return memory
 
@@ -62,4 +67,4 @@ class Memories:
     def region(self, t: Tensor) -> Region | None:
         memory = self.find(t)
         assert memory is not None, f"not made in this recording: {t.shape}"
-        return region(memory.name, t.storage_offset() * t.itemsize, t.shape, t.stride(), t.itemsize)
+        return region(memory.name, memory.start + t.storage_offset() * t.itemsize, t.shape, t.stride(), t.itemsize)

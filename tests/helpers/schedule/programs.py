@@ -23,7 +23,8 @@ Program = Callable[[Recorder], None]
 class World:
     """``group_size`` ranks, each on a GPU of its own, and all of them in every group.
 
-    Without ``writes_words`` the GPUs' streams cannot write words, and each signal is a kernel.
+    Without ``writes_words`` the GPUs' streams cannot write words, and each signal is a kernel. ``results_bytes``: of
+    each heap of results.
     """
 
     group_size: int
@@ -31,6 +32,7 @@ class World:
     algorithm: str
     num_groups: int = 1
     writes_words: bool = True
+    results_bytes: int = 0
 
     @property
     def groups(self) -> list[Group]:
@@ -40,7 +42,8 @@ class World:
         """What each rank enqueues. They all run the same program."""
         recordings = []
         for rank in range(self.group_size):
-            recorder = Recorder(rank, self.groups, self.slot_bytes, self.algorithm, self.writes_words)
+            memory = self.slot_bytes, self.algorithm, self.writes_words, self.results_bytes
+            recorder = Recorder(rank, self.groups, *memory)
             with recorder.records() as recording:
                 program(recorder)
             recordings.append(recording)
