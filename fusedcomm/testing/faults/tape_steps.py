@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.runtime.native_part import loaded
+from fusedcomm.runtime.results import Results
 from fusedcomm.runtime.segment import FINGERPRINT_BITS
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.faults.protocol_steps import Fault, GoOn, Reached, replaced
@@ -99,7 +100,7 @@ def _until_epoch(words: Sequence[int], epoch: int, bound_s: float) -> None:
 
 def _buffers(workspace: Workspace, step: str) -> list[Tensor]:
     if step in IN_RESULTS:
-        assert workspace.results is not None
+        assert isinstance(workspace.results, Results)
         return workspace.results.buffers
     return workspace.buffers
 
