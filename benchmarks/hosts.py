@@ -216,12 +216,12 @@ def forced_pieces(data: OpData, num_pieces: int) -> Callable[[], Any]:
 @contextmanager
 def choosing(num_pieces: int) -> Iterator[None]:
     """Inside, the planner cuts each call into so many pieces."""
-    before = planner.model.pipelined
-    planner.model.pipelined = lambda *call: (num_pieces, 0.0)  # type: ignore[assignment]
+    before = planner.in_pieces.fastest
+    planner.in_pieces.fastest = lambda *call: (num_pieces, 0.0)  # type: ignore[assignment]
     try:
         yield
     finally:
-        planner.model.pipelined = before
+        planner.in_pieces.fastest = before
 
 
 def wire(data: OpData) -> Callable[[], None]:

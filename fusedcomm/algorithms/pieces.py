@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul, own_place
 from fusedcomm.algorithms.transport import add_in_order, copy_between
-from fusedcomm.geometry.exchange import Exchange, aligned_numel
+from fusedcomm.geometry.exchange import ALIGNED, Exchange, aligned_numel
 from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.runtime.profiler import lane
 from fusedcomm.runtime.rank_order import peers_of, sources_of
@@ -32,13 +33,35 @@ class GroupCall:
 
 
 class Buffers:
-    """What one piece sends and receives: a chunk to and from every rank, ``step`` elements apart, and the own one."""
+    """What one piece sends and receives, as far as it does: chunks of at most ``step`` elements."""
 
-    def __init__(self, like: Tensor, group_size: int, step: int) -> None:
-        self.step = step
-        self.sent = like.new_zeros(group_size * step)  # the own chunk and what pads others are sent, and read by nobody
-        self.received = like.new_empty(group_size * step)
-        self.own = like.new_empty(step)
+    def __init__(self, like: Tensor, rank: int, group_size: int, step: int, padded: bool) -> None:
+        self.like, self.rank, self.group_size, self.step, self.padded = like, rank, group_size, step, padded
+
+    @cached_property
+    def to_peers(self) -> Tensor:
+        """A chunk to every rank. Nobody reads the own one, nor what pads the others; NCCL may look there for NaN."""
+        numel = self.group_size * self.step
+        if self.padded:
+            return self.like.new_zeros(numel)
+        made = self.like.new_empty(numel)
+        made.narrow(0, self.rank * self.step, self.step).zero_()
+        return made
+
+    @cached_property
+    def to_all(self) -> Tensor:
+        """One chunk to all ranks."""
+        return self.like.new_zeros(self.step)
+
+    @cached_property
+    def received(self) -> Tensor:
+        """A chunk from every rank."""
+        return self.like.new_empty(self.group_size * self.step)
+
+    @cached_property
+    def own(self) -> Tensor:
+        """The chunk that stays here."""
+        return self.like.new_empty(self.step)
 
 
 class Piece:
@@ -47,7 +70,7 @@ class Piece:
     def __init__(self, call: GroupCall, spans: RoundSpans, buffers: Buffers) -> None:
         self.group, self.exchange, self.spans, self.buffers = call.group, call.exchange, spans, buffers
         self.rank, self.group_size = call.group.rank(), call.exchange.group_size
-        self.step = aligned_numel(spans.chunk_numel, buffers.sent.itemsize)
+        self.step = aligned_numel(spans.chunk_numel, buffers.like.itemsize)
         self.wait_for: Callable[[], object] | None = None  # the collective that is under way
         self.own_is_there = False  # whether the own chunk has been multiplied into its place in the result
 
@@ -74,10 +97,10 @@ class Piece:
                 self._exchange()
                 return
             chunk = self._packed(packed, self.rank)
-            if chunk.numel() == self.step and chunk.is_contiguous():
+            if chunk.numel() == self.step and chunk.is_contiguous() and chunk.data_ptr() % ALIGNED == 0:
                 sent = chunk.view(-1)
             else:
-                sent = self.buffers.sent[: self.step]
+                sent = self.buffers.to_all[: self.step]
                 sent[: chunk.numel()].view(chunk.shape).copy_(chunk)
             if self.step:
                 received = self.buffers.received[: self.group_size * self.step]
@@ -91,17 +114,18 @@ class Piece:
                 self.wait_for()
             self.wait_for = None
 
-    def unpack(self, out: Tensor, own: Tensor | None = None) -> None:
-        """Copy every chunk to its place in ``out``. ``own``: the tensor that was packed, if one was."""
-        for src_rank in sources_of(self.rank, self.group_size):
-            place = self.spans.at(src_rank).unpack.view(out.view(-1), 0, src_rank)
+    def place_own(self, out: Tensor, packed: Tensor | None = None) -> None:
+        """Copy the own chunk to its place in ``out``: what was multiplied, unless it is there, or what was packed."""
+        if packed is not None or not self.own_is_there:
+            chunk = self._own() if packed is None else self._packed(packed, self.rank)
+            with lane("copy", self.rank):
+                copy_between(self._place(out, self.rank), chunk)
+
+    def unpack(self, out: Tensor) -> None:
+        """Copy what has come to its place in ``out``."""
+        for src_rank in sources_of(self.rank, self.group_size)[1:]:
             with lane("copy", src_rank):
-                if src_rank != self.rank:
-                    copy_between(place, self._received(src_rank))
-                elif own is not None:
-                    copy_between(place, self._packed(own, src_rank))
-                elif not self.own_is_there:
-                    copy_between(place, self._own())
+                copy_between(self._place(out, src_rank), self._received(src_rank))
 
     def reduce(self, out: Tensor, bias: Tensor | None, scale: float) -> None:
         """Add what has come, and the own chunk, in rank order: ``out = sum * scale + bias``."""
@@ -130,15 +154,19 @@ class Piece:
     def _exchange(self) -> None:
         if self.step:
             size = self.group_size * self.step
-            sent, received = self.buffers.sent[:size], self.buffers.received[:size]
+            sent, received = self.buffers.to_peers[:size], self.buffers.received[:size]
             self.wait_for = dist.all_to_all_single(received, sent, group=self.group, async_op=True).wait
 
     def _packed(self, packed: Tensor, dst_rank: int) -> Tensor:
         """dst_rank's part of what is sent as it is, as runs (outer, inner)."""
         return self.spans.at(dst_rank).pack.view(packed.view(-1), 0, dst_rank)
 
+    def _place(self, out: Tensor, src_rank: int) -> Tensor:
+        """Where src_rank's chunk belongs in ``out``, as runs (outer, inner)."""
+        return self.spans.at(src_rank).unpack.view(out.view(-1), 0, src_rank)
+
     def _sent(self, dst_rank: int) -> Tensor:
-        return self.buffers.sent.narrow(0, dst_rank * self.step, self.spans.at(dst_rank).pack.size)
+        return self.buffers.to_peers.narrow(0, dst_rank * self.step, self.spans.at(dst_rank).pack.size)
 
     def _received(self, src_rank: int) -> Tensor:
         return self.buffers.received.narrow(0, src_rank * self.step, self.spans.at(src_rank).unpack.size)
@@ -155,7 +183,11 @@ def run(call: GroupCall, like: Tensor, stages: Sequence[Callable[[Piece], None]]
     exchange = call.exchange
     rounds = exchange.pieces(call.num_pieces)
     step = max(aligned_numel(spans.chunk_numel, like.itemsize) for spans in rounds)
-    turns = itertools.cycle([Buffers(like, exchange.group_size, step) for _ in stages[: len(rounds)]])
+    padded = exchange.cut is not None or any(
+        aligned_numel(r.chunk_numel, like.itemsize) > r.chunk_numel for r in rounds
+    )
+    facts = like, call.group.rank(), exchange.group_size, step, padded
+    turns = itertools.cycle([Buffers(*facts) for _ in stages[: len(rounds)]])
     pieces = [Piece(call, spans, buffers) for spans, buffers in zip(rounds, turns, strict=False)]
     for number in range(len(pieces) + len(stages) - 1):
         for behind, stage in enumerate(stages):

@@ -36,6 +36,7 @@ def push_matmul(call: GroupCall, x: Tensor, w: Tensor, bias: Tensor | None, out:
         piece.push(matmul, out)
 
     def place(piece: Piece) -> None:
+        piece.place_own(out)
         piece.wait()
         piece.unpack(out)
 
@@ -78,8 +79,9 @@ def push_reduce_gather(
         piece.gather(reduced)
 
     def place(piece: Piece) -> None:
+        piece.place_own(out, reduced)
         piece.wait()
-        piece.unpack(out, own=reduced)
+        piece.unpack(out)
 
     run(call, x, [multiply, add, place])
     return out
@@ -102,9 +104,11 @@ def gather_matmul(
     def multiply(piece: Piece) -> None:
         if by_chunk:
             piece.multiply_own(matmuls, x)
+        if gathered is not None:
+            piece.place_own(gathered, x)
         piece.wait()
         if gathered is not None:
-            piece.unpack(gathered, own=x)
+            piece.unpack(gathered)
             if by_piece:
                 piece.multiply_gathered(matmuls, gathered)
         if by_chunk:

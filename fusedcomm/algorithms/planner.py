@@ -4,8 +4,8 @@ Rules say what cannot run, each with its reason:
 
     one rank                                            unfused     nothing to exchange
     float64                                             unfused     for gradcheck: the kernels add in float32
-    no workspace (host, native, peers, memory, Triton)  unfused     voted: one rank that cannot means nobody does
-    one row does not fit a slot                         unfused     rounds are cut between rows
+    no workspace (host, native, peers, memory, Triton)  neither chunked nor fused  voted: of all ranks, or of none
+    one row does not fit a slot                         likewise    rounds are cut between rows
     K or N above 2^30                                   not fused   its kernels count them in 32 bits
     parts of different sizes in a CUDA graph            unfused     it would keep the table of the sizes
     a part of K that is empty on a rank                 unfused     it cannot tell which dims make up K
@@ -13,16 +13,15 @@ Rules say what cannot run, each with its reason:
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
     GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
-    a backend that is not gloo or NCCL                  not pipelined   nobody has tried it
-    CUDA graph, or `before_capture`                     not pipelined   nobody has tried it
+    not gloo on a CPU, nor NCCL on a GPU                not pipelined  nobody has tried it
+    CUDA graph, or `before_capture`                     not pipelined  nobody has tried it
 
-The algorithm that `cost` estimates to be fastest runs, of those that are left: unfused or `pipelined` where nothing
-with a workspace can run, else one of the others. Its numbers were measured on this
-machine by `fusedcomm tune` or are default ones; the reason says which. A decode size has less than 64 KiB per peer, or
-cuts rows and has fewer than 128 per rank.
+The algorithm that `cost` estimates to be fastest runs, of those that are left; `pipelined` is one where nothing with a
+workspace can run. Its numbers were measured on this machine by `fusedcomm tune` or are default ones; the reason says
+which. A decode size has less than 64 KiB per peer, or cuts rows and has fewer than 128 per rank.
 
 `force_algorithm` and FUSEDCOMM_ALGORITHM overrule the estimate where the algorithm can run. Like a capture, they must
-be the same on all ranks: chunked on one rank can meet fused on another, but neither can meet unfused.
+be the same on all ranks: chunked on one rank can meet fused on another, but neither can meet unfused or pipelined.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import torch
 
 from fusedcomm import env
 from fusedcomm.algorithms.chunk_matmul import takes_all
-from fusedcomm.cost import model
+from fusedcomm.cost import in_pieces, model
 from fusedcomm.cost.links import sent_bytes
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry.exchange import Exchange, aligned_numel
@@ -48,7 +47,7 @@ from fusedcomm.runtime.proof_file import name_of
 log = logging.getLogger("fusedcomm")
 
 FORCED = "forced"
-PIPELINED_BACKENDS = ("gloo", "nccl")
+PIPELINED_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 MOST_INDICES = 1 << 30  # the sum of two, and the end of a tile, still fit 32 bits
 
 
@@ -64,7 +63,6 @@ class Plan:
         slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it needs no workspace.
         num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
             next: the pieces of a pipelined call; 0 where it runs unfused.
-        has_workspace: whether it uses symmetric memory; if not, the ranks exchange by the group's own collectives.
         sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
         has_workspace: whether the call is one of an algorithm with symmetric memory, chunked or fused.
     """
@@ -136,11 +134,13 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
     name, strict = force_algorithm.current
     name = name or member.topology.algorithm
     own, exchange = exchange, exchange.for_all
-    reason = _reject_uneven(name, own, member) or _reject_reason(name, exchange, dtype, member)
-    if name == "pipelined" and reason is None:
-        return _pipelined(op, own, dtype, member, FORCED)
-    if name is None and reason is not None and _reject_reason("pipelined", exchange, dtype, member) is None:
-        return _without_workspace(op, own, dtype, member, reason)
+    reason = _reject_uneven(name, own, member)
+    if reason is None:
+        reason = _reject_reason(name, exchange, dtype, member)
+        if name == "pipelined" and reason is None:
+            return _pipelined(op, own, dtype, member, FORCED)
+        if name is None and reason is not None and _reject_reason("pipelined", exchange, dtype, member) is None:
+            return _without_workspace(op, own, dtype, member, reason)
     if reason is not None:
         if strict and name not in (None, "unfused"):
             raise RuntimeError(f"{op} cannot run as {name}: {reason}")
@@ -152,12 +152,10 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
         algorithm, why = _choose(op, own, dtype, member)
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
-    if member.topology.prove and why != FORCED:
-        wrong = member.outcomes.get(name_of(op, algorithm, dtype, own.cut is not None))
+    if why != FORCED:
+        wrong, why = _proved(op, algorithm, own, dtype, member, why)
         if wrong:
-            log_fallback(op, wrong)
             return Plan(op, "unfused", wrong)
-        why += "; proved at its first call" if wrong is None else ""
     slot_bytes, num_rounds = _rounds(exchange, dtype, member)
     if algorithm == "chunked" and member.device.type == "cuda" and takes_all(exchange, dtype):
         max_numel = member.max_slot_bytes // (exchange.group_size * dtype.itemsize)
@@ -169,23 +167,38 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
     """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
     constants, kind = constants_of(member), _kind(dtype, member)
     chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
-    why = model.decode_reason(exchange.for_all, chunk_bytes, constants) or _reject_uneven(None, exchange, member)
+    why = model.decode_reason(exchange.for_all, chunk_bytes, constants)
     if why is None:
         unfused = model.estimate(op, exchange, kind, constants)["unfused"]
-        num_pieces, pipelined = model.pipelined(op, exchange, kind, constants)
+        num_pieces, pipelined = in_pieces.fastest(op, exchange, kind, constants)
         if pipelined < unfused:
             times = f"estimated {_text(pipelined)}, unfused {_text(unfused)}, {constants.source} numbers"
-            return _pipelined(op, exchange, dtype, member, f"{reason}; {times}", num_pieces)
+            wrong, why = _proved(op, "pipelined", exchange, dtype, member, f"{reason}; {times}")
+            if wrong:
+                return Plan(op, "unfused", wrong)
+            return _pipelined(op, exchange, dtype, member, why, num_pieces)
         why = f"estimated {_text(unfused)}, pipelined {_text(pipelined)}, {constants.source} numbers"
     log_fallback(op, reason)
     return Plan(op, "unfused", f"{reason}; {why}")
+
+
+def _proved(
+    op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Member, why: str
+) -> tuple[str | None, str]:
+    """What the proof of the algorithm has found, if it was wrong, and why the call runs so."""
+    if not member.topology.prove:
+        return None, why
+    wrong = member.outcomes.get(name_of(op, algorithm, dtype, exchange.cut is not None))
+    if wrong:
+        log_fallback(op, wrong)
+    return wrong, f"{why}; proved at its first call" if wrong is None else why
 
 
 def _pipelined(
     op: str, exchange: Exchange, dtype: torch.dtype, member: Member, why: str, num_pieces: int | None = None
 ) -> Plan:
     if num_pieces is None:
-        num_pieces, _ = model.pipelined(op, exchange, _kind(dtype, member), constants_of(member))
+        num_pieces, _ = in_pieces.fastest(op, exchange, _kind(dtype, member), constants_of(member))
     pieces = exchange.for_all.pieces(num_pieces)
     sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
     return Plan(op, "pipelined", why, 0, len(pieces), int(sent_bytes(model.KINDS[op], sent, exchange.group_size)))
@@ -278,8 +291,9 @@ def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, mem
 
 
 def _reject_pipelined(member: Member) -> str | None:
-    if member.topology.backend not in PIPELINED_BACKENDS:
-        return f"pipelined runs on {' and '.join(PIPELINED_BACKENDS)}, got {member.topology.backend}"
+    backend = PIPELINED_BACKENDS[member.device.type]
+    if member.topology.backend != backend:
+        return f"pipelined runs on {backend} here, got {member.topology.backend or 'no backend'}"
     if is_for_capture(member.device):
         return "nobody has captured a pipelined call in a CUDA graph"
     return None

@@ -42,7 +42,7 @@ from fusedcomm.bench.fits import LEAST_S, Unreliable, affine, line
 from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import check_values, measure
-from fusedcomm.cost import model, tuned
+from fusedcomm.cost import in_pieces, model, tuned
 from fusedcomm.cost.model import ITEMSIZE, KINDS, Constants
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize
@@ -414,7 +414,7 @@ def _of_a_piece(bench: _Bench, constants: Constants) -> float:
         x, w = bench.random(*PROGRAMS[op].x_shape(size, bench.num_ranks)), bench.random(size.k, size.n)
         calls = {num_pieces: _in_pieces(exchange, num_pieces, x, w) for num_pieces in PIECES}
         for num_pieces, t in bench.seconds(calls).items():
-            estimate = model.in_pieces(op, exchange, "float32", without, num_pieces)
+            estimate = in_pieces.seconds(op, exchange, "float32", without, num_pieces)
             found.append((t - estimate) / num_pieces)
     return max(statistics.median(found), LEAST_S)
 

@@ -33,6 +33,7 @@ peer, or the mean of that.
                 chunk reads w anew where rows are cut, and in a gather cuBLAS takes the own one where it lies. Where
                 K is gathered every tile needs all chunks: only the first wave of tiles runs beside the stores, and
                 the own chunk is copied first.
+    pipelined   see `cost.in_pieces`
     reduce      (R + 1) / 2 copies in place of the copy-out of R chunks: it reads R chunks and writes one. An all_reduce
                 then sends the sum to R - 1 peers and copies out R chunks.
 
@@ -230,28 +231,11 @@ DEFAULTS = {
 @functools.lru_cache(maxsize=1024)  # by the exchange's identity: `geometry` keeps one for the shapes of a call
 def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> Mapping[str, float]:
     """Seconds by algorithm, for those that ``constants`` has numbers for. Sizes must be plain ints."""
-    calls = [_Call(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
+    calls = [Call(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
     found = {"unfused": max(call.unfused() for call in calls), "chunked": max(call.chunked() for call in calls)}
     if constants.fused_flops:
         found["fused"] = max(call.fused() for call in calls)
     return found
-
-
-NUM_PIECES = (2, 4, 8, 16, 32)  # that are compared
-_SLOWER_BESIDE_NCCL = 8 / 7  # a GPU's collectives take some 16 of its 132 SMs
-
-
-@functools.lru_cache(maxsize=1024)
-def pipelined(op: str, exchange: Exchange, dtype: str, constants: Constants) -> tuple[int, float]:
-    """Into how many pieces `pipelined` cuts a call, and its seconds. Sizes must be plain ints."""
-    times = {num_pieces: in_pieces(op, exchange, dtype, constants, num_pieces) for num_pieces in NUM_PIECES}
-    num_pieces = min(times, key=times.__getitem__)
-    return num_pieces, times[num_pieces]
-
-
-def in_pieces(op: str, exchange: Exchange, dtype: str, constants: Constants, num_pieces: int) -> float:
-    """Seconds of `pipelined` in so many pieces."""
-    return max(_Call(op, exchange, share, dtype, constants).pipelined(num_pieces) for share in shares_of(exchange))
 
 
 @functools.lru_cache(maxsize=64)
@@ -307,7 +291,7 @@ def decode_reason(exchange: Exchange, chunk_bytes: int, constants: Constants) ->
     return None
 
 
-class _Call:
+class Call:
     """The formulas of this module for one call."""
 
     def __init__(self, op: str, exchange: Exchange, share: Share, dtype: str, constants: Constants) -> None:
@@ -319,11 +303,11 @@ class _Call:
 
     def unfused(self) -> float:
         if self.cut is not None:
-            return self._matmul() + self._uneven_collective() + self.constants.call_overhead["unfused"]
+            return self.matmul() + self._uneven_collective() + self.constants.call_overhead["unfused"]
         num_copies = (self.kind == "all_reduce") + self._scatters_inside() + self._gathers_inside()
         collective = self.constants.collective(self.kind, self.chunk_bytes, self.num_ranks)
         copies = num_copies * self.constants.copy(self.all_bytes)
-        return self._matmul() + collective + copies + self.constants.call_overhead["unfused"]
+        return self.matmul() + collective + copies + self.constants.call_overhead["unfused"]
 
     def _uneven_collective(self) -> float:
         """That of all ranks, and the copy of what has arrived."""
@@ -351,51 +335,6 @@ class _Call:
             + self._after()
         )
 
-    def pipelined(self, num_pieces: int) -> float:
-        """Two rows of equally many steps, one behind the other: what the device computes and copies, and the wire."""
-        constants, num_ranks = self.constants, self.num_ranks
-        wire, place = self._piece_on_the_wire(num_pieces), self._place_piece(num_pieces)
-        compute = self._matmul_of_piece(num_pieces)
-        if constants.device_type == "cpu":  # sockets copy what a rank sends, and what it receives
-            compute += constants.copy(2 * sent_bytes(self.kind, self._padded_bytes() / num_pieces, num_ranks))
-        else:
-            compute *= _SLOWER_BESIDE_NCCL
-        steps = compute + place + wire + (num_pieces - 1) * max(compute + place, wire)
-        host = num_pieces * (constants.piece_overhead + num_ranks * constants.chunk_overhead)
-        return steps + host + (self._matmul() if self.share.at_once else 0.0)
-
-    def _matmul_of_piece(self, num_pieces: int) -> float:
-        """The matmuls of a piece, one per chunk; where K is gathered there is one, and where rows are few none."""
-        if self.share.at_once:
-            return 0.0
-        sizes = (self.share.num_batches, self.share.num_rows / num_pieces, self.share.k)
-        if self.exchange.gathers and self.exchange.splits_columns:
-            return sum(self.constants.matmul(self.dtype, *sizes, n) for n in self.ns)
-        batches, m, k, part = self._chunk()
-        rows = m / num_pieces
-        each = sum(self.constants.matmul(self.dtype, batches, rows, k, n * part) for n in self.ns)
-        return self.share.num_products * each
-
-    def _padded_bytes(self) -> int:
-        return self.exchange.chunk_numel * ITEMSIZE[self.dtype]
-
-    def _piece_on_the_wire(self, num_pieces: int) -> float:
-        several = {"reduce_scatter": ["all_to_all"], "all_reduce": ["all_to_all", "all_gather"]}
-        num_bytes = self._padded_bytes() / num_pieces
-        return sum(
-            self.constants.collective(kind, num_bytes, self.num_ranks) for kind in several.get(self.kind, [self.kind])
-        )
-
-    def _place_piece(self, num_pieces: int) -> float:
-        """What a piece is copied, or added."""
-        num_bytes, constants = self.chunk_bytes / num_pieces, self.constants
-        if self.exchange.gathers:
-            num_copies = (self.kind == "all_to_all") + (self.exchange.splits_columns or self.share.at_once)
-            return num_copies * constants.unpack(self.num_ranks * num_bytes)
-        placed = constants.unpack((self.num_ranks - 1) * num_bytes) if self.kind != "reduce_scatter" else 0.0
-        added = constants.unpack((self.num_ranks + 1) / 2 * num_bytes) if self.kind != "all_to_all" else 0.0
-        return placed + added
-
     def _fused_gather(self, sent: float) -> float:
         constants, by_copy = self.constants, self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED
         rate = constants.link_bandwidth if by_copy else min(constants.store_bandwidth, _PACK_BANDWIDTH)
@@ -403,7 +342,7 @@ class _Call:
         if not self.exchange.splits_columns:
             matmul = self._chunk_matmul() + slower * self._fused_matmul(self.share.num_products - 1)
             return constants.copy_overhead + max(matmul, sent / rate)
-        matmul = slower * self._matmul(fused=True)
+        matmul = slower * self.matmul(fused=True)
         own = constants.copy(self.chunk_bytes) if by_copy else constants.copy_overhead
         return own + matmul + max(0.0, sent / rate - matmul / self._waves())
 
@@ -411,7 +350,7 @@ class _Call:
         num_ranks, share, on_cpu = self.num_ranks, self.share, self.constants.device_type == "cpu"
         transfer = self.constants.transfer(self.chunk_bytes)
         if share.at_once:
-            return self._matmul() + (num_ranks if on_cpu else num_ranks - 1) * transfer
+            return self.matmul() + (num_ranks if on_cpu else num_ranks - 1) * transfer
         each = self._chunk_matmul()
         if on_cpu:
             return share.num_products * each + share.num_copies * transfer
@@ -423,7 +362,7 @@ class _Call:
         transfers = (num_ranks - 1) * self.constants.transfer(self.chunk_bytes)
         if self.share.at_once or self._takes_all():
             arrival, pieces = transfers + self.constants.unpack(self.all_bytes), self._pieces()
-            return arrival / pieces + max(self._matmul(), (1 - 1 / pieces) * arrival + self._matmul() / pieces)
+            return arrival / pieces + max(self.matmul(), (1 - 1 / pieces) * arrival + self.matmul() / pieces)
         each = self._chunk_matmul()
         if self.constants.device_type == "cpu":
             return transfers + self.share.num_products * each
@@ -447,17 +386,17 @@ class _Call:
             return reduced
         return reduced + (num_ranks - 1) * constants.transfer(self.chunk_bytes) + constants.unpack(self.all_bytes)
 
-    def _matmul(self, fused: bool = False) -> float:
+    def matmul(self, fused: bool = False) -> float:
         sizes = (self.share.num_batches, self.share.num_rows, self.share.k)
         return sum(self.constants.matmul(self.dtype, *sizes, n, fused) for n in self.ns)
 
     def _chunk_matmul(self) -> float:
-        batches, m, k, share = self._chunk()
+        batches, m, k, share = self.chunk()
         return sum(self.constants.matmul(self.dtype, batches, m, k, n * share) for n in self.ns)
 
     def _fused_matmul(self, num_chunks: int) -> float:
         """The time of one kernel whose tiles end with the chunks."""
-        batches, m, k, share = self._chunk()
+        batches, m, k, share = self.chunk()
         batches *= num_chunks
         return sum(self.constants.matmul(self.dtype, batches, m, k, n * share, True) for n in self.ns)
 
@@ -467,7 +406,7 @@ class _Call:
         rows = share.num_batches * math.ceil(share.num_rows / tile)
         return sum(max(1, math.ceil(rows * math.ceil(n / tile) / self.constants.num_sms)) for n in self.ns)
 
-    def _chunk(self) -> tuple[float, float, float, float]:
+    def chunk(self) -> tuple[float, float, float, float]:
         """Batches, rows, K and share of N of the matmul of one chunk; K is what a gather splits along columns."""
         exchange, part = self.exchange, self.share.part
         batches, m, k = float(self.share.num_batches), float(self.share.num_rows), float(self.share.k)

@@ -24,6 +24,7 @@ from fusedcomm.geometry.spans import PeerSpans, Range, RoundSpans, Span, block_s
 
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
 _MOST_PIECES, _LEAST_PIECE = 16, 8 << 20  # bytes; chosen, not measured
+ALIGNED = 16  # bytes that NCCL moves at once
 LEAST_COPIED = 1 << 20  # bytes of a run that copy engines send for `fused`: they take microseconds to begin; chosen
 
 
@@ -33,8 +34,8 @@ def num_pieces(chunk_bytes: int) -> int:
 
 
 def aligned_numel(numel: int, itemsize: int) -> int:
-    """At least as many elements, a multiple of the 16 bytes that NCCL moves at once."""
-    at_once = 16 // itemsize
+    """At least as many elements, whole times ALIGNED."""
+    at_once = ALIGNED // itemsize
     return -(-numel // at_once) * at_once
 
 
@@ -161,13 +162,18 @@ class Exchange:
         return min(max_chunk_numel, -(-self.chunk_numel // num_pieces(self.chunk_numel * itemsize)))
 
     def pieces(self, num_pieces: int) -> list[RoundSpans]:
-        """The rounds of `pipelined`: ``num_pieces``, fewer if rows are, or more, as these may be of several dims."""
-        num_rows = math.prod(self.block[: self.num_lead])
-        while True:
-            found = self.rounds(max(1, -(-num_rows // num_pieces)) * self.row_numel)
-            if len(found) <= num_pieces:
-                return found
-            num_pieces = len(found)
+        """The rounds of `pipelined`: ``num_pieces``, or fewer where rows, which may be of several dims, do not divide.
+
+        Asked for as many as it has found, it finds the same.
+        """
+        outer, rows = 1, 1
+        for dim, size in enumerate(self.block[: self.num_lead]):
+            if outer * size >= num_pieces:
+                step = -(-size // max(1, num_pieces // outer))
+                rows = step * math.prod(self.block[dim + 1 : self.num_lead])
+                break
+            outer *= size
+        return self.rounds(rows * self.row_numel)
 
     def _round(self, box: list[Range]) -> RoundSpans:
         box = box + [Range(0, size) for size in self.block[self.num_lead :]]

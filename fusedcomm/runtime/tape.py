@@ -206,11 +206,11 @@ def paused() -> Iterator[None]:
     if found is None:
         yield
         return
-    found.paused = True
+    before, found.paused = found.paused, True
     try:
         yield
     finally:
-        found.paused = False
+        found.paused = before
 
 
 def is_result(out: Tensor, posted: bool) -> None:

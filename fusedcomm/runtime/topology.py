@@ -89,7 +89,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         tf32=all(fact["tf32"] for fact in facts),
         prove=any(fact["prove"] for fact in facts),
         outcomes=proof_file.of_all([fact["outcomes"] for fact in facts]),
-        backend=pg._get_backend(torch.device(device.type)).name(),
+        backend=_backend(pg, device),
         across=_across([fact["host"] for fact in facts]),
         num_hosts=num_hosts,
         measured_apart=apart is not None,
@@ -173,6 +173,14 @@ def _no_workspace(facts: list[dict[str, Any]]) -> str | None:
         if fact["host"] != facts[0]["host"]:
             return f"rank {rank} is on another host than rank 0"
     return None
+
+
+def _backend(pg: ProcessGroup, device: torch.device) -> str:
+    """An empty name if the group was made for other devices."""
+    try:
+        return str(pg._get_backend(torch.device(device.type)).name())
+    except RuntimeError:
+        return ""
 
 
 def _across(hosts: list[str]) -> Reach | None:

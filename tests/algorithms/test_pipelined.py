@@ -38,10 +38,11 @@ BY_NAME = {str(problem): problem for problem in TOKENS}
 def test_values_in_any_number_of_pieces(rank: int, name: str, when: str) -> None:
     problem = BY_NAME[name]
     with fresh_group() as group, fusedcomm.force_algorithm("pipelined", strict=True), empty_is_nan():
-        for num_pieces in (1, 2, 3, 5, 1000):
+        for num_pieces in (1, 2, 3, 5):
             with in_pieces(num_pieces), moved(when) as begun:
                 check(group, problem, call(group, problem, num_pieces), num_pieces)
-            assert len(begun.bytes_to_a_peer) >= min(num_pieces, 20) and not any(
+            num_collectives = len(begun.bytes_to_a_peer) // (2 if problem.op == "matmul_all_reduce" else 1)
+            assert num_collectives == (num_pieces if num_pieces % 2 == 0 else max(1, num_pieces)) and not any(
                 num % 16 for num in begun.bytes_to_a_peer
             )
 

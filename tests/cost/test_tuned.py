@@ -27,7 +27,7 @@ import fusedcomm
 from fusedcomm import env
 from fusedcomm.bench import tune
 from fusedcomm.cli import main
-from fusedcomm.cost import model, tuned
+from fusedcomm.cost import in_pieces, model, tuned
 from fusedcomm.cost.links import INTER, Reach
 from fusedcomm.cost.model import DEFAULTS, Constants
 from fusedcomm.geometry import shapes
@@ -352,7 +352,7 @@ def test_a_group_across_hosts_plans_by_numbers_of_such_groups(
     assert inside.algorithm == "chunked" and inside.reason.endswith("tuned numbers")
     constants = APART if measured else model.across_hosts(FAST, Reach(INTER, 2, 1, 1))
     exchange = shapes.matmul_all_to_all([1024, 1024], [1024, 1024], None, 0, 1, 2)
-    num_pieces, pipelined = model.pipelined("matmul_all_to_all", exchange, "float32", constants)
+    num_pieces, pipelined = in_pieces.fastest("matmul_all_to_all", exchange, "float32", constants)
     unfused = model.estimate("matmul_all_to_all", exchange, "float32", constants)["unfused"]
     assert across.algorithm == ("pipelined" if measured else "unfused")  # a link so slow is worth pieces
     assert across.num_rounds == (num_pieces if measured else 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedcomm.algorithms import pieces
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul
-from fusedcomm.cost import model
+from fusedcomm.cost import in_pieces as cost_in_pieces
 
 AS_IT_IS, EARLY, LATE = "as-it-is", "early", "late"
 
@@ -97,7 +97,7 @@ def _logged(cls: type, name: str, begun: Begun) -> Any:
 
 def in_pieces(num_pieces: int) -> Any:
     """Calls that are forced to `pipelined` are cut into so many pieces, if rows are as many."""
-    return mock.patch.object(model, "pipelined", lambda *call: (num_pieces, 0.0))
+    return mock.patch.object(cost_in_pieces, "fastest", lambda *call: (num_pieces, 0.0))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from fusedcomm.algorithms.chunk_matmul import PushedMatmul
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime import flight_recorder
 from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.testing.faults.tape_steps import until_posted
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.heaps import in_child
 from tests.helpers.in_place import (
@@ -144,7 +145,7 @@ def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, tapes: boo
             del freed
             dist.barrier(group)
             if rank:
-                time.sleep(LATE_S)
+                until_posted(member_of(group).workspace, bound_s=20)
             results_of(group, (SMALL, LARGE)[rank])
             dist.barrier(group)
             assert all((t == 7).all() for t in around)

@@ -13,7 +13,7 @@ namespace {
 namespace py = pybind11;
 
 constexpr int64_t kRanks = 3;
-constexpr int64_t kNumel = 1024;  // of a chunk
+constexpr int64_t kNumel = 1024;  // elements in a chunk
 constexpr int64_t kChunkBytes = kNumel * static_cast<int64_t>(sizeof(int));
 constexpr int kCalls = 200;
 constexpr size_t kHeapBytes = 1 << 20;
@@ -146,7 +146,7 @@ py::object rescue(const std::shared_ptr<const CallContext>& context) {
     const uintptr_t own = segments.address(segments.rank);
     const int64_t index = epoch % kNumSlots * kRanks + src_rank;
     const uintptr_t flag = own + static_cast<uintptr_t>(kFlags + index * static_cast<int64_t>(sizeof(int64_t)));
-    const int64_t seen = wait_word(flag, epoch, own + kBroken, kRanks, 120);
+    const int64_t seen = wait_word(flag, epoch, own + kBroken, kRanks, 30);
     TORCH_CHECK(seen >> kFingerprintBits == epoch, "rank ", src_rank, " must signal round ", epoch);
   };
   const auto tell = [](const py::object& error) {

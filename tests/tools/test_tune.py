@@ -13,7 +13,7 @@ import torch
 from fusedcomm.bench import estimates, tune
 from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.cost import model
+from fusedcomm.cost import in_pieces, model
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import group_member, members, topology
@@ -95,8 +95,8 @@ def test_a_planted_overhead_of_pieces_is_found(monkeypatch: pytest.MonkeyPatch) 
         now[:] = [op, MatmulSize(*size), dtype]
         return SimpleNamespace(size=MatmulSize(*size), forced=lambda name: name)
 
-    def in_pieces(exchange: Any, num_pieces: int, x: Any, w: Any) -> float:
-        return model.in_pieces("matmul_all_to_all", exchange, "float32", truth, num_pieces)
+    def piecewise(exchange: Any, num_pieces: int, x: Any, w: Any) -> float:
+        return in_pieces.seconds("matmul_all_to_all", exchange, "float32", truth, num_pieces)
 
     def seconds(variants: dict[Any, Any], repeat: int = 0) -> dict[Any, float]:
         if not repeat:
@@ -105,7 +105,7 @@ def test_a_planted_overhead_of_pieces_is_found(monkeypatch: pytest.MonkeyPatch) 
         return estimates.estimates(op, size, dtype, truth, 2, list(variants))
 
     monkeypatch.setattr(tune, "_data", data)
-    monkeypatch.setattr(tune, "_in_pieces", in_pieces)
+    monkeypatch.setattr(tune, "_in_pieces", piecewise)
     ours: Any = SimpleNamespace(device=CPU, group_size=2, topology=topology.Topology("far", "no", 0, None, num_hosts=2))
     bench = tune._Bench(ours, tune.TuneSizes.of("cpu", quick=False), rounds=1)
     monkeypatch.setattr(bench, "seconds", seconds)

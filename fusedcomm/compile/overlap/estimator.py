@@ -8,7 +8,7 @@
     collective         on GPUs the alpha-beta model of `cost.links`; inside a node with tuned numbers, and on CPUs,
                        `cost.model.Constants.collective`
     fused ops          the matmul beside what it sends; the best of `cost.model.estimate`, as the planner chooses, or
-                       `cost.model.pipelined` between nodes
+                       `cost.in_pieces` between nodes
 
 The numbers are the default ones of `cost`, those that `fusedcomm tune` measured, or the user's own, by node. Inductor's
 config gives ``intra_node_bw``, if it is set and nothing is tuned, and ``inter_node_bw``, in GB/s of one rank, one way.
@@ -40,7 +40,7 @@ from fusedcomm.compile.graph.collectives import WAITS, argument_of, kind_of, mem
 from fusedcomm.compile.overlap import node_work
 from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.node_work import Work
-from fusedcomm.cost import links, tuned
+from fusedcomm.cost import in_pieces, links, tuned
 from fusedcomm.cost.model import (
     DEFAULTS,
     ITEMSIZE,
@@ -50,7 +50,6 @@ from fusedcomm.cost.model import (
     across_hosts,
     decode_reason,
     estimate,
-    pipelined,
 )
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.explain import exchange_of
@@ -237,7 +236,7 @@ class Estimator:
             return estimate(op, exchange, dtype, self.constants)
         constants = across_hosts(self.constants, at, self.inter_bandwidth)
         unfused = estimate(op, exchange, dtype, constants)["unfused"]
-        return {"unfused": unfused, "pipelined": pipelined(op, exchange, dtype, constants)[1]}
+        return {"unfused": unfused, "pipelined": in_pieces.fastest(op, exchange, dtype, constants)[1]}
 
     def _start(self, node: Node) -> NodeCost:
         sent = next((arg for arg in node.args if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(arg))), None)

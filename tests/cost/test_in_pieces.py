@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from fusedcomm.cost import links, model
+from fusedcomm.cost import in_pieces, links, model
 from fusedcomm.cost.links import INTER, Reach
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import Splits
 from tests.cost.test_model import CALLS, CHUNK, CPU, FLOPS, GPU, close
 
-NUM_PIECES = max(model.NUM_PIECES)
+NUM_PIECES = max(in_pieces.NUM_PIECES)
 
 
 def of(op: str, constants: Constants) -> tuple[int, float]:
-    return model.pipelined(op, CALLS[op], "float32", constants)
+    return in_pieces.fastest(op, CALLS[op], "float32", constants)
 
 
 def matmul_takes(seconds: float) -> dict[str, float]:
@@ -58,7 +58,7 @@ def test_latencies_count_where_the_wire_is_longer() -> None:
     op = "matmul_all_to_all"
     slow = replace(CPU, matmul_flops=matmul_takes(1.0), backend_bandwidth=wire_takes(op, 4.0))
     slow = replace(slow, backend_latency=dict.fromkeys(slow.backend_latency, 0.5))
-    times = {num: 4 + 0.5 * num + 1 / num for num in model.NUM_PIECES}
+    times = {num: 4 + 0.5 * num + 1 / num for num in in_pieces.NUM_PIECES}
     assert of(op, slow) == (min(times, key=times.__getitem__), close(min(times.values())))
 
 
@@ -68,7 +68,7 @@ def test_few_rows_are_multiplied_before_anything_is_sent() -> None:
     assert few.few_rows
     constants = replace(CPU, matmul_flops=matmul_takes(4.0), backend_bandwidth=wire_takes("matmul_all_to_all", 4.0))
     together = constants.matmul("float32", 1, 64, 512, 2048) + 4 * 64 / 1024
-    assert model.pipelined("matmul_reduce_scatter", few, "float32", constants)[1] == close(together)
+    assert in_pieces.fastest("matmul_reduce_scatter", few, "float32", constants)[1] == close(together)
 
 
 def test_sockets_take_a_cpus_time_and_nccl_takes_sms() -> None:
@@ -84,7 +84,7 @@ def test_parts_of_different_sizes_are_sent_as_large_as_the_largest() -> None:
     splits = Splits(gather_splits=(1024, 512, 512, 512), rank=1)
     uneven = shapes.matmul_all_to_all((512, 512), (512, 2048), None, 0, 1, 4, splits)
     wire = replace(CPU, backend_bandwidth=wire_takes(op, 4.0))
-    assert model.pipelined(op, uneven, "float32", wire)[1] == close(4.0)
+    assert in_pieces.fastest(op, uneven, "float32", wire)[1] == close(4.0)
 
 
 def test_links_across_hosts_are_those_of_data_sheets() -> None:
