@@ -265,8 +265,8 @@ def test_what_cannot_run_here_is_skipped_and_says_why(ranks: Callable[[int], Ran
     (code, out), _ = ranks(2).run(selftest_in_rank, no_native_part, *checks)
     words = " ".join(out.split())
     assert code == 0 and "nothing failed" in words
-    assert "can run: unfused; chunked cannot: rank 1: not built" in words
-    assert "unfused: 18 tensors each, all exact" in words
+    assert "can run: unfused, pipelined; chunked cannot: rank 1: not built" in words
+    assert "unfused, pipelined: 18 tensors each, all exact" in words
     assert words.count(" skipped ") == 4 and words.count("rank 1: not built") >= 4
 
 
