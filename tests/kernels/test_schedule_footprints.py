@@ -12,7 +12,7 @@ from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)
 
-LARGEST = ("push", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal")
+LARGEST = ("push", "post", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal")
 
 
 def test_footprints_are_those_of_the_compiled_kernels(compiled: Compiled, target: Target) -> None:
