@@ -21,6 +21,7 @@ from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.runtime.captures import before_capture
 from fusedcomm.runtime.device_to_host import DeviceToHost
 from fusedcomm.runtime.members import close, reset, synchronize
+from fusedcomm.runtime.nccl_options import nccl_options
 
 if TYPE_CHECKING:
     from fusedcomm import nn, parallel
@@ -42,6 +43,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "nccl_options",
     "nn",
     "parallel",
     "redistribute",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ALGORITHMS = ("unfused", "chunked", "fused", "pipelined")
+WITH_WORKSPACE = ("chunked", "fused")  # those that wait by flags in symmetric memory
 
 
 def timeout_s() -> float:

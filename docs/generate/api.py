@@ -29,7 +29,7 @@ SECTIONS = {
     "ops": "Ops",
     "algorithms": "The choice of an algorithm",
     "redistribution": "DTensors",
-    "runtime": "Memory, errors and copies",
+    "runtime": "Memory, errors, copies and NCCL",
 }
 # What public functions return, and what the pages name besides.
 RETURNED = {

@@ -1,1 +1,1 @@
-"""How an op runs. `chunked` and `fused` offer the same functions; `reference` is the third algorithm, `unfused`."""
+"""How an op runs. `chunked`, `fused` and `pipelined` offer the same functions; `reference` is `unfused`."""

@@ -129,12 +129,12 @@ class GatheredMatmul:
     @staticmethod
     def _batches(t: Tensor, spans: ChunkSpans) -> Tensor:
         """The batches of a round; where K is gathered, no rank has batches to itself."""
-        return t.narrow(0, spans.batches.start, spans.batches.size)
+        return _narrow(t, 0, spans.batches)
 
     @classmethod
     def _of_round(cls, t: Tensor, spans: ChunkSpans) -> Tensor:
         """The batches and rows of a round, in a tensor [B, M, ...]."""
-        return cls._batches(t, spans).narrow(1, spans.rows.start, spans.rows.size)
+        return _narrow(cls._batches(t, spans), 1, spans.rows)
 
 
 def adds_up(exchange: Exchange, dtype: torch.dtype) -> bool:
@@ -174,6 +174,11 @@ def landing(spans: RoundSpans, rank: int, dst_rank: int, result: Tensor) -> Tens
 def own_place(spans: RoundSpans, rank: int, out: Tensor | None) -> Tensor | None:
     """Where in the result the matmul can write the own chunk: a flat tensor, or its runs; None if nowhere."""
     return None if out is None or not fits(spans, rank, rank) else landing(spans, rank, rank, out)
+
+
+def _narrow(t: Tensor, dim: int, span: Span) -> Tensor:
+    """The consecutive indices of a Span; a Span of none, as of a rank without rows, may begin anywhere."""
+    return t.narrow(dim, span.start if span.size else 0, span.size)
 
 
 def _split(span: Span) -> tuple[int, int]:

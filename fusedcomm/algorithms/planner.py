@@ -64,7 +64,9 @@ class Plan:
         slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it needs no workspace.
         num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
             next: the pieces of a pipelined call; 0 where it runs unfused.
+        has_workspace: whether it uses symmetric memory; if not, the ranks exchange by the group's own collectives.
         sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
+        has_workspace: whether the call is one of an algorithm with symmetric memory, chunked or fused.
     """
 
     op: str
@@ -76,7 +78,7 @@ class Plan:
 
     @property
     def has_workspace(self) -> bool:
-        return self.algorithm not in ("unfused", "pipelined")
+        return self.algorithm in env.WITH_WORKSPACE
 
     def __repr__(self) -> str:
         rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
@@ -164,8 +166,8 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
 
 
 def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Member, reason: str) -> Plan:
-    """Of unfused and pipelined the one that is estimated to be faster. ``reason``: why nothing else can run."""
-    constants, kind = _constants(member), _kind(dtype, member)
+    """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
+    constants, kind = constants_of(member), _kind(dtype, member)
     chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
     why = model.decode_reason(exchange.for_all, chunk_bytes, constants) or _reject_uneven(None, exchange, member)
     if why is None:
@@ -183,13 +185,13 @@ def _pipelined(
     op: str, exchange: Exchange, dtype: torch.dtype, member: Member, why: str, num_pieces: int | None = None
 ) -> Plan:
     if num_pieces is None:
-        num_pieces, _ = model.pipelined(op, exchange, _kind(dtype, member), _constants(member))
+        num_pieces, _ = model.pipelined(op, exchange, _kind(dtype, member), constants_of(member))
     pieces = exchange.for_all.pieces(num_pieces)
     sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
     return Plan(op, "pipelined", why, 0, len(pieces), int(sent_bytes(model.KINDS[op], sent, exchange.group_size)))
 
 
-def _constants(member: Member) -> Constants:
+def constants_of(member: Member) -> Constants:
     """The numbers to estimate by; across hosts with data sheets' of the link between them, unless it was measured."""
     topology = member.topology
     constants = topology.constants or model.DEFAULTS[member.device.type]
@@ -203,7 +205,7 @@ def _kind(dtype: torch.dtype, member: Member) -> str:
 
 
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
-    constants, kind = _constants(member), _kind(dtype, member)
+    constants, kind = constants_of(member), _kind(dtype, member)
     if member.device.type == "cpu":
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
     if why := model.decode_reason(exchange.for_all, exchange.chunk_numel * dtype.itemsize, constants):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm import env
 from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import Check, Timing, check_values, measure
@@ -19,7 +20,7 @@ from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ALGORITHMS = (AUTO, "unfused", "chunked", "fused")
+ALGORITHMS = (AUTO, *env.ALGORITHMS)
 NOTHING = Timing(0.0, 0.0, 0.0, 0.0, 0.0)
 # busbw / algbw in a group of R, as nccl-tests defines them
 BUS: dict[str, Callable[[int], float]] = {

@@ -62,7 +62,7 @@ class CollectiveReport:
         saving_us: microseconds that fusing it saves per run of the graph, as the cost model (`fusedcomm/cost/model.py`)
             estimates them.
         call: the arguments of the op, from which `plan` follows.
-        plan: how the op runs: "unfused", "chunked" or "fused"; known after the first call of its group.
+        plan: how the op runs: "unfused", "chunked", "fused" or "pipelined"; known after the first call of its group.
     """
 
     graph: str  # "forward", "backward" or "inference"
@@ -77,7 +77,7 @@ class CollectiveReport:
 
     @property
     def plan(self) -> str:
-        """How the op runs: unfused, chunked or fused; known after the group's first call."""
+        """The algorithm of the op's plan; known after the group's first call."""
         return "" if self.call is None else self.call.plan()
 
     def __str__(self) -> str:

@@ -238,7 +238,7 @@ def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> M
 
 
 NUM_PIECES = (2, 4, 8, 16, 32)  # that are compared
-_SLOWER_BESIDE_NCCL = 8 / 7  # of a GPU's SMs its collectives take some 16 of 132
+_SLOWER_BESIDE_NCCL = 8 / 7  # a GPU's collectives take some 16 of its 132 SMs
 
 
 @functools.lru_cache(maxsize=1024)
@@ -255,9 +255,12 @@ def in_pieces(op: str, exchange: Exchange, dtype: str, constants: Constants, num
 
 
 @functools.lru_cache(maxsize=64)
-def across_hosts(constants: Constants, at: Reach) -> Constants:
-    """With collectives as `links` estimates them where a group spans hosts."""
-    inter = CPU_INTER_BANDWIDTH if constants.device_type == "cpu" else INTER_BANDWIDTH
+def across_hosts(constants: Constants, at: Reach, inter: float | None = None) -> Constants:
+    """With collectives as `links` estimates them where a group spans hosts.
+
+    ``inter``: bytes per second of one rank between hosts, if they are known.
+    """
+    inter = inter or (CPU_INTER_BANDWIDTH if constants.device_type == "cpu" else INTER_BANDWIDTH)
     by_link = {kind: {INTRA: inside, INTER: inter} for kind, inside in constants.backend_bandwidth.items()}
     rates = {kind: rate(kind, at, bandwidth) for kind, bandwidth in by_link.items()}
     hops = {kind: seconds(kind, 0.0, at, bandwidth)[0] for kind, bandwidth in by_link.items()}

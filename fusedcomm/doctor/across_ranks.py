@@ -59,6 +59,14 @@ class GroupAnswer:
         return len({rank["boot"] for rank in self.ranks})
 
     @property
+    def ranks_by_host(self) -> list[list[int]]:
+        """The ranks that share memory, by host; several containers of a machine are several hosts."""
+        found: dict[str, list[int]] = {}
+        for rank, facts in enumerate(self.ranks):
+            found.setdefault(facts["host"], []).append(rank)
+        return list(found.values())
+
+    @property
     def gpus_by_rank(self) -> dict[int, int]:
         """How many GPUs each rank sees."""
         return {rank: len(facts["gpus"]) for rank, facts in enumerate(self.ranks)}
@@ -118,6 +126,17 @@ def find_differences(group: GroupAnswer) -> list[Finding]:
         findings += _must_be_equal("GPUs by rank", group.gpus_by_rank, ERROR, text, advice)
     text = f"{len(ranks)} ranks on {group.num_hosts} host(s) have the same versions and settings"
     return findings or [Finding("ranks", "ranks", OK, text)]
+
+
+def find_hosts(group: GroupAnswer) -> list[Finding]:
+    """Which ranks share memory, where not all of them do, and what groups across them run."""
+    hosts = group.ranks_by_host
+    if len(hosts) == 1:
+        return []
+    used = {verdict.algorithm for verdict in group.verdicts if verdict.used}
+    text = f"ranks share memory inside {len(hosts)} hosts ({'; '.join(map(ranks_text, hosts))}); "
+    text += f"groups across them run {' or '.join(sorted(used))}"
+    return [Finding("network", "hosts", OK, text)]
 
 
 def find_verdicts(group: GroupAnswer, primary: str | None) -> list[Finding]:

@@ -16,6 +16,7 @@ import torch
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from fusedcomm.machine import PACKAGES, available_cpus, version
 from fusedcomm.runtime import topology
+from fusedcomm.runtime.nccl_options import nccl_version_text
 
 CONTAINERS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "singularity"}
 
@@ -26,7 +27,7 @@ def versions(driver: str | None, cuda_driver: str | None) -> dict[str, str | Non
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
-        "nccl": _nccl(),
+        "nccl": nccl_version_text(),
         "driver": driver,
         "cuda of the driver": cuda_driver,
     }
@@ -85,14 +86,6 @@ def sees_no_gpu(torch_gpus: int, nvml_gpus: int) -> list[Finding]:
         return [Finding("gpus", "torch", OK, f"{text}: CUDA_VISIBLE_DEVICES says so")]
     advice = "compare the versions of the driver and of torch's CUDA; in a container pass all GPUs (--gpus all)"
     return [Finding("gpus", "torch", ERROR, text, advice)]
-
-
-def _nccl() -> str | None:
-    """The version that torch was built with."""
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def _wrong_torch(installed: str | None) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 OK, ABSENT, WARNING, ERROR = "ok", "absent", "warning", "error"
-SECTIONS = ("versions", "system", "gpus", "topology", "settings", "cache", "ranks", "checks", "algorithms")
+SECTIONS = ("versions", "system", "gpus", "topology", "network", "settings", "cache", "ranks", "checks", "algorithms")
 REFERRED = 40  # characters: a shorter text is told again
 LEVELS = {
     OK: "usable",

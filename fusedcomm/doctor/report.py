@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fusedcomm.doctor import across_ranks, cache, checks, facts, gpus, pci, settings
+from fusedcomm import env
+from fusedcomm.doctor import across_ranks, cache, checks, facts, gpus, network, pci, settings
 from fusedcomm.doctor.across_ranks import GroupAnswer
 from fusedcomm.doctor.checks import CheckRanks
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, exit_code, in_order
@@ -30,6 +31,7 @@ class DoctorReport:
     gpus: list[Gpu]
     pairs: list[Pair]
     pci: dict[str, Any]
+    network: dict[str, Any]
     cache: dict[str, Any] | None
     findings: list[Finding]
     devices: list[dict[str, Any]] = field(default_factory=list)  # as torch sees them
@@ -56,6 +58,7 @@ def survey(machine: Machine) -> DoctorReport:
         machine.gpus,
         machine.pairs,
         pci.survey(),
+        network.survey(),
         cache.survey(),
         [],
     )
@@ -63,6 +66,7 @@ def survey(machine: Machine) -> DoctorReport:
     report.findings += settings.find_limits(num_gpus, platform.release())
     report.findings += facts.sees_no_gpu(num_gpus, len(machine.gpus))
     report.findings += pci.find(report.pci, num_gpus)
+    report.findings += network.find(report.network, num_gpus, platform.release())
     report.findings += settings.find(num_gpus)
     report.findings += cache.find(report.cache)
     return report
@@ -80,7 +84,7 @@ def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Call
     if theirs is not None:
         _heard(report, theirs)
     if isinstance(theirs, GroupAnswer):
-        report.findings += across_ranks.find_differences(theirs)
+        report.findings += across_ranks.find_differences(theirs) + across_ranks.find_hosts(theirs)
     with CheckRanks(2) as ranks:
         if theirs is None:
             _heard(report, _ask(ranks, "cpu", CPU_S))
@@ -167,7 +171,7 @@ def _check_ranks(report: DoctorReport, ranks: CheckRanks, device_type: str, limi
         for verdict in each.verdicts
         if verdict.device == device_type and verdict.can_run
     ]
-    if set(can_run) > {"unfused"}:
+    if not set(env.WITH_WORKSPACE).isdisjoint(can_run):
         advice = "peers' memory does not work here: see the findings above; FUSEDCOMM_ALGORITHM=unfused avoids it"
         name = f"{device_type} symmetric memory"
         report.findings.append(ranks.check(name, advice, limit_s, checks.rendezvous, device_type))

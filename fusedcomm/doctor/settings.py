@@ -15,6 +15,7 @@ from fusedcomm import env
 from fusedcomm.doctor.findings import ERROR, OK, WARNING, Finding
 
 GIB, MIB = 1 << 30, 1 << 20
+INTERFACES = Path("/sys/class/net")
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # include/linux/proc_ns.h
 
 
@@ -35,6 +36,23 @@ def _on(value: str) -> bool:
 
 def _fewer_than_8(value: str) -> bool:
     return value.isdigit() and int(value) < 8
+
+
+def _no_interface_of_nccl(value: str) -> bool:
+    """NCCL takes prefixes of names, whole names behind ``=``, and, behind ``^``, all but these."""
+    if value.startswith("^"):
+        return False
+    wanted = [name.partition(":")[0] for name in value.removeprefix("=").split(",")]
+    matches = str.__eq__ if value.startswith("=") else str.startswith
+    return not any(matches(name, each) for name in _interfaces() for each in wanted)
+
+
+def _no_interface_of_gloo(value: str) -> bool:
+    return not set(value.split(",")) <= set(_interfaces())
+
+
+def _interfaces() -> list[str]:
+    return [path.name for path in INTERFACES.glob("*")]
 
 
 RULES = (
@@ -83,6 +101,62 @@ RULES = (
         WARNING,
         "NCCL cannot share memory that other processes can map: its own collectives, so unfused, are slower",
         "unset it",
+    ),
+    Rule(
+        "NCCL_WIN_ENABLE",
+        lambda value: value == "0",
+        WARNING,
+        "no memory can be registered as windows: collectives take SMs, whatever fusedcomm.nccl_options() asks for",
+        "unset it",
+    ),
+    Rule(
+        "NCCL_IB_DISABLE",
+        lambda value: value == "1",
+        WARNING,
+        "groups across hosts go through TCP sockets, and not through InfiniBand or RoCE",
+        "unset it where there are such adapters",
+    ),
+    Rule(
+        "NCCL_NET",
+        lambda value: value.lower() == "socket",
+        WARNING,
+        "groups across hosts go through TCP sockets, and not through InfiniBand or RoCE",
+        "unset it where there are such adapters",
+    ),
+    Rule(
+        "NCCL_NET_GDR_LEVEL",
+        lambda value: value.upper() in ("0", "LOC"),
+        WARNING,
+        "no adapter may reach GPU memory: what GPUs send to other hosts is copied to the host first",
+        "unset it",
+    ),
+    Rule(
+        "NCCL_SOCKET_IFNAME",
+        _no_interface_of_nccl,
+        ERROR,
+        "names no network interface of this host: NCCL does not start",
+        "name one of /sys/class/net, or unset it",
+    ),
+    Rule(
+        "GLOO_SOCKET_IFNAME",
+        _no_interface_of_gloo,
+        ERROR,
+        "names a network interface that this host does not have: gloo does not start",
+        "name some of /sys/class/net, or unset it",
+    ),
+    Rule(
+        "TORCH_NCCL_BLOCKING_WAIT",
+        _on,
+        WARNING,
+        "the host waits for each collective: `pipelined` prepares no next piece meanwhile",
+        "unset it",
+    ),
+    Rule(
+        "TORCH_DISTRIBUTED_DEBUG",
+        lambda value: value.upper() == "DETAIL",
+        WARNING,
+        "torch compares every collective over the ranks before it starts: `unfused` and `pipelined` are slow",
+        "unset it but to debug",
     ),
     Rule(
         "TORCH_SYMMMEM",

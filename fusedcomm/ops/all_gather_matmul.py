@@ -117,8 +117,8 @@ def all_gather_matmul(
             process that was forked from a rank, or in the capture of a CUDA graph without a call in
             `before_capture` before it.
 
-    A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
-    errors.
+    A call that runs ``unfused`` or ``pipelined`` (see `explain`) exchanges by the process group's own collectives, and
+    raises their errors.
 
     Example, on each of 2 ranks::
 

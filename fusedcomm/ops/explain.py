@@ -58,7 +58,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
 
         x, w = torch.empty(64, 8, device="meta"), torch.empty(8, 6, device="meta")
         plan = fusedcomm.explain("matmul_all_reduce", x, w)
-        assert plan.algorithm in ("unfused", "chunked", "fused") and plan.reason
+        assert plan.algorithm in ("unfused", "chunked", "fused", "pipelined") and plan.reason
     """
     if op not in _OPS:
         raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")

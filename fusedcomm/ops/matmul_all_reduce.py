@@ -59,7 +59,7 @@ def matmul_all_reduce(
         A contiguous tensor of y's shape [..., N], the same on every rank.
 
     Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more, so that the results of
-    `chunked` and `fused` are bit-equal from run to run and between ranks.
+    `chunked`, `fused` and `pipelined` are bit-equal from run to run and between ranks.
 
     Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
     the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
@@ -78,8 +78,8 @@ def matmul_all_reduce(
             process that was forked from a rank, or in the capture of a CUDA graph without a call in
             `before_capture` before it.
 
-    A call that runs ``unfused`` (see `explain`) exchanges by the process group's own collectives, and raises their
-    errors.
+    A call that runs ``unfused`` or ``pipelined`` (see `explain`) exchanges by the process group's own collectives, and
+    raises their errors.
 
     Example, on each of 2 ranks::
 

@@ -40,7 +40,7 @@ class Topology:
     prove: bool = False  # whether an algorithm must be proved before it is used
     outcomes: Mapping[str, str] = field(default_factory=dict)  # what proofs have found, as `proof_file` names them
     results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
-    backend: str = ""  # of the group's own collectives on this device type
+    backend: str = ""  # what runs the group's own collectives on this device type
     across: Reach | None = None  # what the group spans, where it has several hosts
     num_hosts: int = 1
     measured_apart: bool = False  # whether constants were measured without workspace, over as many hosts

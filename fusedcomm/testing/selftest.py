@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 import fusedcomm
 from fusedcomm.bench.op_bench import OpBench
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.env import ALGORITHMS
+from fusedcomm.env import ALGORITHMS, WITH_WORKSPACE
 from fusedcomm.ops import explain, proof
 from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.whole_group import MatmulSize
@@ -258,10 +258,10 @@ def _falls_back(group: ProcessGroup, device: torch.device, because: str) -> str:
     with fusedcomm.force_algorithm(None):
         calls = [small(op, device) for op in PROGRAMS]
         plans = [data.plan(group) for data in calls]
-        other = [plan for plan in plans if plan.algorithm != "unfused" or because not in plan.reason]
-        _must_hold(group, f"must be unfused ({because}), got {other[0]}" if other else None, "plan")
-        _must_be_right(calls, group, "unfused")
-    return f"all five ops unfused and exact, because {plans[-1].reason}"
+        other = [plan for plan in plans if plan.has_workspace or because not in plan.reason]
+        _must_hold(group, f"must need no workspace ({because}), got {other[0]}" if other else None, "plan")
+        _must_be_right(calls, group, "unfused or pipelined")
+    return f"all five ops without a workspace and exact, because {plans[-1].reason}"
 
 
 def small(op: str, device: torch.device, seed: int = 0) -> ExactCall:
@@ -286,7 +286,7 @@ def _with_workspace(device: torch.device) -> list[str]:
     """The algorithms that wait by the flags of a workspace. Raises Skipped if there are none."""
     with own_group() as group:
         can, cannot = _runnable(group, device)
-    if algorithms := [name for name in can if name != "unfused"]:
+    if algorithms := [name for name in can if name in WITH_WORKSPACE]:
         return algorithms
     raise Skipped(cannot["chunked"])
 
@@ -353,7 +353,9 @@ CHECKS = {
         SelftestCheck("proofs", "every algorithm passes the proof that comes before its first use", _check_proofs),
         SelftestCheck("time-out", "a rank that does not call is named, in bounded time", _check_time_out),
         SelftestCheck("mismatch", "ranks in different calls are all told", _check_mismatch),
-        SelftestCheck("fallback, memory", "a cap that is too small means unfused, and says so", _check_cap),
+        SelftestCheck(
+            "fallback, memory", "a cap that is too small means that no workspace is used, and says so", _check_cap
+        ),
         SelftestCheck("fallback, vote", "where one rank cannot, nobody does", _check_vote),
     )
 }

@@ -16,7 +16,7 @@ class CallLock {
     while (true) {
       {
         WithoutGil gil;
-        if (mutex_.try_lock_for(kSlice)) return;
+        if (mutex_.try_lock_until(Clock::now() + kSlice)) return;
       }
       check_python_signals();
     }
@@ -24,6 +24,11 @@ class CallLock {
   void unlock() { mutex_.unlock(); }
 
  private:
+#if defined(__SANITIZE_THREAD__)
+  using Clock = std::chrono::system_clock;  // by pthread_mutex_clocklock, which it does not see, it finds no lock taken
+#else
+  using Clock = std::chrono::steady_clock;
+#endif
   static constexpr auto kSlice = std::chrono::milliseconds(50);
 
   std::recursive_timed_mutex mutex_;

@@ -25,9 +25,11 @@ from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.cost import model
+from fusedcomm.cost.links import INTER, Reach
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import Splits
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.ops import proof
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import topology, triton_probe
 from fusedcomm.runtime.group_member import Member
@@ -123,6 +125,56 @@ def test_parts_of_different_sizes_are_in_no_cuda_graph(capturing: list[bool], na
         with fusedcomm.before_capture():
             plan = planner.plan(OP, UNEVEN, BF16, member())
     assert plan.algorithm == "unfused" and plan.reason.endswith(": a CUDA graph would keep the host's table of them")
+
+
+ACROSS = replace(NO_PEERS, backend="nccl", across=Reach(INTER, 2, 1, 1))
+NO_NVLINK = replace(NO_TRITON, backend="nccl")
+ON_MPI = replace(ACROSS, backend="mpi")
+WIDE = shapes.matmul_all_to_all((8192, 8192), (8192, 8192), None, 0, 1, 2)  # 64 MiB, and a matmul of 1.4 ms
+
+
+@pytest.mark.parametrize(
+    ("op", "exchange", "verdict", "algorithm", "reason"),
+    [
+        (OP, WIDE, ACROSS, "pipelined", "rank 1 is on another host than rank 0; estimated "),
+        (OP, WIDE, NO_NVLINK, "unfused", "rank 0: Triton is not installed; estimated "),
+        (OP, WIDE, ON_MPI, "unfused", "rank 1 is on another host than rank 0"),
+        (OP, SMALL, ACROSS, "unfused", "rank 1 is on another host than rank 0; estimated "),
+        (OP, DECODE, ACROSS, "unfused", "rank 1 is on another host than rank 0; 16 KiB per peer"),
+        (
+            "matmul_reduce_scatter",
+            FEW_ROWS,
+            ACROSS,
+            "unfused",
+            "rank 1 is on another host than rank 0; 32 rows per rank",
+        ),
+    ],
+)
+def test_without_a_workspace_the_estimates_choose(
+    capturing: list[bool], op: str, exchange: Exchange, verdict: Topology, algorithm: str, reason: str
+) -> None:
+    capturing.append(False)
+    plan = planner.plan(op, exchange, BF16, member(verdict=verdict))
+    assert plan.algorithm == algorithm and plan.reason.startswith(reason), plan
+    assert plan.slot_bytes == 0 and not plan.has_workspace and (plan.num_rounds > 1) == (algorithm == "pipelined")
+    assert (
+        planner.plan(op, exchange, torch.float64, member(verdict=verdict)).reason
+        == "float64 has no overlapped algorithm"
+    )
+
+
+def test_no_graph_has_a_pipelined_call(capturing: list[bool]) -> None:
+    capturing.append(True)
+    assert planner.plan(OP, WIDE, BF16, member(verdict=ACROSS)).algorithm == "unfused"
+    with planner.force_algorithm("pipelined", strict=True), pytest.raises(RuntimeError, match="nobody has captured"):
+        planner.plan(OP, WIDE, BF16, member(verdict=ACROSS))
+
+
+def test_a_forced_pipelined_call_needs_no_proof(capturing: list[bool]) -> None:
+    """It has no kernels of ours, as unfused has none."""
+    capturing.append(False)
+    ours = member(verdict=replace(ACROSS, prove=True))
+    assert not proof.is_unproved(planner.plan(OP, WIDE, BF16, ours), BF16, ours, uneven=False)
 
 
 TERABYTES = replace(ABLE, workspace_bytes=1 << 50)

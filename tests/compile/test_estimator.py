@@ -84,7 +84,7 @@ def test_links_of_a_mesh(mesh: Any) -> None:
     assert reach(dist.group.WORLD.group_name, 8) == links.Reach("inter", 64, 56, 8)
     assert reach("nobody's", 8) is None
     estimator = Estimator("cuda")
-    assert estimator.can_fuse(name_of(mesh, "tp")) and not estimator.can_fuse(name_of(mesh, "dp"))
+    assert estimator.can_fuse(name_of(mesh, "tp")) and estimator.can_fuse(name_of(mesh, "dp"))
     assert not estimator.can_fuse("nobody's")
 
 
@@ -323,7 +323,7 @@ def test_an_op_of_ours_has_its_matmul_beside_what_it_sends(mesh: Any) -> None:
 
 @pytest.mark.parametrize("dim", ["dp", "tp"])
 def test_an_op_of_ours_that_runs_unfused_costs_so(mesh: Any, dim: str) -> None:
-    """An op runs unfused between nodes, or where the planner has too few rows."""
+    """The planner has too few rows, whether between nodes or inside one."""
     group_name, estimator = name_of(mesh, dim), Estimator("cuda")
     with FakeTensorMode():
         x, w = torch.empty(64, 4096, dtype=BF16), torch.empty(4096, 4096, dtype=BF16)
@@ -332,6 +332,24 @@ def test_an_op_of_ours_that_runs_unfused_costs_so(mesh: Any, dim: str) -> None:
     assert found.transfer == transfer and found.fused_ms is not None
     calls = {"dp": transfer.ms, "tp": 7 * x.numel() * 2 / 200e6 + 0.025}
     assert found.fused_ms == pytest.approx(found.compute_ms + calls[dim])
+
+
+def test_an_op_of_ours_is_pipelined_between_nodes(mesh: Any) -> None:
+    """It takes the link between them, and most of that is hidden behind the matmul, or the other way round."""
+    dp, estimator = name_of(mesh, "dp"), Estimator("cuda")
+    with FakeTensorMode():
+        x, w = torch.empty(4096, 8192, dtype=BF16), torch.empty(8192, 8192, dtype=BF16)
+    found = estimator.fused("all_gather_matmul", (x, [w], [None], 0, False, *[None] * 3, 8, dp))
+    wire = estimator.transfer("all_gather", x.numel() * 2, dp)
+    assert found.transfer == wire and wire.link == links.INTER and found.fused_ms is not None
+    longer, shorter = max(found.compute_ms, wire.ms), min(found.compute_ms, wire.ms)
+    assert longer < found.fused_ms < longer + shorter / 2
+    from torch._inductor import config
+
+    with config.patch(inter_node_bw=500):
+        faster = Estimator("cuda")
+    ten_times = faster.fused("all_gather_matmul", (x, [w], [None], 0, False, *[None] * 3, 8, dp))
+    assert ten_times.fused_ms is not None and ten_times.fused_ms < found.fused_ms
 
 
 def test_what_the_planner_leaves_unfused_as_nobody_measured_it(mesh: Any) -> None:

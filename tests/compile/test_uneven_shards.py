@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,16 +14,18 @@ import fusedcomm.compile
 from tests.helpers.graphs import recorded_graphs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import mesh
-from tests.helpers.thorough import thorough_but
+from tests.helpers.thorough import soak_but
 
 K, DIM = 8, 4
 SIZES = {"tokens": (1, 0), "heads": (0, 1), "both": (1, 1)}  # what is added to a size that R divides
 
 
 @on_ranks()
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("case", thorough_but(["tokens"], SIZES))
-@pytest.mark.parametrize("commute", thorough_but([True], [True, False]))
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("commute", "case", "world_size"),
+    soak_but([(True, "tokens", 2), (True, "both", 3), (False, "heads", 2)], product([True, False], SIZES, [2, 3])),
+)
 def test_all_ranks_leave_it(rank: int, world_size: int, case: str, commute: bool) -> None:
     more_tokens, more_heads = SIZES[case]
     tokens, heads = 3 * world_size + more_tokens, 2 * world_size + more_heads

@@ -262,7 +262,9 @@ def product(m: int, k: int, n: int, device: str) -> Any:
 def test_a_fused_collective_saves_what_the_matmul_hides_and_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"backend_bandwidth": dict.fromkeys(KINDS, 3e6), "backend_latency": dict.fromkeys(KINDS, 1.0)}
     slow = replace(GPU, copy_bandwidth=2e6, matmul_flops=dict.fromkeys(model.ITEMSIZE, 2.0 * 1024**3), **rates)
-    monkeypatch.setattr(members, "known_member", lambda *_: SimpleNamespace(topology=SimpleNamespace(constants=slow)))
+    monkeypatch.setattr(
+        members, "known_member", lambda *_: SimpleNamespace(topology=SimpleNamespace(across=None, constants=slow))
+    )
     short, long = product(1024, 1024, 1024, "cuda:0"), product(1024, 16384, 1024, "cuda:0")
     call = collective("all_to_all", 4_000_000, "cuda:0")  # 3 MB sent: 2 s; copies: 4 s
     assert saving_us(call, [short]) == close((3 / 4 + 4) * 1e6)  # 1 s of matmul, of which 3 chunks run beside

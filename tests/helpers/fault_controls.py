@@ -11,10 +11,10 @@ from unittest import mock
 
 from torch import Tensor
 
-from fusedcomm.ops import dispatch
+from fusedcomm.ops import dispatch, prepared
 from fusedcomm.runtime import members, segment
 from fusedcomm.runtime.workspace import Round, Workspace
-from fusedcomm.testing.faults import Cell
+from fusedcomm.testing.faults import Cell, select
 
 
 def ignore_broken_words() -> Any:
@@ -43,6 +43,15 @@ def compare_no_fingerprints() -> Any:
 def leave_calls_unguarded() -> Any:
     """A round that is left half way is taken for the next one."""
     return mock.patch.object(Workspace, "guarded", lambda self, op: nullcontext())
+
+
+def leave_prepared_calls_unguarded() -> Any:
+    return mock.patch.object(prepared.Rescue, "abandon", lambda self, error: None)
+
+
+def wait_for_nobody_in_prepared_calls() -> Any:
+    """A wait that is not over soon is over."""
+    return mock.patch.object(prepared.Rescue, "wait", lambda self, *args: None)
 
 
 def wait_for_nobody() -> Any:
@@ -95,7 +104,8 @@ class Control:
 
 
 def _control(off: Any, name: str, found: str) -> Control:
-    return Control(off, Cell(*name.split("/")), found)
+    (cell,) = select([name])
+    return Control(off, cell, found)
 
 
 NO_DEADLINE = _control(have_no_deadline, "chunked/all_gather_matmul/one-fewer/later-call", "")  # takes long
@@ -110,6 +120,8 @@ CONTROLS = {
         _control(count_no_rounds, "chunked/all_gather_matmul/delay/read", "must be right, got"),
         _control(write_beyond_the_slot, "chunked/matmul_reduce_scatter/gc/push", "a segment has changed"),
         _control(reset_nothing, "chunked/matmul_all_reduce/raise/signal", "PeerError"),
+        _control(leave_prepared_calls_unguarded, "chunked/all_gather_matmul-prepared/raise/read", "is wrong"),
+        _control(wait_for_nobody_in_prepared_calls, "chunked/matmul_all_reduce-prepared/delay/call", "must be right"),
         _control(take_children_for_ranks, "chunked/matmul_all_reduce/fork/enter", "a forked child must be refused"),
     )
 }

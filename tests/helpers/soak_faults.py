@@ -14,13 +14,15 @@ from unittest import mock
 import torch
 
 from fusedcomm.algorithms.transport import CpuTransport
-from fusedcomm.runtime import members, segment, workspace
+from fusedcomm.ops import prepared
+from fusedcomm.runtime import members, segment, tape, workspace
 from tests.soak import invoke, worker
 from tests.soak.jitter import jitter
 from tests.soak.known_values import KnownValues
 from tests.soak.outcome import SoakOutcome
 
 LATE_S = 0.003
+LATER_S = 0.03  # longer than a prepared call waits without Python
 SHARE = 0.3  # share of signals and waits that are late
 
 
@@ -111,6 +113,26 @@ def _late_reads(joined: bool) -> Iterator[None]:
 
 
 @contextmanager
+def tapes_without_waits() -> Iterator[None]:
+    """Waits are made, but not recorded."""
+    with mock.patch.object(tape.Recorder, "wait", lambda self, src_rank: None):
+        yield
+
+
+@contextmanager
+def tapes_without_long_waits() -> Iterator[None]:
+    """What prepared calls leave to Python is not done. Rank 1 of each group makes them wait."""
+    results = invoke.results
+
+    def late(data: KnownValues, rank: int, *args: Any) -> list[torch.Tensor]:
+        time.sleep(LATER_S if rank == 1 else 0)
+        return results(data, rank, *args)
+
+    with mock.patch.object(prepared.Rescue, "wait", lambda *args: None), mock.patch.object(invoke, "results", late):
+        yield
+
+
+@contextmanager
 def wrong_element() -> Iterator[None]:
     """One element of a float16 matmul_reduce_scatter is wrong, on rank 1 of a group."""
     results = invoke.results
@@ -125,12 +147,16 @@ def wrong_element() -> Iterator[None]:
         yield
 
 
+ON_TAPES = (tapes_without_waits, tapes_without_long_waits, wrong_element)  # others are in functions that tapes run past
+
+
 def run_without(
     rank: int, fault: Callable[[], Any], seed: int, index: int, steps: Sequence[int] | None = None, wait_s: int = 90
 ) -> SoakOutcome:
-    """Run a program under ``fault``, with many delays. There are no tapes, which would run past ``fault``."""
+    """Run a program under ``fault``, with many delays, and with tapes if they have it too."""
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(members.Member, "prepare_calls", lambda self: None))
+        if fault not in ON_TAPES:
+            patches.enter_context(mock.patch.object(members.Member, "prepare_calls", lambda self: None))
         patches.enter_context(mock.patch.dict(worker.WAIT_S, cpu=wait_s))
         patches.enter_context(fault())
         patches.enter_context(jitter(f"{seed} {index} {rank}", SHARE))

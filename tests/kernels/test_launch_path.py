@@ -253,10 +253,11 @@ def fused_sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.thorough
-def test_calls_launch_what_they_must(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
+def test_calls_launch_what_they_must(dtype: str, tmp_path: Path) -> None:
     """The public functions, in one round and in several."""
-    cases = run(tmp_path, Target("installed", 90), "ops", "few", "bfloat16", "float32")
-    assert len(cases) == 2 * 2 * (2 * 5 + 2 * 2)
+    cases = run(tmp_path, Target("installed", 90), "ops", "few", dtype)
+    assert len(cases) == 2 * (2 * 5 + 2 * 2)
     for case in cases:
         num_rounds = launched_rounds(case)
         assert num_rounds >= (2 if "aligned" in case["case"] else 1)
@@ -273,7 +274,9 @@ def launched_rounds(case: dict[str, Any]) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("target", [Target("installed", 90), Target("3.6", 90)], ids=str)
+@pytest.mark.parametrize(
+    "target", [Target("installed", 90), pytest.param(Target("3.6", 90), marks=pytest.mark.soak)], ids=str
+)
 def test_calls_with_parts_of_different_sizes_launch_what_even_ones_do(target: Target, tmp_path: Path) -> None:
     """Their tables reach the kernels as pointers into memory of the call. An empty part takes no launch of its own."""
     cases = run(tmp_path, target, "uneven", "bfloat16")

@@ -26,7 +26,7 @@ from tests.helpers.op_problems import (
     loss_weights,
 )
 from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, unflat
-from tests.helpers.thorough import ALL_ALGORITHMS
+from tests.helpers.thorough import ALL_ALGORITHMS, thorough_but
 
 
 def leaves(problem: Problem, rank: int, frozen: str = "", dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -175,7 +175,7 @@ FROZEN = [
 ]
 
 
-@pytest.mark.parametrize("frozen", ["x", "w", "b", "xb", "wb", "xw"])
+@pytest.mark.parametrize("frozen", thorough_but(["x", "wb"], ["x", "w", "b", "xb", "wb", "xw"]))
 @pytest.mark.parametrize("name", FROZEN)
 def test_gradients_with_frozen_inputs(ranks: Any, name: str, frozen: str) -> None:
     for algorithm in ("unfused", "chunked"):
@@ -266,7 +266,10 @@ def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "min_piece"), [(2, 1), (2, 128), (3, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "min_piece"),
+    [(3, 1), pytest.param(2, 128, marks=pytest.mark.thorough), pytest.param(2, 1, marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
 def test_chunks_multiplied_one_by_one(rank: int, problem: Problem, world_size: int, min_piece: int) -> None:
     """The problems are small, so thresholds are lowered below which chunks are not multiplied one by one."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.algorithms.chunk_matmul import PushedMatmul
 from fusedcomm.ops import dispatch
+from fusedcomm.runtime import flight_recorder
 from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.groups import fresh_group, member_of
+from tests.helpers.heaps import in_child
 from tests.helpers.in_place import (
     LATE_S,
     TO_ALL,
@@ -35,6 +38,7 @@ from tests.helpers.in_place import (
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import python_calls
 from tests.helpers.problems import Problem
+from tests.helpers.waiting import wait_until
 
 
 def stopped(original: Callable[..., Any], pid: int) -> Callable[..., Any]:
@@ -168,6 +172,40 @@ def test_ctrl_c_in_a_prepared_call(rank: int, after_s: float) -> None:
             results_of(group, TO_ALL, 1)
         dist.barrier(group)
         fusedcomm.reset(group)
+        warm_up(group, TO_ALL)
+
+
+@on_ranks(2)
+def test_a_child_of_a_process_whose_peer_writes(rank: int, tmp_path: Path) -> None:
+    """Rank 0 has posted its result and waits while it forks. What its child writes then reaches neither rank."""
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        warm_up(group, TO_ALL)
+        held = results_of(group, TO_ALL)
+        warm_up(group, TO_ALL)  # the next block
+        heap = member_of(group).workspace.results
+
+        def write() -> bool:
+            others = [heap.empty(held[0].shape, torch.float32).fill_(9) for _ in range(8)]
+            with pytest.raises(RuntimeError, match="was forked from rank"):
+                results_of(group, TO_ALL, 1)
+            return bool((held[0].fill_(9) == 9).all()) and not any(map(heap.place, others))
+
+        with python_calls() as ran:
+            if rank == 0:
+                found: list[list[Tensor]] = []
+                thread = threading.Thread(target=lambda: found.append(results_of(group, TO_ALL, 1)))
+                thread.start()
+                wait_until(lambda: flight_recorder.last()[-1].state == flight_recorder.RUNNING)
+                assert in_child(write) == 0
+                (tmp_path / "written").touch()
+                thread.join()
+                assert arrived(group) == [1]
+            else:
+                wait_until((tmp_path / "written").exists)
+                found = [results_of(group, TO_ALL, 1)]
+            assert ran == []
+        assert_exact(found[0], wanted(group, TO_ALL, 1))
+        assert_exact(held, wanted(group, TO_ALL))
         warm_up(group, TO_ALL)
 
 

@@ -107,7 +107,7 @@ def check_case(rank: int, case: Uneven, num_ranks: int, algorithm: str, calls: i
             check_call(case, rank, num_ranks, seed)
 
 
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(ranks: Any, name: str, algorithm: str) -> None:
     num_ranks, case = CASES[name]
@@ -168,14 +168,14 @@ def check_cases(rank: int, cases: dict[str, Uneven], num_ranks: int, algorithm: 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
 def test_eight_ranks(ranks: Any, algorithm: str) -> None:
     assert any(size > 1 for _, size in KV_4)
     ranks(8).run(check_cases, EIGHT, 8, algorithm)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 def test_heads_of_every_remainder(ranks: Any, num_ranks: int, algorithm: str) -> None:
     cases = {f"{heads} heads": into_attention(5, heads) for heads in range(1, 2 * num_ranks + 1)}
@@ -208,13 +208,15 @@ def test_nothing_is_kept_for_the_backward(rank: int, world_size: int, op: str) -
     """What was exchanged is exchanged again."""
     case = out_of_attention(7, 5) if op == BACK else Uneven(GATHER, (7, 4), gather_dim=0)
     keeps = {"save_exchanged" if op == BACK else "save_gathered": False}
-    for algorithm in ("unfused", "chunked"):
+    for algorithm in ("unfused", "chunked", "pipelined"):
         with fusedcomm.force_algorithm(algorithm, strict=True):
             check_call(case, rank, world_size, 0, **keeps)
 
 
 @on_ranks()
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", pytest.param("fused", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "algorithm", ["unfused", "chunked", "pipelined", pytest.param("fused", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 @pytest.mark.parametrize(
     "count", [12, pytest.param(150, marks=pytest.mark.thorough), pytest.param(3000, marks=pytest.mark.soak)]
@@ -231,7 +233,7 @@ def test_random_calls(rank: int, count: int, world_size: int, algorithm: str) ->
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
 @pytest.mark.parametrize("heads", [3, 1], ids=["one-on-a-rank", "none-on-a-rank"])
 def test_ranks_that_count_other_dims_as_k(rank: int, heads: int, algorithm: str) -> None:
     """A rank with one part of K, or none, takes the dim for rows. All ranks exchange plainly, in the backward too."""
@@ -254,6 +256,7 @@ MANY_ROUNDS = {
     "out": out_of_attention(200, 5, gather=(1, 0, 4), scatter=(6, 0, 194), bias=True),
     "gather": Uneven(GATHER, (300, 40), gather_dim=0, gather=(290, 0, 10)),
     "gather-k": Uneven(GATHER, (300, 40), gather_dim=1),
+    "rows-of-two-dims-on-some-ranks": Uneven(BACK, (2, 200, 21), gather_dim=2, scatter_dim=0),
     "reduce": Uneven(REDUCE, (300, 40), scatter_dim=0, scatter=(1, 299, 0)),
     "reduce-columns": Uneven(REDUCE, (300, 40), scatter_dim=1),
 }

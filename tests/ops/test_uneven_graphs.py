@@ -57,14 +57,15 @@ def inputs(program: Any, total: int, rank: int, world_size: int) -> list[Tensor]
     return [torch.randn(shape).requires_grad_() for shape in shapes[program]]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("program", "backend"),
+    ("program", "backend", "world_size"),
     [
-        pytest.param(into, "inductor", marks=pytest.mark.thorough),
-        pytest.param(out_of, "inductor", marks=pytest.mark.thorough),
-        pytest.param(gathered, "aot_eager", marks=pytest.mark.thorough),
-        pytest.param(reduced, "aot_eager", marks=pytest.mark.thorough),
+        (into, "inductor", 2),
+        pytest.param(into, "inductor", 3, marks=pytest.mark.soak),
+        pytest.param(out_of, "inductor", 2, marks=pytest.mark.soak),
+        (out_of, "inductor", 3),
+        *((program, "aot_eager", world_size) for program in (gathered, reduced) for world_size in (2, 3)),
     ],
 )
 def test_two_graphs_are_enough_for_every_remainder(world_size: int, program: Any, backend: str) -> None:

@@ -40,9 +40,21 @@ CALLS = 6  # back to back with fresh data: both slots are used again, and again
 WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"]
 
 
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
+def every_problem() -> list[Any]:
+    """Each problem with each algorithm on 2, 3 and 4 ranks. Sizes take turns: one is quick. The others are thorough,
+    and for `unfused` soak tests.
+    """
+    params = []
+    for i, problem in enumerate(ALL_PROBLEMS):
+        for j, algorithm in enumerate(["unfused", "chunked"]):
+            for world_size in (2, 3, 4):
+                left_out = pytest.mark.soak if algorithm == "unfused" else pytest.mark.thorough
+                marks = () if world_size == 2 + (i + j) % 3 else left_out
+                params.append(pytest.param(problem, world_size, algorithm, marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(("problem", "world_size", "algorithm"), every_problem(), ids=str)
 def test_values(ranks: Any, problem: Problem, world_size: int, algorithm: str) -> None:
     """Integers are exact, for every problem of the table in fp32. `fused` and other dtypes: test_gradients.py."""
     ranks(world_size).run(check_values, problem, torch.float32, algorithm, CALLS if algorithm == "chunked" else 2)

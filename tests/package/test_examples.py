@@ -60,7 +60,9 @@ def test_example(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [(), ("--compile",)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--compile",), marks=pytest.mark.soak)], ids=["eager", "compiled"]
+)
 def test_train_tp(options: tuple[str, ...], tmp_path: Path) -> None:
     """Its losses on 2 x 2 ranks, before and after it goes on from a checkpoint, are those of the plain model."""
     losses = []

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.negative_controls import CONTROLS, ROOT, copy_sources, run_tests
+from tests.helpers.controls.control import ROOT, copy_sources, run_tests
+from tests.helpers.negative_controls import CONTROLS
 
 QUICK = ("calls that differ are told apart", "peer indices are checked")
 

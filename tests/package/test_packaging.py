@@ -252,7 +252,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("compiler", ["", NO_COMPILER], ids=["compiler", "no compiler"])
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        pytest.param("", marks=pytest.mark.soak, id="compiler"),  # it takes minutes, and `make setup` compiles as well
+        pytest.param(NO_COMPILER, id="no compiler"),
+    ],
+)
 def test_installed_into_a_venv_it_runs_and_says_once_that_there_is_no_native_part(
     source: Path, compiler: str, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from fusedcomm.launch.ranks import RankPool
 from fusedcomm.ops import prepared
 from fusedcomm.runtime import flight_recorder
 from tests.helpers.groups import call, check, member_of
+from tests.helpers.heaps import in_child
 from tests.helpers.in_place import without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import CALLS, check_prepared, python_calls, started_group
@@ -365,3 +366,20 @@ def test_a_forked_child_is_no_rank(rank: int) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         dist.barrier(group)
         check(group, HEADS, call(group, HEADS, 1), 1)
+
+
+@on_ranks(2)
+def test_a_child_of_a_process_in_a_call_finds_the_records(rank: int, tmp_path: Path) -> None:
+    """A thread waits in a prepared call while another one forks."""
+    with prepared_group() as group:
+        if rank == 0:
+            thread = threading.Thread(target=call, args=(group, HEADS))
+            thread.start()
+            wait_until(lambda: flight_recorder.last()[-1].state == flight_recorder.RUNNING)
+            assert in_child(lambda: flight_recorder.last()[-1].state == flight_recorder.RUNNING) == 0
+            (tmp_path / "forked").touch()
+            thread.join()
+            assert flight_recorder.last()[-1].state == flight_recorder.DONE
+        else:
+            wait_until((tmp_path / "forked").exists)
+            call(group, HEADS)

@@ -1,8 +1,9 @@
 """The native part under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
 
 The tests of symmetric memory run with a native part that is built with each of them, in a copy of the sources. Ranks
-are processes there, and ThreadSanitizer sees no race between processes. So programs have threads: for ranks
-sanitized_words.cpp and sanitized_handles.cpp, for users of one heap of results sanitized_heap.cpp.
+are processes there, and ThreadSanitizer sees no race between processes. So programs have threads. They stand for ranks
+in sanitized_words.cpp, sanitized_handles.cpp and, for calls on tapes, sanitized_tapes.cpp; for users of one heap of
+results in sanitized_heap.cpp. In sanitized_ring.cpp one records calls while another forks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.negative_controls import copy_sources
+from tests.helpers.controls.control import copy_sources
 
 HERE = Path("tests/runtime")
 SYMMETRIC_MEMORY = [
@@ -93,7 +94,7 @@ def run_program(folder: Path, source: str, sanitizer: Sanitizer) -> tuple[int, s
     return done.returncode, found(reports) + done.stderr.decode()  # where UndefinedBehaviorSanitizer reports
 
 
-@pytest.mark.parametrize("program", ["sanitized_words.cpp", "sanitized_handles.cpp", "sanitized_heap.cpp"])
+@pytest.mark.parametrize("program", [f"sanitized_{name}.cpp" for name in ("words", "handles", "tapes", "heap", "ring")])
 @pytest.mark.parametrize("name", SANITIZERS)
 def test_threads(name: str, program: str, tmp_path: Path) -> None:
     copy_sources(tmp_path)
@@ -130,6 +131,36 @@ PLANTED = {
         "  HeapMemory& memory = *block.memory;\n",
         "data race",
     ),
+    "a tape that does not wait": (
+        "thread",
+        "kernels/cpu/tape.h",
+        "        rounds_->wait(each.rank);\n",
+        "",
+        "data race",
+    ),
+    "calls of two threads at once": ("thread", "kernels/cpu/prepared_calls.cpp", "  guard.lock();\n", "", "data race"),
+    # libtsan of g++ 12 does not see pthread_mutex_clocklock, so that it takes a lock that was waited for as not taken.
+    "a lock that waits on a steady clock": (
+        "thread",
+        "kernels/cpu/call_lock.h",
+        "#if defined(__SANITIZE_THREAD__)\n",
+        "#if false\n",
+        "unlock of an unlocked mutex",
+    ),
+    "a result that is too short": (
+        "address",
+        "kernels/cpu/tape.h",
+        "rounds_->empty(each.sizes,",
+        "rounds_->empty({1},",
+        "heap-buffer-overflow",
+    ),
+    "a fork that leaves the ring of calls locked": (
+        "thread",
+        "kernels/cpu/call_ring.h",
+        "    pthread_atfork([] { call_ring().before_fork(); }, after, after);\n",
+        "    (void)after;\n",
+        "a child must find the ring of calls free",
+    ),
     "undefined behaviour": (
         "address",
         "kernels/cpu/flags.h",
@@ -140,6 +171,15 @@ PLANTED = {
 }
 
 
+PROGRAM_OF = {
+    "heap": "heap",
+    "ring": "ring",
+    "tape": "tapes",
+    "prepared": "tapes",
+    "lock": "tapes",
+}  # by part of the file
+
+
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_planted_is_reported(what: str, tmp_path: Path) -> None:
     """Negative controls."""
@@ -148,8 +188,8 @@ def test_what_is_planted_is_reported(what: str, tmp_path: Path) -> None:
     source = tmp_path / file
     assert source.read_text().count(right) == 1
     source.write_text(source.read_text().replace(right, wrong))
-    program = "sanitized_heap.cpp" if "heap" in file else "sanitized_words.cpp"
-    code, text = run_program(tmp_path, f"{HERE}/{program}", SANITIZERS[name])
+    program = next((program for part, program in PROGRAM_OF.items() if part in file), "words")
+    code, text = run_program(tmp_path, f"{HERE}/sanitized_{program}.cpp", SANITIZERS[name])
     assert code != 0 and report in text
 
 

@@ -168,6 +168,7 @@ def measure_planted(rank: int) -> OpOverhead:
         return measure_overhead(rank, OP, "forward", rounds=1, warmup=0)
 
 
+@pytest.mark.thorough
 def test_a_planted_delay_of_the_op_is_neither_its_entry_nor_its_matmuls(ranks: Callable[[int], RankPool]) -> None:
     found = ranks(2).run(measure_planted)[0]
     chunked = next(row for row in found.calls if row.name == "chunked")

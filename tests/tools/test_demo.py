@@ -137,7 +137,7 @@ def test_one_rank_has_its_values_checked(ranks: Callable[[int], RankPool], tmp_p
 def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
     result = run_demo("--rounds", "1", FUSEDCOMM_ALGORITHM="quick")
     assert result.returncode == 1
-    assert "FUSEDCOMM_ALGORITHM must be one of unfused, chunked, fused, got 'quick'" in result.stderr
+    assert "FUSEDCOMM_ALGORITHM must be one of unfused, chunked, fused, pipelined, got 'quick'" in result.stderr
     assert not result.stdout
 
 

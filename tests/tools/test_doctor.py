@@ -69,7 +69,7 @@ def test_the_command_on_this_machine(
     found = json.loads(file.read_text())
     jsonschema.validate(found, SCHEMA)
     by_name = {(each["section"], each["name"]): each["level"] for each in found["findings"]}
-    names = ("cpu symmetric memory", "cpu unfused", "cpu chunked", "cpu fused")
+    names = ("cpu symmetric memory", "cpu unfused", "cpu chunked", "cpu fused", "cpu pipelined")
     assert {name: by_name["checks", name] for name in names} == dict.fromkeys(names, OK)
     assert by_name["algorithms", "cpu chunked"] == OK
     assert by_name["algorithms", "cuda"] == by_name["gpus", "GPUs"] == ABSENT
@@ -167,9 +167,10 @@ def test_the_verdict_is_the_planners(ranks: Ranks) -> None:
     bad = ranks(2).run(planted_topology, "rank 1: planted")[0]
     texts = {each.algorithm: str(each) for each in bad.verdicts}
     assert texts["chunked"] == texts["fused"] == "not used: rank 1: planted"
-    assert texts["unfused"].startswith("used for 30 of 30 example calls")
+    used = {each.algorithm: int(each.reason.split()[0]) for each in bad.verdicts if each.used}
+    assert used.keys() <= {"unfused", "pipelined"} and sum(used.values()) == 30
     as_primary = {each.name: each.level for each in across_ranks.find_verdicts(bad, "cpu")}
-    assert as_primary == {"cpu unfused": OK, "cpu chunked": ERROR, "cpu fused": ABSENT}
+    assert as_primary == {"cpu unfused": OK, "cpu chunked": ERROR, "cpu fused": ABSENT, "cpu pipelined": OK}
     beside_gpus = {each.name: each.level for each in across_ranks.find_verdicts(bad, "cuda")}
     assert beside_gpus["cpu chunked"] == WARNING
 
@@ -208,6 +209,19 @@ def test_several_hosts_are_no_error() -> None:
     verdict = AlgorithmVerdict("cuda", "chunked", False, False, "rank 1 is on another host than rank 0")
     (finding,) = across_ranks.find_verdicts(GroupAnswer([rank_facts(), rank_facts(boot="other")], [verdict]), "cuda")
     assert finding.level == ABSENT and finding.advice
+
+
+def test_ranks_of_several_hosts_hear_what_groups_across_them_run() -> None:
+    verdicts = [
+        AlgorithmVerdict("cpu", name, used, True, "of a reason")
+        for name, used in (("pipelined", True), ("chunked", False), ("unfused", True))
+    ]
+    ranks = [rank_facts(host=host, boot=host) for host in "aabba"]
+    (finding,) = across_ranks.find_hosts(GroupAnswer(ranks, verdicts))
+    assert (finding.section, finding.level) == ("network", OK)
+    hosts, run = "ranks share memory inside 2 hosts (ranks 0, 1 and 4; ranks 2 and 3)", "run pipelined or unfused"
+    assert finding.text == f"{hosts}; groups across them {run}"
+    assert across_ranks.find_hosts(GroupAnswer([rank_facts()] * 2, verdicts)) == []
 
 
 # machines with GPUs

@@ -142,6 +142,14 @@ BAD_SETTINGS = [
     ("CUDA_DEVICE_MAX_CONNECTIONS", "1", WARNING),
     ("NCCL_P2P_DISABLE", "1", ERROR),
     ("NCCL_CUMEM_ENABLE", "0", WARNING),
+    ("NCCL_WIN_ENABLE", "0", WARNING),
+    ("NCCL_IB_DISABLE", "1", WARNING),
+    ("NCCL_NET", "Socket", WARNING),
+    ("NCCL_NET_GDR_LEVEL", "LOC", WARNING),
+    ("NCCL_SOCKET_IFNAME", "=l,none7", ERROR),
+    ("GLOO_SOCKET_IFNAME", "lo,none7", ERROR),
+    ("TORCH_NCCL_BLOCKING_WAIT", "1", WARNING),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", WARNING),
     ("TORCH_SYMMMEM", "NVSHMEM", ERROR),
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", OK),
     ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1", WARNING),
@@ -161,6 +169,13 @@ GOOD_SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "NCCL_P2P_DISABLE": "0",
     "NCCL_CUMEM_ENABLE": "1",
+    "NCCL_WIN_ENABLE": "1",
+    "NCCL_IB_DISABLE": "0",
+    "NCCL_NET": "IB",
+    "NCCL_NET_GDR_LEVEL": "PHB",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_DISTRIBUTED_DEBUG": "INFO",
     "TORCH_SYMMMEM": "CUDA",
     "TRITON_INTERPRET": "0",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100",
@@ -198,6 +213,17 @@ def test_good_settings_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in GOOD_SETTINGS.items():
         monkeypatch.setenv(name, value)
     assert [(each.name, each.level) for each in settings.find(num_gpus=2)] == [("environment", OK)]
+
+
+@pytest.mark.usefixtures("no_settings")
+@pytest.mark.parametrize("value", ["eth", "none7,eth1", "=eth1", "eth1:4000", "^eth", "^none7"])
+def test_interfaces_are_named_as_nccl_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str) -> None:
+    (tmp_path / "eth1").mkdir()
+    monkeypatch.setattr(settings, "INTERFACES", tmp_path)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
+    assert [each.name for each in settings.find(2)] == ["environment"]
+    (tmp_path / "eth1").rename(tmp_path / "bond0")
+    assert [each.name for each in settings.find(2)] == ["environment" if value[0] == "^" else "NCCL_SOCKET_IFNAME"]
 
 
 @pytest.mark.usefixtures("no_settings")

@@ -10,13 +10,14 @@ from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
+import torch
 
 from fusedcomm import cli
 from fusedcomm.cli import faults
 from fusedcomm.launch.ranks import RankError, RankFailure
 from fusedcomm.runtime import members
 from fusedcomm.testing.faults import CELLS, Cell, Verdict, at, matrix, run_cells, select
-from fusedcomm.testing.faults.cells import FIRST_CALL
+from fusedcomm.testing.faults.cells import CALL, FIRST_CALL
 from fusedcomm.testing.faults.injections import LATE, fork
 from fusedcomm.testing.faults.judge import SLACK_S, judge
 from fusedcomm.testing.faults.protocol_steps import FIRST
@@ -29,19 +30,37 @@ from fusedcomm.testing.faults.rank_reports import (
     CallOutcome,
     RankReport,
 )
+from fusedcomm.testing.faults.tape_steps import IN_RESULTS, SLOTS, WAIT, ops_seen
 from tests.helpers.fault_controls import CONTROLS, NO_DEADLINE, off_in_its_cell
 from tests.helpers.problems import OPS
 
 pytestmark = pytest.mark.timeout(900)  # the fixture runs all cells of the slice
 
-FEW_FUSED = (  # they run in Triton's interpreter; the others are soak tests
+FEW = (  # fused ones run in Triton's interpreter; all others of these kinds are soak tests
     "fused/matmul_all_to_all/kill/wait",
     "fused/all_gather_matmul/raise/launch-gather_matmul",
     "fused/matmul_all_reduce/drop/signal",
+    "unfused/matmul_reduce_scatter/kill/call",
+    "unfused/matmul_all_to_all/raise/call",
+    "unfused/matmul_all_reduce-prepared/kill/call",
+    "pipelined/matmul_all_to_all/kill/call",
+    "pipelined/all_gather_matmul/raise/call",
+    "chunked/all_to_all_matmul-uneven/kill/push",
+    "chunked/all_gather_matmul-uneven/raise/read",
+    "chunked/matmul_reduce_scatter-uneven/another-shape/later-call",
+    "chunked/all_to_all_matmul-prepared/kill/push",
+    "chunked/matmul_all_reduce-prepared/pause/signal",
+    "chunked/all_gather_matmul-prepared/raise/place",
+    "chunked/matmul_all_to_all-prepared/interrupt/mark",
+    "chunked/matmul_all_reduce-prepared/kill/wait",
+    "chunked/matmul_reduce_scatter-prepared/stop/read",
+    "chunked/matmul_reduce_scatter-prepared/fork/call",
+    "chunked/all_to_all_matmul-prepared/another-op/later-call",
+    "chunked/matmul_all_to_all-prepared/threads/other-group",
 )
 SLICE = [
-    *(cell for cell in select(quick=True) if cell.algorithm != "fused" and str(cell) not in CONTROLS),
-    *select(FEW_FUSED),
+    *(cell for cell in select(quick=True) if cell.kind == ("chunked", False, False) and str(cell) not in CONTROLS),
+    *select(FEW),
 ]
 WORKERS = 4  # for CI's two cores: cells mostly wait, and starting more ranks costs more than it saves
 
@@ -73,6 +92,9 @@ def test_the_slice_has_every_fault_and_step_of_chunked_and_every_op() -> None:
     for part in ("fault", "step", "op"):
         assert {getattr(cell, part) for cell in chunked} <= {getattr(cell, part) for cell in covered}
     assert {cell.op for cell in SLICE} == set(OPS)
+    prepared = [cell for cell in covered if cell.prepared]
+    assert {cell.step for cell in prepared} >= {CALL, *SLOTS, *IN_RESULTS, WAIT}
+    assert {cell.op for cell in prepared} == set(OPS)
 
 
 @pytest.mark.soak
@@ -123,6 +145,24 @@ def test_a_step_is_replaced_once_and_put_back(monkeypatch: pytest.MonkeyPatch) -
         assert reached.yes
     assert member._come_together is original
     assert calls == ["first", "first", "second"]
+
+
+def test_the_ops_of_an_op_are_seen_but_not_those_of_torchs_own() -> None:
+    seen: list[str] = []
+    x = torch.eye(2)
+
+    def see(op: Any, args: Any, kwargs: Any, go_on: Any) -> Any:
+        seen.append(op.name())
+        return go_on()
+
+    with torch.library._scoped_library("fusedcomm_tests", "DEF") as library:
+        library.define("product(Tensor a, Tensor b) -> Tensor")
+        library.impl("product", lambda a, b: torch.nn.functional.linear(a, b), "CPU")
+        with ops_seen(see):
+            y = torch.ops.fusedcomm_tests.product(x, x)
+        torch.ops.fusedcomm_tests.product(x, x)
+    assert torch.equal(y, x)
+    assert seen == ["fusedcomm_tests::product", "aten::linear"]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_reference_names_the_whole_line() -> None:
 def test_a_wrong_setting_is_one_finding_and_a_reference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = "FUSEDCOMM_ALGORITHM must be one of unfused, chunked, fused, got 'quick'"
+    text = "FUSEDCOMM_ALGORITHM must be one of unfused, chunked, fused, pipelined, got 'quick'"
     monkeypatch.setenv("FUSEDCOMM_ALGORITHM", "quick")
     failed = RankError([RankFailure(0, "raised", "ValueError", f"ValueError: {text}", "")])
     monkeypatch.setattr(report, "CheckRanks", canned({"ask ['cpu']": failed}))

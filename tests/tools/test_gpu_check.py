@@ -40,6 +40,7 @@ from benchmarks.gpu_check.parts import PARTS, ROWS, Evidence, proved
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.launch.ranks import RankError, RankFailure
 from tests.helpers.broken_parts import FAULTS
+from tests.helpers.thorough import thorough_but
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ def leftover(folder: Path) -> int | None:
     return pid
 
 
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("kind", thorough_but(["crash"], FAULTS))
 def test_a_part_that_goes_wrong_loses_one_case(kind: str, quick: None, tmp_path: Path) -> None:
     """A new process runs the cases behind it, and the next part runs."""
     (result, after), lines = run(broken(kind, tmp_path), broken("good", tmp_path))
@@ -134,6 +135,7 @@ def test_tests_that_fail_or_are_skipped_prove_nothing(code: int, text: str, monk
     assert tested() == {"tests": text}
 
 
+@pytest.mark.thorough
 def test_without_the_group_it_would_live_on(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "killpg", os.kill)
     run(broken("hang", tmp_path, limit_s=1.5))
@@ -147,6 +149,7 @@ def test_a_hang_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     leftover(tmp_path)
 
 
+@pytest.mark.thorough
 def test_the_budget_bounds_all_parts(quick: None, tmp_path: Path) -> None:
     """What is left of it bounds a part. Later parts, and the cases that were not reached, are listed."""
     start = time.monotonic()

@@ -109,7 +109,14 @@ def unprotected() -> Iterator[Callable[..., SoakOutcome]]:
 
 @pytest.mark.parametrize(
     "fault",
-    [soak_faults.one_slot, soak_faults.no_waits, soak_faults.signal_before_data, soak_faults.late_reads],
+    [
+        soak_faults.one_slot,
+        soak_faults.no_waits,
+        soak_faults.signal_before_data,
+        soak_faults.late_reads,
+        soak_faults.tapes_without_waits,
+        soak_faults.tapes_without_long_waits,
+    ],
     ids=lambda fault: fault.__name__,
 )
 def test_a_missing_protection_gives_wrong_values(unprotected: Callable[..., SoakOutcome], fault: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch.fx import Node
 
-from fusedcomm.algorithms.planner import dtype_name
+from fusedcomm.algorithms.planner import constants_of, dtype_name
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import assumed, hint
 from fusedcomm.compile.graph.matmuls import Product
@@ -74,8 +74,7 @@ def _matmul(product: Product, constants: Constants, size: SizeOf) -> float:
 
 def _constants(group_name: str, device: torch.device) -> Constants:
     member = members.known_member(group_name, device)
-    tuned = member.topology.constants if member is not None else None
-    return tuned or DEFAULTS.get(device.type, DEFAULTS["cuda"])
+    return DEFAULTS.get(device.type, DEFAULTS["cuda"]) if member is None else constants_of(member)
 
 
 def _shape(node: Node) -> torch.Size:

@@ -7,7 +7,8 @@
     view, wait, ...    0
     collective         on GPUs the alpha-beta model of `cost.links`; inside a node with tuned numbers, and on CPUs,
                        `cost.model.Constants.collective`
-    fused ops          the matmul beside what it sends; the best of `cost.model.estimate`, as the planner chooses
+    fused ops          the matmul beside what it sends; the best of `cost.model.estimate`, as the planner chooses, or
+                       `cost.model.pipelined` between nodes
 
 The numbers are the default ones of `cost`, those that `fusedcomm tune` measured, or the user's own, by node. Inductor's
 config gives ``intra_node_bw``, if it is set and nothing is tuned, and ``inter_node_bw``, in GB/s of one rank, one way.
@@ -40,7 +41,17 @@ from fusedcomm.compile.overlap import node_work
 from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.node_work import Work
 from fusedcomm.cost import links, tuned
-from fusedcomm.cost.model import DEFAULTS, ITEMSIZE, KINDS, TUNED, Constants, decode_reason, estimate
+from fusedcomm.cost.model import (
+    DEFAULTS,
+    ITEMSIZE,
+    KINDS,
+    TUNED,
+    Constants,
+    across_hosts,
+    decode_reason,
+    estimate,
+    pipelined,
+)
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.explain import exchange_of
 from fusedcomm.runtime import group, members
@@ -187,9 +198,9 @@ class Estimator:
         return 1e3 * self.constants.copy(num_bytes)
 
     def can_fuse(self, group_name: str) -> bool:
-        """Whether the group has peers, all inside its node."""
+        """Whether it is known that the group has peers."""
         at = self._reach(group_name)
-        return at is not None and at.link == links.INTRA and at.group_size > 1
+        return at is not None and at.group_size > 1
 
     def fused(self, op: str, args: Sequence[Any]) -> NodeCost:
         """What ``torch.ops.fusedcomm.<op>(*args)`` takes; tensors can be fake."""
@@ -207,17 +218,26 @@ class Estimator:
         compute_ms = 1e3 * _matmul_seconds(self.constants, exchange, dtype)
         if not self.can_fuse(group_name):
             return NodeCost(compute_ms, plainly, compute_ms + plainly.ms)
-        times = estimate(op, exchange, dtype, self.constants)
+        times = self._times(op, exchange, dtype, group_name)
         algorithm = min(times, key=lambda name: times[name])
         if decode_reason(exchange, chunk_bytes, self.constants):
             algorithm = "unfused"
         total_ms = max(compute_ms, 1e3 * times[algorithm])
-        if algorithm == "unfused":
+        if algorithm in ("unfused", "pipelined"):
             return NodeCost(compute_ms, _at_most(plainly, total_ms), total_ms)
         stores = self.constants.store_bandwidth if algorithm == "fused" else self.constants.link_bandwidth
         wire = links.sent_bytes(kind, chunk_bytes, exchange.group_size) / stores
         transfer = Transfer(links.INTRA, group_name, 1e3 * self.constants.link_latency, 1e3 * wire)
         return NodeCost(compute_ms, _at_most(transfer, total_ms), total_ms)
+
+    def _times(self, op: str, exchange: Exchange, dtype: str, group_name: str) -> Mapping[str, float]:
+        """Seconds by algorithm, of those that the group has."""
+        at = self._reach(group_name)
+        if at is None or at.link == links.INTRA:
+            return estimate(op, exchange, dtype, self.constants)
+        constants = across_hosts(self.constants, at, self.inter_bandwidth)
+        unfused = estimate(op, exchange, dtype, constants)["unfused"]
+        return {"unfused": unfused, "pipelined": pipelined(op, exchange, dtype, constants)[1]}
 
     def _start(self, node: Node) -> NodeCost:
         sent = next((arg for arg in node.args if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(arg))), None)

@@ -265,7 +265,7 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
         if start.name in plan.estimator.times:
             return "its time is the user's own"
         group_name = start.args[STARTS[start.target][1]]  # type: ignore[index]
-        return None if plan.estimator.can_fuse(str(group_name)) else "its group spans nodes"
+        return None if plan.estimator.can_fuse(str(group_name)) else "its group is not known"
 
     compute_ms = {node.name: cost.compute_ms for node, cost in zip(plan.program.nodes, plan.program.costs, strict=True)}
     told: dict[str, str] = {}

@@ -8,10 +8,16 @@ from fnmatch import fnmatchcase
 
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.testing.faults.protocol_steps import CHUNKED, FIRST, GROWTH, IN_PLACE
+from fusedcomm.testing.faults.tape_steps import IN_RESULTS, SLOTS, WAIT
 
 OPS = tuple(PROGRAMS)
 PUSHES = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")
-TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0}  # where a fault ends in an error; the interpreter is slow
+TIMEOUT_S = {  # where a fault ends in an error; the interpreter is slow
+    "unfused": 4.0,
+    "chunked": 4.0,
+    "fused": 8.0,
+    "pipelined": 4.0,
+}
 HARMLESS_S = 12.0  # ends before ranks give up on meeting, where a control lets a harmless fault do harm
 MEET_S = 30.0  # bound of waits that must succeed, however busy the machine
 
@@ -20,7 +26,7 @@ CALLS = ("another-op", "another-shape", "another-dtype", "one-more", "one-fewer"
 MISMATCHES = CALLS[:3]
 STOPS = ("pause", "stop", "kill")  # the parent process lets the victim go on, or kills it
 RAISES = ("raise", "interrupt", "memory")  # the victim leaves its call
-UNEVEN = "-uneven"  # behind the op, in a cell's name
+UNEVEN, PREPARED = "-uneven", "-prepared"  # behind the op, in a cell's name
 FIRST_CALL, LATER_CALL, CALL = "first-call", "later-call", "call"
 
 
@@ -33,9 +39,15 @@ class Cell:
     fault: str
     step: str
     uneven: bool = False  # ranks have parts of different sizes
+    prepared: bool = False  # the call is on a tape, in all ranks
 
     def __str__(self) -> str:
-        return f"{self.algorithm}/{self.op}{UNEVEN * self.uneven}/{self.fault}/{self.step}"
+        op = f"{self.op}{UNEVEN * self.uneven}{PREPARED * self.prepared}"
+        return f"{self.algorithm}/{op}/{self.fault}/{self.step}"
+
+    @property
+    def kind(self) -> tuple[str, bool, bool]:
+        return self.algorithm, self.uneven, self.prepared
 
     @property
     def parts(self) -> set[str]:
@@ -64,6 +76,11 @@ class Cell:
         return self.fault == "memory" and self.step != "result"
 
     @property
+    def by_group(self) -> bool:
+        """Whether ranks exchange by the group's own collectives, and errors are the backend's."""
+        return self.algorithm in ("unfused", "pipelined")
+
+    @property
     def first_call(self) -> bool:
         """Whether the group has not come together before."""
         return self.step in FIRST or self.step == FIRST_CALL
@@ -75,6 +92,8 @@ class Cell:
     @property
     def in_place(self) -> bool:
         """Whether peers write results in place. Elsewhere all chunks go through slots."""
+        if self.prepared:
+            return self.algorithm == "chunked" and self.step not in SLOTS
         return self.step in IN_PLACE
 
     @property
@@ -82,12 +101,12 @@ class Cell:
         """How many calls each rank makes, from the faulty one on."""
         if self.harmless:
             return 4  # both slots are used again
-        return 1 if self.algorithm == "unfused" else 2  # gloo's groups are of no use after an error
+        return 1 if self.by_group else 2  # gloo's groups are of no use after an error
 
     @property
     def recovers(self) -> bool:
         """Whether all ranks live, in a group that can be used again."""
-        return self.fault != "kill" and (self.harmless or self.algorithm != "unfused")
+        return self.fault != "kill" and (self.harmless or not self.by_group)
 
     @property
     def stops_peers(self) -> bool:
@@ -140,7 +159,7 @@ def _both(op: str) -> Iterator[tuple[str, str]]:
         yield fault, FIRST_CALL
 
 
-def _unfused(op: str) -> Iterator[tuple[str, str]]:
+def _by_group(op: str) -> Iterator[tuple[str, str]]:
     for fault in ("delay", "pause", "gc", "kill", "raise"):
         yield fault, CALL
 
@@ -153,10 +172,28 @@ def _uneven(op: str) -> Iterator[tuple[str, str]]:
     yield "another-shape", LATER_CALL
 
 
+def _prepared(op: str) -> Iterator[tuple[str, str]]:
+    # The second round of an all_reduce has the same code in place, and when it begins is not known from outside.
+    in_place = () if op in ("matmul_reduce_scatter", "matmul_all_reduce") else IN_RESULTS
+    for step in (CALL, *SLOTS, *in_place, WAIT):
+        for fault in ("delay", "gc", "pause", "stop", "kill", "raise", "interrupt"):
+            yield fault, step
+    yield "fork", CALL
+    yield "threads", "same-group"
+    yield "threads", "other-group"
+    for fault in CALLS:
+        yield fault, LATER_CALL
+
+
 CELLS = (
     *(
         Cell(algorithm, op, fault, step)
-        for algorithm, pairs in (("chunked", _chunked), ("fused", _fused), ("unfused", _unfused))
+        for algorithm, pairs in (
+            ("chunked", _chunked),
+            ("fused", _fused),
+            ("unfused", _by_group),
+            ("pipelined", _by_group),
+        )
         for op in OPS
         for fault, step in pairs(op)
     ),
@@ -165,6 +202,12 @@ CELLS = (
         for op in OPS
         if op != "matmul_all_reduce"
         for fault, step in _uneven(op)
+    ),
+    *(
+        Cell(algorithm, op, fault, step, prepared=True)
+        for algorithm, pairs in (("chunked", _prepared), ("unfused", _by_group))
+        for op in OPS
+        for fault, step in pairs(op)
     ),
 )
 
@@ -180,10 +223,12 @@ def select(patterns: Sequence[str] = (), quick: bool = False) -> list[Cell]:
 
 
 def _slice(cells: Sequence[Cell]) -> list[Cell]:
-    """A few cells that have every fault, step and op of each algorithm, and every fault and op of uneven calls."""
+    """A few cells that have every fault, step and op of each algorithm, and of its prepared calls, and every fault and
+    op of uneven calls.
+    """
     chosen: list[Cell] = []
-    for algorithm, uneven in (*((name, False) for name in TIMEOUT_S), ("chunked", True)):
-        here = [cell for cell in cells if (cell.algorithm, cell.uneven) == (algorithm, uneven)]
+    for kind in dict.fromkeys(cell.kind for cell in cells):
+        here = [cell for cell in cells if cell.kind == kind]
         left = {part for cell in here for part in cell.parts}
         while left:
             best = max(here, key=lambda cell: len(left & cell.parts))

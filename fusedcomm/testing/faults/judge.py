@@ -89,7 +89,7 @@ def _around(cell: Cell, report: RankReport) -> Iterator[str]:
     yield from report.memory
     for outcome in report.outcomes:
         yield from _ended(cell, report.rank, f"call {outcome.index}", outcome)
-    if cell.algorithm != "unfused":
+    if not cell.by_group:
         for earlier, later in pairwise(report.outcomes):
             if earlier.kind not in (RIGHT, WRONG) and later.kind == RIGHT:
                 yield f"call {later.index} must raise: call {earlier.index} has failed, and no reset came between"
@@ -101,7 +101,7 @@ def _way_back(cell: Cell, rank: int, after: CallOutcome | None) -> Iterator[str]
     if after is not None:
         yield from _ended(cell, rank, what, after)
     if cell.fault == "kill":
-        nothing_to_free = cell.algorithm == "unfused" or cell.first_call
+        nothing_to_free = cell.by_group or cell.first_call
         if after is None or after.kind not in ((PEER_ERROR, RIGHT) if nothing_to_free else (PEER_ERROR,)):
             yield f"{what} must end with an error, got {_said(after)}"
         elif after.kind == PEER_ERROR and after.peers != (cell.victim,):
@@ -117,7 +117,7 @@ def _ended(cell: Cell, rank: int, what: str, outcome: CallOutcome) -> Iterator[s
         yield f"{what} must end within {stopped_s + cell.timeout_s:g} + {SLACK_S:g} s, took {outcome.seconds:.1f} s"
     if outcome.kind == WRONG:
         yield f"{what} is wrong: {outcome.text}"
-    if outcome.kind == OTHER_ERROR and cell.algorithm != "unfused":
+    if outcome.kind == OTHER_ERROR and not cell.by_group:
         yield f"{what} must raise nothing but a PeerError, got {_said(outcome)}"
 
 
@@ -129,7 +129,7 @@ def _survivor(cell: Cell, report: RankReport) -> Iterator[str]:
             return  # it had all that it needed, or got it once the victim went on
         yield "must raise, all calls were right"
         return
-    if cell.algorithm == "unfused":  # the error is the backend's
+    if cell.by_group:  # the error is the backend's
         if error.kind != OTHER_ERROR or error.error not in BACKEND_ERRORS:
             yield f"must raise the backend's error, got {_said(error)}"
     else:
@@ -156,7 +156,7 @@ def _victim(cell: Cell, report: RankReport) -> Iterator[str]:
         if cell.num_calls > 1 and not (cell.fault == "stop" and not cell.stops_peers):
             yield "must raise, at the latest in the next call"
         return
-    if cell.algorithm != "unfused":
+    if not cell.by_group:
         yield from _peer_error(cell, errors[0], None)
         if cell.fault == "one-more" and len(errors[0].peers) != cell.group_size - 1:
             yield f"must name all peers, got {list(errors[0].peers)}"

@@ -70,8 +70,15 @@ def at(algorithm: str, step: str, fault: Fault) -> Iterator[Reached]:
     steps = BY_ALGORITHM[algorithm]
     if step not in steps:
         raise ValueError(f"step of {algorithm} must be one of {', '.join(steps)}, got {step!r}")
+    with replaced(steps[step], fault) as reached:
+        yield reached
+
+
+@contextmanager
+def replaced(path: str, fault: Fault) -> Iterator[Reached]:
+    """Inside, the first call of ``module:Class.function`` in this process is one of ``fault``."""
     reached, lock = Reached(), threading.Lock()
-    owner, name = _found(steps[step])
+    owner, name = _found(path)
     function = getattr(owner, name)
 
     def faulty(*args: Any, **kwargs: Any) -> Any:

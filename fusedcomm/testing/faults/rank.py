@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
+from itertools import product
 from typing import Any, ParamSpec
 from unittest import mock
 
@@ -21,9 +22,11 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.errors import PeerError
+from fusedcomm.ops import dispatch
 from fusedcomm.runtime import group_member, members, results
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
+from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.faults.cells import CALL, MEET_S, OPS, Cell
 from fusedcomm.testing.faults.injections import INJECTIONS, RAISED
 from fusedcomm.testing.faults.known_calls import (
@@ -35,7 +38,7 @@ from fusedcomm.testing.faults.known_calls import (
     KnownCall,
     warm_results,
 )
-from fusedcomm.testing.faults.protocol_steps import Reached, at
+from fusedcomm.testing.faults.protocol_steps import Fault, Reached, at
 from fusedcomm.testing.faults.rank_reports import (
     INJECTED,
     OTHER_ERROR,
@@ -45,7 +48,11 @@ from fusedcomm.testing.faults.rank_reports import (
     CallOutcome,
     RankReport,
 )
+from fusedcomm.testing.faults.tape_steps import IN_RESULTS, WAIT, at_op, until_posted, until_signalled
 from fusedcomm.testing.selftest import settings
+
+NUM_UNPREPARED = 3  # calls in Python before one is on a tape: the first makes the workspace, the third is recorded
+LATER_S = 0.3  # longer than a wait in C++
 
 Around = Callable[[Cell], AbstractContextManager[object]]
 P = ParamSpec("P")
@@ -54,7 +61,7 @@ P = ParamSpec("P")
 def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Around = nullcontext) -> RankReport | None:
     """Run the cell. All living ranks call this, members of the group or not. ``around``: what tests switch off."""
     logging.getLogger("fusedcomm").setLevel(logging.ERROR)  # fallbacks are part of what is tried
-    gloo_s = cell.timeout_s if cell.algorithm == "unfused" else MEET_S
+    gloo_s = cell.timeout_s if cell.by_group else MEET_S
     group = dist.new_group(list(group_ranks), timeout=timedelta(seconds=gloo_s))
     other = dist.new_group(list(group_ranks), timeout=timedelta(seconds=MEET_S))
     if rank not in group_ranks:
@@ -63,7 +70,7 @@ def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Aroun
         with (
             mock.patch.object(group_member, "_MIN_SLOT_BYTES", SLOT_BYTES),
             mock.patch.object(results, "LEAST_BYTES", 1),
-            settings(TIMEOUT_S=str(MEET_S)),
+            settings(TIMEOUT_S=str(MEET_S), **({"RESULTS_BYTES": "0"} if cell.prepared and not cell.in_place else {})),
             _patient_interpreter(cell),
         ):
             return _Rank(cell, group, other).run(around)
@@ -102,6 +109,7 @@ class _Rank:
         self.reached = Reached(yes=cell.fault not in INJECTIONS)
         self.inputs = Guarded()
         self.results: list[tuple[KnownCall, Tensor]] = []
+        self.in_python: list[str] = []  # the ops of calls that run in Python and must be on tapes
 
     def run(self, around: Around) -> RankReport:
         """``around`` holds from the faulty call on."""
@@ -111,7 +119,8 @@ class _Rank:
 
     def _faulty(self, segments: Sequence[GuardedSegment]) -> RankReport:
         cell = self.cell
-        outcomes = list(self._threads() if cell.fault == "threads" else self._calls())
+        with self._on_tapes() if cell.prepared else nullcontext():
+            outcomes = list(self._threads() if cell.fault == "threads" else self._calls())
         self._meet(survivors=cell.fault == "kill")
         memory = self._violations(segments)
         self._meet(survivors=cell.fault == "kill")
@@ -134,18 +143,40 @@ class _Rank:
             self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.other))
         segments = []
         if not self.cell.first_call:
-            with fusedcomm.force_algorithm(self.cell.algorithm):
-                warm = KnownCall(self.cell.op, self.cell.group_size, seed=51, uneven=self.cell.uneven)
-                self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.group))
-        for member in members.members(self.group) if self.cell.in_place else []:
-            if member.workspace is not None:
-                warm_results(member.workspace)
+            self._warm_up()
+        for workspace in self._workspaces() if self.cell.in_place else []:
+            warm_results(workspace)
         self._meet()
         used = [] if self.cell.grows else members.members(self.group)  # what is outgrown is unmapped
         for group_members, idle in ((used, False), (members.members(self.other), self.cell.step != "other-group")):
             segments += [GuardedSegment(each.workspace, idle) for each in group_members if each.workspace is not None]
         self._meet()
         return segments
+
+    def _warm_up(self) -> None:
+        """Make a call before the faulty one, or as many as it takes to prepare what is called then."""
+        cell, groups = self.cell, [self.group]
+        seeds = range(51, 51 + (NUM_UNPREPARED if cell.prepared else 1))
+        calls = [KnownCall(cell.op, cell.group_size, seed=seed, uneven=cell.uneven) for seed in seeds]
+        if cell.prepared:
+            calls += [self._variant(call) for call in calls]
+            groups += [self.other] * (cell.step == "other-group")
+        with fusedcomm.force_algorithm(cell.algorithm):
+            for call, group in product(dict.fromkeys(calls), groups):
+                self._must_be_right(call, call.run(*call.inputs(self.rank), group))
+
+    @contextmanager
+    def _on_tapes(self) -> Iterator[None]:
+        """Notes the calls inside that run in Python, unless a rank has failed before."""
+        prepare = dispatch.prepare
+
+        def noted(op: str, *args: Any, **kwargs: Any) -> Any:
+            if not any(each.breakers(each.epoch + 1) for each in self._workspaces()):
+                self.in_python.append(op)
+            return prepare(op, *args, **kwargs)
+
+        with mock.patch.object(dispatch, "prepare", noted):
+            yield
 
     def _calls(self) -> Iterator[CallOutcome]:
         """The faulty call and the next one, or several back to back where all must succeed."""
@@ -166,12 +197,16 @@ class _Rank:
             return call
         if fault == "one-fewer":
             return None
+        return self._variant(call)
+
+    def _variant(self, call: KnownCall) -> KnownCall:
+        """What a rank calls that is in another call."""
         changes: dict[str, dict[str, Any]] = {
             "another-op": {"op": OPS[(OPS.index(call.op) + 1) % len(OPS)]},
             "another-shape": {"size": OTHER},
             "another-dtype": {"dtype": torch.bfloat16},
         }
-        return replace(call, **changes.get(fault, {}))
+        return replace(call, **changes.get(self.cell.fault, {}))
 
     @_timed
     def _attempt(self, call: KnownCall, index: int) -> CallOutcome:
@@ -194,6 +229,8 @@ class _Rank:
     @contextmanager
     def _injected(self, index: int) -> Iterator[Callable[[Callable[[], Tensor]], Tensor]]:
         """How a call is run: with the fault at its step, if this is the victim's first call."""
+        if self.cell.prepared and index == 0:
+            self._line_up()
         if not self.is_victim or index > 0 or self.cell.fault not in INJECTIONS:
             yield lambda go_on: go_on()
             return
@@ -202,8 +239,21 @@ class _Rank:
             self.reached.yes = True
             yield lambda go_on: injection(go_on, timeout_s)
             return
-        with at(self.cell.algorithm, self.cell.step, lambda go_on: injection(go_on, timeout_s)) as self.reached:
+        with self._at_step(lambda go_on: injection(go_on, timeout_s)) as self.reached:
             yield lambda go_on: go_on()
+
+    def _at_step(self, fault: Fault) -> AbstractContextManager[Reached]:
+        if self.cell.prepared:
+            return at_op(self._workspaces()[0], self.cell.step, fault)
+        return at(self.cell.algorithm, self.cell.step, fault)
+
+    def _line_up(self) -> None:
+        """Where a step is only reached if the ranks come in an order, come in this one."""
+        if self.cell.step in IN_RESULTS and self.is_victim:
+            until_posted(self._workspaces()[0], MEET_S)
+        if self.cell.step == WAIT and not self.is_victim:
+            until_signalled(self._workspaces()[0], self.cell.victim, MEET_S)
+            time.sleep(LATER_S)
 
     def _threads(self) -> list[CallOutcome]:
         """Calls from two threads at once. On one group their order differs between ranks, so all calls are the same."""
@@ -234,23 +284,24 @@ class _Rank:
     @contextmanager
     def _bounded(self) -> Iterator[None]:
         """Waits inside have the cell's time-out, also those of a workspace that exists already."""
-        for member in members.members(self.group):
-            if member.workspace is not None:
-                member.workspace.timeout_s = self.cell.timeout_s
-                member.workspace.arm()
+        for workspace in self._workspaces():
+            workspace.timeout_s = self.cell.timeout_s
+            workspace.arm()
         with settings(TIMEOUT_S=str(self.cell.timeout_s)):
             yield
 
     @_timed
     def _after_reset(self) -> CallOutcome:
-        """A call after ``fusedcomm.reset``, planned as before. The other group must still work."""
+        """A call after ``fusedcomm.reset``, planned as before, or as many as are on a tape again. The other group must
+        still work.
+        """
         calls = (
             (self.cell.algorithm, self.group, self._known(seed=60)),
             ("chunked", self.other, KnownCall("matmul_all_to_all", self.cell.group_size, seed=61)),
         )
         try:
             fusedcomm.reset(self.group)
-            for algorithm, group, call in calls:
+            for algorithm, group, call in calls * (NUM_UNPREPARED + 1 if self.cell.prepared else 1):
                 with fusedcomm.force_algorithm(algorithm, strict=True):
                     result = call.run(*call.inputs(self.rank), group)
                 if wrong := call.wrong(result, self.rank):
@@ -272,6 +323,7 @@ class _Rank:
     def _violations(self, segments: Sequence[GuardedSegment]) -> list[str]:
         found = ["the inputs, or what is around them, have changed"] if self.inputs.changed() else []
         found += ["a segment has changed where no call writes" for each in segments if each.changed()]
+        found += [f"a call of {op} must be on a tape, but ran in Python" for op in self.in_python]
         late = [call for call, result in self.results if call.wrong(result, self.rank)]
         return found + [f"the result of call {call.seed} has changed after it" for call in late]
 
@@ -282,8 +334,11 @@ class _Rank:
             agree(store(self.group, f"faults/{size}"), self.rank, size, {}, what="fusedcomm faults")
 
     def _epoch(self) -> int:
-        workspaces = [member.workspace for member in members.members(self.group)]
-        return workspaces[0].epoch if workspaces and workspaces[0] is not None else 0
+        return next((workspace.epoch for workspace in self._workspaces()), 0)
+
+    def _workspaces(self) -> list[Workspace]:
+        """The group's one, if it has one."""
+        return [member.workspace for member in members.members(self.group) if member.workspace is not None]
 
     def _must_be_right(self, call: KnownCall, result: Tensor) -> None:
         if wrong := call.wrong(result, self.rank):

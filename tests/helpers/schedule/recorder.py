@@ -32,7 +32,7 @@ from fusedcomm.ops.dispatch import fingerprint_of
 from fusedcomm.runtime import launch_order, stream_writes
 from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
 from fusedcomm.runtime.workspace import Call, Workspace
-from tests.helpers.schedule import torch_ops
+from tests.helpers.schedule import async_collectives, torch_ops
 from tests.helpers.schedule.kernel_effects import EFFECTS, EPOCH, WORD, Group, Launch
 from tests.helpers.schedule.memory import Memories, Memory
 from tests.helpers.schedule.operations import Flag, Kind, Operation, Recording, Step, Work
@@ -90,6 +90,7 @@ class Recorder(TorchDispatchMode):
                 enter(mock.patch.object(op, "run", self._call))
             enter(mock.patch.object(stream_writes, "available", lambda device: self.writes_words))
             enter(mock.patch.object(stream_writes, "write", self.stream_write))
+            enter(async_collectives.in_place_of_torchs(self._begin_async, self.streams))
             enter(mock.patch.dict(launch_order._last, clear=True))
             enter(self)
             self._pretends = True
@@ -144,6 +145,9 @@ class Recorder(TorchDispatchMode):
         if self.algorithm == "unfused":
             return unfused()
         options = {name: value for name, value in options.items() if value is not None}
+        if self.algorithm == "pipelined":
+            pieces = async_collectives.call_of(exchange, self.groups[group_name], self.rank)
+            return algorithms["pipelined"](pieces, x, w, bias, **options)
         fingerprint = fingerprint_of(op, exchange.key, x.dtype)
         call = Call(op, fingerprint, exchange, self.workspaces[group_name])
         return algorithms[self.algorithm](call, x, w, bias, **options)
@@ -221,10 +225,22 @@ class Recorder(TorchDispatchMode):
         return group.ranks[member]
 
     def _collective(self, func: Any, args: Any, used: list[Tensor], made: list[Tensor]) -> None:
-        """NCCL's kernel runs on a stream of its own, and begins when all ranks have begun; wait_tensor joins it."""
+        """A functional collective, which wait_tensor joins."""
         for t in made:
             self._allocate(t)
-        group = self.groups[args[-1]]
+        ended = self._begin(torch_ops.name_of(func), self.groups[args[-1]], used, made)
+        for t in (*used, *made):
+            memory = self.memories.find(t)
+            assert memory is not None
+            memory.used_on.add(self._nccl[args[-1]].number)
+            self._collected[memory.name] = ended
+
+    def _begin_async(self, name: str, group_name: str, sent: Tensor, received: Tensor) -> Event:
+        self._collect()
+        return self._begin(name, self.groups[group_name], [sent], [received])
+
+    def _begin(self, op: str, group: Group, used: list[Tensor], made: list[Tensor]) -> Event:
+        """NCCL's kernel runs on a stream of its own, and begins when all ranks have begun. Returns its end."""
         if group.name not in self._nccl:
             self._nccl[group.name] = Stream(self.streams, -1)
         stream = self._nccl[group.name]
@@ -237,12 +253,8 @@ class Recorder(TorchDispatchMode):
         moves.reads, moves.writes = self._regions(used), self._regions(made)
         sent = sum(t.numel() * t.itemsize for t in used) / len(group.ranks)
         moves.work = Work(sent={group.ranks[peer]: sent for peer in peers})
-        self._enqueue(Kind.COLLECTIVE, torch_ops.name_of(func), [there, moves], stream, num_programs=24, num_warps=16)
-        for t in (*used, *made):
-            memory = self.memories.find(t)
-            assert memory is not None
-            memory.used_on.add(stream.number)
-            self._collected[memory.name] = stream.record_event()
+        self._enqueue(Kind.COLLECTIVE, op, [there, moves], stream, num_programs=24, num_warps=16)
+        return stream.record_event()
 
     def _to_host(self, read: Sequence[Tensor]) -> None:
         self._enqueue(Kind.MEMCPY, "to the host", [Step(reads=self._regions(read))])

@@ -1,0 +1,171 @@
+"""`pipelined`: the values for every number of pieces, whenever a backend moves them, and what is under way when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.algorithms import planner
+from fusedcomm.errors import PeerMismatchError
+from tests.helpers.group_collectives import AS_IT_IS, EARLY, LATE, in_pieces, moved, one_buffer
+from tests.helpers.groups import call, check, empty_is_nan, fresh_group
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.op_problems import NAMED, as_list
+from tests.helpers.problems import Problem, expected, integers
+from tests.helpers.uneven import Uneven
+from tests.ops.test_uneven import MANY_ROUNDS, check_call
+
+TOKENS = [
+    Problem("tokens", (2, 30, 16), 24, 1, -2, out_shape=(4, 6), bias=True),
+    Problem("rows-scattered", (60, 16), 10, 1, 0),
+    Problem("heads-gathered", (2, 20, 3, 5), 7, 2, 1, k_dims=2, op="all_to_all_matmul", bias=True),
+    Problem("list", (2, 130, 8), (6, 10), 1, op="all_gather_matmul", bias=(True, False)),
+    Problem("k-gathered", (2, 30, 8), 6, 2, op="all_gather_matmul"),
+    Problem("rows", (2, 140, 16), 12, scatter_dim=1, bias=True, op="matmul_reduce_scatter"),
+    Problem("columns", (30, 16), 12, scatter_dim=1, reduce_op="avg", op="matmul_reduce_scatter"),
+    Problem("all_reduce", (2, 30, 16), 12, bias=True, op="matmul_all_reduce"),
+]
+BY_NAME = {str(problem): problem for problem in TOKENS}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("when", [AS_IT_IS, EARLY, LATE])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_values_in_any_number_of_pieces(rank: int, name: str, when: str) -> None:
+    problem = BY_NAME[name]
+    with fresh_group() as group, fusedcomm.force_algorithm("pipelined", strict=True), empty_is_nan():
+        for num_pieces in (1, 2, 3, 5, 1000):
+            with in_pieces(num_pieces), moved(when) as begun:
+                check(group, problem, call(group, problem, num_pieces), num_pieces)
+            assert len(begun.bytes_to_a_peer) >= min(num_pieces, 20) and not any(
+                num % 16 for num in begun.bytes_to_a_peer
+            )
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("when", [EARLY, LATE])
+@pytest.mark.parametrize("name", MANY_ROUNDS)
+def test_parts_of_different_sizes_in_pieces(rank: int, name: str, when: str) -> None:
+    """A piece of a rank that has no more is sent all the same, as the collectives of all ranks are alike."""
+    case: Uneven = MANY_ROUNDS[name]
+    with fresh_group() as group, fusedcomm.force_algorithm("pipelined", strict=True):
+        for num_pieces in (1, 4, 7):
+            with in_pieces(num_pieces), moved(when) as begun:
+                check_call(case, rank, 3, num_pieces, group)
+            counts: list[Any] = [None] * 3
+            dist.all_gather_object(counts, begun.bytes_to_a_peer, group=group)
+            assert counts == counts[:1] * 3
+
+
+def is_right(group: Any, problem: Problem, when: str) -> bool:
+    """Whether all results of this rank are."""
+    with in_pieces(5), moved(when), fusedcomm.force_algorithm("pipelined", strict=True):
+        outs = as_list(call(group, problem))
+    wanted = as_list(expected(problem, dist.get_world_size(group))[dist.get_rank(group)])
+    return all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_pieces_that_share_their_buffers_are_wrong(rank: int, name: str) -> None:
+    """What a backend moves late, or early, would be another piece's."""
+    problem = BY_NAME[name]
+    with fresh_group() as group:
+        assert is_right(group, problem, EARLY) and is_right(group, problem, LATE)
+        with one_buffer():
+            found = [is_right(group, problem, when) for when in (EARLY, LATE)]
+    assert not all(found)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_collective_is_under_way_beside_every_matmul_but_the_first(rank: int, name: str) -> None:
+    """In a gather beside every one, but of the last piece's chunks that have come."""
+    problem = BY_NAME[name]
+    with fusedcomm.force_algorithm("pipelined", strict=True), in_pieces(4), moved(AS_IT_IS) as begun:
+        problem.call(integers(problem, rank, 2))
+    under_way, alone = 0, []
+    for number, event in enumerate(begun.events):
+        under_way += (event == "begin") - (event == "wait")
+        if event == "matmul" and under_way == 0:
+            alone.append(number)
+    pushes = not problem.op.endswith("_matmul")
+    first, last = begun.events.index("begin"), len(begun.events) - begun.events[::-1].index("wait")
+    assert under_way == 0 and alone == [number for number in alone if (number < first if pushes else number >= last)]
+    assert begun.events.count("begin") >= 4
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_plan_says_how_many_pieces_and_bytes(rank: int, name: str) -> None:
+    problem = BY_NAME[name]
+    inputs = integers(problem, rank, 3)
+    with fusedcomm.force_algorithm("pipelined", strict=True), in_pieces(4):
+        plan = problem.plan(inputs)
+        with moved(AS_IT_IS) as begun:
+            problem.call(inputs)
+    num_collectives = 2 if problem.op == "matmul_all_reduce" else 1
+    assert num_collectives * plan.num_rounds == len(begun.bytes_to_a_peer)
+    assert plan.sent_bytes == begun.sent_bytes
+    assert f"pipelined, {plan.num_rounds} pieces, " in str(plan) and str(plan).endswith("MiB sent (forced)")
+
+
+@on_ranks(3)
+def test_across_hosts_the_estimates_choose(rank: int) -> None:
+    large, small = Problem("large", (64, 512, 64), 96, 1, 2), BY_NAME["tokens"]
+    fast = Problem("fast", (8, 8), 8, 1, 0)
+    with fresh_group(HOST_ID=f"host {rank}") as group:
+        for problem in (large, small, fast):
+            check(group, problem, call(group, problem))
+        plans = [problem.plan(integers(problem, rank, 3), group) for problem in (large, small, fast)]
+        with fusedcomm.force_algorithm("chunked"):
+            forced = small.plan(integers(small, rank, 3), group)
+    elsewhere = "rank 1 is on another host than rank 0"
+    assert [plan.algorithm for plan in plans] == ["pipelined", "unfused", "unfused"]
+    for plan, other in zip(plans, ("unfused", "pipelined", "pipelined"), strict=True):
+        assert plan.reason.startswith(f"{elsewhere}; estimated ") and f", {other} " in plan.reason
+    assert (forced.algorithm, forced.reason) == ("unfused", elsewhere)
+
+
+@on_ranks(3)
+def test_the_ranks_of_a_host_share_memory_where_they_can(rank: int) -> None:
+    problem = BY_NAME["tokens"]
+    with fresh_group(HOST_ID="one host") as group:
+        assert problem.plan(integers(problem, rank, 3), group).algorithm == "chunked"
+
+
+@on_ranks(3)
+def test_calls_are_compared_before_they_are_made(rank: int) -> None:
+    problem = BY_NAME["tokens" if rank else "rows-scattered"]
+    with fresh_group(CHECK="1", TIMEOUT_S="20") as group, fusedcomm.force_algorithm("pipelined", strict=True):
+        with pytest.raises(PeerMismatchError, match="calls must be equal on all ranks, got x shape"):
+            call(group, problem)
+        check(group, BY_NAME["tokens"], call(group, BY_NAME["tokens"]))  # nothing had been sent
+
+
+@on_ranks(2)
+def test_it_is_refused_where_it_cannot_run(rank: int) -> None:
+    x, w = torch.ones(4, 8, dtype=torch.float64), torch.ones(8, 6, dtype=torch.float64)
+    with fusedcomm.force_algorithm("pipelined", strict=True):
+        with pytest.raises(RuntimeError, match="cannot run as pipelined: float64 has no overlapped algorithm"):
+            fusedcomm.matmul_all_reduce(x, w)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planner, "PIPELINED_BACKENDS", ("nccl",))
+            with pytest.raises(RuntimeError, match="cannot run as pipelined: pipelined runs on nccl, got gloo"):
+                fusedcomm.matmul_all_reduce(x.float(), w.float())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["heads", "all_to_all_matmul-heads-gathered", "matmul_all_reduce-both-divide"])
+def test_no_call_is_prepared(rank: int, name: str) -> None:
+    """The second of a kind is where others are recorded, and the third where they need no Python."""
+    problem = NAMED[name]
+    with fresh_group() as group, fusedcomm.force_algorithm("pipelined", strict=True):
+        for seed in range(4):
+            with moved(AS_IT_IS) as begun:
+                check(group, problem, call(group, problem, seed), seed)
+            assert begun.bytes_to_a_peer

@@ -1,0 +1,362 @@
+"""Protections of a call: values, sizes, bounds of waits, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+from tests.helpers.controls.control import Control
+
+WORKSPACE = "fusedcomm/runtime/workspace.py"
+MEMBER = "fusedcomm/runtime/group_member.py"
+MEMBERS = "fusedcomm/runtime/members.py"
+ROUNDS = "kernels/triton/rounds.py"
+PRIMITIVES = "kernels/triton/primitives.py"
+
+CONTROLS: dict[str, Control] = {
+    # values
+    "a second slot": Control(
+        "fusedcomm/runtime/segment.py",
+        "return self.header_bytes + epoch % NUM_SLOTS * slot_bytes",
+        "return self.header_bytes",
+        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked-2-200]",
+    ),
+    "data before the flag": Control(
+        "fusedcomm/algorithms/transport.py",
+        "                    for place in self._places(round, dst_rank, out):\n",
+        "                    round.signal(dst_rank)\n                    __import__('time').sleep(0.01)\n"
+        "                    for place in self._places(round, dst_rank, out):\n",
+        "tests/ops/test_all_gather_matmul.py::test_a_list_of_weights_shares_one_gather",
+    ),
+    "a descriptor of x has x's width as its stride": Control(
+        "fusedcomm/algorithms/kernel_launch.py",
+        "list(x.shape), [x.shape[1], 1]",
+        "list(x.shape), [x.stride(0), 1]",
+        "tests/algorithms/test_kernel_launch.py::test_one_row_of_a_wider_tensor_has_a_descriptor",
+    ),
+    "rows of w that overlap have no descriptor": Control(
+        "fusedcomm/algorithms/kernel_launch.py",
+        "        and step >= row\n",
+        "",
+        "tests/algorithms/test_kernel_launch.py::test_rows_that_overlap_have_no_descriptor[False]",
+    ),
+    "exchanges of uneven shards stay": Control(
+        "fusedcomm/compile/graph/normalize.py",
+        "        start.meta[UNEVEN] = _uneven(exchange)\n",
+        "",
+        "tests/compile/test_uneven_shards.py::test_all_ranks_leave_it[True-tokens-2]",
+    ),
+    "a wait before each read": Control(
+        WORKSPACE,
+        "        self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)",
+        "        pass",
+        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked-2-200]",
+    ),
+    "the last program of a chunk signals": Control(
+        ROUNDS,
+        "if before + num_stored == num_parts:",
+        "if before >= 0:",
+        "tests/kernels/test_push_matmul.py::test_a_chunk_is_signalled_when_all_programs_have_stored_it",
+    ),
+    "the last program of a round counts it": Control(
+        ROUNDS,
+        "if arrivals + 1 == tl.num_programs(0):",
+        "if arrivals >= 0:",
+        "tests/kernels/test_reduce.py::test_every_shape",
+    ),
+    # more than 32 bits
+    "places of a peer have 64 bits": Control(
+        PRIMITIVES,
+        "    first = tl.cast(span.start, tl.int64) + tl.cast(peer, tl.int64) * span.peer_stride\n",
+        "    first = tl.cast(span.start, tl.int64) + peer * span.peer_stride\n",
+        "tests/kernels/test_large_slots.py::test_an_unpack_writes_rows_of_three_ranks",
+    ),
+    "rows of x have 64 bits": Control(
+        PRIMITIVES,
+        "    return first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)\n",
+        "    return (first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)).to(tl.int32)\n",
+        "tests/kernels/test_large_slots.py::test_a_push_reads_rows_where_they_lie",
+    ),
+    "rows of the result have 64 bits": Control(
+        "kernels/triton/gather_matmul.py",
+        "store_tile(acc, out_ptr, at * N, mask,",
+        "store_tile(acc, out_ptr, at.to(tl.int32) * N, mask,",
+        "tests/kernels/test_large_slots.py::test_a_gather_of_rows_reads_a_full_slot",
+    ),
+    "rows of w have 64 bits": Control(
+        "kernels/triton/matmul.py",
+        "load_block(w, (k + ks).to(tl.int64), ",
+        "load_block(w, k + ks, ",
+        "tests/kernels/test_large_indices.py::test_a_push_reads_w_where_it_lies",
+    ),
+    "columns of a gather's w have 64 bits": Control(
+        "kernels/triton/gather_matmul.py",
+        "            w_columns = w_columns.to(tl.int64)\n",
+        "            pass\n",
+        "tests/kernels/test_large_indices.py::test_a_gather_reads_w_where_it_lies",
+    ),
+    "places of the elements that are reduced have 64 bits": Control(
+        "kernels/triton/reduce.py",
+        "tl.store(out_ptr + start + first + offsets, rounded",
+        "tl.store(out_ptr + (start + first).to(tl.int32) + offsets, rounded",
+        "tests/kernels/test_large_slots.py::test_a_reduction_reads_a_full_slot",
+    ),
+    "32-bit products of kernels are listed": Control(
+        "kernels/triton/matmul.py",
+        "load_block(w, (k + ks).to(tl.int64), ",
+        "load_block(w, k + ks, ",
+        "tests/kernels/test_compile_only.py::test_32_bit_products_are_bounded[installed-sm_80]",
+    ),
+    "a slot's elements are counted in 32 bits": Control(
+        "fusedcomm/runtime/segment.py",
+        "MOST_SLOT_BYTES = (1 << 32) - (1 << 13)",
+        "MOST_SLOT_BYTES = 3 << 31",
+        "tests/kernels/test_large_slots.py",
+    ),
+    "K and N of fused are counted in 32 bits": Control(
+        "fusedcomm/algorithms/planner.py",
+        "        if size > MOST_INDICES:",
+        "        if False:",
+        "tests/algorithms/test_planner.py::test_what_a_slot_does_not_bound_is_counted_in_32_bits",
+    ),
+    "a stride of w fits its descriptor": Control(
+        "fusedcomm/algorithms/kernel_launch.py",
+        "        and step * w.itemsize < _DESCRIBED_BYTES\n",
+        "",
+        "tests/algorithms/test_kernel_launch.py::test_strides_of_descriptors_are_below_a_terabyte",
+    ),
+    # hangs
+    "a bound of waits": Control(
+        WORKSPACE,
+        "        self.timeout_s = env.timeout_s()",
+        "        self.timeout_s = 3600.0",
+        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-later-call]",
+    ),
+    "a bound of waits in kernels": Control(
+        WORKSPACE,
+        "int(self.timeout_s * 1e9)",
+        "int(3600e9)",
+        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[fused-later-call]",
+    ),
+    "a bound of votes": Control(
+        "fusedcomm/runtime/vote.py",
+        "        self.timeout = env.timeout_s()",
+        "        self.timeout = 3600.0",
+        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
+    ),
+    "a bound of torch's rendezvous on GPUs": Control(
+        MEMBER,
+        "            if left <= 0:\n",
+        "            if False:\n",
+        "tests/runtime/test_rendezvous_on_gpus.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
+    ),
+    "a bound of a store that is cut off": Control(
+        "fusedcomm/runtime/vote.py",
+        "result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)",
+        "result.result()",
+        "tests/runtime/test_vote.py::test_a_store_that_is_cut_off_ends_the_vote_in_time",
+    ),
+    "peers are told of a failure": Control(
+        WORKSPACE,
+        "            self._signal_broken(dst, self.rank, kind, epoch)\n",
+        "            if dst == self.rank:\n                self._signal_broken(dst, self.rank, kind, epoch)\n",
+        "tests/runtime/test_faults.py::test_a_late_rank_gets_an_error_too",
+    ),
+    "growth meets before it waits": Control(
+        MEMBER,
+        "            self._come_together(self.workspace, op, ~fingerprint & FINGERPRINT)\n",
+        "",
+        "tests/runtime/test_faults.py::test_a_peer_in_another_call[needs-growth-chunked-later-call]",
+    ),
+    # wrong numbers after a failure
+    "calls that differ are told apart": Control(
+        WORKSPACE,
+        "        if flag != epoch << FINGERPRINT_BITS | fingerprint:",
+        "        if flag >> FINGERPRINT_BITS != epoch:",
+        "tests/ops/test_peer_faults.py::test_a_peer_with_other_shapes_or_dims",
+    ),
+    "a round left half way is broken": Control(
+        WORKSPACE,
+        "        self._give_up(ABANDONED, epoch)",
+        "        pass",
+        "tests/runtime/test_faults.py::test_a_round_left_half_way_is_never_taken_for_the_next[chunked-at-once]",
+    ),
+    "a rank that ends tells its peers": Control(
+        WORKSPACE,
+        "                self._tell_departure(peer, self.rank, last_words, epoch)",
+        "                pass",
+        "tests/runtime/test_exits.py::test_peers_hear_why_a_rank_has_left[chunked-while-they-wait]",
+    ),
+    "a rank that ends spoils no round before": Control(
+        WORKSPACE,
+        "                self._tell_departure(peer, self.rank, last_words, epoch)",
+        "                self._tell_departure(peer, self.rank, last_words, epoch - 1)",
+        "tests/runtime/test_exits.py::test_a_rank_that_ends_spoils_no_round_before",
+    ),
+    "a process that is gone is looked for": Control(
+        WORKSPACE,
+        "            gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}",
+        "            gone = set()",
+        "tests/runtime/test_exits.py::test_a_process_that_is_gone_is_found",
+    ),
+    "all are told of a process that is gone": Control(
+        WORKSPACE,
+        "                for dst in range(self.group_size):\n                    self._tell_departure",
+        "                for dst in [self.rank]:\n                    self._tell_departure",
+        "tests/runtime/test_exits.py::test_whoever_comes_later_blames_the_process_that_is_gone",
+    ),
+    "a look at the broken words where all signals are there": Control(
+        WORKSPACE,
+        '        if self.device.type == "cpu" and self.breakers(epoch):',
+        "        if False:",
+        "tests/runtime/test_faults.py::test_a_late_rank_gets_an_error_too",
+    ),
+    "a look at the broken words after the reads of a kernel": Control(
+        ROUNDS,
+        "    failed = failed | is_broken(round, LAYOUT)\n",
+        "",
+        "tests/kernels/test_reduce.py::test_a_slot_that_was_given_up_poisons",
+    ),
+    "a failed rank tells who still reads before it pushes": Control(
+        ROUNDS,
+        "    give_up_earlier(segments_ptr, rank, LAYOUT)\n",
+        "",
+        "tests/protocol/test_late_failure.py::test_who_still_reads_is_told",
+    ),
+    "a forked child is no rank": Control(
+        WORKSPACE,
+        "        if os.getpid() != self.pid:",
+        "        if False:",
+        "tests/runtime/test_faults.py::test_a_forked_child_is_no_rank",
+    ),
+    "a failed vote is not tried again": Control(
+        MEMBERS,
+        "            if device in group.errors:",
+        "            if False:",
+        "tests/runtime/test_faults.py::test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second",
+    ),
+    "a workspace that could not be made is not tried again": Control(
+        MEMBER,
+        "        if self.error is not None:",
+        "        if False:",
+        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
+    ),
+    "an error that is kept holds on to nothing": Control(
+        MEMBERS,
+        "                raise group.errors[device].again() from failed",
+        "                raise group.errors[device] from failed",
+        "tests/runtime/test_reset.py::test_a_failed_call_keeps_neither_its_group_nor_its_tensors",
+    ),
+    "a reset makes slots of one size": Control(
+        MEMBERS,
+        '        yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]',
+        "        yield [(known.members[d], known.members[d].slot_bytes) for d in devices]",
+        "tests/runtime/test_reset.py::test_a_reset_makes_slots_of_one_size",
+    ),
+    "segments of captured graphs are kept": Control(
+        MEMBER,
+        "            self.retired.append(self.workspace)",
+        "            pass",
+        "tests/runtime/test_workspace.py::test_retired_segments_are_kept_and_watched",
+    ),
+    "chunked calls leave a captured workspace": Control(
+        MEMBER,
+        "        leaves = by_host and self.workspace.captured",
+        "        leaves = False",
+        "tests/ops/test_captures.py::test_chunked_calls_leave_a_captured_workspace_to_the_graphs",
+    ),
+    "a round's sends come after the reads of the one before": Control(
+        "fusedcomm/algorithms/transport.py",
+        "        self.sends.wait_stream(self.reads)\n        if len",
+        "        if len",
+        "tests/algorithms/test_schedule.py::test_nothing_races[2-chunked]",
+    ),
+    "the own chunk of a fused gather comes before the matmul that fills the GPU": Control(
+        "fusedcomm/algorithms/fused.py",
+        "            stream = main if dst_rank == workspace.rank else workspace.side_stream()",
+        "            stream = workspace.side_stream()",
+        "tests/algorithms/test_schedule.py::test_copies_of_a_fused_gather_do_not_race[2]",
+    ),
+    "the own chunk of a gather by a kernel is only signalled": Control(
+        "kernels/triton/copy.py",
+        "        if (step > 0) | OWN:\n            _copy(chunk, tensor, dst_rank",
+        "        if True:\n            _copy(chunk, tensor, dst_rank",
+        "tests/algorithms/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
+    ),
+    "the own chunk of a gather by copy engines is only signalled": Control(
+        "fusedcomm/algorithms/fused.py",
+        "            if own or stream is not main:",
+        "            if True:",
+        "tests/algorithms/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
+    ),
+    "a gather waits for the own signal of a chunk that it leaves out": Control(
+        "kernels/triton/gather_matmul.py",
+        "            failed = wait_source(rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)\n",
+        "            pass\n",
+        "tests/kernels/test_own_chunk.py::test_the_own_signal_is_waited_for",
+    ),
+    "each round takes the staging of the last one": Control(
+        "fusedcomm/algorithms/transport.py",
+        "            self.copied[dst_rank] = self.sends.record_event()",
+        "            pass",
+        "tests/algorithms/test_transport.py::test_each_round_takes_the_staging_of_the_last_one",
+    ),
+    "the callers of chunked come after all of its streams": Control(
+        "fusedcomm/algorithms/transport.py",
+        "        self.main.wait_stream(self.sends)\n        self.main.wait_stream(self.reads)",
+        "        pass",
+        "tests/algorithms/test_transport.py::test_every_op_is_right_in_a_random_order",
+    ),
+    "Ctrl-C in the join of chunked leaves none of its streams running on": Control(
+        "fusedcomm/algorithms/transport.py",
+        "            self._main_waits()\n            raise",
+        "            raise",
+        "tests/algorithms/test_transport.py::test_ctrl_c_in_the_join_leaves_both_streams_joined",
+    ),
+    # parts of different sizes
+    "chunks of different sizes lie as far apart as the largest": Control(
+        WORKSPACE,
+        "step = self.spans.chunk_numel * self.dtype.itemsize",
+        "step = numel * self.dtype.itemsize",
+        "tests/ops/test_uneven.py::test_values_and_gradients[tokens-7-of-3-chunked]",
+    ),
+    "a chunk in place lies as the peer's result does": Control(
+        "fusedcomm/geometry/spans.py",
+        "return self.by_peer[dst_rank].landing if self.by_peer else self.unpack.of(rank)",
+        "return self.unpack.of(rank)",
+        "tests/ops/test_uneven.py::test_chunks_come_in_place[rows-python]",
+    ),
+    "the size of a peer's result is the peer's": Control(
+        "fusedcomm/geometry/spans.py",
+        "return self.by_peer[peer].unpacked_numel if self.by_peer else own",
+        "return own",
+        "tests/ops/test_uneven.py::test_chunks_come_in_place[rows-python]",
+    ),
+    "who has which part is part of a call": Control(
+        "fusedcomm/geometry/exchange.py",
+        "return *self.for_all.key, self.cut.gathered, self.cut.scattered",
+        "return self.for_all.key",
+        "tests/ops/test_uneven.py::test_ranks_that_disagree_are_told[0]",
+    ),
+    "what is the own chunk too is multiplied before any chunk": Control(
+        "fusedcomm/algorithms/chunk_matmul.py",
+        "            if rank in receivers:",
+        "            if False:",
+        "tests/algorithms/test_chunk_matmul.py::test_shared_chunks_come_in_place_whoever_is_late[pairs-prepared]",
+    ),
+    "the check compares what only some ranks say": Control(
+        "fusedcomm/ops/call_check.py",
+        "in max(calls_by_rank, key=len):",
+        "in calls_by_rank[rank]:",
+        "tests/ops/test_uneven_unfused.py::test_the_check_finds_ranks_that_disagree[matmul_reduce_scatter]",
+    ),
+    "a call is for the rank that makes it": Control(
+        "fusedcomm/ops/dispatch.py",
+        "if exchange.cut is not None and exchange.cut.rank != pg.rank():",
+        "if False:",
+        "tests/ops/test_uneven_graphs.py::test_a_rank_that_is_not_this_one_is_refused",
+    ),
+    "no block is used again after a failure": Control(
+        WORKSPACE,
+        "            self.results.retire()",
+        "            pass",
+        "tests/ops/test_in_place_faults.py::test_a_stopped_peer_writes_into_no_later_tensor[prepared]",
+    ),
+}

@@ -1,0 +1,223 @@
+"""Protections of calls on CPUs: prepared calls, results in place, and their memory."""
+
+from __future__ import annotations
+
+from tests.helpers.controls.control import Control
+
+PREPARED_CALLS = "kernels/cpu/prepared_calls.cpp"
+POSTS = "fusedcomm/runtime/posts.py"
+MEMBERS = "fusedcomm/runtime/members.py"
+
+CONTROLS: dict[str, Control] = {
+    # prepared calls
+    "arguments of a recorded call have storages of their own": Control(
+        "fusedcomm/ops/prepared.py",
+        "    args, kwargs = pytree.tree_map_only(Tensor, native.alias, (args, kwargs))\n",
+        "",
+        "tests/ops/test_prepared.py::test_arguments_that_share_a_storage_while_they_are_recorded",
+    ),
+    "a kind of call has strides": Control(
+        "kernels/cpu/prepared_calls.h",
+        "    key.append(t.strides().begin(), t.strides().end());\n",
+        "",
+        "tests/ops/test_prepared.py::test_layouts_of_arguments[chunked]",
+    ),
+    "a reset drops tapes": Control(
+        PREPARED_CALLS,
+        "  ++generation_;\n  std::swap(calls_, dropped);\n",
+        "",
+        "tests/ops/test_prepared.py::test_what_drops_tapes[reset]",
+    ),
+    "a tape that was found before a reset is not run": Control(
+        PREPARED_CALLS,
+        "call.generation != generation_ || ",
+        "",
+        "tests/ops/test_prepared.py::test_a_tape_that_a_thread_has_found_is_dropped_too",
+    ),
+    "a tape that was recorded before a reset is not kept": Control(
+        PREPARED_CALLS,
+        "  if (key.front() != generation_) return;\n",
+        "",
+        "tests/ops/test_prepared.py::test_a_tape_that_is_recorded_while_others_go_is_dropped",
+    ),
+    "calls of a group that is gone are not found": Control(
+        MEMBERS,
+        "            each.prepared.withdraw()",
+        "            pass",
+        "tests/ops/test_prepared.py::test_a_group_that_is_gone_has_no_calls",
+    ),
+    "autocast does not reach into a prepared call": Control(
+        "kernels/cpu/op_kernels.cpp",
+        "    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);",
+        "   ",
+        "tests/ops/test_prepared.py::test_autocast_does_not_reach_into_a_call[outside-unfused]",
+    ),
+    "a prepared round that is left half way is broken": Control(
+        PREPARED_CALLS,
+        "if (!context.is_broken()) with_gil",
+        "if (false) with_gil",
+        "tests/runtime/test_prepared_faults.py::test_ctrl_c_before_python_has_begun_to_wait",
+    ),
+    "a forked child runs no prepared call": Control(
+        PREPARED_CALLS,
+        "  if (forked) return nullptr;\n",
+        "",
+        "tests/runtime/test_prepared_faults.py::test_a_forked_child_is_no_rank",
+    ),
+    "a look at the broken words where all signals are there, in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "    if (any_broken(own + segments_.broken, segments_.group_size, *epoch_)) failed_(*epoch_);\n",
+        "",
+        "tests/ops/test_in_place_faults.py::test_a_stopped_peer_writes_into_no_later_tensor[prepared]",
+    ),
+    "a chunk in place is marked in a prepared call too": Control(
+        "kernels/cpu/tape.h",
+        "    rounds_->mark_in_place(each.rank);\n",
+        "",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
+    ),
+    # at the end of the interpreter
+    "the main thread is never held back": Control(
+        "kernels/cpu/gil.h",
+        " && syscall(SYS_gettid) != getpid()",
+        "",
+        "tests/runtime/test_process_ends.py::test_ranks_end_without_a_crash[waits_at_the_end]",
+    ),
+    "a daemon thread is held back": Control(
+        "kernels/cpu/gil.h",
+        "  while (interpreter_ends() && ",
+        "  while (false && ",
+        "tests/runtime/test_process_ends.py::test_ranks_end_without_a_crash[thread_waits]",
+    ),
+    # results in place
+    "a post is of this round": Control(
+        POSTS,
+        "        return bool(loaded().load(address + 2 * _WORD) == stamp)",
+        "        found = loaded().load(address + 2 * _WORD)\n"
+        "        return bool(found <= stamp and found & 0xFFFFFF == stamp & 0xFFFFFF)",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
+    ),
+    "a post is of this round in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "    return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)) == flag_value();",
+        "    const int64_t stamp = load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t));\n"
+        "    return stamp <= flag_value() && (stamp & 0xFFFFFF) == fingerprint_;",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
+    ),
+    "a post is of this call in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "    return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)) == flag_value();",
+        "    const int64_t stamp = load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t));\n"
+        "    return stamp >> kFingerprintBits == flag_value() >> kFingerprintBits;",
+        "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[prepared]",
+    ),
+    "a post has the size that is written": Control(
+        POSTS,
+        "        return int(place) if size == num_bytes else None",
+        "        return int(place)",
+        "tests/ops/test_in_place_faults.py::test_calls_with_one_fingerprint_write_beyond_no_result[python]",
+    ),
+    "a post has the size that is written in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "    if (load_word(words + sizeof(int64_t)) != num_bytes) return std::nullopt;\n",
+        "",
+        "tests/ops/test_in_place_faults.py::test_calls_with_one_fingerprint_write_beyond_no_result[prepared]",
+    ),
+    "a mark is of this round in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "load_word(mark(segments_.rank, src_rank)) == *epoch_ + 1;",
+        "load_word(mark(segments_.rank, src_rank)) > 0;",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
+    ),
+    "a post is of this call": Control(
+        POSTS,
+        "        return bool(loaded().load(address + 2 * _WORD) == stamp)",
+        "        return bool(loaded().load(address + 2 * _WORD) >> 24 == stamp >> 24)",
+        "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[python]",
+    ),
+    "a mark is of this round": Control(
+        POSTS,
+        "self._layout.mark(epoch, src_rank)) == epoch)",
+        "self._layout.mark(epoch, src_rank)) > 0)",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
+    ),
+    "a result that the caller gives is not posted": Control(
+        "fusedcomm/algorithms/transport.py",
+        "        return out if has_heap and any(out is each for each in self.made) else None",
+        "        return out if has_heap else None",
+        "tests/ops/test_in_place.py::test_a_result_that_is_given_is_not_posted",
+    ),
+    "a result that nobody posts takes no block": Control(
+        "fusedcomm/algorithms/transport.py",
+        "if posted and self.workspace.results is not None:",
+        "if self.workspace.results is not None:",
+        "tests/ops/test_result_memory.py::test_only_results_that_are_posted_take_blocks[matmul_reduce_scatter-scatter-python]",
+    ),
+    # results in symmetric memory
+    "a forked child has results of its own": Control(
+        "kernels/cpu/heap_memory.h",
+        "memory->make_private();",
+        "(void)memory;",
+        "tests/runtime/test_heap_forks.py::test_a_child_writes_into_memory_of_its_own",
+    ),
+    "memory is made private once": Control(
+        "kernels/cpu/heap_memory.h",
+        "  if (private_) return;\n  private_ =",
+        "  private_ =",
+        "tests/runtime/test_heap_forks.py::test_a_child_of_a_child_keeps_what_the_child_wrote",
+    ),
+    "a block that a child may read is not used again": Control(
+        "kernels/cpu/heap_memory.h",
+        "  if (!seen_by_child) return",
+        "  return",
+        "tests/runtime/test_heap_forks.py::test_a_block_that_a_child_may_read_is_not_used_again",
+    ),
+    "a child that has gone gives its blocks free": Control(
+        "kernels/cpu/forks.h",
+        "F_SEAL_WRITE) != 0",
+        "F_SEAL_WRITE) != 1",
+        "tests/runtime/test_heap_forks.py::test_blocks_that_children_have_seen_are_used_again_when_those_are_gone",
+    ),
+    "a call keeps its workspace": Control(
+        PREPARED_CALLS,
+        "  const std::shared_ptr<const CallContext> context = ",
+        "  const std::shared_ptr<const CallContext>& context = ",
+        "tests/runtime/test_prepared_faults.py::test_a_handler_takes_the_workspace_of_a_call_that_waits[reset-False-True]",
+    ),
+    "None is no integer": Control(
+        "kernels/cpu/prepared_calls.h",
+        "key.push_back(kNone);",
+        "key.append({kInt, -1});",
+        "tests/ops/test_prepared.py::test_a_value_of_another_kind_is_another_call",
+    ),
+    "a heap gives memory back": Control(
+        "kernels/cpu/results_heap.h",
+        "  memory_->meet();\n",
+        "",
+        "tests/runtime/test_results_heap.py::test_a_heap_gives_back_what_a_program_needs_no_more",
+    ),
+    "a search is bounded": Control(
+        "kernels/cpu/free_ranges.h",
+        "    if (++steps == kMostSteps) it = std::prev(free_.end());\n",
+        "",
+        "tests/runtime/test_results_heap.py::test_a_heap_in_pieces_costs_no_long_search",
+    ),
+    "a retired block is not used again": Control(
+        "kernels/cpu/heap_memory.h",
+        "    if (retired_) return nullptr;\n",
+        "",
+        "tests/runtime/test_results_heap.py::test_results_of_a_retired_heap_stay_and_none_follow",
+    ),
+    "memory has one heap": Control(
+        "kernels/cpu/heap_memory.h",
+        "if (memory->overlaps(*other)) throw",
+        "if (false && memory->overlaps(*other)) throw",
+        "tests/runtime/test_results_heap.py::test_memory_in_use_by_another_heap_is_refused",
+    ),
+    "results that are kept grow no heap": Control(
+        "kernels/cpu/admission.h",
+        "freed >= 2 && freed > results.kept",
+        "freed >= 0 || freed > results.kept",
+        "tests/runtime/test_results_heap.py::test_it_never_grows_for_results_that_are_kept",
+    ),
+}

@@ -1,0 +1,253 @@
+// Threads as ranks whose calls are on tapes: results in place and through slots, one lock for the threads of a rank, and
+// the ring of calls, which another thread reads.
+#include "../../kernels/cpu/symmetric_memory.cpp"
+#include "../../kernels/cpu/prepared_calls.cpp"
+
+#include <torch/library.h>
+
+#include <thread>
+
+namespace fusedcomm {
+namespace {
+
+namespace py = pybind11;
+
+constexpr int64_t kRanks = 3;
+constexpr int64_t kNumel = 1024;  // of a chunk
+constexpr int64_t kChunkBytes = kNumel * static_cast<int64_t>(sizeof(int));
+constexpr int kCalls = 200;
+constexpr size_t kHeapBytes = 1 << 20;
+
+// The header of a segment, then its slots.
+constexpr int64_t kFlags = 0, kBroken = 128, kEpoch = 192, kPosts = 256, kMarks = 384, kSlots = 512;
+constexpr int64_t kSlotBytes = kRanks * kChunkBytes;
+
+// Data is moved by code that the sanitizer sees, as torch is built without it.
+at::Tensor& move(const at::Tensor& from, at::Tensor& to) {
+  std::copy_n(from.const_data_ptr<int>(), kNumel, to.data_ptr<int>());
+  return to;
+}
+
+at::Tensor tensor_over(void* memory, int64_t num_bytes) { return at::from_blob(memory, {num_bytes}, at::kByte); }
+
+struct Ranks {
+  std::vector<void*> memory;
+  std::vector<at::Tensor> segments;
+  std::vector<at::Tensor> heaps;
+  std::vector<std::shared_ptr<ResultsHeap>> results;
+  std::array<std::array<int64_t, kRanks>, kRanks> warm_until{};
+  std::array<int64_t, kRanks> epochs{};
+  int64_t no_error = 0;
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
+
+  Ranks() {
+    for (int64_t rank = 0; rank < kRanks; ++rank) {
+      memory.push_back(allocator()->alloc(kSlots + kNumSlots * kSlotBytes, 0, std::nullopt));
+      segments.push_back(tensor_over(memory.back(), kSlots + kNumSlots * kSlotBytes));
+      memory.push_back(allocator()->alloc(kHeapBytes, 0, std::nullopt));
+      heaps.push_back(tensor_over(memory.back(), kHeapBytes));
+      results.push_back(std::make_shared<ResultsHeap>(heaps.back(), 0));
+    }
+  }
+  ~Ranks() {
+    results.clear();
+    for (void* each : memory) allocator()->free(each);
+  }
+
+  std::shared_ptr<const CallContext> context(int64_t rank) {
+    const auto storages = [](const std::vector<at::Tensor>& tensors) {
+      std::vector<c10::Storage> found;
+      for (const auto& each : tensors) found.push_back(each.storage());
+      return found;
+    };
+    const auto index = static_cast<size_t>(rank);
+    return std::make_shared<const CallContext>(
+        CallContext{{rank, kRanks, storages(segments), kFlags, kBroken, kEpoch, kPosts, kMarks, kSlots, kSlotBytes,
+                     results[index], storages(heaps), warm_until[index].data()},
+                    &epochs[index], &no_error});
+  }
+};
+
+Operand chunk(Operand::Base base, int64_t index, int64_t number) {
+  return {base, index, number * kChunkBytes, {kNumel}, {1}, at::kInt, {}};
+}
+
+Instruction moves(const Operand& from, const Operand& to) {
+  Instruction instruction{Instruction::kOp};
+  instruction.op = c10::Dispatcher::singleton().findSchemaOrThrow("sanitized::move", "");
+  instruction.arguments = {from, to};
+  instruction.made = {-1};
+  return instruction;
+}
+
+Instruction of_rank(Instruction::Kind kind, int64_t rank) {
+  Instruction instruction{kind};
+  instruction.rank = rank;
+  instruction.num_bytes = kRanks * kChunkBytes;
+  return instruction;
+}
+
+void append_either(Tape& tape, Instruction::Kind kind, int64_t rank, const std::optional<Instruction>& in_place,
+                   const Instruction& through_slot) {
+  tape.begin_body();
+  if (in_place) tape.append(*in_place);
+  tape.end_body();
+  tape.begin_body();
+  tape.append(through_slot);
+  tape.end_body();
+  tape.append_with_bodies(of_rank(kind, rank), 2);
+}
+
+// Every rank sends its argument to all, and the result has those of all.
+Tape tape_of(int64_t rank) {
+  Tape tape;
+  const Operand argument = chunk(Operand::kArgument, 0, 0);
+  const int64_t result = tape.new_register();
+  Instruction makes{Instruction::kResult};
+  makes.sizes = {kRanks * kNumel};
+  makes.dtype = at::kInt;
+  makes.posted = true;
+  makes.made = {result};
+  tape.append(makes);
+  const Operand whole{Operand::kRegister, result, 0, {kRanks * kNumel}, {1}, at::kInt, {}};
+  Instruction post{Instruction::kPost};
+  post.arguments.emplace_back(whole);
+  tape.append(post);
+  Instruction chunks{Instruction::kChunks};
+  for (int64_t step = 1; step <= kRanks; ++step) {
+    const int64_t dst = (rank + step) % kRanks;
+    chunks.ranks.push_back(dst);
+    tape.begin_body();
+    if (dst == rank) {
+      tape.append(moves(argument, chunk(Operand::kRegister, result, rank)));
+    } else {
+      append_either(tape, Instruction::kPlaced, dst, moves(argument, chunk(Operand::kPeerResult, dst, rank)),
+                    moves(argument, chunk(Operand::kSlot, dst, rank)));
+      tape.append(of_rank(Instruction::kSignal, dst));
+    }
+    tape.end_body();
+  }
+  tape.append_with_bodies(chunks, kRanks);
+  for (int64_t step = 1; step < kRanks; ++step) {
+    const int64_t src = (rank + step) % kRanks;
+    tape.append(of_rank(Instruction::kWait, src));
+    append_either(tape, Instruction::kArrived, src, std::nullopt,
+                  moves(chunk(Operand::kSlot, rank, src), chunk(Operand::kRegister, result, src)));
+  }
+  tape.append(of_rank(Instruction::kEndRound, 0));
+  tape.finish({whole});
+  return tape;
+}
+
+// fusedcomm.ops.prepared.Rescue, for ranks that are only late.
+py::object rescue(const std::shared_ptr<const CallContext>& context) {
+  const auto wait = [context](int64_t src_rank, int64_t epoch, int64_t) {
+    const Segments& segments = context->segments;
+    const uintptr_t own = segments.address(segments.rank);
+    const int64_t index = epoch % kNumSlots * kRanks + src_rank;
+    const uintptr_t flag = own + static_cast<uintptr_t>(kFlags + index * static_cast<int64_t>(sizeof(int64_t)));
+    const int64_t seen = wait_word(flag, epoch, own + kBroken, kRanks, 120);
+    TORCH_CHECK(seen >> kFingerprintBits == epoch, "rank ", src_rank, " must signal round ", epoch);
+  };
+  const auto tell = [](const py::object& error) {
+    return py::make_tuple(py::str(error), py::list());
+  };
+  return py::module_::import("types").attr("SimpleNamespace")(
+      py::arg("wait") = py::cpp_function(wait), py::arg("tell") = py::cpp_function(tell),
+      py::arg("check") = py::cpp_function([](int64_t) {}), py::arg("abandon") = py::cpp_function([](const py::object&) {}),
+      py::arg("dump") = py::cpp_function([](const std::string&) {}));
+}
+
+std::string name_of(int64_t rank) { return "rank " + std::to_string(rank); }
+
+std::shared_ptr<PreparedCalls> prepare(Ranks& ranks, int64_t rank) {
+  ranks.groups.push_back(c10::make_intrusive<c10d::ProcessGroup>(static_cast<int>(rank), static_cast<int>(kRanks)));
+  c10d::register_process_group(name_of(rank), ranks.groups.back());
+  const py::object counters = py::module_::import("array").attr("array")("q", std::vector<int64_t>{0});
+  const auto calls = std::make_shared<PreparedCalls>(name_of(rank), std::make_shared<CallLock>(), py::buffer(counters));
+  PreparedCalls::enlist(calls);
+  const auto context = ranks.context(rank);
+  calls->clear(context, 0);
+  auto call = std::make_shared<PreparedCall>();
+  call->tape = tape_of(rank);
+  call->generation = calls->generation();
+  call->has_rounds = true;
+  call->fingerprint = 5;
+  call->record = std::make_shared<PythonObject>(py::none());
+  call->workspace = std::make_shared<PythonObject>(py::none());
+  call->rescue = std::make_unique<PythonObject>(rescue(context));
+  calls->add(Key{calls->generation()}, std::move(call));
+  return calls;
+}
+
+// Calls from several threads of a rank are all the same, as their order differs between ranks.
+void make_calls(const Ranks& ranks, int64_t rank, bool same, std::atomic<int>& num_placed) {
+  at::Tensor last;
+  for (int number = 0; number < kCalls; ++number) {
+    const int value = same ? 0 : number;
+    const at::Tensor argument = at::empty({kNumel}, at::kInt);
+    std::fill_n(argument.data_ptr<int>(), kNumel, value * static_cast<int>(kRanks) + static_cast<int>(rank));
+    const auto calls = PreparedCalls::of(name_of(rank));
+    const auto [call, is_known] = calls->find(Key{calls->generation()});
+    std::vector<c10::IValue> results;
+    TORCH_CHECK(call != nullptr && calls->run(*call, {argument}, results));
+    last = results[0].toTensor();
+    num_placed += ranks.results[static_cast<size_t>(rank)]->place(last).has_value();
+    const int* values = last.const_data_ptr<int>();
+    for (int64_t i = 0; i < kRanks * kNumel; ++i) {
+      TORCH_CHECK(values[i] == value * kRanks + i / kNumel, "call ", number, " of rank ", rank, " is wrong");
+    }
+  }
+}
+
+void run_ranks(const Ranks& ranks, int num_threads, std::atomic<int>& num_placed) {
+  std::vector<std::thread> threads;
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    for (int i = 0; i < num_threads; ++i) {
+      threads.emplace_back([&ranks, rank, num_threads, &num_placed] { make_calls(ranks, rank, num_threads > 1, num_placed); });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace fusedcomm
+
+TORCH_LIBRARY(sanitized, library) {
+  library.def("move(Tensor from, Tensor(a!) to) -> Tensor(a!)");
+  library.impl("move", c10::DispatchKey::CPU, [](const at::Tensor& from, at::Tensor& to) -> at::Tensor& {
+    return fusedcomm::move(from, to);
+  });
+}
+
+extern "C" __attribute__((visibility("default"))) void run() {
+  using namespace fusedcomm;
+  register_symmetric_memory();
+  const py::gil_scoped_acquire gil;
+  std::vector<std::shared_ptr<PreparedCalls>> prepared;
+  {
+    Ranks ranks;
+    std::atomic<int> num_placed{0};
+    for (int64_t rank = 0; rank < kRanks; ++rank) prepared.push_back(prepare(ranks, rank));
+    {
+      WithoutGil without;
+      std::atomic<bool> over{false};
+      std::thread reader([&over] {
+        while (!over) {
+          for (const RecordedCall& call : call_ring().calls()) TORCH_CHECK(call.ended == 0 || call.ended >= call.started);
+        }
+      });
+      run_ranks(ranks, 1, num_placed);
+      run_ranks(ranks, 2, num_placed);
+      over = true;
+      reader.join();
+    }
+    TORCH_CHECK(num_placed > kCalls, "results must be where peers can write them, got ", num_placed.load());
+    for (int64_t rank = 0; rank < kRanks; ++rank) {
+      TORCH_CHECK(ranks.epochs[static_cast<size_t>(rank)] == 3 * kCalls);
+      prepared[static_cast<size_t>(rank)]->withdraw();
+    }
+    call_ring().clear();
+    prepared.clear();
+  }
+}

@@ -1,0 +1,129 @@
+"""Options for NCCL on a torch without it: a made-up ProcessGroupNCCL says what other builds of torch have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.runtime import nccl_options
+
+ZERO = 2  # NCCL_CTA_POLICY_ZERO in nccl.h
+
+
+class Config:
+    """ncclConfig_t as torch shows it, in a build that knows the policy."""
+
+    cta_policy = 0
+
+
+class Options:
+    def __init__(self) -> None:
+        self.config: Any = Config()
+
+
+def old_options() -> Any:
+    return SimpleNamespace(config=SimpleNamespace(min_ctas=0))
+
+
+def register_mem_pool(pool: Any) -> None:
+    """register_mem_pool(self, pool: torch.cuda.MemPool) -> None"""
+
+
+def register_windows(pool: Any, symm: bool = False) -> None:
+    """register_mem_pool(self, pool: torch.cuda.MemPool, symm: bool = False) -> None"""
+
+
+def build(monkeypatch: pytest.MonkeyPatch, version: tuple[Any, ...] = (2, 30, 7), **changes: Any) -> None:
+    """Let torch.distributed be that of a build with NCCL; a change to None takes an attribute away."""
+    backend = {"Options": Options, nccl_options.POLICY: ZERO, "register_mem_pool": register_windows} | changes
+    have = SimpleNamespace(**{name: value for name, value in backend.items() if value is not None})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", have, raising=False)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: version)
+
+
+def test_options_have_the_policy_and_are_new_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    build(monkeypatch)
+    first, second = fusedcomm.nccl_options(), fusedcomm.nccl_options()
+    assert isinstance(first, Options) and first.config.cta_policy == ZERO
+    assert second is not first and second.config is not first.config  # torch writes the group's name into them
+    assert Config.cta_policy == 0
+
+
+def test_a_torch_without_the_policy_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes in ({nccl_options.POLICY: None}, {"Options": old_options}):
+        build(monkeypatch, (2, 27, 5), **changes)
+        with pytest.raises(RuntimeError, match="must be a CUDA build with NCCL") as raised:
+            fusedcomm.nccl_options()
+        assert str(raised.value).endswith(f"torch {torch.__version__} has NCCL 2.27.5 without it")
+        assert not nccl_options.zero_cta_across_hosts()
+
+
+def test_a_torch_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
+    with pytest.raises(RuntimeError, match=f"torch {torch.__version__.replace('+', '.')} has no NCCL"):
+        fusedcomm.nccl_options()
+    assert not nccl_options.registers_windows() and not nccl_options.zero_cta_across_hosts()
+
+
+@pytest.mark.parametrize("version, across", [((2, 28, 9), False), ((2, 29, 7), False), ((2, 30, 7, "x"), True)])
+def test_which_nccl_crosses_hosts(monkeypatch: pytest.MonkeyPatch, version: tuple[Any, ...], across: bool) -> None:
+    build(monkeypatch, version)
+    assert nccl_options.nccl_version_text() == ".".join(map(str, version[:3]))
+    assert nccl_options.zero_cta_across_hosts() is across
+    assert fusedcomm.nccl_options().config.cta_policy == ZERO  # inside a host all three have it
+
+
+def test_windows_are_registered_by_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    build(monkeypatch)
+    assert nccl_options.registers_windows()
+    for older in (register_mem_pool, None):
+        build(monkeypatch, register_mem_pool=older)
+        assert not nccl_options.registers_windows()
+
+
+def test_the_version_of_a_build_without_nccl_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version() -> None:
+        raise AttributeError("module 'torch._C' has no attribute '_nccl_version'")
+
+    monkeypatch.setattr("torch.cuda.nccl.version", version)
+    assert nccl_options.nccl_version() is None and nccl_options.nccl_version_text() is None
+
+
+def test_this_torch() -> None:
+    """What torch itself checks of pg_options, where the build has NCCL."""
+    if nccl_options.no_zero_cta() is not None:
+        with pytest.raises(RuntimeError, match="must be a CUDA build"):
+            fusedcomm.nccl_options()
+        return
+    backend: Any = dist.ProcessGroupNCCL
+    options = fusedcomm.nccl_options()
+    assert isinstance(options, backend.Options)
+    assert options.config.cta_policy == backend.NCCL_CTA_POLICY_ZERO
+
+
+def test_importing_the_package_asks_nothing_of_nccl() -> None:
+    asked = """
+import torch.cuda.nccl, torch.distributed
+
+class Untouched:
+    def __getattr__(self, name):
+        raise SystemExit(f"import asked for {name}")
+
+torch.distributed.ProcessGroupNCCL = Untouched()
+torch.cuda.nccl.version = lambda: Untouched().version
+import fusedcomm
+assert callable(fusedcomm.nccl_options)
+try:
+    fusedcomm.nccl_options()
+except SystemExit as stopped:
+    print(stopped)
+"""
+    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, f"import asked for {nccl_options.POLICY}\n"), ran.stderr
