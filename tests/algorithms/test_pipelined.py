@@ -154,8 +154,8 @@ def test_it_is_refused_where_it_cannot_run(rank: int) -> None:
         with pytest.raises(RuntimeError, match="cannot run as pipelined: float64 has no overlapped algorithm"):
             fusedcomm.matmul_all_reduce(x, w)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planner, "PIPELINED_BACKENDS", ("nccl",))
-            with pytest.raises(RuntimeError, match="cannot run as pipelined: pipelined runs on nccl, got gloo"):
+            patch.setitem(planner.PIPELINED_BACKENDS, "cpu", "nccl")
+            with pytest.raises(RuntimeError, match="cannot run as pipelined: pipelined runs on nccl here, got gloo"):
                 fusedcomm.matmul_all_reduce(x.float(), w.float())
 
 

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import fusedcomm
-from tests.helpers.groups import check
+from fusedcomm.bench import tune
+from fusedcomm.testing.selftest import settings
+from tests.helpers.groups import check, member_of
 from tests.helpers.hosts import sent_bytes
 from tests.helpers.hosts_world import PROBLEMS, WAIT_S, call, check_gradients
 from tests.helpers.problems import Problem, integers
@@ -120,8 +123,38 @@ def sent(rank: int) -> dict[str, dict[str, int]]:
     return found
 
 
+SIZES = tune.TuneSizes(
+    probe=(16, 32, 32),
+    matmuls=((64, 64, 64),),
+    narrow=((4, 64, 64),),
+    num_bytes=(64 << 10, 4 << 20),
+    calls=((16, 64, 64),),
+    much_arithmetic=(0, 0, 0),
+    much_sent=(0, 0, 0),
+)
+
+
+def tuned(rank: int, folder: Path) -> dict[str, Any]:
+    """Tune on the link, into a folder of this host alone. Returns its rate by what came out, and what is then planned.
+
+    Tests share the machine, so it is busy: noise is no error here.
+    """
+    ours = member_of(dist.group.WORLD)
+    with (
+        mock.patch.object(tune.TuneSizes, "of", lambda device_type, quick: SIZES),
+        mock.patch.object(tune, "MOST_NOISE", 1e9),
+        settings(CACHE_DIR=str(folder / f"cache.{rank}")),
+    ):
+        constants = tune.tune(ours, quick=True).constants
+        tune.write_for_all(constants, ours.device, dist.group.WORLD, tune.num_hosts_of(ours))
+        fusedcomm.close()
+        planned = plan(next(iter(LARGE)))
+        files = [file.name for file in (folder / f"cache.{rank}").iterdir()]
+    return {"rate": constants.backend_bandwidth["all_to_all"], "reason": planned.reason, "files": files}
+
+
 def all_of_it(rank: int, folder: Path) -> dict[str, Any]:
-    return {each.__name__: each(rank) for each in (rate, values, sent)}
+    return {each.__name__: each(rank) for each in (rate, values, sent)} | {"tuned": tuned(rank, folder)}
 
 
 CHECKS = {"all": all_of_it}

@@ -68,3 +68,11 @@ def test_the_count_of_bytes_finds_what_gloo_sends_twice(found: list[Any]) -> Non
     for each in found:
         assert each["sent"]["unfused"]["matmul_reduce_scatter"] > 1.9 * least
         assert each["sent"]["unfused"]["matmul_all_to_all"] < OVERHEAD * least
+
+
+def test_what_the_link_carries_is_measured_and_planned_by(found: list[Any]) -> None:
+    """Each host has a file of its own, with the same numbers. gloo's latency and the burst are in the rate."""
+    first, second = (each["tuned"] for each in found)
+    assert first == second and len(first["files"]) == 1
+    assert 0.5 * MBIT < 8 * first["rate"] / 1e6 < 1.4 * MBIT
+    assert first["reason"].endswith(", tuned numbers")
