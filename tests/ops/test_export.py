@@ -18,8 +18,8 @@ from tests.helpers.op_programs import program_of
 from tests.helpers.problems import OPS
 from tests.helpers.thorough import soak_but, thorough_but
 
-# What is compiled to C++ takes long: a gather is in a package, and a push and a gather are behind the wrapper. `make soak`
-# has all ops in both ways.
+# What is compiled to C++ takes long: a gather is in a package, and a push and a gather are behind the wrapper.
+# `make soak` has all ops in both ways.
 IN_A_PACKAGE = ["all_to_all_matmul"]
 BEHIND_THE_WRAPPER = [
     ("matmul_all_to_all", "nothing"),
