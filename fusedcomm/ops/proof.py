@@ -7,7 +7,8 @@ Where it was late, or had no memory, a reset lets it try again. Calls whose part
 they have kernels of their own.
 
 The proof has a workspace of its own, small and with guard bytes. What fails there breaks nothing of the group's, and
-nothing of the group's grows. It runs on the current stream, which the host then waits for.
+nothing of the group's grows. It runs on the current stream, which the host then waits for. That of `pipelined` needs no
+workspace: it runs by the group's own collectives, within the group's own time-out.
 
 Other outcomes are kept in a file (`fusedcomm.runtime.proof_file`), and the topology vote says which of them hold for
 all ranks. A forced algorithm runs without a proof, and although its proof has failed: whoever forces it looks at it.
@@ -27,12 +28,13 @@ from torch.distributed import PrefixStore
 
 from fusedcomm import env
 from fusedcomm.algorithms import planner
+from fusedcomm.algorithms.pieces import GroupCall
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.cost import tuned
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
-from fusedcomm.runtime import proof_file
+from fusedcomm.runtime import group, proof_file
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
 from fusedcomm.runtime.segment import FINGERPRINT
@@ -54,7 +56,7 @@ def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> b
 
     ``uneven``: the parts of the call differ in size.
     """
-    if not plan.has_workspace or plan.reason == planner.FORCED or not ours.topology.prove:
+    if plan.algorithm == "unfused" or plan.reason == planner.FORCED or not ours.topology.prove:
         return False
     return proof_file.name_of(plan.op, plan.algorithm, dtype, uneven) not in ours.outcomes
 
@@ -70,10 +72,13 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
         )
     name = proof_file.name_of(op, algorithm, dtype, uneven)
     problems = [_problem(op, size, ours.group_size, uneven) for size in SIZES]
-    own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
+    own, run = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems)), algorithms[algorithm]
     try:
-        own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
-        cause, wrong = _try(own.workspace, op, algorithms[algorithm], problems, dtype)
+        if algorithm == "pipelined":
+            cause, wrong = _try(lambda: _by_group(ours, run, problems, dtype), ours.rank, dtype)
+        else:
+            own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
+            cause, wrong = _try(lambda: _by_workspace(own.workspace, op, run, problems, dtype), ours.rank, dtype)
         what = f"{algorithm} of {str(dtype).removeprefix('torch.')}"
         if uneven:
             what += " in parts of different sizes"
@@ -113,28 +118,12 @@ def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
 
 
 def _try(
-    workspace: Workspace | None,
-    op: str,
-    run: Callable[..., Any],
-    problems: list[ExactProblem],
-    dtype: torch.dtype,
+    results: Callable[[], list[tuple[ExactProblem, list[Tensor]]]], rank: int, dtype: torch.dtype
 ) -> tuple[int, str]:
-    """Run the problems, and say what is wrong on this rank. Nothing that an algorithm does may end the proof."""
-    assert workspace is not None
-    workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
-    workspace.arm()
+    """Run problems, and say what is wrong on this rank. Nothing that an algorithm does may end the proof."""
     try:
-        with workspace.guarded(op):
-            results = [_run(problem, run, workspace, dtype) for problem in problems]
-            if problems[-1].program.gathers:  # its chunks by copy engines too, which larger ones take
-                workspace.least_copied = 0
-                problems = [*problems, problems[-1]]
-                results.append(_run(problems[-1], run, workspace, dtype))
-            if workspace.device.type == "cuda":
-                torch.cuda.current_stream(workspace.device).synchronize()
-        workspace.check(op)
-        for problem, result in zip(problems, results, strict=True):
-            for got, must in zip(result, _expected(problem, workspace.rank), strict=True):
+        for problem, result in results():
+            for got, must in zip(result, _expected(problem, rank), strict=True):
                 if found := difference(got.cpu(), must.to(dtype)):
                     return _WRONG, f"gave wrong values: {found}"
     except PeerTimeoutError as error:
@@ -148,13 +137,56 @@ def _try(
     return _WRONG, ""
 
 
-def _run(problem: ExactProblem, run: Callable[..., Any], workspace: Workspace, dtype: torch.dtype) -> list[Tensor]:
+def _by_workspace(
+    workspace: Workspace | None, op: str, run: Callable[..., Any], problems: list[ExactProblem], dtype: torch.dtype
+) -> list[tuple[ExactProblem, list[Tensor]]]:
+    """What this rank gets from the problems."""
+    assert workspace is not None
+    workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
+    workspace.arm()
+
+    def result(problem: ExactProblem) -> tuple[ExactProblem, list[Tensor]]:
+        call = Call(op, _fingerprint(op), problem.exchange(workspace.rank), workspace)
+        return problem, _run(problem, run, call, workspace.rank, workspace.device, dtype)
+
+    with workspace.guarded(op):
+        results = [result(problem) for problem in problems]
+        if problems[-1].program.gathers:  # its chunks by copy engines too, which larger ones take
+            workspace.least_copied = 0
+            results.append(result(problems[-1]))
+        _finish(workspace.device)
+    workspace.check(op)
+    return results
+
+
+def _by_group(
+    ours: Member, run: Callable[..., Any], problems: list[ExactProblem], dtype: torch.dtype
+) -> list[tuple[ExactProblem, list[Tensor]]]:
+    """Likewise, by the group's own collectives."""
+    pg, results = group.find(ours.group_name), []
+    for problem in problems:
+        call = GroupCall(problem.exchange(ours.rank), pg, NUM_ROUNDS)
+        results.append((problem, _run(problem, run, call, ours.rank, ours.device, dtype)))
+    _finish(ours.device)
+    return results
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _run(
+    problem: ExactProblem,
+    run: Callable[..., Any],
+    call: Call | GroupCall,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Tensor]:
     """What one rank gets: its result, and from a gather what was gathered."""
-    program, rank = problem.program, workspace.rank
-    tensors = (ts[rank].to(workspace.device, dtype) for ts in (problem.xs, problem.ws, problem.biases))
-    x, w, bias = tensors
-    exchange = problem.exchange(rank)
-    call = Call(program.op, _fingerprint(program.op), exchange, workspace)
+    program, exchange = problem.program, call.exchange
+    x, w, bias = (ts[rank].to(device, dtype) for ts in (problem.xs, problem.ws, problem.biases))
     if program.gathers:
         (out,), gathered = run(call, x, [w], [bias], return_gathered=True)
         return [out, gathered]

@@ -170,11 +170,15 @@ def test_no_graph_has_a_pipelined_call(capturing: list[bool]) -> None:
         planner.plan(OP, WIDE, BF16, member(verdict=ACROSS))
 
 
-def test_a_forced_pipelined_call_needs_no_proof(capturing: list[bool]) -> None:
-    """It has no kernels of ours, as unfused has none."""
+def test_a_pipelined_call_is_proved_first(capturing: list[bool]) -> None:
     capturing.append(False)
     ours = member(verdict=replace(ACROSS, prove=True))
-    assert not proof.is_unproved(planner.plan(OP, WIDE, BF16, ours), BF16, ours, uneven=False)
+    plan = planner.plan(OP, WIDE, BF16, ours)
+    assert plan.reason.endswith("; proved at its first call") and proof.is_unproved(plan, BF16, ours, uneven=False)
+    with planner.force_algorithm("pipelined"):
+        assert not proof.is_unproved(planner.plan(OP, WIDE, BF16, ours), BF16, ours, uneven=False)
+    ours.outcomes["matmul_all_to_all pipelined bfloat16"] = "pipelined of bfloat16 failed its proof"
+    assert planner.plan(OP, WIDE, BF16, ours).reason == "pipelined of bfloat16 failed its proof"
 
 
 TERABYTES = replace(ABLE, workspace_bytes=1 << 50)

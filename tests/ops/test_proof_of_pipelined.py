@@ -1,0 +1,68 @@
+"""`pipelined` is proved as algorithms with a workspace are, by the group's own collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from fusedcomm.algorithms.pieces import Piece
+from fusedcomm.ops import explain
+from tests.helpers.group_collectives import in_pieces
+from tests.helpers.groups import call, check, member_of
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.problems import OPS, Problem
+from tests.ops.test_proof import plan_of_all, planted_in, proving, raises_everywhere, wrong_on_one_rank
+
+BY_OP = {
+    "matmul_all_to_all": Problem("rows", (30, 8), 12, 0, 1),
+    "all_to_all_matmul": Problem("rows", (30, 8), 12, 1, 0, op="all_to_all_matmul"),
+    "all_gather_matmul": Problem("rows", (200, 8), 12, 0, op="all_gather_matmul"),
+    "matmul_reduce_scatter": Problem("rows", (200, 8), 12, scatter_dim=0, op="matmul_reduce_scatter"),
+    "matmul_all_reduce": Problem("rows", (30, 8), 12, op="matmul_all_reduce"),
+}
+NAME = "{op} pipelined float32"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_a_right_algorithm_is_used(rank: int, op: str, tmp_path: Path) -> None:
+    with in_pieces(3), proving(tmp_path, HOST_ID=f"host {rank}") as (group, made):
+        for seed in range(2):
+            check(group, BY_OP[op], call(group, BY_OP[op], seed), seed)
+        plan = plan_of_all(group, BY_OP[op])
+        assert plan.algorithm == "pipelined" and made == [f"{op} pipelined"]
+        assert member_of(group).outcomes == {NAME.format(op=op): ""}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plant", [wrong_on_one_rank, raises_everywhere])
+@pytest.mark.parametrize("op", ["matmul_all_to_all", "all_gather_matmul"])
+def test_a_wrong_one_is_not(rank: int, op: str, plant: Any, tmp_path: Path) -> None:
+    algorithms: Any = explain.algorithms_of(op)
+    planted = mock.patch.dict(algorithms, pipelined=planted_in(algorithms["pipelined"], plant))
+    with in_pieces(3), planted, proving(tmp_path, HOST_ID=f"host {rank}") as (group, made):
+        for seed in range(2):
+            check(group, BY_OP[op], call(group, BY_OP[op], seed), seed)
+        plan = plan_of_all(group, BY_OP[op])
+    assert plan.algorithm == "unfused" and made == [f"{op} pipelined"]
+    assert "pipelined of float32 failed its proof on" in plan.reason or "raised MemoryError" in plan.reason
+
+
+@on_ranks(2)
+def test_a_piece_that_is_not_waited_for_is_found(rank: int, tmp_path: Path) -> None:
+    """What it takes is what lay in its buffers before."""
+    problem = BY_OP["matmul_all_to_all"]
+    received = Piece._received
+
+    def nothing_has_come(piece: Piece, src_rank: int) -> Any:
+        return received(piece, src_rank).fill_(0)
+
+    with in_pieces(3), proving(tmp_path, HOST_ID=f"host {rank}") as (group, _):
+        with mock.patch.object(Piece, "_received", nothing_has_come):
+            check(group, problem, call(group, problem))  # unfused, as the proof has found it
+        assert "gave wrong values" in plan_of_all(group, problem).reason
+        dist.barrier(group)
