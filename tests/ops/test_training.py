@@ -251,15 +251,19 @@ def under_modes(step: Step) -> Any:
         outs = step.call()
     with Dispatched() as backward:
         grads = step.grads(outs)
-    return grads, [[name for name, _ in each.calls] for each in (forward, backward)]
+    outs = step.call()  # by another node
+    with Dispatched() as alone:
+        again = step.grads(outs)
+    return grads, again, [[name for name, _ in each.calls] for each in (forward, backward, alone)]
 
 
 def autocast_around_the_backward(step: Step) -> Any:
     found = []
     for dtype in (torch.bfloat16, None, torch.float16):
         outs = step.call()
+        grads = [torch.full_like(out, 1 + 2.0**-12) for out in outs]  # which 16 bits cannot hold
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            found.append(step.grads(outs))
+            found.append(torch.autograd.grad(outs, step.leaves, grads))
     return found
 
 
