@@ -17,6 +17,7 @@ from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import LISTS, check_types
 from fusedcomm.ops.dispatch import Algorithms, by_product, run
+from fusedcomm.ops.formula import Formula
 from fusedcomm.ops.library import (
     lib,
     refuse_tangents,
@@ -309,7 +310,7 @@ def _autograd(
     return outs, gathered
 
 
-register_autograd_kernel(OP, _autograd)
+register_autograd_kernel(OP, _autograd, Formula(_AllGatherMatmul.setup_context, _AllGatherMatmul.backward))
 
 
 @torch.library.impl(lib, f"{OP}.flat", "CompositeImplicitAutograd")

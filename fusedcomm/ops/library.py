@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.geometry.shapes import check_out
 from fusedcomm.ops import prepared
+from fusedcomm.ops.formula import Formula
 from fusedcomm.runtime.native_part import native
 
 lib = torch.library.Library("fusedcomm", "DEF")
@@ -35,12 +36,15 @@ def register_kernel(op: str, kernel: Callable[..., Any]) -> None:
         _native_kernels.append(native.register_cpu_kernel(f"fusedcomm::{name}", overload, kernel, prepared.record))
 
 
-def register_autograd_kernel(op: str, kernel: Callable[..., Any], with_keyset: bool = False) -> None:
-    """Make ``kernel`` the op's where an argument requires grad or has a tangent, and maybe elsewhere."""
+def register_autograd_kernel(op: str, kernel: Callable[..., Any], formula: Formula, with_keyset: bool = False) -> None:
+    """Make ``kernel`` the op's where an argument requires grad or has a tangent, and maybe elsewhere.
+
+    ``formula``: its gradients, for those calls that do not go to the kernel.
+    """
     if native is None:
         lib.impl(op, kernel, "Autograd", with_keyset=with_keyset)
     else:
-        _native_kernels.append(native.register_autograd_kernel(f"fusedcomm::{op}", kernel, with_keyset))
+        _native_kernels.append(native.register_autograd_kernel(f"fusedcomm::{op}", kernel, with_keyset, formula))
 
 
 def new_or_given(x: Tensor, shape: Sequence[int], out: Tensor | None) -> Tensor:
@@ -86,7 +90,7 @@ def register_autograd(op: str, backward: Callable[..., Any], setup_context: Call
         refuse_tangents(op, *args)
         return differentiable(keyset, *args)
 
-    register_autograd_kernel(op, kernel, with_keyset=True)
+    register_autograd_kernel(op, kernel, Formula(setup_context, backward), with_keyset=True)
 
 
 def refuse_tangents(op: str, *args: Any) -> None:

@@ -4,6 +4,9 @@ A kind is what decides how a call runs: op, sizes, strides, dtypes, other argume
 says. The Python algorithm stays the only statement of what is done. `fusedcomm.runtime.tape` records it while it runs,
 and `kernels/cpu/prepared_calls.cpp` runs the tape, with the same signals, waits, records and lanes. Whatever takes long
 or fails comes back to Python, to `Rescue`. A new workspace, `reset` and `close` drop all tapes of a group.
+
+The first call is not recorded: it may make the group, vote, or grow the workspace, which drops its tape, and in a
+program whose sizes never come again all calls are first ones, which a recording makes slower.
 """
 
 from __future__ import annotations
@@ -37,12 +40,14 @@ def record(
     args, kwargs = pytree.tree_map_only(Tensor, native.alias, (args, kwargs))
     with Recorder([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]) as recorder:
         result = kernel(*args, **kwargs)
+    found = recorder.record
+    if found is None:
+        recorder.reasons.append("its algorithm has no tapes")
     recorder.finish(result if isinstance(result, tuple) else (result,))
     if not recorder.is_usable:
         log.debug("a call is not prepared: %s", "; ".join(recorder.reasons))
         calls.refuse(key)
         return result if out is None else out
-    found = recorder.record
     assert found is not None
     rescue = Rescue(found.op, recorder.fingerprint, recorder.workspace)
     has_rounds = recorder.workspace is not None

@@ -43,7 +43,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_usable(self) -> bool:
-        return self.record is not None and not self.reasons
+        return not self.reasons
 
     def planned(self, record: Any, workspace: Any, fingerprint: int) -> None:
         """The call runs on ``workspace``, or unfused, without one."""
@@ -139,13 +139,13 @@ class Recorder(TorchDispatchMode):
         made = func(*args, **kwargs) if given is None else given
         if self.paused:
             return made
-        outs = made if isinstance(made, tuple) else (made,)
-        if not all(isinstance(out, Tensor) for out in outs):
-            outs = tuple(out for out in pytree.tree_leaves(made) if isinstance(out, Tensor))
-            if not func.is_view:  # which may give a list
-                self.reasons.append(f"{func} gives something other than tensors")
+        leaves = [made] if isinstance(made, Tensor) else pytree.tree_leaves(made)
+        outs = [out for out in leaves if isinstance(out, Tensor)]
+        if len(outs) < len(leaves):
+            self.reasons.append(f"{func} gives something other than tensors")
         self._kept += outs
-        if func.is_view and all(_storage(out) in self._places for out in outs):
+        is_view = func.is_view or func is torch.ops.aten._unsafe_view.default
+        if is_view and all(_storage(out) in self._places for out in outs):
             return made  # its place says all; `to` and `reshape` are views that may copy
         operands = self._operands(args), self._operands(kwargs)
         registers = [-1 if _storage(out) in self._places else self._new(out) for out in outs]

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "prepared_calls.h"
+#include "training_calls.h"
 
 namespace fusedcomm {
 namespace {
@@ -104,39 +105,44 @@ class CpuKernel final : public c10::OperatorKernel {
   PythonObject record_;
 };
 
-// Goes on below autograd where there is nothing to differentiate, and to Python's kernel elsewhere.
+// Goes on below autograd where there is nothing to differentiate. Elsewhere a call on CPU tensors becomes part of
+// autograd's graph here, where that is all there is to do, and in Python's kernel if not.
 class AutogradKernel final : public c10::OperatorKernel {
  public:
-  AutogradKernel(py::object kernel, bool takes_keyset) : kernel_(std::move(kernel)), takes_keyset_(takes_keyset) {}
+  AutogradKernel(const c10::OperatorHandle& op, py::object kernel, bool takes_keyset, py::object formula)
+      : kernel_(std::move(kernel)), takes_keyset_(takes_keyset), training_(op, std::move(formula)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
     const size_t first = stack->size() - op.schema().arguments().size();
-    bool differentiates = false;
-    for (size_t i = first; i < stack->size(); ++i) differentiates |= is_differentiable((*stack)[i]);
-    if (!differentiates) {
+    bool needs_grad = false, has_tangent = false;
+    for (size_t i = first; i < stack->size(); ++i) {
+      needs_grad |= any_tensor((*stack)[i], [](const at::Tensor& t) { return t.requires_grad(); });
+      has_tangent |= any_tensor((*stack)[i], [](const at::Tensor& t) { return t._fw_grad(0).defined(); });
+    }
+    needs_grad &= at::GradMode::is_enabled();
+    if (!needs_grad && !has_tangent) {
       at::AutoDispatchBelowAutograd guard;
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
       return;
     }
+    if (!has_tangent && training_.run(op, keys, *stack)) return;
     call_python(op, *stack, [&](const py::tuple& args, const py::dict& kwargs) {
       return takes_keyset_ ? kernel_.get()(keys, *args, **kwargs) : kernel_.get()(*args, **kwargs);
     });
   }
 
  private:
-  // Whether an argument requires grad now, or has a tangent.
-  static bool is_differentiable(const c10::IValue& value) {
-    if (value.isTensor()) {
-      const at::Tensor& t = value.toTensor();
-      return t.defined() && ((at::GradMode::is_enabled() && t.requires_grad()) || t._fw_grad(0).defined());
-    }
+  template <typename Predicate>
+  static bool any_tensor(const c10::IValue& value, const Predicate& is_one) {
+    if (value.isTensor()) return value.toTensor().defined() && is_one(value.toTensor());
     if (!value.isList()) return false;
     const auto list = value.toListRef();
-    return std::any_of(list.begin(), list.end(), is_differentiable);
+    return std::any_of(list.begin(), list.end(), [&](const c10::IValue& each) { return any_tensor(each, is_one); });
   }
 
   PythonObject kernel_;
   bool takes_keyset_;
+  TrainingCalls training_;
 };
 
 // Registered as long as Python keeps it.
@@ -337,6 +343,7 @@ void bind_op_kernels(py::module_& m) {
       .def("leave_lane", [](Tape& tape) { append_lane(tape, std::nullopt); })
       .def("finish", &finish)
       .def("__len__", &Tape::num_instructions);
+  bind_training_calls(m);
 
   py::class_<PreparedCalls, std::shared_ptr<PreparedCalls>>(m, "PreparedCalls", "A group's calls that have tapes.")
       .def(py::init([](const std::string& group_name, std::shared_ptr<CallLock> lock, const py::buffer& counters) {
@@ -361,9 +368,10 @@ void bind_op_kernels(py::module_& m) {
     return register_kernel(handle, c10::DispatchKey::CPU,
                            std::make_unique<CpuKernel>(++num_kernels, handle, std::move(kernel), std::move(record)));
   });
-  m.def("register_autograd_kernel", [](const std::string& op, py::object kernel, bool takes_keyset) {
-    return register_kernel(find_op(op, ""), c10::DispatchKey::Autograd,
-                           std::make_unique<AutogradKernel>(std::move(kernel), takes_keyset));
+  m.def("register_autograd_kernel", [](const std::string& op, py::object kernel, bool takes_keyset, py::object formula) {
+    const auto handle = find_op(op, "");
+    return register_kernel(handle, c10::DispatchKey::Autograd,
+                           std::make_unique<AutogradKernel>(handle, std::move(kernel), takes_keyset, std::move(formula)));
   });
   m.def("set_forced_algorithm", [](int64_t number) { forced_algorithm = number; });
   m.def("alias", &alias);

@@ -49,30 +49,24 @@ std::shared_ptr<PreparedCalls> PreparedCalls::of(const std::string& group_name) 
 }
 
 void PreparedCalls::clear(std::shared_ptr<const CallContext> context, int64_t resets) {
-  std::unordered_map<Key, std::shared_ptr<PreparedCall>, HashKey> dropped;
+  KeyTable<PreparedCall>::Entries dropped;
   std::lock_guard<std::mutex> guard(mutex_);
   ++generation_;
-  std::swap(calls_, dropped);
-  met_.clear();
+  calls_.clear(dropped);
   std::swap(context_, context);
   resets_ = resets;
 }
 
 std::pair<std::shared_ptr<PreparedCall>, bool> PreparedCalls::find(const Key& key) {
   std::lock_guard<std::mutex> guard(mutex_);
-  const auto found = calls_.find(key);
-  if (found != calls_.end()) return {found->second, false};  // null: no tape can stand for it
-  if (key.front() != generation_) return {nullptr, false};
-  if (met_.size() >= kMostCalls) met_.clear();
-  return {nullptr, !met_.insert(key).second};
+  return key.front() == generation_ ? calls_.find(key) : std::pair<std::shared_ptr<PreparedCall>, bool>();
 }
 
 void PreparedCalls::add(Key key, std::shared_ptr<PreparedCall> call) {
-  std::unordered_map<Key, std::shared_ptr<PreparedCall>, HashKey> dropped;
+  KeyTable<PreparedCall>::Entries dropped;
   std::lock_guard<std::mutex> guard(mutex_);
   if (key.front() != generation_) return;
-  if (calls_.size() >= kMostCalls) std::swap(calls_, dropped);
-  std::swap(calls_[std::move(key)], call);
+  calls_.add(std::move(key), call, dropped);
 }
 
 bool PreparedCalls::run(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results) {

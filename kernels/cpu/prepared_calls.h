@@ -1,36 +1,22 @@
 // Calls of a group on a CPU that have been made before, each with the tape of what it did.
 #pragma once
 
-#include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "call_lock.h"
 #include "call_ring.h"
+#include "key_table.h"
 #include "rounds.h"
 #include "tape.h"
 
 namespace fusedcomm {
-
-// What decides how a call runs: the generation of its group's calls, op, forced algorithm, sizes, strides and dtypes of
-// tensors, and the other arguments.
-using Key = c10::SmallVector<int64_t, 64>;
-
-struct HashKey {
-  size_t operator()(const Key& key) const {
-    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over words
-    for (const int64_t word : key) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3;
-    return static_cast<size_t>(hash ^ (hash >> 32));
-  }
-};
 
 // Adds an argument of an op to its key, and its tensors to `tensors`. False for what no tape can stand for. Each begins
 // with its kind, so that none is read as another: None is no integer, and 1 is not True.
@@ -98,6 +84,7 @@ struct CallContext {
   }
 };
 
+// By the generation of the group's calls, op, forced algorithm, sizes, strides and dtypes of tensors, and other arguments.
 class PreparedCalls {
  public:
   // `counters`: num_calls of the group's Member, which counts its other calls there.
@@ -130,8 +117,6 @@ class PreparedCalls {
   bool withdraw();
 
  private:
-  static constexpr size_t kMostCalls = 4096;
-
   void run_rounds(PreparedCall& call, const CallContext& context, const std::vector<at::Tensor>& tensors,
                   std::vector<c10::IValue>& results) const;
 
@@ -142,9 +127,8 @@ class PreparedCalls {
   std::atomic<int64_t> generation_{0};
   std::shared_ptr<const CallContext> context_;  // null without a workspace; with the lock, as the next
   int64_t resets_ = 0;
-  mutable std::mutex mutex_;  // for the tables; nothing else is waited for with it
-  std::unordered_map<Key, std::shared_ptr<PreparedCall>, HashKey> calls_;
-  std::unordered_set<Key, HashKey> met_;
+  mutable std::mutex mutex_;  // for the table; nothing else is waited for with it
+  KeyTable<PreparedCall> calls_;
 };
 
 }  // namespace fusedcomm

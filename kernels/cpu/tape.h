@@ -54,7 +54,7 @@ struct Instruction {
   Kind kind;
   std::optional<c10::OperatorHandle> op;
   std::vector<Argument> arguments;
-  std::vector<int64_t> made;       // the register of each result of an op; -1: a result that is not new memory
+  std::vector<int64_t> made;       // the register of each result of an op, lists flattened; -1: it is not new memory
   std::vector<int64_t> last_used;  // registers that nothing behind it reads
   int64_t rank = 0;                // for kPlaced, kArrived, kSignal, kWait
   int64_t num_bytes = 0;           // for kPlaced: the size of the result
@@ -213,8 +213,17 @@ class Tape::Run {
       }
     }
     each.op->callBoxed(stack_);
-    for (size_t i = 0; i < each.made.size(); ++i) {
-      if (each.made[i] >= 0) registers_[static_cast<size_t>(each.made[i])] = std::move(stack_[i]).toTensor();
+    auto made = each.made.begin();
+    const auto keep = [&](at::Tensor t) {
+      if (*made >= 0) registers_[static_cast<size_t>(*made)] = std::move(t);
+      ++made;
+    };
+    for (auto& result : stack_) {
+      if (result.isTensor()) {
+        keep(std::move(result).toTensor());
+      } else {
+        for (const at::Tensor& t : result.toTensorList()) keep(t);
+      }
     }
   }
 

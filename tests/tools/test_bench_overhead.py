@@ -41,7 +41,9 @@ FEW_CALLS = {"HOT_CALLS": 3, "WARM_CALLS": 1, "COLD_CALLS": 2, "LAST_CALLS": 2}
 
 
 @pytest.mark.usefixtures("shared_ranks")
-@pytest.mark.parametrize("case", thorough_but([QUICK], [QUICK, *((op, "forward", "both") for op in OPS)]), ids=" ".join)
+@pytest.mark.parametrize(
+    "case", thorough_but([QUICK], [QUICK, *((op, "forward", "backward", "both") for op in OPS)]), ids=" ".join
+)
 def test_every_figure_follows_from_the_times(
     case: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,7 +58,7 @@ def test_every_figure_follows_from_the_times(
         calls = {call["name"]: call for call in each["calls"]}
         assert list(calls)[:3] == ["nothing", "barrier", "torch.mm"]
         assert list(calls)[-4:] == ["empty op", "baseline", "unfused", "chunked"]
-        assert len(each["matmuls"]["baseline"]) == {"forward": 1, "both": 3}[each["direction"]]
+        assert len(each["matmuls"]["baseline"]) == {"forward": 1, "backward": 2, "both": 3}[each["direction"]]
         for call in calls.values():
             assert call["over_baseline"] == pytest.approx(call["hot"]["median"] / calls["baseline"]["hot"]["median"])
             if call["matmuls"]:

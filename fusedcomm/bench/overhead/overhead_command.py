@@ -20,7 +20,7 @@ from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 
 NAME = "bench overhead"
-DIRECTIONS = ("forward", "both")
+DIRECTIONS = ("forward", "backward", "both")
 WARMUP = 1
 START_S, ROUND_S = 120, 60  # at most
 METHOD = {
@@ -66,7 +66,7 @@ CALL_COLUMNS = (
 )
 PART_COLUMNS = (
     Column("op", "its hot time, by part", lambda part: part[0].op, left=True),
-    Column("pass", "forward, or both: with its backward", lambda part: part[0].direction, left=True),
+    Column("pass", "forward, backward, or both", lambda part: part[0].direction, left=True),
     Column("algorithm", "forced", lambda part: part[1].algorithm, left=True),
     Column("whole us", "hot us, as above: the sum of what follows", lambda part: _us(part[1].hot)),
     Column("matmuls\nus", "the same matmuls alone", lambda part: _us(part[1].matmuls)),

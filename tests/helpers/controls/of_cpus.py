@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.helpers.controls.control import Control
 
 PREPARED_CALLS = "kernels/cpu/prepared_calls.cpp"
+TRAINING_CALLS = "kernels/cpu/training_calls.cpp"
 POSTS = "fusedcomm/runtime/posts.py"
 MEMBERS = "fusedcomm/runtime/members.py"
 
@@ -24,7 +25,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "a reset drops tapes": Control(
         PREPARED_CALLS,
-        "  ++generation_;\n  std::swap(calls_, dropped);\n",
+        "  ++generation_;\n  calls_.clear(dropped);\n",
         "",
         "tests/ops/test_prepared.py::test_what_drops_tapes[reset]",
     ),
@@ -219,5 +220,42 @@ CONTROLS: dict[str, Control] = {
         "freed >= 2 && freed > results.kept",
         "freed >= 0 || freed > results.kept",
         "tests/runtime/test_results_heap.py::test_it_never_grows_for_results_that_are_kept",
+    ),
+    # training calls
+    "a kind of training call has what requires grad": Control(
+        TRAINING_CALLS,
+        "  for (const auto& t : tensors) key.push_back(t.requires_grad());\n",
+        "",
+        "tests/ops/test_training.py::test_kinds_that_differ_in_what_requires_grad",
+    ),
+    "what a training call saves is told apart by argument": Control(
+        "fusedcomm/ops/formula.py",
+        "        args, results = pytree.tree_map_only(Tensor, loaded().alias, (list(args), results))  # x may be w\n",
+        "        args = list(args)\n",
+        "tests/ops/test_training.py::test_x_that_is_w_in_the_first_call",
+    ),
+    "a recorded backward tells gradients from what was saved": Control(
+        "fusedcomm/ops/formula.py",
+        "        saved, grads = pytree.tree_map_only(Tensor, loaded().alias, (saved, grads))\n",
+        "",
+        "tests/ops/test_training.py::test_gradients_that_are_what_was_saved",
+    ),
+    "second derivatives are taken in Python": Control(
+        TRAINING_CALLS,
+        "at::GradMode::is_enabled() || ",
+        "",
+        "tests/ops/test_training.py::test_a_program_does_the_same_without_tapes[second_derivatives-packed-qkv]",
+    ),
+    "a backward under autocast has tapes of its own": Control(
+        TRAINING_CALLS,
+        "  Key key{at::autocast::is_autocast_enabled(at::kCPU) ? ",
+        "  Key key{false ? ",
+        "tests/ops/test_training.py::test_a_program_does_the_same_without_tapes[autocast_around_the_backward-packed-qkv]",
+    ),
+    "modes see a backward": Control(
+        TRAINING_CALLS,
+        "is_enabled() || !no_mode_is_on()) return in_python",
+        "is_enabled()) return in_python",
+        "tests/ops/test_training.py::test_a_program_does_the_same_without_tapes[under_modes-packed-qkv]",
     ),
 }

@@ -1,0 +1,464 @@
+"""Training calls: forward and backward run without Python from the third on, and do what Python's do."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import fusedcomm
+from tests.helpers.groups import call
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
+from tests.helpers.prepared import IN_PYTHON, python_calls, started_group
+from tests.helpers.problems import GATHERS, OPS, Problem, unflat
+from tests.helpers.spies import Dispatched
+from tests.helpers.training import NATIVE_NODE, STEPS, Step, error_of, formula_runs, same_in_python
+from tests.ops.test_call_check import ONE_EACH
+from tests.ops.test_gradients import FROZEN
+
+PREPARED = ["unfused", "chunked"]
+LIST = NAMED["all_gather_matmul-list-qkv"]
+KINDS = [*ONE_EACH.values(), LIST]
+LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
+
+
+def check_steps(rank: int, problem: Problem, algorithm: str, frozen: str = "", **options: Any) -> None:
+    """Gradients equal those of the whole group's program in float64, and no Python runs from the third step on."""
+    size = dist.get_world_size()
+    wants = expected_gradients(problem, rank, size)
+    kinds = "x" + "w" * len(problem.ns) + "b" * len(problem.ns)
+    with started_group(algorithm) as group, formula_runs() as backwards:
+        for i in range(STEPS):
+            if i == IN_PYTHON:
+                assert len(backwards) == IN_PYTHON
+            step = Step(problem, group, 0, frozen)
+            with python_calls() as ran:
+                outs = step.call(**options)
+                torch.autograd.backward(outs, [w.float() for w in loss_weights(problem, outs, rank, size)])
+            assert (ran == []) == (i >= IN_PYTHON) and all(out.grad_fn.name() == NATIVE_NODE for out in outs)
+            for t, kind, want in zip(step.tensors, kinds, wants, strict=True):
+                assert t is None or (t.grad is None if kind in frozen else torch.equal(t.grad, want))
+        assert len(backwards) == IN_PYTHON
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+@pytest.mark.parametrize("problem", KINDS, ids=str)
+def test_from_the_third_step_on_no_python_runs(rank: int, problem: Problem, algorithm: str) -> None:
+    check_steps(rank, problem, algorithm)
+
+
+@on_ranks()
+@pytest.mark.thorough
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("algorithm", PREPARED)
+@pytest.mark.parametrize("problem", list(NAMED.values()), ids=str)
+def test_every_problem(rank: int, problem: Problem, algorithm: str, world_size: int) -> None:
+    if problem.name != "zero-rows":  # whose gradients some ops make of nothing
+        check_steps(rank, problem, algorithm)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("frozen", ["x", "w", "b", "xb", "wb"])
+@pytest.mark.parametrize("name", FROZEN[::2])
+def test_frozen_inputs(rank: int, name: str, frozen: str) -> None:
+    check_steps(rank, NAMED[name], "chunked", frozen)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", PREPARED)
+@pytest.mark.parametrize("op", GATHERS)
+def test_without_a_saved_by_product(rank: int, op: str, algorithm: str) -> None:
+    save = "save_exchanged" if op == "all_to_all_matmul" else "save_gathered"
+    check_steps(rank, ONE_EACH[op], algorithm, **{save: False})
+
+
+@on_ranks(2)
+def test_kinds_that_differ_in_what_requires_grad(rank: int) -> None:
+    """They take turns in one group."""
+    problem = ONE_EACH["matmul_all_to_all"]
+    wants = expected_gradients(problem, rank, 2)
+    with started_group("chunked") as group:
+        for i in range(4 * STEPS):
+            step = Step(problem, group, 0, frozen=["x", "w", "", "b"][i % 4])
+            outs = step.call()
+            torch.autograd.backward(outs, [w.float() for w in loss_weights(problem, outs, rank, 2)])
+            for t, want in zip(step.tensors, wants, strict=True):
+                assert t is not None and (torch.equal(t.grad, want) if t.requires_grad else t.grad is None)
+
+
+@on_ranks(2)
+def test_x_that_is_w_in_the_first_call(rank: int) -> None:
+    """What is saved is told apart by argument, and not by tensor."""
+    with started_group("chunked") as group:
+        for i in range(STEPS):
+            x = torch.full((4, 4), i + 1.0, requires_grad=True)
+            w = x if i == 0 else torch.full((4, 4), 10.0, requires_grad=True)
+            grads = torch.autograd.grad(fusedcomm.matmul_all_reduce(x, w, group).sum(), [x] if i == 0 else [x, w])
+            wants = [8.0] if i == 0 else [40.0, 4 * (i + 1.0)]
+            assert all((grad == want).all() for grad, want in zip(grads, wants, strict=True))
+
+
+@on_ranks(2)
+def test_gradients_that_are_what_was_saved(rank: int) -> None:
+    """A tape tells them apart also where they were one tensor while it was recorded."""
+    with started_group("chunked") as group:
+        for i in range(STEPS):
+            x, w = (torch.full((4, 4), value, requires_grad=True) for value in (i + 1.0, 10.0))
+            grad = x.detach() if i < IN_PYTHON else torch.ones(4, 4)
+            grad_x, grad_w = torch.autograd.grad(fusedcomm.matmul_all_reduce(x, w, group), [x, w], grad)
+            value = (i + 1.0) if i < IN_PYTHON else 1.0
+            assert (grad_x == 40 * value).all() and (grad_w == 4 * (i + 1.0) * value).all()
+
+
+# Each takes a step of a program, and returns tensors and texts that must be the same without tapes.
+
+
+def plainly(step: Step) -> Any:
+    return step.grads(step.call())
+
+
+def by_product(step: Step) -> Any:
+    """The loss takes all results, then the last one alone, then the first one."""
+    outs = step.results()
+    return [step.grads(each, retain_graph=True) for each in (outs, outs[-1:], outs[:1])]
+
+
+def grads_that_lie_otherwise(step: Step) -> Any:
+    """They are expanded, as those of sums, transposed, or slices."""
+    outs = step.call()
+    several = [[t.expand(out.shape) for t, out in zip(torch.ones(len(outs), 1), outs, strict=True)]]
+    several += [[torch.ones_like(out.mT).mT * i for i, out in enumerate(outs, 1)]]
+    several += [[out.new_ones(*out.shape[:-1], 2 * out.shape[-1])[..., ::2] for out in outs]]
+    return [torch.autograd.grad(outs, step.leaves, grads, retain_graph=True) for grads in several]
+
+
+def second_derivatives(step: Step) -> Any:
+    outs = step.call()
+    loss = torch.stack([out.square().sum() for out in outs]).sum()
+    grads = torch.autograd.grad(loss, step.leaves, create_graph=True)
+    return grads, torch.autograd.grad(torch.stack([g.square().sum() for g in grads]).sum(), step.leaves)
+
+
+def second_time(step: Step) -> Any:
+    outs = step.call()
+    kept = [step.grads(outs, retain_graph=True) for _ in range(2)]
+    return kept, step.grads(outs), error_of(lambda: step.grads(outs))
+
+
+def saved_tensors_hooks(step: Step) -> Any:
+    """What is packed and unpacked, in which order; and it comes back with other strides."""
+    seen: list[Any] = []
+
+    def pack(t: Tensor) -> Tensor:
+        seen.append(("pack", list(t.shape), t.requires_grad))
+        return t.detach().clone(memory_format=torch.contiguous_format)
+
+    def unpack(t: Tensor) -> Tensor:
+        seen.append(("unpack", list(t.shape)))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        outs = step.call()
+    return step.grads(outs), seen
+
+
+def hooks_that_fail(step: Step) -> Any:
+    def fail(t: Any) -> Any:
+        raise ValueError("a hook that fails")
+
+    def in_forward() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(fail, lambda t: t):
+            step.call()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, fail):
+        outs = step.call()
+    return error_of(in_forward), error_of(lambda: step.grads(outs))
+
+
+def checkpoints(step: Step) -> Any:
+    found = []
+    for use_reentrant in (False, True):
+
+        def block(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+            return tuple(as_list(step.problem.call(unflat(step.problem, tensors), step.group)))
+
+        outs = checkpoint(block, *step.tensors, use_reentrant=use_reentrant)
+        torch.autograd.backward(outs, step.weights(list(outs)))
+        found += [t.grad.clone() for t in step.leaves]
+    return found
+
+
+def changed_in_place(step: Step) -> Any:
+    """What is saved is changed between forward and backward: an error. A version that nothing saved is not."""
+    found = []
+    for leaf in step.leaves:
+        outs = step.call()
+        with torch.no_grad():
+            leaf.add_(1)
+        found.append(error_of(lambda outs=outs: step.grads(outs)))
+    return found
+
+
+def hooks(step: Step) -> Any:
+    seen: list[Any] = []
+
+    def doubled(grad: Tensor) -> Tensor:
+        seen.append(grad)
+        return 2 * grad
+
+    outs = step.call()
+    for t in (*outs, *step.leaves):
+        t.register_hook(doubled)
+    node = outs[0].grad_fn
+    node.register_prehook(lambda grads: seen.append([None if g is None else g.shape for g in grads]))
+    node.register_hook(lambda *both: seen.append([[g is None for g in grads] for grads in both]))
+    outs[0].retain_grad()
+    torch.autograd.backward(outs, step.weights(outs))
+    return [t.grad for t in (outs[0], *step.leaves)], seen
+
+
+def the_graph(step: Step) -> Any:
+    """What programs see of it, but for the node's type and name."""
+    outs = step.results()
+    node = outs[0].grad_fn
+    nodes = [(n is None or n.name(), i) for n, i in node.next_functions]
+    described = [(out.requires_grad, out.is_leaf, out.output_nr, out.grad_fn is node) for out in outs]
+    metadata = [(m.shape, m.dtype) for m in node._input_metadata]
+    return [each for each in nodes if each[0] is not True], described, metadata
+
+
+def on_a_thread(step: Step) -> Any:
+    outs, found = step.call(), []
+    thread = threading.Thread(target=lambda: found.append(step.grads(outs)))
+    thread.start()
+    thread.join()
+    return found
+
+
+def under_modes(step: Step) -> Any:
+    with Dispatched() as forward:
+        outs = step.call()
+    with Dispatched() as backward:
+        grads = step.grads(outs)
+    outs = step.call()  # by another node
+    with Dispatched() as alone:
+        again = step.grads(outs)
+    return grads, again, [[name for name, _ in each.calls] for each in (forward, backward, alone)]
+
+
+def autocast_around_the_backward(step: Step) -> Any:
+    found = []
+    for dtype in (torch.bfloat16, None, torch.float16):
+        outs = step.call()
+        grads = [torch.full_like(out, 1 + 2.0**-12) for out in outs]  # which 16 bits cannot hold
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            found.append(torch.autograd.grad(outs, step.leaves, grads))
+    return found
+
+
+def autocast_around_all(step: Step) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = step.call()
+    return outs, step.grads(outs)
+
+
+def anomalies(step: Step) -> Any:
+    """A gradient that is NaN is an error that names the node."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        outs = step.call()
+        grads = step.grads(outs, retain_graph=True)
+        nan = [torch.full_like(out, float("nan")) for out in outs]
+        return grads, error_of(lambda: torch.autograd.grad(outs, step.leaves, nan))
+
+
+def some_inputs(step: Step) -> Any:
+    """Gradients of one input at a time, though the others require some too."""
+    outs = step.call()
+    return [torch.autograd.grad(outs, leaf, step.weights(outs), retain_graph=True) for leaf in step.leaves]
+
+
+def without_grad_mode(step: Step) -> Any:
+    """Inside a custom function, and in modes without gradients."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Tensor | None) -> Any:
+            outs = as_list(step.problem.call(unflat(step.problem, tensors), step.group))
+            ctx.flags = [out.requires_grad for out in outs]
+            return tuple(2 * out for out in outs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return tuple(None if t is None else torch.ones_like(t) for t in step.tensors)
+
+    outs = list(Doubled.apply(*step.tensors))
+    with torch.no_grad():
+        plain = step.call()
+    with torch.inference_mode():
+        inferred = step.call()
+    flags = [[t.requires_grad, t.is_inference()] for t in (*plain, *inferred)]
+    return step.grads(outs), plain, [t.clone() for t in inferred], flags
+
+
+def inference_tensors(step: Step) -> Any:
+    """x is one, which nothing can save for the backward; and then where nothing needs x."""
+    with torch.inference_mode():
+        x = step.tensors[0].detach().clone()
+    _, *rest = step.tensors
+    found = [error_of(lambda: step.problem.call(unflat(step.problem, [x, *rest]), step.group))]
+    frozen = [None if t is None else t.detach() if t.dim() > 1 else t for t in rest]
+    if any(t is not None and t.requires_grad for t in frozen):
+        found.append(as_list(step.problem.call(unflat(step.problem, [x, *frozen]), step.group)))
+    return found
+
+
+def batched_gradients(step: Step) -> Any:
+    outs = step.call()
+    batch = [out.new_ones(2, *out.shape) for out in outs]
+    found: list[Any] = []
+    error = error_of(lambda: found.append(torch.autograd.grad(outs, step.leaves, batch, is_grads_batched=True)))
+    return error, found
+
+
+def tangents(step: Step) -> Any:
+    x, *rest = step.tensors
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        return error_of(lambda: step.problem.call(unflat(step.problem, [dual, *rest]), step.group)), plainly(step)
+
+
+def after(change: Callable[[Any], Any]) -> Callable[[Step], Any]:
+    """Something takes the workspace between forward and backward."""
+
+    def changed(step: Step) -> Any:
+        outs = step.call()
+        change(step.group)
+        return step.grads(outs)
+
+    return changed
+
+
+def unused_results(step: Step) -> Any:
+    """A custom function gives no gradient to the results: it becomes zeros, or nothing."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *outs: Tensor) -> Any:
+            return tuple(out.clone() for out in outs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return (None,) * len(grads)
+
+    outs = list(Stop.apply(*step.call()))
+    return [torch.zeros(1) if g is None else g for g in step.grads(outs)], "done"
+
+
+def compiled_autograd(step: Step) -> Any:
+    outs = step.call()
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        torch.autograd.backward(outs, step.weights(outs))
+    return [t.grad for t in step.leaves]
+
+
+PROGRAMS: dict[str, Callable[[Step], Any]] = {
+    each.__name__: each
+    for each in (
+        *(plainly, by_product, grads_that_lie_otherwise, second_derivatives, second_time, saved_tensors_hooks),
+        *(hooks_that_fail, checkpoints, changed_in_place, hooks, the_graph, on_a_thread, under_modes),
+        *(autocast_around_the_backward, autocast_around_all, anomalies, some_inputs, without_grad_mode),
+        *(inference_tensors, batched_gradients, tangents, unused_results, compiled_autograd),
+    )
+}
+PROGRAMS |= {
+    "reset": after(fusedcomm.reset),
+    "close": after(fusedcomm.close),
+    "growth": after(lambda group: call(group, LARGER)),
+    "other_algorithm": after(lambda group: fusedcomm.force_algorithm("unfused").__enter__()),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("problem", KINDS, ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_does_the_same_without_tapes(rank: int, name: str, problem: Problem) -> None:
+    def steps(group: Any) -> list[Any]:
+        return [PROGRAMS[name](Step(problem, group, seed)) for seed in range(STEPS - 1)]
+
+    same_in_python("chunked", steps)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("problem", KINDS, ids=str)
+def test_saved_tensors_live_as_long_as_the_graph(rank: int, problem: Problem) -> None:
+    """And no longer, be it by a backward or without one."""
+    with started_group("chunked") as group:
+        for seed in range(STEPS):
+            for with_backward in (False, True):
+                step = Step(problem, group, seed)
+                leaves = [weakref.ref(t) for t in step.tensors[:2]]
+                outs = step.call()
+                weights = step.weights(outs)
+                del step
+                gc.collect()
+                assert all(leaf() is not None for leaf in leaves)
+                if with_backward:
+                    torch.autograd.backward(outs, weights)
+                else:
+                    del outs
+                gc.collect()
+                saved = 1 if with_backward else 0  # outs still have the nodes of the leaves
+                assert sum(leaf() is not None for leaf in leaves) in (0, 2 * saved)
+
+
+@on_ranks(2)
+def test_a_peer_that_does_not_come_to_a_backward(rank: int) -> None:
+    problem = ONE_EACH["matmul_all_to_all"]
+    with started_group("chunked", TIMEOUT_S="3") as group:
+        for seed in range(STEPS):
+            plainly(Step(problem, group, seed))
+        step = Step(problem, group, 0)
+        outs = step.call()
+        if rank == 0:
+            with formula_runs() as backwards, pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+                step.grads(outs)
+            assert caught.value.op == "all_to_all_matmul" and caught.value.peers == [1] and backwards == []
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check_values_after(rank, problem, group)
+
+
+def check_values_after(rank: int, problem: Problem, group: Any) -> None:
+    step = Step(problem, group, 0)
+    outs = step.call()
+    torch.autograd.backward(outs, [w.float() for w in loss_weights(problem, outs, rank, 2)])
+    wants = expected_gradients(problem, rank, 2)
+    assert all(t is want is None or torch.equal(t.grad, want) for t, want in zip(step.tensors, wants, strict=True))
+
+
+@on_ranks(2)
+def test_a_context_keeps_no_tensor(rank: int) -> None:
+    """Negative control: one that does would give its values to all calls of the kind."""
+    from fusedcomm.ops.formula import Formula
+
+    def keeps(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.x = inputs[0]
+
+    with pytest.raises(AssertionError):
+        Formula(keeps, lambda ctx, grad: (grad,)).describe([torch.ones(2)], [torch.ones(2)], [True])
+
+
+def test_every_op_has_a_problem() -> None:
+    assert {problem.op for problem in KINDS} == set(OPS)
