@@ -136,7 +136,7 @@ PLANTED = {
         "kernels/cpu/tape.h",
         "        rounds_->wait(each.rank);\n",
         "",
-        "data race",
+        "is wrong",
     ),
     "calls of two threads at once": ("thread", "kernels/cpu/prepared_calls.cpp", "  guard.lock();\n", "", "data race"),
     # libtsan of g++ 12 does not see pthread_mutex_clocklock, so that it takes a lock that was waited for as not taken.
