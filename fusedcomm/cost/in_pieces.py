@@ -17,13 +17,16 @@ from __future__ import annotations
 import functools
 
 from fusedcomm.cost.links import sent_bytes
-from fusedcomm.cost.model import ITEMSIZE, Call, Constants
+from fusedcomm.cost.model import ITEMSIZE, Constants, TimedCall
 from fusedcomm.cost.shares import shares_of
 from fusedcomm.geometry.exchange import Exchange
 
 NUM_PIECES = (2, 4, 8, 16, 32)  # that are compared
 _SLOWER_BESIDE_NCCL = 8 / 7  # a GPU's collectives take some 16 of its 132 SMs
-_COLLECTIVES = {"reduce_scatter": ("all_to_all",), "all_reduce": ("all_to_all", "all_gather")}  # where sums are ours
+_COLLECTIVES = {
+    "reduce_scatter": ("all_to_all",),
+    "all_reduce": ("all_to_all", "all_gather"),
+}  # the ranks add up what these bring
 
 
 @functools.lru_cache(maxsize=1024)
@@ -37,14 +40,14 @@ def fastest(op: str, exchange: Exchange, dtype: str, constants: Constants) -> tu
 
 def seconds(op: str, exchange: Exchange, dtype: str, constants: Constants, num_pieces: int) -> float:
     """Of a call in so many pieces."""
-    calls = [Call(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
+    calls = [TimedCall(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
     return max(_InPieces(call, num_pieces).seconds() for call in calls)
 
 
 class _InPieces:
     """The formulas above for the share of one rank."""
 
-    def __init__(self, call: Call, num_pieces: int) -> None:
+    def __init__(self, call: TimedCall, num_pieces: int) -> None:
         self.call, self.num_pieces = call, num_pieces
         self.constants, self.exchange, self.share = call.constants, call.exchange, call.share
         self.on_cpu, self.num_ranks = call.constants.device_type == "cpu", call.num_ranks

@@ -231,7 +231,7 @@ DEFAULTS = {
 @functools.lru_cache(maxsize=1024)  # by the exchange's identity: `geometry` keeps one for the shapes of a call
 def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> Mapping[str, float]:
     """Seconds by algorithm, for those that ``constants`` has numbers for. Sizes must be plain ints."""
-    calls = [Call(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
+    calls = [TimedCall(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
     found = {"unfused": max(call.unfused() for call in calls), "chunked": max(call.chunked() for call in calls)}
     if constants.fused_flops:
         found["fused"] = max(call.fused() for call in calls)
@@ -291,7 +291,7 @@ def decode_reason(exchange: Exchange, chunk_bytes: int, constants: Constants) ->
     return None
 
 
-class Call:
+class TimedCall:
     """The formulas of this module for one call."""
 
     def __init__(self, op: str, exchange: Exchange, share: Share, dtype: str, constants: Constants) -> None:

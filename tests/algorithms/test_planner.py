@@ -309,12 +309,12 @@ def test_a_call_is_estimated_once(capturing: list[bool], monkeypatch: pytest.Mon
     """A plan is made in every call."""
     count = [0]
 
-    class Counted(model.Call):
+    class Counted(model.TimedCall):
         def unfused(self) -> float:
             count[0] += 1
             return super().unfused()
 
-    monkeypatch.setattr(model, "Call", Counted)
+    monkeypatch.setattr(model, "TimedCall", Counted)
     exchange = shapes.matmul_all_to_all((1024, 512), (512, 2048), None, 0, 1, 2)
     plans = {str(planner.plan(OP, exchange, BF16, member())) for _ in range(5)}
     assert (len(plans), count) == (1, [1])
