@@ -39,7 +39,7 @@ def fastest(op: str, exchange: Exchange, dtype: str, constants: Constants) -> tu
 
 
 def seconds(op: str, exchange: Exchange, dtype: str, constants: Constants, num_pieces: int) -> float:
-    """Of a call in so many pieces."""
+    """The seconds of a call in so many pieces."""
     calls = [TimedCall(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
     return max(_InPieces(call, num_pieces).seconds() for call in calls)
 
