@@ -25,7 +25,7 @@ def matmul_takes(seconds: float) -> dict[str, float]:
 
 
 def wire_takes(op: str, seconds: float) -> dict[str, float]:
-    """Of the two collectives of an all_reduce each half."""
+    """Each of the two collectives of an all_reduce takes half."""
     halves = 2 if op == "matmul_all_reduce" else 1
     return dict.fromkeys(GPU.backend_bandwidth, halves * 3 * CHUNK / seconds)
 

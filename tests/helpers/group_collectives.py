@@ -23,7 +23,7 @@ class Begun:
     """What this rank has done in one call, in order, and what it has given to collectives."""
 
     events: list[str] = field(default_factory=list)  # "begin", "wait", "matmul"
-    bytes_to_a_peer: list[int] = field(default_factory=list)  # of each collective
+    bytes_to_a_peer: list[int] = field(default_factory=list)  # by collective
     sent_bytes: int = 0  # to all peers
     group_size: int = 0
 

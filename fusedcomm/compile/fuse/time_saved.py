@@ -44,7 +44,9 @@ def seconds_left(collective: Collective, products: Sequence[Product]) -> float:
 
 def _saving(collective: Collective, products: Sequence[Product], constants: Constants, size: SizeOf) -> float:
     exchange = _exchange(collective, constants, size)
-    if constants.device_type == "cpu":  # nothing runs beside the matmul, so all of gloo's time is saved
+    if constants.device_type == "cpu" and not _is_across(
+        collective.group_name
+    ):  # shared memory takes no time of gloo's
         return exchange
     group_size = collective.group_size
     matmul = sum(_matmul(product, constants, size) for product in products)
@@ -75,6 +77,12 @@ def _matmul(product: Product, constants: Constants, size: SizeOf) -> float:
 def _constants(group_name: str, device: torch.device) -> Constants:
     member = members.known_member(group_name, device)
     return DEFAULTS.get(device.type, DEFAULTS["cuda"]) if member is None else constants_of(member)
+
+
+def _is_across(group_name: str) -> bool:
+    """Whether it is known that the group spans hosts, where the exchange runs beside the matmul at best."""
+    member = members.known_member(group_name, torch.device("cpu"))
+    return member is not None and member.topology.across is not None
 
 
 def _shape(node: Node) -> torch.Size:

@@ -8,7 +8,7 @@
     collective         on GPUs the alpha-beta model of `cost.links`; inside a node with tuned numbers, and on CPUs,
                        `cost.model.Constants.collective`
     fused ops          the matmul beside what it sends; the best of `cost.model.estimate`, as the planner chooses, or
-                       `cost.in_pieces` between nodes
+                       `cost.in_pieces` between nodes. CPU groups count as inside one
 
 The numbers are the default ones of `cost`, those that `fusedcomm tune` measured, or the user's own, by node. Inductor's
 config gives ``intra_node_bw``, if it is set and nothing is tuned, and ``inter_node_bw``, in GB/s of one rank, one way.
