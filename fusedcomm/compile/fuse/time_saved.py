@@ -29,7 +29,8 @@ LAYOUT_COPIES = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # at mo
 
 def saving_us(collective: Collective, products: Sequence[Product]) -> float:
     constants = _constants(collective.group_name, value(collective.sent).device)
-    return _saving(collective, products, constants, hint) * 1e6
+    beside = constants.device_type != "cpu" or _is_across(collective.group_name)
+    return _saving(collective, products, constants, hint, beside) * 1e6
 
 
 def seconds_left(collective: Collective, products: Sequence[Product]) -> float:
@@ -38,15 +39,16 @@ def seconds_left(collective: Collective, products: Sequence[Product]) -> float:
     It is the same on all ranks, whatever they have tuned, and whatever sizes symbols have there.
     """
     constants = DEFAULTS.get(value(collective.sent).device.type, DEFAULTS["cuda"])
-    seconds = _exchange(collective, constants, assumed)
-    return max(0.0, seconds - _saving(collective, products, constants, assumed)) if products else seconds
+    seconds, beside = _exchange(collective, constants, assumed), constants.device_type != "cpu"
+    return max(0.0, seconds - _saving(collective, products, constants, assumed, beside)) if products else seconds
 
 
-def _saving(collective: Collective, products: Sequence[Product], constants: Constants, size: SizeOf) -> float:
+def _saving(
+    collective: Collective, products: Sequence[Product], constants: Constants, size: SizeOf, beside: bool
+) -> float:
+    """``beside``: whether the exchange runs beside the matmul; else there is none, as ranks write to each other."""
     exchange = _exchange(collective, constants, size)
-    if constants.device_type == "cpu" and not _is_across(
-        collective.group_name
-    ):  # shared memory takes no time of gloo's
+    if not beside:
         return exchange
     group_size = collective.group_size
     matmul = sum(_matmul(product, constants, size) for product in products)
