@@ -139,8 +139,8 @@ def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, tapes: boo
         with fusedcomm.force_algorithm("chunked", strict=True):
             warm_up(group, LARGE, SMALL)
             results = member_of(group).workspace.results
-            freed = results.empty([2048], torch.float32)
-            around = [results.empty([2048], torch.float32).fill_(7) for _ in range(7)]
+            freed = results.empty([4096], torch.float32)  # where the result of SMALL goes
+            around = [results.empty([4096], torch.float32).fill_(7) for _ in range(7)]
             assert results.place(freed) == 0 and None not in map(results.place, around)
             del freed
             dist.barrier(group)
