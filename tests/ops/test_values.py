@@ -80,7 +80,7 @@ def test_back_to_back_calls_of_the_kernels(ranks: Any, op: str) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(("op", "algorithm"), WITH_FEW_FUSED)
+@pytest.mark.parametrize(("op", "algorithm"), [*WITH_FEW_FUSED, ("matmul_all_to_all", "pipelined")])
 def test_a_late_rank_is_waited_for(rank: int, op: str, algorithm: str) -> None:
     problem = TABLES[op][1]
     world = dist.group.WORLD
