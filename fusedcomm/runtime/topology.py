@@ -219,7 +219,10 @@ def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
 
 def _measured_apart(store: Store, rank: int, group_size: int, device: torch.device, num_hosts: int) -> Constants | None:
     """What groups without workspace on so many hosts have measured, if all ranks have the same; a collective."""
-    constants = tuned.read(device, group_size, num_hosts)
+    try:
+        constants = tuned.read(device, group_size, num_hosts)
+    except OSError:  # without descriptors, say; the peers wait to hear of it
+        constants = None
     own = {"constants": constants.digest if constants else None}
     facts = agree(store, rank, group_size, own, what="fusedcomm vote on the numbers of collectives")
     return constants if _all_have_the_same(facts, rank) else None

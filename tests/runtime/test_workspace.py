@@ -285,7 +285,8 @@ def test_ranks_on_several_hosts_fall_back_together(rank: int) -> None:
         check(group, problem, call(group, problem))
         args = (*integers(problem, rank, 4)[:2], problem.gather_dim, problem.scatter_dim, group)
         plan = fusedcomm.explain("matmul_all_to_all", *args, out_shape=problem.sizes(4)[2])
-        assert plan == planner.Plan("matmul_all_to_all", "unfused", "rank 2 is on another host than rank 0")
+        assert plan.algorithm == "unfused"
+        assert plan.reason.startswith("rank 2 is on another host than rank 0; estimated ")
         assert member_of(group).workspace is None
 
 
