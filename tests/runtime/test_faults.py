@@ -54,7 +54,7 @@ def test_a_round_left_half_way_is_never_taken_for_the_next(rank: int, algorithm:
     problem = BY_NAME["heads"]
     name = "received" if algorithm == "chunked" else "unpack"
 
-    def leave(*args: Any) -> None:
+    def leave(*args: Any, **options: Any) -> None:
         time.sleep(seconds)
         raise Left
 
@@ -243,9 +243,9 @@ def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, algorithm: 
         wait_until((tmp_path / "0 gave up").exists)
         return received(self, src_rank)
 
-    def late_unpack(*args: Any) -> None:
+    def late_unpack(*args: Any, **options: Any) -> None:
         wait_until((tmp_path / "0 gave up").exists)
-        unpack(*args)
+        unpack(*args, **options)
 
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
         check(group, problem, call(group, problem, 0))

@@ -199,9 +199,9 @@ def late_reads(algorithm: str, rank: int) -> Iterator[None]:
         wait(self, src_rank)
         late(self.workspace)
 
-    def late_unpack(out: Any, spans: Any, of: Any, fingerprint: int) -> None:
+    def late_unpack(out: Any, spans: Any, of: Any, fingerprint: int, **options: Any) -> None:
         late(of)
-        unpack(out, spans, of, fingerprint)
+        unpack(out, spans, of, fingerprint, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         if algorithm == "chunked":
