@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-LEAST_BYTES = (
-    1 << 20
-)  # a smaller result is copied out in less time than it takes to launch a post; chosen, not measured
+LEAST_BYTES = 1 << 20  # smaller results are copied out in less time than a post takes to launch; chosen, not measured
 ALIGNMENT = 512  # bytes: that of torch's allocator
 
 _in_use: set[DeviceResults] = set()  # heaps in which tensors live, which must stay mapped

@@ -334,24 +334,6 @@ def test_an_op_of_ours_that_runs_unfused_costs_so(mesh: Any, dim: str) -> None:
     assert found.fused_ms == pytest.approx(found.compute_ms + calls[dim])
 
 
-def test_an_op_of_ours_is_pipelined_between_nodes(mesh: Any) -> None:
-    """It takes the link between them, and most of that is hidden behind the matmul, or the other way round."""
-    dp, estimator = name_of(mesh, "dp"), Estimator("cuda")
-    with FakeTensorMode():
-        x, w = torch.empty(4096, 8192, dtype=BF16), torch.empty(8192, 8192, dtype=BF16)
-    found = estimator.fused("all_gather_matmul", (x, [w], [None], 0, False, *[None] * 3, 8, dp))
-    wire = estimator.transfer("all_gather", x.numel() * 2, dp)
-    assert found.transfer == wire and wire.link == links.INTER and found.fused_ms is not None
-    longer, shorter = max(found.compute_ms, wire.ms), min(found.compute_ms, wire.ms)
-    assert longer < found.fused_ms < longer + shorter / 2
-    from torch._inductor import config
-
-    with config.patch(inter_node_bw=500):
-        faster = Estimator("cuda")
-    ten_times = faster.fused("all_gather_matmul", (x, [w], [None], 0, False, *[None] * 3, 8, dp))
-    assert ten_times.fused_ms is not None and ten_times.fused_ms < found.fused_ms
-
-
 def test_what_the_planner_leaves_unfused_as_nobody_measured_it(mesh: Any) -> None:
     with FakeTensorMode():
         x, w = torch.empty(1024, 256, dtype=BF16), torch.empty(256, 128, dtype=BF16)  # 32 KiB per peer

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusedcomm.compile.estimate import Estimator
 from fusedcomm.cost import in_pieces, links, model
 from fusedcomm.cost.links import INTER, Reach
 from fusedcomm.cost.model import Constants
@@ -97,3 +100,16 @@ def test_links_across_hosts_are_those_of_data_sheets() -> None:
     assert replace(across, **{name: getattr(cuda, name) for name in ("backend_bandwidth", "backend_latency")}) == cuda
     cpu = model.across_hosts(model.DEFAULTS["cpu"], Reach(INTER, 2, 1, 1))
     assert max(cpu.backend_bandwidth.values()) <= links.CPU_INTER_BANDWIDTH
+
+
+def test_an_op_in_a_graph_takes_the_link_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the shorter of matmul and wire is hidden behind the other."""
+    monkeypatch.setattr(Estimator, "_reach", lambda self, group_name: Reach(INTER, 8, 7))
+    estimator = Estimator("cuda")
+    with FakeTensorMode():
+        x, w = torch.empty(4096, 8192, dtype=torch.bfloat16), torch.empty(8192, 8192, dtype=torch.bfloat16)
+    found = estimator.fused("all_gather_matmul", (x, [w], [None], 0, False, *[None] * 3, 8, "between nodes"))
+    wire = estimator.transfer("all_gather", x.numel() * 2, "between nodes")
+    assert found.transfer == wire and wire.link == INTER and found.fused_ms is not None
+    shorter, longer = sorted((found.compute_ms, wire.ms))
+    assert longer < found.fused_ms < longer + shorter / 2

@@ -146,3 +146,14 @@ def canned(answers: dict[str, Any]) -> type[checks.CheckRanks]:
             return answer(*args) if callable(answer) else answer
 
     return Canned
+
+
+def rank_facts(**changes: Any) -> dict[str, Any]:
+    """What a rank tells the others of itself."""
+    facts: dict[str, Any] = {"host": "h", "boot": "b", "visible": None, "gpus": [], "gpu": None}
+    versions = {"python": "3.11", "torch": "2.13", "triton": "3.9"}
+    return {
+        **facts,
+        "versions": versions,
+        "settings": {"FUSEDCOMM_ALGORITHM": None, "FUSEDCOMM_TIMEOUT_S": None},
+    } | changes

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -288,16 +288,16 @@ def cut(rank: int, folder: Path) -> dict[str, Any]:
 CHECKS = {"all": all_of_it, "cut": cut}
 
 
-def main() -> None:
+def main(checks: Mapping[str, Callable[[int, Path], Any]]) -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_S))
     rank = dist.get_rank()
-    result = CHECKS[name](rank, folder)
+    result = checks[name](rank, folder)
     (folder / f"result.{rank}").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(CHECKS)

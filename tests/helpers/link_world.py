@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +17,7 @@ from fusedcomm.bench import tune
 from fusedcomm.testing.selftest import settings
 from tests.helpers.groups import check, member_of
 from tests.helpers.hosts import sent_bytes
-from tests.helpers.hosts_world import PROBLEMS, WAIT_S, call, check_gradients
+from tests.helpers.hosts_world import PROBLEMS, call, check_gradients, main
 from tests.helpers.problems import Problem, integers
 from tests.helpers.uneven import Uneven
 
@@ -160,16 +157,5 @@ def all_of_it(rank: int, folder: Path) -> dict[str, Any]:
 CHECKS = {"all": all_of_it}
 
 
-def main() -> None:
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_S))
-    rank = dist.get_rank()
-    result = CHECKS[name](rank, folder)
-    (folder / f"result.{rank}").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(CHECKS)
