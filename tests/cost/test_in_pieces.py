@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedcomm.compile.estimate import Estimator
+from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.cost import in_pieces, links, model
 from fusedcomm.cost.links import INTER, Reach
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import Splits
-from tests.cost.test_model import CALLS, CHUNK, CPU, FLOPS, GPU, close
+from fusedcomm.runtime import members
+from tests.cost.test_model import CALLS, CHUNK, CPU, FLOPS, GPU, close, collective, product
 
 NUM_PIECES = max(in_pieces.NUM_PIECES)
 
@@ -113,3 +116,16 @@ def test_an_op_in_a_graph_takes_the_link_between_nodes(monkeypatch: pytest.Monke
     assert found.transfer == wire and wire.link == INTER and found.fused_ms is not None
     shorter, longer = sorted((found.compute_ms, wire.ms))
     assert longer < found.fused_ms < longer + shorter / 2
+
+
+@pytest.mark.parametrize("across", [None, Reach(INTER, 4, 2, 2)])
+def test_a_cpus_exchange_across_hosts_is_saved_as_far_as_the_matmul_hides_it(
+    across: Reach | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside a host there is no exchange at all where ranks write to each other."""
+    slow = replace(CPU, matmul_flops=matmul_takes(4.0), backend_bandwidth=dict.fromkeys(GPU.backend_bandwidth, 1e5))
+    topology = SimpleNamespace(across=across, constants=slow, measured_apart=True)
+    monkeypatch.setattr(members, "known_member", lambda *_: SimpleNamespace(topology=topology))
+    call, made_of = collective("all_to_all", 4_000_000, "cpu"), product(1024, 512, 2048, "cpu")
+    saved = 30.0 if across is None else 3 / 4 * 4.0  # 3 MB sent; 3 chunks run beside the matmul
+    assert saving_us(call, [made_of]) == close(saved * 1e6)
