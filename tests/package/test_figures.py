@@ -214,3 +214,17 @@ def test_counts_of_redistribution() -> None:
     ]
     assert len(expected) == 12 and list(table_rows(page("redistribution"), "mesh")) == expected
     assert all(each["met"] for each in report["goals"])
+
+
+def test_times_across_hosts() -> None:
+    report = results("cpu-2-hosts")
+    by_op: dict[str, list[str]] = {}
+    for row in report["rows"]:
+        cell = f"{row['speedup']['auto']:.2f}, {row['over_bound']:.2f}, {row['num_pieces']}"
+        by_op.setdefault(f"`{row['op']}`", []).append(cell)
+    rows = tables("benchmark", "wire / matmul, asked", 6)
+    assert {name: cells for name, *cells in rows} == by_op
+    equal, planned = (goal(report, f"unfused / planned, {name}minimum") for name in ("wire as matmul, ", ""))
+    text = text_of("benchmark")
+    assert f"at least {equal:.2f} times as fast" in text and f"slower than {planned:.2f} of it" in text
+    assert f"planned / bound is {goal(report, 'planned / bound, maximum'):.3f}" in text
