@@ -125,7 +125,8 @@ def opchecked() -> list[tuple[int, Combination]]:
     """The combinations that are opchecked: half of all, with few of the slow ones, which are `fused` or on more than
     two ranks.
     """
-    plain = [c for i, c in enumerate(COMBINATIONS) if c.algorithm == "chunked" or (c.algorithm == "unfused" and i % 2)]
+    on_hosts = [c for c in COMBINATIONS if c.algorithm in ("unfused", "chunked")]  # both of each problem
+    plain = [c for i, c in enumerate(on_hosts) if c.algorithm == "chunked" or i // 2 % 2]
     fused = [c for c in COMBINATIONS if c.algorithm == "fused" and c.group_size == 2][::11]
     return list(enumerate(fused + [c if i % 16 == 0 else replace(c, group_size=2) for i, c in enumerate(plain)]))
 

@@ -20,7 +20,6 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.algorithms.chunk_matmul import PushedMatmul
 from fusedcomm.ops import dispatch
-from fusedcomm.runtime import flight_recorder
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.faults.tape_steps import until_posted
 from tests.helpers.groups import fresh_group, member_of
@@ -196,12 +195,14 @@ def test_a_child_of_a_process_whose_peer_writes(rank: int, tmp_path: Path) -> No
                 found: list[list[Tensor]] = []
                 thread = threading.Thread(target=lambda: found.append(results_of(group, TO_ALL, 1)))
                 thread.start()
-                wait_until(lambda: flight_recorder.last()[-1].state == flight_recorder.RUNNING)
+                wait_until((tmp_path / "posted").exists)
                 assert in_child(write) == 0
                 (tmp_path / "written").touch()
                 thread.join()
                 assert arrived(group) == [1]
             else:
+                until_posted(member_of(group).workspace, bound_s=20)
+                (tmp_path / "posted").touch()
                 wait_until((tmp_path / "written").exists)
                 found = [results_of(group, TO_ALL, 1)]
             assert ran == []
