@@ -41,6 +41,13 @@ class Recorder(TorchDispatchMode):
         for index, argument in enumerate(arguments):
             self._know(argument, native.ARGUMENT, index)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would load Dynamo to keep it out of this mode: more than a second for programs that compile nothing,
+        while peers wait.
+        """
+        return False
+
     @property
     def is_usable(self) -> bool:
         return not self.reasons

@@ -62,8 +62,6 @@ def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Aroun
     """Run the cell. All living ranks call this, members of the group or not. ``around``: what tests switch off."""
     logging.getLogger("fusedcomm").setLevel(logging.ERROR)  # fallbacks are part of what is tried
     gloo_s = cell.timeout_s if cell.by_group else MEET_S
-    if cell.prepared and cell.algorithm == "unfused" and rank in group_ranks:
-        importlib.import_module("torch._dynamo")  # a call that is recorded loads it, for longer than peers wait then
     group = dist.new_group(list(group_ranks), timeout=timedelta(seconds=gloo_s))
     other = dist.new_group(list(group_ranks), timeout=timedelta(seconds=MEET_S))
     if rank not in group_ranks:
