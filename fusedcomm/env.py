@@ -53,6 +53,11 @@ def cache_dir() -> Path:
         raise FileNotFoundError(errno.ENOENT, "this user has no home: set FUSEDCOMM_CACHE_DIR", "~") from None
 
 
+def backend_sums() -> bool:
+    """``FUSEDCOMM_BACKEND_SUMS=1``: in `pipelined`, sums are left to the backend, in its order and precision."""
+    return _flag("FUSEDCOMM_BACKEND_SUMS", "0")
+
+
 def check() -> bool:
     """``FUSEDCOMM_CHECK=1``: ranks compare their calls before they make them, and slots have guard bytes."""
     return _flag("FUSEDCOMM_CHECK", "0")
@@ -112,6 +117,7 @@ def _positive(name: str, default: float) -> float:
 
 SETTINGS: dict[str, Callable[[], object]] = {  # each function raises ValueError where the value is wrong
     "FUSEDCOMM_ALGORITHM": algorithm,
+    "FUSEDCOMM_BACKEND_SUMS": backend_sums,
     "FUSEDCOMM_CACHE_DIR": cache_dir,
     "FUSEDCOMM_CHECK": check,
     "FUSEDCOMM_DUMP_DIR": dump_dir,

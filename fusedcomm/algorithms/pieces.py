@@ -30,6 +30,7 @@ class GroupCall:
     exchange: Exchange
     group: ProcessGroup
     num_pieces: int
+    backend_sums: bool = False  # whether the backend adds, in its own order and precision
 
 
 class Buffers:
@@ -69,6 +70,7 @@ class Piece:
 
     def __init__(self, call: GroupCall, spans: RoundSpans, buffers: Buffers) -> None:
         self.group, self.exchange, self.spans, self.buffers = call.group, call.exchange, spans, buffers
+        self.backend_sums = call.backend_sums
         self.rank, self.group_size = call.group.rank(), call.exchange.group_size
         self.step = aligned_numel(spans.chunk_numel, buffers.like.itemsize)
         self.wait_for: Callable[[], object] | None = None  # the collective that is under way
@@ -86,6 +88,24 @@ class Piece:
         self.own_is_there = place is not None
         with lane("matmul", rank):
             matmul(self.spans.at(rank), rank, self._own() if place is None else place)
+
+    def push_sum(self, matmul: PushedMatmul, scale: float) -> None:
+        """Likewise, for ``reduce``. A backend that adds takes the own chunk too, and what is averaged is divided
+        before, as float16 may hold an average but not the sum.
+        """
+        if not self.backend_sums:
+            self.push(matmul)
+            return
+        matmul.begin(self.spans, self.rank)
+        for dst_rank in peers_of(self.rank, self.group_size):
+            with lane("matmul", dst_rank):
+                sent = self._sent(dst_rank)
+                matmul(self.spans.at(dst_rank), dst_rank, sent)
+                if scale != 1:
+                    sent /= self.group_size
+        if self.step:
+            sent, received = self.buffers.to_peers[: self.group_size * self.step], self.buffers.received[: self.step]
+            self.wait_for = dist.reduce_scatter_tensor(received, sent, group=self.group, async_op=True).wait
 
     def gather(self, packed: Tensor) -> None:
         """Send its part of ``packed`` to every peer."""
@@ -128,8 +148,13 @@ class Piece:
                 copy_between(self._place(out, src_rank), self._received(src_rank))
 
     def reduce(self, out: Tensor, bias: Tensor | None, scale: float) -> None:
-        """Add what has come, and the own chunk, in rank order: ``out = sum * scale + bias``."""
-        parts = [self._own() if src == self.rank else self._received(src) for src in range(self.group_size)]
+        """Add what has come, and the own chunk, in rank order: ``out = sum * scale + bias``; or what the backend has
+        added.
+        """
+        if self.backend_sums:
+            parts, scale = [self.buffers.received[: self.spans.at(self.rank).unpack.size]], 1.0
+        else:
+            parts = [self._own() if src == self.rank else self._received(src) for src in range(self.group_size)]
         with lane("copy"):
             add_in_order(self._packed(out, self.rank).view(-1), parts, bias, scale)
 

@@ -13,7 +13,8 @@ A call is a row of stages that each piece passes, one behind the other:
     gather   begin the collective of x's piece      |  multiply the own chunk, then what has come
 
 While a stage of one piece waits, those of the pieces around it are under way. Sums are added in float32, in rank order,
-and rounded once, as every algorithm does: the backend only moves elements.
+and rounded once, as every algorithm does: the backend only moves elements. With FUSEDCOMM_BACKEND_SUMS it adds them, by
+its reduce_scatter, as `unfused` does: where the network itself adds (SHARP), a rank receives a sum, and not R parts.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def push_reduce(
     matmul = PushedMatmul(x, w, None, call.exchange)
 
     def multiply(piece: Piece) -> None:
-        piece.push(matmul)
+        piece.push_sum(matmul, scale)
 
     def add(piece: Piece) -> None:
         piece.wait()
@@ -71,7 +72,7 @@ def push_reduce_gather(
     matmul = PushedMatmul(x, w, None, call.exchange)
 
     def multiply(piece: Piece) -> None:
-        piece.push(matmul)
+        piece.push_sum(matmul, scale)
 
     def add(piece: Piece) -> None:
         piece.wait()

@@ -42,7 +42,6 @@ from fusedcomm.geometry.exchange import Exchange, aligned_numel
 from fusedcomm.runtime.captures import is_for_capture
 from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.native_part import native
-from fusedcomm.runtime.proof_file import name_of
 
 log = logging.getLogger("fusedcomm")
 
@@ -170,7 +169,7 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
     why = model.decode_reason(exchange.for_all, chunk_bytes, constants)
     if why is None:
         unfused = model.estimate(op, exchange, kind, constants)["unfused"]
-        num_pieces, pipelined = in_pieces.fastest(op, exchange, kind, constants)
+        num_pieces, pipelined = in_pieces.fastest(op, exchange, kind, constants, member.topology.backend_sums)
         if pipelined < unfused:
             times = f"estimated {_text(pipelined)}, unfused {_text(unfused)}, {constants.source} numbers"
             wrong, why = _proved(op, "pipelined", exchange, dtype, member, f"{reason}; {times}")
@@ -188,7 +187,7 @@ def _proved(
     """What the proof of the algorithm has found, if it was wrong, and why the call runs so."""
     if not member.topology.prove:
         return None, why
-    wrong = member.outcomes.get(name_of(op, algorithm, dtype, exchange.cut is not None))
+    wrong = member.outcomes.get(member.topology.name_of_proof(op, algorithm, dtype, exchange.cut is not None))
     if wrong:
         log_fallback(op, wrong)
     return wrong, f"{why}; proved at its first call" if wrong is None else why
@@ -198,7 +197,8 @@ def _pipelined(
     op: str, exchange: Exchange, dtype: torch.dtype, member: Member, why: str, num_pieces: int | None = None
 ) -> Plan:
     if num_pieces is None:
-        num_pieces, _ = in_pieces.fastest(op, exchange, _kind(dtype, member), constants_of(member))
+        kind, backend_sums = _kind(dtype, member), member.topology.backend_sums
+        num_pieces, _ = in_pieces.fastest(op, exchange, kind, constants_of(member), backend_sums)
     pieces = exchange.for_all.pieces(num_pieces)
     sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
     return Plan(op, "pipelined", why, 0, len(pieces), int(sent_bytes(model.KINDS[op], sent, exchange.group_size)))

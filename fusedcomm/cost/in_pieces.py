@@ -23,32 +23,34 @@ from fusedcomm.geometry.exchange import Exchange
 
 NUM_PIECES = (2, 4, 8, 16, 32)  # that are compared
 _SLOWER_BESIDE_NCCL = 8 / 7  # a GPU's collectives take some 16 of its 132 SMs
-_COLLECTIVES = {
-    "reduce_scatter": ("all_to_all",),
-    "all_reduce": ("all_to_all", "all_gather"),
-}  # the ranks add up what these bring
+_COLLECTIVES = {"reduce_scatter": ("all_to_all",), "all_reduce": ("all_to_all", "all_gather")}  # the ranks add up
+_WITH_SUMS = {"all_reduce": ("reduce_scatter", "all_gather")}  # the backend does
 
 
 @functools.lru_cache(maxsize=1024)
-def fastest(op: str, exchange: Exchange, dtype: str, constants: Constants) -> tuple[int, float]:
+def fastest(
+    op: str, exchange: Exchange, dtype: str, constants: Constants, backend_sums: bool = False
+) -> tuple[int, float]:
     """Into how many pieces a call is cut, and its seconds. Sizes must be plain ints."""
     nums = sorted({len(exchange.for_all.pieces(num)) for num in NUM_PIECES})
-    times = {num: seconds(op, exchange, dtype, constants, num) for num in nums}
+    times = {num: seconds(op, exchange, dtype, constants, num, backend_sums) for num in nums}
     num_pieces = min(times, key=times.__getitem__)
     return num_pieces, times[num_pieces]
 
 
-def seconds(op: str, exchange: Exchange, dtype: str, constants: Constants, num_pieces: int) -> float:
-    """The seconds of a call in so many pieces."""
+def seconds(
+    op: str, exchange: Exchange, dtype: str, constants: Constants, num_pieces: int, backend_sums: bool = False
+) -> float:
+    """The seconds of a call in so many pieces. ``backend_sums``: whether the backend adds."""
     calls = [TimedCall(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
-    return max(_InPieces(call, num_pieces).seconds() for call in calls)
+    return max(_InPieces(call, num_pieces, backend_sums).seconds() for call in calls)
 
 
 class _InPieces:
     """The formulas above for the share of one rank."""
 
-    def __init__(self, call: TimedCall, num_pieces: int) -> None:
-        self.call, self.num_pieces = call, num_pieces
+    def __init__(self, call: TimedCall, num_pieces: int, backend_sums: bool) -> None:
+        self.call, self.num_pieces, self.backend_sums = call, num_pieces, backend_sums
         self.constants, self.exchange, self.share = call.constants, call.exchange, call.share
         self.on_cpu, self.num_ranks = call.constants.device_type == "cpu", call.num_ranks
         self.padded_bytes = call.exchange.chunk_numel * ITEMSIZE[call.dtype] / num_pieces
@@ -61,7 +63,7 @@ class _InPieces:
         return alone + (steps + host if self.on_cpu else max(steps, host) + host / num_pieces)
 
     def _wire(self) -> float:
-        kinds = _COLLECTIVES.get(self.call.kind, (self.call.kind,))
+        kinds = (_WITH_SUMS if self.backend_sums else _COLLECTIVES).get(self.call.kind, (self.call.kind,))
         return sum(self.constants.collective(kind, self.padded_bytes, self.num_ranks) for kind in kinds)
 
     def _matmuls(self) -> float:
@@ -97,6 +99,8 @@ class _InPieces:
 
     def _adding(self, num_bytes: float) -> float:
         """A CPU's caches hold the sum; on a GPU it is read and written once for every rank, in float32."""
+        if self.backend_sums:
+            return self.constants.unpack(num_bytes)
         if self.on_cpu:
             return self.constants.unpack((self.num_ranks + 1) / 2 * num_bytes)
         itemsize = ITEMSIZE[self.call.dtype]

@@ -92,7 +92,7 @@ def run(
                         ours.loaded.add((kernels, record.workspace.slot_bytes))
                     return result
             if name == "pipelined":  # without the lock, as gloo's waits may be long
-                pieces = GroupCall(exchange, group.find(group_name), plan.num_rounds)
+                pieces = GroupCall(exchange, group.find(group_name), plan.num_rounds, ours.topology.backend_sums)
                 return algorithms[name](pieces, x, w, bias, **options)
             return unfused()  # likewise
 

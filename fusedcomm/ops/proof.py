@@ -58,7 +58,7 @@ def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> b
     """
     if plan.algorithm == "unfused" or plan.reason == planner.FORCED or not ours.topology.prove:
         return False
-    return proof_file.name_of(plan.op, plan.algorithm, dtype, uneven) not in ours.outcomes
+    return ours.topology.name_of_proof(plan.op, plan.algorithm, dtype, uneven) not in ours.outcomes
 
 
 def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
@@ -70,7 +70,7 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
         raise RuntimeError(
             f"{op}: {algorithm} is not proved on this GPU yet, and cannot be while a CUDA graph is captured; {WARM_UP}"
         )
-    name = proof_file.name_of(op, algorithm, dtype, uneven)
+    name = ours.topology.name_of_proof(op, algorithm, dtype, uneven)
     problems = [_problem(op, size, ours.group_size, uneven) for size in SIZES]
     own, run = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems)), algorithms[algorithm]
     try:
@@ -165,7 +165,7 @@ def _by_group(
     """Likewise, by the group's own collectives."""
     pg, results = group.find(ours.group_name), []
     for problem in problems:
-        call = GroupCall(problem.exchange(ours.rank), pg, NUM_ROUNDS)
+        call = GroupCall(problem.exchange(ours.rank), pg, NUM_ROUNDS, ours.topology.backend_sums)
         results.append((problem, _run(problem, run, call, ours.rank, ours.device, dtype)))
     _finish(ours.device)
     return results

@@ -44,6 +44,11 @@ class Topology:
     across: Reach | None = None  # what the group spans, where it has several hosts
     num_hosts: int = 1
     measured_apart: bool = False  # whether constants were measured without workspace, over as many hosts
+    backend_sums: bool = False  # FUSEDCOMM_BACKEND_SUMS of all ranks
+
+    def name_of_proof(self, op: str, algorithm: str, dtype: torch.dtype, uneven: bool) -> str:
+        name = proof_file.name_of(op, algorithm, dtype, uneven)
+        return f"{name} with sums of the backend" if algorithm == "pipelined" and self.backend_sums else name
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
@@ -93,6 +98,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         across=_across([fact["host"] for fact in facts]),
         num_hosts=num_hosts,
         measured_apart=apart is not None,
+        backend_sums=all(fact["backend_sums"] for fact in facts),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
 
@@ -129,6 +135,7 @@ def _settings(device: torch.device) -> dict[str, Any]:
         "results_bytes": env.results_bytes(device.type),
         "algorithm": env.algorithm(),
         "check": env.check(),
+        "backend_sums": env.backend_sums(),
         "tf32": tf32_allowed(),
     }
 

@@ -26,14 +26,16 @@ class Begun:
     bytes_to_a_peer: list[int] = field(default_factory=list)  # by collective
     sent_bytes: int = 0  # to all peers
     group_size: int = 0
+    sums: int = 0  # collectives in which the backend adds
 
 
 @contextmanager
 def moved(when: str) -> Iterator[Begun]:
     """Every collective moves its elements in its begin, or in its wait, or when the backend does."""
     begun = Begun()
-    exchange, gather, wait_tensor = (
+    exchange, scatter, gather, wait_tensor = (
         pieces.dist.all_to_all_single,
+        pieces.dist.reduce_scatter_tensor,
         pieces._c10d.all_gather_into_tensor_out,
         pieces._c10d.wait_tensor,
     )
@@ -58,6 +60,12 @@ def moved(when: str) -> Iterator[Begun]:
         _count(begun, sent.nbytes // group.size(), group.size())
         return mock.Mock(wait=begin(lambda: exchange(received, sent, group=group, async_op=True).wait))
 
+    def reduce_scatter(received: Tensor, sent: Tensor, group: Any, async_op: bool) -> Any:
+        assert async_op and received.numel() * group.size() == sent.numel() and sent.is_contiguous()
+        begun.sums += 1
+        _count(begun, received.nbytes, group.size())
+        return mock.Mock(wait=begin(lambda: scatter(received, sent, group=group, async_op=True).wait))
+
     def all_gather(sent: Tensor, group_size: int, group_name: str, out: Tensor) -> Tensor:
         assert out.numel() == group_size * sent.numel() and sent.is_contiguous() and out.is_contiguous()
         _count(begun, sent.nbytes, group_size)
@@ -72,6 +80,7 @@ def moved(when: str) -> Iterator[Begun]:
     functions = mock.Mock(all_gather_into_tensor_out=all_gather, wait_tensor=lambda out: waits[out.data_ptr()].pop(0)())
     with (
         mock.patch.object(pieces.dist, "all_to_all_single", all_to_all),
+        mock.patch.object(pieces.dist, "reduce_scatter_tensor", reduce_scatter),
         mock.patch.object(pieces, "_c10d", functions),
         _logged(PushedMatmul, "_multiply", begun),
         _logged(GatheredMatmul, "chunk", begun),

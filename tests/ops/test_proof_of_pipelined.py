@@ -39,6 +39,15 @@ def test_a_right_algorithm_is_used(rank: int, op: str, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_sums_of_the_backend_have_a_proof_of_their_own(rank: int, tmp_path: Path) -> None:
+    op = "matmul_reduce_scatter"
+    for sums, name in (("0", NAME.format(op=op)), ("1", f"{NAME.format(op=op)} with sums of the backend")):
+        with in_pieces(3), proving(tmp_path, HOST_ID=f"host {rank}", BACKEND_SUMS=sums) as (group, made):
+            check(group, BY_OP[op], call(group, BY_OP[op]))
+            assert made == [f"{op} pipelined"] and member_of(group).outcomes[name] == ""
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("plant", [wrong_on_one_rank, raises_everywhere])
 @pytest.mark.parametrize("op", ["matmul_all_to_all", "all_gather_matmul"])
 def test_a_wrong_one_is_not(rank: int, op: str, plant: Any, tmp_path: Path) -> None:

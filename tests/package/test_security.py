@@ -317,7 +317,7 @@ def test_the_store_has_json_and_no_more_than_the_page_says(ranks: Ranks) -> None
         "uuid",
         "constants",
     }
-    assert set(facts["topology"]) == topology | {"tf32", "prove", "outcomes", "life", "process"}
+    assert set(facts["topology"]) == topology | {"tf32", "backend_sums", "prove", "outcomes", "life", "process"}
     assert set(facts["workspace"]) == {"op", "fingerprint", "stage", "error"}
     assert all(f"`{name}`" in PAGE for post in facts.values() for name in post)
     assert facts["topology"].pop("outcomes") == {}
