@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,16 @@ _CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
 os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine would change plans
 
 TIMEOUT_S = "20"  # bound of waits between ranks; a test that hangs is over long before its own limit
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded stays: collections that look through it take most of a second, and tests make many."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

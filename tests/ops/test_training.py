@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -390,9 +391,15 @@ PROGRAMS |= {
 }
 
 
+def programs() -> Iterator[Any]:
+    """Each with each kind of call. One of these is quick and one thorough; they take turns."""
+    for (number, name), (turn, problem) in product(enumerate(PROGRAMS), enumerate(KINDS)):
+        marks: Any = {0: (), 1: pytest.mark.thorough}.get((turn - number) % len(KINDS), pytest.mark.soak)
+        yield pytest.param(name, problem, marks=marks, id=f"{name}-{problem}")
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("problem", KINDS, ids=str)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "problem"), programs())
 def test_a_program_does_the_same_without_tapes(rank: int, name: str, problem: Problem) -> None:
     def steps(group: Any) -> list[Any]:
         return [PROGRAMS[name](Step(problem, group, seed)) for seed in range(STEPS - 1)]
@@ -404,6 +411,8 @@ def test_a_program_does_the_same_without_tapes(rank: int, name: str, problem: Pr
 @pytest.mark.parametrize("problem", KINDS, ids=str)
 def test_saved_tensors_live_as_long_as_the_graph(rank: int, problem: Problem) -> None:
     """And no longer, be it by a backward or without one."""
+    gc.collect()
+    gc.freeze()  # what this rank has loaded for other tests, so that it is looked through once
     with started_group("chunked") as group:
         for seed in range(STEPS):
             for with_backward in (False, True):
