@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import tiles
+from fusedcomm.algorithms.descriptors import (
+    are_multiples_of_16,
+    can_describe_slots,
+    can_describe_w,
+    can_describe_x,
+    describe_slots,
+    describe_w,
+    describe_x,
+    row_step,
+)
 from fusedcomm.algorithms.part_table import NO_SPAN, are_aligned, matmul_parts, own_span, shared_spans, upload
 from fusedcomm.geometry.exchange import RoundSpans
 from fusedcomm.geometry.spans import ChunkSpans, Span
 from fusedcomm.kernels.triton.bundles import CopyConfig, InPlace, Part, Reduced, Sizes, Traits, Unpacked
+from fusedcomm.runtime.launches import Launch, of_kind
 from fusedcomm.runtime.rank_order import peers_of, sources_of
 from fusedcomm.runtime.signals import Segments, signal, wait
 from fusedcomm.runtime.topology import tf32_allowed
 
-_TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors
 _ALL_REGISTERS = (
     255  # otherwise ptxas spills, to fit a second block per multiprocessor, which persistent grids never have
 )
-_INT32_MAX = 2**31 - 1  # descriptors are indexed by int32
 _MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
-_DESCRIBED_BYTES = 1 << 40  # strides of descriptors are below it
 
 
 def push(
@@ -40,15 +47,27 @@ def push(
 
     x [..., K]; w [K, N] or [..., K, N]. With ``results`` a chunk goes into the result of a dst_rank that has posted it.
     """
-    if spans.chunk_numel == 0:
+
+    def plan() -> Launch | None:
+        return _push(x, w, spans, workspace, fingerprint, results)
+
+    launch = _of_kind("push", plan, (x, w, bias), spans, workspace, fingerprint, keep=results is None)
+    if launch is None:
         signal(workspace, None, fingerprint)
-        return
+    else:
+        launch(x, w, bias)
+
+
+def _push(
+    x: Tensor, w: Tensor, spans: RoundSpans, workspace: Segments, fingerprint: int, results: InPlace | None
+) -> Launch | None:
+    """What such launches have in common; None if the chunks are empty."""
+    if spans.chunk_numel == 0:
+        return None
     from fusedcomm.kernels.triton.push_matmul import push_matmul_kernel
 
     num_m = x.shape[-2]  # rows per batch; unused where w has no batches
-    if w.shape[-2] == 0:  # the kernel takes K > 0
-        x, w = x.new_zeros(*x.shape[:-1], 1), w.new_zeros(*w.shape[:-2], 1, w.shape[-1])
-    x, w = x.flatten(0, -2).contiguous(), _matrices(w)
+    x, w = _operands(x, w)
     num_k = w.shape[1]
     shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, workspace.group_size)
     describable = can_describe_x(x) and can_describe_w(w)
@@ -69,15 +88,16 @@ def push(
         parts = matmul_parts(spans, order, lambda chunk: _num_tiles(chunk, chunk.columns, config, traits))
         num_tiles = sum(part.num for part in parts)
     if num_tiles == 0:
-        signal(workspace, None, fingerprint)
-        return
-    push_matmul_kernel[_grid("push", workspace, num_tiles)](
-        None if results is None else tuple(results),
-        describe_x(x, config) if use_tma else x,
-        *_arguments(w, bias, num_m, spans, parts, workspace, fingerprint, config, traits),
-        num_warps=config.num_warps,
-        num_stages=_num_stages(config, x, use_tma),
-    )
+        return None
+    in_place = None if results is None else tuple(results)
+    constants = _constants(w, num_m, spans, parts, workspace, fingerprint, config, traits)
+
+    def arguments(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        x, w = _operands(x, w)
+        return in_place, describe_x(x, config) if use_tma else x, *_weights(w, bias, config, use_tma), *constants
+
+    options = {"num_warps": config.num_warps, "num_stages": _num_stages(config, x, use_tma)}
+    return Launch(push_matmul_kernel, _grid("push", workspace, num_tiles), arguments, **options)
 
 
 def pack(
@@ -91,24 +111,22 @@ def pack(
     follows that kernel must then wait for this one.
     """
     assert t.is_contiguous()
-    config, num_tiles, parts = _copies(t, spans.pack, [each.pack for each in spans.by_peer])
-    if num_tiles == 0:
-        signal(workspace, None, fingerprint)
-        return
-    from fusedcomm.kernels.triton.copy import pack_kernel
 
-    pack_kernel[_grid("push" if all_sms else "pack", workspace, num_tiles)](
-        t,
-        workspace.segments,
-        *_places(spans.pack, parts, spans.chunk_numel, t.device),
-        workspace.slot_bytes,
-        fingerprint,
-        workspace.rank,
-        workspace.segment_layout,
-        config,
-        own,
-        num_warps=config.num_warps,
-    )
+    def plan() -> Launch | None:
+        config, num_tiles, parts = _copies(t, spans.pack, [each.pack for each in spans.by_peer])
+        if num_tiles == 0:
+            return None
+        from fusedcomm.kernels.triton.copy import pack_kernel
+
+        constants = _copied(spans.pack, parts, spans, workspace, fingerprint, config)
+        grid = _grid("push" if all_sms else "pack", workspace, num_tiles)
+        return Launch(pack_kernel, grid, lambda t: (t, *constants, own), num_warps=config.num_warps)
+
+    launch = _of_kind("pack", plan, (t,), spans, workspace, fingerprint, own, all_sms)
+    if launch is None:
+        signal(workspace, None, fingerprint)
+    else:
+        launch(t)
 
 
 def gather_matmul(
@@ -129,6 +147,28 @@ def gather_matmul(
     follows. ``all_sms``: no kernel runs beside it that must send. Without ``own`` this rank's rows are in ``out``.
     """
     assert out.is_contiguous()
+
+    def plan() -> Launch | None:
+        return _gather(out, w, spans, workspace, fingerprint, end_round, all_sms, own)
+
+    launch = _of_kind("gather", plan, (out, w, bias), spans, workspace, fingerprint, end_round, all_sms, own)
+    if launch is not None:
+        launch(out, w, bias)
+    elif end_round:
+        wait(workspace, fingerprint)
+
+
+def _gather(
+    out: Tensor,
+    w: Tensor,
+    spans: RoundSpans,
+    workspace: Segments,
+    fingerprint: int,
+    end_round: bool,
+    all_sms: bool,
+    own: bool,
+) -> Launch | None:
+    """What such launches have in common; None if there is nothing to multiply."""
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
     w = _matrices(w)
     _, num_k, num_n = w.shape
@@ -137,7 +177,7 @@ def gather_matmul(
     assert own or not split_k
     shape = _gather_shape(spans, num_n, 1 if split_k else workspace.group_size - (not own))
     describable = can_describe_slots(spans, workspace.group_size) and can_describe_w(w)
-    aligned = _aligned(*(each.columns.size * w.itemsize for each in spans.each), _row_step(w) * w.itemsize)
+    aligned = are_multiples_of_16(*(each.columns.size * w.itemsize for each in spans.each), row_step(w) * w.itemsize)
     config = _matmul_config(out, shape, workspace.num_programs(kind), describable, aligned)
     use_tma = _has_tma(out) and describable
     in_runs = tiles.in_runs(spans.columns, config.block_k)
@@ -156,21 +196,19 @@ def gather_matmul(
     if spans.by_peer:
         parts, num_tiles = _gather_parts(spans, shape, workspace, config, traits)
     if num_tiles == 0:
-        if end_round:
-            wait(workspace, fingerprint)
-        return
+        return None
     if not own:  # after a failure the kernel counts this rank's tiles too
         assert tiles.num_tiles(config, shape) * workspace.group_size <= _MOST_TILES
     from fusedcomm.kernels.triton.gather_matmul import gather_matmul_kernel
 
-    gather_matmul_kernel[_grid(kind, workspace, num_tiles)](
-        out,
-        describe_slots(workspace, spans, out.dtype, config) if use_tma else None,
-        *_arguments(w, bias, num_m, spans, parts, workspace, fingerprint, config, traits),
-        num_warps=config.num_warps,
-        num_stages=_num_stages(config, out, use_tma),
-        maxnreg=_ALL_REGISTERS,
-    )
+    slots = describe_slots(workspace, spans, out.dtype, config) if use_tma else None
+    constants = _constants(w, num_m, spans, parts, workspace, fingerprint, config, traits)
+
+    def arguments(out: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        return out, slots, *_weights(_matrices(w), bias, config, use_tma), *constants
+
+    options = {"num_warps": config.num_warps, "num_stages": _num_stages(config, out, use_tma)}
+    return Launch(gather_matmul_kernel, _grid(kind, workspace, num_tiles), arguments, maxnreg=_ALL_REGISTERS, **options)
 
 
 def unpack(
@@ -188,25 +226,22 @@ def unpack(
     Without ``own`` this rank's is there. With ``posted`` those are that are marked so.
     """
     assert out.is_contiguous()
-    config, num_tiles, parts = _copies(out, spans.unpack, [each.unpack for each in spans.by_peer])
-    if num_tiles == 0:
-        if end_round:
-            wait(workspace, fingerprint)
-        return
-    from fusedcomm.kernels.triton.copy import unpack_kernel
 
-    unpack_kernel[_grid("unpack", workspace, num_tiles)](
-        out,
-        workspace.segments,
-        *_places(spans.unpack, parts, spans.chunk_numel, out.device),
-        workspace.slot_bytes,
-        fingerprint,
-        workspace.rank,
-        workspace.segment_layout,
-        config,
-        Unpacked(end_round, own, posted),
-        num_warps=config.num_warps,
-    )
+    def plan() -> Launch | None:
+        config, num_tiles, parts = _copies(out, spans.unpack, [each.unpack for each in spans.by_peer])
+        if num_tiles == 0:
+            return None
+        from fusedcomm.kernels.triton.copy import unpack_kernel
+
+        constants = _copied(spans.unpack, parts, spans, workspace, fingerprint, config)
+        unpacked, grid = Unpacked(end_round, own, posted), _grid("unpack", workspace, num_tiles)
+        return Launch(unpack_kernel, grid, lambda out: (out, *constants, unpacked), num_warps=config.num_warps)
+
+    launch = _of_kind("unpack", plan, (out,), spans, workspace, fingerprint, end_round, own, posted)
+    if launch is not None:
+        launch(out)
+    elif end_round:
+        wait(workspace, fingerprint)
 
 
 def reduce(
@@ -222,29 +257,63 @@ def reduce(
     if span.size == 0:
         wait(workspace, fingerprint)
         return
-    from fusedcomm.kernels.triton.reduce import reduce_kernel
 
-    block, num_warps = tiles.reduce_block(tiles.architecture(out.device))
-    reduce_kernel[_grid("reduce", workspace, -(-span.size // block))](
-        out,
-        None if bias is None else bias.contiguous(),
-        workspace.segments,
-        Reduced(span.size, span.start, spans.chunk_numel if spans.by_peer else None),
-        1 if bias is None else bias.numel(),
-        workspace.slot_bytes,
-        fingerprint,
-        workspace.rank,
-        workspace.segment_layout,
-        scale != 1.0,
-        block,
-        num_warps=num_warps,
-        maxnreg=_ALL_REGISTERS,
-    )
+    def plan() -> Launch:
+        from fusedcomm.kernels.triton.reduce import reduce_kernel
+
+        block, num_warps = tiles.reduce_block(tiles.architecture(out.device))
+        constants = (
+            workspace.segments,
+            Reduced(span.size, span.start, spans.chunk_numel if spans.by_peer else None),
+            1 if bias is None else bias.numel(),
+            workspace.slot_bytes,
+            fingerprint,
+            workspace.rank,
+            workspace.segment_layout,
+            scale != 1.0,
+            block,
+        )
+        grid = _grid("reduce", workspace, -(-span.size // block))
+        options = {"num_warps": num_warps, "maxnreg": _ALL_REGISTERS}
+        return Launch(reduce_kernel, grid, lambda out, bias: (out, _vector(bias), *constants), **options)
+
+    launch = _of_kind("reduce", plan, (out, bias), spans, workspace, fingerprint, scale)
+    assert launch is not None
+    launch(out, bias)
 
 
-def _arguments(
+def _of_kind(
+    name: str,
+    plan: Callable[[], Launch | None],
+    tensors: tuple[Tensor | None, ...],
+    spans: RoundSpans,
+    workspace: Segments,
+    *facts: Hashable,
+    keep: bool = True,
+) -> Launch | None:
+    """The plan of launches like this one. Where parts differ in size, it has a table of them, and is not kept."""
+    if spans.by_peer or not keep:
+        return plan()
+    return of_kind(workspace, plan, name, *facts, tf32_allowed(), tensors=tensors, by=spans)
+
+
+def _operands(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, K] and w as a push takes them, which needs K > 0."""
+    if w.shape[-2] == 0:
+        x, w = x.new_zeros(*x.shape[:-1], 1), w.new_zeros(*w.shape[:-2], 1, w.shape[-1])
+    return x.flatten(0, -2).contiguous(), _matrices(w)
+
+
+def _weights(w: Tensor, bias: Tensor | None, config: tiles.TileConfig, use_tma: bool) -> tuple[Any, Tensor | None]:
+    return describe_w(w, config) if use_tma else w, _vector(bias)
+
+
+def _vector(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _constants(
     w: Tensor,
-    bias: Tensor | None,
     num_m: int,
     spans: RoundSpans,
     parts: Sequence[Part],
@@ -253,12 +322,10 @@ def _arguments(
     config: tiles.TileConfig,
     traits: Traits,
 ) -> tuple[Any, ...]:
-    """What push_matmul_kernel and gather_matmul_kernel take alike, from w on."""
+    """What push_matmul_kernel and gather_matmul_kernel take alike, behind their tensors."""
     _, num_k, num_n = w.shape
     own_parts = {"differs": spans.differs, "aligned": are_aligned(parts)} if parts else {}
     return (
-        describe_w(w, config) if traits.by_tma else w,
-        None if bias is None else bias.contiguous(),
         workspace.segments,
         shared_spans(spans, workspace.rank, upload(parts, w.device) if parts else None),
         Sizes(num_m, num_n, num_k, *w.stride(), spans.chunk_numel, workspace.slot_bytes),
@@ -294,11 +361,20 @@ def _copies(t: Tensor, shared: Span, by_peer: Sequence[Span]) -> tuple[CopyConfi
     return config, max(tiles.num_copies(config, each) for each in by_peer or [shared]), parts
 
 
-def _places(shared: Span, parts: Sequence[Part], chunk_numel: int, device: torch.device) -> tuple[Any, ...]:
-    """Where pack_kernel and unpack_kernel find the chunks of all peers."""
+def _copied(
+    shared: Span,
+    parts: Sequence[Part],
+    spans: RoundSpans,
+    workspace: Segments,
+    fingerprint: int,
+    config: CopyConfig,
+) -> tuple[Any, ...]:
+    """What pack_kernel and unpack_kernel take alike, behind their tensor: where they find the chunks of all peers."""
+    places: tuple[Any, ...] = tuple(shared), None, None
     if parts:
-        return tuple(NO_SPAN), upload(parts, device), chunk_numel
-    return tuple(shared), None, None
+        places = tuple(NO_SPAN), upload(parts, workspace.segments.device), spans.chunk_numel
+    ranks = workspace.rank, workspace.segment_layout
+    return workspace.segments, *places, workspace.slot_bytes, fingerprint, *ranks, config
 
 
 def _gather_parts(
@@ -365,80 +441,3 @@ def _gather_shape(spans: RoundSpans, num_n: int, count: int) -> tiles.Shape:
     """The work of gather_matmul_kernel: one matmul for each source, or a single one that adds up all sources."""
     columns = Span(num_n, 0, max(num_n, 1), 0, 0)
     return tiles.Shape(spans.batches.size, spans.rows, columns, spans.columns.size, count)
-
-
-def can_describe_x(x: Tensor) -> bool:
-    """Whether a tensor descriptor can load x [rows, K]."""
-    return _aligned(x.data_ptr(), x.shape[1] * x.itemsize) and max(x.shape) <= _INT32_MAX
-
-
-def can_describe_w(w: Tensor) -> bool:
-    """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous.
-
-    Batches of w lie below one another, so a block of K must not reach into the next batch. Rows that overlap, as those
-    of an expanded tensor do, have no descriptor.
-    """
-    num_batches, num_k, num_n = w.shape
-    step = _row_step(w)
-    length, row = (num_k, num_n) if w.stride(2) == 1 else (num_n, num_k)
-    batches_follow = num_batches == 1 or (w.stride(0) == length * step and num_k % tiles.BLOCK_K == 0)
-    return (
-        batches_follow
-        and step >= row
-        and step * w.itemsize < _DESCRIBED_BYTES
-        and _aligned(w.data_ptr(), step * w.itemsize)
-        and max(num_batches * length, num_n, num_k) <= _INT32_MAX
-    )
-
-
-def can_describe_slots(spans: RoundSpans, group_size: int) -> bool:
-    """Whether a tensor descriptor can load every source's chunk [batches * rows, columns] in whole blocks of K."""
-    num_columns, *others = {each.columns.size for each in spans.each}
-    if others or any(each.columns.inner % tiles.BLOCK_K for each in spans.each):
-        return False
-    num_rows, rest = divmod(spans.chunk_numel, num_columns)
-    return rest == 0 and max(group_size * num_rows, num_columns) <= _INT32_MAX
-
-
-def _row_step(w: Tensor) -> int:
-    return w.stride(1) if w.stride(2) == 1 else w.stride(2)
-
-
-def _aligned(*numbers: int) -> bool:
-    return all(number % _TMA_ALIGNMENT == 0 for number in numbers)
-
-
-def describe_x(x: Tensor, config: tiles.TileConfig) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    # A contiguous x of one row may have any stride there: it may be a part of a wider tensor.
-    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [config.block_m, config.block_k])
-
-
-def describe_slots(workspace: Segments, spans: RoundSpans, dtype: torch.dtype, config: tiles.TileConfig) -> Any:
-    """Both slots of this rank [num_slots, rows of all chunks, columns]: the kernel takes that of its epoch."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    start, num_columns = workspace.segment_layout.header_bytes, spans.at(workspace.rank).columns.size
-    slots = workspace.segment[start : start + workspace.segment_layout.num_slots * workspace.slot_bytes].view(dtype)
-    num_rows = workspace.group_size * (spans.chunk_numel // num_columns)
-    return TensorDescriptor(
-        slots,
-        [workspace.segment_layout.num_slots, num_rows, num_columns],
-        [workspace.slot_bytes // dtype.itemsize, num_columns, 1],
-        [1, config.block_m, config.block_k],
-    )
-
-
-def describe_w(w: Tensor, config: tiles.TileConfig) -> Any:
-    """w as the kernels' loads see it: two dims, with the batches below one another."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    num_batches, num_k, num_n = w.shape
-    if w.stride(2) == 1:
-        rows, columns, step = num_batches * num_k, num_n, w.stride(1)
-        block = [config.block_k, config.block_n]
-    else:
-        rows, columns, step = num_batches * num_n, num_k, w.stride(2)
-        block = [config.block_n, config.block_k]
-    return TensorDescriptor(w, [rows, columns], [step, 1], block)

@@ -23,7 +23,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.runtime import flight_recorder, on_thread, proof_file, segment, signals
+from fusedcomm.runtime import flight_recorder, on_thread, proof_file, segment, signals, tape
 from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
 from fusedcomm.runtime.departures import Departures
@@ -150,6 +150,8 @@ class Member:
         """Raise what has failed in an earlier call; to be called before each call."""
         for each in self.retired:
             each.check(op)
+        if self.retired and (recorder := tape.recorder()) is not None:
+            recorder.give_up("each call looks whether a replay has failed")
         if self.error is not None:
             raise self.error.again()
         if self.workspace is not None:

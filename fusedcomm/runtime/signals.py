@@ -6,11 +6,12 @@ The first of them that is used imports Triton.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import SegmentLayout
+from fusedcomm.runtime.launches import Launch, of_kind
 
 _POISON_BLOCK = 1024  # elements that one program makes NaN at a time
 
@@ -37,7 +38,7 @@ def begin_push(workspace: Segments) -> None:
     """Call this before a round's first copy to a peer on this stream. Kernels that push do the same themselves."""
     from fusedcomm.kernels.triton.handshake import begin_push_kernel
 
-    begin_push_kernel[(1,)](workspace.segments, workspace.rank, workspace.segment_layout, num_warps=1)
+    _launch("begin push", begin_push_kernel, workspace)
 
 
 def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
@@ -47,15 +48,7 @@ def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
     group_size = workspace.group_size
     first = (workspace.rank + 1) % group_size if dst_rank is None else dst_rank
     assert 0 <= first < group_size, f"dst_rank must be in [0, {group_size}), got {dst_rank}"
-    signal_kernel[(1,)](
-        workspace.segments,
-        first,
-        group_size if dst_rank is None else 1,
-        fingerprint,
-        workspace.rank,
-        workspace.segment_layout,
-        num_warps=1,
-    )
+    _launch("signal", signal_kernel, workspace, first, group_size if dst_rank is None else 1, fingerprint)
 
 
 def post(place: int, num_bytes: int, workspace: Segments, fingerprint: int) -> None:
@@ -74,14 +67,15 @@ def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
     from fusedcomm.kernels.triton.handshake import wait_source_kernel
 
     assert 0 <= src_rank < workspace.group_size, f"src_rank must be in [0, {workspace.group_size}), got {src_rank}"
-    wait_source_kernel[(1,)](
-        workspace.segments,
-        src_rank,
-        fingerprint,
-        workspace.rank,
-        workspace.segment_layout,
-        num_warps=1,
-    )
+    _launch("wait source", wait_source_kernel, workspace, src_rank, fingerprint)
+
+
+def _launch(name: str, kernel: Any, workspace: Segments, *facts: int) -> None:
+    """Launch one program, which takes no tensors but the segments."""
+    arguments = (workspace.segments, *facts, workspace.rank, workspace.segment_layout)
+    launch = of_kind(workspace, lambda: Launch(kernel, (1,), lambda: arguments, num_warps=1), name, *facts)
+    assert launch is not None
+    launch()
 
 
 def wait(workspace: Segments, fingerprint: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import kernel_launch
+from fusedcomm.algorithms import descriptors, kernel_launch
 from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.geometry import shapes
 
@@ -18,14 +18,14 @@ CONFIG = TileConfig(64, 64, 64, 8, 4, 4)
 
 def test_one_row_of_a_wider_tensor_has_a_descriptor() -> None:
     x = torch.empty(1, 1003, dtype=torch.bfloat16)[:, :512]
-    assert x.is_contiguous() and kernel_launch.can_describe_x(x)
-    assert kernel_launch.describe_x(x, CONFIG).strides == [512, 1]
+    assert x.is_contiguous() and descriptors.can_describe_x(x)
+    assert descriptors.describe_x(x, CONFIG).strides == [512, 1]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_that_overlap_have_no_descriptor(transposed: bool) -> None:
     def described(w: torch.Tensor) -> bool:
-        return kernel_launch.can_describe_w((w.mT if transposed else w).unsqueeze(0))
+        return descriptors.can_describe_w((w.mT if transposed else w).unsqueeze(0))
 
     rows = torch.empty(128 * 256, dtype=torch.bfloat16)
     assert described(rows.view(128, 256))
@@ -49,14 +49,14 @@ def test_rows_that_overlap_have_no_descriptor(transposed: bool) -> None:
 def test_chunks_of_whole_blocks_have_a_descriptor(shape: tuple[int, ...], gather_dim: int, described: bool) -> None:
     exchange = shapes.all_gather_matmul(shape, [(shape[-1] * (2 if gather_dim == 1 else 1), 8)], gather_dim, 2)
     (spans,) = exchange.rounds(1 << 62)
-    assert kernel_launch.can_describe_slots(spans, 2) == described
+    assert descriptors.can_describe_slots(spans, 2) == described
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_strides_of_descriptors_are_below_a_terabyte(transposed: bool) -> None:
     def described(step: int) -> bool:
         w = torch.empty_strided((1, 2, 64), (0, step, 1), dtype=torch.bfloat16, device="meta")
-        return kernel_launch.can_describe_w(w.mT if transposed else w)
+        return descriptors.can_describe_w(w.mT if transposed else w)
 
     assert described(2**39 - 8)  # elements of 2 bytes
     assert not described(2**39)

@@ -1,0 +1,93 @@
+"""Tensor descriptors (TMA) of what the kernels load: when there is one, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm.algorithms import tiles
+from fusedcomm.geometry.exchange import RoundSpans
+from fusedcomm.runtime.signals import Segments
+
+_TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors
+_INT32_MAX = 2**31 - 1  # descriptors are indexed by int32
+_DESCRIBED_BYTES = 1 << 40  # strides of descriptors are below it
+
+
+def can_describe_x(x: Tensor) -> bool:
+    """Whether a tensor descriptor can load x [rows, K]."""
+    return are_multiples_of_16(x.data_ptr(), x.shape[1] * x.itemsize) and max(x.shape) <= _INT32_MAX
+
+
+def can_describe_w(w: Tensor) -> bool:
+    """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous.
+
+    Batches of w lie below one another, so a block of K must not reach into the next batch. Rows that overlap, as those
+    of an expanded tensor do, have no descriptor.
+    """
+    num_batches, num_k, num_n = w.shape
+    step = row_step(w)
+    length, row = (num_k, num_n) if w.stride(2) == 1 else (num_n, num_k)
+    batches_follow = num_batches == 1 or (w.stride(0) == length * step and num_k % tiles.BLOCK_K == 0)
+    return (
+        batches_follow
+        and step >= row
+        and step * w.itemsize < _DESCRIBED_BYTES
+        and are_multiples_of_16(w.data_ptr(), step * w.itemsize)
+        and max(num_batches * length, num_n, num_k) <= _INT32_MAX
+    )
+
+
+def can_describe_slots(spans: RoundSpans, group_size: int) -> bool:
+    """Whether a tensor descriptor can load every source's chunk [batches * rows, columns] in whole blocks of K."""
+    num_columns, *others = {each.columns.size for each in spans.each}
+    if others or any(each.columns.inner % tiles.BLOCK_K for each in spans.each):
+        return False
+    num_rows, rest = divmod(spans.chunk_numel, num_columns)
+    return rest == 0 and max(group_size * num_rows, num_columns) <= _INT32_MAX
+
+
+def row_step(w: Tensor) -> int:
+    return w.stride(1) if w.stride(2) == 1 else w.stride(2)
+
+
+def are_multiples_of_16(*numbers: int) -> bool:
+    return all(number % _TMA_ALIGNMENT == 0 for number in numbers)
+
+
+def describe_x(x: Tensor, config: tiles.TileConfig) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # A contiguous x of one row may have any stride there: it may be a part of a wider tensor.
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [config.block_m, config.block_k])
+
+
+def describe_slots(workspace: Segments, spans: RoundSpans, dtype: torch.dtype, config: tiles.TileConfig) -> Any:
+    """Both slots of this rank [num_slots, rows of all chunks, columns]: the kernel takes that of its epoch."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    start, num_columns = workspace.segment_layout.header_bytes, spans.at(workspace.rank).columns.size
+    slots = workspace.segment[start : start + workspace.segment_layout.num_slots * workspace.slot_bytes].view(dtype)
+    num_rows = workspace.group_size * (spans.chunk_numel // num_columns)
+    return TensorDescriptor(
+        slots,
+        [workspace.segment_layout.num_slots, num_rows, num_columns],
+        [workspace.slot_bytes // dtype.itemsize, num_columns, 1],
+        [1, config.block_m, config.block_k],
+    )
+
+
+def describe_w(w: Tensor, config: tiles.TileConfig) -> Any:
+    """w as the kernels' loads see it: two dims, with the batches below one another."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    num_batches, num_k, num_n = w.shape
+    if w.stride(2) == 1:
+        rows, columns, step = num_batches * num_k, num_n, w.stride(1)
+        block = [config.block_k, config.block_n]
+    else:
+        rows, columns, step = num_batches * num_n, num_k, w.stride(2)
+        block = [config.block_n, config.block_k]
+    return TensorDescriptor(w, [rows, columns], [step, 1], block)
