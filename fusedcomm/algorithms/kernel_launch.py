@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: arguments, descriptors, grids. Imports Triton when first used."""
+"""Launches of the Triton kernels: arguments and grids. Triton is imported at the first of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-_MOST_KINDS = 1024  # of a workspace; programs whose sizes change all the time begin anew
+_MOST_KINDS = 1024  # a workspace with more, whose sizes change all the time, begins anew
 _ALIGNED = 16  # bytes: what Triton compiles for
 
 

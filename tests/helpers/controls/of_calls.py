@@ -26,13 +26,13 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_all_gather_matmul.py::test_a_list_of_weights_shares_one_gather",
     ),
     "a descriptor of x has x's width as its stride": Control(
-        "fusedcomm/algorithms/kernel_launch.py",
+        "fusedcomm/algorithms/descriptors.py",
         "list(x.shape), [x.shape[1], 1]",
         "list(x.shape), [x.stride(0), 1]",
         "tests/algorithms/test_kernel_launch.py::test_one_row_of_a_wider_tensor_has_a_descriptor",
     ),
     "rows of w that overlap have no descriptor": Control(
-        "fusedcomm/algorithms/kernel_launch.py",
+        "fusedcomm/algorithms/descriptors.py",
         "        and step >= row\n",
         "",
         "tests/algorithms/test_kernel_launch.py::test_rows_that_overlap_have_no_descriptor[False]",
@@ -117,7 +117,7 @@ CONTROLS: dict[str, Control] = {
         "tests/algorithms/test_planner.py::test_what_a_slot_does_not_bound_is_counted_in_32_bits",
     ),
     "a stride of w fits its descriptor": Control(
-        "fusedcomm/algorithms/kernel_launch.py",
+        "fusedcomm/algorithms/descriptors.py",
         "        and step * w.itemsize < _DESCRIBED_BYTES\n",
         "",
         "tests/algorithms/test_kernel_launch.py::test_strides_of_descriptors_are_below_a_terabyte",
