@@ -294,7 +294,8 @@ def _of_kind(
     """The plan of launches like this one. Where parts differ in size, it has a table of them, and is not kept."""
     if spans.by_peer or not keep:
         return plan()
-    return of_kind(workspace, plan, name, *facts, tf32_allowed(), tensors=tensors, by=spans)
+    facts = (*facts, workspace.num_programs(name), tf32_allowed())
+    return of_kind(workspace, plan, name, *facts, tensors=tensors, by=spans)
 
 
 def _operands(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,11 @@ class Buffers:
         return self.like.new_empty(self.group_size * self.step)
 
     @cached_property
+    def summed(self) -> Tensor:
+        """The own chunk of the sum, where the backend adds."""
+        return self.like.new_empty(self.step)
+
+    @cached_property
     def own(self) -> Tensor:
         """The chunk that stays here."""
         return self.like.new_empty(self.step)
@@ -104,8 +109,8 @@ class Piece:
                 if scale != 1:
                     sent /= self.group_size
         if self.step:
-            sent, received = self.buffers.to_peers[: self.group_size * self.step], self.buffers.received[: self.step]
-            self.wait_for = dist.reduce_scatter_tensor(received, sent, group=self.group, async_op=True).wait
+            sent, summed = self.buffers.to_peers[: self.group_size * self.step], self.buffers.summed[: self.step]
+            self.wait_for = dist.reduce_scatter_tensor(summed, sent, group=self.group, async_op=True).wait
 
     def gather(self, packed: Tensor) -> None:
         """Send its part of ``packed`` to every peer."""
@@ -152,7 +157,7 @@ class Piece:
         added.
         """
         if self.backend_sums:
-            parts, scale = [self.buffers.received[: self.spans.at(self.rank).unpack.size]], 1.0
+            parts, scale = [self.buffers.summed[: self.spans.at(self.rank).unpack.size]], 1.0
         else:
             parts = [self._own() if src == self.rank else self._received(src) for src in range(self.group_size)]
         with lane("copy"):

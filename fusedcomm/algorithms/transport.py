@@ -400,6 +400,9 @@ def add_in_order(out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scal
 
     bias [N] repeats. ``scale`` is 1, or 1 / R for the average.
     """
+    if len(parts) == 1 and bias is None and scale == 1:
+        out.copy_(parts[0])
+        return
     if len(parts) == 2 and bias is None and scale == 1:  # rounded once as well, because torch adds in float32
         torch.add(parts[0], parts[1], out=out)
         return

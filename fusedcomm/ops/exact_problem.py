@@ -9,10 +9,13 @@ from fusedcomm.geometry.cut import EVEN, Splits
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize, WholeGroup
 
+_MOST_SUMMED = 16  # ranks
+
 
 class ExactProblem:
-    """An op, and all ranks' inputs: integers so small that every sum is exact, up to 32 ranks and a K of 128 of each.
+    """An op, and all ranks' inputs: integers so small that every sum is exact, up to a K of 128 of each rank.
 
+    Where more than 16 ranks would add up, each row has zeros in all but 16, so that bfloat16 holds every partial sum.
     What the group divides is ``size`` times its ranks; the other sizes stay as odd as they are. If ``uneven``, rank r
     has r more of what is gathered than rank 0, and the last rank gets one less of what is scattered than the others.
     """
@@ -38,6 +41,10 @@ class ExactProblem:
             k += sum(range(num_ranks)) if program.gather_dim == -1 else 0
             n -= program.scatters == "columns"
         self.xs = [self.integers(tuple(shape), 0, rank) for rank, shape in enumerate(shapes)]
+        if program.kind in ("reduce_scatter", "all_reduce"):
+            step = -(-num_ranks // _MOST_SUMMED)
+            for rank, x in enumerate(self.xs):
+                x.masked_fill_(((torch.arange(x.shape[-2], device="cpu") + rank) % step != 0).unsqueeze(-1), 0)
         self.ws = [self.integers((k, n), 1, rank) for rank in range(num_ranks)]
         same = program.same_grad_on_all_ranks
         self.biases = [self.integers((n,), 3, 0 if same else rank) for rank in range(num_ranks)] if bias else []

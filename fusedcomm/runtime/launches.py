@@ -24,14 +24,16 @@ class Launch:
         self, kernel: Any, grid: tuple[int], arguments: Callable[..., tuple[Any, ...]], **options: int
     ) -> None:
         self._kernel, self._grid, self._arguments, self._options = kernel, grid, arguments, options
-        self._compiled: Any = None  # stays so in the interpreter
+        self._compiled: Any = None  # stays so in the interpreter, which compiles nothing
 
     def __call__(self, *tensors: Tensor | None) -> None:
         arguments = self._arguments(*tensors)
-        if self._compiled is None:
-            self._compiled = self._kernel[self._grid](*arguments, **self._options)
-        else:
+        if self._compiled is not None:
             self._compiled[(*self._grid, 1, 1)](*arguments)
+            return
+        compiled = self._kernel[self._grid](*arguments, **self._options)
+        if hasattr(type(compiled), "__getitem__"):  # nor has what Triton compiles on a thread
+            self._compiled = compiled
 
 
 _kinds: WeakKeyDictionary[Any, dict[Hashable, tuple[Launch | None, object]]] = WeakKeyDictionary()

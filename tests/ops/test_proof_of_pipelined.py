@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fusedcomm.algorithms.pieces import Piece
 from fusedcomm.ops import explain
+from fusedcomm.ops.exact_problem import ExactProblem
+from fusedcomm.ops.proof import SIZES
+from fusedcomm.ops.whole_group import PROGRAMS
 from tests.helpers.group_collectives import in_pieces
 from tests.helpers.groups import call, check, member_of
 from tests.helpers.on_ranks import on_ranks
@@ -75,3 +80,12 @@ def test_a_piece_that_is_not_waited_for_is_found(rank: int, tmp_path: Path) -> N
             check(group, problem, call(group, problem))  # unfused, as the proof has found it
         assert "gave wrong values" in plan_of_all(group, problem).reason
         dist.barrier(group)
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_sums_of_many_ranks_are_exact_in_bfloat16_in_any_order(op: str) -> None:
+    """A backend may add in the dtype of x."""
+    problem = ExactProblem(PROGRAMS[op], replace(SIZES[1], rows=2), 96, seed=0)
+    partial = torch.stack([x @ w for x, w in zip(problem.xs, problem.ws, strict=True)])
+    assert (partial.abs().sum(0) <= 256).all() and (partial != 0).any(0).all()
+    assert all((x != 0).any() for x in problem.xs)

@@ -23,13 +23,13 @@ class Workspace:
 class Kernel:
     """Notes what it was launched with, by itself or as what it has compiled."""
 
-    def __init__(self, compiles: bool) -> None:
+    def __init__(self, compiles: Any) -> None:
         self.compiles, self.launched = compiles, list[Any]()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: int) -> Any:
             self.launched.append((grid, args, options))
-            return Compiled(self) if self.compiles else None
+            return {True: Compiled(self), False: None, "future": object()}[self.compiles]
 
         return launch
 
@@ -52,6 +52,16 @@ def test_the_second_launch_takes_what_was_compiled(compiles: bool) -> None:
     first, found = kernel.launched
     assert first[0] == (5,) and first[1][0] is x and first[2] == {"num_warps": 4}
     assert found[0] == second[0] and found[1][0] is y and found[2:] == second[2:]
+
+
+def test_what_cannot_be_launched_by_itself_is_compiled_for_anew() -> None:
+    """So are the interpreter's kernels, and those that Triton compiles on a thread."""
+    kernel = Kernel(False)
+    launch = Launch(kernel, (5,), lambda: ())
+    kernel.compiles = "future"
+    launch()
+    launch()
+    assert [grid for grid, *_ in kernel.launched] == [(5,), (5,)]
 
 
 def planned(workspace: Any, *facts: Any, t: torch.Tensor | None = None, by: object = None, name: str = "push") -> Any:
@@ -91,6 +101,22 @@ def test_there_is_an_end_to_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(9):
         planned(workspace, number)
     assert len(launches._kinds[workspace]) == 1
+
+
+def test_other_sms_are_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, out = virtual_ranks(2, 1 << 12)[0], torch.ones(32, 3)
+    (spans,) = shapes.matmul_all_to_all((16, 8), (8, 6), None, 0, 1, 2).rounds(1 << 20)
+    grids: list[int] = []
+
+    def grid(kind: str, workspace: Any, num_tiles: int) -> tuple[int]:
+        grids.append(num_tiles)
+        return (1,)
+
+    monkeypatch.setattr(kernel_launch, "_grid", grid)
+    for num_programs in (2, 2, 1):
+        monkeypatch.setattr(own, "num_programs", lambda kind, num=num_programs: num)
+        kernel_launch.pack(out, spans, own, FINGERPRINT)
+    assert len(grids) == 2
 
 
 def test_kernels_keep_no_workspace_alive() -> None:
