@@ -85,7 +85,7 @@ def test_a_piece_that_is_not_waited_for_is_found(rank: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_sums_of_many_ranks_are_exact_in_bfloat16_in_any_order(op: str) -> None:
     """A backend may add in the dtype of x."""
-    problem = ExactProblem(PROGRAMS[op], replace(SIZES[1], rows=2), 96, seed=0)
+    problem = ExactProblem(PROGRAMS[op], replace(SIZES[1], rows=12), 96, seed=0)
     partial = torch.stack([x @ w for x, w in zip(problem.xs, problem.ws, strict=True)])
-    assert (partial.abs().sum(0) <= 256).all() and (partial != 0).any(0).all()
+    assert (partial.abs().sum(0) <= 256).all() and (partial != 0).any(0).any(-1).all()
     assert all((x != 0).any() for x in problem.xs)
