@@ -5,7 +5,8 @@ Virtual ranks in one process, with a heap of results each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -124,8 +125,17 @@ IN_RUNS = [  # the rows of their chunks stay whole in the result
 ]
 
 
-@pytest.mark.parametrize("name", thorough_but(["rows", "heads", "interleaved rows, long runs"], IN_RUNS))
-@pytest.mark.parametrize("group_size", thorough_but([2], [1, 2, 3]))
+FEW = ["rows", "heads", "interleaved rows, long runs"]
+
+
+def posted_problems() -> Iterator[Any]:
+    """Two ranks have all problems, and one and three have few but for soak tests."""
+    for group_size, name in product([1, 2, 3], IN_RUNS):
+        marks = {0: pytest.mark.soak, 1: pytest.mark.thorough, 2: ()}[(group_size == 2) + (name in FEW)]
+        yield pytest.param(group_size, name, marks=marks)
+
+
+@pytest.mark.parametrize(("group_size", "name"), posted_problems())
 def test_posted_results_are_written_in_place(group_size: int, name: str) -> None:
     world = World(cases(group_size)[name], group_size)
     for call in range(3):

@@ -50,7 +50,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 @on_ranks()
-@pytest.mark.parametrize("world_size", thorough_but([2], [2, 3, 5]))
+@pytest.mark.parametrize("world_size", [*thorough_but([2], [2, 3]), pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
 @pytest.mark.parametrize("problem", thorough_but(QUICK, IN_PLACE), ids=str)
 def test_chunks_of_a_late_rank_come_in_place(rank: int, world_size: int, problem: Problem, tapes: bool) -> None:

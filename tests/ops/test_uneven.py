@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -217,9 +218,13 @@ def test_nothing_is_kept_for_the_backward(rank: int, world_size: int, op: str) -
 @pytest.mark.parametrize(
     "algorithm", ["unfused", "chunked", "pipelined", pytest.param("fused", marks=pytest.mark.soak)]
 )
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 @pytest.mark.parametrize(
-    "count", [12, pytest.param(150, marks=pytest.mark.thorough), pytest.param(3000, marks=pytest.mark.soak)]
+    ("world_size", "count"),
+    [
+        *product([2, 3, 4, 5], [12]),
+        pytest.param(3, 150, marks=pytest.mark.thorough),
+        *(pytest.param(world_size, 3000, marks=pytest.mark.soak) for world_size in (2, 3, 4, 5)),
+    ],
 )
 def test_random_calls(rank: int, count: int, world_size: int, algorithm: str) -> None:
     random = Random(world_size * count)

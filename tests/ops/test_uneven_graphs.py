@@ -64,7 +64,7 @@ def inputs(program: Any, total: int, rank: int, world_size: int) -> list[Tensor]
         (into, "inductor", 2),
         pytest.param(into, "inductor", 3, marks=pytest.mark.soak),
         pytest.param(out_of, "inductor", 2, marks=pytest.mark.soak),
-        (out_of, "inductor", 3),
+        pytest.param(out_of, "inductor", 3, marks=pytest.mark.soak),
         *((program, "aot_eager", world_size) for program in (gathered, reduced) for world_size in (2, 3)),
     ],
 )

@@ -42,7 +42,13 @@ FEW_CALLS = {"HOT_CALLS": 3, "WARM_CALLS": 1, "COLD_CALLS": 2, "LAST_CALLS": 2}
 
 @pytest.mark.usefixtures("shared_ranks")
 @pytest.mark.parametrize(
-    "case", thorough_but([QUICK], [QUICK, *((op, "forward", "backward", "both") for op in OPS)]), ids=" ".join
+    "case",
+    [
+        QUICK,
+        *thorough_but([], [(op, "forward", "backward", "both") for op in OPS[:2]]),
+        *(pytest.param((op, "forward", "backward", "both"), marks=pytest.mark.soak) for op in OPS[2:]),
+    ],
+    ids=" ".join,
 )
 def test_every_figure_follows_from_the_times(
     case: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
