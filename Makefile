@@ -93,7 +93,7 @@ RESULTS := benchmarks/results/cpu-2-ranks
 figures: export FUSEDCOMM_CACHE_DIR := $(CURDIR)/$(VENV)/figures
 figures: setup
 	rm -rf $(VENV)/figures
-	$(BIN)/fusedcomm bench ops --json $(RESULTS)-ops.json
+	$(BIN)/fusedcomm bench ops --dtype float32 bfloat16 --json $(RESULTS)-ops.json
 	$(BIN)/fusedcomm bench overhead --json $(RESULTS)-overhead.json
 	set -e; for op in $(OPS); do for mode in ragged decode; do \
 	  $(BIN)/python -m benchmarks.ops $$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ import fusedcomm
 from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.runtime.device_results import ALIGNMENT, DeviceResults
 from fusedcomm.runtime.workspace import Call, Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
@@ -320,20 +323,27 @@ def first_of(op: str, cuda: bool) -> GpuCase:
 
 
 class GpuCall(NamedTuple):
-    """A case in a virtual group whose slots hold one of ``num_rounds`` equal rounds."""
+    """A case in a virtual group whose slots hold one of ``num_rounds`` equal rounds.
+
+    ``in_place``: results are in heaps, where peers may write them.
+    """
 
     group_size: int
     dtype: torch.dtype
     case: GpuCase
     num_rounds: int = 1
+    in_place: bool = False
 
     def __str__(self) -> str:
-        return f"{self.case} {str(self.dtype).removeprefix('torch.')} R={self.group_size}"
+        name = f"{self.case} {str(self.dtype).removeprefix('torch.')} R={self.group_size}"
+        return f"{name} in place" if self.in_place else name
 
     def group(self, algorithm: str, device: torch.device) -> VirtualGroup:
         """A group in which each rank has run the case once."""
         chunk_bytes = self.case.exchange(self.group_size).chunk_numel * self.dtype.itemsize
         group = VirtualGroup(self.group_size, max(128, chunk_bytes * self.group_size // self.num_rounds), device)
+        if self.in_place:
+            give_heaps(group, NUM_RESULTS * (chunk_bytes * self.group_size + ALIGNMENT))
         inputs = self.inputs(0, device, 0)
         group.load(lambda workspace: self.case.run(workspace, algorithm, inputs), FINGERPRINT)
         return group
@@ -350,7 +360,29 @@ class GpuCall(NamedTuple):
             group.check(case.op)
             for rank, expected in enumerate(case.expected(self.group_size, self.dtype, device, seed)):
                 assert_equal(results[rank], expected, f"{self} {algorithm} rank {rank} call {seed}")
-        return {"calls": times * self.group_size}
+        in_place = [chunks_in_place(workspace) for workspace in group.workspaces]
+        return {"calls": times * self.group_size} | ({"in_place": in_place} if self.in_place else {})
+
+
+NUM_RESULTS = 8  # of a rank in its heap, none of which is dropped
+
+
+def give_heaps(group: VirtualGroup, num_bytes: int) -> None:
+    """Heaps of results in plain memory, as those in symmetric memory."""
+    buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=group.device) for _ in group.workspaces]
+
+    def tensor_at(own: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return own[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+    for workspace, own in zip(group.workspaces, buffers, strict=True):
+        at = partial(tensor_at, own)
+        workspace.results = DeviceResults(buffers, workspace.rank, at, owner=buffers, least_bytes=1)
+
+
+def chunks_in_place(workspace: Workspace) -> int:
+    """How many chunks of the last round peers have written where they belong; the others came through the slots."""
+    marks = [workspace.layout.mark(workspace.epoch, src) for src in range(workspace.group_size)]
+    return sum(int(workspace.segment[mark : mark + 8].view(torch.int64)) == workspace.epoch > 0 for mark in marks)
 
 
 def assert_equal(outs: list[Tensor], expected: list[Tensor], where: str) -> None:

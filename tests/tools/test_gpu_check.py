@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from benchmarks.gpu_check import (
     timing,
 )
 from benchmarks.gpu_check.__main__ import main
-from benchmarks.gpu_check.cases import CASES, OPS, SMALL
+from benchmarks.gpu_check.cases import CASES, OPS, SMALL, GpuCall, first_of
 from benchmarks.gpu_check.driver import Part, PartResult, run_parts
 from benchmarks.gpu_check.parts import PARTS, ROWS, Evidence, proved
 from fusedcomm.algorithms import kernel_launch
@@ -271,6 +272,14 @@ def test_the_command_writes_what_it_ran_on(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("name", list(smoke.cases(CPU)))
 def test_the_smoke_calls_pass_in_the_interpreter(name: str) -> None:
     smoke.cases(CPU)[name]()
+
+
+def test_results_come_in_place_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank writes its own chunk too where it has posted its result. Streams are all that the heap asks of CUDA."""
+    stream = SimpleNamespace(cuda_stream=1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    case = GpuCall(1, torch.float32, first_of("matmul_all_to_all", False), in_place=True)
+    assert case.check("fused", CPU) == {"calls": 3, "in_place": [1]}
 
 
 @pytest.mark.parametrize("name", ["unpack", "reduce R=8"])
