@@ -364,7 +364,7 @@ class GpuCall(NamedTuple):
         return {"calls": times * self.group_size} | ({"in_place": in_place} if self.in_place else {})
 
 
-NUM_RESULTS = 8  # of a rank in its heap, none of which is dropped
+NUM_RESULTS = 8  # a heap has room for as many of a rank, as none is dropped
 
 
 def give_heaps(group: VirtualGroup, num_bytes: int) -> None:
