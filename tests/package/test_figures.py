@@ -88,6 +88,29 @@ def test_what_a_ulysses_block_recovers() -> None:
         assert spread == " to ".join(f"{each:.2f}" for each in row["drawn_anew"])
 
 
+def test_what_a_ulysses_block_recovers_of_a_bound_with_barriers() -> None:
+    report = results("cpu-2-ranks-ulysses-block-barriers")
+    (row,) = report["rows"]
+    low, high = row["drawn_anew"]
+    assert f"recovers {row['gain']:.2f} of it in {row['dtype']} ({low:.2f} to {high:.2f} with rounds" in text_of(
+        "benchmark"
+    )
+    assert f"{report['rounds']} rounds, 2 cores of an {report['machine']['cpu']}" in text_of("benchmark")
+    assert row["gain"] > 1
+    assert f"recovers all in float32 on an AMD EPYC ({low * 100:.0f} to {high * 100:.0f} %)" in (ROOT / "README.md").read_text()
+
+
+def test_speeds_in_float32_alone() -> None:
+    def listed(field: str) -> str:
+        *others, last = (f"{each[field]:.2f}" for each in results("cpu-2-ranks-ops-float32")["summary"])
+        return f"{', '.join(others)} and {last}"
+
+    page_text = text_of("benchmark")
+    assert f"the means were {listed('speedup_mean')} in the order of the table" in page_text
+    assert f"a free exchange would give {listed('free_exchange')}." in page_text
+    assert f"The times over the roof were {listed('over_roof_median')}." in page_text
+
+
 def text(ratio: dict[str, float]) -> str:
     return f"{ratio['median']:.2f} ({ratio['p10']:.2f} to {ratio['p90']:.2f})"
 
