@@ -97,7 +97,8 @@ def test_what_a_ulysses_block_recovers_of_a_bound_with_barriers() -> None:
     )
     assert f"{report['rounds']} rounds, 2 cores of an {report['machine']['cpu']}" in text_of("benchmark")
     assert row["gain"] > 1
-    assert f"recovers all in float32 on an AMD EPYC ({low * 100:.0f} to {high * 100:.0f} %)" in (ROOT / "README.md").read_text()
+    quoted = f"recovers all in float32 on an AMD EPYC ({low * 100:.0f} to {high * 100:.0f} %)"
+    assert quoted in (ROOT / "README.md").read_text()
 
 
 def test_speeds_in_float32_alone() -> None:
