@@ -61,8 +61,7 @@ class DeviceResults:
         block = None
         if num_bytes >= max(self._least_bytes, 1) and not self._is_retired:
             self._collect()
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            block = self._take(-(-num_bytes // ALIGNMENT) * ALIGNMENT, stream)
+            block = self._take(-(-num_bytes // ALIGNMENT) * ALIGNMENT, self._stream())
         if block is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
         made = self._tensor_at(block.start, shape, dtype)
@@ -83,6 +82,10 @@ class DeviceResults:
         """Let the memory go when no tensor is left in it, here or in a heap that was dropped before."""
         for heap in list(_in_use):
             heap._collect()
+
+    def _stream(self) -> int:
+        """Where kernels are only interpreted or compiled, there is one."""
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     def _take(self, num_bytes: int, stream: int) -> FreeBlock | None:
         """The smallest block that is large enough: one that the stream has used, or else one that none has."""

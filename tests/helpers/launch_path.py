@@ -208,8 +208,9 @@ def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, w
 
 def views(path: LaunchPath) -> Iterator[dict[str, Any]]:
     """x and w as parts of other tensors, whose strides and addresses decide how a kernel may load them."""
+    calls = list(_calls_of_views())
     with path.gpu.kept():
-        for name, start in _calls_of_views():
+        for name, start in calls:
             with member(path), fusedcomm.force_algorithm("fused", strict=True):
                 yield path.case(name, start)
 

@@ -69,7 +69,7 @@ def test_rounds_and_calls_by_tensor_descriptor(name: str, by_tma: list[Any]) -> 
     case = box_cases(2)[name]
     part = case.exchange(2).chunk_numel // 3
     run(dataclasses.replace(case, ns=(40, 24), max_chunk_numel=part), 2, calls=2, by_product=True)
-    assert len(by_tma) >= 2 * 2 * 3 * 2
+    assert len(by_tma) >= 2 * 3 * 2  # by ranks, rounds and weights; both calls take the same
 
 
 @pytest.mark.parametrize("gather_dim", [0, 1], ids=["rows", "K"])

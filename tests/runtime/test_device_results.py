@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ class OneStream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> OneStream:
     found = OneStream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=found.current))
+    monkeypatch.setattr(DeviceResults, "_stream", lambda heap: found.current)
     return found
 
 

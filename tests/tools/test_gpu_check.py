@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,10 +273,8 @@ def test_the_smoke_calls_pass_in_the_interpreter(name: str) -> None:
     smoke.cases(CPU)[name]()
 
 
-def test_results_come_in_place_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank writes its own chunk too where it has posted its result. Streams are all that the heap asks of CUDA."""
-    stream = SimpleNamespace(cuda_stream=1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+def test_results_come_in_place_in_the_interpreter() -> None:
+    """A rank writes its own chunk too where it has posted its result."""
     case = GpuCall(1, torch.float32, first_of("matmul_all_to_all", False), in_place=True)
     assert case.check("fused", CPU) == {"calls": 3, "in_place": [1]}
 
