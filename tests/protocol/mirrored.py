@@ -107,7 +107,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/algorithms/in_place.py:FusedResult.at_peers": "9ecbd83330cb",
         "fusedcomm/algorithms/in_place.py:FusedResult.post": "15cf1872e718",
         "fusedcomm/algorithms/fused.py:push_matmul": "edb87bd1f5eb",
-        "fusedcomm/runtime/device_results.py:DeviceResults.empty": "7692ec694e84",
+        "fusedcomm/runtime/device_results.py:DeviceResults.empty": "766a0f4642c2",
         "fusedcomm/runtime/device_results.py:DeviceResults.place": "b823037552c8",
         "fusedcomm/runtime/device_results.py:DeviceResults._take": "1ccc0c41723e",
         "fusedcomm/runtime/device_results.py:DeviceResults._collect": "7cd246c6e5fb",
