@@ -90,7 +90,7 @@ def _push(
     if num_tiles == 0:
         return None
     in_place = None if results is None else tuple(results)
-    constants = _constants(w, num_m, spans, parts, workspace, fingerprint, config, traits)
+    constants = _matmul_constants(w, num_m, spans, parts, workspace, fingerprint, config, traits)
 
     def arguments(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         x, w = _operands(x, w)
@@ -118,7 +118,7 @@ def pack(
             return None
         from fusedcomm.kernels.triton.copy import pack_kernel
 
-        constants = _copied(spans.pack, parts, spans, workspace, fingerprint, config)
+        constants = _copy_constants(spans.pack, parts, spans, workspace, fingerprint, config)
         grid = _grid("push" if all_sms else "pack", workspace, num_tiles)
         return Launch(pack_kernel, grid, lambda t: (t, *constants, own), num_warps=config.num_warps)
 
@@ -202,7 +202,7 @@ def _gather(
     from fusedcomm.kernels.triton.gather_matmul import gather_matmul_kernel
 
     slots = describe_slots(workspace, spans, out.dtype, config) if use_tma else None
-    constants = _constants(w, num_m, spans, parts, workspace, fingerprint, config, traits)
+    constants = _matmul_constants(w, num_m, spans, parts, workspace, fingerprint, config, traits)
 
     def arguments(out: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         return out, slots, *_weights(_matrices(w), bias, config, use_tma), *constants
@@ -233,7 +233,7 @@ def unpack(
             return None
         from fusedcomm.kernels.triton.copy import unpack_kernel
 
-        constants = _copied(spans.unpack, parts, spans, workspace, fingerprint, config)
+        constants = _copy_constants(spans.unpack, parts, spans, workspace, fingerprint, config)
         unpacked, grid = Unpacked(end_round, own, posted), _grid("unpack", workspace, num_tiles)
         return Launch(unpack_kernel, grid, lambda out: (out, *constants, unpacked), num_warps=config.num_warps)
 
@@ -313,7 +313,7 @@ def _vector(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _constants(
+def _matmul_constants(
     w: Tensor,
     num_m: int,
     spans: RoundSpans,
@@ -362,7 +362,7 @@ def _copies(t: Tensor, shared: Span, by_peer: Sequence[Span]) -> tuple[CopyConfi
     return config, max(tiles.num_copies(config, each) for each in by_peer or [shared]), parts
 
 
-def _copied(
+def _copy_constants(
     shared: Span,
     parts: Sequence[Part],
     spans: RoundSpans,

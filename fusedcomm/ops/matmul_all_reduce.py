@@ -58,8 +58,8 @@ def matmul_all_reduce(
     Returns:
         A contiguous tensor of y's shape [..., N], the same on every rank.
 
-    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more, so that the results of
-    `chunked`, `fused` and `pipelined` are bit-equal from run to run and between ranks. `unfused`, and
+    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more, so that the
+    results of `chunked`, `fused` and `pipelined` are bit-equal from run to run and between ranks. `unfused`, and
     `pipelined` with FUSEDCOMM_BACKEND_SUMS=1, leave the sums to the backend.
 
     Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts

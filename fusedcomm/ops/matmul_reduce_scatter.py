@@ -74,9 +74,9 @@ def matmul_reduce_scatter(
     Returns:
         A contiguous tensor of y's shape, with this rank's part at scatter_dim: 1 / R of it if all are of one size.
 
-    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more, so that the results of
-    `chunked`, `fused` and `pipelined` are bit-equal from run to run. `unfused`, and
-    `pipelined` with FUSEDCOMM_BACKEND_SUMS=1, leave the sums to the backend.
+    Partial sums are rounded to x's dtype, added in float32 in rank order, and rounded once more, so that the
+    results of `chunked`, `fused` and `pipelined` are bit-equal from run to run. `unfused`, and `pipelined` with
+    FUSEDCOMM_BACKEND_SUMS=1, leave the sums to the backend.
 
     Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
     the tensors as it does those of torch.matmul. Matmuls accumulate in float32.

@@ -24,7 +24,7 @@ class Launch:
         self, kernel: Any, grid: tuple[int], arguments: Callable[..., tuple[Any, ...]], **options: int
     ) -> None:
         self._kernel, self._grid, self._arguments, self._options = kernel, grid, arguments, options
-        self._compiled: Any = None  # stays so in the interpreter, which compiles nothing
+        self._compiled: Any = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         arguments = self._arguments(*tensors)
@@ -32,7 +32,7 @@ class Launch:
             self._compiled[(*self._grid, 1, 1)](*arguments)
             return
         compiled = self._kernel[self._grid](*arguments, **self._options)
-        if hasattr(type(compiled), "__getitem__"):  # nor has what Triton compiles on a thread
+        if hasattr(type(compiled), "__getitem__"):  # neither futures of Triton nor None have it
             self._compiled = compiled
 
 

@@ -98,7 +98,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         across=_across([fact["host"] for fact in facts]),
         num_hosts=num_hosts,
         measured_apart=apart is not None,
-        backend_sums=all(fact["backend_sums"] for fact in facts),
+        backend_sums=_backend_sums(facts, rank),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
 
@@ -245,6 +245,14 @@ def _all_have_the_same(facts: list[dict[str, Any]], rank: int) -> bool:
         text = f"ranks {without} have none" if without else "they differ between ranks"
         log.warning("tuned numbers are not used, for %s: run `fusedcomm tune` in such a group", text)
     return False
+
+
+def _backend_sums(facts: list[dict[str, Any]], rank: int) -> bool:
+    """Whether all ranks have asked for it. If only some have, the first one says so."""
+    having = [r for r, fact in enumerate(facts) if fact["backend_sums"]]
+    if 0 < len(having) < len(facts) and rank == 0:
+        log.warning("FUSEDCOMM_BACKEND_SUMS=1 is not used: it must be set on all ranks, got ranks %s", having)
+    return len(having) == len(facts)
 
 
 def _same(facts: list[dict[str, Any]], key: str, name: str) -> str | None:

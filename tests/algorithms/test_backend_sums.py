@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 import fusedcomm
 from fusedcomm.cost import in_pieces as cost
+from fusedcomm.runtime import topology
 from tests.algorithms.test_pipelined import TOKENS, is_right
 from tests.cost.test_model import CALLS, CPU
 from tests.helpers.group_collectives import AS_IT_IS, EARLY, LATE, in_pieces, moved, one_buffer
@@ -74,9 +76,11 @@ def test_averages_whose_sum_would_overflow(rank: int, op: str) -> None:
 def test_it_counts_where_all_ranks_have_it(rank: int) -> None:
     problem = SUMS["average"]
     with fresh_group(BACKEND_SUMS=str(rank)) as group, fusedcomm.force_algorithm("pipelined", strict=True):
-        with in_pieces(2), moved(AS_IT_IS) as begun:
+        with in_pieces(2), moved(AS_IT_IS) as begun, mock.patch.object(topology.log, "warning") as warned:
             check(group, problem, call(group, problem))
         assert begun.sums == 0 and begun.bytes_to_a_peer
+    (told,) = [args[0][0] % args[0][1:] for args in warned.call_args_list] if rank == 0 else [""]
+    assert told == "FUSEDCOMM_BACKEND_SUMS=1 is not used: it must be set on all ranks, got ranks [1]" * (rank == 0)
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])

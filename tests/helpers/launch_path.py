@@ -4,9 +4,8 @@
 
 WHAT: ``kernels``, the launches of fusedcomm/testing/compile_only.py; ``ops``, calls of all ops as users make them;
 ``uneven``, those with parts of different sizes; ``views``, calls with parts of tensors; ``planted``, launches with a
-defect each; ``slots``, gathers with a defect of the slots that they load; ``kept``, calls whose launches are kept;
-``time``, microseconds of the host. It prints JSON, one object per case. It must run without TRITON_INTERPRET; the cache
-of TRITON_CACHE_DIR spares compiling.
+defect each; ``slots``, gathers with a defect of the slots that they load; ``time``, microseconds of the host. It prints
+JSON, one object per case. It must run without TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
 """
 
 from __future__ import annotations
@@ -27,17 +26,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import triton
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusedcomm
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry import shapes
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.ops import dispatch
-from fusedcomm.runtime import launches, signals, stream_writes
+from fusedcomm.runtime import signals, stream_writes
 from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.workspace import Workspace
@@ -208,14 +205,14 @@ def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, w
 
 def views(path: LaunchPath) -> Iterator[dict[str, Any]]:
     """x and w as parts of other tensors, whose strides and addresses decide how a kernel may load them."""
-    calls = list(_calls_of_views())
+    calls = list(calls_of_views())
     with path.gpu.kept():
         for name, start in calls:
             with member(path), fusedcomm.force_algorithm("fused", strict=True):
                 yield path.case(name, start)
 
 
-def _calls_of_views() -> Iterator[tuple[str, Callable[[], Any]]]:
+def calls_of_views() -> Iterator[tuple[str, Callable[[], Any]]]:
     made = partial(torch.empty, dtype=torch.bfloat16)
     x, w = made(64, 512), made(512, 1024)
     shifted = made(512 * 1024 + 1)[1:]
@@ -234,70 +231,6 @@ def _calls_of_views() -> Iterator[tuple[str, Callable[[], Any]]]:
         dims = x.dim() - 2, x.dim() - 1
         yield f"push, {name}", partial(fusedcomm.matmul_all_to_all, x, w, *dims)
         yield f"gather, {name}", partial(fusedcomm.all_gather_matmul, x, w, dims[0])
-
-
-def kept(path: LaunchPath, *left_out: str) -> Iterator[dict[str, Any]]:
-    """Calls on one workspace, each twice. What a kept launch gives the device must be what a new one would, and the
-    kernel the one that Triton finds for it. ``left_out``: of what launches are kept by, for negative controls.
-    """
-    inputs = [(str(problem), partial(call, problem, torch.bfloat16, False)) for problem in (*RAGGED, *ALIGNED)]
-    with path.gpu.kept():
-        calls = [*inputs, *_calls_of_views()]
-        with member(path), fusedcomm.force_algorithm("fused", strict=True), _by_less(left_out):
-            for name, start in calls * 2:
-                with _compared(path) as found:
-                    case = path.case(name, start)
-                yield {"case": name, "refused": case["refused"], **found}
-
-
-def _by_less(left_out: Sequence[str]) -> AbstractContextManager[Any]:
-    layout: Any = launches._layout
-
-    def less(t: Tensor | None) -> str:
-        facts = zip(("dtype", "shape", "stride", "alignment"), layout(t) or (), strict=False)
-        return str([fact for name, fact in facts if name not in left_out])
-
-    return mock.patch.object(launches, "_layout", less)
-
-
-@contextmanager
-def _compared(path: LaunchPath) -> Iterator[dict[str, Any]]:
-    """Count the launches inside that are kept, and those that are not what new ones would be."""
-    found: dict[str, Any] = {"kept": 0, "wrong": []}
-    launch = launches.Launch.__call__
-    plans: dict[int, Callable[[], Any]] = {}
-
-    def of_kind(workspace: Any, plan: Callable[[], Any], *facts: Any, **options: Any) -> Any:
-        kept = launches.of_kind(workspace, plan, *facts, **options)
-        plans[id(kept)] = plan
-        return kept
-
-    def compared(kept: Any, *tensors: Any) -> None:
-        if kept._compiled is not None:
-            new = plans[id(kept)]()
-            arguments = new._arguments(*tensors)
-            kernel = path._run(new._kernel, *arguments, grid=new._grid, warmup=True, **new._options)
-            found["kept"] += 1
-            same = kernel is kept._compiled and new._grid == kept._grid
-            if not same or _flat(arguments) != _flat(kept._arguments(*tensors)):
-                found["wrong"].append(new._kernel.__name__)
-        launch(kept, *tensors)
-
-    with (
-        mock.patch.object(kernel_launch, "of_kind", of_kind),
-        mock.patch.object(signals, "of_kind", of_kind),
-        mock.patch.object(launches.Launch, "__call__", compared),
-    ):
-        yield found
-
-
-def _flat(value: Any) -> Any:
-    """What can be compared: addresses in place of tensors."""
-    if isinstance(value, Tensor):
-        return value.data_ptr(), value.dtype
-    if isinstance(value, TensorDescriptor):
-        return _flat(value.base), value.shape, value.strides, value.block_shape
-    return tuple(map(_flat, value)) if isinstance(value, tuple) else value
 
 
 def call(problem: Problem, dtype: torch.dtype, by_product: bool) -> Any:
@@ -488,8 +421,6 @@ def main(folder: Path, arch: int, what: str, *parts: str) -> None:
         cases = ops(path, problems, dtypes)
     elif what == "uneven":
         cases = uneven(path, parts)
-    elif what == "kept":
-        cases = kept(path, *parts)
     else:
         cases = {"kernels": kernels, "views": views, "planted": planted, "slots": slots}[what](path)
     for found in cases:

@@ -103,7 +103,7 @@ def test_there_is_an_end_to_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(launches._kinds[workspace]) == 1
 
 
-def test_other_sms_are_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sms_and_another_precision_are_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     own, out = virtual_ranks(2, 1 << 12)[0], torch.ones(32, 3)
     (spans,) = shapes.matmul_all_to_all((16, 8), (8, 6), None, 0, 1, 2).rounds(1 << 20)
     grids: list[int] = []
@@ -113,10 +113,11 @@ def test_other_sms_are_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         return (1,)
 
     monkeypatch.setattr(kernel_launch, "_grid", grid)
-    for num_programs in (2, 2, 1):
+    for num_programs, tf32, num_plans in ((2, False, 1), (2, False, 1), (1, False, 2), (1, True, 3), (2, False, 3)):
         monkeypatch.setattr(own, "num_programs", lambda kind, num=num_programs: num)
+        monkeypatch.setattr(kernel_launch, "tf32_allowed", lambda allowed=tf32: allowed)
         kernel_launch.pack(out, spans, own, FINGERPRINT)
-    assert len(grids) == 2
+        assert len(grids) == num_plans
 
 
 def test_kernels_keep_no_workspace_alive() -> None:

@@ -78,7 +78,8 @@ def test_every_figure_follows_from_the_times(op: str, tmp_path: Path, capsys: py
 def test_files_of_all_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     csv_file, trace, plots = tmp_path / "rows.csv", tmp_path / "trace.json", tmp_path / "plots"
     files = ["--csv", str(csv_file), "--trace", str(trace), "--plot", str(plots)]
-    report = bench(tmp_path, "ops", *SHAPE, "--dtype", "float32", *files)
+    report = bench(tmp_path, "ops", *SHAPE, *files)
+    assert {row["dtype"] for row in report["rows"]} == {"float32"}  # by default, on CPUs
     assert [row["op"] for row in report["rows"]] == list(PROGRAMS)
     assert [line["op"] for line in report["summary"]] == list(PROGRAMS)
     assert report["summary"][0]["speedup_minimum"] == pytest.approx(report["rows"][0]["ratio"])
