@@ -42,6 +42,8 @@ class FusedResult:
         if self._place is None or self.at_peers(spans) is None:
             return False
         signals.post(self._place, self.tensor.nbytes, self._call.workspace, self._call.fingerprint)
+        if self._call.posted is not None:
+            self._call.posted()
         return True
 
 

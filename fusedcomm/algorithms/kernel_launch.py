@@ -51,7 +51,8 @@ def push(
     def plan() -> Launch | None:
         return _push(x, w, spans, workspace, fingerprint, results)
 
-    launch = _of_kind("push", plan, (x, w, bias), spans, workspace, fingerprint, keep=results is None)
+    landing = None if results is None else (results.heaps_ptr.data_ptr(), *results[1:])
+    launch = _of_kind("push", plan, (x, w, bias), spans, workspace, fingerprint, landing)
     if launch is None:
         signal(workspace, None, fingerprint)
     else:
@@ -289,10 +290,9 @@ def _of_kind(
     spans: RoundSpans,
     workspace: Segments,
     *facts: Hashable,
-    keep: bool = True,
 ) -> Launch | None:
     """The plan of launches like this one. Where parts differ in size, it has a table of them, and is not kept."""
-    if spans.by_peer or not keep:
+    if spans.by_peer:
         return plan()
     facts = (*facts, workspace.num_programs(name), tf32_allowed())
     return of_kind(workspace, plan, name, *facts, tensors=tensors, by=spans)

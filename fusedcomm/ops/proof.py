@@ -4,7 +4,7 @@ At the first call that is planned so, small exact problems run through the algor
 Every rank compares what it gets, bit by bit, with the result of the whole group's program, computed on the host, and
 the ranks vote. An algorithm that was wrong, late or raised on any rank is off for the group: its calls run unfused.
 Where it was late, or had no memory, a reset lets it try again. Calls whose parts differ in size are told from others:
-they have kernels of their own.
+they have kernels of their own. If the group has a heap of results, such results are proved with it, in place and not.
 
 The proof has a workspace of its own, small and with guard bytes. What fails there breaks nothing of the group's, and
 nothing of the group's grows. It runs on the current stream, which the host then waits for. That of `pipelined` needs no
@@ -16,7 +16,9 @@ all ranks. A forced algorithm runs without a proof, and although its proof has f
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -36,10 +38,11 @@ from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.runtime import group, proof_file
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
+from fusedcomm.runtime.device_results import ALIGNMENT, DeviceResults
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
 from fusedcomm.runtime.segment import FINGERPRINT
 from fusedcomm.runtime.vote import agree
-from fusedcomm.runtime.workspace import Call, Workspace
+from fusedcomm.runtime.workspace import Call
 
 Algorithms = Mapping[str, Callable[..., Any]]  # by name, those of an op
 
@@ -48,6 +51,7 @@ SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
 BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
 _MOST_LETTERS = 300
+_PAUSE_S = 1e-3
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a rank whose peer has failed is late or broken itself
 
 
@@ -72,16 +76,21 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
         )
     name = ours.topology.name_of_proof(op, algorithm, dtype, uneven)
     problems = [_problem(op, size, ours.group_size, uneven) for size in SIZES]
-    own, run = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems)), algorithms[algorithm]
+    in_place = ours.topology.proves_in_place(op, algorithm, uneven)
+    own, run = _apart(ours, problems, dtype, in_place), algorithms[algorithm]
     try:
         if algorithm == "pipelined":
             cause, wrong = _try(lambda: _by_group(ours, run, problems, dtype), ours.rank, dtype)
         else:
             own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
-            cause, wrong = _try(lambda: _by_workspace(own.workspace, op, run, problems, dtype), ours.rank, dtype)
-        what = f"{algorithm} of {str(dtype).removeprefix('torch.')}"
-        if uneven:
-            what += " in parts of different sizes"
+            if in_place and own.results is None:  # on all ranks, which have warned of it
+                ours.topology = replace(ours.topology, results_bytes=0)
+                name = ours.topology.name_of_proof(op, algorithm, dtype, uneven)
+            meet = _meeting(own, f"{name}/{ours.resets}")
+            cause, wrong = _try(lambda: _by_workspace(own, op, run, problems, dtype, meet), ours.rank, dtype)
+        parts = " in parts of different sizes" if uneven else ""
+        heap = " with results in place" if own.results is not None else ""
+        what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}{heap}"
         cause, wrong = _voted(own, op, what, cause, wrong)
         ours.outcomes[name] = wrong
         if cause != _WRONG:
@@ -110,11 +119,23 @@ def _problem(op: str, size: MatmulSize, num_ranks: int, uneven: bool) -> ExactPr
     return ExactProblem(program, size, num_ranks, seed=0, bias=True, uneven=uneven)
 
 
+def _apart(ours: Member, problems: list[ExactProblem], dtype: torch.dtype, in_place: bool) -> Member:
+    """A Member for the problems alone. It has a heap for their results if they are written in place."""
+    slot_bytes = max(_slot_bytes(problem, dtype) for problem in problems)
+    return ours.for_proof(slot_bytes, sum(_result_bytes(problem, dtype) for problem in problems) if in_place else 0)
+
+
 def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
     """The size of a slot with which the problem takes NUM_ROUNDS."""
     exchange = problem.exchange(0).for_all
     num_rows = math.prod(exchange.block[: exchange.num_lead])
     return -(-num_rows // NUM_ROUNDS) * exchange.row_numel * problem.num_ranks * dtype.itemsize
+
+
+def _result_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
+    """What a result takes of a heap on a GPU."""
+    num_bytes = math.prod(problem.exchange(0).out_shape) * dtype.itemsize
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _try(
@@ -138,15 +159,21 @@ def _try(
 
 
 def _by_workspace(
-    workspace: Workspace | None, op: str, run: Callable[..., Any], problems: list[ExactProblem], dtype: torch.dtype
+    own: Member,
+    op: str,
+    run: Callable[..., Any],
+    problems: list[ExactProblem],
+    dtype: torch.dtype,
+    meet: Callable[[], None],
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
-    """What this rank gets from the problems."""
+    """What this rank gets from the problems, also in place if it has a heap."""
+    workspace, heap = own.workspace, own.results
     assert workspace is not None
     workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
     workspace.arm()
 
-    def result(problem: ExactProblem) -> tuple[ExactProblem, list[Tensor]]:
-        call = Call(op, _fingerprint(op), problem.exchange(workspace.rank), workspace)
+    def result(problem: ExactProblem, posted: Callable[[], None] | None = None) -> tuple[ExactProblem, list[Tensor]]:
+        call = Call(op, _fingerprint(op), problem.exchange(workspace.rank), workspace, posted)
         return problem, _run(problem, run, call, workspace.rank, workspace.device, dtype)
 
     with workspace.guarded(op):
@@ -154,6 +181,10 @@ def _by_workspace(
         if problems[-1].program.gathers:  # its chunks by copy engines too, which larger ones take
             workspace.least_copied = 0
             results.append(result(problems[-1]))
+        if isinstance(heap, DeviceResults):
+            heap.least_bytes = 0
+            heap.empty([own.topology.results_bytes // dtype.itemsize], dtype).fill_(math.nan)
+            results += [result(problem, meet) for problem in problems]
         _finish(workspace.device)
     workspace.check(op)
     return results
@@ -169,6 +200,26 @@ def _by_group(
         results.append((problem, _run(problem, run, call, ours.rank, ours.device, dtype)))
     _finish(ours.device)
     return results
+
+
+def _meeting(own: Member, name: str) -> Callable[[], None]:
+    """Where each rank waits until all have posted their results, so that all are written in place.
+
+    A rank that does not come is what the round behind it finds.
+    """
+    store, numbers = PrefixStore(f"posted/{name}", own.store), itertools.count()
+
+    def meet() -> None:
+        _finish(own.device)
+        number = next(numbers)
+        store.set(f"{number}/{own.rank}", "")
+        all_ranks = [f"{number}/{rank}" for rank in range(own.group_size)]
+        assert own.workspace is not None
+        until = time.monotonic() + own.workspace.timeout_s
+        while not store.check(all_ranks) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+
+    return meet
 
 
 def _finish(device: torch.device) -> None:
@@ -191,6 +242,8 @@ def _run(
         (out,), gathered = run(call, x, [w], [bias], return_gathered=True)
         return [out, gathered]
     options = {} if program.kind == "all_to_all" else {"scale": 1.0}
+    if isinstance(call, Call) and call.posted is not None:
+        return [run(call, x, w, bias, **options)]
     out = x.new_full(exchange.out_shape, math.nan)
     return [run(call, x, w, bias, out=out, **options)]
 

@@ -52,14 +52,14 @@ class DeviceResults:
         self._base = buffers[rank].data_ptr()
         self._free = [FreeBlock(0, buffers[rank].numel() // ALIGNMENT * ALIGNMENT, None)]  # in order
         self._live: dict[int, tuple[FreeBlock, StorageWeakRef]] = {}  # by start
-        self._tensor_at, self._least_bytes, self._owner = tensor_at, least_bytes, owner
+        self._tensor_at, self.least_bytes, self._owner = tensor_at, least_bytes, owner
         self._is_retired = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor for a result on the current stream: in a block, or in ordinary memory."""
         num_bytes = math.prod(shape) * dtype.itemsize
         block = None
-        if num_bytes >= max(self._least_bytes, 1) and not self._is_retired:
+        if num_bytes >= max(self.least_bytes, 1) and not self._is_retired:
             self._collect()
             block = self._take(-(-num_bytes // ALIGNMENT) * ALIGNMENT, self._stream())
         if block is None:

@@ -100,12 +100,13 @@ class Member:
     def max_slot_bytes(self) -> int:
         return slot_bytes_within(self.topology.workspace_bytes, self.group_size, self.guard_bytes)
 
-    def for_proof(self, slot_bytes: int) -> Member:
-        """A Member with a guarded workspace of its own, whose failure spoils nothing of this one."""
+    def for_proof(self, slot_bytes: int, results_bytes: int) -> Member:
+        """A Member with a guarded workspace of its own, whose failure spoils nothing of this one.
+
+        ``results_bytes``: the size of its heap of results, 0 for none.
+        """
         size = Workspace.num_bytes(self.group_size, slot_bytes, GUARD_BYTES)
-        small = replace(self.topology, workspace_bytes=size, check=True)
-        if self.device.type == "cuda":  # its memory would be as large as the group's own
-            small = replace(small, results_bytes=0)
+        small = replace(self.topology, workspace_bytes=size, check=True, results_bytes=results_bytes)
         facts = (self.rank, self.group_size, self.group_name, self.device, self.store)
         return Member(*facts, small, self.ranks, self.departures)
 
@@ -249,10 +250,12 @@ class Member:
         return self.results
 
     def _results_in(self, segments: list[torch.Tensor], _: str, owner: Any) -> Results | DeviceResults:
-        segment, handle = owner
-        if self.device.type == "cpu":
-            return Results(segments, segment=segment, owner=owner, guarded=self.topology.check)
-        rank = self.rank
+        if self.device.type == "cuda":
+            return self._device_results(segments, owner)
+        return Results(segments, segment=owner[0], owner=owner, guarded=self.topology.check)
+
+    def _device_results(self, segments: list[torch.Tensor], owner: Any) -> DeviceResults:
+        rank, handle = self.rank, owner[1]
 
         def tensor_at(offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             made: torch.Tensor = handle.get_buffer(rank, list(shape), dtype, offset // dtype.itemsize)

@@ -58,8 +58,7 @@ def post(place: int, num_bytes: int, workspace: Segments, fingerprint: int) -> N
 
     units, rest = divmod(place, PLACE_UNIT.value)
     assert rest == 0, f"place must be a multiple of {PLACE_UNIT.value}, got {place}"
-    layout = workspace.segment_layout
-    post_kernel[(1,)](workspace.segments, units, num_bytes, fingerprint, workspace.rank, layout, num_warps=1)
+    _launch("post", post_kernel, workspace, num_bytes, fingerprint, first=(units,))
 
 
 def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
@@ -70,12 +69,16 @@ def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
     _launch("wait source", wait_source_kernel, workspace, src_rank, fingerprint)
 
 
-def _launch(name: str, kernel: Any, workspace: Segments, *facts: int) -> None:
-    """Launch one program, which takes no tensors but the segments."""
-    arguments = (workspace.segments, *facts, workspace.rank, workspace.segment_layout)
-    launch = of_kind(workspace, lambda: Launch(kernel, (1,), lambda: arguments, num_warps=1), name, *facts)
+def _launch(name: str, kernel: Any, workspace: Segments, *facts: int, first: tuple[int, ...] = ()) -> None:
+    """Launch one program, which takes no tensors but the segments. ``first``: what differs in launches of a kind."""
+    segments, common = workspace.segments, (*facts, *_ranks(workspace))
+
+    def plan() -> Launch:
+        return Launch(kernel, (1,), lambda *first: (segments, *first, *common), num_warps=1)
+
+    launch = of_kind(workspace, plan, name, *facts)
     assert launch is not None
-    launch()
+    launch(*first)
 
 
 def wait(workspace: Segments, fingerprint: int) -> None:
@@ -92,14 +95,16 @@ def finish(out: Tensor, workspace: Segments, fingerprint: int, *, end_round: boo
 def _finish(out: Tensor | None, workspace: Segments, fingerprint: int, end_round: bool) -> None:
     from fusedcomm.kernels.triton.handshake import finish_kernel
 
-    finish_kernel[(1,)](
-        out,
-        0 if out is None else out.numel(),
-        workspace.segments,
-        fingerprint,
-        workspace.rank,
-        workspace.segment_layout,
-        _POISON_BLOCK,
-        end_round,
-        num_warps=1,
-    )
+    num, segments, ranks = 0 if out is None else out.numel(), workspace.segments, _ranks(workspace)
+
+    def plan() -> Launch:
+        last = segments, fingerprint, *ranks, _POISON_BLOCK, end_round
+        return Launch(finish_kernel, (1,), lambda out: (out, num, *last), num_warps=1)
+
+    launch = of_kind(workspace, plan, "finish", fingerprint, end_round, tensors=(out,))
+    assert launch is not None
+    launch(out)
+
+
+def _ranks(workspace: Segments) -> tuple[int, SegmentLayout]:
+    return workspace.rank, workspace.segment_layout

@@ -48,7 +48,13 @@ class Topology:
 
     def name_of_proof(self, op: str, algorithm: str, dtype: torch.dtype, uneven: bool) -> str:
         name = proof_file.name_of(op, algorithm, dtype, uneven)
-        return f"{name} with sums of the backend" if algorithm == "pipelined" and self.backend_sums else name
+        if algorithm == "pipelined" and self.backend_sums:
+            return f"{name} with sums of the backend"
+        return f"{name} with results in place" if self.proves_in_place(op, algorithm, uneven) else name
+
+    def proves_in_place(self, op: str, algorithm: str, uneven: bool) -> bool:
+        """Whether kernels of such calls may write results of the peers in place, which a proof must cover."""
+        return self.results_bytes > 0 and (op, algorithm, uneven) == ("matmul_all_to_all", "fused", False)
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:

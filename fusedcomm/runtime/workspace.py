@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,7 @@ class Call:
     fingerprint: int
     exchange: Exchange
     workspace: Workspace
+    posted: Callable[[], None] | None = None  # called behind each post on a GPU, before the round's push
 
 
 class Workspace:
@@ -402,10 +403,9 @@ class Workspace:
         base = self.addresses[self.rank]
         flags = [loaded().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
         others = [src for src in range(self.group_size) if src != self.rank]
-        mismatched = [
-            s for s in others if flags[s] >> FINGERPRINT_BITS == epoch and flags[s] & FINGERPRINT != fingerprint
-        ]
-        missing = [s for s in others if waited and flags[s] >> FINGERPRINT_BITS < epoch]
+        epochs = [flag >> FINGERPRINT_BITS for flag in flags]
+        mismatched = [s for s in others if epochs[s] == epoch and flags[s] & FINGERPRINT != fingerprint]
+        missing = [s for s in others if waited and epochs[s] < epoch]
         breakers = self.breakers(epoch)
         left = [s for s in others if breakers.get(s) in (ABANDONED, ENDED)]
         if mismatched:

@@ -60,7 +60,7 @@ class OneHeap:
 
 def result_of(exchange: Exchange, given: Tensor | None = None, heap: OneHeap | None = None) -> FusedResult:
     workspace = SimpleNamespace(device=torch.device("cpu"), results=heap, rank=0)
-    call: Any = SimpleNamespace(exchange=exchange, workspace=workspace, fingerprint=1)
+    call: Any = SimpleNamespace(exchange=exchange, workspace=workspace, fingerprint=1, posted=None)
     return FusedResult(call, torch.empty(0), given)
 
 

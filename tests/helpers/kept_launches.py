@@ -7,6 +7,7 @@ It prints a line of JSON for each call. LEFT_OUT: of what launches are kept by, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,17 +28,26 @@ from tests.helpers.launch_path import ALIGNED, RAGGED, LaunchPath, call, calls_o
 
 
 def kept(path: LaunchPath, *left_out: str) -> Iterator[dict[str, Any]]:
-    """Calls on one workspace, each twice. What a kept launch gives the device must be what a new one would, and the
-    kernel the one that Triton finds for it. ``left_out``: of what launches are kept by, for negative controls.
+    """Calls on one workspace, each twice, then such on one with a heap of results, where each has another place.
+
+    What a kept launch gives the device must be what a new one would, and the kernel the one that Triton finds for it.
+    ``left_out``: of what launches are kept by, for negative controls.
     """
-    inputs = [(str(problem), partial(call, problem, torch.bfloat16, False)) for problem in (*RAGGED, *ALIGNED)]
-    with path.gpu.kept():
-        calls = [*inputs, *calls_of_views()]
-        with member(path), fusedcomm.force_algorithm("fused", strict=True), _by_less(left_out):
-            for name, start in calls * 2:
-                with _compared(path) as found:
-                    case = path.case(name, start)
-                yield {"case": name, "refused": case["refused"], **found}
+    problems, results = [*RAGGED, *ALIGNED], list[Any]()
+    inputs = [(str(each), partial(call, each, torch.bfloat16, False)) for each in problems]
+    in_place = [
+        (f"{each} in place", lambda each=each: results.append(call(each, torch.bfloat16, False)))
+        for each in problems
+        if each.op == "matmul_all_to_all"
+    ]
+    with path.gpu.kept(), fusedcomm.force_algorithm("fused", strict=True), _by_less(left_out):
+        for calls, heap_bytes in (([*inputs, *calls_of_views()], 0), (in_place, 1 << 24)):
+            with member(path, heap_bytes):
+                for turn, (name, start) in itertools.product(range(2), calls):
+                    with _compared(path) as found:
+                        case = path.case(name, start)
+                    launched = [each["kernel"] for each in case["launches"]]
+                    yield {"case": name, "turn": turn, "refused": case["refused"], "launched": launched, **found}
 
 
 def _by_less(left_out: Sequence[str]) -> AbstractContextManager[Any]:

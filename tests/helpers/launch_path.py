@@ -30,7 +30,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime.jit import JITFunction
 
 import fusedcomm
+from benchmarks.gpu_check.cases import give_heaps
 from fusedcomm.algorithms import kernel_launch
+from fusedcomm.algorithms.in_place import landing_of
 from fusedcomm.geometry import shapes
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.ops import dispatch
@@ -245,12 +247,15 @@ def uneven_call(case: Uneven) -> Any:
 
 
 @contextmanager
-def member(path: LaunchPath) -> Iterator[Workspace]:
+def member(path: LaunchPath, heap_bytes: int = 0) -> Iterator[Workspace]:
     """This rank has a part in WORLD, without a vote: its workspace is one of a virtual group's.
 
     Each case has one of its own, because a call that is refused half way breaks it.
     """
-    workspace = VirtualGroup(GROUP_SIZE, SLOT_BYTES, "cuda").workspaces[RANK]
+    group = VirtualGroup(GROUP_SIZE, SLOT_BYTES, "cuda")
+    if heap_bytes:
+        give_heaps(group, heap_bytes)
+    workspace = group.workspaces[RANK]
     topology = Topology(None, None, Workspace.num_bytes(GROUP_SIZE, SLOT_BYTES), None)
     ours = Member(RANK, GROUP_SIZE, dist.group.WORLD.group_name, DEVICE, None, topology, workspace=workspace)
     with mock.patch.object(dispatch, "member", lambda *args: ours), path.gpu.kept():
@@ -395,11 +400,13 @@ def _launches() -> dict[str, Callable[[], None]]:
     workspace, made = compile_only.MetaWorkspace(), partial(torch.empty, dtype=torch.bfloat16)
     x, w, bias, out = made(512, 256), made(256, 1024), made(1024), made(4 * 512, 256)
     (push,) = shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, GROUP_SIZE).rounds(1 << 62)
+    results = landing_of(push, RANK, torch.empty(GROUP_SIZE, dtype=torch.int64), out.nbytes)
     gathered = made(4 * 512, 1024)
     (gather,) = shapes.all_gather_matmul(x.shape, [w.shape], 0, GROUP_SIZE).rounds(1 << 62)
     return {
         "empty": lambda: empty_kernel[(1,)](),
         "push": lambda: kernel_launch.push(x, w, bias, push, workspace, 1),
+        "push in place": lambda: kernel_launch.push(x, w, bias, push, workspace, 1, results),
         "unpack": lambda: kernel_launch.unpack(out, push, workspace, 1),
         "pack": lambda: kernel_launch.pack(x, gather, workspace, 1, own=False),
         "gather": lambda: kernel_launch.gather_matmul(
@@ -407,6 +414,7 @@ def _launches() -> dict[str, Callable[[], None]]:
         ),
         "signal": lambda: signals.signal(workspace, None, 1),
         "wait": lambda: signals.wait_source(0, workspace, 1),
+        "post": lambda: signals.post(0, out.nbytes, workspace, 1),
     }
 
 
