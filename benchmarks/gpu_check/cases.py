@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.algorithms import chunked, fused
+from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.device_results import ALIGNMENT, DeviceResults
@@ -360,7 +361,7 @@ class GpuCall(NamedTuple):
             group.check(case.op)
             for rank, expected in enumerate(case.expected(self.group_size, self.dtype, device, seed)):
                 assert_equal(results[rank], expected, f"{self} {algorithm} rank {rank} call {seed}")
-        in_place = [chunks_in_place(workspace) for workspace in group.workspaces]
+        in_place = [len(in_place_from(workspace)) for workspace in group.workspaces]
         return {"calls": times * self.group_size} | ({"in_place": in_place} if self.in_place else {})
 
 
@@ -377,12 +378,6 @@ def give_heaps(group: VirtualGroup, num_bytes: int) -> None:
     for workspace, own in zip(group.workspaces, buffers, strict=True):
         at = partial(tensor_at, own)
         workspace.results = DeviceResults(buffers, workspace.rank, at, owner=buffers, least_bytes=1)
-
-
-def chunks_in_place(workspace: Workspace) -> int:
-    """How many chunks of the last round peers have written where they belong; the others came through the slots."""
-    marks = [workspace.layout.mark(workspace.epoch, src) for src in range(workspace.group_size)]
-    return sum(int(workspace.segment[mark : mark + 8].view(torch.int64)) == workspace.epoch > 0 for mark in marks)
 
 
 def assert_equal(outs: list[Tensor], expected: list[Tensor], where: str) -> None:

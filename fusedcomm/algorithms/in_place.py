@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.kernels.triton.bundles import InPlace
 from fusedcomm.runtime import signals
 from fusedcomm.runtime.captures import is_for_capture
-from fusedcomm.runtime.workspace import Call
+from fusedcomm.runtime.workspace import Call, Workspace
 
 
 class FusedResult:
@@ -20,7 +21,8 @@ class FusedResult:
 
     def __init__(self, call: Call, like: Tensor, given: Tensor | None) -> None:
         self._call, workspace, shape = call, call.workspace, call.exchange.out_shape
-        has_heap = call.exchange.cut is None and not is_for_capture(workspace.device)
+        is_proof = call.posted is not None  # of what eager calls do, also before a capture
+        has_heap = call.exchange.cut is None and (is_proof or not is_for_capture(workspace.device))
         self._heap = workspace.results if has_heap else None
         self._place: int | None = None  # in this rank's heap
         if given is not None:
@@ -45,6 +47,13 @@ class FusedResult:
         if self._call.posted is not None:
             self._call.posted()
         return True
+
+
+def in_place_from(workspace: Workspace) -> list[int]:
+    """The ranks whose chunks of the last round have come in place; the others came through the slots."""
+    words = workspace.segment[: workspace.layout.header_bytes].view(torch.int64).tolist()
+    marks = [words[workspace.layout.mark(workspace.epoch, src) // 8] for src in range(workspace.group_size)]
+    return [src for src, mark in enumerate(marks) if mark == workspace.epoch > 0]
 
 
 def landing_of(spans: RoundSpans, rank: int, heaps: Tensor, num_bytes: int) -> InPlace | None:

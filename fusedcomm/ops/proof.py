@@ -16,9 +16,7 @@ all ranks. A forced algorithm runs without a proof, and although its proof has f
 
 from __future__ import annotations
 
-import itertools
 import math
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -35,10 +33,10 @@ from fusedcomm.algorithms.planner import Plan
 from fusedcomm.cost import tuned
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.ops.exact_problem import ExactProblem, difference
+from fusedcomm.ops.proof_heap import ProofHeap, finish, heap_bytes
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.runtime import group, proof_file
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
-from fusedcomm.runtime.device_results import ALIGNMENT, DeviceResults
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
 from fusedcomm.runtime.segment import FINGERPRINT
 from fusedcomm.runtime.vote import agree
@@ -51,7 +49,6 @@ SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
 BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
 _MOST_LETTERS = 300
-_PAUSE_S = 1e-3
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a rank whose peer has failed is late or broken itself
 
 
@@ -84,10 +81,9 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
         else:
             own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
             if in_place and own.results is None:  # on all ranks, which have warned of it
-                ours.topology = replace(ours.topology, results_bytes=0)
+                ours.give_up_results()
                 name = ours.topology.name_of_proof(op, algorithm, dtype, uneven)
-            meet = _meeting(own, f"{name}/{ours.resets}")
-            cause, wrong = _try(lambda: _by_workspace(own, op, run, problems, dtype, meet), ours.rank, dtype)
+            cause, wrong = _try(lambda: _by_workspace(own, op, run, problems, dtype), ours.rank, dtype)
         parts = " in parts of different sizes" if uneven else ""
         heap = " with results in place" if own.results is not None else ""
         what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}{heap}"
@@ -122,7 +118,8 @@ def _problem(op: str, size: MatmulSize, num_ranks: int, uneven: bool) -> ExactPr
 def _apart(ours: Member, problems: list[ExactProblem], dtype: torch.dtype, in_place: bool) -> Member:
     """A Member for the problems alone. It has a heap for their results if they are written in place."""
     slot_bytes = max(_slot_bytes(problem, dtype) for problem in problems)
-    return ours.for_proof(slot_bytes, sum(_result_bytes(problem, dtype) for problem in problems) if in_place else 0)
+    shapes = [problem.exchange(0).out_shape for problem in problems]
+    return ours.for_proof(slot_bytes, heap_bytes(shapes, dtype) if in_place else 0)
 
 
 def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
@@ -130,12 +127,6 @@ def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
     exchange = problem.exchange(0).for_all
     num_rows = math.prod(exchange.block[: exchange.num_lead])
     return -(-num_rows // NUM_ROUNDS) * exchange.row_numel * problem.num_ranks * dtype.itemsize
-
-
-def _result_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
-    """What a result takes of a heap on a GPU."""
-    num_bytes = math.prod(problem.exchange(0).out_shape) * dtype.itemsize
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _try(
@@ -164,10 +155,9 @@ def _by_workspace(
     run: Callable[..., Any],
     problems: list[ExactProblem],
     dtype: torch.dtype,
-    meet: Callable[[], None],
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
     """What this rank gets from the problems, also in place if it has a heap."""
-    workspace, heap = own.workspace, own.results
+    workspace = own.workspace
     assert workspace is not None
     workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
     workspace.arm()
@@ -181,11 +171,12 @@ def _by_workspace(
         if problems[-1].program.gathers:  # its chunks by copy engines too, which larger ones take
             workspace.least_copied = 0
             results.append(result(problems[-1]))
-        if isinstance(heap, DeviceResults):
-            heap.least_bytes = 0
-            heap.empty([own.topology.results_bytes // dtype.itemsize], dtype).fill_(math.nan)
-            results += [result(problem, meet) for problem in problems]
-        _finish(workspace.device)
+        if own.results is not None:
+            heap = ProofHeap(own, op, dtype)
+            for problem in problems:
+                results.append(result(problem, heap.meet))
+                heap.check(results[-1][1][0])
+        finish(workspace.device)
     workspace.check(op)
     return results
 
@@ -198,33 +189,8 @@ def _by_group(
     for problem in problems:
         call = GroupCall(problem.exchange(ours.rank), pg, NUM_ROUNDS, ours.topology.backend_sums)
         results.append((problem, _run(problem, run, call, ours.rank, ours.device, dtype)))
-    _finish(ours.device)
+    finish(ours.device)
     return results
-
-
-def _meeting(own: Member, name: str) -> Callable[[], None]:
-    """Where each rank waits until all have posted their results, so that all are written in place.
-
-    A rank that does not come is what the round behind it finds.
-    """
-    store, numbers = PrefixStore(f"posted/{name}", own.store), itertools.count()
-
-    def meet() -> None:
-        _finish(own.device)
-        number = next(numbers)
-        store.set(f"{number}/{own.rank}", "")
-        all_ranks = [f"{number}/{rank}" for rank in range(own.group_size)]
-        assert own.workspace is not None
-        until = time.monotonic() + own.workspace.timeout_s
-        while not store.check(all_ranks) and time.monotonic() < until:
-            time.sleep(_PAUSE_S)
-
-    return meet
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _run(

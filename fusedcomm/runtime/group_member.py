@@ -244,7 +244,7 @@ class Member:
             made = self._share(size, op, fingerprint, of="results ")
             if isinstance(made, str):
                 log.warning("results are copied out, and not written in place: %s", made)
-                self.topology = replace(self.topology, results_bytes=0)
+                self.give_up_results()
             else:
                 self.results = self._results_in(*made)
         return self.results
@@ -262,6 +262,13 @@ class Member:
             return made
 
         return DeviceResults(segments, rank, tensor_at, owner)
+
+    def give_up_results(self) -> None:
+        """Have no heap from here on; all ranks must."""
+        self._drop_results()
+        if self.workspace is not None:
+            self.workspace.results = None
+        self.topology = replace(self.topology, results_bytes=0)
 
     def _drop_results(self) -> None:
         """Tensors in the heap stay valid; its memory goes with the last of them."""

@@ -40,14 +40,15 @@ def agree(
     what: str,
     names: Sequence[int] | None = None,
     departures: Departures | None = None,
+    timeout_s: float | None = None,
 ) -> list[dict[str, Any]]:
     """Every rank's ``facts`` (JSON), by rank. The keys of ``facts`` are the same on all ranks.
 
     ``names``: what errors call the ranks, if not 0, 1, ... ``departures``: of the ranks, if they have met before.
-    Raises PeerTimeoutError after FUSEDCOMM_TIMEOUT_S, or as soon as a rank is known to have left, and PeerError if the
-    store has failed or a post is not a vote of this version of fusedcomm.
+    Raises PeerTimeoutError after ``timeout_s``, by default FUSEDCOMM_TIMEOUT_S, or as soon as a rank is known to have
+    left, and PeerError if the store has failed or a post is not a vote of this version of fusedcomm.
     """
-    vote = _Vote(store, rank, names or range(group_size), what)
+    vote = _Vote(store, rank, names or range(group_size), what, timeout_s)
     group.refuse_forked(what, vote.name)
     attempt = uuid.uuid4().hex
     seen: list[str | None] = []
@@ -81,14 +82,16 @@ def agree(
 class _Vote:
     """One rank's part in a vote: the latest post of every rank, and what goes wrong, within a bounded time."""
 
-    def __init__(self, store: Store, rank: int, names: Sequence[int], what: str) -> None:
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[int], what: str, timeout_s: float | None = None
+    ) -> None:
         self.store = store
         self.rank = rank
         self.names = names
         self.name = names[rank]
         self.keys = [f"post/{r}" for r in range(len(names))]
         self.what = what
-        self.timeout = env.timeout_s()
+        self.timeout = env.timeout_s() if timeout_s is None else timeout_s
         self.patience = Patience()
         self.deadline = self.patience.began + self.timeout
 

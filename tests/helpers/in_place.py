@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.runtime import members
-from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.groups import member_of
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 
@@ -57,13 +57,6 @@ def wanted(group: Any, problem: Problem, seed: int = 0, dtype: torch.dtype = tor
 
 def assert_exact(results: list[Tensor], wants: list[Tensor]) -> None:
     torch.testing.assert_close(results, wants, rtol=0, atol=0)
-
-
-def in_place_from(workspace: Workspace) -> list[int]:
-    """The ranks whose chunks of the last round have come in place."""
-    words = workspace.segment[: workspace.layout.header_bytes].view(torch.int64).tolist()
-    marks = [words[workspace.layout.mark(workspace.epoch, src) // 8] for src in range(workspace.group_size)]
-    return [src for src, mark in enumerate(marks) if mark == workspace.epoch > 0]
 
 
 def warm_up(group: Any, *problems: Problem, **options: Any) -> None:

@@ -5,6 +5,7 @@ CPU ranks stand in for GPUs: Triton interprets the kernels, and the heap is the 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +17,14 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
+import fusedcomm
 from fusedcomm.algorithms import in_place
+from fusedcomm.algorithms.in_place import FusedResult, in_place_from
 from fusedcomm.ops import explain, proof
 from fusedcomm.runtime import members
+from fusedcomm.runtime.device_results import ALIGNMENT
 from fusedcomm.runtime.group_member import Member
 from tests.helpers.groups import fresh_group
-from tests.helpers.in_place import in_place_from
 from tests.helpers.on_ranks import on_ranks
 
 OP, NAME = "matmul_all_to_all", "matmul_all_to_all fused float32"
@@ -94,28 +97,95 @@ def test_what_is_wrong_in_place_alone_is_found_there(rank: int, heap_bytes: str)
         assert "gave wrong values" in wrong and ours.outcomes == {IN_PLACE: wrong}
 
 
-@on_ranks(2)
-def test_a_rank_without_memory_for_the_heap_leaves_all_without(rank: int) -> None:
+def without_heap(rank: int) -> Any:
+    """Rank 1 has no memory but for a workspace."""
     allocate = Member._allocate
 
     def without(self: Member, size: int, *, initialise: bool) -> Any:
         return (None, "has no memory") if rank == 1 and not initialise else allocate(self, size, initialise=initialise)
 
-    with mock.patch.object(Member, "_allocate", without), gpu_heaps() as (ours, arrived):
+    return mock.patch.object(Member, "_allocate", without)
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_for_the_heap_leaves_all_without(rank: int) -> None:
+    with without_heap(rank), gpu_heaps() as (ours, arrived):
         assert prove(ours) == ""
         assert ours.outcomes == {NAME: ""} and arrived == [[]] and ours.topology.results_bytes == 0
+
+
+@on_ranks(2)
+def test_a_heap_that_the_group_has_goes_too(rank: int) -> None:
+    """An op that is not proved so has made it; without the proof no call may write in it."""
+    with gpu_heaps() as (ours, _):
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            fusedcomm.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), 0, ours.group_name)
+        assert ours.workspace is not None and ours.workspace.results is not None
+        with without_heap(rank):
+            assert prove(ours) == ""
+        assert ours.outcomes == {NAME: ""} and ours.results is None and ours.workspace.results is None
+
+
+@on_ranks(2)
+def test_before_a_capture_too(rank: int) -> None:
+    """Calls go through the slots there, but what is proved there holds for calls behind it."""
+    capture = mock.patch.object(in_place, "is_for_capture", lambda device: True)
+    with capture, gpu_heaps() as (ours, arrived):
+        assert prove(ours) == ""
+        assert ours.outcomes == {IN_PLACE: ""} and arrived == [[0, 1]]
+
+
+Fused = Callable[..., Any]
+
+
+def proved_with(ours: Member, plant: Callable[[Fused, Any], Any]) -> str:
+    """What a proof says of `fused` where calls in place are ``plant``'s: it gets what runs them, and the call."""
+    algorithms = dict(explain.algorithms_of(OP))
+    right = algorithms["fused"]
+
+    def planted(call: Any, *args: Any, **options: Any) -> Any:
+        if call.posted is None:
+            return right(call, *args, **options)
+        return plant(lambda call: right(call, *args, **options), call)
+
+    return proof.prove(OP, "fused", algorithms | {"fused": planted}, torch.float32, ours, uneven=False)
+
+
+@on_ranks(2)
+def test_what_is_written_beside_a_result_is_found(rank: int) -> None:
+    def overruns(run: Fused, call: Any) -> Any:
+        result = run(call)
+        if rank == 1:
+            ctypes.memset(result.data_ptr() + result.nbytes // ALIGNMENT * ALIGNMENT + ALIGNMENT, 0, 4)
+        return result
+
+    with gpu_heaps() as (ours, _):
+        wrong = proved_with(ours, overruns)
+    assert "rank 1 raised RuntimeError: matmul_all_to_all: a rank has written beside a result of rank 1" in wrong
+
+
+@on_ranks(2)
+def test_chunks_that_come_through_slots_prove_nothing(rank: int) -> None:
+    """It is not kept: it says that something was late, or that nothing finds a post."""
+
+    def finds_nothing(run: Fused, call: Any) -> Any:
+        with mock.patch.object(FusedResult, "at_peers", lambda self, spans: None):
+            return run(call)
+
+    with gpu_heaps() as (ours, _):
+        wrong = proved_with(ours, finds_nothing)
+        assert "rank 0 was late: PeerTimeoutError: matmul_all_to_all: chunks of ranks [0, 1] came through" in wrong
+        assert ours.passing == {IN_PLACE}
 
 
 @on_ranks(2)
 def test_ranks_that_miss_one_in_a_proof_go_on(rank: int) -> None:
     """It has failed on the way, and the vote says why."""
 
-    def raising(*args: Any, **options: Any) -> Any:
-        if rank == 1 and "out" not in options:
+    def raises(run: Fused, call: Any) -> Any:
+        if rank == 1:
             raise RuntimeError("planted")
-        return algorithms["fused"](*args, **options)
+        return run(call)
 
-    algorithms = dict(explain.algorithms_of(OP))
     with gpu_heaps(TIMEOUT_S="4") as (ours, _):
-        wrong = proof.prove(OP, "fused", algorithms | {"fused": raising}, torch.float32, ours, uneven=False)
-    assert "rank 1 raised RuntimeError: planted" in wrong
+        assert "rank 1 raised RuntimeError: planted" in proved_with(ours, raises)

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import EVEN, Splits, chunk_parts
 from fusedcomm.nn.heads import head_splits, kv_ranges
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
-from tests.helpers.in_place import in_place_from, without_tapes
+from tests.helpers.in_place import without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Uneven, chunk_sizes, draw
 

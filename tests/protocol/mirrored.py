@@ -172,7 +172,7 @@ MIRRORED: dict[str, dict[str, str]] = {
         "fusedcomm/runtime/group_member.py:Member._agree": "60e49d8c8ca3",
         "fusedcomm/runtime/group_member.py:Member._free": "13aae6b05263",
         "fusedcomm/runtime/group_member.py:Member._come_together": "416b7ff1e6b8",
-        "fusedcomm/runtime/vote.py:agree": "44e5e00b47f7",
+        "fusedcomm/runtime/vote.py:agree": "4dbc9ecded3c",
         "fusedcomm/runtime/vote.py:_Vote.leave_together": "9cfa3c303baf",
     },
     "results.ResultsInPlace.entered": {
@@ -230,7 +230,7 @@ MIRRORED: dict[str, dict[str, str]] = {
     "results.ResultsInPlace._block and model.ProtocolModel._cleared": {
         "fusedcomm/runtime/group_member.py:Member.reset": "6018ce51599e",
         "fusedcomm/runtime/group_member.py:Member.close": "ce6083926222",
-        "fusedcomm/runtime/group_member.py:Member._make_results": "c00d82b0d829",
+        "fusedcomm/runtime/group_member.py:Member._make_results": "2bac8b7c0a47",
         "fusedcomm/runtime/group_member.py:Member._drop_results": "599cb6b6d086",
         "fusedcomm/runtime/group_member.py:Member._share": "c35d45e50b71",
     },
