@@ -36,7 +36,6 @@ from tests.helpers.device_rules import (
 )
 from tests.helpers.fake_driver import NUM_SMS, SHARED_BYTES
 from tests.helpers.problems import OPS
-from tests.helpers.thorough import thorough_but
 from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)
@@ -304,7 +303,8 @@ def test_parts_of_tensors_are_taken(tmp_path: Path) -> None:
     assert by_tma == {"push, a row of a wider x", "push, columns of a wider w", "gather, columns of a wider w", *of_w}
 
 
-@pytest.mark.parametrize("target", thorough_but(TARGETS[:1], TARGETS), ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", [*TARGETS[:2], pytest.param(TARGETS[2], marks=pytest.mark.soak)], ids=str)
 def test_kept_launches_are_what_new_ones_would_be(target: Target, tmp_path: Path) -> None:
     cases = run(tmp_path, target, module="kept_launches")
     assert not [case for case in cases if case["refused"] or case["wrong"]]

@@ -41,16 +41,16 @@ WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather
 
 
 def every_problem() -> list[Any]:
-    """Each problem with each algorithm on 2, 3 and 4 ranks. Sizes take turns: one is quick. The others are thorough,
-    and for `unfused` soak tests.
+    """Each problem with each algorithm on 2, 3 and 4 ranks. Sizes take turns: one is quick, for `chunked` another one
+    thorough, and the others are soak tests.
     """
     params = []
     for i, problem in enumerate(ALL_PROBLEMS):
         for j, algorithm in enumerate(["unfused", "chunked"]):
             for world_size in (2, 3, 4):
-                left_out = pytest.mark.soak if algorithm == "unfused" else pytest.mark.thorough
-                marks = () if world_size == 2 + (i + j) % 3 else left_out
-                params.append(pytest.param(problem, world_size, algorithm, marks=marks))
+                turn = (world_size + i + j) % 3
+                marks = [(), pytest.mark.soak if algorithm == "unfused" else pytest.mark.thorough, pytest.mark.soak]
+                params.append(pytest.param(problem, world_size, algorithm, marks=marks[turn]))
     return params
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fusedcomm import machine
 from fusedcomm.cli import explain, main
 from fusedcomm.doctor import facts
 from fusedcomm.launch import world
+from tests.helpers.thorough import soak_but
 from tests.helpers.waiting import wait_until
 from tests.tools.test_ranks import wait_until_dead
 
@@ -155,8 +157,12 @@ def started(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], list[int
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("running", [False, True], ids=["starting", "running"])
+@pytest.mark.parametrize(
+    ("signum", "running"),
+    soak_but(
+        [(signal.SIGTERM, False), (signal.SIGKILL, True)], product([signal.SIGTERM, signal.SIGKILL], [False, True])
+    ),
+)
 def test_ranks_end_with_a_command(signum: signal.Signals, running: bool, tmp_path: Path) -> None:
     command, pids = started(tmp_path, "bench", "ops", "--device", "cpu", "--rounds", "10000")
     wait_until(lambda: run(pids) or not running)
