@@ -21,7 +21,7 @@ class FusedResult:
 
     def __init__(self, call: Call, like: Tensor, given: Tensor | None) -> None:
         self._call, workspace, shape = call, call.workspace, call.exchange.out_shape
-        is_proof = call.posted is not None  # of what eager calls do, also before a capture
+        is_proof = call.posted is not None  # it proves what eager calls do, also before a capture
         has_heap = call.exchange.cut is None and (is_proof or not is_for_capture(workspace.device))
         self._heap = workspace.results if has_heap else None
         self._place: int | None = None  # in this rank's heap
