@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+MOST_ROUNDS = 256  # a tape has 20 to 50 KiB for each, and recording one takes milliseconds
 
 
 class Recorder(TorchDispatchMode):
@@ -32,12 +35,13 @@ class Recorder(TorchDispatchMode):
         self.fingerprint = 0
         self.reasons: list[str] = []  # why the tape cannot be used
         self._places: dict[int, tuple[int, int]] = {}  # by storage: kind and index of what lies in it
-        self._kept: list[Tensor] = []  # no storage is freed while its number names a place
+        self._known: list[StorageWeakRef] = []  # while one refers to a storage, its number names no other
+        self._num_rounds = 0
         self._slot = 0  # where the slot of this round begins
         self._starts: dict[int, int] = {}  # where in its storage a peer's result begins
         self._ranks: list[int] = []  # whose chunks have been recorded
         self._dry = False
-        self.paused = False
+        self.paused = self.has_given_up = False
         for index, argument in enumerate(arguments):
             self._know(argument, native.ARGUMENT, index)
 
@@ -64,7 +68,7 @@ class Recorder(TorchDispatchMode):
     def give_up(self, reason: str) -> None:
         """What the call does from here on is on no tape."""
         self.reasons.append(reason)
-        self.paused = True
+        self.paused = self.has_given_up = True
 
     def begin_round(self, slot: int) -> None:
         """``slot``: where it begins in a segment."""
@@ -72,6 +76,9 @@ class Recorder(TorchDispatchMode):
 
     def end_round(self) -> None:
         self.tape.end_round()
+        self._num_rounds += 1
+        if self._num_rounds == MOST_ROUNDS:
+            self.give_up(f"it has {MOST_ROUNDS} rounds or more, of which a tape would be large")
 
     def signal(self, dst_rank: int) -> None:
         self.tape.signal(dst_rank)
@@ -150,7 +157,6 @@ class Recorder(TorchDispatchMode):
         outs = [out for out in leaves if isinstance(out, Tensor)]
         if len(outs) < len(leaves):
             self.reasons.append(f"{func} gives something other than tensors")
-        self._kept += outs
         is_view = func.is_view or func is torch.ops.aten._unsafe_view.default
         if is_view and all(_storage(out) in self._places for out in outs):
             return made  # its place says all; `to` and `reshape` are views that may copy
@@ -165,7 +171,7 @@ class Recorder(TorchDispatchMode):
         return register
 
     def _know(self, t: Tensor, kind: int, index: int) -> None:
-        self._kept.append(t)
+        self._known.append(StorageWeakRef(t.untyped_storage()))  # which keeps no memory
         self._places[_storage(t)] = kind, index
 
     def _operands(self, values: Any) -> Any:
@@ -194,7 +200,7 @@ def _storage(t: Tensor) -> int:
 def recorder() -> Recorder | None:
     """The Recorder of the call that this thread runs, if there is one."""
     mode = _get_current_dispatch_mode()
-    return mode if isinstance(mode, Recorder) else None
+    return mode if isinstance(mode, Recorder) and not mode.has_given_up else None
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

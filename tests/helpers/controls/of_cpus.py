@@ -17,6 +17,12 @@ CONTROLS: dict[str, Control] = {
         "",
         "tests/ops/test_prepared.py::test_arguments_that_share_a_storage_while_they_are_recorded",
     ),
+    "memory that was freed while a call is recorded gives its name to no other": Control(
+        "fusedcomm/runtime/tape.py",
+        "        self._known.append(StorageWeakRef(t.untyped_storage()))  # which keeps no memory\n",
+        "",
+        "tests/runtime/test_tape.py::test_memory_between_ops_is_freed_while_a_call_is_recorded",
+    ),
     "a kind of call has strides": Control(
         "kernels/cpu/prepared_calls.h",
         "    key.append(t.strides().begin(), t.strides().end());\n",
