@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo   one matmul and its all_to_all, unfused and fused, on this machine"
-	@echo "make test   the tests to run while editing: every capability, at most 8 minutes on 2 cores"
+	@echo "make test   the tests to run while editing: every capability, 13 minutes on 2 cores, meant to be 8"
 	@echo "make test-all  the thorough ones, which make test leaves out: more parameters, and what takes long"
 	@echo "make test-torch  the tests of make test with another release of torch, TORCH=2.15.0, in build/: GBs, as it has CUDA"
 	@echo "make lint   ruff, mypy, codespell, and whether docs/api and the map of the rooms follow the sources"
