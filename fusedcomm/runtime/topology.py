@@ -54,7 +54,8 @@ class Topology:
 
     def proves_in_place(self, op: str, algorithm: str, uneven: bool) -> bool:
         """Whether kernels of such calls may write results of the peers in place, which a proof must cover."""
-        return self.results_bytes > 0 and (op, algorithm, uneven) == ("matmul_all_to_all", "fused", False)
+        has_heap = self.prove and self.results_bytes > 0  # that of CPUs is not proved
+        return has_heap and (op, algorithm, uneven) == ("matmul_all_to_all", "fused", False)
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ import fusedcomm
 from fusedcomm.algorithms import in_place
 from fusedcomm.algorithms.in_place import FusedResult, in_place_from
 from fusedcomm.ops import explain, proof
-from fusedcomm.runtime import members
+from fusedcomm.runtime import members, topology
 from fusedcomm.runtime.device_results import ALIGNMENT
 from fusedcomm.runtime.group_member import Member
 from tests.helpers.groups import fresh_group
@@ -47,9 +48,11 @@ def gpu_heaps(**env: str) -> Iterator[tuple[Member, list[list[int]]]]:
         return self._device_results(segments, owner)
 
     with (
+        mock.patch.object(topology, "_must_prove", lambda device: True),
         mock.patch.object(Member, "_results_in", device_results),
         mock.patch.object(proof, "_by_workspace", counted),
-        fresh_group(**env) as group,
+        TemporaryDirectory() as folder,
+        fresh_group(CACHE_DIR=folder, **env) as group,
     ):
         yield members.member(group.group_name, torch.device("cpu")), arrived
         dist.barrier(group)
@@ -189,3 +192,11 @@ def test_ranks_that_miss_one_in_a_proof_go_on(rank: int) -> None:
 
     with gpu_heaps(TIMEOUT_S="4") as (ours, _):
         assert "rank 1 raised RuntimeError: planted" in proved_with(ours, raises)
+
+
+@on_ranks(2)
+def test_the_heap_of_cpus_has_no_proof(rank: int) -> None:
+    """`fusedcomm selftest` proves interpreted kernels on CPUs, where results come in place by other rules."""
+    with fresh_group() as group:
+        ours = members.member(group.group_name, torch.device("cpu"))
+        assert prove(ours) == "" and ours.outcomes == {NAME: ""} and ours.topology.results_bytes > 0
