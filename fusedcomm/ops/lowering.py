@@ -16,10 +16,9 @@ from torch._inductor.virtualized import V
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm import env
 from fusedcomm.ops.library import lib
 
-OUT_OPS = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")  # one result, written by `.out`
+TENSOR_OPS = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")  # one result
 PAIR_OPS = ("all_to_all_matmul", "all_gather_matmul")  # a result, or a list of them, and the by-product
 _PLAIN = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")  # as backwards make them
 
@@ -28,7 +27,7 @@ def _register() -> None:
     """Tell Inductor how to lower the five ops. Graphs that it has lowered before stay as they are."""
     if not hasattr(ir, "_CollectiveKernel"):  # it is private; without it ops are plain fallbacks, in no fixed order
         return
-    for ops, lower in ((OUT_OPS, _lower_out), (PAIR_OPS, _lower_pair)):
+    for ops, lower in ((TENSOR_OPS, _lower_tensor), (PAIR_OPS, _lower_pair)):
         for op in ops:
             overload = getattr(torch.ops.fusedcomm, op).default
             lowering.add_layout_constraint(overload, _constrain)
@@ -57,10 +56,10 @@ def _lower_plain(overload: torch._ops.OpOverload, otherwise: Callable[..., Any])
     return lower
 
 
-def _lower_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+def _lower_tensor(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     def lower(*args: Any) -> Any:
-        kernel: Any = ir._CollectiveKernel if _op_allocates(args[0].get_device()) else _out_kernel()
-        return ir.TensorBox.create(kernel.create_out_of_place(overload, *args))
+        create: Any = ir._CollectiveKernel.create_out_of_place  # the op allocates its result, which peers may write
+        return ir.TensorBox.create(create(overload, *args))
 
     return lower
 
@@ -76,33 +75,6 @@ def _lower_pair(overload: torch._ops.OpOverload) -> Callable[..., Any]:
         return pytree.tree_map(ir.TensorBox.create, result)
 
     return lower
-
-
-def _op_allocates(device: torch.device) -> bool:
-    """A C++ wrapper calls custom ops by their functional schema. Peers write a result that an op allocates."""
-    return V.graph.cpp_wrapper or env.results_bytes(device.type) > 0
-
-
-@functools.cache
-def _out_kernel() -> Any:
-    class OutKernel(ir._CollectiveKernel):
-        """``op.out`` into this node's own buffer, which Inductor allocates and may reuse; the inputs are only read."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.set_python_kernel_name(f"{str(self.python_kernel_name).removesuffix('.default')}.out")
-
-        def should_allocate(self) -> bool:
-            return True
-
-        def codegen(self, wrapper: Any) -> None:
-            if self.get_name() in V.graph.removed_buffers:  # nothing reads it, so Inductor gives it no memory
-                self.set_python_kernel_name(f"torch.ops.{self.op_overload}")
-                wrapper.generate_extern_kernel_alloc(self)
-            else:
-                wrapper.generate_extern_kernel_out(self)
-
-    return OutKernel
 
 
 def _constrain(node: Node, x: Any, w: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

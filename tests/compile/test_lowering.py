@@ -21,26 +21,18 @@ _c10d = torch.ops._c10d_functional
 CALLED = re.compile(r"torch\.ops\.(?:fusedcomm|_c10d_functional)\.(\w+\.\w+)\(")
 
 
-def codes_of(
-    run: Callable[..., Any], program: Any, *, op_allocates: bool = True, **settings: Any
-) -> tuple[Any, list[str]]:
+def codes_of(run: Callable[..., Any], program: Any, **settings: Any) -> tuple[Any, list[str]]:
     """What ``run(compiled program)`` returns, and the code that Inductor wrote: forward, then backward if that runs
     too.
-
-    ``op_allocates``: the results of ops, as on CPUs; else Inductor does, as on GPUs.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
-    from fusedcomm.ops import lowering
-
     torch._dynamo.reset()
     # no cached graphs; but cached kernels, as C++ takes long
     no_graphs = functorch_config.patch(enable_autograd_cache=False)
-    with pytest.MonkeyPatch.context() as patch, config.patch(fx_graph_cache=False, **settings), no_graphs:
-        if not op_allocates:
-            patch.setattr(lowering, "_op_allocates", lambda device: False)
+    with config.patch(fx_graph_cache=False, **settings), no_graphs:
         return run_and_get_code(run, torch.compile(program, fullgraph=True, dynamic=False))
 
 
@@ -56,35 +48,33 @@ def five_ops(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return fusedcomm.matmul_all_reduce(fusedcomm.all_to_all_matmul(a, w, 1, 0), w), b
 
 
-def check_five_ops(rank: int, op_allocates: bool) -> list[str]:
+def check_five_ops(rank: int) -> list[str]:
     x, w = torch.randn(2, 5, 8, requires_grad=True), torch.randn(8, 8) / 4
 
     def run(program: Callable[..., Any]) -> list[Tensor]:
         outs = program(x, w)
         return [*(out.detach() for out in outs), *torch.autograd.grad(outs, x, [torch.ones_like(out) for out in outs])]
 
-    outs, codes = codes_of(run, five_ops, op_allocates=op_allocates)
+    outs, codes = codes_of(run, five_ops)
     torch.testing.assert_close(outs, run(five_ops))
     return codes
 
 
-@pytest.mark.parametrize("op_allocates", [True, False])
-def test_each_op_is_called_once_and_makes_its_result_in_place(ranks: Any, op_allocates: bool) -> None:
-    """Forward and backward; both ranks run the same code."""
-    codes, others = ranks(2).run(check_five_ops, op_allocates)
+def test_each_op_is_called_once(ranks: Any) -> None:
+    """Forward and backward; both ranks run the same code, and ops allocate their results, which peers may write."""
+    codes, others = ranks(2).run(check_five_ops)
     assert codes == others
     forward, backward = map(called, codes)
-    form = "default" if op_allocates else "out"
     assert forward == [
-        f"matmul_all_to_all.{form}",
-        f"matmul_reduce_scatter.{form}",
+        "matmul_all_to_all.default",
+        "matmul_reduce_scatter.default",
         "all_gather_matmul.default",
         "all_to_all_matmul.default",
-        f"matmul_all_reduce.{form}",
+        "matmul_all_reduce.default",
     ]
     assert backward == [
-        f"matmul_all_to_all.{form}",
-        f"matmul_reduce_scatter.{form}",
+        "matmul_all_to_all.default",
+        "matmul_reduce_scatter.default",
         "all_gather_matmul.default",
         "all_to_all_matmul.default",
     ]
@@ -100,14 +90,14 @@ def test_operands_are_written_as_the_op_reads_them(rank: int) -> None:
         ]
 
     x, w = torch.randn(8, 8), torch.randn(8, 8)
-    outs, (code,) = codes_of(lambda compiled: compiled(x, w), program, op_allocates=False)
+    outs, (code,) = codes_of(lambda compiled: compiled(x, w), program)
     torch.testing.assert_close(outs, program(x, w))
     strides = dict(re.findall(r"(buf\d+) = \w+\((?:buf\d+, )?\(8, 8\), (\(.*?\)),", code))
     # inputs as they lie
-    assert re.search(r"matmul_all_reduce\.out\(arg\d_1, reinterpret_tensor\(arg\d_1, \(8, 8\), \(1, 8\), 0\)", code)
+    assert re.search(r"matmul_all_reduce\.default\(arg\d_1, reinterpret_tensor\(arg\d_1, \(8, 8\), \(1, 8\), 0\)", code)
     # contiguous from relu, though eager keeps the transposed strides; and the transpose that the program has, kept
-    (x_of_scatter,) = re.findall(r"matmul_reduce_scatter\.out\((buf\d+), arg\d_1,", code)
-    (w_of_exchange,) = re.findall(r"matmul_all_to_all\.out\(arg\d_1, (buf\d+),", code)
+    (x_of_scatter,) = re.findall(r"matmul_reduce_scatter\.default\((buf\d+), arg\d_1,", code)
+    (w_of_exchange,) = re.findall(r"matmul_all_to_all\.default\(arg\d_1, (buf\d+),", code)
     assert (strides[x_of_scatter], strides[w_of_exchange]) == ("(8, 1)", "(1, 8)")
     assert len(re.findall(r"^ +cpp_fused\w+\(", code, re.MULTILINE)) == 2  # those two, and no copies
 
@@ -195,11 +185,11 @@ def test_operands_are_there_until_the_op_is_done(rank: int) -> None:
         return [a * y, b - y, z]
 
     inputs = [[torch.randn(8, 8, generator=torch.Generator().manual_seed(s)) for s in range(3)] for _ in range(2)]
-    outs, (code,) = codes_of(lambda compiled: compiled(*inputs[0]), program, op_allocates=False)
+    outs, (code,) = codes_of(lambda compiled: compiled(*inputs[0]), program)
     torch.testing.assert_close(outs, program(*inputs[1]))
     torch.testing.assert_close(inputs[0], inputs[1])
-    ((a, b),) = re.findall(r"matmul_all_reduce\.out\((buf\d+), (buf\d+),", code)
-    before, _, after = code.partition("matmul_all_reduce.out(")
+    ((a, b),) = re.findall(r"matmul_all_reduce\.default\((buf\d+), (buf\d+),", code)
+    before, _, after = code.partition("matmul_all_reduce.default(")
     for operand in (a, b):  # whose memory is another's later on, or there would be nothing to see
         reuse = f"= {operand}; del {operand}  # reuse"
         assert reuse in after and reuse not in before

@@ -230,6 +230,7 @@ def test_gradients(rank: int) -> None:
             w = torch.arange(35.0).reshape(5, 7).requires_grad_()
             y = fusedcomm.matmul_all_to_all(x, w, 1, 0, group)  # [3, 14], whose columns come from both ranks
             assert_exact([y.detach()], [(x.detach() @ w.detach())[:3].repeat(1, 2)])
+            after_peers(group, step % 2)
             y.sum().backward()  # an all_to_all_matmul, which asks for the exchanged gradient
             seen += len(arrived(group))
             assert x.grad is not None and w.grad is not None
