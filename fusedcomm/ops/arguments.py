@@ -17,7 +17,7 @@ LISTS = (list, tuple, nn.ParameterList)  # what a list of tensors may be
 
 
 def check_types(x: Any, w: Any, bias: Any, *, lists: bool = False, **options: Any) -> None:
-    """Raise TypeError unless x and w are plain tensors, bias one or None, and ``options`` ints or lists of ints.
+    """Raise TypeError unless x and w are plain tensors, bias one or None, and ``options`` what their names say.
 
     ``lists``: w and bias may be lists of these.
     """
@@ -28,10 +28,20 @@ def check_types(x: Any, w: Any, bias: Any, *, lists: bool = False, **options: An
         if each is not None:
             check_tensor("bias", each)
     for name, value in options.items():
-        if name.endswith("_dim"):
-            check_int(name, value)
-        elif value is not None and (check := _OPTIONS.get(name)) is not None:
-            check(name, value)
+        if (value is not None or name in _DIMS) and name in _CHECKS:
+            _CHECKS[name](name, value)
+
+
+def check_splits(gather_splits: Any, gather_size: Any, scatter_splits: Any, scatter_ranges: Any) -> None:
+    """Raise TypeError unless each is None or what its name says."""
+    if gather_splits is not None:
+        _check_sizes("gather_splits", gather_splits)
+    if gather_size is not None:
+        check_int("gather_size", gather_size)
+    if scatter_splits is not None:
+        _check_sizes("scatter_splits", scatter_splits)
+    if scatter_ranges is not None:
+        _check_ranges("scatter_ranges", scatter_ranges)
 
 
 def check_tensor(name: str, t: Any) -> None:
@@ -83,13 +93,8 @@ def _check_ranges(name: str, ranges: Any) -> None:
             check_int(f"each start and length of {name}", value)
 
 
-_OPTIONS = {
-    "out_shape": _check_sizes,
-    "gather_splits": _check_sizes,
-    "gather_size": check_int,
-    "scatter_splits": _check_sizes,
-    "scatter_ranges": _check_ranges,
-}
+_DIMS = ("gather_dim", "scatter_dim")  # which are no options of a call
+_CHECKS = {**dict.fromkeys(_DIMS, check_int), "out_shape": _check_sizes}
 
 
 def _short(value: Any) -> str:

@@ -12,6 +12,7 @@ from fusedcomm import reference
 from fusedcomm.cost import model
 from fusedcomm.geometry.cut import EVEN, Cut, Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.ops.arguments import check_splits
 from fusedcomm.runtime.group import rank_of
 
 Sizes = Sequence[int]
@@ -30,19 +31,21 @@ def splits_of(
     is_divisible: bool,
     group_name: str,
 ) -> Splits:
-    """What the schemas have for arguments of the Python functions. Raises ValueError.
+    """What the schemas have for arguments of the Python functions. Raises ValueError and TypeError.
 
     ``is_divisible``: whether R divides the size at scatter_dim.
     """
-    given = None if gather_splits is None else list(gather_splits)
+    is_even = gather_splits is None and gather_size is None and scatter_splits is None and scatter_ranges is None
+    if is_divisible and is_even:
+        return EVEN
+    check_splits(gather_splits, gather_size, scatter_splits, scatter_ranges)
+    sizes = None if gather_splits is None else list(gather_splits)
     starts, lengths = None, None if scatter_splits is None else list(scatter_splits)
     if scatter_ranges is not None:
         if scatter_splits is not None:
             raise ValueError("at most one of scatter_splits and scatter_ranges may be given, got both")
         starts, lengths = [start for start, _ in scatter_ranges], [size for _, size in scatter_ranges]
-    if is_divisible and given is None and gather_size is None and lengths is None:
-        return EVEN
-    return Splits(given, gather_size, starts, lengths, rank_of(group_name))
+    return Splits(sizes, gather_size, starts, lengths, rank_of(group_name))
 
 
 def divides(group_size: int, shape: Sizes, dim: int) -> bool:
