@@ -25,6 +25,7 @@ from fusedcomm.geometry.spans import PeerSpans, Range, RoundSpans, Span, block_s
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
 _MOST_PIECES, _LEAST_PIECE = 16, 8 << 20  # bytes; chosen, not measured
 ALIGNED = 16  # bytes that NCCL moves at once
+_MOST_KEPT = 256  # rounds that are kept for the next call: their Spans take kilobytes each
 LEAST_COPIED = 1 << 20  # bytes of a run that copy engines send for `fused`: they take microseconds to begin; chosen
 
 
@@ -152,10 +153,12 @@ class Exchange:
 
     def rounds(self, max_chunk_numel: int) -> list[RoundSpans]:
         """Cut every chunk alike, along its leading dims, into parts of at most ``max_chunk_numel`` elements."""
-        if max_chunk_numel not in self._rounds:
-            cut = boxes(self.block[: self.num_lead], self.row_numel, max_chunk_numel)
-            self._rounds[max_chunk_numel] = [self._round(box) for box in cut]
-        return self._rounds[max_chunk_numel]
+        found = self._rounds.get(max_chunk_numel)
+        if found is None:
+            found = [self._round(box) for box in boxes(self.block[: self.num_lead], self.row_numel, max_chunk_numel)]
+            if len(found) <= _MOST_KEPT:
+                self._rounds[max_chunk_numel] = found
+        return found
 
     def piece_numel(self, itemsize: int, max_chunk_numel: int) -> int:
         """The size of a chunk with which the rounds are the pieces of `num_pieces`, or as many more as must be."""

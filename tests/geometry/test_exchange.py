@@ -131,3 +131,12 @@ def test_what_is_packed_for_a_rank_is_where_it_unpacks_it(problem: Problem, grou
                 target.copy_(chunk.reshape(target.shape))
         for dst_rank, out in enumerate(outs):
             assert torch.equal(out, torch.cat([b[dst_rank] for b in blocks], problem.gather_dim))
+
+
+def test_many_rounds_are_not_kept() -> None:
+    """Exchanges outlive their calls, and thousands of rounds have megabytes of Spans."""
+    x, w = torch.empty(600, 4, device="meta"), torch.empty(4, 2, device="meta")
+    exchange = Problem("rounds", tuple(x.shape), 2, 0, 1).exchange(x, w, 2)
+    few, many = exchange.row_numel * 3, exchange.row_numel
+    assert len(exchange.rounds(few)) == 200 and exchange.rounds(few) is exchange.rounds(few)
+    assert len(exchange.rounds(many)) == 600 and exchange.rounds(many) is not exchange.rounds(many)

@@ -78,6 +78,11 @@ class SoakCase:
         return tuple(sizes)
 
     @property
+    def num_bytes(self) -> int:
+        """At least what a rank's slots would have to hold for a call of one round."""
+        return self.group_size * self.dtype.itemsize * max(map(math.prod, (self.x, *self.out_shapes)))
+
+    @property
     def is_small(self) -> bool:
         return sum(map(math.prod, (self.x, *self.ws, *self.out_shapes))) <= SMALL_CALL
 

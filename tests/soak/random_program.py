@@ -18,6 +18,7 @@ from tests.soak.uneven_call import UnevenCase
 NUM_STEPS = 200
 NUM_GROUPS = 4  # made by new_group, beside WORLD and a mesh
 CAPS = (1 << 11, 1 << 12, 1 << 14)  # sizes of workspaces that make calls run in rounds
+MOST_ROUNDS = 1000  # about: peers that do not take part wait meanwhile, and their next call has a time-out
 FUSED_SHARE = {"cpu": 0.01, "cuda": 0.3}  # on a CPU it runs in Triton's interpreter
 UNEVEN = 0.25  # share of the cases whose parts are drawn
 REPEATED = 0.6  # share of calls that are like the group's last one: they are prepared, and results come in place
@@ -142,4 +143,6 @@ def _draw_call(random: Random, group: SoakGroup, device_type: str, last: SoakCal
     of_parts = Random(seed)
     if algorithm != "fused" and of_parts.random() < UNEVEN:
         case = uneven_call.draw(of_parts, len(group.ranks))
+    if group.workspace_bytes and case.num_bytes > MOST_ROUNDS * group.workspace_bytes:
+        return _draw_call(random, group, device_type, None)
     return SoakCall(group, case, algorithm, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -35,6 +36,11 @@ class UnevenCase:
     @property
     def op(self) -> str:
         return self.drawn.op
+
+    @property
+    def num_bytes(self) -> int:
+        """At least what a rank's slots would have to hold for a call of one round."""
+        return self.group_size * self.dtype.itemsize * math.prod(self.drawn.shape)
 
     @property
     def dtype(self) -> torch.dtype:
