@@ -76,6 +76,14 @@ def test_thousands_of_random_calls(ranks: Ranks) -> None:
     assert counts["workspace"]["rounds"] > counts["algorithm"]["chunked"]
 
 
+def test_no_call_outlasts_the_time_out_of_those_that_wait_for_its_ranks() -> None:
+    """Step 4 of this program once had 190,800 rows in slots of 2 KiB: minutes, while rank 2 waited for step 5."""
+    program = draw_program(26, 327, 4, "cpu")
+    capped = [call for step in program.steps for call in step.calls if call.group.workspace_bytes]
+    assert max(call.case.num_bytes / call.group.workspace_bytes for call in capped) <= 1000
+    assert any(call.case.num_bytes > 10 * call.group.workspace_bytes for call in capped)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 3])
