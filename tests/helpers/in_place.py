@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +11,15 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.runtime import members
+from fusedcomm.testing.faults.cells import MEET_S
+from fusedcomm.testing.faults.tape_steps import until_signalled
 from tests.helpers.groups import member_of
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 
 if TYPE_CHECKING:
     import pytest
 
-LATE_S = 0.02
-WARM_UP = 6  # calls whose results are dropped: two in ordinary memory, one cold for its owner, one for its peers
+WARM_UP = 6  # calls whose results are dropped: two in ordinary memory, one cold for its owner, one for each peer
 TO_ALL = Problem("in-place", (6, 5), 7, 0, 1)
 RUNS = Problem("in-place-runs", (2, 256, 4), 8, 1, 2)  # the matmul writes runs of the peer's result
 SCATTERED = Problem("in-place-copied", (2, 6, 5), 8, 1, 2)  # runs are too short for it: never in place
@@ -60,16 +60,21 @@ def assert_exact(results: list[Tensor], wants: list[Tensor]) -> None:
 
 
 def warm_up(group: Any, *problems: Problem, **options: Any) -> None:
+    """Afterwards two ranks have memory for results that is warm for both: it gets so where a rank finds a post."""
     for problem in problems:
         for seed in range(WARM_UP):
+            after_peers(group, seed % dist.get_world_size(group))
             assert_exact(results_of(group, problem, seed, **options), wanted(group, problem, seed, **options))
 
 
 def after_peers(group: Any, late: int) -> None:
-    """All ranks come, and one of them later: by then the others have posted."""
+    """The next call of one rank begins when the others have signalled their chunks to it, and have posted before."""
     dist.barrier(group)
     if dist.get_rank(group) == late:
-        time.sleep(LATE_S)
+        for member in members.members(group):  # none before the first call
+            if member.workspace is not None:
+                for peer in set(range(member.group_size)) - {late}:
+                    until_signalled(member.workspace, peer, MEET_S)
 
 
 def arrived(group: Any) -> list[int]:

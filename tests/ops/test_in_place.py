@@ -21,7 +21,6 @@ from tests.helpers.in_place import (
     ALL_REDUCE,
     EACH_SOURCE,
     IN_PLACE,
-    LATE_S,
     RUNS,
     SCATTERED,
     TO_ALL,
@@ -39,6 +38,7 @@ from tests.helpers.problems import Problem, integers
 from tests.helpers.symmetric_memory import footprint
 from tests.helpers.thorough import thorough_but
 
+MOST_LATE_S = 0.005
 QUICK = [TO_ALL, EACH_SOURCE, ALL_REDUCE]
 
 
@@ -151,7 +151,7 @@ def random_calls(group: Any, num_calls: int, seed: int, sleeps: bool = True) -> 
     for number in range(num_calls):
         problem = shared.choice([*IN_PLACE, SCATTERED])
         if sleeps and own.random() < 0.1:
-            time.sleep(own.random() * LATE_S / 4)
+            time.sleep(own.random() * MOST_LATE_S)
         results = results_of(group, problem, number)
         seen += len(arrived(group))
         if own.random() < 0.3:

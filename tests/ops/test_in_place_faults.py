@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -25,7 +24,6 @@ from fusedcomm.testing.faults.tape_steps import until_posted
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.heaps import in_child
 from tests.helpers.in_place import (
-    LATE_S,
     TO_ALL,
     after_peers,
     arrived,
@@ -81,12 +79,10 @@ def test_a_stopped_peer_writes_into_no_later_tensor(rank: int, tapes: bool) -> N
             workspace = member_of(group).workspace
             held = results_of(group, TO_ALL)
             warm_up(group, TO_ALL)  # the next block
-            dist.barrier(group)
             later = []
             if rank == 0:
                 workspace.timeout_s = 0.2
-            else:
-                time.sleep(LATE_S)
+            after_peers(group, 1)
             with matmuls_stop(tapes) if rank else nullcontext(), python_calls() as ran:
                 with pytest.raises(fusedcomm.PeerError):
                     results_of(group, TO_ALL, 1)
