@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
@@ -15,7 +13,7 @@ from fusedcomm.algorithms import chunk_matmul
 from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.runtime.workspace import Round
 from tests.helpers.groups import fresh_group, member_of
-from tests.helpers.in_place import without_tapes
+from tests.helpers.in_place import after_peers, without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Ranges, Uneven
 
@@ -77,9 +75,8 @@ def test_shared_chunks_come_in_place_whoever_is_late(rank: int, scatter: Ranges,
             without_tapes(patch)
         with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
             for seed in range(16):
-                dist.barrier(group)
-                if rank == seed % 4 and seed < 12:
-                    time.sleep(0.02)  # its peers have sent their chunks before it has posted
+                if seed < 12:
+                    after_peers(group, seed % 4)  # they have sent it their chunks before it has posted
                 out = case.call(case.inputs(4, seed)[rank], group, 4)
                 seen |= {len(in_place_from(member_of(group).workspace))}
                 assert torch.equal(out, case.expected(case.inputs(4, seed))[rank])

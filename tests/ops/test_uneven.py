@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -19,7 +18,7 @@ from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import EVEN, Splits, chunk_parts
 from fusedcomm.nn.heads import head_splits, kv_ranges
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
-from tests.helpers.in_place import without_tapes
+from tests.helpers.in_place import after_peers, without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Uneven, chunk_sizes, draw
 
@@ -347,9 +346,7 @@ def test_chunks_come_in_place(rank: int, name: str, tapes: bool) -> None:
             without_tapes(patch)
         with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
             for seed in range(16):
-                dist.barrier(group)
-                if rank == seed % 2:
-                    time.sleep(0.02)  # the peer has posted by then
+                after_peers(group, seed % 2)
                 x, w, bias = case.inputs(2, seed)[rank]
                 out = case.call((x, w.requires_grad_(), bias), group, 2)  # what is gathered is kept, and so made
                 seen += len(in_place_from(member_of(group).workspace))

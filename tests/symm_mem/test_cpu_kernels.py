@@ -131,7 +131,9 @@ def values(round: int, rank: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(SHAPE, generator=generator) if round % 2 else integers).to(dtype)
 
 
-def wrong_programs(rank: int, dtype: torch.dtype, num_rounds: int, skipped: int | None = None) -> list[str]:
+def wrong_programs(
+    rank: int, dtype: torch.dtype, num_rounds: int, late_s: float = LATE_S, skipped: int | None = None
+) -> list[str]:
     """Calls back to back with fresh data, one rank late after each barrier. Nobody makes the barrier ``skipped``."""
     size = dist.get_world_size()
     t = symmetric(dtype)
@@ -145,7 +147,7 @@ def wrong_programs(rank: int, dtype: torch.dtype, num_rounds: int, skipped: int 
         if num_barriers[peers] != skipped:
             real(peers)
         if rank == late:
-            time.sleep(LATE_S)
+            time.sleep(late_s)
 
     wrong = []
     for name, program in PROGRAMS.items():
@@ -169,7 +171,7 @@ def test_values_back_to_back(ranks: Ranks, world_size: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("skipped", [1, 2])
 def test_without_one_of_the_barriers_every_op_is_wrong(ranks: Ranks, skipped: int) -> None:
-    results = ranks(2).run(wrong_programs, torch.float32, 4, skipped)
+    results = ranks(2).run(wrong_programs, torch.float32, 4, 10 * LATE_S, skipped)
     assert set().union(*results) == set(PROGRAMS)
 
 
