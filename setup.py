@@ -1,6 +1,7 @@
 """Builds the optional extension fusedcomm.kernels.cpu.native; the rest is in pyproject.toml."""
 
 import os
+import runpy
 import shlex
 import shutil
 import sys
@@ -46,11 +47,12 @@ def native_extension() -> dict[str, Any]:
                 left_out(error)
                 self.extensions: list[Any] = []
 
+    digest = runpy.run_path(str(FOLDER / "sources.py"))["digest"]()
     extension = CppExtension(
         NAME,
         sources=[str(source) for source in sorted(FOLDER.glob("*.cpp"))],
         depends=[str(header) for header in sorted(FOLDER.glob("*.h"))],
-        define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None)],
+        define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None), ("FUSEDCOMM_SOURCES", f'"{digest}"')],
         extra_compile_args=["-O2", "-g0", "-Wall", "-fvisibility=hidden"],
     )
     return {

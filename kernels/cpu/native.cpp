@@ -38,6 +38,7 @@ PYBIND11_MODULE(native, m) {
   using namespace fusedcomm;
   check_torch();
   m.doc() = "Words and results in shared memory, the CPU backend of torch symmetric memory, and prepared calls.";
+  m.attr("SOURCES") = FUSEDCOMM_SOURCES;  // kernels/cpu/sources.py
 
   m.def(
       "signal",

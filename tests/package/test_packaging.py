@@ -4,6 +4,7 @@ import ast
 import email
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import fusedcomm
+from fusedcomm.kernels.cpu import native, sources
 
 ROOT = Path(__file__).parents[2]
 NO_COMPILER = "/nonexistent/c++"
@@ -40,7 +42,7 @@ def test_import_leaves_triton_dtensor_and_nvml_alone() -> None:
     assert "fusedcomm.algorithms.planner" in imported
     late = ("triton", "torch.distributed.tensor", "pynvml", "rich", "fusedcomm.kernels")
     plain = {"fusedcomm.kernels", "fusedcomm.kernels.triton", "fusedcomm.kernels.triton.bundles"}  # what hosts fill
-    native = {"fusedcomm.kernels.cpu", "fusedcomm.kernels.cpu.native"}  # has the ops' kernels for CPUs
+    native = {f"fusedcomm.kernels.cpu{name}" for name in ("", ".native", ".sources")}  # has the ops' kernels for CPUs
     assert not [m for m in imported if m.startswith(late) and m not in plain | native]
 
 
@@ -212,6 +214,27 @@ def test_a_native_part_built_for_another_torch_is_refused_with_both_versions() -
         f"the native part of fusedcomm cannot be loaded (built for torch ..., got 2.99.1+cpu); {how}"
     )
     assert loaded == "None"
+
+
+def test_a_native_part_built_from_other_sources_is_not_used() -> None:
+    """It may lack what Python asks of it: a checkout that has moved on runs unfused until it is built again."""
+    changed = (
+        "import sys, types; digest = types.SimpleNamespace(digest=lambda: 'another'); "
+        "sys.modules['fusedcomm.kernels.cpu.sources'] = digest; "
+        "from fusedcomm.runtime import topology; print(topology.no_native())"
+    )
+    assert "(built from other sources than the checkout has now); pip install" in python(changed)
+
+
+def test_the_digest_of_the_sources_is_of_names_and_texts(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "kernels/cpu/sources.py", tmp_path)
+    digest = runpy.run_path(str(tmp_path / "sources.py"))["digest"]
+    assert digest() is None  # as in a wheel
+    found = set()
+    for name, text in [("a.h", "1"), ("a.h", "2"), ("b.cpp", "2")]:
+        (tmp_path / name).write_text(text)
+        found.add(digest())
+    assert len(found) == 3 and sources.digest() == native.SOURCES
 
 
 COMPILER = """#!/bin/sh
