@@ -55,10 +55,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # norms that reduce over ranks.
 WITH_OPTION = {
     "inference": "wan",
-    "two_layers": "flux_double",
     "checkpointed": "wan",
     "dynamic": "flux_double",
     "autocast": "wan",
+    "two_layers": "flux_double",
     "bfloat16": "flux_double",
     "whole_tables": "wan",
 }
@@ -110,7 +110,7 @@ def test_what_is_kept_for_the_backward(ranks: Any, block: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("option, block", soak_but([*WITH_OPTION.items()][:5], product(OPTIONS, WANT)))
+@pytest.mark.parametrize("option, block", soak_but([*WITH_OPTION.items()][:4], product(OPTIONS, WANT)))
 def test_options(ranks: Any, block: str, option: str) -> None:
     layers = {"layers": 2} if block in A_TABLE_PER_HEAD and option in ("autocast", "bfloat16") else {}
     check(ranks(2), replace(Case(block, interpreted=True), **OPTIONS[option], **layers))

@@ -36,6 +36,7 @@ from tests.helpers.device_rules import (
 )
 from tests.helpers.fake_driver import NUM_SMS, SHARED_BYTES
 from tests.helpers.problems import OPS
+from tests.helpers.thorough import soak_but
 from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)
@@ -304,7 +305,7 @@ def test_parts_of_tensors_are_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("target", [*TARGETS[:2], pytest.param(TARGETS[2], marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize("target", soak_but([(TARGETS[1],)], [(each,) for each in TARGETS]), ids=str)
 def test_kept_launches_are_what_new_ones_would_be(target: Target, tmp_path: Path) -> None:
     cases = run(tmp_path, target, module="kept_launches")
     assert not [case for case in cases if case["refused"] or case["wrong"]]
@@ -313,7 +314,7 @@ def test_kept_launches_are_what_new_ones_would_be(target: Target, tmp_path: Path
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("left_out", ["alignment", "stride"])
+@pytest.mark.parametrize("left_out", ["alignment", pytest.param("stride", marks=pytest.mark.soak)])
 def test_launches_that_are_kept_by_less_are_found(left_out: str, tmp_path: Path) -> None:
     cases = run(tmp_path, TARGETS[0], left_out, module="kept_launches")
     assert any(case["wrong"] or case["refused"] for case in cases)

@@ -181,9 +181,14 @@ def test_every_call_column_and_part_of_the_overhead_is_explained() -> None:
 
 def in_template(quoted: str, template: str) -> bool:
     """Whether a text of the docs, with ... for what varies, is a text of the sources or a part of one."""
-    text = re.sub(DOTS, HOLE, quoted).strip(HOLE)
+    text = with_holes(quoted).strip(HOLE)
     assert len(text.replace(HOLE, "").strip()) >= 8, f"{quoted!r} says too little to be looked for"
-    return text in re.sub(DOTS, HOLE, template)
+    return text in with_holes(template)
+
+
+@cache
+def with_holes(text: str) -> str:
+    return re.sub(DOTS, HOLE, text)
 
 
 def as_template(node: ast.AST | None) -> str | None:

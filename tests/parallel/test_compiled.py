@@ -60,7 +60,7 @@ def test_whole_model(rank: int, enabled: bool) -> None:
 
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("enabled", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_blocks(rank: int, enabled: bool) -> None:
     with compiling(enabled):
         model = parallelize(llama(), init_device_mesh("cpu", (2,)))

@@ -17,7 +17,7 @@ from tests.helpers.process_programs import NUM_RANKS, PROGRAMS
 ROOT = Path(__file__).parents[2]
 RUN_S = 100  # bound of all ranks: long before pytest's own limit, which would leave them running
 CRASHES = ("Fatal", "terminate called", "Segmentation", "core dumped")
-QUICK = ("left_open", "destroyed", "modules_gone", "waits_at_the_end", "raises", "thread_waits", "forks")
+QUICK = ("left_open", "destroyed", "modules_gone", "raises", "forks")
 
 
 def run(name: str) -> list[tuple[int, str, str]]:
