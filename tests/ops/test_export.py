@@ -18,8 +18,8 @@ from tests.helpers.op_programs import program_of
 from tests.helpers.problems import OPS
 from tests.helpers.thorough import soak_but, thorough_but
 
-# What is compiled to C++ takes long: a gather in a package, and one behind the wrapper. `make soak` has all
-# ops in both ways.
+# What is compiled to C++ takes long: a gather in a package, and one behind the wrapper. `make soak` has all ops
+# in both ways.
 IN_A_PACKAGE = ["all_to_all_matmul"]
 BEHIND_THE_WRAPPER = [("all_gather_matmul", "nothing")]
 
