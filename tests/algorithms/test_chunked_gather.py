@@ -46,7 +46,7 @@ def check_in_rounds(rank: int, problems: list[Problem]) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_parts_of_k_in_rounds(ranks: Any, world_size: int) -> None:
     assert min(ranks(world_size).run(check_in_rounds, PROBLEMS)) > 0
 

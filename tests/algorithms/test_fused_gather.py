@@ -20,7 +20,7 @@ from fusedcomm.runtime.workspace import Workspace
 from tests.algorithms.test_transport import BF16, COLUMNS, EXCHANGE, FP32, ROWS, Run, cut_in
 from tests.helpers.problems import Problem, integers
 from tests.helpers.schedule.random_orders import NoProgressError
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 INTERLEAVED = Problem("interleaved", (2, 3, 4), 5, 1, op="all_gather_matmul", bias=True)
 COLUMNS_TO_ROWS = Problem("columns-to-rows", (3, 2, 4), 5, 0, 1, op="all_to_all_matmul", k_dims=2)
@@ -44,7 +44,7 @@ def test_gathers_are_right_in_a_random_order(problem: Problem, by_copy: bool) ->
     run(problem, by_copy, by_product=problem is ROWS, dtype=FP32 if by_copy else BF16, num_calls=1).finish(0)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @by_whom
 @pytest.mark.parametrize("group_size", [2, 3])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)

@@ -22,7 +22,7 @@ from tests.helpers.groups import fresh_group
 from tests.helpers.in_place import WARM_UP, after_peers, arrived, assert_exact, results_of, wanted
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import Problem
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 PROBLEMS = [
     Problem("in-place", (24, 16), 32, 0, 1),

@@ -15,7 +15,7 @@ from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.operations import Kind
 from tests.helpers.schedule.programs import Program, World, calls, on_two_streams, uneven_calls
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 from tests.ops.test_uneven import MANY_ROUNDS
 
 

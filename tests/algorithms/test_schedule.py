@@ -25,7 +25,7 @@ from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
 from tests.helpers.schedule.operations import Kind, Recording
 from tests.helpers.schedule.programs import Program, World, call, calls, on_two_streams
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 ALGORITHMS = ("chunked", "fused")
 PROBLEMS = [  # with backward each of them takes two rounds or more in slots of SLOT_BYTES for each rank

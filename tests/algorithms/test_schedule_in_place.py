@@ -23,7 +23,7 @@ from tests.helpers.schedule.kernel_effects import Group
 from tests.helpers.schedule.operations import Recording
 from tests.helpers.schedule.programs import Program, World, calls
 from tests.helpers.schedule.recorder import Recorder
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 PROBLEM = Problem("tokens-to-heads", (2, 128, 256), 256, 1, 2, out_shape=(4, 64), bias=True)
 SLOT_BYTES = 1 << 15  # for each rank: a call takes several rounds

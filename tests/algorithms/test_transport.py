@@ -29,7 +29,7 @@ from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 from tests.helpers.schedule.random_orders import Gpus, NoProgressError
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 SLOT_BYTES, FINGERPRINT = 1 << 14, 0x5A17C3
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -159,7 +159,7 @@ def test_three_ranks_are_right(problem: Problem) -> None:
     check([1], problem, 3, FP32, problem.op in GATHERS, writes_words=False, num_calls=1)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("group_size", [2, 3, 4])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_every_op_is_right_in_many_orders(problem: Problem, group_size: int) -> None:

@@ -22,7 +22,7 @@ from fusedcomm.kernels.triton.bundles import Part
 from fusedcomm.runtime.workspace import Call, Workspace
 from tests.algorithms.test_transport import FINGERPRINT, Run, cut_in
 from tests.helpers.schedule.random_orders import NoProgressError
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
 
 A2A, BACK = "matmul_all_to_all", "all_to_all_matmul"

@@ -52,7 +52,7 @@ def cases() -> list[Any]:
     thorough = [("all-reduce", "one"), ("gather", "one-by-one"), ("addmm", "scalar")]
     most = [case for case in CASES if case[1] not in ONE_ELEMENT or case in (*QUICK, *thorough)]
     return [
-        pytest.param(case, marks=() if case in QUICK else pytest.mark.thorough if case in most else pytest.mark.soak)
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.thorough if case in most else pytest.mark.nightly)
         for case in CASES
     ]
 

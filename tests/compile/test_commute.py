@@ -21,7 +21,7 @@ from tests.helpers.block_checks import interpreted, no_latency, saved_tensors
 from tests.helpers.graphs import recorded_graphs
 from tests.helpers.model_blocks import all_to_all
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 TOKENS, HEADS, HEAD_DIM = 4, 4, 4
 DIM = HEADS * HEAD_DIM

@@ -20,7 +20,7 @@ from fusedcomm.runtime.members import member
 from tests.compile.test_commute import BEFORE, HEADS, TOKENS, Program, Values, check, inputs, product, results, to_heads
 from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 
 def by_rank(v: Values) -> Any:
@@ -184,7 +184,7 @@ def test_without_the_comparison_values_are_wrong(rank: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("cpp_wrapper", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("cpp_wrapper", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_scheduled_graphs_compare_too(rank: int, cpp_wrapper: bool) -> None:
     torch._dynamo.reset()
     values = inputs()

@@ -123,7 +123,7 @@ def matmul_and_reshard_heads(xs: Any, ws: Any, device_mesh: Any, num_heads: int 
 
 @pytest.mark.thorough
 @on_ranks()
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_the_start_program(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 

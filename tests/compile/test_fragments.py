@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.fragments import FRAGMENTS, Fragment
 from tests.helpers.graphs import check_fragment
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 QUICK = [  # each op, and each way in which programs say what is sent
     "all-reduce-in-place",
@@ -36,7 +36,7 @@ def test_on_four_ranks(ranks: Any, name: str) -> None:
     ranks(4).run(check_fragment, name)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("fragment", [f for f in FRAGMENTS if f.name not in ON_FOUR_RANKS], ids=str)
 def test_the_others_on_four_ranks(ranks: Any, fragment: Fragment) -> None:
     ranks(4).run(check_fragment, fragment.name)

@@ -132,7 +132,7 @@ def test_random_chains(name: str) -> None:
     check_random_chains(name, seeds=range(1))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [*MESHES, *WITHOUT_ORDER])
 def test_many_random_chains(name: str) -> None:
     check_random_chains(name, seeds=range(1, 30))

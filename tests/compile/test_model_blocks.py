@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.block_checks import Case, outcome
 from tests.helpers.fragments import RECOMPUTED
 from tests.helpers.model_blocks import Size
-from tests.helpers.thorough import soak_but, thorough_but
+from tests.helpers.tiers import nightly_but, thorough_but
 
 
 class Counts(NamedTuple):
@@ -101,7 +101,7 @@ def test_training(ranks: Any, block: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", soak_but(["flux_double"], WANT))
+@pytest.mark.parametrize("block", nightly_but(["flux_double"], WANT))
 def test_what_is_kept_for_the_backward(ranks: Any, block: str) -> None:
     """Constants of all ranks are kept where the program keeps its inputs; the tables of LTX have an angle per head."""
     case = Case(block, Size(tokens=64, text=32, heads=8, head_dim=64), interpreted=True)
@@ -110,33 +110,33 @@ def test_what_is_kept_for_the_backward(ranks: Any, block: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("option, block", soak_but([*WITH_OPTION.items()][:4], product(OPTIONS, WANT)))
+@pytest.mark.parametrize("option, block", nightly_but([*WITH_OPTION.items()][:4], product(OPTIONS, WANT)))
 def test_options(ranks: Any, block: str, option: str) -> None:
     layers = {"layers": 2} if block in A_TABLE_PER_HEAD and option in ("autocast", "bfloat16") else {}
     check(ranks(2), replace(Case(block, interpreted=True), **OPTIONS[option], **layers))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", soak_but(["wan"], WANT))
+@pytest.mark.parametrize("block", nightly_but(["wan"], WANT))
 def test_what_inductor_generates(ranks: Any, block: str) -> None:
     check(ranks(2), Case(block, autocast=block == "wan"))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", soak_but(["wan"], WANT))
+@pytest.mark.parametrize("block", nightly_but(["wan"], WANT))
 def test_four_ranks_with_weights_of_their_own(ranks: Any, block: str) -> None:
     check(ranks(4), Case(block, Size(batch=2, tokens=3, text=5), unequal=True, interpreted=True))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", soak_but(["flux_double"], WANT))
+@pytest.mark.parametrize("block", nightly_but(["flux_double"], WANT))
 def test_ranks_of_a_group_that_are_not_neighbours(ranks: Any, block: str) -> None:
     check(ranks(4), Case(block, pairs=True, interpreted=True))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "block, rotary", soak_but(WITH_ROTARY, product(["flux_single", "wan"], ["complex", "half", "slice", "stack"]))
+    "block, rotary", nightly_but(WITH_ROTARY, product(["flux_single", "wan"], ["complex", "half", "slice", "stack"]))
 )
 def test_forms_of_rotary_embeddings(ranks: Any, block: str, rotary: str) -> None:
     check(ranks(2), Case(block, rotary=rotary, interpreted=True))

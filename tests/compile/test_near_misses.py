@@ -26,7 +26,7 @@ from tests.helpers.program_parts import (
     tokens_first,
     world,
 )
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 Program = Callable[..., Any]
 NEAR_MISSES: dict[str, tuple[Callable[[int], tuple[Program, list[tuple[int, ...]]]], str]] = {}

@@ -102,7 +102,7 @@ def test_values_stay(ranks: Ranks, world_size: int, num_graphs: int) -> None:
     assert moved > num_graphs // 2 and merged > 0 and fused > 0  # not in vain
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_values_stay_for_long(ranks: Ranks) -> None:
     pool = ranks(2)

@@ -136,7 +136,7 @@ def test_random_graphs(groups: list[Peers]) -> None:
     assert len(faster) > len(reports) // 3  # not in vain
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_many_random_graphs(groups: list[Peers]) -> None:
     random_schedules(groups, 5000, 60)
@@ -302,7 +302,7 @@ def seconds_per_node(groups: list[Peers], num_nodes: int, comm_ms: float | None)
     return (time.process_time() - begin) / num_nodes
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("comm_ms", [None, 100.0])
 def test_time_is_linear_to_20000_nodes(groups: list[Peers], comm_ms: float | None) -> None:
     """What `steps` does not see, C++ and other packages, counts here. The sizes take turns, so load slows all alike."""

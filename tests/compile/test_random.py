@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 KINDS = ["push", "exchange", "gather", "reduce_scatter", "all_reduce"]
 
@@ -120,7 +120,7 @@ def test_values_stay(ranks: Any, kind: str, world_size: int) -> None:
     assert len(set(counts)) == 1 and counts[0] >= 6  # not in vain
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_stay_for_long(ranks: Any, kind: str) -> None:
     ranks(2).run(fused, kind, list(range(1000, 2000)))

@@ -14,7 +14,7 @@ import fusedcomm.compile
 from tests.helpers.graphs import recorded_graphs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import mesh
-from tests.helpers.thorough import soak_but
+from tests.helpers.tiers import nightly_but
 
 K, DIM = 8, 4
 SIZES = {"tokens": (1, 0), "heads": (0, 1), "both": (1, 1)}  # what is added to a size that R divides
@@ -24,7 +24,7 @@ SIZES = {"tokens": (1, 0), "heads": (0, 1), "both": (1, 1)}  # what is added to 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("commute", "case", "world_size"),
-    soak_but([(True, "both", 2), (False, "heads", 2)], product([True, False], SIZES, [2, 3])),
+    nightly_but([(True, "both", 2), (False, "heads", 2)], product([True, False], SIZES, [2, 3])),
 )
 def test_all_ranks_leave_it(rank: int, world_size: int, case: str, commute: bool) -> None:
     more_tokens, more_heads = SIZES[case]

@@ -39,7 +39,7 @@ class Target(NamedTuple):
 
 
 TARGETS = [Target("installed", 80), Target("installed", 100), Target("3.6", 90)]
-SOAKED = [Target("installed", 90), Target("3.6", 80), Target("3.6", 100)]
+OTHERS = [Target("installed", 90), Target("3.6", 80), Target("3.6", 100)]
 
 
 class Compiler:

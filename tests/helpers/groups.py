@@ -27,7 +27,7 @@ WITH_FEW_FUSED = [
     for op in OPS
     for param in (
         pytest.param(op, "chunked"),
-        pytest.param(op, "fused", marks=pytest.mark.soak if op in _SHARE_KERNELS else pytest.mark.thorough),
+        pytest.param(op, "fused", marks=pytest.mark.nightly if op in _SHARE_KERNELS else pytest.mark.thorough),
     )
 ]
 

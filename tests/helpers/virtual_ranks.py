@@ -78,7 +78,7 @@ def sizes_and_names(names: Iterable[str], on_all: Iterable[str]) -> list[Any]:
         pytest.param(
             group_size,
             name,
-            marks=pytest.mark.soak
+            marks=pytest.mark.nightly
             if group_size % 2 == 0 and name not in on_all
             else pytest.mark.thorough
             if group_size > 2

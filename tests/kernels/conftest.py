@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.compilers import SOAKED, TARGETS, TRITON_36, Compilers, Target
+from tests.helpers.compilers import OTHERS, TARGETS, TRITON_36, Compilers, Target
 from tests.helpers.large_tensors import overflow_is_an_error
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import nightly_but, thorough_but
 
 Compiled = dict[str, dict[str, Any]]  # by name
 
 
 @pytest.fixture(
     scope="module",
-    params=[*thorough_but(TARGETS[:1], TARGETS), *(pytest.param(target, marks=pytest.mark.soak) for target in SOAKED)],
+    params=[
+        *thorough_but(TARGETS[:1], TARGETS),
+        *nightly_but([], OTHERS),
+    ],
     ids=str,
 )
 def target(request: pytest.FixtureRequest) -> Target:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
-from tests.helpers.thorough import soak_but, thorough_but
+from tests.helpers.tiers import nightly_but, thorough_but
 from tests.kernels.test_gather_matmul import Case, run
 
 
@@ -55,7 +55,7 @@ def test_chunks_and_w_by_tensor_descriptor(name: str, by_tma: list[Any]) -> None
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("group_size", soak_but([1, 3], [1, 3, 4]))
+@pytest.mark.parametrize("group_size", nightly_but([1, 3], [1, 3, 4]))
 @pytest.mark.parametrize("name", ["rows", "batched, transposed", "heads", "batched K"])
 def test_tensor_descriptors_of_more_and_fewer_ranks(group_size: int, name: str, by_tma: list[Any]) -> None:
     run(box_cases(group_size)[name], group_size)
@@ -63,7 +63,7 @@ def test_tensor_descriptors_of_more_and_fewer_ranks(group_size: int, name: str, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", soak_but(["rows transposed", "batched K"], box_cases(2)))
+@pytest.mark.parametrize("name", nightly_but(["rows transposed", "batched K"], box_cases(2)))
 def test_rounds_and_calls_by_tensor_descriptor(name: str, by_tma: list[Any]) -> None:
     """Rounds of a call and calls behind one another take the slots by turns, for two weights and the by-product."""
     case = box_cases(2)[name]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 
@@ -217,7 +217,7 @@ def test_calls_back_to_back_with_fresh_data(group_size: int, name: str) -> None:
         ("interleaved rows", True),
         ("last K dim", False),
         ("last K dim", True),
-        pytest.param("batched, rows", False, marks=pytest.mark.soak),
+        pytest.param("batched, rows", False, marks=pytest.mark.nightly),
         ("batched, rows", True),
         ("no rows", False),
         ("no rows", True),

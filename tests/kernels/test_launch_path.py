@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("triton")
 
 from fusedcomm.testing import compile_only
-from tests.helpers.compilers import SOAKED, TARGETS, TRITON_36, Target
+from tests.helpers.compilers import OTHERS, TARGETS, TRITON_36, Target
 from tests.helpers.cubin import CubinKernel
 from tests.helpers.device_rules import (
     Argument,
@@ -36,7 +36,7 @@ from tests.helpers.device_rules import (
 )
 from tests.helpers.fake_driver import NUM_SMS, SHARED_BYTES
 from tests.helpers.problems import OPS
-from tests.helpers.thorough import soak_but
+from tests.helpers.tiers import nightly_but
 from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)
@@ -263,7 +263,7 @@ def fused_sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
 def test_calls_launch_what_they_must(dtype: str, tmp_path: Path) -> None:
     """The public functions, in one round and in several."""
     cases = run(tmp_path, Target("installed", 90), "ops", "few", dtype)
@@ -285,7 +285,7 @@ def launched_rounds(case: dict[str, Any]) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "target", [Target("installed", 90), pytest.param(Target("3.6", 90), marks=pytest.mark.soak)], ids=str
+    "target", [Target("installed", 90), pytest.param(Target("3.6", 90), marks=pytest.mark.nightly)], ids=str
 )
 def test_calls_with_parts_of_different_sizes_launch_what_even_ones_do(target: Target, tmp_path: Path) -> None:
     """Their tables reach the kernels as pointers into memory of the call. An empty part takes no launch of its own."""
@@ -305,7 +305,7 @@ def test_parts_of_tensors_are_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("target", soak_but([(TARGETS[1],)], [(each,) for each in TARGETS]), ids=str)
+@pytest.mark.parametrize("target", nightly_but([(TARGETS[1],)], [(each,) for each in TARGETS]), ids=str)
 def test_kept_launches_are_what_new_ones_would_be(target: Target, tmp_path: Path) -> None:
     cases = run(tmp_path, target, module="kept_launches")
     assert not [case for case in cases if case["refused"] or case["wrong"]]
@@ -314,15 +314,15 @@ def test_kept_launches_are_what_new_ones_would_be(target: Target, tmp_path: Path
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("left_out", ["alignment", pytest.param("stride", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("left_out", ["alignment", pytest.param("stride", marks=pytest.mark.nightly)])
 def test_launches_that_are_kept_by_less_are_found(left_out: str, tmp_path: Path) -> None:
     cases = run(tmp_path, TARGETS[0], left_out, module="kept_launches")
     assert any(case["wrong"] or case["refused"] for case in cases)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("target", [*TARGETS, *SOAKED], ids=str)
+@pytest.mark.parametrize("target", [*TARGETS, *OTHERS], ids=str)
 def test_every_problem_of_every_op_is_taken(target: Target, dtype: str, tmp_path: Path) -> None:
     cases = run(tmp_path, target, "ops", "all", dtype, timeout_s=3000)
     assert not [case for case in cases if case["refused"]]

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 

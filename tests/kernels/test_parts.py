@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, virtual_ranks
 

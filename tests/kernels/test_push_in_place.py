@@ -20,7 +20,7 @@ from fusedcomm.algorithms.in_place import landing_of
 from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.kernels.triton import in_place, push_matmul, rounds
 from fusedcomm.runtime import segment, signals
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 from tests.helpers.virtual_ranks import FINGERPRINT, NOT_A_NUMBER, VirtualRank, flag, record, virtual_ranks
 from tests.kernels.test_push_matmul import Case, cases, oracle
 
@@ -131,7 +131,7 @@ FEW = ["rows", "heads", "interleaved rows, long runs"]
 def posted_problems() -> Iterator[Any]:
     """Two ranks have all problems, and one and three have few but for soak tests."""
     for group_size, name in product([1, 2, 3], IN_RUNS):
-        marks = {0: pytest.mark.soak, 1: pytest.mark.thorough, 2: ()}[(group_size == 2) + (name in FEW)]
+        marks = {0: pytest.mark.nightly, 1: pytest.mark.thorough, 2: ()}[(group_size == 2) + (name in FEW)]
         yield pytest.param(group_size, name, marks=marks)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 
@@ -148,7 +148,7 @@ def test_rounds_cut_a_call(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("group_size", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("group_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_calls_back_to_back_with_fresh_data(group_size: int) -> None:
     run(cases(group_size)["batched, columns"], group_size, calls=7)
 

@@ -16,7 +16,7 @@ import fusedcomm
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_programs import program_of
 from tests.helpers.problems import OPS
-from tests.helpers.thorough import soak_but, thorough_but
+from tests.helpers.tiers import nightly_but, thorough_but
 
 # What is compiled to C++ takes long: a gather in a package, and one behind the wrapper. `make soak` has all ops
 # in both ways.
@@ -47,7 +47,7 @@ def check(run: Callable[[Tensor], list[Tensor]], program: Program) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("op", thorough_but(["matmul_all_to_all", "all_gather_matmul"], OPS))
 def test_an_exported_program(rank: int, op: str, strict: bool, tmp_path: Path) -> None:
     """Run, with gradients; saved and loaded; with core aten ops only."""
@@ -94,7 +94,7 @@ def test_parts_of_different_sizes_are_those_of_one_rank(rank: int, tmp_path: Pat
 
 @pytest.mark.thorough
 @on_ranks(2)
-@pytest.mark.parametrize("op", soak_but(IN_A_PACKAGE, OPS))
+@pytest.mark.parametrize("op", nightly_but(IN_A_PACKAGE, OPS))
 def test_a_package_of_aot_inductor(rank: int, op: str, tmp_path: Path) -> None:
     program = Program(op).requires_grad_(False)
     path = torch._inductor.aoti_compile_and_package(exported(program), package_path=str(tmp_path / f"{rank}.pt2"))
@@ -104,7 +104,7 @@ def test_a_package_of_aot_inductor(rank: int, op: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @on_ranks(2)
-@pytest.mark.parametrize("op, frozen", soak_but(BEHIND_THE_WRAPPER, product(OPS, ["nothing", "x"])))
+@pytest.mark.parametrize("op, frozen", nightly_but(BEHIND_THE_WRAPPER, product(OPS, ["nothing", "x"])))
 def test_the_cpp_wrapper(rank: int, op: str, frozen: str) -> None:
     """all_gather_matmul has a list among its results, and backwards make plain collectives."""
     check_training(rank, op, frozen, {"cpp_wrapper": True})
@@ -134,7 +134,7 @@ def check_training(rank: int, op: str, frozen: str, options: dict[str, Any]) -> 
     torch.testing.assert_close(*answers)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @on_ranks(2)
 def test_torchs_own_collectives_behind_the_cpp_wrapper(rank: int) -> None:
     _c10d = torch.ops._c10d_functional

@@ -15,7 +15,7 @@ import fusedcomm
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import ALL_PROBLEMS, NAMED, as_list
 from tests.helpers.problems import GATHERS, Problem, flat, integers, unflat
-from tests.helpers.thorough import soak_but
+from tests.helpers.tiers import nightly_but
 
 EVEN = [problem for problem in ALL_PROBLEMS if "ragged" not in problem.name]
 ONE_EACH = ["batched-w-heads", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
@@ -105,7 +105,7 @@ def test_gradcheck_with_frozen_inputs(rank: int, name: str, frozen: str) -> None
 
 @pytest.mark.thorough
 @on_ranks(2)
-@pytest.mark.parametrize("problem", soak_but(EVEN[::2], EVEN), ids=str)
+@pytest.mark.parametrize("problem", nightly_but(EVEN[::2], EVEN), ids=str)
 def test_gradcheck_of_every_problem(rank: int, problem: Problem) -> None:
     check(problem)
 

@@ -26,7 +26,7 @@ from tests.helpers.op_problems import (
     loss_weights,
 )
 from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, unflat
-from tests.helpers.thorough import ALL_ALGORITHMS, thorough_but
+from tests.helpers.tiers import ALL_ALGORITHMS, thorough_but
 
 
 def leaves(problem: Problem, rank: int, frozen: str = "", dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -100,7 +100,7 @@ def marked() -> list[Any]:
 
     def marks(c: Combination) -> Any:
         if c not in kept:
-            return pytest.mark.soak
+            return pytest.mark.nightly
         return () if c.algorithm != "fused" or c in fused else pytest.mark.thorough
 
     return [pytest.param(c, marks=marks(c), id=str(c)) for c in COMBINATIONS]
@@ -141,7 +141,7 @@ def opchecks() -> list[Any]:
         quick = c.algorithm == "chunked" and kind not in seen
         if quick:
             seen.add(kind)
-        slow = pytest.mark.thorough if number % 6 == 0 or c.algorithm == "fused" else pytest.mark.soak
+        slow = pytest.mark.thorough if number % 6 == 0 or c.algorithm == "fused" else pytest.mark.nightly
         params.append(pytest.param(number, c, marks=() if quick else slow))
     return params
 
@@ -269,7 +269,7 @@ def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "min_piece"),
-    [(3, 1), pytest.param(2, 128, marks=pytest.mark.thorough), pytest.param(2, 1, marks=pytest.mark.soak)],
+    [(3, 1), pytest.param(2, 128, marks=pytest.mark.thorough), pytest.param(2, 1, marks=pytest.mark.nightly)],
 )
 @pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
 def test_chunks_multiplied_one_by_one(rank: int, problem: Problem, world_size: int, min_piece: int) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 CHECK = """
 ops = torch.ops.fusedcomm

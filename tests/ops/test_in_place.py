@@ -36,7 +36,7 @@ from tests.helpers.in_place import (
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import Problem, integers
 from tests.helpers.symmetric_memory import footprint
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 MOST_LATE_S = 0.005
 QUICK = [TO_ALL, EACH_SOURCE, ALL_REDUCE]
@@ -50,7 +50,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 @on_ranks()
-@pytest.mark.parametrize("world_size", [*thorough_but([2], [2, 3]), pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world_size", [*thorough_but([2], [2, 3]), pytest.param(5, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
 @pytest.mark.parametrize("problem", thorough_but(QUICK, IN_PLACE), ids=str)
 def test_chunks_of_a_late_rank_come_in_place(rank: int, world_size: int, problem: Problem, tapes: bool) -> None:

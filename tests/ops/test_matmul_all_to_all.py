@@ -12,7 +12,7 @@ import fusedcomm
 from tests.helpers.groups import bad_ids, check_bad_input, check_values, empty_is_nan
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 OP = "matmul_all_to_all"
 BY_NAME = {problem.name: problem for problem in PROBLEMS}

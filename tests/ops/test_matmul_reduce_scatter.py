@@ -11,7 +11,7 @@ import fusedcomm
 from tests.helpers.groups import bad_ids, check_bad_input, check_values
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
-from tests.helpers.thorough import ALL_ALGORITHMS
+from tests.helpers.tiers import ALL_ALGORITHMS
 
 OP = "matmul_reduce_scatter"
 

@@ -13,7 +13,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import TABLES
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
-from tests.helpers.thorough import ALL_ALGORITHMS
+from tests.helpers.tiers import ALL_ALGORITHMS
 
 OPS = ["matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce"]
 

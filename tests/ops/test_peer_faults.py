@@ -17,7 +17,7 @@ from tests.helpers.groups import WITH_FEW_FUSED, call, check, fresh_group, membe
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import OPS, Problem, flat, integers, unflat
-from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
+from tests.helpers.tiers import ALGORITHMS_WITH_SEGMENTS
 
 ONE_EACH = {
     "matmul_all_to_all": NAMED["bias"],

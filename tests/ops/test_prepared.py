@@ -342,7 +342,7 @@ def test_a_group_that_is_gone_has_no_calls(rank: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_table_is_bounded(rank: int) -> None:
     with started_group("chunked") as group:
         for rows in range(1, 4200):

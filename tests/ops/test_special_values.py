@@ -19,7 +19,7 @@ import fusedcomm
 from fusedcomm.algorithms.transport import add_in_order
 from tests.helpers.groups import DTYPES, empty_is_nan
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.thorough import ALL_ALGORITHMS
+from tests.helpers.tiers import ALL_ALGORITHMS
 
 ROWS, COLUMNS = 96, 12
 NAN, INF = math.nan, math.inf

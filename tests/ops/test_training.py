@@ -65,7 +65,7 @@ def every_problem() -> list[Any]:
     for i, problem in enumerate(NAMED.values()):
         for j, algorithm in enumerate(PREPARED):
             for world_size in (2, 3):
-                marks = () if world_size == 2 + (i + j) % 2 else pytest.mark.soak
+                marks = () if world_size == 2 + (i + j) % 2 else pytest.mark.nightly
                 found.append(pytest.param(problem, algorithm, world_size, marks=marks))
     return found
 
@@ -403,7 +403,7 @@ PROGRAMS |= {
 def programs() -> Iterator[Any]:
     """Each with each kind of call. One of these is quick and one thorough; they take turns."""
     for (number, name), (turn, problem) in product(enumerate(PROGRAMS), enumerate(KINDS)):
-        marks: Any = {0: (), 1: pytest.mark.thorough}.get((turn - number) % len(KINDS), pytest.mark.soak)
+        marks: Any = {0: (), 1: pytest.mark.thorough}.get((turn - number) % len(KINDS), pytest.mark.nightly)
         yield pytest.param(name, problem, marks=marks, id=f"{name}-{problem}")
 
 

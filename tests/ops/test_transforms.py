@@ -18,7 +18,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
 from tests.helpers.op_programs import program_of
 from tests.helpers.problems import OPS, Inputs, Problem, flat, integers, unflat, whole_group
-from tests.helpers.thorough import ALL_ALGORITHMS, thorough_but
+from tests.helpers.tiers import ALL_ALGORITHMS, thorough_but
 
 ONE_EACH = ["heads", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
 ONE_EACH += ["matmul_reduce_scatter-batch-columns-scattered", "matmul_all_reduce-nothing-divides"]

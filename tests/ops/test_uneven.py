@@ -136,7 +136,7 @@ def test_values_and_gradients_by_kernels(ranks: Any, name: str) -> None:
     ranks(num_ranks).run(check_case, case, num_ranks, "fused", 2)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES.keys() - {*IN_KERNELS, *MORE_IN_KERNELS})
 def test_all_values_and_gradients_by_kernels(ranks: Any, name: str) -> None:
     num_ranks, case = CASES[name]
@@ -216,14 +216,14 @@ def test_nothing_is_kept_for_the_backward(rank: int, world_size: int, op: str) -
 
 @on_ranks()
 @pytest.mark.parametrize(
-    "algorithm", ["unfused", "chunked", "pipelined", pytest.param("fused", marks=pytest.mark.soak)]
+    "algorithm", ["unfused", "chunked", "pipelined", pytest.param("fused", marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize(
     ("world_size", "count"),
     [
         *product([2, 3, 4, 5], [12]),
         pytest.param(3, 150, marks=pytest.mark.thorough),
-        *(pytest.param(world_size, 3000, marks=pytest.mark.soak) for world_size in (2, 3, 4, 5)),
+        *(pytest.param(world_size, 3000, marks=pytest.mark.nightly) for world_size in (2, 3, 4, 5)),
     ],
 )
 def test_random_calls(rank: int, count: int, world_size: int, algorithm: str) -> None:
@@ -291,7 +291,7 @@ ROUNDS_IN_KERNELS = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.thorough if name == "kv" else pytest.mark.soak)
+        pytest.param(name, marks=pytest.mark.thorough if name == "kv" else pytest.mark.nightly)
         for name in ROUNDS_IN_KERNELS
     ],
 )
@@ -311,7 +311,7 @@ LONG = {  # 1003 tokens, 8 heads of q and 2 of k and v, on 4 ranks
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough if name == "q" else pytest.mark.soak) for name in LONG]
+    "name", [pytest.param(name, marks=pytest.mark.thorough if name == "q" else pytest.mark.nightly) for name in LONG]
 )
 def test_long_sequences_by_kernels(ranks: Any, name: str) -> None:
     num_ranks, case = LONG[name]

@@ -17,7 +17,7 @@ from fusedcomm.geometry.cut import chunk_parts
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.nn import UlyssesOut, UlyssesQKV
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
 
 HEADS = 5
@@ -62,9 +62,9 @@ def inputs(program: Any, total: int, rank: int, world_size: int) -> list[Tensor]
     ("program", "backend", "world_size"),
     [
         (into, "inductor", 2),
-        pytest.param(into, "inductor", 3, marks=pytest.mark.soak),
-        pytest.param(out_of, "inductor", 2, marks=pytest.mark.soak),
-        pytest.param(out_of, "inductor", 3, marks=pytest.mark.soak),
+        pytest.param(into, "inductor", 3, marks=pytest.mark.nightly),
+        pytest.param(out_of, "inductor", 2, marks=pytest.mark.nightly),
+        pytest.param(out_of, "inductor", 3, marks=pytest.mark.nightly),
         *((program, "aot_eager", world_size) for program in (gathered, reduced) for world_size in (2, 3)),
     ],
 )

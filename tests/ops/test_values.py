@@ -34,7 +34,7 @@ from tests.helpers.problems import (
     whole_group,
 )
 from tests.helpers.spies import Dispatched
-from tests.helpers.thorough import ALL_ALGORITHMS, OVERLAPPED
+from tests.helpers.tiers import ALL_ALGORITHMS, OVERLAPPED
 
 CALLS = 6  # back to back with fresh data: both slots are used again, and again
 WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"]
@@ -49,7 +49,11 @@ def every_problem() -> list[Any]:
         for j, algorithm in enumerate(["unfused", "chunked"]):
             for world_size in (2, 3, 4):
                 turn = (world_size + i + j) % 3
-                marks = [(), pytest.mark.soak if algorithm == "unfused" else pytest.mark.thorough, pytest.mark.soak]
+                marks = [
+                    (),
+                    pytest.mark.nightly if algorithm == "unfused" else pytest.mark.thorough,
+                    pytest.mark.nightly,
+                ]
                 params.append(pytest.param(problem, world_size, algorithm, marks=marks[turn]))
     return params
 
@@ -162,7 +166,7 @@ def check_rounding(rank: int, problem: Problem, dtype: torch.dtype, algorithm: s
 
 def rounding() -> list[Any]:
     """The cases of rounding. The kernels convert both half precisions alike, so those with float16 are soak tests."""
-    marks = {torch.float16: pytest.mark.soak}
+    marks = {torch.float16: pytest.mark.nightly}
     return [
         param
         for problem in ROUNDING

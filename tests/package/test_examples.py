@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -61,7 +61,7 @@ def test_example(name: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("--compile",), marks=pytest.mark.soak)], ids=["eager", "compiled"]
+    "options", [(), pytest.param(("--compile",), marks=pytest.mark.nightly)], ids=["eager", "compiled"]
 )
 def test_train_tp(options: tuple[str, ...], tmp_path: Path) -> None:
     """Its losses on 2 x 2 ranks, before and after it goes on from a checkpoint, are those of the plain model."""

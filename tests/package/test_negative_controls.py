@@ -15,7 +15,7 @@ QUICK = ("calls that differ are told apart", "peer indices are checked")
 
 
 def names() -> list[object]:
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in CONTROLS]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in CONTROLS]
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -33,7 +33,7 @@ def test_without_it_a_test_fails(name: str) -> None:
     assert CONTROLS[name].run() is None
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_with_all_of_them_on_the_same_tests_pass(tmp_path: Path) -> None:
     copy_sources(tmp_path)

@@ -279,7 +279,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "compiler",
     [
-        pytest.param("", marks=pytest.mark.soak, id="compiler"),  # it takes minutes, and `make setup` compiles as well
+        pytest.param(
+            "", marks=pytest.mark.nightly, id="compiler"
+        ),  # it takes minutes, and `make setup` compiles as well
         pytest.param(NO_COMPILER, id="no compiler"),
     ],
 )

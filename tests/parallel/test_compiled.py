@@ -47,7 +47,7 @@ def compile_blocks(model: Llama) -> None:
 
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("enabled", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("enabled", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_whole_model(rank: int, enabled: bool) -> None:
     with compiling(enabled) as report:
         model = parallelize(llama(), init_device_mesh("cpu", (2,)))
@@ -60,7 +60,7 @@ def test_whole_model(rank: int, enabled: bool) -> None:
 
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("enabled", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("enabled", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_blocks(rank: int, enabled: bool) -> None:
     with compiling(enabled):
         model = parallelize(llama(), init_device_mesh("cpu", (2,)))
@@ -84,7 +84,7 @@ def test_whole_model_under_fully_shard_fails_with_torchs_styles_too(rank: int, n
 
 @on_ranks(4)
 @pytest.mark.thorough
-@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_blocks_under_fully_shard(rank: int, checkpointed: bool) -> None:
     with meshes(2, 2) as (data, tensor), compiling(enabled=not checkpointed):
         model = parallelize(llama(), tensor)

@@ -45,7 +45,7 @@ from tests.helpers.small_llama import (
     whole,
 )
 from tests.helpers.spies import Dispatched
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 CLOSE = 1e-6  # relative; float32 has 1.2e-7, and torch's own styles are 6e-7 away
 non_reentrant = functools.partial(checkpoint, use_reentrant=False)

@@ -43,7 +43,7 @@ from tests.helpers.small_llama import (
     train,
     whole,
 )
-from tests.helpers.thorough import soak_but, thorough_but
+from tests.helpers.tiers import nightly_but, thorough_but
 
 CLOSE = 1e-6  # relative; float32 has 1.2e-7, and torch's own styles are 6e-7 away
 
@@ -217,7 +217,7 @@ HYBRID = [(4, (1, 2, 2)), (4, (2, 2, 1)), (4, (2, 1, 2)), (8, (2, 2, 2))]
 
 @on_ranks()
 @pytest.mark.thorough
-@pytest.mark.parametrize(("world_size", "sizes"), soak_but(HYBRID[-2:], HYBRID))
+@pytest.mark.parametrize(("world_size", "sizes"), nightly_but(HYBRID[-2:], HYBRID))
 def test_hybrid_shard(rank: int, world_size: int, sizes: tuple[int, int, int]) -> None:
     with meshes(*sizes) as (data, tensor):
         model = shard(parallelize(llama(), tensor), data)

@@ -139,7 +139,7 @@ LONG = {
 }
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("scenario", LONG)
 def test_long_scripts(scenario: str) -> None:
     assert run(LONG[scenario]).violation is None
@@ -267,7 +267,7 @@ ROUNDS = [
 
 
 @pytest.mark.parametrize(
-    "rounds", [*ROUNDS, pytest.param(("gather", "gather", "push", "gather"), marks=pytest.mark.soak)], ids="-".join
+    "rounds", [*ROUNDS, pytest.param(("gather", "gather", "push", "gather"), marks=pytest.mark.nightly)], ids="-".join
 )
 def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ...]) -> None:
     assert explore(ProgramModel(rounds, ProgramRules())).violation is None

@@ -154,7 +154,7 @@ LONG = {
 }
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("scenario", LONG)
 def test_long_scripts_with_results_in_place(scenario: str) -> None:
     assert run(LONG[scenario]).violation is None

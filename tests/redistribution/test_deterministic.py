@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import fusedcomm
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers.process_groups import left_as_found
-from tests.helpers.thorough import soak_but
+from tests.helpers.tiers import nightly_but
 
 Ranks = Callable[[int], RankPool]
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -94,7 +94,7 @@ def num_different(nested: Any, after: list[Placement], outs: list[Tensor | None]
     return differ
 
 
-@pytest.mark.parametrize("dtype", soak_but(["float32"], ["float32", "bfloat16"]))
+@pytest.mark.parametrize("dtype", nightly_but(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize(("nested", "before", "after", "shape"), CASES)
 def test_all_holders_of_an_element_have_the_same_bits(
     ranks: Ranks, nested: Any, before: list[Placement], after: list[Placement], shape: tuple[int, ...], dtype: str

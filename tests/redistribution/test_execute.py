@@ -53,7 +53,7 @@ def test_random_plans() -> None:
     assert all(seen[kind] >= 20 for kind in KINDS), seen
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_random_plans_for_long() -> None:
     seen = check_seeds(range(1000, 41_000))

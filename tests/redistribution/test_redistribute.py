@@ -86,7 +86,7 @@ def test_random_cases_are_exact_on_real_ranks(ranks: Ranks) -> None:
     assert len(set(sent)) == 1 and sent[0] > 200, sent
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_random_cases_are_exact_on_eight_ranks(ranks: Ranks) -> None:
     sent = ranks(8).run(
         random_values, range(10_000, 12_000), [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 1, 4), (1, 2, 2, 2)]
@@ -252,7 +252,7 @@ def test_what_torch_compile_calls_makes_all_groups_that_a_backward_can_have(monk
         dist.destroy_process_group()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_backward_from_the_cache_has_its_groups(tmp_path: Path) -> None:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     runs = [subprocess.run([sys.executable, "-c", CACHED], env=env, capture_output=True, text=True) for _ in range(2)]
@@ -291,7 +291,7 @@ def compiled(rank: int, shape: tuple[int, int]) -> tuple[int, list[str]]:
     return comm.get_total_counts(), [line.graph for line in report.collectives]
 
 
-@pytest.mark.parametrize("shape", [(8, 4), pytest.param((5, 3), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("shape", [(8, 4), pytest.param((5, 3), marks=pytest.mark.nightly)])
 def test_it_compiles_into_one_graph_with_the_collectives_of_the_plan(ranks: Ranks, shape: tuple[int, int]) -> None:
     for eager, graphs in ranks(4).run(compiled, shape):
         assert graphs == ["forward", "backward"] and eager > 0, (eager, graphs)

@@ -296,7 +296,7 @@ def test_plans_give_the_exact_result() -> None:
     }
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_plans_give_the_exact_result_in_many_cases(seed: int) -> None:

@@ -62,7 +62,7 @@ def test_a_plan_is_never_worse_than_torchs(mesh_shape: tuple[int, ...]) -> None:
             assert not worse_than_torch(mesh, shape, links(mesh_shape, *machine), share)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
@@ -108,7 +108,7 @@ def test_no_plan_is_worse_than_torchs_at_random() -> None:
     assert not worse_at_random(random.Random(0), 3)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_no_plan_is_worse_than_torchs_in_many_random_cases() -> None:
     assert not worse_at_random(random.Random(1), 100)

@@ -147,7 +147,7 @@ def check_overrun(rank: int, algorithm: str, side: str, num_bytes: int) -> str:
 
 @pytest.mark.parametrize(
     "algorithm, side, num_bytes",
-    [("chunked", "behind", 1), ("chunked", "before", 8), pytest.param("fused", "before", 8, marks=pytest.mark.soak)],
+    [("chunked", "behind", 1), ("chunked", "before", 8), pytest.param("fused", "before", 8, marks=pytest.mark.nightly)],
 )
 def test_an_overrun_of_a_peer_is_told_to_all_ranks(ranks: Any, algorithm: str, side: str, num_bytes: int) -> None:
     texts = ranks(3).run(check_overrun, algorithm, side, num_bytes)

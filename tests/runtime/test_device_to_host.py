@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fusedcomm import DeviceToHost
 from fusedcomm.runtime import device_to_host
 from fusedcomm.testing import RankPool
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -27,7 +27,7 @@ from fusedcomm.runtime.segment import LAST_WORDS_BYTES
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
-from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
+from tests.helpers.tiers import ALGORITHMS_WITH_SEGMENTS
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 WORDS = "LookupError: no more data, after call 1"

@@ -20,7 +20,7 @@ from fusedcomm.runtime import members, workspace
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, integers
-from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
+from tests.helpers.tiers import ALGORITHMS_WITH_SEGMENTS
 from tests.helpers.waiting import wait_until
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}

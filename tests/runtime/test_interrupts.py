@@ -189,7 +189,7 @@ class AtCall:
 
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("stride", [47, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [47, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("phase", SWEPT)
 def test_ctrl_c_at_every_function(rank: int, phase: str, stride: int) -> None:
     number, ended = 1, False

@@ -29,7 +29,7 @@ from tests.helpers.in_place import without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import CALLS, check_prepared, python_calls, started_group
 from tests.helpers.problems import PROBLEMS, integers
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 from tests.helpers.waiting import wait_until
 from tests.runtime.test_interrupts import AFTER_S, interrupted
 

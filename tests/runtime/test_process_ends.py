@@ -52,7 +52,7 @@ def crashed(code: int, errors: str) -> bool:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in PROGRAMS]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in PROGRAMS]
 )
 def test_ranks_end_without_a_crash(name: str) -> None:
     ended = run(name)

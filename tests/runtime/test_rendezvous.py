@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from fusedcomm.launch.ranks import KILLED, RankPool
 from tests.helpers.cut_store import CutStore
 from tests.helpers.symmetric_memory import CPU, MISSING_S, Ranks, error_of, footprint, make, rendezvous, timeout
-from tests.helpers.thorough import soak_but
+from tests.helpers.tiers import nightly_but
 
 # Names used again. gloo's own keys go stale there, so the later groups have the fake backend.
 
@@ -249,7 +249,7 @@ def test_memory_that_could_be_cut_off_is_refused(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("calls", soak_but([1], [0, 1, 5]))
+@pytest.mark.parametrize("calls", nightly_but([1], [0, 1, 5]))
 def test_a_store_that_is_cut_off_ends_the_rendezvous_in_time(calls: int) -> None:
     store, name = CutStore(calls), f"test/cut-off/{calls}"
     _SymmetricMemory.set_group_info(name, 0, 2, store)

@@ -114,7 +114,7 @@ def test_calls_leave_nothing_behind(ranks: Ranks) -> None:
         check_back(growth)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_ten_thousand_calls_leave_nothing_behind(ranks: Ranks) -> None:
     for growth in ranks(2).run(calls, 10_000):
         check_back(growth)
@@ -132,7 +132,7 @@ def test_groups_leave_nothing_behind(ranks: Ranks) -> None:
     check_groups(ranks, 12)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_two_hundred_groups_leave_nothing_behind(ranks: Ranks) -> None:
     check_groups(ranks, 200)
 

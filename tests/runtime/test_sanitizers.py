@@ -30,7 +30,7 @@ SLOWER = "60"  # seconds that ranks wait for each other, in place of 20
 RUN_S = 1500
 
 pytestmark = [
-    pytest.mark.soak,
+    pytest.mark.nightly,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, with the sanitizers that it brings along"),
 ]

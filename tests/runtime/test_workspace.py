@@ -21,7 +21,7 @@ from fusedcomm.runtime import group_member, segment, topology, workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, expected, integers
-from tests.helpers.thorough import ALGORITHMS_WITH_SEGMENTS
+from tests.helpers.tiers import ALGORITHMS_WITH_SEGMENTS
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
 
@@ -51,7 +51,7 @@ def rounds() -> list[Any]:
             pytest.param(
                 problem,
                 "fused",
-                marks=pytest.mark.thorough if problem.name in ("rows", "heads") else pytest.mark.soak,
+                marks=pytest.mark.thorough if problem.name in ("rows", "heads") else pytest.mark.nightly,
             ),
         )
     ]
@@ -233,8 +233,8 @@ def run_delayed(rank: int, algorithm: str, num_slots: int, calls: int) -> int:
         ("chunked", 2, 200),
         ("chunked", 3, 200),
         pytest.param("fused", 2, 60, marks=pytest.mark.thorough),
-        pytest.param("fused", 2, 200, marks=pytest.mark.soak),
-        pytest.param("fused", 3, 200, marks=pytest.mark.soak),  # half a minute
+        pytest.param("fused", 2, 200, marks=pytest.mark.nightly),
+        pytest.param("fused", 3, 200, marks=pytest.mark.nightly),  # half a minute
     ],
 )
 def test_many_calls_with_a_late_rank_are_exact(ranks: Any, algorithm: str, world_size: int, num_calls: int) -> None:

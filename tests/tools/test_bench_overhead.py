@@ -31,7 +31,7 @@ from fusedcomm.bench.timing import Timing, ValuesDiffer
 from fusedcomm.cli import main
 from fusedcomm.testing import RankPool
 from tests.helpers.problems import OPS
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench_overhead.json").read_text())
 OP = "matmul_all_to_all"
@@ -46,7 +46,7 @@ FEW_CALLS = {"HOT_CALLS": 3, "WARM_CALLS": 1, "COLD_CALLS": 2, "LAST_CALLS": 2}
     [
         QUICK,
         *thorough_but([], [(op, "forward", "backward", "both") for op in OPS[:1]]),
-        *(pytest.param((op, "forward", "backward", "both"), marks=pytest.mark.soak) for op in OPS[1:]),
+        *(pytest.param((op, "forward", "backward", "both"), marks=pytest.mark.nightly) for op in OPS[1:]),
     ],
     ids=" ".join,
 )

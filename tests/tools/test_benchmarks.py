@@ -39,7 +39,7 @@ from fusedcomm.launch.ranks import RankError
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.testing import RankPool
 from tests.helpers.block_checks import interpreted, no_latency
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 SHAPE = ("--shape", "36", "16", "24")
 FEW = ("--rounds", "2")
@@ -371,7 +371,7 @@ def measure_an_interpreted_block(rank: int) -> tuple[model_blocks.StepRow, int]:
         return model_blocks.measure_block(rank, "flux_single", STEP, "float32", "cpu", 2), barrier.call_count
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_bench_of_model_blocks_counts_what_is_fused(ranks: Callable[[int], RankPool]) -> None:
     row, num_met = ranks(2).run(measure_an_interpreted_block)[0]
     assert num_met == (1 + 2 + 2) * row.exchanges  # when it is compiled, warm-up, two rounds
@@ -404,7 +404,7 @@ def only_passes(gm: GraphModule, inputs: Any, **options: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tokens_dim", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("tokens_dim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_bench_of_compile_time_writes_what_it_prints(
     tokens_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -464,7 +464,7 @@ def test_goals_are_of_the_mode_and_the_worst_case_counts() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("huge_pages", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("huge_pages", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_bench_says_which_pages_its_ranks_got(
     huge_pages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

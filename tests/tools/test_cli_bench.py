@@ -321,7 +321,7 @@ def test_wrong_values_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: p
 COMMAND = ["fusedcomm", "bench", "matmul_all_reduce", *SHAPE, *FEW, "--dtype", "float32", "--device", "cpu", "--json"]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]

@@ -133,7 +133,7 @@ def test_one_rank_has_its_values_checked(ranks: Callable[[int], RankPool], tmp_p
     assert report["times"] == report["ratios"] == {}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
     result = run_demo("--rounds", "1", FUSEDCOMM_ALGORITHM="quick")
     assert result.returncode == 1

@@ -97,7 +97,7 @@ def test_the_slice_has_every_fault_and_step_of_chunked_and_every_op() -> None:
     assert {cell.op for cell in prepared} == set(OPS)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_the_whole_matrix() -> None:
     failed = [verdict for verdict in run_cells(CELLS) if not verdict.survived]
@@ -408,14 +408,14 @@ def test_ranks_that_do_not_start_are_told(
     assert "fusedcomm faults: rank 1 died: SIGKILL" in capsys.readouterr().err
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_cell_without_a_deadline_hangs() -> None:
     (verdict,) = run_cells([NO_DEADLINE.cell], around=off_in_its_cell, cell_s=20)
     assert verdict.hung
     assert not verdict.survived
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_cell_is_replayed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["faults", "--only", "chunked/matmul_all_to_all/kill/signal"]) == 0
     assert "1 of 1 cells survived" in capsys.readouterr().out

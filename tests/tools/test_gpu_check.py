@@ -40,7 +40,7 @@ from benchmarks.gpu_check.parts import PARTS, ROWS, Evidence, proved
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.launch.ranks import RankError, RankFailure
 from tests.helpers.broken_parts import FAULTS
-from tests.helpers.thorough import thorough_but
+from tests.helpers.tiers import thorough_but
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -439,7 +439,7 @@ def test_what_is_compiled_without_memory_is_what_tensors_with_memory_launch(tmp_
     python(SAME_KERNELS, TRITON_CACHE_DIR=str(tmp_path))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     """All parts in their own processes, as far as they run there."""

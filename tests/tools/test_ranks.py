@@ -166,7 +166,7 @@ if __name__ == "__main__":
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "end", ["time.sleep(60)", pytest.param("pass", marks=pytest.mark.soak), "pool.start(time.sleep)"]
+    "end", ["time.sleep(60)", pytest.param("pass", marks=pytest.mark.nightly), "pool.start(time.sleep)"]
 )
 def test_ranks_end_with_their_parent(end: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"

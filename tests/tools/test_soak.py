@@ -84,7 +84,7 @@ def test_no_call_outlasts_the_time_out_of_those_that_wait_for_its_ranks() -> Non
     assert any(call.case.num_bytes > 10 * call.group.workspace_bytes for call in capped)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_thousands_of_random_calls_in_smaller_worlds(ranks: Ranks, world_size: int) -> None:

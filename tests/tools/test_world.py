@@ -18,7 +18,7 @@ from fusedcomm import machine
 from fusedcomm.cli import explain, main
 from fusedcomm.doctor import facts
 from fusedcomm.launch import world
-from tests.helpers.thorough import soak_but
+from tests.helpers.tiers import nightly_but
 from tests.helpers.waiting import wait_until
 from tests.tools.test_ranks import wait_until_dead
 
@@ -159,7 +159,7 @@ def started(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], list[int
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("signum", "running"),
-    soak_but(
+    nightly_but(
         [(signal.SIGTERM, False), (signal.SIGKILL, True)], product([signal.SIGTERM, signal.SIGKILL], [False, True])
     ),
 )

@@ -21,9 +21,9 @@ def thorough_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return [pytest.param(value, marks=() if value in quick else pytest.mark.thorough) for value in values]
 
 
-def soak_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
+def nightly_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """``values``, or tuples of them, as parameters, marked `soak` unless they are among the ``kept`` ones."""
     values = list(values)
     assert all(value in values for value in kept), f"{kept} must be among {values}"
     params = [(value if isinstance(value, tuple) else (value,), value in kept) for value in values]
-    return [pytest.param(*each, marks=() if is_kept else pytest.mark.soak) for each, is_kept in params]
+    return [pytest.param(*each, marks=() if is_kept else pytest.mark.nightly) for each, is_kept in params]
