@@ -1,4 +1,4 @@
-"""Parameters of which `make test` runs a few, `make test-all` others, and `make soak` the rest."""
+"""Parameters by tier: `make test` runs those without a mark, CI the `thorough` ones too, `make nightly` the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def thorough_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
 
 
 def nightly_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """``values``, or tuples of them, as parameters, marked `soak` unless they are among the ``kept`` ones."""
+    """``values``, or tuples of them, as parameters, marked `nightly` unless they are among the ``kept`` ones."""
     values = list(values)
     assert all(value in values for value in kept), f"{kept} must be among {values}"
     params = [(value if isinstance(value, tuple) else (value,), value in kept) for value in values]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.compilers import OTHERS, TARGETS, TRITON_36, Compilers, Target
 from tests.helpers.large_tensors import overflow_is_an_error
-from tests.helpers.tiers import nightly_but, thorough_but
+from tests.helpers.tiers import thorough_but
 
 Compiled = dict[str, dict[str, Any]]  # by name
 
@@ -19,13 +19,13 @@ Compiled = dict[str, dict[str, Any]]  # by name
     scope="module",
     params=[
         *thorough_but(TARGETS[:1], TARGETS),
-        *nightly_but([], OTHERS),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS),
     ],
     ids=str,
 )
 def target(request: pytest.FixtureRequest) -> Target:
     if not request.param.is_there():
-        pytest.skip(f"{TRITON_36} does not exist: make test-all installs Triton 3.6 there")
+        pytest.skip(f"{TRITON_36} does not exist: CI installs Triton 3.6 there")
     return request.param
 
 

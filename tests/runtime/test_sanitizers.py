@@ -206,7 +206,7 @@ def test_symmetric_memory(name: str, tmp_path: Path) -> None:
         "pytest",
         "-q",
         "-m",
-        "not thorough and not soak",
+        "not thorough and not nightly",
         "-k",
         SKIPPED,
         *SYMMETRIC_MEMORY,
