@@ -1,6 +1,6 @@
 """The code that the model mirrors, and what it was when the model was last read against it.
 
-A digest covers what a function does: not its comments, docstring, annotations, formatting and messages (f-strings).
+A digest covers what functions of a file do: not comments, docstrings, annotations, formatting and messages (f-strings).
 ``python -m tests.protocol.mirrors`` prints the table anew.
 """
 
@@ -14,28 +14,31 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 WHAT_TO_DO = (
-    "{source} has changed since the model was read against it. Read it next to {part} in tests/protocol/, change the "
-    "model where it differs, run the models there, and then set its digest in {table} to {digest}"
+    "{place}: one of {names} has changed since the model was read against it. Read it next to {part} in "
+    "tests/protocol/, change the model where it differs, run the models there, and then set the digest in {table} to "
+    "{digest}"
 )
+# by part of the model, and by file or file:Class: names of functions, and their digest
+Mirrors = dict[str, dict[str, tuple[str, str]]]
 
 
-def digest(source: str, text: str | None = None) -> str:
-    """The digest of ``file:qualified name``, in ``text`` or in the file."""
-    path, _, name = source.partition(":")
-    text = (ROOT / path).read_text() if text is None else text
-    normal = _normal_python(text, name) if path.endswith(".py") else _normal_cpp(text, name)
+def digest(place: str, names: str, text: str | None = None) -> str:
+    """The digest of functions of ``place``, a file or file:Class, in ``text`` or as they are."""
+    file, _, owner = place.partition(":")
+    text = (ROOT / file).read_text() if text is None else text
+    of = _normal_python if file.endswith(".py") else _normal_cpp
+    normal = "\n".join(of(text, f"{owner}.{name}".lstrip(".")) for name in names.split())
     return hashlib.sha256(normal.encode()).hexdigest()[:12]
 
 
-def complaints(mirrors: dict[str, dict[str, str]], table: str) -> list[str]:
-    """What has changed, and what to do about it. ``mirrors`` has digests by source, for each part of the model."""
-    found = []
-    for part, sources in mirrors.items():
-        for source, known in sources.items():
-            now = digest(source)
-            if now != known:
-                found.append(WHAT_TO_DO.format(source=source, part=part, table=table, digest=now))
-    return found
+def complaints(mirrors: Mirrors, table: str) -> list[str]:
+    """The changes, and what to do about them."""
+    return [
+        WHAT_TO_DO.format(place=place, names=names, part=part, table=table, digest=digest(place, names))
+        for part, places in mirrors.items()
+        for place, (names, known) in places.items()
+        if digest(place, names) != known
+    ]
 
 
 def _normal_python(text: str, name: str) -> str:
@@ -80,8 +83,8 @@ def _normal_cpp(text: str, name: str) -> str:
 if __name__ == "__main__":
     from tests.protocol.mirrored import MIRRORED
 
-    for part, sources in MIRRORED.items():
+    for part, places in MIRRORED.items():
         print(f'    "{part}": {{')
-        for source in sources:
-            print(f'        "{source}": "{digest(source)}",')
+        for place, (names, _) in places.items():
+            print(f'        "{place}": ("{names}", "{digest(place, names)}"),')
         print("    },")

@@ -200,5 +200,5 @@ class ResultsInPlace:
         return (segment * self.size + owner) * self.size + src
 
     def _mark_cell(self, step: Step, owner: int, src: int) -> int:
-        slot = step.epoch % self.num_slots if self.rules.mark_by_slot else 0
+        slot = step.epoch % self.num_slots
         return ((step.segment * self.size + owner) * self.num_slots + slot) * self.size + src

@@ -24,13 +24,11 @@ class ResultRules:
     compares_epoch: bool = True  # a sender takes a post of its own round, not of one before
     compares_fingerprint: bool = True
     compares_size: bool = True
-    posts_each_round: bool = True  # not in the first round of a call alone
     mark_names: str = "epoch"  # a receiver takes a mark of its own round; "op": of the same call; "nothing": any
-    mark_by_slot: bool = True  # two marks for each source, in turn
     copies_slots_only: bool = True  # what is in place is not copied out
     holds_until: str = "finish"  # or "signal": a call's result is the user's, to free, when its own last signal is set
     retires: bool = True  # a block of a call that has failed is not used again
-    heap_after_reset: str = "new"  # or "kept", or "forgotten": the memory is kept, but not who has which block
+    heap_after_reset: str = "new"  # or "forgotten": the memory is kept, but not who has which block
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ def compile_script(scenario: Scenario, rank: int) -> Programs:
                 result = max(_place(scenario, each, rank) for each in call)
                 sends.append(Step("enter", rank, segment, epoch, round.op, slot, posted, result, last))
             started = len(sends)
-            for what, dst in _sends(scenario, round, rank, posts=i == 0 or rules.results.posts_each_round):
+            for what, dst in _sends(scenario, round, rank):
                 after, at_once = posted if what in POSTS else joined, scenario.whole_posts and what in AT_ONCE
                 written = round.size_on(rank if what in POSTS else dst)
                 sends.append(Step(what, dst, segment, epoch, round.op, slot, after, written, last, at_once))
@@ -202,11 +200,11 @@ def _place(scenario: Scenario, round: Round, rank: int) -> int:
     return round.size_on(rank) if scenario.blocks and written else 0
 
 
-def _sends(scenario: Scenario, round: Round, rank: int, posts: bool) -> Iterator[tuple[str, int]]:
+def _sends(scenario: Scenario, round: Round, rank: int) -> Iterator[tuple[str, int]]:
     # The own chunk is left out: one rank writes and reads it, in program order.
     rules, in_place = scenario.rules, _place(scenario, round, rank) > 0
     peers = peers_of(rank, scenario.group_size)[:-1]
-    if in_place and posts:
+    if in_place:
         yield from ((what, dst) for dst in peers if not round.is_empty(dst, rank) for what in rules.results.post)
     for dst in reversed(peers) if rank in scenario.turned else peers:
         empty = round.is_empty(rank, dst)

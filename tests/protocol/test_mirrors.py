@@ -75,11 +75,9 @@ def in_program_order(programs: Programs) -> Steps:
     return steps
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_the_model_is_what_the_code_does(ranks: Any, world_size: int) -> None:
-    empty = empty_from(*range(world_size))
-    scenario = Scenario(all_run(world_size, PUSH, empty, GATHER, UNFUSED, ALL_REDUCE))
-    for rank, steps in enumerate(ranks(world_size).run(recorded_steps)):
+def test_the_model_is_what_the_code_does(ranks: Any) -> None:
+    scenario = Scenario(all_run(3, PUSH, empty_from(0, 1, 2), GATHER, UNFUSED, ALL_REDUCE))
+    for rank, steps in enumerate(ranks(3).run(recorded_steps)):
         assert steps == in_program_order(compile_script(scenario, rank))
 
 
@@ -88,7 +86,7 @@ def test_the_code_is_what_the_model_was_read_against() -> None:
     assert not found, "\n\n".join(found)
 
 
-WAIT, NATIVE_WAIT = "fusedcomm/runtime/workspace.py:Workspace.wait", "kernels/cpu/flags.h:wait_word"
+WAIT, NATIVE_WAIT = ("fusedcomm/runtime/workspace.py:Workspace", "wait"), ("kernels/cpu/flags.h", "wait_word")
 
 
 @pytest.mark.parametrize(
@@ -102,14 +100,14 @@ WAIT, NATIVE_WAIT = "fusedcomm/runtime/workspace.py:Workspace.wait", "kernels/cp
         (NATIVE_WAIT, "// the signal may", "// a signal may", False),
     ],
 )
-def test_a_change_of_mirrored_code_is_noticed(source: str, old: str, new: str, is_noticed: bool) -> None:
-    text = (mirrors.ROOT / source.partition(":")[0]).read_text()
+def test_a_change_of_mirrored_code_is_noticed(source: tuple[str, str], old: str, new: str, is_noticed: bool) -> None:
+    place, names = source
+    text = (mirrors.ROOT / place.partition(":")[0]).read_text()
     assert old in text
-    assert (mirrors.digest(source, text.replace(old, new)) != mirrors.digest(source)) == is_noticed
+    assert (mirrors.digest(place, names, text.replace(old, new)) != mirrors.digest(place, names)) == is_noticed
 
 
 def test_a_change_is_told_with_what_to_do() -> None:
-    (text,) = mirrors.complaints({"model._wait": {WAIT: "what it was"}}, mirrored.__name__)
-    assert WAIT in text
-    assert "model._wait" in text
-    assert mirrors.digest(WAIT) in text
+    place, name = WAIT
+    (text,) = mirrors.complaints({"model._wait": {place: (name, "another digest")}}, mirrored.__name__)
+    assert all(each in text for each in (place, name, "model._wait", mirrors.digest(place, name)))
