@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.block_checks import interpreted
 from tests.helpers.fragments import FRAGMENTS, Fragment
 from tests.helpers.graphs import check_fragment
-from tests.helpers.tiers import thorough_but
+from tests.helpers.tiers import nightly_but, thorough_but
 
 QUICK = [  # each op, and each way in which programs say what is sent
     "all-reduce-in-place",
@@ -20,26 +21,24 @@ QUICK = [  # each op, and each way in which programs say what is sent
     "megatron-column-parallel",
     "megatron-row-parallel",
     "scattered-columns",
-    "start-program",
 ]
-ON_FOUR_RANKS = ["dtensor-sequence-parallel", "q-k-v-linears-for-inference"]
 
 
 @pytest.mark.parametrize("fragment", thorough_but([f for f in FRAGMENTS if f.name in QUICK], FRAGMENTS), ids=str)
-def test_on_two_ranks(ranks: Any, fragment: Fragment) -> None:
-    ranks(2).run(check_fragment, fragment.name)
+def test_graphs_and_values(ranks: Any, fragment: Fragment) -> None:
+    """Inductor's graphs are run op by op: its code takes long to compile."""
+    ranks(2).run(check_fragment, fragment.name, interpreted)
+
+
+@pytest.mark.parametrize("name", nightly_but(["start-program"], [fragment.name for fragment in FRAGMENTS]))
+def test_code_of_inductor(ranks: Any, name: str) -> None:
+    ranks(2).run(check_fragment, name, "inductor")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ON_FOUR_RANKS)
-def test_on_four_ranks(ranks: Any, name: str) -> None:
-    ranks(4).run(check_fragment, name)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("fragment", [f for f in FRAGMENTS if f.name not in ON_FOUR_RANKS], ids=str)
-def test_the_others_on_four_ranks(ranks: Any, fragment: Fragment) -> None:
-    ranks(4).run(check_fragment, fragment.name)
+@pytest.mark.parametrize("name", ["dtensor-sequence-parallel", "q-k-v-linears-for-inference"])
+def test_four_ranks(ranks: Any, name: str) -> None:
+    ranks(4).run(check_fragment, name, interpreted)
 
 
 def check_decomposed(rank: int, name: str) -> None:
@@ -48,12 +47,12 @@ def check_decomposed(rank: int, name: str) -> None:
 
     counters.clear()
     with config.patch(decompose_shard_dim_alltoall=True):
-        check_fragment(rank, name)
+        check_fragment(rank, name, interpreted)
     assert counters["inductor"]["decompose_shard_dim_alltoall"] == 1
 
 
 @pytest.mark.parametrize("name", ["shard-dim-alltoall", "shard-dim-alltoall-before"])
-def test_what_inductor_itself_makes_of_shard_dim_alltoall(ranks: Any, name: str) -> None:
+def test_shard_dim_alltoall_decomposed_by_inductor(ranks: Any, name: str) -> None:
     from torch._inductor import config
 
     if not hasattr(config, "decompose_shard_dim_alltoall"):

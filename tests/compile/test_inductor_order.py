@@ -16,14 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, Node
 
-import fusedcomm.compile
 from fusedcomm.compile.overlap import inductor_order
-from tests.compile.test_enabled import matmul_and_reshard_heads
 from tests.compile.test_lowering import codes_of
 
 _c10d = torch.ops._c10d_functional
 CALL = re.compile(r"_c10d_functional\.(\w+)\.\w+\(|extern_kernels\.(\w*mm)\(|^ +(cpp_fused)\w*\(", re.MULTILINE)
-PAIRS = 3
 
 
 def calls(code: str) -> list[str]:
@@ -48,51 +45,10 @@ def wait_late(graph: Graph, keep: bool) -> None:
         inductor_order.mark(graph)
 
 
-def matmul_then_reshard(device_mesh: Any, *args: Tensor) -> Any:
-    return matmul_and_reshard_heads(args[:PAIRS], args[PAIRS:], device_mesh)
-
-
-def check_start_program(rank: int) -> list[list[str]]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from fusedcomm.compile import inductor
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    args = [torch.randn(shape) for shape in [(2, 6, 8)] * PAIRS + [(2, 8, 32)] * PAIRS]
-    program = partial(matmul_then_reshard, mesh)
-    want, found = program(*args), []
-    for keep in (True, False):
-        by_hand = partial(wait_late, keep=keep)
-        inductor_order.install()
-        try:
-            with fusedcomm.compile.enabled(fuse=()):
-                inductor.add(by_hand)
-                got, (code,) = codes_of(lambda compiled: compiled(*args), program)
-                inductor.remove(by_hand)
-        finally:
-            inductor_order.remove()
-        torch.testing.assert_close(got, want)
-        found.append(calls(code))
-    return found
-
-
 def matmuls_between(names: list[str]) -> list[int]:
     """How many matmuls stand between each start and its wait, where waits come in the order of the starts."""
     starts, waits = ([i for i, name in enumerate(names) if name == what] for what in ("start", "wait"))
     return [names[start:wait].count("mm") for start, wait in zip(starts, waits, strict=True)]
-
-
-def test_the_start_program_overlaps_without_fusing(ranks: Any) -> None:
-    """The last exchange has no matmul left to hide behind.
-
-    In the control, without the mark, Inductor finds another order, of less memory, and no start has a matmul before its
-    wait.
-    """
-    (kept, lost), other = ranks(2).run(check_start_program)
-    assert other == [kept, lost]
-    assert matmuls_between(kept) == [PAIRS - 1 - i for i in range(PAIRS)]
-    assert matmuls_between(lost) == [0] * PAIRS
-    assert sorted(kept) == sorted(lost)  # as many kernels
 
 
 def gather_beside_matmuls(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, ...]:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-import fusedcomm.compile
-from tests.helpers.graphs import recorded_graphs, targets
-from tests.helpers.on_ranks import on_ranks
+from fusedcomm.compile.passes import FusedcommPass, Settings
+from fusedcomm.compile.reports import CompileReport
+from tests.helpers.graphs import aten_graph
+from tests.helpers.merge_world import fake_world
 from tests.helpers.program_parts import (
     DIM,
     HEADS,
@@ -26,7 +27,6 @@ from tests.helpers.program_parts import (
     tokens_first,
     world,
 )
-from tests.helpers.tiers import thorough_but
 
 Program = Callable[..., Any]
 NEAR_MISSES: dict[str, tuple[Callable[[int], tuple[Program, list[tuple[int, ...]]]], str]] = {}
@@ -237,35 +237,16 @@ def rows_of_a_batch_in_parts(r: int) -> Any:
     return program, [(B, T, K), (B, K, N)]
 
 
-QUICK = [  # one that each part of the search refuses
-    "right-operand",
-    "coalesced",
-    "bias-before-the-sum",
-    "uneven-splits",
-    "scaled",
-    "gathered-weight",
-    "maximum",
-    "result-is-used",
-    "something-is-computed-between",
-    "heads-of-keys-are-repeated",
-]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", thorough_but(QUICK, NEAR_MISSES))
-def test_the_graph_stays_and_the_reason_is_said(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_the_graph_stays_and_the_reason_is_said(name: str) -> None:
     make, reason = NEAR_MISSES[name]
-    program, shapes = make(torch.distributed.get_world_size())
-    generator = torch.Generator().manual_seed(rank)
-    args = [torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes]
-    with recorded_graphs() as plain:
-        want = torch.compile(program, fullgraph=True)(*args)
-    with recorded_graphs() as graphs, fusedcomm.compile.enabled(commute=False) as report:
-        got = torch.compile(program, fullgraph=True)(*args)
-    assert [str(graph) for graph in graphs] == [str(graph) for graph in plain]
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert not any(targets(graph, "fusedcomm") for graph in graphs)
+    report = CompileReport()
+    with fake_world([0, 1]):
+        program, shapes = make(2)
+        graph = aten_graph(program, [torch.ones(shape) for shape in shapes]).graph
+        before = str(graph)
+        FusedcommPass(Settings(commute=False), report)(graph)
+    assert str(graph) == before
     (line,) = report.collectives
     assert (line.status, line.op, line.saving_us) == ("exposed", None, 0.0)
     assert any(each.startswith(reason) for each in line.reason.split("; ")), line.reason
-    assert line.source.rpartition(":")[0].endswith(".py")

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
+from tests.helpers.graphs import aten_graph
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
-from tests.helpers.tiers import thorough_but
 
 KINDS = ["push", "exchange", "gather", "reduce_scatter", "all_reduce"]
 
@@ -95,16 +94,13 @@ def random_program(seed: int, kind: str, r: int) -> tuple[Callable[..., Any], li
 
 def fused(rank: int, kind: str, seeds: list[int]) -> int:
     """How many of the programs got an op of fusedcomm. Small integers make sums exact."""
-    from torch._inductor.compile_fx import view_to_reshape
-
     r, report = dist.get_world_size(), CompileReport()
     for seed in seeds:
         program, shapes = random_program(seed, kind, r)
         generator = torch.Generator().manual_seed(100 * seed + rank)
         args = [torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes]
         want = program(*args)
-        gm = make_fx(program, tracing_mode="fake")(*args)
-        view_to_reshape(gm)  # as Inductor does before its first pass: strides may change
+        gm = aten_graph(program, args)
         FusedcommPass(Settings(), report)(gm.graph)
         gm.graph.lint()
         gm.recompile()
@@ -113,14 +109,14 @@ def fused(rank: int, kind: str, seeds: list[int]) -> int:
     return sum(line.status == "fused" for line in report.collectives)
 
 
-@pytest.mark.parametrize("world_size", thorough_but([2], [2, 3]))
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_stay(ranks: Any, kind: str, world_size: int) -> None:
-    counts = ranks(world_size).run(fused, kind, list(range(25)))
-    assert len(set(counts)) == 1 and counts[0] >= 6  # not in vain
+def test_values_stay(ranks: Any, kind: str) -> None:
+    counts = ranks(2).run(fused, kind, list(range(20)))
+    assert len(set(counts)) == 1 and counts[0] >= 5  # not in vain
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_stay_for_long(ranks: Any, kind: str) -> None:
-    ranks(2).run(fused, kind, list(range(1000, 2000)))
+def test_values_stay_for_long(ranks: Any, kind: str, world_size: int) -> None:
+    ranks(world_size).run(fused, kind, list(range(1000, 1500)))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch.nn import functional as F
@@ -89,18 +88,6 @@ def start_program(r: int) -> Any:
     return program, [(B, T, K), (B, K, N)]
 
 
-@fragment([M2A, M2A, M2A], [A2M, A2M, A2M])
-def three_pairs(r: int) -> Any:
-    device_mesh = mesh()
-
-    def program(*args: Tensor) -> list[Tensor]:
-        return [
-            reshard((x @ w).view(B, T, HEADS, DIM), 1, 2, device_mesh) for x, w in zip(args[:3], args[3:], strict=True)
-        ]
-
-    return program, [(B, T, K)] * 3 + [(K, N)] * 3
-
-
 @fragment([M2A], grad=False)
 def shard_dim_alltoall(r: int) -> Any:
     name = world().group_name
@@ -173,14 +160,6 @@ def veomni_after_attention(r: int) -> Any:
 
 
 @fragment([M2A], [A2M, A2M, A2M])
-def q_k_v_linears(r: int) -> Any:
-    def program(x: Tensor, *ws: Tensor) -> list[Tensor]:
-        return [heads_first(F.linear(x, w).view(B, T, -1, DIM), r) for w in ws]
-
-    return program, [(B, T, K)] + [(N, K)] * 3
-
-
-@fragment([M2A], [A2M, A2M, A2M])
 def q_k_v_linears_of_grouped_query_attention(r: int) -> Any:
     def program(x: Tensor, *args: Tensor) -> list[Tensor]:
         return [heads_first(F.linear(x, w, b).view(B, T, -1, DIM), r) for w, b in zip(args[:3], args[3:], strict=True)]
@@ -206,14 +185,6 @@ def packed_q_k_v(r: int) -> Any:
     return program, [(B, T, K), (3 * N, K)]
 
 
-@fragment([M2A], [A2M])
-def rows_without_a_new_layout(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return AllToAll.apply(x @ w)
-
-    return program, [(r * T, K), (K, N)]
-
-
 @fragment([M2A, M2A], [M2A], left=["all_to_all_single"])  # a matmul goes into one op
 def experts(r: int) -> Any:
     def program(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -229,22 +200,6 @@ def batched_with_bias(r: int) -> Any:
         return AllToAll.apply(y).permute(1, 0, 2, 3).reshape(B, r * T, N // r)
 
     return program, [(B, T, K), (B, K, N), (N,)]
-
-
-@fragment([M2A], [A2M])
-def bias_added_after(r: int) -> Any:
-    def program(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        return heads_first((x @ w + bias).view(B, T, HEADS, DIM), r)
-
-    return program, [(B, T, K), (K, N), (N,)]
-
-
-@fragment([M2A], [A2M])
-def transposed_for_attention(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return heads_first((x @ w).view(B, T, HEADS, DIM), r).transpose(1, 2)
-
-    return program, [(B, T, K), (K, N)]
 
 
 @fragment([M2A], grad=False)
@@ -306,14 +261,6 @@ def dynamic_batch_and_tokens(r: int) -> Any:
         return reduce_scatter_autograd(y @ wo, "sum", 1, world())
 
     return program, [(B, T, K), (K, N), (N, K)]
-
-
-@fragment([M2A], [A2M], frozen=(1,))
-def frozen_weight(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return heads_first((x @ w).view(B, T, HEADS, DIM), r)
-
-    return program, [(B, T, K), (K, N)]
 
 
 @fragment([M2A], [], frozen=(0,), left=["all_to_all_single"])
@@ -410,14 +357,6 @@ def scattered_columns(r: int) -> Any:
     return program, [(T, K), (K, N)]
 
 
-@fragment([MAR], grad=False)
-def reduced_logits(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return funcol.all_reduce(x @ w, "sum", world())
-
-    return program, [(B, T, K), (K, N)]
-
-
 @fragment([MRS], grad=False)
 def sum_of_matmuls(r: int) -> Any:
     def program(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor) -> Tensor:
@@ -457,17 +396,5 @@ def gather_and_scatter_in_place(r: int) -> Any:
         return out
 
     return program, [(T, B, K), (K, N), (N, K)]
-
-
-@fragment([M2A, A2M], [M2A, A2M, A2M, A2M], exact=False)
-def ulysses_attention(r: int) -> Any:
-    device_mesh = mesh()
-
-    def program(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> Tensor:
-        q, k, v = (
-            reshard(F.linear(x, w).view(B, T, HEADS, DIM), 1, 2, device_mesh).transpose(1, 2) for w in (wq, wk, wv)
-        )
-        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        return F.linear(reshard(out, 2, 1, device_mesh).flatten(2), wo)
 
     return program, [(B, T, K)] + [(N, K)] * 3 + [(K, N)]

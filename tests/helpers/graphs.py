@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedcomm.compile
 from fusedcomm.compile.reports import CompileReport
 from tests.helpers.fragments import FRAGMENTS, Fragment
+
+
+def aten_graph(program: Callable[..., Any], args: Sequence[Tensor]) -> GraphModule:
+    """The program as Inductor hands it to its first pass: decomposed, with reshapes for views."""
+    from torch._inductor.compile_fx import view_to_reshape
+    from torch._inductor.decomposition import select_decomp_table
+
+    gm = make_fx(program, select_decomp_table(), tracing_mode="fake")(*args)
+    view_to_reshape(gm)  # strides may change
+    return gm
 
 
 @contextmanager
@@ -69,7 +80,7 @@ def run(fragment: Fragment, program: Callable[..., Any], args: list[Tensor]) -> 
     return [o.detach() for o in outs] + [g.to_local() if hasattr(g, "to_local") else g for g in grads]
 
 
-def check_fragment(rank: int, name: str) -> None:
+def check_fragment(rank: int, name: str, backend: Any) -> None:
     """Values and strides are the plain program's; the graphs have the ops, and no collective that they replace."""
     fragment = next(each for each in FRAGMENTS if each.name == name)
     program, shapes = fragment.make(torch.distributed.get_world_size())
@@ -78,7 +89,7 @@ def check_fragment(rank: int, name: str) -> None:
         torch._dynamo.mark_dynamic(args[0], dim)
     want = run(fragment, program, args)
     with recorded_graphs() as graphs, fusedcomm.compile.enabled() as report:
-        compiled = torch.compile(program, fullgraph=True)
+        compiled = torch.compile(program, fullgraph=True, backend=backend)
         if isinstance(program, nn.Module):
             compiled.parameters = program.parameters  # type: ignore[attr-defined]
         got = run(fragment, compiled, args)
@@ -103,4 +114,5 @@ def check_graphs(fragment: Fragment, graphs: list[Graph], report: CompileReport)
     phases = ["forward", "backward"] if fragment.grad else ["inference"]
     assert {line.graph for line in report.collectives} <= set(phases), text
     fused = [line for line in report.collectives if line.status == "fused"]
-    assert all(line.saving_us > 0 and line.source for line in fused), text
+    assert all(line.saving_us > 0 and line.plan for line in fused), text
+    assert all(line.source.rpartition(":")[0].endswith(".py") for line in report.collectives), text
