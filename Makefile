@@ -134,11 +134,11 @@ $(VENV)/.made:
 	@touch $@
 
 # torch and setuptools first: without build isolation setup.py builds the native part against them. Without
-# NumPy torch works, but complains.
+# NumPy torch works, but complains. ninja compiles the native part's sources beside each other.
 $(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml fusedcomm/__init__.py $(NATIVE_SOURCES)
 	@echo "Installing PyTorch, Triton and what they need into $(VENV), then building fusedcomm: minutes the first time"
-	$(PIP) "setuptools>=77" torch numpy
-	$(PIP) --no-build-isolation --editable .
+	$(PIP) "setuptools>=77" torch numpy ninja
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --editable .
 	@touch $@
 
 # fusedcomm itself is there already: this adds what the extra names, and builds nothing again.

@@ -35,7 +35,7 @@ def left_out(reason: object) -> None:
 
 def native_extension() -> dict[str, Any]:
     """The arguments of setup() that build the extension."""
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, is_ninja_available
 
     class OptionalBuild(BuildExtension):
         def run(self) -> None:
@@ -47,17 +47,25 @@ def native_extension() -> dict[str, Any]:
                 left_out(error)
                 self.extensions: list[Any] = []
 
+        def build_extensions(self) -> None:
+            folder = Path(self.build_temp).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            # A header, not a macro of the command line: a change compiles again only the files that it is in.
+            (folder / "sources_digest.h").write_text(f'#define FUSEDCOMM_SOURCES "{digest}"\n')
+            extension.include_dirs.append(str(folder))
+            super().build_extensions()
+
     digest = runpy.run_path(str(FOLDER / "sources.py"))["digest"]()
     extension = CppExtension(
         NAME,
         sources=[str(source) for source in sorted(FOLDER.glob("*.cpp"))],
         depends=[str(header) for header in sorted(FOLDER.glob("*.h"))],
-        define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None), ("FUSEDCOMM_SOURCES", f'"{digest}"')],
+        define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None)],
         extra_compile_args=["-O2", "-g0", "-Wall", "-fvisibility=hidden"],
     )
     return {
         "ext_modules": [extension],
-        "cmdclass": {"build_ext": OptionalBuild.with_options(use_ninja=False)},
+        "cmdclass": {"build_ext": OptionalBuild.with_options(use_ninja=is_ninja_available())},
     }
 
 

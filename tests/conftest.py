@@ -26,6 +26,14 @@ os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine
 TIMEOUT_S = "20"  # bound of waits between ranks; a test that hangs is over long before its own limit
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on ranks are for one worker: the other one would start ranks of its own, and slow these down."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 def pytest_collection_finish() -> None:
     """What is loaded stays: collections that look through it take most of a second, and tests make many."""
     gc.collect()

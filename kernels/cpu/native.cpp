@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "sources_digest.h"  // setup.py writes it
 #include "flags.h"
 #include "huge_pages.h"
 #include "warm.h"

@@ -2,7 +2,8 @@
 
     python -m tests.helpers.negative_controls [PROTECTION ...]
 
-works on copies of the sources, one protection off in each. tests/package/test_negative_controls.py keeps the list true.
+works on a copy of the sources, one protection off at a time. tests/package/test_negative_controls.py keeps the list
+true.
 
 The fault matrix, the random programs and the model of the protocol must find what is off in them too:
 tests/helpers/fault_controls.py, tests/helpers/soak_faults.py, PLANTED in tests/protocol/test_model.py (a reset without
@@ -14,19 +15,23 @@ a new segment is there alone). What nothing here switches off: the order of memo
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
 from tests.helpers.controls import of_calls, of_cpus, of_decisions, of_gpus
-from tests.helpers.controls.control import Control
+from tests.helpers.controls.control import Control, Sources
 
 CONTROLS: dict[str, Control] = {**of_calls.CONTROLS, **of_decisions.CONTROLS, **of_cpus.CONTROLS, **of_gpus.CONTROLS}
 
 
 def main(names: list[str]) -> int:
     failed = 0
-    for name in names or CONTROLS:
-        reason = CONTROLS[name].run()
-        failed += reason is not None
-        print(f"{name}: {reason or 'its test fails without it'}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="fusedcomm-controls-") as folder:
+        sources = Sources(Path(folder))
+        for name in names or CONTROLS:
+            reason = CONTROLS[name].run(sources)
+            failed += reason is not None
+            print(f"{name}: {reason or 'its test fails without it'}", flush=True)
     return min(failed, 1)
 
 
