@@ -173,9 +173,8 @@ def test_a_norm_across_heads_keeps_no_more_for_the_backward(rank: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize("correction", [None, 0, 1])
-def test_a_variance_across_heads_moves(rank: int, keepdim: bool, correction: int | None) -> None:
+@pytest.mark.parametrize(("correction", "keepdim"), [(None, True), (0, False)])
+def test_a_variance_across_heads_moves(rank: int, correction: int | None, keepdim: bool) -> None:
     def program(v: Values) -> Any:
         y = product(v).flatten(1)
         variance, mean = torch.var_mean(y, 1, correction=correction, keepdim=keepdim)
@@ -229,7 +228,6 @@ def test_a_matmul_is_cut_where_its_own_exchange_moves(rank: int, moves: bool) ->
 
     with recorded_graphs() as graphs:
         report = check(program)
-    print(report)
     assert [line.op is not None for line in report.collectives if line.graph == "forward"] == [moves, True]
     wide = [n for n in graphs[0].find_nodes(op="call_function", target=torch.ops.aten.mm.default) if is_wide(n)]
     assert len(wide) == (0 if moves else 1)
@@ -267,19 +265,11 @@ def without_degrees_of_freedom(v: Values) -> Any:
     return to_heads(product(v) * mean.view(-1, 1, 1))
 
 
-@pytest.mark.filterwarnings("error:fusedcomm.compile")
 @on_ranks(2)
-@pytest.mark.parametrize("with_grad", [False, True])
-@pytest.mark.parametrize("program", [of_two_dtypes, square, without_degrees_of_freedom])
 @pytest.mark.thorough
-def test_programs_that_reviews_brought(rank: int, program: Program, with_grad: bool) -> None:
+@pytest.mark.parametrize("program", [of_two_dtypes, square, without_degrees_of_freedom])
+def test_programs_that_broke_a_pass(rank: int, program: Program) -> None:
     """Operands of two dtypes, a permute that is no transpose, a variance of as many numbers as its correction."""
-    if with_grad:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fusedcomm.compile")  # a pass that fails says so
         check(program)
-        return
-    torch._dynamo.reset()
-    values = {name: value.detach() for name, value in inputs().items()}
-    with no_latency(), fusedcomm.compile.enabled(), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="fusedcomm.compile")  # so a pass that fails warns
-        got = torch.compile(program, fullgraph=True, backend=interpreted)(values)
-    torch.testing.assert_close(got, program(values), rtol=1e-4, atol=1e-3)
