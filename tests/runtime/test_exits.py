@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedcomm
 from fusedcomm.runtime import departures, members, workspace
@@ -27,7 +27,7 @@ from fusedcomm.runtime.segment import LAST_WORDS_BYTES
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
-from tests.helpers.tiers import ALGORITHMS_WITH_SEGMENTS
+from tests.helpers.waiting import wait_until
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 WORDS = "LookupError: no more data, after call 1"
@@ -43,18 +43,30 @@ def leave(group: Any) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("seconds", [0.0, 0.5], ids=["before-they-come", "while-they-wait"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
-def test_peers_hear_why_a_rank_has_left(rank: int, algorithm: str, seconds: float) -> None:
-    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+@pytest.mark.parametrize("waits", [False, True], ids=["before-they-come", "while-they-wait"])
+def test_peers_hear_why_a_rank_has_left(rank: int, waits: bool, tmp_path: Path) -> None:
+    waiting, left = tmp_path / "rank 0 waits", tmp_path / "rank 1 has left"
+    must_stop = workspace.Workspace._must_stop
+
+    def must_stop_seen(self: workspace.Workspace, epoch: int) -> bool:
+        waiting.touch()
+        return must_stop(self, epoch)
+
+    with (
+        fresh_group(TIMEOUT_S="60") as group,
+        fusedcomm.force_algorithm("chunked", strict=True),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         check(group, HEADS, call(group, HEADS))
+        if rank == 0:
+            patch.setattr(workspace, "LOOK_S", 0.05)
+            patch.setattr(workspace.Workspace, "_must_stop", must_stop_seen)
         if rank == 1:
-            time.sleep(seconds)
+            wait_until(lambda: waiting.exists() or not waits)
             leave(group)
-        if not seconds:
-            dist.barrier(group)
-        if rank == 2:
-            time.sleep(2 * seconds)  # rank 0 waits for this rank too, which is not to blame
+            left.touch()
+        if rank == 2 or not waits:  # rank 0 waits for rank 2 too, which is not to blame
+            wait_until(left.exists)
         if rank != 1:
             begun = time.monotonic()
             for _ in range(2):
@@ -121,18 +133,13 @@ def test_a_rank_that_destroys_its_group_says_why(rank: int, error: Exception | N
     dist.destroy_process_group(group)
 
 
-class NoOps(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} was seen by a mode")
-
-
 class NoFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} was seen by a mode")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("mode", [FakeTensorMode, NoOps, NoFunctions])
+@pytest.mark.parametrize("mode", [FakeTensorMode, NoFunctions])
 def test_a_group_that_is_collected_while_a_program_is_traced_says_so(rank: int, mode: Any) -> None:
     with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS))

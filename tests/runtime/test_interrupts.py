@@ -25,6 +25,7 @@ from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem
 from tests.helpers.symmetric_memory import CPU, footprint, make, timeout
+from tests.helpers.tiers import nightly_but
 
 PROBLEM = next(problem for problem in PROBLEMS if problem.name == "heads")
 LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
@@ -67,13 +68,10 @@ PHASES: dict[str, Callable[[Any], object]] = {
     "close": fusedcomm.close,
     "reset": fusedcomm.reset,
 }
-QUICK = ("rendezvous", "copy-out")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "phase", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in PHASES]
-)
+@pytest.mark.parametrize("phase", nightly_but(["rendezvous", "copy-out"], PHASES))
 def test_ctrl_c(rank: int, phase: str) -> None:
     before = footprint()
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
@@ -135,10 +133,9 @@ def test_ctrl_c_in_a_barrier_of_a_handle(rank: int) -> None:
         handle.barrier(timeout_ms=5000)
 
 
-@pytest.mark.parametrize("calls", [pytest.param(0, marks=pytest.mark.thorough), 5])
-def test_ctrl_c_while_the_store_is_cut_off(calls: int) -> None:
+def test_ctrl_c_while_the_store_is_cut_off() -> None:
     """The rendezvous has at most the time that it gives the store to answer, to take back what it has posted."""
-    store, name = CutStore(calls), f"test/interrupted/{calls}"
+    store, name = CutStore(5), "test/interrupted"
     _SymmetricMemory.set_group_info(name, 0, 2, store)
     tensor, start = symm_mem.empty(4, device=CPU), time.monotonic()
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -188,9 +185,13 @@ class AtCall:
 
 
 @on_ranks(2)
-@pytest.mark.thorough
-@pytest.mark.parametrize("stride", [47, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("phase", SWEPT)
+@pytest.mark.parametrize(
+    ("phase", "stride"),
+    [
+        pytest.param("warm", 47, marks=pytest.mark.thorough),
+        *(pytest.param(phase, 1, marks=pytest.mark.nightly) for phase in SWEPT),
+    ],
+)
 def test_ctrl_c_at_every_function(rank: int, phase: str, stride: int) -> None:
     number, ended = 1, False
     while not ended:

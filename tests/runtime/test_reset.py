@@ -57,7 +57,8 @@ def fails(group: Any, problem: Problem, rank: int, number: int) -> None:
     dist.barrier(group)
 
 
-def check_half_a_vote(rank: int) -> None:
+@on_ranks(2)
+def test_a_reset_repairs_half_a_vote(rank: int) -> None:
     """Only rank 0 knows the topology."""
     with fresh_group(TIMEOUT_S="2") as group, fusedcomm.force_algorithm("chunked", strict=True):
         fails(group, HEADS, rank, number=1)
@@ -65,7 +66,8 @@ def check_half_a_vote(rank: int) -> None:
         check(group, HEADS, call(group, HEADS, 1), 1)
 
 
-def check_half_a_growth(rank: int) -> None:
+@on_ranks(2)
+def test_a_reset_repairs_half_a_growth(rank: int) -> None:
     """Rank 0 waits for its peer in the rendezvous; both have given up their smaller workspace."""
     with fresh_group(TIMEOUT_S="2") as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, SMALL, call(group, SMALL))
@@ -74,11 +76,6 @@ def check_half_a_growth(rank: int) -> None:
         fusedcomm.reset(group)
         assert member_of(group).unavailable is None and member_of(group).workspace is not None
         check(group, LARGE, call(group, LARGE, 1), 1)
-
-
-@pytest.mark.parametrize("scenario", [check_half_a_vote, check_half_a_growth])
-def test_a_reset_repairs_ranks_that_differ(ranks: Any, scenario: Any) -> None:
-    ranks(2).run(scenario)
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/runtime/segment.py",
         "return self.header_bytes + epoch % NUM_SLOTS * slot_bytes",
         "return self.header_bytes",
-        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked-2-200]",
+        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked]",
     ),
     "data before the flag": Control(
         "fusedcomm/algorithms/transport.py",
@@ -41,13 +41,13 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/compile/graph/normalize.py",
         "        start.meta[UNEVEN] = _uneven(exchange)\n",
         "",
-        "tests/compile/test_uneven_shards.py::test_all_ranks_leave_it[True-tokens-2]",
+        "tests/compile/test_uneven_shards.py::test_all_ranks_leave_it[True-7-4]",
     ),
     "a wait before each read": Control(
         WORKSPACE,
         "        self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)",
         "        pass",
-        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked-2-200]",
+        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked]",
     ),
     "the last program of a chunk signals": Control(
         ROUNDS,
@@ -176,13 +176,13 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "        self._give_up(ABANDONED, epoch)",
         "        pass",
-        "tests/runtime/test_faults.py::test_a_round_left_half_way_is_never_taken_for_the_next[chunked-at-once]",
+        "tests/runtime/test_faults.py::test_a_round_left_half_way_is_never_taken_for_the_next[chunked]",
     ),
     "a rank that ends tells its peers": Control(
         WORKSPACE,
         "                self._tell_departure(peer, self.rank, last_words, epoch)",
         "                pass",
-        "tests/runtime/test_exits.py::test_peers_hear_why_a_rank_has_left[chunked-while-they-wait]",
+        "tests/runtime/test_exits.py::test_peers_hear_why_a_rank_has_left[while-they-wait]",
     ),
     "a rank that ends spoils no round before": Control(
         WORKSPACE,
