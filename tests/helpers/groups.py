@@ -14,22 +14,11 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.runtime import members, results
-from tests.helpers.problems import OPS, Problem, expected, integers
+from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALGORITHMS = ["unfused", "chunked", "fused", "pipelined"]
-
-# The kernels run with one op for each kind: push and unpack, pack and gather, reduce. The other ops are soak tests.
-_SHARE_KERNELS = ("all_to_all_matmul", "matmul_all_reduce")
-WITH_FEW_FUSED = [
-    param
-    for op in OPS
-    for param in (
-        pytest.param(op, "chunked"),
-        pytest.param(op, "fused", marks=pytest.mark.nightly if op in _SHARE_KERNELS else pytest.mark.thorough),
-    )
-]
 
 
 @contextmanager
@@ -112,7 +101,3 @@ def check_bad_input(rank: int, op: str, arguments: dict[str, Any], message: str)
         assert not sent.chunks and not plain.names("_c10d_functional")
         texts.add(str(caught.value))
     assert len(texts) == 1
-
-
-def bad_ids(table: list[tuple[dict[str, Any], str]]) -> list[str]:
-    return [f"{i}-{message.split(',')[0]}" for i, (_, message) in enumerate(table)]

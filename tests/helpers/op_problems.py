@@ -1,16 +1,14 @@
-"""The table of problems of all five ops, what is combined with what, and the gradients they should have."""
+"""The table of problems of all five ops, and the gradients they should have."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.helpers.groups import ALGORITHMS, DTYPES
 from tests.helpers.problems import OPS, PROBLEMS, Problem, exact, flat, integers, whole_group
 
 _to_all = partial(Problem, op="all_to_all_matmul")
@@ -109,36 +107,6 @@ TABLES = {
 }
 ALL_PROBLEMS = [problem for op in OPS for problem in TABLES[op]]
 NAMED = {str(problem): problem for problem in ALL_PROBLEMS}
-
-
-@dataclass(frozen=True)
-class Combination:
-    """A problem as it runs once. All combinations are opchecked, and their values and gradients compared."""
-
-    problem: Problem
-    dtype: torch.dtype
-    group_size: int
-    algorithm: str
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.problem.op}:{self.problem.name}:{dtype}:{self.group_size}-ranks:{self.algorithm}"
-
-
-def _combinations() -> list[Combination]:
-    """Each problem with each algorithm, where dtypes and sizes take turns.
-
-    The interpreter is slow, so its groups are small.
-    """
-    made = []
-    for i, problem in enumerate(ALL_PROBLEMS):
-        for j, algorithm in enumerate(ALGORITHMS):
-            sizes = [2, 2, 3, 2, 2, 2, 4, 2] if algorithm == "fused" else [2, 3, 4]
-            made.append(Combination(problem, DTYPES[(i + j) % 3], sizes[(i + j + i // 3) % len(sizes)], algorithm))
-    return made
-
-
-COMBINATIONS = _combinations()
 
 
 def loss_weights(problem: Problem, outs: list[Tensor], rank: int, group_size: int) -> list[Tensor]:

@@ -14,7 +14,7 @@ import fusedcomm
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime.tape import Recorder
 from tests.helpers.groups import fresh_group, member_of
-from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
+from tests.helpers.problems import Problem, expected, integers
 
 CALLS = 6
 IN_PYTHON = 2  # the first call of a kind, and the one that is recorded
@@ -69,20 +69,6 @@ def check_prepared(group: Any, problem: Problem, dtype: torch.dtype, calls: int 
     assert len(ran) == min(calls, IN_PYTHON), f"{problem}: {len(ran)} of {calls} calls ran in Python"
     for seed, out in enumerate(outs):
         torch.testing.assert_close(out, expected(problem, size, dtype, seed)[rank], rtol=0, atol=0)
-
-
-def check_by_product(group: Any, problem: Problem, dtype: torch.dtype) -> None:
-    """The second result of a gather, which is another kind of call."""
-    assert problem.op in GATHERS
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    outs = []
-    with python_calls() as ran:
-        for seed in range(CALLS):
-            *args, _ = problem.dispatched(integers(problem, rank, size, dtype, seed), by_product=True)
-            outs.append(getattr(torch.ops.fusedcomm, problem.op)(*args, group.group_name)[1])
-    assert len(ran) == IN_PYTHON
-    for seed, out in enumerate(outs):
-        torch.testing.assert_close(out, expected_by_product(problem, size, dtype, seed)[rank], rtol=0, atol=0)
 
 
 def num_prepared(group: Any) -> int:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.op_problems import ALL_PROBLEMS, NAMED
-from tests.helpers.problems import Problem, flat, integers, unflat, whole_group
+from tests.helpers.op_problems import TABLES
+from tests.helpers.problems import OPS, Problem, flat, integers, unflat, whole_group
 
 
 def counted(run: Any) -> int:
@@ -22,14 +22,14 @@ def counted(run: Any) -> int:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("name", [str(problem) for problem in ALL_PROBLEMS])
-def test_forward(rank: int, name: str) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_forward(rank: int, op: str) -> None:
     """The oracle counts the matmuls of all ranks in one process; they are alike."""
-    problem = NAMED[name]
     size = dist.get_world_size()
-    inputs = [flat(integers(problem, r, size)) for r in range(size)]
-    got = counted(lambda: problem.call(unflat(problem, inputs[rank])))
-    assert got == counted(lambda: whole_group(problem, inputs, size)) // size
+    for problem in TABLES[op]:
+        inputs = [flat(integers(problem, r, size)) for r in range(size)]
+        got = counted(lambda problem=problem, mine=inputs[rank]: problem.call(unflat(problem, mine)))
+        assert got == counted(lambda problem=problem, all_=inputs: whole_group(problem, all_, size)) // size, problem
 
 
 @on_ranks(2)

@@ -1,9 +1,7 @@
-"""All five ops over real processes: gradients of every combination, of frozen inputs, of inputs used twice; opcheck."""
+"""All five ops over real processes: values and gradients, of frozen inputs and inputs used twice too; opcheck."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,17 +14,8 @@ from fusedcomm.algorithms import chunk_matmul
 from fusedcomm.geometry import exchange
 from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan, non_contiguous
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.op_problems import (
-    ALL_PROBLEMS,
-    COMBINATIONS,
-    NAMED,
-    Combination,
-    as_list,
-    expected_gradients,
-    loss_weights,
-)
+from tests.helpers.op_problems import NAMED, TABLES, as_list, expected_gradients, loss_weights
 from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, unflat
-from tests.helpers.tiers import ALL_ALGORITHMS, thorough_but
 
 
 def leaves(problem: Problem, rank: int, frozen: str = "", dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -69,51 +58,69 @@ def check_gradients(
             assert t is None or t.grad is None
 
 
-def quick() -> list[Combination]:
-    """The quick combinations: all but most of the slow ones.
-
-    `fused` has half of those on 2 ranks, and per op one on 3 and one on 4.
-    """
-    kept, seen = [], Counter[Any]()
-    for c in COMBINATIONS:
-        if c.algorithm == "fused":
-            kind = (c.problem.op, c.dtype if c.group_size == 2 else c.group_size)
-            seen[kind] += 1
-            if seen[kind] % 2 == 0 or (c.group_size > 2 and seen[kind] > 1):
-                continue
-        kept.append(c)
-    return kept
+def check_problems(rank: int, problems: list[Problem], dtype: torch.dtype, algorithm: str, **options: Any) -> None:
+    for problem in problems:
+        try:
+            check_gradients(rank, problem, dtype, algorithm, **options)
+        except Exception as error:
+            raise AssertionError(str(problem)) from error
 
 
-def first_fused() -> list[Combination]:
-    """The first problem of each op that `fused` runs on two ranks."""
-    first: dict[str, Combination] = {}
-    for c in quick():
-        if c.algorithm == "fused" and c.group_size == 2:
-            first.setdefault(c.problem.op, c)
-    return list(first.values())
+def problems_of(op: str, dtype: torch.dtype) -> list[Problem]:
+    """The third of an op's problems that runs in this dtype."""
+    return TABLES[op][DTYPES.index(dtype) :: len(DTYPES)]
 
 
-def marked() -> list[Any]:
-    """Combinations that are not quick are soak tests. Those of `fused` are thorough, but for the first of each op."""
-    kept, fused = set(quick()), first_fused()
-
-    def marks(c: Combination) -> Any:
-        if c not in kept:
-            return pytest.mark.nightly
-        return () if c.algorithm != "fused" or c in fused else pytest.mark.thorough
-
-    return [pytest.param(c, marks=marks(c), id=str(c)) for c in COMBINATIONS]
+@on_ranks(3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
+@pytest.mark.parametrize("op", OPS)
+def test_values_and_gradients(rank: int, op: str, algorithm: str, dtype: torch.dtype) -> None:
+    """Integers are exact. Shapes are proved by tests/algorithms and tests/kernels, without processes."""
+    check_problems(rank, problems_of(op, dtype), dtype, algorithm)
 
 
-@pytest.mark.parametrize("combination", marked())
-def test_values_and_gradients_of_every_combination(ranks: Any, combination: Combination) -> None:
-    c = combination
-    ranks(c.group_size).run(check_gradients, c.problem, c.dtype, c.algorithm)
+def with_dtypes_in_turns() -> list[Any]:
+    """Each op in one dtype, and in another one, which is thorough."""
+    return [
+        pytest.param(op, DTYPES[(i + turn) % 3], marks=[pytest.mark.thorough] * turn)
+        for turn in (0, 1)
+        for i, op in enumerate(OPS)
+    ]
 
 
-def check_opcheck(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str, number: int) -> None:
-    tensors = leaves(problem, rank, dtype=dtype)
+@on_ranks(2)
+@pytest.mark.parametrize(("op", "dtype"), with_dtypes_in_turns(), ids=str)
+def test_values_and_gradients_of_kernels(rank: int, op: str, dtype: torch.dtype) -> None:
+    """Triton's interpreter is slow: one problem."""
+    check_problems(rank, problems_of(op, dtype)[:1], dtype, "fused")
+
+
+@on_ranks()
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_problem(rank: int, op: str, algorithm: str, world_size: int) -> None:
+    """All dtypes and sizes, which share the problems between them for `fused`."""
+    for i, dtype in enumerate(DTYPES):
+        if algorithm != "fused" or i == world_size - 2:
+            check_problems(rank, problems_of(op, dtype), dtype, algorithm)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("op", OPS)
+def test_chunks_multiplied_one_by_one(rank: int, op: str) -> None:
+    """The problems are small, so thresholds are lowered below which chunks are not multiplied one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "FEW_ROWS", 0)
+        patch.setattr(chunk_matmul, "_MIN_PIECE", 1)
+        check_problems(rank, TABLES[op], torch.float32, "chunked")
+
+
+def check_opcheck(rank: int, problem: Problem, algorithm: str, number: int) -> None:
+    """Every second one is not contiguous, and every second pair asks for the by-product."""
+    tensors = leaves(problem, rank)
     if number % 2:
         tensors = [None if t is None else non_contiguous(t.detach()).requires_grad_() for t in tensors]
     args = problem.dispatched(unflat(problem, tensors), by_product=number % 4 < 2)
@@ -121,80 +128,45 @@ def check_opcheck(rank: int, problem: Problem, dtype: torch.dtype, algorithm: st
         torch.library.opcheck(getattr(torch.ops.fusedcomm, problem.op).default, args)
 
 
-def opchecked() -> list[tuple[int, Combination]]:
-    """The combinations that are opchecked: half of all, with few of the slow ones, which are `fused` or on more than
-    two ranks.
-    """
-    on_hosts = [c for c in COMBINATIONS if c.algorithm in ("unfused", "chunked")]  # both of each problem
-    plain = [c for i, c in enumerate(on_hosts) if c.algorithm == "chunked" or i // 2 % 2]
-    fused = [c for c in COMBINATIONS if c.algorithm == "fused" and c.group_size == 2][::11]
-    return list(enumerate(fused + [c if i % 16 == 0 else replace(c, group_size=2) for i, c in enumerate(plain)]))
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"])
+def test_opcheck(rank: int, name: str) -> None:
+    check_opcheck(rank, NAMED[name], "chunked", number=0)
 
 
-def opchecks() -> list[Any]:
-    """The first `chunked` problem of each op with each dtype is quick; a sixth of the others, and `fused`, is thorough,
-    and the rest for `make soak`.
-    """
-    seen, params = set(), []
-    for number, c in opchecked():
-        kind = (c.problem.op, c.dtype)
-        quick = c.algorithm == "chunked" and kind not in seen
-        if quick:
-            seen.add(kind)
-        slow = pytest.mark.thorough if number % 6 == 0 or c.algorithm == "fused" else pytest.mark.nightly
-        params.append(pytest.param(number, c, marks=() if quick else slow))
-    return params
+@on_ranks(2)
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck_of_every_problem(rank: int, op: str, algorithm: str) -> None:
+    for number, problem in enumerate(TABLES[op]):
+        check_opcheck(rank, problem, algorithm, number)
 
 
-@pytest.mark.parametrize("number, combination", opchecks(), ids=str)
-def test_opcheck(ranks: Any, number: int, combination: Combination) -> None:
-    c = combination
-    ranks(c.group_size).run(check_opcheck, c.problem, c.dtype, c.algorithm, number)
-
-
-def test_the_table_is_as_large_as_it_should_be() -> None:
-    assert len(quick()) >= 144
-    assert len(opchecked()) >= 144
-    assert {c.problem.op for _, c in opchecked() if c.algorithm == "fused"} == set(OPS)
-    for op in OPS:
-        mine = [c for c in quick() if c.problem.op == op]
-        assert {(c.algorithm, c.dtype) for c in mine} == {(a, d) for a in ALGORITHMS for d in DTYPES}
-        assert {(c.algorithm, c.group_size) for c in mine} == {(a, r) for a in ALGORITHMS for r in (2, 3, 4)}
-
-
-FROZEN = [
+ONE_EACH = [
     "packed-qkv",
-    "batched-w-heads",
     "all_to_all_matmul-heads-gathered",
-    "all_to_all_matmul-batched-w",
     "all_gather_matmul-list-qkv",
-    "all_gather_matmul-batched-w-k-gathered",
     "matmul_reduce_scatter-batch-columns-scattered",
-    "matmul_reduce_scatter-batched-w",
     "matmul_all_reduce-nothing-divides-wide",
-    "matmul_all_reduce-batched-w",
 ]
 
 
-@pytest.mark.parametrize("frozen", thorough_but(["x", "wb"], ["x", "w", "b", "xb", "wb", "xw"]))
-@pytest.mark.parametrize("name", FROZEN)
-def test_gradients_with_frozen_inputs(ranks: Any, name: str, frozen: str) -> None:
-    for algorithm in ("unfused", "chunked"):
-        ranks(3).run(check_gradients, NAMED[name], torch.float32, algorithm, frozen)
+@on_ranks(3)
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_gradients_with_frozen_inputs(rank: int, name: str) -> None:
+    for frozen in ("x", "w", "b", "xb", "wb", "xw"):
+        for algorithm in ("unfused", "chunked"):
+            check_gradients(rank, NAMED[name], torch.float32, algorithm, frozen)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", FROZEN[::2])
-def test_gradients_of_the_kernels_with_a_frozen_x(ranks: Any, name: str) -> None:
-    ranks(2).run(check_gradients, NAMED[name], torch.bfloat16, "fused", "x")
-
-
-@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
-@pytest.mark.parametrize("name", [name for name in FROZEN if name.startswith(GATHERS)])
-def test_gradients_without_a_saved_by_product(ranks: Any, name: str, algorithm: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", [name for name in ONE_EACH if name.startswith(GATHERS)])
+def test_gradients_without_a_saved_by_product(rank: int, name: str) -> None:
     save = "save_exchanged" if name.startswith("all_to_all_matmul") else "save_gathered"
-    for frozen in ("", "x", "w") if algorithm != "fused" else ("",):
-        ranks(2).run(check_gradients, NAMED[name], torch.float32, algorithm, frozen, **{save: False})
+    for frozen in ("", "x", "w"):
+        for algorithm in ("unfused", "chunked", "pipelined"):
+            check_gradients(rank, NAMED[name], torch.float32, algorithm, frozen, **{save: False})
 
 
 @on_ranks(2)
@@ -215,7 +187,7 @@ def test_a_list_with_a_frozen_weight_and_an_unused_result(rank: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("name", ["all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"])
+@pytest.mark.parametrize("name", [name for name in ONE_EACH if name.startswith(GATHERS)])
 def test_gradients_through_the_by_product(rank: int, name: str, asked: bool) -> None:
     """The loss takes the second result too.
 
@@ -241,14 +213,9 @@ def test_gradients_through_the_by_product(rank: int, name: str, asked: bool) -> 
     assert (alone == copies).all()
 
 
-TWICE = ["packed-qkv", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
-TWICE += ["matmul_reduce_scatter-batched-w", "matmul_all_reduce-nothing-divides"]
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
-@pytest.mark.parametrize("name", TWICE)
-def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_inputs_used_twice(rank: int, name: str) -> None:
     """The op runs twice with the same x and w, x is in another term too, and all of them are views of one base."""
     problem = NAMED[name]
     size = dist.get_world_size()
@@ -257,24 +224,10 @@ def test_inputs_used_twice(rank: int, name: str, algorithm: str) -> None:
     base = torch.cat([t.flatten() for t in there]).requires_grad_()
     views = iter(part.view(t.shape) for part, t in zip(base.split([t.numel() for t in there]), there, strict=True))
     inputs = unflat(problem, [None if t is None else next(views) for t in tensors])
-    with fusedcomm.force_algorithm(algorithm, strict=True):
+    with fusedcomm.force_algorithm("chunked", strict=True):
         loss = loss_of(problem, problem.call(inputs), rank)
         loss = loss + 2 * loss_of(problem, problem.call(inputs), rank) + 5 * inputs[0].sum()
         loss.backward()
     wants = [3 * want.flatten() for want in expected_gradients(problem, rank, size) if want is not None]
     wants[0] += 5
     torch.testing.assert_close(base.grad, torch.cat(wants), rtol=0, atol=0)
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "min_piece"),
-    [(3, 1), pytest.param(2, 128, marks=pytest.mark.thorough), pytest.param(2, 1, marks=pytest.mark.nightly)],
-)
-@pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
-def test_chunks_multiplied_one_by_one(rank: int, problem: Problem, world_size: int, min_piece: int) -> None:
-    """The problems are small, so thresholds are lowered below which chunks are not multiplied one by one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "FEW_ROWS", 0)
-        patch.setattr(chunk_matmul, "_MIN_PIECE", min_piece)
-        check_gradients(rank, problem, algorithm="chunked")

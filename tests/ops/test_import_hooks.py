@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers.tiers import thorough_but
+from tests.helpers.tiers import nightly_but
 
 CHECK = """
 ops = torch.ops.fusedcomm
@@ -35,7 +35,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", thorough_but(["fusedcomm first"], PROGRAMS))
+@pytest.mark.parametrize("name", nightly_but(["fusedcomm first"], PROGRAMS))
 def test_lowerings_are_registered_when_inductor_is_there(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAMS[name]], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ assert torch.compile(torch.sin, backend="eager")(torch.zeros(3)).sum() == 0
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_lowerings_that_cannot_be_imported_leave_inductor_usable() -> None:
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

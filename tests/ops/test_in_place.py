@@ -36,10 +36,9 @@ from tests.helpers.in_place import (
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import Problem, integers
 from tests.helpers.symmetric_memory import footprint
-from tests.helpers.tiers import thorough_but
+from tests.helpers.tiers import nightly_but
 
 MOST_LATE_S = 0.005
-QUICK = [TO_ALL, EACH_SOURCE, ALL_REDUCE]
 
 
 def peers(rank: int, size: int) -> list[int]:
@@ -50,9 +49,9 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 @on_ranks()
-@pytest.mark.parametrize("world_size", [*thorough_but([2], [2, 3]), pytest.param(5, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", nightly_but([2], [2, 3]))
 @pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
-@pytest.mark.parametrize("problem", thorough_but(QUICK, IN_PLACE), ids=str)
+@pytest.mark.parametrize("problem", nightly_but([TO_ALL, EACH_SOURCE, ALL_REDUCE], IN_PLACE), ids=str)
 def test_chunks_of_a_late_rank_come_in_place(rank: int, world_size: int, problem: Problem, tapes: bool) -> None:
     """Each rank is late in turn, and finds the posts of all. What it leaves out then is NaN."""
     with pytest.MonkeyPatch.context() as patch, empty_is_nan():
@@ -74,9 +73,8 @@ def test_chunks_of_a_late_rank_come_in_place(rank: int, world_size: int, problem
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_dtypes(rank: int, dtype: torch.dtype) -> None:
-    problems = [problem for problem in IN_PLACE if "sums" not in problem.name]
+def test_narrow_dtypes(rank: int) -> None:
+    problems, dtype = [problem for problem in IN_PLACE if "sums" not in problem.name], torch.bfloat16
     with empty_is_nan(), fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
         seen = 0
         for problem in problems:
@@ -169,8 +167,8 @@ def random_calls(group: Any, num_calls: int, seed: int, sleeps: bool = True) -> 
 
 
 @on_ranks()
-@pytest.mark.parametrize("world_size", thorough_but([3], [2, 3, 4, 5]))
-@pytest.mark.parametrize("tapes", thorough_but([True], [True, False]))
+@pytest.mark.parametrize("world_size", nightly_but([2], [2, 4]))
+@pytest.mark.parametrize("tapes", [True, False])
 def test_results_that_are_held_are_never_changed(rank: int, world_size: int, tapes: bool) -> None:
     with pytest.MonkeyPatch.context() as patch, empty_is_nan():
         if not tapes:
@@ -239,7 +237,8 @@ def test_gradients(rank: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("by_op", [True, False], ids=["heap", "no-heap"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("by_op", nightly_but([True], [True, False]), ids=["heap", "no-heap"])
 def test_compiled_programs(rank: int, by_op: bool) -> None:
     """Where there is a heap, Inductor leaves the result's memory to the op."""
     settings = {} if by_op else {"RESULTS_BYTES": "0"}

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from tests.helpers.groups import ALGORITHMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import TABLES
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
-from tests.helpers.tiers import ALL_ALGORITHMS
+from tests.helpers.tiers import nightly_but
 
 OPS = ["matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce"]
 
@@ -26,10 +27,10 @@ def arguments(problem: Problem, rank: int, seed: int = 0) -> tuple[Any, ...]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
+@pytest.mark.parametrize("algorithm", nightly_but(["unfused", "chunked", "pipelined"], ALGORITHMS))
 @pytest.mark.parametrize("op", OPS)
 def test_values(rank: int, op: str, algorithm: str) -> None:
-    for problem in TABLES[op] if algorithm == "chunked" else TABLES[op][:5]:
+    for problem in TABLES[op][:5]:
         with fusedcomm.force_algorithm(algorithm, strict=True):
             for seed in range(2):
                 args = arguments(problem, rank, seed)

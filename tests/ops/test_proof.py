@@ -34,6 +34,7 @@ from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import OPS, Problem, integers
+from tests.helpers.tiers import nightly_but
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PUSH, GATHER, REDUCE = (
@@ -186,8 +187,8 @@ def test_what_is_right_is_used_and_proved_once(rank: int, tmp_path: Path, proble
     "name, problem",
     [
         *(("wrong", problem) for problem in (PUSH, GATHER, REDUCE)),
-        *(("raises", problem) for problem in (PUSH, GATHER)),
-        *(("late", problem) for problem in (PUSH, GATHER)),
+        ("raises", PUSH),
+        ("late", PUSH),
         ("raises everywhere", PUSH),
         ("never waits", PUSH),
         ("forgets the bias", REDUCE),
@@ -241,8 +242,7 @@ UNEVEN = {  # calls whose parts differ in size, by rank and group; they give 4 e
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("op", UNEVEN)
-@pytest.mark.parametrize("plant", [None, wrong_if_uneven], ids=["right", "wrong"])
+@pytest.mark.parametrize(("op", "plant"), [*((op, wrong_if_uneven) for op in UNEVEN), ("matmul_all_to_all", None)])
 def test_parts_of_different_sizes_have_a_proof_of_their_own(
     rank: int, tmp_path: Path, op: str, plant: Callable[..., Any] | None
 ) -> None:
@@ -437,7 +437,7 @@ def test_what_one_rank_has_on_record_holds_only_if_it_is_a_failure() -> None:
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("num_ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.thorough) for n in (8, 32))])
+@pytest.mark.parametrize("num_ranks", nightly_but([2, 3], [2, 3, 8, 32]))
 def test_problems_are_exact_in_every_dtype_and_take_several_rounds(op: str, num_ranks: int, uneven: bool) -> None:
     """Integers up to 256 are exact in bfloat16, and no partial sum is beyond the sum of magnitudes of few ones."""
     if uneven and not PROGRAMS[op].can_be_uneven:

@@ -11,6 +11,7 @@ from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.in_place import EACH_SOURCE, EXCHANGED, LIST, TO_ALL, assert_exact, results_of, wanted, without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import Problem
+from tests.helpers.tiers import nightly_but
 
 ROWS = (64, 128, 192, 256, 512, 1024)
 SCATTER = Problem("scatter", (6, 5), 7, scatter_dim=0, op="matmul_reduce_scatter")
@@ -25,7 +26,7 @@ POSTED = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
-@pytest.mark.parametrize("problem", POSTED, ids=str)
+@pytest.mark.parametrize("problem", nightly_but([TO_ALL, SCATTER, LIST], POSTED), ids=str)
 def test_only_results_that_are_posted_take_blocks(rank: int, problem: Problem, tapes: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not tapes:

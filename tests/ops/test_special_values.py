@@ -7,7 +7,6 @@ element of a matmul's result is that number, so all that differs is how it is mo
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fusedcomm
 from fusedcomm.algorithms.transport import add_in_order
-from tests.helpers.groups import DTYPES, empty_is_nan
+from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.tiers import ALL_ALGORITHMS
+from tests.helpers.tiers import nightly_but
 
 ROWS, COLUMNS = 96, 12
 NAN, INF = math.nan, math.inf
@@ -54,14 +53,14 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
+@pytest.mark.parametrize("algorithm", nightly_but(["unfused", "chunked", "pipelined"], ALGORITHMS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_moved_stays_as_it_is(rank: int, dtype: torch.dtype, algorithm: str) -> None:
     size = dist.get_world_size()
     columns = [column(r, dtype) for r in range(size)]
     block = ROWS // size
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
-        for num_k in (1, 5):
+        for num_k in (1, 6):  # an odd K is padded by some CPUs, with what lies behind it times 0
             x, w = operands(columns[rank], num_k)
             gathered = torch.cat(columns)
             assert_same(fusedcomm.all_gather_matmul(x, w, 0), gathered.expand(-1, COLUMNS))
@@ -82,7 +81,7 @@ def sum_in_order(parts: list[Tensor], reduce_op: str, bias: Tensor | None) -> Te
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("algorithm", [name for name in ALL_ALGORITHMS if name != "unfused"])
+@pytest.mark.parametrize("algorithm", nightly_but(["chunked", "pipelined"], ALGORITHMS[1:]))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_are_in_float32_and_rank_order(rank: int, dtype: torch.dtype, algorithm: str) -> None:
     size = dist.get_world_size()
@@ -130,7 +129,7 @@ def test_sums_of_the_backend_are_sums(rank: int, dtype: torch.dtype) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
+@pytest.mark.parametrize("algorithm", nightly_but(["unfused", "chunked", "pipelined"], ALGORITHMS))
 def test_an_average_of_numbers_is_a_number(rank: int, algorithm: str) -> None:
     """Their sum need not be one: it would be infinite in float16. The parts of `unfused` are rounded, some upwards."""
     dtype = torch.float16
@@ -148,9 +147,9 @@ def test_an_average_of_numbers_is_a_number(rank: int, algorithm: str) -> None:
     torch.testing.assert_close(rows.double(), want.chunk(size)[rank], rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
-@pytest.mark.parametrize("options", [{"scale": 1}, {"scale": 0.5}, {"scale": 1, "bias": torch.tensor([-0.0])}], ids=str)
-def test_a_sum_of_negative_zeros_is_one(num_parts: int, options: dict[str, Any]) -> None:
-    out = torch.full((4,), NAN)
-    add_in_order(out, [torch.full((4,), -0.0)] * num_parts, **{"bias": None, **options})
-    assert torch.equal(out.view(torch.int32), torch.full((4,), -0.0).view(torch.int32))
+def test_a_sum_of_negative_zeros_is_one() -> None:
+    for num_parts in (1, 2, 3, 5):
+        for options in ({"scale": 1}, {"scale": 0.5}, {"scale": 1, "bias": torch.tensor([-0.0])}):
+            out = torch.full((4,), NAN)
+            add_in_order(out, [torch.full((4,), -0.0)] * num_parts, **{"bias": None, **options})  # type: ignore[arg-type]
+            assert torch.equal(out.view(torch.int32), torch.full((4,), -0.0).view(torch.int32))

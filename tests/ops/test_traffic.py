@@ -94,33 +94,27 @@ def options(row: Row) -> dict[str, bool]:
     return {name: row.save} if name else {}
 
 
-@on_ranks()
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("row", TABLE, ids=str)
-def test_bytes_sent(rank: int, row: Row, world_size: int) -> None:
-    problem, size = PROBLEMS[row.op], dist.get_world_size()
-    whole = largest(problem, size) * (size - 1) / size
-    tensors = leaves(problem, rank, row.frozen)
-    with fusedcomm.force_algorithm("chunked", strict=True):
-        with pushed() as fused, Dispatched() as plain:
-            outs = as_list(problem.call(unflat(problem, tensors), **options(row)))
-        assert (fused.num_bytes, plain.collective_bytes(size)) == (row.forward * whole, 0)
-        assert {dst for dst, _ in fused.chunks} == set(range(size)) - {rank}
-        with pushed() as fused, Dispatched() as plain:
-            torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
-        counted = fused.num_bytes, plain.collective_bytes(size)
-        assert counted == (row.backward_fused * whole, row.backward_plain * whole)
-
-
-@on_ranks(2)
+@on_ranks(3)
 @pytest.mark.parametrize("op", OPS)
-def test_bytes_sent_without_gradients(rank: int, op: str) -> None:
+def test_bytes_sent(rank: int, op: str) -> None:
     problem, size = PROBLEMS[op], dist.get_world_size()
+    whole = largest(problem, size) * (size - 1) / size
+    rows = [row for row in TABLE if row.op == op]
+    for row in rows:
+        tensors = leaves(problem, rank, row.frozen)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            with pushed() as fused, Dispatched() as plain:
+                outs = as_list(problem.call(unflat(problem, tensors), **options(row)))
+            assert (fused.num_bytes, plain.collective_bytes(size)) == (row.forward * whole, 0), row
+            assert {dst for dst, _ in fused.chunks} == set(range(size)) - {rank}
+            with pushed() as fused, Dispatched() as plain:
+                torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+            counted = fused.num_bytes, plain.collective_bytes(size)
+            assert counted == (row.backward_fused * whole, row.backward_plain * whole), row
     with fusedcomm.force_algorithm("chunked", strict=True), torch.no_grad(), pushed() as fused, Dispatched() as plain:
         problem.call(integers(problem, rank, size))
     assert plain.names("fusedcomm") == [op]
-    assert plain.collective_bytes(size) == 0
-    assert fused.num_bytes == (2 if op == "matmul_all_reduce" else 1) * largest(problem, size) * (size - 1) / size
+    assert (fused.num_bytes, plain.collective_bytes(size)) == (rows[0].forward * whole, 0)
 
 
 @on_ranks(2)
@@ -145,56 +139,64 @@ def test_what_is_not_written_is_not_counted(rank: int) -> None:
 # what is computed, and kept, for the backward
 
 
-BACKWARD = {  # op, frozen: fused ops, collectives, matmuls of the backward
-    ("matmul_all_to_all", ""): (["all_to_all_matmul"], [], 1),
-    ("matmul_all_to_all", "x"): ([], ["all_to_all_single"], 1),
-    ("matmul_all_to_all", "w"): (["all_to_all_matmul"], [], 0),
-    ("matmul_all_to_all", "b"): (["all_to_all_matmul"], [], 1),
-    ("matmul_all_to_all", "wb"): (["all_to_all_matmul"], [], 0),
-    ("matmul_all_to_all", "xw"): ([], ["all_to_all_single"], 0),
-    ("all_to_all_matmul", ""): (["matmul_all_to_all"], [], 1),
-    ("all_to_all_matmul", "x"): ([], [], 1),
-    ("all_to_all_matmul", "w"): (["matmul_all_to_all"], [], 0),
-    ("all_to_all_matmul", "b"): (["matmul_all_to_all"], [], 1),
-    ("all_to_all_matmul", "xw"): ([], [], 0),
-    ("all_gather_matmul", ""): (["matmul_reduce_scatter"], [], 2),
-    ("all_gather_matmul", "x"): ([], [], 2),
-    ("all_gather_matmul", "w"): (["matmul_reduce_scatter"], [], 0),
-    ("all_gather_matmul", "b"): (["matmul_reduce_scatter"], [], 2),
-    ("all_gather_matmul", "xw"): ([], [], 0),
-    ("matmul_reduce_scatter", ""): (["all_gather_matmul"], [], 1),
-    ("matmul_reduce_scatter", "x"): ([], ["all_gather_into_tensor"], 1),
-    ("matmul_reduce_scatter", "w"): (["all_gather_matmul"], [], 0),
-    ("matmul_reduce_scatter", "b"): (["all_gather_matmul"], [], 1),
-    ("matmul_reduce_scatter", "xw"): ([], [], 0),
-    ("matmul_all_reduce", ""): ([], [], 2),
-    ("matmul_all_reduce", "x"): ([], [], 1),
-    ("matmul_all_reduce", "w"): ([], [], 1),
-    ("matmul_all_reduce", "b"): ([], [], 2),
-    ("matmul_all_reduce", "xw"): ([], [], 0),
+# By op and frozen inputs: the fused ops, the collectives and the number of matmuls of the backward.
+BACKWARD: dict[str, dict[str, tuple[list[str], list[str], int]]] = {
+    "matmul_all_to_all": {
+        "": (["all_to_all_matmul"], [], 1),
+        "x": ([], ["all_to_all_single"], 1),
+        "w": (["all_to_all_matmul"], [], 0),
+        "b": (["all_to_all_matmul"], [], 1),
+        "wb": (["all_to_all_matmul"], [], 0),
+        "xw": ([], ["all_to_all_single"], 0),
+    },
+    "all_to_all_matmul": {
+        "": (["matmul_all_to_all"], [], 1),
+        "x": ([], [], 1),
+        "w": (["matmul_all_to_all"], [], 0),
+        "b": (["matmul_all_to_all"], [], 1),
+        "xw": ([], [], 0),
+    },
+    "all_gather_matmul": {
+        "": (["matmul_reduce_scatter"], [], 2),
+        "x": ([], [], 2),
+        "w": (["matmul_reduce_scatter"], [], 0),
+        "b": (["matmul_reduce_scatter"], [], 2),
+        "xw": ([], [], 0),
+    },
+    "matmul_reduce_scatter": {
+        "": (["all_gather_matmul"], [], 1),
+        "x": ([], ["all_gather_into_tensor"], 1),
+        "w": (["all_gather_matmul"], [], 0),
+        "b": (["all_gather_matmul"], [], 1),
+        "xw": ([], [], 0),
+    },
+    "matmul_all_reduce": {
+        "": ([], [], 2),
+        "x": ([], [], 1),
+        "w": ([], [], 1),
+        "b": ([], [], 2),
+        "xw": ([], [], 0),
+    },
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("op, frozen", BACKWARD, ids=[f"{op}-frozen-{f or 'nothing'}" for op, f in BACKWARD])
-def test_nothing_is_computed_for_a_frozen_input(rank: int, op: str, frozen: str) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_is_computed_for_a_frozen_input(rank: int, op: str) -> None:
     problem = PROBLEMS[op]
-    tensors = leaves(problem, rank, frozen)
-    outs = as_list(problem.call(unflat(problem, tensors)))
-    with Dispatched() as dispatched:
-        torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
-    fused, collectives, matmuls = BACKWARD[op, frozen]
-    assert dispatched.names("fusedcomm") == fused
-    assert dispatched.names("_c10d_functional") == collectives
-    assert dispatched.matmuls() == matmuls
-    if fused in (
-        ["all_to_all_matmul"],
-        ["all_gather_matmul"],
-    ):  # the exchanged gradient is made for grad w or grad bias
-        wanted = "w" not in frozen or (op == "matmul_all_to_all" and "b" not in frozen)
-        at = 5 if fused == ["all_to_all_matmul"] else 4
-        assert dispatched.arguments(f"fusedcomm::{fused[0]}")[at] == wanted
-    assert [t.grad is not None for t in tensors] == [t.requires_grad for t in tensors]
+    for frozen, (fused, collectives, matmuls) in BACKWARD[op].items():
+        tensors = leaves(problem, rank, frozen)
+        outs = as_list(problem.call(unflat(problem, tensors)))
+        with Dispatched() as dispatched:
+            torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+        assert dispatched.names("fusedcomm") == fused, frozen
+        assert dispatched.names("_c10d_functional") == collectives, frozen
+        assert dispatched.matmuls() == matmuls, frozen
+        if fused in (["all_to_all_matmul"], ["all_gather_matmul"]):  # exchanges the gradient for grad w or grad bias
+            wanted = "w" not in frozen or (op == "matmul_all_to_all" and "b" not in frozen)
+            at = 5 if fused == ["all_to_all_matmul"] else 4
+            assert dispatched.arguments(f"fusedcomm::{fused[0]}")[at] == wanted, frozen
+        assert [t.grad is not None for t in tensors] == [t.requires_grad for t in tensors], frozen
 
 
 def kept_bytes(row: Row, rank: int) -> int:

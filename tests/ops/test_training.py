@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,9 +22,9 @@ from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_w
 from tests.helpers.prepared import IN_PYTHON, python_calls, started_group
 from tests.helpers.problems import GATHERS, OPS, Problem, unflat
 from tests.helpers.spies import Dispatched
+from tests.helpers.tiers import nightly_but
 from tests.helpers.training import NATIVE_NODE, STEPS, Step, error_of, formula_runs, same_in_python
 from tests.ops.test_call_check import ONE_EACH
-from tests.ops.test_gradients import FROZEN
 
 PREPARED = ["unfused", "chunked"]
 LIST = NAMED["all_gather_matmul-list-qkv"]
@@ -59,38 +58,18 @@ def test_from_the_third_step_on_no_python_runs(rank: int, problem: Problem, algo
     check_steps(rank, problem, algorithm)
 
 
-def every_problem() -> list[Any]:
-    """Each problem with each algorithm, on 2 and 3 ranks in turns. What is left out are soak tests."""
-    found = []
-    for i, problem in enumerate(NAMED.values()):
-        for j, algorithm in enumerate(PREPARED):
-            for world_size in (2, 3):
-                marks = () if world_size == 2 + (i + j) % 2 else pytest.mark.nightly
-                found.append(pytest.param(problem, algorithm, world_size, marks=marks))
-    return found
-
-
-@on_ranks()
-@pytest.mark.thorough
-@pytest.mark.parametrize(("problem", "algorithm", "world_size"), every_problem(), ids=str)
-def test_every_problem(rank: int, problem: Problem, algorithm: str, world_size: int) -> None:
-    if problem.name != "zero-rows":  # whose gradients some ops make of nothing
-        check_steps(rank, problem, algorithm)
+@on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_frozen_inputs(rank: int, op: str) -> None:
+    for frozen in ("x", "w", "b", "xb", "wb"):
+        check_steps(rank, ONE_EACH[op], "chunked", frozen)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("frozen", ["x", "w", "b", "xb", "wb"])
-@pytest.mark.parametrize("name", FROZEN[::2])
-def test_frozen_inputs(rank: int, name: str, frozen: str) -> None:
-    check_steps(rank, NAMED[name], "chunked", frozen)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("algorithm", PREPARED)
 @pytest.mark.parametrize("op", GATHERS)
-def test_without_a_saved_by_product(rank: int, op: str, algorithm: str) -> None:
+def test_without_a_saved_by_product(rank: int, op: str) -> None:
     save = "save_exchanged" if op == "all_to_all_matmul" else "save_gathered"
-    check_steps(rank, ONE_EACH[op], algorithm, **{save: False})
+    check_steps(rank, ONE_EACH[op], "chunked", **{save: False})
 
 
 @on_ranks(2)
@@ -400,15 +379,9 @@ PROGRAMS |= {
 }
 
 
-def programs() -> Iterator[Any]:
-    """Each with each kind of call. One of these is quick and one thorough; they take turns."""
-    for (number, name), (turn, problem) in product(enumerate(PROGRAMS), enumerate(KINDS)):
-        marks: Any = {0: (), 1: pytest.mark.thorough}.get((turn - number) % len(KINDS), pytest.mark.nightly)
-        yield pytest.param(name, problem, marks=marks, id=f"{name}-{problem}")
-
-
 @on_ranks(2)
-@pytest.mark.parametrize(("name", "problem"), programs())
+@pytest.mark.parametrize("problem", nightly_but(KINDS[:1], KINDS), ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_does_the_same_without_tapes(rank: int, name: str, problem: Problem) -> None:
     def steps(group: Any) -> list[Any]:
         return [PROGRAMS[name](Step(problem, group, seed)) for seed in range(STEPS - 1)]
@@ -417,7 +390,7 @@ def test_a_program_does_the_same_without_tapes(rank: int, name: str, problem: Pr
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("problem", KINDS, ids=str)
+@pytest.mark.parametrize("problem", nightly_but([KINDS[0], LIST], KINDS), ids=str)
 def test_saved_tensors_live_as_long_as_the_graph(rank: int, problem: Problem) -> None:
     """And no longer, be it by a backward or without one."""
     gc.collect()

@@ -69,15 +69,14 @@ def check_decided(rank: int, names: list[str], num_ranks: int, padded: bool) -> 
 
 
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "as-they-are"])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, pytest.param(5, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_either_way_gives_the_same(ranks: Any, num_ranks: int, padded: bool) -> None:
-    even = (f"tokens-{2 * num_ranks}-of-", f"back-{2 * num_ranks}-of-")
-    names = [name for name, (size, _) in CASES.items() if size == num_ranks and not name.startswith(even)]
+    names = [name for name, (size, _) in CASES.items() if size == num_ranks]
     ranks(num_ranks).run(check_decided, names, num_ranks, padded)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_blocks_are_multiples_of_16_bytes(rank: int, dtype: torch.dtype) -> None:
     for tokens, heads in ((5, 3), (16, 5), (0, 3)):
         largest = 2 * 3 * -(-tokens // 2) * -(-heads // 2)

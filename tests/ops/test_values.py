@@ -1,8 +1,7 @@
-"""All five ops over real processes: values of every algorithm, rounding, order of sums, by-products."""
+"""All five ops over real processes: late ranks, strided inputs, rounding, order of sums, by-products, bad types."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,15 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from tests.helpers.groups import (
-    DTYPES,
-    WITH_FEW_FUSED,
-    call,
-    check,
-    check_values,
-    empty_is_nan,
-    non_contiguous,
-)
+from tests.helpers.groups import ALGORITHMS, call, check, check_values, empty_is_nan, non_contiguous
+from tests.helpers.in_place import after_peers
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import ALL_PROBLEMS, NAMED, TABLES, as_list
 from tests.helpers.problems import (
@@ -34,93 +26,60 @@ from tests.helpers.problems import (
     whole_group,
 )
 from tests.helpers.spies import Dispatched
-from tests.helpers.tiers import ALL_ALGORITHMS, OVERLAPPED
+from tests.helpers.tiers import nightly_but
 
-CALLS = 6  # back to back with fresh data: both slots are used again, and again
 WORLD_SIZES = ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"]
 
 
-def every_problem() -> list[Any]:
-    """Each problem with each algorithm on 2, 3 and 4 ranks. Sizes take turns: one is quick, for `chunked` another one
-    thorough, and the others are soak tests.
-    """
-    params = []
-    for i, problem in enumerate(ALL_PROBLEMS):
-        for j, algorithm in enumerate(["unfused", "chunked"]):
-            for world_size in (2, 3, 4):
-                turn = (world_size + i + j) % 3
-                marks = [
-                    (),
-                    pytest.mark.nightly if algorithm == "unfused" else pytest.mark.thorough,
-                    pytest.mark.nightly,
-                ]
-                params.append(pytest.param(problem, world_size, algorithm, marks=marks[turn]))
-    return params
+def check_all_values(rank: int, problems: list[Problem], algorithm: str | None, calls: int) -> None:
+    for problem in problems:
+        check_values(rank, problem, torch.float32, algorithm, calls)
 
 
-@pytest.mark.parametrize(("problem", "world_size", "algorithm"), every_problem(), ids=str)
-def test_values(ranks: Any, problem: Problem, world_size: int, algorithm: str) -> None:
-    """Integers are exact, for every problem of the table in fp32. `fused` and other dtypes: test_gradients.py."""
-    ranks(world_size).run(check_values, problem, torch.float32, algorithm, CALLS if algorithm == "chunked" else 2)
+@on_ranks(1)
+def test_one_rank_has_nothing_to_exchange(rank: int) -> None:
+    check_all_values(rank, ALL_PROBLEMS[::4], None, 1)
 
 
-def check_all_values(rank: int, names: list[str], algorithm: str | None, calls: int) -> None:
-    for name in names:
-        check_values(rank, NAMED[name], torch.float32, algorithm, calls)
-
-
-def test_one_rank_has_nothing_to_exchange(ranks: Any) -> None:
-    ranks(1).run(check_all_values, [str(problem) for problem in ALL_PROBLEMS], None, 1)
-
-
-def test_eight_ranks_share_two_cores(ranks: Any) -> None:
-    ranks(8).run(check_all_values, WORLD_SIZES, "chunked", 3)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("op", OPS)
-def test_back_to_back_calls_of_the_kernels(ranks: Any, op: str) -> None:
-    ranks(2).run(check_values, TABLES[op][0], torch.float32, "fused", CALLS)
+@on_ranks(8)
+@pytest.mark.nightly
+def test_eight_ranks_share_two_cores(rank: int) -> None:
+    check_all_values(rank, [NAMED[name] for name in WORLD_SIZES], "chunked", 3)
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(("op", "algorithm"), [*WITH_FEW_FUSED, ("matmul_all_to_all", "pipelined")])
-def test_a_late_rank_is_waited_for(rank: int, op: str, algorithm: str) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_a_late_rank_is_waited_for(rank: int, op: str) -> None:
+    """Each rank in turn begins when its peers have signalled, and so wait for it."""
     problem = TABLES[op][1]
     world = dist.group.WORLD
-    with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
-        for seed in range(3):
-            if rank == seed:
-                time.sleep(0.1)
+    with fusedcomm.force_algorithm("chunked", strict=True), empty_is_nan():
+        for seed in range(6):
+            after_peers(world, seed % 3)
             check(world, problem, call(world, problem, seed), seed)
 
 
 NON_CONTIGUOUS = [
-    "heads",
     "packed-qkv",
     "batched-w-rows-scattered",
-    "batch-columns-to-rows",
     "all_to_all_matmul-heads-gathered",
-    "all_to_all_matmul-batched-w",
     "all_gather_matmul-list-qkv",
-    "all_gather_matmul-batched-w-k-gathered",
     "matmul_reduce_scatter-batch-columns-scattered",
     "matmul_all_reduce-batched-w-nothing-divides",
 ]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
-@pytest.mark.parametrize("name", NON_CONTIGUOUS)
-def test_non_contiguous_inputs(rank: int, name: str, algorithm: str) -> None:
-    problem = NAMED[name]
+@pytest.mark.parametrize("algorithm", nightly_but(ALGORITHMS[:2], ALGORITHMS))
+def test_non_contiguous_inputs(rank: int, algorithm: str) -> None:
     size = dist.get_world_size()
-    tensors = flat(integers(problem, rank, size))
-    for x in (tensors[0], tensors[0].mT.contiguous().mT):
-        strided = [None if t is None else non_contiguous(t) for t in (x, *tensors[1:])]
-        with fusedcomm.force_algorithm(algorithm, strict=True):
-            out = problem.call(unflat(problem, strided))
-        torch.testing.assert_close(out, expected(problem, size)[rank], rtol=0, atol=0)
+    for problem in (NAMED[name] for name in NON_CONTIGUOUS):
+        tensors = flat(integers(problem, rank, size))
+        for x in (tensors[0], tensors[0].mT.contiguous().mT):
+            strided = [None if t is None else non_contiguous(t) for t in (x, *tensors[1:])]
+            with fusedcomm.force_algorithm(algorithm, strict=True):
+                out = problem.call(unflat(problem, strided))
+            torch.testing.assert_close(out, expected(problem, size)[rank], rtol=0, atol=0)
 
 
 # rounding, and the order of sums
@@ -134,6 +93,7 @@ ROUNDING = [
     Problem("rounding-k-gathered", (24, 75), 20, 1, bias=True, op="all_gather_matmul"),
     Problem("rounding", (24, 150), 20, scatter_dim=0, bias=True, op="matmul_reduce_scatter"),
     Problem("rounding", (24, 150), 20, bias=True, reduce_op="avg", op="matmul_all_reduce"),
+    Problem("rounding-padded", (5, 150), 31, op="matmul_all_reduce"),
 ]
 
 
@@ -164,34 +124,13 @@ def check_rounding(rank: int, problem: Problem, dtype: torch.dtype, algorithm: s
     return outs[0]
 
 
-def rounding() -> list[Any]:
-    """The cases of rounding. The kernels convert both half precisions alike, so those with float16 are soak tests."""
-    marks = {torch.float16: pytest.mark.nightly}
-    return [
-        param
-        for problem in ROUNDING
-        for dtype in DTYPES
-        for param in (
-            pytest.param(problem, dtype, "chunked"),
-            pytest.param(problem, dtype, "pipelined"),
-            pytest.param(problem, dtype, "fused", marks=marks.get(dtype, pytest.mark.thorough)),
-        )
-    ]
-
-
-@pytest.mark.parametrize(("problem", "dtype", "algorithm"), rounding(), ids=str)
-def test_rounding(ranks: Any, problem: Problem, dtype: torch.dtype, algorithm: str) -> None:
-    outs = ranks(2).run(check_rounding, problem, dtype, algorithm)
-    if problem.op == "matmul_all_reduce":
-        assert torch.equal(outs[0], outs[1])
-
-
-@pytest.mark.parametrize("algorithm", OVERLAPPED)
-def test_all_ranks_get_the_same_bits_of_an_all_reduce(ranks: Any, algorithm: str) -> None:
-    for shape, n in (((24, 50), 20), ((5, 50), 31)):
-        problem = Problem("bits", shape, n, op="matmul_all_reduce")
-        outs = ranks(3).run(check_rounding, problem, torch.bfloat16, algorithm)
-        assert all(torch.equal(outs[0], out) for out in outs[1:])
+@pytest.mark.parametrize("algorithm", nightly_but(["chunked", "pipelined"], ALGORITHMS[1:]))
+@pytest.mark.parametrize("problem", ROUNDING, ids=str)
+def test_rounding(ranks: Any, problem: Problem, algorithm: str) -> None:
+    """An all_reduce gives all ranks the same bits."""
+    for dtype in (torch.float32, torch.bfloat16):
+        outs = ranks(3).run(check_rounding, problem, dtype, algorithm)
+        assert problem.op != "matmul_all_reduce" or all(torch.equal(outs[0], out) for out in outs[1:])
 
 
 def partial_sums(rank: int, op: str, partials: list[float], dtype: torch.dtype, algorithm: str) -> Tensor:
@@ -202,7 +141,7 @@ def partial_sums(rank: int, op: str, partials: list[float], dtype: torch.dtype, 
         return getattr(fusedcomm, op)(x, w, *dims)
 
 
-@pytest.mark.parametrize("algorithm", OVERLAPPED)
+@pytest.mark.parametrize("algorithm", ["chunked", "pipelined"])  # the kernels: tests/kernels/test_reduce.py
 @pytest.mark.parametrize("op", OPS[3:])
 def test_partial_sums_are_added_in_rank_order_in_float32(ranks: Any, op: str, algorithm: str) -> None:
     for partials, total in (([1e8, 1, -1e8], 0), ([1, 1e8, -1e8], 0), ([1e8, -1e8, 1], 1), ([-1e8, 1e8, 1], 1)):
@@ -221,7 +160,7 @@ def gathered_k(rank: int, op: str, algorithm: str) -> Tensor:
         return getattr(fusedcomm, op)(x, torch.ones(4, 3, dtype=torch.bfloat16), *dims)
 
 
-@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
 @pytest.mark.parametrize("op", GATHERS)
 def test_sums_over_sources_are_rounded_once(ranks: Any, op: str, algorithm: str) -> None:
     rounded_per_source = torch.tensor(257.0).bfloat16() + torch.tensor(2.0).bfloat16()
@@ -234,9 +173,9 @@ def test_sums_over_sources_are_rounded_once(ranks: Any, op: str, algorithm: str)
 # the second result of the dispatcher ops
 
 
-def check_by_product(rank: int, names: list[str], algorithm: str, dtype: torch.dtype) -> None:
+def check_by_product(rank: int, problems: list[Problem], algorithm: str, dtype: torch.dtype) -> None:
     size = dist.get_world_size()
-    for problem in (NAMED[name] for name in names):
+    for problem in problems:
         inputs = integers(problem, rank, size, dtype)
         op = getattr(torch.ops.fusedcomm, problem.op)
         with fusedcomm.force_algorithm(algorithm, strict=size > 1), empty_is_nan():
@@ -251,18 +190,19 @@ def check_by_product(rank: int, names: list[str], algorithm: str, dtype: torch.d
         torch.testing.assert_close(as_list(without), want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
 @pytest.mark.parametrize("op", GATHERS)
-def test_by_products(ranks: Any, op: str, world_size: int, algorithm: str) -> None:
+@pytest.mark.parametrize(("world_size", "algorithm"), [(1, "unfused"), (3, "unfused"), (3, "chunked")])
+def test_by_products(rank: int, op: str, world_size: int, algorithm: str) -> None:
     """A by-product that was asked for is right and not x itself; one that was not asked for is empty."""
-    ranks(world_size).run(check_by_product, [str(problem) for problem in TABLES[op]], algorithm, torch.float32)
+    check_by_product(rank, TABLES[op], algorithm, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["heads-gathered", "batched-w-batch-gathered", "zero-rows"])
-def test_by_products_of_the_kernels(ranks: Any, name: str) -> None:
-    names = [str(problem) for op in GATHERS for problem in TABLES[op] if problem.name == name]
-    ranks(2).run(check_by_product, names, "fused", torch.bfloat16)
+@on_ranks(2)
+@pytest.mark.thorough
+def test_by_products_of_the_kernels(rank: int) -> None:
+    problems = [NAMED["all_to_all_matmul-heads-gathered"], NAMED["all_gather_matmul-batched-w-batch-gathered"]]
+    check_by_product(rank, problems, "fused", torch.bfloat16)
 
 
 def check_inference(rank: int, problem: Problem, by_product: int) -> None:
