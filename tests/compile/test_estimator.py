@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedcomm
@@ -88,12 +88,12 @@ def test_links_of_a_mesh(mesh: Any) -> None:
     assert not estimator.can_fuse("nobody's")
 
 
-@pytest.mark.parametrize("num_ranks, stride", [(2, 1), (3, 1), (4, 2), (6, 1), (8, 4), (16, 1), (5, 8)])
-def test_groups_of_one_mesh_dim_are_told_alike(num_ranks: int, stride: int) -> None:
-    world_size, block = 240, num_ranks * stride
-    first = [block * i + j for i in range(world_size // block) for j in range(stride)]
-    groups = [tuple(range(rank, rank + block, stride)) for rank in first]
-    assert len({links.reach_of(ranks, 8, world_size) for ranks in groups}) == 1
+def test_groups_of_one_mesh_dim_are_told_alike() -> None:
+    for num_ranks, stride in [(2, 1), (3, 1), (4, 2), (6, 1), (8, 4), (16, 1), (5, 8)]:
+        world_size, block = 240, num_ranks * stride
+        first = [block * i + j for i in range(world_size // block) for j in range(stride)]
+        groups = [tuple(range(rank, rank + block, stride)) for rank in first]
+        assert len({links.reach_of(ranks, 8, world_size) for ranks in groups}) == 1
 
 
 def test_a_group_by_hand_is_told_by_its_own_ranks() -> None:
@@ -137,13 +137,6 @@ def test_a_ring_over_nodes_uses_the_cards_of_all_ranks_and_an_exchange_its_own(m
     with config.patch(inter_node_bw=20):
         assert Estimator("cuda").transfer("all_gather", MB, world).wire_ms == pytest.approx(63 * MB / (8 * 20e6))
     assert estimator.transfer("all_to_all", MB, world).wire_ms == pytest.approx(56 / 64 * MB / 50e6)
-
-
-def test_all_to_all_is_a_pairwise_exchange(mesh: Any) -> None:
-    """torch's analytic model takes it for an all_reduce of its input and its output, which takes four times as long."""
-    estimator, tp = Estimator("cuda"), name_of(mesh, "tp")
-    ring = estimator.transfer("all_reduce", 2 * 256 * MB, tp)
-    assert ring.ms / estimator.transfer("all_to_all", 256 * MB, tp).ms == pytest.approx(4, rel=0.02)
 
 
 def test_tuned_numbers_hold_inside_a_node(mesh: Any) -> None:
@@ -264,21 +257,20 @@ def test_other_kernels_read_and_write() -> None:
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int8, torch.float8_e4m3fn])
-def test_any_dtype_has_a_cost(device_type: str, dtype: torch.dtype) -> None:
+def test_any_dtype_has_a_cost(device_type: str) -> None:
     graph = Graph()
-    with FakeTensorMode():
-        x = torch.empty(64, 64, dtype=dtype)
     a = graph.placeholder("a")
     nodes = [a, graph.call_function(aten.mm.default, (a, a)), graph.call_function(aten.neg.default, (a,))]
-    for node in nodes:
-        node.meta["val"] = x
-    assert all(Estimator(device_type).cost(node).compute_ms > 0 for node in nodes[1:])
+    for dtype in (torch.float64, torch.complex64, torch.int8, torch.float8_e4m3fn):
+        with FakeTensorMode():
+            x = torch.empty(64, 64, dtype=dtype)
+        for node in nodes:
+            node.meta["val"] = x
+        assert all(Estimator(device_type).cost(node).compute_ms > 0 for node in nodes[1:]), dtype
     del nodes[1].meta["val"]
     assert Estimator(device_type).cost(nodes[1]) == NodeCost()  # nothing known
 
 
-@pytest.mark.thorough
 def test_symbolic_sizes_are_assumed() -> None:
     def program(x: Tensor, w: Tensor) -> Any:
         return (x @ w).relu(), torch.nn.functional.scaled_dot_product_attention(
@@ -467,25 +459,3 @@ def test_a_rank_that_does_not_come_is_named_in_bounded_time(ranks: Callable[[int
     assert missed is not None
     peers, seconds = missed
     assert peers == [1] and 0.5 <= seconds < 20
-
-
-def test_a_cost_is_cheap(mesh: Any) -> None:
-    """The time is negligible beside a pass of 1 ms per node."""
-    tp = name_of(mesh, "tp")
-
-    def program(x: Tensor, w: Tensor) -> Any:
-        for _ in range(20):
-            x = functional.wait_tensor(functional.all_reduce((x @ w).relu().view(64, 64) + x, "sum", tp))
-        return x
-
-    nodes: list[Node] = list(traced(program, (64, 64), (64, 64)).graph.nodes)
-    estimator = Estimator("cuda")
-    best = min(_seconds(estimator, nodes) for _ in range(5))
-    assert best / len(nodes) < 200e-6  # a tenth of that on an idle machine
-
-
-def _seconds(estimator: Estimator, nodes: list[Node]) -> float:
-    start = time.perf_counter()
-    for node in nodes:
-        estimator.cost(node)
-    return time.perf_counter() - start

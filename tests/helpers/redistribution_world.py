@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 
 import torch
@@ -224,82 +224,6 @@ def check(plan: Plan, rng: random.Random, shuffle: bool) -> None:
         held = now
 
 
-def random_mesh(rng: random.Random) -> tuple[int, ...]:
-    ndim = rng.choice([1, 2, 2, 3, 3, 4])
-    while True:
-        mesh = tuple(rng.choice([1, 2, 2, 2, 3, 3, 4, 5, 8]) for _ in range(ndim))
-        if math.prod(mesh) <= 16:
-            return mesh
-
-
-def random_ops(rng: random.Random) -> list[str]:
-    """Ops any mix of which can be reduced exactly, though not all at once."""
-    return rng.choice([["sum"], ["avg"], ["sum", "avg"], ["max"], ["min"], ["product"], ["sum", "max"], ["max", "min"]])
-
-
-Placements = list[int | str | None]  # per mesh dim: tensor dim, reduce op, or None
-
-
 def sharding_of(shape: Sequence[int], mesh: Sequence[int], placed: Sequence[int | str | None]) -> Sharding:
     cuts = [[i for i, p in enumerate(placed) if p == dim] for dim in range(len(shape))]
     return Sharding.of(shape, mesh, cuts, [p if isinstance(p, str) else None for p in placed])
-
-
-def random_sharding(rng: random.Random, shape: list[int], mesh: tuple[int, ...], placed: Placements) -> Sharding:
-    found = sharding_of(shape, mesh, placed)
-    if rng.random() < 0.5:
-        found = replace(found, cuts=tuple(tuple(rng.sample(dims, len(dims))) for dims in found.cuts))
-    return found
-
-
-def moved(rng: random.Random, placed: Placements, ndim: int) -> Placements:
-    """A sharding in which some mesh dims do something else. None of them becomes partial."""
-    free: Placements = [None, *range(ndim)]
-    chosen = rng.sample(range(len(placed)), rng.randint(1, len(placed)))
-    return [rng.choice(free) if i in chosen else p for i, p in enumerate(placed)]
-
-
-def random_shape(rng: random.Random, mesh: tuple[int, ...], *all_placed: Placements, ndim: int) -> list[int]:
-    """A shape; half of the shapes are cut evenly."""
-    if rng.random() < 0.5:
-        return [rng.choice([0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13]) for _ in range(ndim)]
-    shape = []
-    for dim in range(ndim):
-        pieces = [math.prod(mesh[i] for i, p in enumerate(placed) if p == dim) for placed in all_placed]
-        shape.append(rng.choice([0, 1, 1, 1, 1, 2, 2, 3]) * math.lcm(*pieces))
-    return shape
-
-
-def random_plan(seed: int) -> tuple[Plan, random.Random]:
-    """A plan of one step, or of two or three where no single step does it, and what draws the rest of the case."""
-    rng = random.Random(seed)
-    mesh, ndim = random_mesh(rng), rng.choice([0, 1, 1, 2, 2, 3, 4])
-    ops = random_ops(rng)
-    choices: list[int | str | None] = [None, *range(ndim), *range(ndim)]
-    placed: Placements = [rng.choice([*choices, *([rng.choice(ops)] * (1 + ndim))]) for _ in mesh]
-    target = moved(rng, placed, ndim)
-    shape = random_shape(rng, mesh, placed, target, ndim=ndim)
-    path = path_between(
-        rng, random_sharding(rng, shape, mesh, placed), random_sharding(rng, shape, mesh, target), placed
-    )
-    dtypes = [torch.float32, torch.bfloat16, torch.int64]
-    if not any(path[0].partial):
-        dtypes += [torch.bool, torch.complex64, torch.int16]
-    return Plan(path, rng.choice(dtypes)), rng
-
-
-def path_between(rng: random.Random, before: Sharding, after: Sharding, placed: Placements) -> tuple[Sharding, ...]:
-    direct = steps.step(before, after)
-    if direct is not None and rng.random() < 0.8:
-        return before, after
-    shape, mesh = list(before.shape), before.mesh_shape
-    for _ in range(30):
-        middle = random_sharding(rng, shape, mesh, moved(rng, placed, len(shape)))
-        if steps.step(before, middle) is not None and steps.step(middle, after) is not None:
-            return before, middle, after
-    path = [before]  # reduce one op at a time, then move
-    for op in sorted({op for op, left in zip(before.partial, after.partial, strict=True) if op and not left}):
-        pairs = zip(path[-1].partial, after.partial, strict=True)
-        left_over = [left if has == op else has for has, left in pairs]
-        path.append(Sharding.of(shape, mesh, before.cuts, left_over))
-    return (*path, after)

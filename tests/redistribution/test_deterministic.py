@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import fusedcomm
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers.process_groups import left_as_found
-from tests.helpers.tiers import nightly_but
 
 Ranks = Callable[[int], RankPool]
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -30,18 +29,12 @@ MIXED = [[[0, 1], [6, 7]], [[4, 5], [2, 3]]]  # ranks ascend from other coordina
 CASES = [  # nested ranks, before, after, shape
     (PROVOKING, [P, P], [R, R], (1000,)),
     (PROVOKING, [AVG, AVG], [R, R], (1000,)),
-    (PROVOKING, [P, AVG], [R, R], (1000,)),
-    (PROVOKING, [R, P], [R, R], (1000,)),
     (ORDINARY, [P, P], [R, S0], (1001, 2)),
-    (ORDINARY, [P, P], [S0, R], (1001, 2)),
     (ORDINARY, [P, AVG], [S1, S0], (37, 23)),
-    (CUBE, [P, P, R], [R, R, R], (1001,)),
     (CUBE, [P, R, P], [R, R, R], (1001,)),
-    (CUBE, [P, P, R], [R, S0, R], (1001, 2)),
     (CUBE, [AVG, P, P], [R, S0, R], (1001, 2)),
     (CUBE, [P, P, S1], [R, R, S0], (101, 7)),
     (MIXED, [P, R, P], [R, R, R], (1001,)),
-    (MIXED, [P, P, P], [R, R, R], (1001,)),
 ]
 
 
@@ -51,7 +44,6 @@ def reduced(
     before: list[Placement],
     after: list[Placement],
     shape: tuple[int, ...],
-    dtype: str,
     use: str,
 ) -> Tensor | None:
     """This rank's part, or None outside the mesh. What a rank adds depends on where the mesh dims are partial."""
@@ -62,7 +54,7 @@ def reduced(
             return None
         parts = [0 if placement == R else c for placement, c in zip(before, coordinate, strict=True)]
         seed = np.ravel_multi_index(parts, mesh.shape).item()
-        local = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
+        local = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         for i, placement in enumerate(before):
             if isinstance(placement, Shard):
                 local = local.chunk(mesh.size(i), placement.dim)[coordinate[i]].contiguous()
@@ -75,7 +67,7 @@ def reduced(
 
 
 def bits(x: Tensor) -> Tensor:
-    return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
+    return x.view(torch.int32)
 
 
 def num_different(nested: Any, after: list[Placement], outs: list[Tensor | None]) -> int:
@@ -94,12 +86,11 @@ def num_different(nested: Any, after: list[Placement], outs: list[Tensor | None]
     return differ
 
 
-@pytest.mark.parametrize("dtype", nightly_but(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize(("nested", "before", "after", "shape"), CASES)
 def test_all_holders_of_an_element_have_the_same_bits(
-    ranks: Ranks, nested: Any, before: list[Placement], after: list[Placement], shape: tuple[int, ...], dtype: str
+    ranks: Ranks, nested: Any, before: list[Placement], after: list[Placement], shape: tuple[int, ...]
 ) -> None:
-    outs = ranks(8).run(reduced, nested, before, after, shape, dtype, "fusedcomm")
+    outs = ranks(8).run(reduced, nested, before, after, shape, "fusedcomm")
     assert num_different(nested, after, outs) == 0
 
 
@@ -108,7 +99,7 @@ def test_replicas_of_torch_differ(ranks: Ranks) -> None:
     order.
     """
     nested, before, after, shape = CASES[0]
-    outs = ranks(8).run(reduced, nested, before, after, shape, "float32", "torch")
+    outs = ranks(8).run(reduced, nested, before, after, shape, "torch")
     assert num_different(nested, after, outs) > 50
-    ours = ranks(8).run(reduced, nested, before, after, shape, "float32", "fusedcomm")
+    ours = ranks(8).run(reduced, nested, before, after, shape, "fusedcomm")
     torch.testing.assert_close(ours[0], outs[0])  # the same sum, but for the rounding

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,41 +20,10 @@ from fusedcomm.launch.ranks import RankPool
 from fusedcomm.redistribution import even, execute, reductions, steps, uneven
 from fusedcomm.redistribution.steps import Step
 from tests.helpers import redistribution_world as world
+from tests.helpers.on_ranks import on_ranks
 
 Ranks = Callable[[int], RankPool]
 Placed = tuple[int | str | None, ...]
-
-
-def check_seeds(seeds: range) -> Counter[tuple[str, bool]]:
-    """How often each kind was carried out, regular and not."""
-    seen: Counter[tuple[str, bool]] = Counter()
-    for seed in seeds:
-        plan, rng = world.random_plan(seed)
-        try:
-            world.check(plan, rng, shuffle=rng.random() < 0.5)
-        except Exception as error:
-            raise AssertionError(f"{seed=}: {plan}") from error
-        seen.update((step.kind, step.is_regular) for step in plan.steps)
-    return seen
-
-
-KINDS = [
-    *((kind, True) for kind in (steps.SLICE, steps.ALL_GATHER, steps.ALL_TO_ALL, steps.ALL_REDUCE)),
-    *((steps.REDUCE_SCATTER, regular) for regular in (True, False)),
-    *((kind, False) for kind in (steps.SLICE, steps.ALL_GATHER, steps.ALL_TO_ALL)),
-]
-
-
-def test_random_plans() -> None:
-    seen = check_seeds(range(600))
-    assert all(seen[kind] >= 20 for kind in KINDS), seen
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_random_plans_for_long() -> None:
-    seen = check_seeds(range(1000, 41_000))
-    assert all(seen[kind] >= 1000 for kind in KINDS), seen
 
 
 def plan_of(
@@ -71,12 +37,12 @@ def check_plan(plan: world.Plan) -> None:
         world.check(plan, random.Random(seed), shuffle=seed % 2 == 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
-def test_numbers_without_dims(op: str, dtype: torch.dtype) -> None:
-    check_plan(plan_of((), (2, 3), (op, op), (None, None), dtype=dtype))
-    check_plan(plan_of((), (2, 3), (op, None), (None, None), dtype=dtype))
-    check_plan(plan_of((), (2, 3), (None, None), (None, None), dtype=dtype))
+def test_numbers_without_dims(op: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        check_plan(plan_of((), (2, 3), (op, op), (None, None), dtype=dtype))
+        check_plan(plan_of((), (2, 3), (op, None), (None, None), dtype=dtype))
+        check_plan(plan_of((), (2, 3), (None, None), (None, None), dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.complex128, torch.int16, torch.uint8])
@@ -210,38 +176,14 @@ def test_traffic_is_compared() -> None:
 # On real ranks
 
 
-@dataclass(frozen=True)
-class Case:
-    before: Placed
-    after: Placed
-    kind: str
-
-
-LINE = [
-    Case((None,), (0,), steps.SLICE),
-    Case((0,), (None,), steps.ALL_GATHER),
-    Case((1,), (None,), steps.ALL_GATHER),
-    Case((0,), (1,), steps.ALL_TO_ALL),
-    Case((1,), (0,), steps.ALL_TO_ALL),
-    Case(("sum",), (None,), steps.ALL_REDUCE),
-    Case(("sum",), (0,), steps.REDUCE_SCATTER),
-    Case(("avg",), (1,), steps.REDUCE_SCATTER),
+CASES: list[tuple[Placed, Placed, str]] = [
+    ((None,), (0,), steps.SLICE),
+    ((1,), (None,), steps.ALL_GATHER),
+    ((0,), (1,), steps.ALL_TO_ALL),
+    (("sum",), (None,), steps.ALL_REDUCE),
+    (("avg",), (1,), steps.REDUCE_SCATTER),
+    (("max",), (0,), steps.REDUCE_SCATTER),
 ]
-OPS = [
-    *(Case((op,), (None,), steps.ALL_REDUCE) for op in ("avg", "max", "min", "product")),
-    *(Case((op,), (1,), steps.REDUCE_SCATTER) for op in ("sum", "max", "min", "product")),
-]
-SQUARE = [
-    Case((0, 0), (None, None), steps.ALL_GATHER),
-    Case((0, 1), (None, None), steps.ALL_GATHER),
-    Case((0, 0), (1, 1), steps.ALL_TO_ALL),
-    Case((0, 1), (1, None), steps.ALL_TO_ALL),
-    Case(("sum", "avg"), (None, None), steps.ALL_REDUCE),
-    Case(("sum", "sum"), (1, 0), steps.REDUCE_SCATTER),
-    Case(("sum", 0), (1, 1), steps.REDUCE_SCATTER),
-]
-SHAPES = [(8, 8), (7, 5), (1, 6), (0, 3)]
-TRACED_SHAPES = [(8, 8), (7, 5)]
 COLLECTIVES = {
     steps.ALL_GATHER: "all_gather_into_tensor",
     steps.ALL_TO_ALL: "all_to_all_single",
@@ -251,7 +193,7 @@ COLLECTIVES = {
 
 
 class Spy(TorchDispatchMode):
-    """Names of the functional collectives that are called."""
+    """Records the names of functional collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,49 +209,22 @@ def traced(run: Callable[..., Tensor], local: Tensor) -> Tensor:
     return make_fx(lambda x: run(x, wait=False), tracing_mode="fake")(local)(local)
 
 
-def run_case(rank: int, mesh: tuple[int, ...], case: Case, shape: tuple[int, ...], order: tuple[int, ...]) -> None:
-    """Run a case eagerly and in flight. In the order of the mesh it is also traced, and run with other dtypes."""
-    in_order = order == tuple(range(len(order)))
-    dtypes = [torch.float32, torch.bfloat16, torch.int64]
-    if case.kind in (steps.SLICE, steps.ALL_GATHER, steps.ALL_TO_ALL):
-        dtypes += [torch.bool, torch.complex64, torch.int16]
-    coordinate = world.coordinates(mesh)[order[rank]]
-    for dtype in dtypes if in_order else dtypes[:1]:
-        plan = plan_of(shape, mesh, case.before, case.after, dtype=dtype)
-        step = one(plan)
-        assert step.kind == case.kind
+@on_ranks(2)
+def test_collectives_of_torch(rank: int) -> None:
+    """Each step is one collective, if any. It is the same in flight, traced, and on ranks in another order."""
+    for (before, after, kind), shape, order in itertools.product(CASES, [(8, 8), (7, 5), (0, 3)], [(0, 1), (1, 0)]):
+        step = one(plan_of(shape, (2,), before, after))
+        assert step.kind == kind
+        coordinate = (order[rank],)
         oracle = world.Oracle(step.before, world.parts_of(step.before, random.Random(0)))
-        local = world.strided(world.with_dtype(oracle.local(coordinate), dtype), random.Random(rank))
+        local = world.strided(oracle.local(coordinate).float(), random.Random(rank))
         oracle.move(step.after)
-        want = world.with_dtype(oracle.local(coordinate), dtype)
         run = partial(execute.run, step, coordinate, order, dist.group.WORLD.group_name)
         with Spy() as spy:
             got = run(local)
-        assert spy.called == ([] if case.kind == steps.SLICE else [COLLECTIVES[step.sends_as], "wait_tensor"])
-        in_flight = run(local, wait=False)
-        results = [got, in_flight.clone()]
-        if in_order and dtype == torch.float32 and shape in TRACED_SHAPES:
-            results.append(traced(run, local))
-        for result in results:
-            assert result.dtype == dtype and result.shape == want.shape and result.is_contiguous()
-            assert torch.equal(result, want), f"{step}: {result}, not {want}"
-
-
-def run_cases(rank: int, mesh: tuple[int, ...], all_cases: list[Case]) -> int:
-    in_order = tuple(range(dist.get_world_size()))
-    runs = list(itertools.product(all_cases, SHAPES, [in_order, (*in_order[1:], 0)]))
-    for case, shape, order in runs:
-        run_case(rank, mesh, case, shape, order)
-    return len(runs)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "all_cases"),
-    [((2,), [*LINE, *OPS]), pytest.param((4,), LINE, marks=pytest.mark.thorough), ((2, 2), SQUARE)],
-)
-def test_real_ranks(ranks: Ranks, mesh: tuple[int, ...], all_cases: list[Case]) -> None:
-    num_runs = len(all_cases) * len(SHAPES) * 2
-    assert ranks(math.prod(mesh)).run(run_cases, mesh, all_cases) == [num_runs] * math.prod(mesh)
+        assert spy.called == ([] if kind == steps.SLICE else [COLLECTIVES[step.sends_as], "wait_tensor"])
+        for result in (got, run(local, wait=False).clone(), traced(run, local)):
+            assert result.is_contiguous() and torch.equal(result, oracle.local(coordinate).float()), step
 
 
 def in_pairs(rank: int) -> Tensor:

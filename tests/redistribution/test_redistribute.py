@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fusedcomm
 import fusedcomm.compile
 from fusedcomm.launch.ranks import RankPool
+from tests.helpers.block_checks import interpreted
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.redistribution_cases import Case, random_case
 
@@ -82,8 +84,8 @@ def random_values(rank: int, seeds: range, mesh_shapes: list[tuple[int, ...]]) -
 
 
 def test_random_cases_are_exact_on_real_ranks(ranks: Ranks) -> None:
-    sent = ranks(4).run(random_values, range(360), [(4,), (2, 2), (2, 1, 2), (1, 2, 2)])
-    assert len(set(sent)) == 1 and sent[0] > 200, sent
+    sent = ranks(4).run(random_values, range(150), [(4,), (2, 2), (2, 1, 2), (1, 2, 2)])
+    assert len(set(sent)) == 1 and sent[0] > 80, sent
 
 
 @pytest.mark.nightly
@@ -130,7 +132,7 @@ def test_nested_scatter_over_a_flattened_mesh_which_torch_gets_wrong(ranks: Rank
 
 @on_ranks(4)
 def test_gradients_are_those_of_torch(rank: int) -> None:
-    for seed in range(100):
+    for seed in range(40):
         case = random_case(seed, [(2, 2), (4,), (1, 4)])
         if not case.dtype.is_floating_point:
             continue
@@ -285,13 +287,13 @@ def compiled(rank: int, shape: tuple[int, int]) -> tuple[int, list[str]]:
     with CommDebugMode() as comm:
         eager = trained(program, shape)
     with uncached(), fusedcomm.compile.enabled(fuse=()) as report:
-        graph = trained(torch.compile(program, fullgraph=True), shape)
+        graph = trained(torch.compile(program, fullgraph=True, backend=interpreted), shape)
     assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
     assert all(Path(line.source.rpartition(":")[0]).name == Path(__file__).name for line in report.collectives[:1])
     return comm.get_total_counts(), [line.graph for line in report.collectives]
 
 
-@pytest.mark.parametrize("shape", [(8, 4), pytest.param((5, 3), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("shape", [(8, 4), pytest.param((5, 3), marks=pytest.mark.thorough)])
 def test_it_compiles_into_one_graph_with_the_collectives_of_the_plan(ranks: Ranks, shape: tuple[int, int]) -> None:
     for eager, graphs in ranks(4).run(compiled, shape):
         assert graphs == ["forward", "backward"] and eager > 0, (eager, graphs)
@@ -360,7 +362,7 @@ def test_classes_of_placements_that_only_torch_knows(rank: int) -> None:
 
     parts = DTensor.from_local(torch.ones(2) * rank, mesh, [norm, norm], run_check=False)
     with uncached():
-        for run in (fusedcomm.redistribute, torch.compile(fusedcomm.redistribute, fullgraph=True)):
+        for run in (fusedcomm.redistribute, torch.compile(fusedcomm.redistribute, fullgraph=True, backend=interpreted)):
             torch.testing.assert_close(run(parts, placements=[R, R]).to_local(), torch.full((2,), 14**0.5))
 
 
@@ -437,21 +439,20 @@ def test_reductions_that_do_not_commute_are_refused_by_name(ranks: Ranks) -> Non
         assert "sum" in text and "max" in text, text
 
 
-def outside(rank: int) -> Tensor:
-    halves = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]  # made by all ranks
-    own, other = halves if rank < 2 else reversed(halves)
-    x = distribute_tensor(torch.arange(4.0), own, [S0])
-    empty = DTensor.from_local(torch.empty(0), other, [S0], run_check=False, shape=x.shape, stride=x.stride())
-    assert fusedcomm.redistribute(empty, placements=[R]).to_local().numel() == 0
-    return fusedcomm.redistribute(x, placements=[R]).to_local()
+@on_ranks(2)
+def test_a_part_that_requires_grad_is_redistributed_without_a_warning(rank: int) -> None:
+    leaf = torch.ones(2, 2, requires_grad=True)
+    x = DTensor.from_local(leaf, mesh_of((2,)), [S0])
+    assert x._local_tensor.requires_grad
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y = fusedcomm.redistribute(x, placements=[S0])
+    (y.to_local() * 3).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((2, 2), 3.0))  # type: ignore[arg-type]
+    assert not caught
 
 
-def test_meshes_of_a_part_of_the_world(ranks: Ranks) -> None:
-    for found in ranks(4).run(outside):
-        assert torch.equal(found, torch.arange(4.0))
-
-
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_importing_fusedcomm_does_not_import_dtensor() -> None:
     code = "import sys, fusedcomm; assert 'torch.distributed.tensor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

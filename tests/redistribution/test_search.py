@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
-import timeit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -186,14 +184,15 @@ def test_what_has_no_exact_plan_is_named(before: str, after: str, message: str) 
 # what holds for all
 
 
-def shuffled(rng: random.Random) -> tuple[Sharding, Sharding]:
-    """Any order of cuts."""
+def shuffled(rng: random.Random, ops: Sequence[str] = ("sum", "max")) -> tuple[Sharding, Sharding]:
+    """Any order of cuts; half of the shapes are cut evenly. One of the ops reduces."""
     mesh_shape = rng.choice([(2, 2, 2), (2, 4), (3, 2), (2, 2, 2, 2), (4, 3), (1, 5), (8,)])
-    ndim = rng.randint(1, 3)
-    shape = [rng.randint(0, 9) for _ in range(ndim)]
-    op = rng.choice(["sum", "max"])
+    ndim, op = rng.randint(1, 3), rng.choice(ops)
     places = [rng.choice(["R", "P", *range(ndim), *range(ndim)]) for _ in mesh_shape]
     after = [rng.choice(["R", *range(ndim), *(["P"] if each == "P" else [])]) for each in places]
+    shape = [rng.randint(0, 9) for _ in range(ndim)]
+    if rng.random() < 0.5:
+        shape = [rng.randint(0, 2) * math.prod(mesh_shape) for _ in range(ndim)]
 
     def made(placements: list[Any]) -> Sharding:
         dims = rng.sample(range(len(mesh_shape)), len(mesh_shape))
@@ -227,7 +226,7 @@ def test_steps_lead_from_before_to_after(seed: int) -> None:
 @pytest.mark.parametrize("shape", [(8, 8), (5, 3)])
 def test_two_collectives_do_everything(shape: tuple[int, ...]) -> None:
     """The two are a reduce_scatter of all that is partial, and one exchange. A plan that latency rules has no more."""
-    for before, after in itertools.islice(pairs(2, 3), None, None, 3):
+    for before, after in itertools.islice(pairs(2, 3), None, None, 10):
         both = [sharding(shape, (2, 2, 2), each) for each in (before, after)]
         assert search.plan(*both, 1, links((2, 2, 2))).num_collectives <= 2, f"{before} -> {after}"
 
@@ -286,21 +285,20 @@ def test_no_plan_sends_less_than_the_least() -> None:
 
 
 def test_plans_give_the_exact_result() -> None:
-    """All ways of all kinds of steps are taken."""
-    seen = exact(random.Random(0), 400)
-    assert seen == {
-        *((kind, kind, False) for kind in (steps.ALL_GATHER, steps.ALL_TO_ALL, steps.ALL_REDUCE)),
-        *((steps.REDUCE_SCATTER, *way) for way in ((steps.REDUCE_SCATTER, False), (steps.REDUCE_SCATTER, True))),
-        (steps.REDUCE_SCATTER, steps.ALL_TO_ALL, False),
-        (steps.SLICE, steps.SLICE, False),
+    """All kinds of steps are taken, regular or not, and all ways to send them."""
+    seen = exact(random.Random(0), 250)
+    assert {(kind, is_regular) for kind, is_regular, _, _ in seen} == {
+        *itertools.product([steps.SLICE, steps.ALL_GATHER, steps.ALL_TO_ALL, steps.REDUCE_SCATTER], [True, False]),
+        (steps.ALL_REDUCE, True),
     }
+    ways = {(sends_as, is_padded) for kind, _, sends_as, is_padded in seen if kind == steps.REDUCE_SCATTER}
+    assert ways == {(steps.REDUCE_SCATTER, False), (steps.REDUCE_SCATTER, True), (steps.ALL_TO_ALL, False)}
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(100, 110))
-def test_plans_give_the_exact_result_in_many_cases(seed: int) -> None:
-    exact(random.Random(seed), 1000)
+@pytest.mark.timeout(3600)
+def test_plans_give_the_exact_result_in_many_cases() -> None:
+    exact(random.Random(100), 4000)
 
 
 @dataclass(frozen=True)
@@ -314,23 +312,23 @@ class Planned(Plan):
         return list(self.planned)
 
 
-def exact(rng: random.Random, num: int) -> set[tuple[str, str, bool]]:
+def exact(rng: random.Random, num: int) -> set[tuple[str, bool, str, bool]]:
     """Check plans in a simulated world, against an oracle that cuts and reduces whole tensors.
 
-    Returns how steps were sent.
+    Returns how steps were sent: (kind, is_regular, sends_as, is_padded).
     """
     seen = set()
     while num:
-        before, after = shuffled(rng)
+        before, after = shuffled(rng, ["sum", "avg", "max", "min", "product"])
         over = links(before.mesh_shape, rng.choice([2, 8]), rng.choice(["cuda", "cpu"]))
         found = search.plan(before, after, rng.choice([4, 1 << 20]), over)  # small and large: other plans
+        dtypes = [torch.float32, torch.bfloat16, torch.int64]
+        if not any(before.partial):
+            dtypes += [torch.bool, torch.complex64, torch.int16]
         if found.steps:
-            check(
-                Planned((before, *(each.after for each in found.steps)), torch.int64, found.steps),
-                rng,
-                shuffle=rng.random() < 0.5,
-            )
-            seen |= {(step.kind, step.sends_as, step.is_padded) for step in found.steps}
+            path = (before, *(each.after for each in found.steps))
+            check(Planned(path, rng.choice(dtypes), found.steps), rng, shuffle=rng.random() < 0.5)
+            seen |= {(step.kind, step.is_regular, step.sends_as, step.is_padded) for step in found.steps}
             num -= 1
     return seen
 
@@ -360,28 +358,6 @@ def test_links_of_a_mesh_in_another_order() -> None:
 def test_all_groups_of_a_mesh_dim_are_told_alike() -> None:
     """There are 3 ranks in nodes of 4: one group of three lies inside a node, another does not."""
     assert links((4, 3), ranks_per_node=4).reach((1,)).link == "inter"
-
-
-# time
-
-
-@pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (2, 8, 16)], ids=str)
-def test_planning_is_quick(mesh_shape: tuple[int, ...]) -> None:
-    """The goals are 20 ms for a new plan and 200 us for a known one. This machine may be slower: five times that."""
-    over = links(mesh_shape)
-    both = [sharding((4097, 4099, 63), mesh_shape, each) for each in (["P", "P", "S0"], ["R", "S1", "S1"])]
-
-    def cold() -> None:
-        search.plan.cache_clear()
-        steps.step.cache_clear()
-        start = time.thread_time()
-        search.plan(*both, 4, over)
-        taken.append(time.thread_time() - start)
-
-    taken: list[float] = []
-    timeit.repeat(cold, number=1, repeat=3)
-    assert min(taken) < 0.1
-    assert min(timeit.repeat(lambda: search.plan(*both, 4, over), number=200, repeat=3)) / 200 < 100e-6
 
 
 def test_a_search_ends() -> None:
