@@ -11,14 +11,14 @@ NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels
 # Tests start hundreds of processes, each of which would compile all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup models demo test test-all test-torch lint docs wheel bench figures soak sanitize gpu-check clean
+.PHONY: help setup models demo test test-torch nightly lint docs wheel bench figures gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   one matmul and its all_to_all, unfused and fused, on this machine"
-	@echo "make test   the tests to run while editing: every capability, 13 minutes on 2 cores, meant to be 8"
-	@echo "make test-all  the thorough ones, which make test leaves out: more parameters, and what takes long"
-	@echo "make test-torch  the tests of make test with another release of torch, TORCH=2.15.0, in build/: GBs, as it has CUDA"
+	@echo "make test   every capability, at most 8 minutes on 2 cores; THOROUGH=1 adds what else CI runs: more parameters"
+	@echo "make nightly  what takes longer: all parts, or PART=name of those in tests/nightly.py; outcomes are lines of JSON in"
+	@echo "            build/nightly.jsonl; PART=torch TORCH=2.15.0 is make test with another release of torch: GBs, as it has CUDA"
 	@echo "make lint   ruff, mypy, codespell, and whether docs/api and the map of the rooms follow the sources"
 	@echo "make docs   docs/api from the docstrings, and the map of the rooms in docs/architecture.md from the imports"
 	@echo "make wheel  dist/*.whl, with the native part for this Python and this release of torch if there is a C++ compiler"
@@ -32,12 +32,9 @@ help:
 	@echo "            OP=hosts: pipelined across two hosts on a throttled link, as root: BENCH_ARGS= --mbit, --rounds;"
 	@echo "            OP=step_memory: what training takes of a host's memory, with results in place and without"
 	@echo "make figures  the figures of docs/benchmark.md and others, into benchmarks/results; 55 minutes of a machine that does nothing else"
-	@echo "make soak   the tests that take minutes, then 100,000 random calls, or as many as 90 minutes allow; what was run and"
-	@echo "            found is in .venv/soak.json; SOAK_ARGS= --calls, --seconds, --seed, --device cuda, --json FILE"
-	@echo "make sanitize  of those the tests of the native part, built with the sanitizers of g++ for addresses and threads"
 	@echo "make gpu-check  what one GPU can prove, in nine minutes, with the Python that README's install has set up:"
 	@echo "            PYTHON=; what was found is in build/gpu-check.jsonl; GPU_CHECK_ARGS= --only PART, --seconds, --json FILE"
-	@echo "make models  the packages whose models make test-all runs where they are there: 0.6 GB, minutes, Python 3.11 or newer"
+	@echo "make models  the packages whose models make nightly PART=models runs: 0.6 GB, minutes, Python 3.11 or newer"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
 	@echo "make clean  remove .venv and everything built"
 
@@ -48,17 +45,19 @@ models: $(VENV)/.models
 demo: $(VENV)/.built
 	$(BIN)/python -m fusedcomm demo
 
-test: setup
-	$(BIN)/python -m pytest -m "not thorough and not soak" $(PYTEST_ARGS)
+# Two workers: tests on ranks are one group of pytest-xdist, so one worker has all of them (tests/conftest.py).
+TIERS := $(if $(THOROUGH),not nightly,not thorough and not nightly)
+test: setup $(if $(THOROUGH),$(VENV)/.old_triton)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --max-worker-restart 0 -m "$(TIERS)" $(PYTEST_ARGS)
 
-test-all: setup $(VENV)/.old_triton
-	$(BIN)/python -m pytest -m "thorough and not soak" $(PYTEST_ARGS)
+nightly: setup $(VENV)/.old_triton
+	TORCH="$(TORCH)" $(BIN)/python -m tests.nightly $(PART)
 
 # In a copy of the checkout, as an editable install puts its native part there. torch chooses its Triton and its
 # setuptools; NumPy is older than 2.4 for the interpreter of the Triton 3.6 that torch 2.11 comes with.
 OTHER := build/$(notdir $(PYTHON))-torch-$(TORCH)
 test-torch:
-	@test -n "$(TORCH)" || { echo "Name a release of torch: make test-torch TORCH=2.15.0" >&2; exit 1; }
+	@test -n "$(TORCH)" || { echo "Name a release of torch: make nightly PART=torch TORCH=2.15.0" >&2; exit 1; }
 	mkdir -p $(OTHER)
 	find $(OTHER) -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --preserve=timestamps -t $(OTHER)
@@ -107,14 +106,6 @@ figures: setup
 	$(BIN)/python -m benchmarks.redistribution --json benchmarks/results/redistribution.json
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
 	$(BIN)/python -m benchmarks.planner_choices --quick --json $(RESULTS)-planner.json
-
-SOAK_ARGS ?= --device cpu --ranks 4 --calls 100000 --seconds 5400 --json $(VENV)/soak.json
-soak: setup $(VENV)/.old_triton
-	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
-	$(BIN)/python -m tests.soak $(SOAK_ARGS)
-
-sanitize: setup
-	$(BIN)/python -m pytest -m soak tests/runtime/test_sanitizers.py $(PYTEST_ARGS)
 
 # The Python of README's install runs it: a machine with a GPU often has torch, and no network to fill .venv by.
 GPU_CHECK_ARGS ?= --json build/gpu-check.jsonl

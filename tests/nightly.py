@@ -1,0 +1,118 @@
+"""The parts of `make nightly`.
+
+    python -m tests.nightly [PART ...] [--json FILE]
+
+runs the named parts, or all but ``torch``. Each part has a log beside FILE and two lines of JSON in it, one when the
+part begins and one when it has ended, so that an aborted night leaves what it has found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusedcomm.launch.provenance import run_facts
+
+ROOT = Path(__file__).parents[1]
+JSON_FILE = ROOT / "build/nightly.jsonl"
+PYTEST = (sys.executable, "-m", "pytest", "-v", "-n", "2", "--dist", "loadgroup", "--max-worker-restart", "0")
+NIGHTLY = (*PYTEST, "-m", "nightly")
+CONTROLS, FAULTS = "tests/package/test_negative_controls.py", "tests/tools/test_fault_matrix.py"
+SOAK, SANITIZERS = "tests/tools/test_soak.py", "tests/runtime/test_sanitizers.py"
+SOAK_CALLS = ("--device", "cpu", "--ranks", "4", "--calls", "100000", "--seconds", "600")
+COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+KILLED_AFTER_S = 10  # of an interrupt that pytest turns into a summary
+
+Command = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    limit_s: int
+    commands: tuple[Command, ...]
+
+
+def pytest_part(limit_s: int, *paths: str, without: Sequence[str] = ()) -> Part:
+    return Part(limit_s, ((*NIGHTLY, *paths, *(f"--ignore={path}" for path in without)),))
+
+
+PARTS = {
+    "calls": pytest_part(900, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "algorithms", "cost"))),
+    "graphs": pytest_part(1200, "tests/compile", "tests/redistribution"),
+    "launches": pytest_part(900, "tests/kernels"),
+    "ranks": pytest_part(600, "tests/runtime", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
+    "faults": pytest_part(600, FAULTS),
+    "controls": pytest_part(2400, CONTROLS),
+    "commands": pytest_part(900, "tests/tools", "tests/package", without=[FAULTS, CONTROLS, SOAK]),
+    "soak": Part(1200, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
+    "sanitizers": pytest_part(1800, SANITIZERS),
+    "models": Part(1200, (("make", "models"), (*PYTEST, "tests/models"))),
+    "torch": Part(3600, (("make", "test-torch"),)),  # TORCH=2.15.0 in the environment
+}
+ALONE = ("torch",)  # downloads gigabytes, once a release
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tests.nightly", description="The parts of `make nightly`.")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"all but {', '.join(ALONE)}, or of {', '.join(PARTS)}"
+    )
+    parser.add_argument("--json", type=Path, default=JSON_FILE, help="lines are added to this file")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"PART must be one of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    outcomes = [run(name, args.json) for name in args.parts or [name for name in PARTS if name not in ALONE]]
+    return int(any(outcome != "passed" for outcome in outcomes))
+
+
+def run(name: str, json_file: Path) -> str:
+    part, log = PARTS[name], json_file.with_name(f"nightly-{name}.log")
+    write(json_file, {**run_facts(), "part": name, "outcome": "began"})
+    start = time.monotonic()
+    with log.open("w") as out:
+        outcome = "passed"
+        for command in part.commands:
+            if outcome == "passed":
+                outcome = outcome_of(command, out, start + part.limit_s)
+    text = log.read_text()
+    found: dict[str, Any] = {"part": name, "outcome": outcome, "seconds": round(time.monotonic() - start)}
+    found |= {kind: int(count) for count, kind in COUNTS.findall(text.rpartition("\n=")[2])}
+    found["failures"] = sorted({line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))})
+    write(json_file, found)
+    return outcome
+
+
+def outcome_of(command: Command, out: Any, end: float) -> str:
+    process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        return "passed" if process.wait(max(0.0, end - time.monotonic())) == 0 else "failed"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(KILLED_AFTER_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return "out of time"
+
+
+def write(json_file: Path, line: dict[str, Any]) -> None:
+    text = json.dumps(line)
+    print(text, flush=True)
+    with json_file.open("a") as file:
+        file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
