@@ -41,6 +41,7 @@ class Layer:
     y_dim: int | None
     shard_dims: dict[str, int]
     partial: tuple[str, ...]  # plain parameters whose gradient is this rank's part
+    ops: tuple[str, ...]  # of a forward and its backward
     kv_heads: int = HEADS
 
     def __str__(self) -> str:
@@ -67,26 +68,18 @@ class Layer:
 
 X, QKV, OUT = (2, TOKENS, HIDDEN), (HIDDEN, 3 * HEADS * HEAD_DIM), (HEADS * HEAD_DIM, HIDDEN)
 BOTH = ("weight", "bias")
+INTO, BACK = "matmul_all_to_all", "all_to_all_matmul"
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 LAYERS = [
-    Layer("qkv", QKV, UlyssesQKV, X, 1, -2, {}, BOTH),
-    Layer("qkv-gqa", (HIDDEN, 8 * HEAD_DIM), UlyssesQKV, X, 1, -2, {}, BOTH, kv_heads=2),
-    Layer("qkv-no-batch", QKV, UlyssesQKV, X[1:], 0, -2, {}, BOTH),
-    Layer("out", OUT, UlyssesOut, (2, TOKENS, HEADS, HEAD_DIM), -2, 1, {}, BOTH),
-    Layer("out-two-batch-dims", OUT, UlyssesOut, (2, 1, TOKENS, HEADS, HEAD_DIM), -2, 2, {}, BOTH),
-    Layer("column-sequence", (HIDDEN, 8), ColumnParallelLinear, X, 1, -1, {"weight": 0, "bias": 0}, ()),
+    Layer("qkv", QKV, UlyssesQKV, X, 1, -2, {}, BOTH, (INTO, BACK)),
+    Layer("qkv-gqa", (HIDDEN, 8 * HEAD_DIM), UlyssesQKV, X, 1, -2, {}, BOTH, (INTO, INTO, BACK, BACK), kv_heads=2),
+    Layer("out", OUT, UlyssesOut, (2, TOKENS, HEADS, HEAD_DIM), -2, 1, {}, BOTH, (BACK, INTO)),
     Layer(
-        "column-sequence-first",
-        (HIDDEN, 8),
-        ColumnParallelLinear,
-        (TOKENS, 2, HIDDEN),
-        0,
-        -1,
-        {"weight": 0, "bias": 0},
-        (),
+        "column-sequence", (HIDDEN, 8), ColumnParallelLinear, X, 1, -1, dict.fromkeys(BOTH, 0), (), (GATHER, SCATTER)
     ),
-    Layer("column", (HIDDEN, 8), ColumnParallelLinear, X, None, -1, {"weight": 0, "bias": 0}, ()),
-    Layer("row-sequence", (HIDDEN, 7), RowParallelLinear, X, -1, 1, {"weight": 1}, ()),
-    Layer("row", (HIDDEN, 7), RowParallelLinear, X, -1, None, {"weight": 1}, ()),
+    Layer("column", (HIDDEN, 8), ColumnParallelLinear, X, None, -1, dict.fromkeys(BOTH, 0), (), (REDUCE,)),
+    Layer("row-sequence", (HIDDEN, 7), RowParallelLinear, X, -1, 1, {"weight": 1}, (), (SCATTER, GATHER)),
+    Layer("row", (HIDDEN, 7), RowParallelLinear, X, -1, None, {"weight": 1}, (), (REDUCE,)),
 ]
 BY_NAME = {layer.name: layer for layer in LAYERS}
 

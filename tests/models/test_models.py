@@ -24,7 +24,7 @@ from tests.helpers.block_checks import no_latency
 from tests.helpers.graphs import recorded_graphs
 from tests.models.case import Case, skip_without
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.nightly
 
 # Fused, of all collectives, by kind, in models of one layer, of each kind that the model has. Reductions that are
 # added count as they were written; exchanges of constants and of gradients, one each, are all_to_alls too.

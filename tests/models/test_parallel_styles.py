@@ -31,7 +31,7 @@ from tests.helpers.spies import Dispatched
 from tests.models import torchtitan_models, transformers_models
 from tests.models.case import skip_without
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.nightly
 
 PAGE = (Path(__file__).parents[2] / "docs/parallel.md").read_text()
 CLOSE = 1e-6  # relative; float32 has 1.2e-7

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fusedcomm
 from fusedcomm.nn import (
     ColumnParallelLinear,
-    ParallelLinear,
     RowParallelLinear,
     UlyssesOut,
     UlyssesQKV,
@@ -26,6 +25,7 @@ from fusedcomm.nn import (
 )
 from tests.helpers.nn_layers import BY_NAME, HIDDEN, LAYERS, Layer, Nested, X, local, whole
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.spies import Dispatched
 
 # float32 has 1.2e-7; sums of some tens of terms of about 1 run in another order
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -54,15 +54,20 @@ def check_layer(rank: int, layer: Layer, bias: bool) -> None:
     x, wants, linear, weights = run_plain(layer, bias)
     module = layer.kind.from_linear(linear, **layer.options())
     mine = part(x.detach(), layer.x_dim, rank, size).clone().requires_grad_()
-    with fusedcomm.force_algorithm("chunked", strict=True):
+    with fusedcomm.force_algorithm("chunked", strict=True), Dispatched() as spy:
         outs = tensors_of(module(mine))
         loss = sum((o * part(w, layer.y_dim, rank, size)).sum() for o, w in zip(outs, weights, strict=True))
         loss.backward()
+    assert tuple(spy.names("fusedcomm")) == layer.ops
+    sums_bias = bias and layer.name == "row-sequence"  # the bias of all rows, of which a rank has some
+    assert spy.names("c10d") + spy.names("_c10d_functional") == ["all_reduce"] * (size > 1 and sums_bias)
     for out, want in zip(outs, wants, strict=True):
         torch.testing.assert_close(out, part(want, layer.y_dim, rank, size), **CLOSE)
     torch.testing.assert_close(mine.grad, part(x.grad, layer.x_dim, rank, size), **CLOSE)
 
     assert module.partial_gradients == tuple(n for n in layer.partial if bias or n != "bias")
+    for name in module.partial_gradients if size > 1 else ():  # the control of the comparison below
+        assert not torch.allclose(module.get_parameter(name).grad, linear.get_parameter(name).grad, **CLOSE)
     sum_replicated_gradients(module)
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"][: 1 + bias]
     for name, parameter in module.named_parameters():
@@ -80,16 +85,18 @@ def check_placement(layer: Layer, name: str, t: Tensor) -> None:
         assert t.device_mesh == DeviceMesh.from_group(dist.group.WORLD, "cpu")
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@on_ranks(2)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_values_and_gradients(ranks: Any, layer: Layer, bias: bool) -> None:
-    ranks(2).run(check_layer, layer, bias)
+def test_values_and_gradients(rank: int, layer: Layer) -> None:
+    check_layer(rank, layer, bias=True)
+    check_layer(rank, layer, bias=False)
 
 
-@pytest.mark.parametrize("layer", [BY_NAME[name] for name in ("qkv", "out", "column-sequence", "column")], ids=str)
+@on_ranks()
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_other_world_sizes(ranks: Any, layer: Layer, world_size: int) -> None:
-    ranks(world_size).run(check_layer, layer, True)
+def test_other_world_sizes(rank: int, world_size: int) -> None:
+    for name in ("qkv", "out", "column-sequence", "column"):
+        check_layer(rank, BY_NAME[name], bias=True)
 
 
 @on_ranks(1)
@@ -190,8 +197,12 @@ def test_column_parallel_of_a_replicated_input(rank: int) -> None:
     assert x.grad.dtype == module.weight.grad.dtype == torch.float32
 
 
-def check_compiled(rank: int, layer: Layer, autocast: bool) -> None:
-    size = dist.get_world_size()
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "autocast"), [("qkv-gqa", False), ("out", False), ("row", False), ("column-sequence", True)]
+)
+def test_compiled(rank: int, name: str, autocast: bool) -> None:
+    layer, size = BY_NAME[name], dist.get_world_size()
     module = layer.kind.from_linear(layer.plain(), **layer.options())
     x = torch.randn(layer.x_shape, generator=torch.Generator().manual_seed(7))
     x = part(x, layer.x_dim, rank, size).clone().requires_grad_()
@@ -203,16 +214,6 @@ def check_compiled(rank: int, layer: Layer, autocast: bool) -> None:
         grads = torch.autograd.grad(sum(o.square().sum() for o in outs), (x, module.weight, module.bias))
         answers.append([*(o.detach() for o in outs), *map(local, grads)])
     torch.testing.assert_close(*answers)
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_compiled(ranks: Any, layer: Layer) -> None:
-    ranks(2).run(check_compiled, layer, False)
-
-
-@pytest.mark.parametrize("name", ["qkv-gqa", "column", "row-sequence"])
-def test_compiled_under_autocast(ranks: Any, name: str) -> None:
-    ranks(2).run(check_compiled, BY_NAME[name], True)
 
 
 LINEAR = nn.Linear(12, 12)
@@ -305,10 +306,14 @@ def test_types_of_arguments(rank: int) -> None:
         for call in (layers[0], layers[1]):
             with pytest.raises(TypeError, match=f"tokens must be an int, one for each rank, or None, got {name}"):
                 call(x, tokens)
+    for value in ("0", 0.0):
+        with pytest.raises(TypeError, match="sequence_dim must be an int, got"):
+            ColumnParallelLinear(4, 4, sequence_dim=value)
     assert layers[0](x, np.int64(4))[0].shape == layers[0](x, np.array([2, 2]))[0].shape
 
 
-def check_repr(rank: int) -> None:
+@on_ranks(2)
+def test_repr(rank: int) -> None:
     head = "in_features=12, out_features"
     assert repr(UlyssesQKV(12, 4, 3, 2)) == (
         f"UlyssesQKV({head}=24, bias=True, group_size=2, num_heads=4, num_kv_heads=2, head_dim=3)"
@@ -317,11 +322,6 @@ def check_repr(rank: int) -> None:
     assert repr(ColumnParallelLinear(12, 8, bias=False, sequence_dim=1)) == (
         f"ColumnParallelLinear({head}=8, bias=False, group_size=2, sequence_dim=1)"
     )
-
-
-def test_repr(ranks: Any) -> None:
-    ranks(2).run(check_repr)
-    assert all(issubclass(c, ParallelLinear) for c in (UlyssesQKV, UlyssesOut, ColumnParallelLinear, RowParallelLinear))
 
 
 @on_ranks(2)
@@ -342,10 +342,3 @@ def test_functional_call_works_and_transforms_are_refused(rank: int, kind: Any, 
         torch.func.grad(total)(doubled)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"fusedcomm.* has no forward-mode derivatives"):
         module(forward_ad.make_dual(x, x))
-
-
-@on_ranks(2)
-def test_a_sequence_dim_is_an_int(rank: int) -> None:
-    for value in ("0", 0.0):
-        with pytest.raises(TypeError, match="sequence_dim must be an int, got"):
-            ColumnParallelLinear(4, 4, sequence_dim=value)  # type: ignore[arg-type]

@@ -118,21 +118,18 @@ def check_ways_in_and_out(model: MLP) -> None:
         assert torch.equal(layer.to_linear().weight, linear.weight)
 
 
-def save(rank: int, folder: Path, with_optimizer: bool) -> None:
+def save(rank: int, folder: Path) -> None:
     plain, model = plain_mlp(), parallel_mlp(plain_mlp(), None, None)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
     for each, optimizer in zip((plain, model), optimizers, strict=True):
         step(each, data())
         optimizer.step()
     check_parameters(model, plain)
-    if with_optimizer:
-        state, moments = get_state_dict(model, optimizers[1])
-        dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder)
-    else:
-        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    state, moments = get_state_dict(model, optimizers[1])
+    dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder)
 
 
-def load(rank: int, folder: Path, with_optimizer: bool) -> None:
+def load(rank: int, folder: Path) -> None:
     """Load into a model of other values; the next step is that of one process that was not interrupted."""
     plain, model = plain_mlp(), parallel_mlp(plain_mlp(seed=5), None, None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -140,28 +137,21 @@ def load(rank: int, folder: Path, with_optimizer: bool) -> None:
     step(plain, data())
     plain_optimizer.step()
     plain_optimizer.zero_grad()
-    if with_optimizer:
-        state, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": state, "optimizer": moments}, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
-    else:
-        state = model.state_dict()
-        dcp.load({"model": state}, checkpoint_id=folder)
-        model.load_state_dict(state)
+    state, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
     check_parameters(model, plain)
-    if with_optimizer:
-        torch.testing.assert_close(step(model, data()), step(plain, data()), **CLOSE)
-        optimizer.step()
-        plain_optimizer.step()
-        check_parameters(model, plain)
+    torch.testing.assert_close(step(model, data()), step(plain, data()), **CLOSE)
+    optimizer.step()
+    plain_optimizer.step()
+    check_parameters(model, plain)
 
 
-@pytest.mark.parametrize("with_optimizer", [False, True], ids=["model", "optimizer-too"])
-def test_distributed_checkpoint(ranks: Any, tmp_path: Path, with_optimizer: bool) -> None:
-    """It is saved on 2 ranks and loaded on 1, 2 and 4."""
-    ranks(2).run(save, tmp_path, with_optimizer)
-    for world_size in (1, 2, 4):
-        ranks(world_size).run(load, tmp_path, with_optimizer)
+def test_distributed_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    """It is saved on 2 ranks and loaded on 1 and 4."""
+    ranks(2).run(save, tmp_path)
+    for world_size in (1, 4):
+        ranks(world_size).run(load, tmp_path)
 
 
 class Attention(nn.Module):

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from fusedcomm.nn import ColumnParallelLinear, RowParallelLinear, UlyssesOut, UlyssesQKV, full_state_dict
-from tests.helpers.nn_layers import HIDDEN, LAYERS, Layer, Nested, local
+from tests.helpers.nn_layers import BY_NAME, HIDDEN, Nested, local
 from tests.helpers.on_ranks import on_ranks
 
 
-@on_ranks()
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_from_and_to_linear(rank: int, layer: Layer, world_size: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["qkv-gqa", "out", "column", "row"])
+def test_from_and_to_linear(rank: int, name: str) -> None:
     """from_linear takes the parameters over and to_linear gives them back; both copy."""
+    layer = BY_NAME[name]
     linear = layer.plain(dtype=torch.bfloat16).eval()
     linear.bias.requires_grad_(False)
     module = layer.kind.from_linear(linear, **layer.options())
@@ -76,7 +76,8 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return list(a) == list(b) and all(torch.equal(local(a[name]), local(b[name])) for name in a)
 
 
-def check_state_dicts(rank: int) -> None:
+@on_ranks(2)
+def test_state_dicts(rank: int) -> None:
     torch.manual_seed(4)
     plain, other = Nested(), Nested()
     model = plain.parallel()
@@ -115,7 +116,8 @@ def check_state_dicts(rank: int) -> None:
     assert same(other.state_dict(), want)
 
 
-def check_refused_state_dicts(rank: int) -> None:
+@on_ranks(2)
+def test_refused_state_dicts(rank: int) -> None:
     layer = ColumnParallelLinear(4, 6)
     with pytest.raises(RuntimeError, match=r"size mismatch for weight.*\[5, 4\].*\[6, 4\]"):
         layer.load_state_dict({"weight": torch.ones(5, 4), "bias": torch.ones(6)})
@@ -125,25 +127,16 @@ def check_refused_state_dicts(rank: int) -> None:
         layer.load_state_dict({"weight": torch.ones(6, 4), "bias": torch.ones(6), "scale": torch.ones(1)})
 
 
-def test_state_dicts(ranks: Any) -> None:
-    ranks(2).run(check_state_dicts)
-    ranks(2).run(check_refused_state_dicts)
-
-
-def state_dict_of_one_rank(rank: int) -> bool:
+@on_ranks(2)
+def test_state_dict_does_not_communicate(rank: int) -> None:
     """The state dict on one rank alone. If it communicated, that rank would wait until its time-out."""
     model = Nested().parallel()
-    dist.barrier()
     if rank == 0:
         model.load_state_dict(model.state_dict())
         model.load_state_dict(Nested().state_dict())
         copy.deepcopy(model)
         repr(model)
-    return True
-
-
-def test_state_dict_does_not_communicate(ranks: Any) -> None:
-    assert ranks(2).run(state_dict_of_one_rank) == [True, True]
+    dist.barrier()
 
 
 @on_ranks(4)

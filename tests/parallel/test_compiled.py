@@ -59,8 +59,8 @@ def test_whole_model(rank: int, enabled: bool) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.thorough
-@pytest.mark.parametrize("enabled", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("enabled", [False, True])
 def test_blocks(rank: int, enabled: bool) -> None:
     with compiling(enabled):
         model = parallelize(llama(), init_device_mesh("cpu", (2,)))
@@ -71,7 +71,7 @@ def test_blocks(rank: int, enabled: bool) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["torch", "ours"])
 def test_whole_model_under_fully_shard_fails_with_torchs_styles_too(rank: int, name: str) -> None:
     """FSDP2's hooks break the graph; blocks are what can be compiled."""
@@ -83,8 +83,8 @@ def test_whole_model_under_fully_shard_fails_with_torchs_styles_too(rank: int, n
 
 
 @on_ranks(4)
-@pytest.mark.thorough
-@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("checkpointed", [False, True])
 def test_blocks_under_fully_shard(rank: int, checkpointed: bool) -> None:
     with meshes(2, 2) as (data, tensor), compiling(enabled=not checkpointed):
         model = parallelize(llama(), tensor)

@@ -161,6 +161,24 @@ def test_nothing_is_kept(rank: int, layout: Any) -> None:
 
 
 @on_ranks(2)
+def test_a_module_whose_results_are_prepared_too(rank: int) -> None:
+    mesh, modules = init_device_mesh("cpu", (2,)), []
+    for styles in (torch_parallel, our_parallel):
+        prepare = styles.PrepareModuleInputOutput(
+            input_layouts=(Shard(1),),
+            desired_input_layouts=(Replicate(),),
+            output_layouts=(Shard(-1),),
+            desired_output_layouts=(Shard(1),),
+        )
+        modules.append(torch_parallel.parallelize_module(attention(styles, each_once, None), mesh, prepare))
+    stock, ours = modules
+    wants, *_ = step(stock, inputs(rank), stock)
+    found, ops, _ = step(ours, inputs(rank), ours)
+    assert_close(found, wants)
+    assert ops == [GATHER, SCATTER]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("held", [False, True])
 def test_x_that_all_ranks_hold(rank: int, held: bool) -> None:
     """The layers share the sum of its gradient. An x that comes as a DTensor has users that do without."""
