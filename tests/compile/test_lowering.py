@@ -17,15 +17,14 @@ import fusedcomm
 from fusedcomm.testing.selftest import settings
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import OPS
+from tests.helpers.tiers import thorough_but
 
 _c10d = torch.ops._c10d_functional
 CALLED = re.compile(r"torch\.ops\.(?:fusedcomm|_c10d_functional)\.(\w+\.\w+)\(")
 
 
 def codes_of(run: Callable[..., Any], program: Any, **settings: Any) -> tuple[Any, list[str]]:
-    """What ``run(compiled program)`` returns, and the code that Inductor wrote: forward, then backward if that runs
-    too.
-    """
+    """Returns (result of ``run(compiled program)``, Inductor's code of the forward and, if it runs, the backward)."""
     import torch._functorch.config as functorch_config
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
@@ -62,7 +61,7 @@ def check_five_ops(rank: int, results_bytes: str) -> list[str]:
     return codes
 
 
-@pytest.mark.parametrize("results_bytes", ["1000000", "0"])
+@pytest.mark.parametrize("results_bytes", thorough_but(["1000000"], ["1000000", "0"]))
 def test_each_op_is_called_once(ranks: Any, results_bytes: str) -> None:
     """Forward and backward; both ranks run the same code, and ops allocate their results, which peers may write.
 
@@ -173,6 +172,7 @@ def test_ops_keep_their_place_among_other_collectives(ranks: Any) -> None:
     assert collectives == [True] * 3
 
 
+@pytest.mark.nightly
 def test_without_our_lowering_they_would_not(ranks: Any) -> None:
     """This is the control of the test above."""
     (order, collectives), _ = ranks(2).run(check_order, False)
@@ -181,6 +181,7 @@ def test_without_our_lowering_they_would_not(ranks: Any) -> None:
     assert ops.index("all_to_all_single") < ops.index("matmul_all_to_all")
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_operands_are_there_until_the_op_is_done(rank: int) -> None:
     def program(x: Tensor, w: Tensor, g: Tensor) -> list[Tensor]:
@@ -201,6 +202,7 @@ def test_operands_are_there_until_the_op_is_done(rank: int) -> None:
         assert reuse in after and reuse not in before
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_symbolic_sizes(rank: int) -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import fusedcomm
-import fusedcomm.compile
 from fusedcomm.compile.graph.collectives import UNEVEN
 from fusedcomm.compile.overlap import buckets, dependencies, scheduler
 from fusedcomm.compile.overlap.estimator import group_name_of
 from fusedcomm.compile.overlap.node_cost import NodeCost
 from fusedcomm.compile.overlap.scheduler import schedule
-from tests.compile.test_lowering import codes_of
-from tests.compile.test_overlap_cases import N, Traced, estimator
+from tests.compile.test_overlap_cases import N, estimator
 from tests.compile.test_overlap_properties import fake_world
-from tests.helpers.on_ranks import on_ranks
 from tests.helpers.random_graphs import Peers, aten, functional
+from tests.helpers.traced import Traced
 
 RANKS, K = 4, 512
 TOKENS, OTHERS, EVEN = [8192, 16, 16, 16], [16, 16, 16, 8192], [16] * RANKS  # by rank
@@ -132,31 +126,3 @@ def test_nothing_is_fused_where_ranks_differ() -> None:
                 assert reason.endswith(
                     f"its splits are not known to be even: it sends {sent} and receives {TOKENS} rows"
                 )
-
-
-@pytest.mark.thorough
-@on_ranks(2)
-def test_compiled(rank: int) -> None:
-    """Two independent exchanges, one by an op and one by torch, through Inductor."""
-    tokens, heads, group = (9, 2), 3, dist.group.WORLD.group_name  # type: ignore[union-attr]
-    mine, heads_of = tokens[rank], (2, 1)
-
-    def program(x: Tensor, w: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        q = fusedcomm.matmul_all_to_all(x, w, 0, 1, out_shape=[heads, 4], gather_splits=tokens)
-        rows = z.permute(1, 0, 2).reshape(heads * mine, 4)
-        sent, received = [mine * count for count in heads_of], [heads_of[rank] * count for count in tokens]
-        kv = torch.ops._c10d_functional.all_to_all_single(rows @ w[:4], received, sent, group)
-        kv = torch.ops._c10d_functional.wait_tensor(kv)
-        return q.cos(), kv @ w[:4].T
-
-    generator = torch.Generator().manual_seed(rank)
-    shapes = (mine, 12), (12, 12), (mine, heads, 4)
-    args = [torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes]
-    want = program(*args)
-    with fusedcomm.compile.enabled(overlap=True):
-        got, (code,) = codes_of(lambda compiled: compiled(*args), program)
-    torch.testing.assert_close(got, want)
-    orders: list[Any] = [None, None]
-    made = re.findall(r"^ +\w+ = torch\.ops\.(\w+\.\w*all_to_all\w*)", code, re.MULTILINE)
-    dist.all_gather_object(orders, made)
-    assert orders[0] == orders[1] and len(orders[0]) == 2, code

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,27 +42,6 @@ def test_numbers_without_dims(op: str) -> None:
         check_plan(plan_of((), (2, 3), (op, op), (None, None), dtype=dtype))
         check_plan(plan_of((), (2, 3), (op, None), (None, None), dtype=dtype))
         check_plan(plan_of((), (2, 3), (None, None), (None, None), dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.complex128, torch.int16, torch.uint8])
-def test_dtypes_that_only_move(dtype: torch.dtype) -> None:
-    for shape in [(8, 4), (5, 3), (1, 1), (0, 2)]:
-        check_plan(plan_of(shape, (2, 2), (None, None), (0, 1), (1, 1), (0, 0), (None, None), dtype=dtype))
-
-
-def test_what_cuts_nothing_afterwards_gets_the_same_block() -> None:
-    for shape in [(4, 2), (1, 2), (3, 1), (4, 0), (5, 7)]:
-        check_plan(plan_of(shape, (2, 2), (0, 0), (1, None)))
-        check_plan(plan_of(shape, (2, 2), (0, 0), (None, 1)))
-        check_plan(plan_of(shape, (2, 2, 2), (0, None, 0), (None, 1, 1)))
-
-
-@pytest.mark.parametrize("first", [0, "sum"])
-@pytest.mark.parametrize("size", [8, 7])
-def test_what_communicates_nothing_may_cut_too(first: int | str, size: int) -> None:
-    for after in [(1, 1, 1), (1, 1, None), (1, 2, 1), (2, None, 1)]:
-        check_plan(plan_of((size, size, 4), (2, 2, 2), (first, None, None), after))
-        check_plan(plan_of((size, size, 4), (2, 2, 2), (None, first, None), (after[1] or 2, after[0], after[2])))
 
 
 def one(plan: world.Plan) -> Step:
@@ -101,6 +79,9 @@ def test_an_average_does_not_overflow(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     assert uneven_sum([largest] * 4, dtype).item() == float("inf")  # so it would be seen
     assert uneven_sum([largest] * 4, dtype, "avg").item() == largest
+    step = one(plan_of((1,), (4,), ("avg",), (None,)))
+    held = {(rank,): torch.tensor([largest], dtype=dtype) for rank in range(4)}
+    assert world.carry_out(step, held, random.Random(0), shuffle=False)[(0,)].item() == largest
 
 
 def test_parts_are_added_in_the_order_of_the_mesh() -> None:
@@ -128,18 +109,12 @@ def test_padding_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "before", "after"),
-    [
-        ("unpack", (0,), (None,)),
-        ("pack", (0,), (1,)),
-        ("unpack", (0,), (1,)),
-        ("pack", ("sum",), (1,)),
-    ],
+    [("unpack", (0,), (None,)), ("pack", (0,), (1,)), ("unpack", (0,), (1,)), ("pack", ("sum",), (1,))],
 )
-@pytest.mark.parametrize("shape", [(8, 4), (7, 9)])
 def test_ranks_in_another_order_are_seen(
-    monkeypatch: pytest.MonkeyPatch, name: str, before: Placed, after: Placed, shape: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, name: str, before: Placed, after: Placed
 ) -> None:
-    plan = plan_of(shape, (4,), before, after)
+    plan = plan_of((7, 9), (4,), before, after)
     check_plan(plan)
     original = getattr(execute, name)
 
@@ -225,65 +200,3 @@ def test_collectives_of_torch(rank: int) -> None:
         assert spy.called == ([] if kind == steps.SLICE else [COLLECTIVES[step.sends_as], "wait_tensor"])
         for result in (got, run(local, wait=False).clone(), traced(run, local)):
             assert result.is_contiguous() and torch.equal(result, oracle.local(coordinate).float()), step
-
-
-def in_pairs(rank: int) -> Tensor:
-    """A mesh of 2 x 2, summed over dim 1 and cut by it unevenly, in groups of two."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = groups[rank // 2]
-    try:
-        step = one(plan_of((3,), (2, 2), (None, "sum"), (None, 0)))
-        local = torch.arange(3.0) + rank
-        return execute.run(step, (rank // 2, rank % 2), (0, 1), group.group_name, local)
-    finally:
-        dist.destroy_process_group(group)
-
-
-def test_part_of_the_ranks(ranks: Ranks) -> None:
-    results = [tensor.tolist() for tensor in ranks(4).run(in_pairs)]
-    assert results == [[1, 3], [5], [5, 7], [9]]
-
-
-def reduced_in_flight(rank: int) -> list[bool]:
-    """Whether the result of each is waited for when it is used."""
-    found = []
-    for shape, before, after in [
-        ((4, 4), (0,), (None,)),
-        ((3, 4), (0,), (None,)),
-        ((4, 4), (1,), (None,)),
-        ((4, 4), (0,), (1,)),
-        ((4, 4), (1,), (0,)),
-        ((4, 3), ("sum",), (None,)),
-        ((4, 3), ("avg",), (None,)),
-        ((4, 3), ("sum",), (0,)),
-        ((3, 3), ("sum",), (0,)),
-    ]:
-        step = one(plan_of(shape, (2,), before, after))
-        local = torch.zeros(step.before.local_shape((rank,)))
-        result = execute.run(step, (rank,), (0, 1), dist.group.WORLD.group_name, local, wait=False)
-        found.append(isinstance(result, AsyncCollectiveTensor))
-        result.sum().item()
-    return found
-
-
-def test_what_only_needs_views_is_in_flight(ranks: Ranks) -> None:
-    want = [True, True, False, True, False, True, True, True, False]
-    assert ranks(2).run(reduced_in_flight) == [want, want]
-
-
-def bits(rank: int) -> list[Tensor]:
-    """Random values reduced: all ranks' all_reduce, and the rows of an uneven reduce_scatter."""
-    generator = torch.Generator().manual_seed(rank)
-    local = torch.randn(1001, generator=generator)
-    name, order = dist.group.WORLD.group_name, tuple(range(4))
-    everywhere = one(plan_of((1001,), (2, 2), ("sum", "sum"), (None, None)))
-    uneven = one(plan_of((1001,), (2, 2), ("sum", "sum"), (0, 0)))
-    coordinate = (rank // 2, rank % 2)
-    return [local, *(execute.run(step, coordinate, order, name, local) for step in (everywhere, uneven))]
-
-
-def test_sums_bit_by_bit(ranks: Ranks) -> None:
-    parts, everywhere, scattered = zip(*ranks(4).run(bits), strict=True)
-    assert all(torch.equal(tensor, everywhere[0]) for tensor in everywhere)
-    assert torch.equal(torch.cat(scattered), ((parts[0] + parts[1]) + parts[2]) + parts[3])
-    assert not torch.equal(torch.cat(scattered), ((parts[3] + parts[2]) + parts[1]) + parts[0])  # order is seen
