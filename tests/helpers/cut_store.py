@@ -9,17 +9,18 @@ from torch.distributed import HashStore, Store
 
 
 class CutStore(Store):
-    """``calls`` calls succeed; the later ones block until ``back`` is set."""
+    """``calls`` calls succeed; the later ones set ``blocked``, and block until ``back`` is set."""
 
     def __init__(self, calls: int) -> None:
         super().__init__()
         self.inner = HashStore()
         self.calls_left = calls
-        self.back = threading.Event()
+        self.blocked, self.back = threading.Event(), threading.Event()
 
     def _call(self, name: str, *args: Any) -> Any:
         self.calls_left -= 1
         if self.calls_left < 0:
+            self.blocked.set()
             assert self.back.wait(60)
         return getattr(self.inner, name)(*args)
 

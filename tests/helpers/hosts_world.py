@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fusedcomm
 from fusedcomm.algorithms.pieces import Piece
-from fusedcomm.runtime import topology
 from fusedcomm.runtime.vote import STORE_THREAD
-from fusedcomm.testing.selftest import settings
-from tests.helpers.groups import check, empty_is_nan, member_of
-from tests.helpers.hosts import RANKS_PER_HOST, set_link
+from tests.helpers.groups import call, check, empty_is_nan
+from tests.helpers.hosts import set_link
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
 from tests.helpers.problems import Problem, expected, flat, integers, unflat
-from tests.helpers.redistribution_cases import Case
+from tests.helpers.waiting import wait_until
 
 PROBLEMS = [
     NAMED["packed-qkv"],
@@ -51,12 +46,6 @@ def new_groups(names: list[str], timeout_s: float = WAIT_S) -> Iterator[dict[str
     dist.barrier()  # gloo of a peer may still be sending
     for group in mine.values():
         dist.destroy_process_group(group)
-
-
-def call(group: Any, problem: Problem) -> Any:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    tensors = flat(integers(problem, rank, size))
-    return problem.call(unflat(problem, tensors), group)
 
 
 def check_gradients(group: Any, problem: Problem) -> None:
@@ -92,85 +81,6 @@ def values(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-REDISTRIBUTED = [
-    ((Shard(0), Shard(1)), (Replicate(), Replicate())),
-    ((Shard(0), Shard(0)), (Shard(1), Shard(1))),
-    ((Shard(1), Partial("sum")), (Shard(1), Shard(0))),
-    ((Partial("sum"), Partial("sum")), (Shard(0), Shard(0))),
-    ((Replicate(), Shard(0)), (Shard(0), Replicate())),
-]
-
-
-def redistributed(rank: int, folder: Path) -> int:
-    """Redistribute on a mesh of (hosts, ranks of a host). Returns how many cases were run."""
-    mesh = init_device_mesh("cpu", (2, RANKS_PER_HOST))
-    coordinate = mesh.get_coordinate()
-    for seed, (before, after) in enumerate(REDISTRIBUTED):
-        case = Case(seed, (2, RANKS_PER_HOST), (8, 12), before, after)
-        x = DTensor.from_local(case.held(coordinate), mesh, before, run_check=False)
-        got = fusedcomm.redistribute(x, placements=after)
-        assert got.placements == after and torch.equal(got.to_local(), case.wanted(coordinate)), (before, after)
-    return len(REDISTRIBUTED)
-
-
-# Ranks that disagree on what they can
-
-
-@dataclass(frozen=True)
-class Difference:
-    """What some ranks have and others do not, when a group comes together."""
-
-    ranks: tuple[int, ...]
-    env: dict[str, str]
-    native: bool = True
-    threads: int = 1
-
-
-DIFFERENCES = {
-    "nothing": Difference((), {}),
-    "no native part on host 1": Difference((2, 3), {}, native=False),
-    "no native part on rank 3": Difference((3,), {}, native=False),
-    "less memory on rank 3": Difference((3,), {"WORKSPACE_BYTES": str(1 << 16)}),
-    "more threads on rank 1": Difference((1,), {}, threads=2),
-    "chunked on host 1": Difference((2, 3), {"ALGORITHM": "chunked"}),
-    "chunked on rank 3": Difference((3,), {"ALGORITHM": "chunked"}),
-}
-
-
-@contextmanager
-def differing(rank: int, difference: Difference) -> Iterator[None]:
-    if rank not in difference.ranks:
-        yield
-        return
-    reason = None if difference.native else "the native part is not there"
-    with settings(**difference.env), mock.patch.object(topology, "no_native", lambda: reason):
-        torch.set_num_threads(difference.threads)
-        yield
-        torch.set_num_threads(1)
-
-
-def disagreeing(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """What was voted and planned, or the error, by difference and group."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in DIFFERENCES}
-    for name, difference in DIFFERENCES.items():
-        with new_groups(["whole", "host 0", "host 1"]) as groups:
-            for group_name, group in groups.items():
-                try:
-                    with differing(rank, difference):
-                        for problem in PROBLEMS:
-                            check(group, problem, call(group, problem))
-                    voted = asdict(member_of(group).topology)
-                    found[name][group_name] = {"plans": plans(group), "voted": voted}
-                except ValueError as error:
-                    found[name][group_name] = {"error": str(error)}
-    return found
-
-
-def all_of_it(rank: int, folder: Path) -> dict[str, Any]:
-    checks = (values, redistributed, disagreeing)
-    return {each.__name__: each(rank, folder) for each in checks}
-
-
 # A link that is cut
 
 GLOO_S = 3.0
@@ -183,10 +93,7 @@ STEPS = ("growth", "reset", "close", "first call")  # calls that need the store
 def meet(rank: int, folder: Path, point: str) -> None:
     """Bring all ranks together by files, as the link is cut."""
     (folder / f"{point}.{rank}").touch()
-    deadline = time.monotonic() + WAIT_S
-    while len(list(folder.glob(f"{point}.*"))) < dist.get_world_size():
-        assert time.monotonic() < deadline, f"rank {rank} waits at {point}"
-        time.sleep(0.02)
+    wait_until(lambda: len(list(folder.glob(f"{point}.*"))) == dist.get_world_size(), WAIT_S)
 
 
 def error_of(call: Callable[[], Any]) -> dict[str, Any]:
@@ -285,7 +192,7 @@ def cut(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-CHECKS = {"all": all_of_it, "cut": cut}
+CHECKS = {"values": values, "cut": cut}
 
 
 def main(checks: Mapping[str, Callable[[int, Path], Any]]) -> None:

@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import gc
 import importlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -103,18 +102,6 @@ def destroyed(rank: int, port: int) -> None:
     assert all(t.add_(1).shape == (8,) for t in kept[0] if isinstance(t, Tensor))
 
 
-def closed(rank: int, port: int) -> None:
-    """The process closes all as it should, and then once more."""
-    import fusedcomm
-
-    start(rank, port)
-    for _ in range(2):
-        use()
-        fusedcomm.close()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def modules_gone(rank: int, port: int) -> None:
     """Modules are loaded again, and taken away before what they have made."""
     start(rank, port)
@@ -190,16 +177,6 @@ def raises(rank: int, port: int) -> None:
     leaves(rank, port, fail, "LookupError: on purpose, after call 6")
 
 
-def raises_and_destroys(rank: int, port: int) -> None:
-    def fail() -> None:
-        try:
-            raise LookupError("on purpose")
-        finally:
-            dist.destroy_process_group()
-
-    leaves(rank, port, fail, "LookupError: on purpose, after call 6")
-
-
 def thread_waits(rank: int, port: int) -> None:
     """A daemon thread of rank 0 waits for a peer that comes when the interpreter has ended, which takes a while."""
 
@@ -209,18 +186,6 @@ def thread_waits(rank: int, port: int) -> None:
         builtins.kept_to_the_end = WaitsAtTheEnd()  # type: ignore[attr-defined]
 
     leaves(rank, port, leave_a_thread, "its program has ended, after call 7", late_s=PEER_S)
-
-
-def returns(rank: int, port: int) -> None:
-    leaves(rank, port, lambda: None, "its program has ended, after call 6")
-
-
-def exits(rank: int, port: int) -> None:
-    leaves(rank, port, sys.exit, "its program has ended, after call 6")
-
-
-def exits_at_once(rank: int, port: int) -> None:
-    leaves(rank, port, lambda: os._exit(0), "its process is gone without a word")
 
 
 # Other processes
@@ -276,33 +241,11 @@ def refused(call: Callable[[], object]) -> None:
         raise AssertionError("a child took part")
 
 
-def spawned() -> None:
-    x, w = torch.ones(4, 3), torch.ones(3, 6)
-    import fusedcomm
-
-    try:
-        fusedcomm.matmul_all_to_all(x, w, 0, 1)
-    except ValueError as error:
-        assert "init_process_group" in str(error)
-
-
-def spawns(rank: int, port: int) -> None:
-    start(rank, port)
-    use()
-    child = multiprocessing.get_context("spawn").Process(target=spawned)
-    child.start()
-    use()
-    child.join(60)
-    assert child.exitcode == 0
-    use()
-
-
 PROGRAMS = {
     each.__name__: each
     for each in (
-        *(left_open, destroyed, closed, modules_gone, waits_at_the_end, thread_works),
-        *(raises, raises_and_destroys, thread_waits, returns, exits, exits_at_once),
-        *(forks, spawns),
+        *(left_open, destroyed, modules_gone, waits_at_the_end, thread_works),
+        *(raises, thread_waits, forks),
     )
 }
 

@@ -5,48 +5,41 @@ from __future__ import annotations
 from tests.protocol.mirrors import Mirrors
 
 MIRRORED: Mirrors = {
-    "scenario.compile_script: rounds, epochs and slots": {
+    "scenario.compile_script, _sends and _receives": {
         "fusedcomm/runtime/segment.py:HeaderLayout": ("flag slot post mark", "1c9c738f24f6"),
         "fusedcomm/runtime/workspace.py:Workspace": ("rounds begin round launched handshake", "864682fb522c"),
         "fusedcomm/runtime/workspace.py:Round": ("_chunk", "376bae364b30"),
-        "fusedcomm/algorithms/chunked.py": ("push_matmul push_reduce push_reduce_gather gather_matmul", "0f7d23cdab27"),
+        "fusedcomm/algorithms/chunked.py": (
+            "push_matmul push_reduce push_reduce_gather gather_matmul _push _chunk_from",
+            "2b1afc322eff",
+        ),
         "fusedcomm/algorithms/fused.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _pushes _launched _beside _copy",
             "8784c7830219",
         ),
         "fusedcomm/runtime/launch_order.py": ("ordered", "c5d19c3f0e01"),
         "fusedcomm/algorithms/planner.py": ("_reject_reason", "7769dad0fef4"),
-        "kernels/triton/rounds.py": ("next_round slot_of end_round", "2c5197e82e14"),
+        "kernels/triton/rounds.py": (
+            "next_round slot_of end_round report signal_peer source_rank wait_all",
+            "92b195c3be36",
+        ),
         "kernels/triton/primitives.py": ("flags_of flag_value", "b7a397fe7da3"),
         "kernels/cpu/rounds.h": ("slot slot_offset end", "65998c65e20e"),
-        "kernels/cpu/tape.h": ("operator()", "62559ec5169a"),
+        "kernels/cpu/tape.h": ("operator() chunks", "9f23334c9924"),
         "kernels/cpu/prepared_calls.cpp": ("run_rounds", "555e70af4d72"),
-    },
-    "scenario._sends": {
-        "fusedcomm/runtime/rank_order.py": ("peers_of", "80f9331c4f08"),
-        "fusedcomm/algorithms/chunked.py": ("_push", "1ee58af11d3d"),
-        "fusedcomm/algorithms/transport.py:CpuTransport": ("pack chunks _order _places", "ff0f2b9688f2"),
-        "fusedcomm/algorithms/transport.py:CudaTransport": ("send pack", "ef584a30026d"),
-        "fusedcomm/algorithms/kernel_launch.py": ("push pack", "385b2c33a25d"),
-        "fusedcomm/runtime/signals.py": ("signal", "a1f5e926bffd"),
-        "kernels/triton/rounds.py": ("report signal_peer", "fd5bb67c9efd"),
+        "fusedcomm/runtime/rank_order.py": ("peers_of sources_of", "b7f2a4c93f2a"),
+        "fusedcomm/algorithms/transport.py:CpuTransport": ("pack chunks _order _places unpack reduce", "1a4468357e57"),
+        "fusedcomm/algorithms/transport.py:CudaTransport": (
+            "send pack unpack reduce finish begin _signal",
+            "fcc2acb79efa",
+        ),
+        "fusedcomm/algorithms/kernel_launch.py": ("push pack gather_matmul unpack reduce", "b72faf8316b9"),
+        "fusedcomm/runtime/signals.py": ("signal wait", "bee14092dcd9"),
         "kernels/triton/push_matmul.py": ("_signal_who_get_nothing push_matmul_kernel", "0a8396fe6c21"),
-        "kernels/triton/copy.py": ("pack_kernel", "3dcd30027565"),
-        "kernels/triton/handshake.py": ("signal_kernel", "9006f33dfa58"),
-        "kernels/cpu/tape.h": ("chunks", "fa7002e49bef"),
-    },
-    "scenario._receives": {
-        "fusedcomm/runtime/rank_order.py": ("sources_of", "da5c1676b788"),
-        "fusedcomm/algorithms/chunked.py": ("_chunk_from", "4ae7cb352c93"),
-        "fusedcomm/algorithms/transport.py:CpuTransport": ("unpack reduce", "f18548b0df65"),
-        "fusedcomm/algorithms/transport.py:CudaTransport": ("unpack reduce finish begin _signal", "c0bb9e10f710"),
-        "fusedcomm/algorithms/kernel_launch.py": ("gather_matmul unpack reduce", "3177bfafdcdd"),
-        "fusedcomm/runtime/signals.py": ("wait", "0eaadd172a65"),
-        "kernels/triton/rounds.py": ("source_rank wait_all", "e2e91a196025"),
-        "kernels/triton/copy.py": ("unpack_kernel", "adc0e8156934"),
+        "kernels/triton/copy.py": ("pack_kernel unpack_kernel", "1bff3831d4f9"),
+        "kernels/triton/handshake.py": ("signal_kernel finish_kernel", "470bacf2e47d"),
         "kernels/triton/gather_matmul.py": ("gather_matmul_kernel", "120a638161be"),
         "kernels/triton/reduce.py": ("reduce_kernel", "6d0717748d5c"),
-        "kernels/triton/handshake.py": ("finish_kernel", "6568eb3c4fbe"),
     },
     "programs.ProgramModel": {
         "kernels/triton/rounds.py": ("next_round report wait_source end_round", "647674cd0edc"),
@@ -65,48 +58,28 @@ MIRRORED: Mirrors = {
         "fusedcomm/algorithms/fused.py": ("push_matmul", "edb87bd1f5eb"),
         "fusedcomm/runtime/device_results.py:DeviceResults": ("empty place _take _collect", "005df8184a1c"),
     },
-    "model.ProtocolModel._enter": {
-        "fusedcomm/runtime/workspace.py:Workspace": ("enter check check_peers", "57e00906b473"),
+    "model.ProtocolModel: calls": {
+        "fusedcomm/runtime/workspace.py:Workspace": (
+            "enter check check_peers signal _must_stop wait breakers",
+            "b43a50717ed3",
+        ),
         "fusedcomm/algorithms/fused.py": ("_kernels", "fdfa9352a711"),
         "kernels/cpu/prepared_calls.h": ("is_broken", "9960178bc941"),
         "kernels/cpu/prepared_calls.cpp": ("run", "7b5de4552b31"),
-    },
-    "model.ProtocolModel._signal": {
-        "fusedcomm/runtime/workspace.py:Workspace": ("signal", "3a03f7fe6265"),
-        "kernels/cpu/flags.h": ("signal_word", "cc9f1999f48d"),
-        "kernels/triton/primitives.py": ("signal", "c867331c0e6b"),
-        "kernels/cpu/rounds.h": ("signal flag", "2f762adfd534"),
-    },
-    "model.ProtocolModel._wait": {
-        "fusedcomm/runtime/workspace.py:Workspace": ("_must_stop wait", "10758214a7b9"),
-        "kernels/cpu/flags.h": ("wait_word", "abbb83b4951b"),
+        "kernels/cpu/flags.h": ("signal_word wait_word any_broken", "c72019ab72f6"),
+        "kernels/triton/primitives.py": (
+            "signal wait poll poll_broken is_broken given_up give_up_earlier",
+            "b08c677d67a4",
+        ),
+        "kernels/cpu/rounds.h": ("signal flag wait", "b67fbe32f343"),
         "kernels/cpu/spin.h": ("again", "c61eb2c3da2e"),
-        "kernels/triton/primitives.py": ("wait poll poll_broken", "7d49e551b5a7"),
-        "kernels/triton/rounds.py": ("wait_source", "d3a5f63cf0b5"),
-        "kernels/triton/handshake.py": ("wait_source_kernel", "40cb4c935fa7"),
-        "kernels/cpu/rounds.h": ("wait", "4be66e81e821"),
-    },
-    "model.ProtocolModel._finish": {
-        "kernels/triton/rounds.py": ("must_poison", "5bf530b7110b"),
-        "kernels/triton/primitives.py": ("is_broken", "109eefd62e7c"),
-    },
-    "model.ProtocolModel._given_up": {
-        "fusedcomm/runtime/workspace.py:Workspace": ("breakers", "6a2b332a0451"),
-        "kernels/cpu/flags.h": ("any_broken", "f339ee4b86bc"),
-        "kernels/triton/primitives.py": ("given_up", "5f4f7e968a91"),
-    },
-    "model.ProtocolModel._write": {
+        "kernels/triton/rounds.py": ("wait_source must_poison next_push", "3b4714b0cc98"),
+        "kernels/triton/handshake.py": ("wait_source_kernel begin_push_kernel", "5e8de1da4009"),
         "fusedcomm/runtime/signals.py": ("begin_push", "bb74147c5cb6"),
-        "kernels/triton/rounds.py": ("next_push", "bbc61b2f7a9e"),
-        "kernels/triton/primitives.py": ("give_up_earlier", "02a792bcf8ba"),
-        "kernels/triton/handshake.py": ("begin_push_kernel", "5d2a6ea4e73e"),
     },
-    "model.ProtocolModel._fail and _tell": {
-        "fusedcomm/runtime/workspace.py:Workspace": ("leave fail guarded abandon _give_up", "d1d3f0a3f4b4"),
+    "model.ProtocolModel: failures and resets": {
+        "fusedcomm/runtime/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "e5fd399d166e"),
         "kernels/triton/primitives.py": ("fail", "5ef040b57d7d"),
-    },
-    "model.ProtocolModel._arrive and _depart": {
-        "fusedcomm/runtime/workspace.py:Workspace": ("initialise", "1f5e6993702b"),
         "fusedcomm/runtime/members.py": ("_all_members reset", "87f233587c68"),
         "fusedcomm/runtime/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
@@ -115,43 +88,25 @@ MIRRORED: Mirrors = {
         "fusedcomm/runtime/vote.py": ("agree", "4dbc9ecded3c"),
         "fusedcomm/runtime/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
     },
-    "results.ResultsInPlace.entered": {
-        "fusedcomm/algorithms/transport.py:CpuTransport": ("result _empty _shared", "b7eae3ef0683"),
-        "kernels/cpu/rounds.h": ("empty", "636b1f224b13"),
-        "kernels/cpu/heap_memory.h": ("take", "0c2e803e554b"),
-    },
-    "results.ResultsInPlace._post and _stamp": {
-        "fusedcomm/algorithms/transport.py:CpuTransport": ("begin", "3eb06c0a6441"),
-        "fusedcomm/runtime/workspace.py:Round": ("post", "2f3a726f0f47"),
-        "fusedcomm/runtime/posts.py:Posts": ("post", "846eb436408c"),
-        "kernels/cpu/rounds.h": ("post post_of", "9d7369c4a0d6"),
-    },
-    "results.ResultsInPlace._look, _matches and _place": {
-        "fusedcomm/runtime/workspace.py:Round": ("all_have_posted posted", "a726a5e98fb8"),
-        "fusedcomm/runtime/posts.py:Posts": ("has_come find", "38cdff18928a"),
-        "fusedcomm/runtime/results.py:Results": ("at_peer", "589bf17e8015"),
-        "kernels/cpu/rounds.h": ("is_peer_late has_posted posted", "05277dc8e90d"),
-    },
-    "results.ResultsInPlace.write and _mark": {
-        "fusedcomm/algorithms/transport.py:CpuTransport": ("_places pack", "aaefe42d8167"),
-        "fusedcomm/runtime/workspace.py:Round": ("mark_in_place", "af8f80d57899"),
-        "fusedcomm/runtime/posts.py:Posts": ("mark", "afb4c7ab2383"),
+    "results.ResultsInPlace": {
+        "fusedcomm/algorithms/transport.py:CpuTransport": (
+            "result _empty _shared begin _places pack arrivals unpack",
+            "960451698b0c",
+        ),
+        "kernels/cpu/rounds.h": (
+            "empty post post_of is_peer_late has_posted posted mark_in_place mark is_in_place",
+            "6ce18dc36fce",
+        ),
+        "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "6c939b028934"),
+        "fusedcomm/runtime/workspace.py:Round": (
+            "post all_have_posted posted mark_in_place is_in_place",
+            "65b97e12a349",
+        ),
+        "fusedcomm/runtime/posts.py:Posts": ("post has_come find mark is_marked", "7c44491518c7"),
+        "fusedcomm/runtime/results.py:Results": ("at_peer retire", "a3ac5fff8b70"),
         "kernels/cpu/tape.h": ("place", "4198202f6bb3"),
-        "kernels/cpu/rounds.h": ("mark_in_place mark", "2fbb236eca84"),
-    },
-    "results.ResultsInPlace.found": {
-        "fusedcomm/runtime/workspace.py:Round": ("is_in_place", "9f0d0660e114"),
-        "fusedcomm/runtime/posts.py:Posts": ("is_marked", "7444f31c5da8"),
-        "fusedcomm/algorithms/transport.py:CpuTransport": ("arrivals unpack", "93fea37cf3fa"),
-        "kernels/cpu/rounds.h": ("is_in_place", "dac441c447c1"),
-    },
-    "results.ResultsInPlace._released and failed": {
         "fusedcomm/runtime/device_results.py:DeviceResults": ("retire", "cd7631efb832"),
-        "fusedcomm/runtime/results.py:Results": ("retire", "dbd65e5824f4"),
         "fusedcomm/runtime/workspace.py:Workspace": ("_retire_results fail _give_up abandon", "ac67b32af13f"),
-        "kernels/cpu/heap_memory.h": ("give_back release_held punch retire", "f05d1502200f"),
-    },
-    "results.ResultsInPlace._block and model.ProtocolModel._cleared": {
         "fusedcomm/runtime/group_member.py:Member": ("reset close _make_results _drop_results _share", "63722f701dc6"),
     },
 }

@@ -42,6 +42,10 @@ def run(scenario: Scenario) -> Outcome:
     return outcome
 
 
+def expect(outcome: Outcome, violation: str) -> None:
+    assert outcome.violation is not None and outcome.violation.startswith(violation), outcome
+
+
 def with_another_op(*tail: Call) -> tuple[tuple[Call, ...], ...]:
     """Three ranks, the last of which calls another op in its second call."""
     script = (PUSH, PUSH, *tail)
@@ -175,32 +179,20 @@ PLANTED: dict[str, tuple[Scenario, Rules, str]] = {
     "fingerprint-not-compared": (HOST_FAULTS["another-op"], Rules(compares_fingerprints=False), WRONG),
     "peers-not-told": (HOST_FAULTS["leaves"], Rules(tells_peers=False), DEADLOCK),
     "peers-not-told-of-an-end": (HOST_FAULTS["ends"], Rules(tells_peers=False), DEADLOCK),
-    "a-completed-round-spoiled-by-an-end": (
-        HOST_FAULTS["ends"],
-        Rules(ends_behind_its_rounds=False),
-        BEFORE_THE_END,
-    ),
+    "a-completed-round-spoiled-by-an-end": (HOST_FAULTS["ends"], Rules(ends_behind_its_rounds=False), BEFORE_THE_END),
     "a-completed-round-spoiled-by-an-end-on-a-device": (
         DEVICE_FAULTS["ends"],
         Rules(ends_behind_its_rounds=False),
         BEFORE_THE_END,
     ),
     "dead-not-found": (HOST_FAULTS["dead-and-found"], Rules(finds_dead=False), DEADLOCK),
-    "late-broken-word-without-a-new-segment": (
-        on_host(2, *RETRIED, timeouts=True),
-        Rules(new_segment=False),
-        SPURIOUS,
-    ),
+    "late-broken-word-without-a-new-segment": (on_host(2, *RETRIED, timeouts=True), Rules(new_segment=False), SPURIOUS),
     "late-write-without-a-new-segment": (
         on_device(2, *RETRIED, timeouts=True),
         Rules(new_segment=False, drains=False),
         EARLY,
     ),
-    "new-header-cleared-too-late": (
-        on_host(2, PUSH, RESET, PUSH),
-        Rules(clears_before_agreement=False),
-        DEADLOCK,
-    ),
+    "new-header-cleared-too-late": (on_host(2, PUSH, RESET, PUSH), Rules(clears_before_agreement=False), DEADLOCK),
     "no-look-after-the-reads": (
         on_device(2, PUSH, PUSH, PUSH, timeouts=True),
         Rules(checks_broken_after_reads=False),
@@ -215,37 +207,21 @@ PLANTED: dict[str, tuple[Scenario, Rules, str]] = {
 def test_each_planted_bug_is_caught(bug: str) -> None:
     scenario, rules, check = PLANTED[bug]
     assert run(scenario).violation is None
-    outcome = run(replace(scenario, rules=rules))
-    assert outcome.violation is not None
-    assert outcome.violation.startswith(check), outcome
+    expect(run(replace(scenario, rules=rules)), check)
 
 
-SAME_CALLS = {
-    "fixed-slots": ((captured(1), captured(1)), OVERWRITE),
-    "fixed-slots-and-calls-beside": ((PUSH, captured(1), HANDSHAKE), OVERWRITE),
-}
-
-
-@pytest.mark.parametrize("calls", SAME_CALLS)
-def test_replays_that_need_a_barrier_are_caught(calls: str) -> None:
-    script, check = SAME_CALLS[calls]
-    outcome = run(on_device(2, *script))
-    assert outcome.violation is not None
-    assert outcome.violation.startswith(check), outcome
-
-
-def test_a_wait_without_a_bound_is_caught() -> None:
-    """The peer has died: nothing but the time-out ends that wait."""
-    outcome = run(on_host(2, PUSH, dies=(0,), rules=Rules(finds_dead=False)))
-    assert outcome.violation is not None
-    assert outcome.violation.startswith(DEADLOCK)
+@pytest.mark.parametrize(
+    "script",
+    [(captured(1), captured(1)), (PUSH, captured(1), HANDSHAKE)],
+    ids=["fixed-slots", "fixed-slots-and-calls-beside"],
+)
+def test_replays_that_need_a_barrier_are_caught(script: tuple[Call, ...]) -> None:
+    expect(run(on_device(2, *script)), OVERWRITE)
 
 
 def test_an_error_without_a_fault_is_caught() -> None:
     """The scripts differ, while the model is told that nothing is wrong."""
-    outcome = run(Scenario(with_another_op()))
-    assert outcome.violation is not None
-    assert outcome.violation.startswith(SPURIOUS)
+    expect(run(Scenario(with_another_op())), SPURIOUS)
 
 
 def test_in_a_new_segment_late_writes_do_no_harm() -> None:
@@ -295,6 +271,4 @@ def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ..
     ],
 )
 def test_each_bug_planted_in_a_kernel_is_caught(rounds: tuple[str, ...], rules: ProgramRules, check: str) -> None:
-    outcome = explore(ProgramModel(rounds, rules))
-    assert outcome.violation is not None
-    assert outcome.violation.startswith(check), outcome
+    expect(explore(ProgramModel(rounds, rules)), check)

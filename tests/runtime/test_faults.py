@@ -24,6 +24,7 @@ from tests.helpers.tiers import ALGORITHMS_WITH_SEGMENTS
 from tests.helpers.waiting import wait_until
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
+HEADS = BY_NAME["heads"]
 
 
 @contextmanager
@@ -47,41 +48,39 @@ class Left(Exception):
 @pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
 def test_a_round_left_half_way_is_never_taken_for_the_next(rank: int, algorithm: str) -> None:
     """Rank 1 leaves the round after it has signalled."""
-    problem = BY_NAME["heads"]
     name = "received" if algorithm == "chunked" else "unpack"
 
     def leave(*args: Any, **options: Any) -> None:
         raise Left
 
     with fresh_group(TIMEOUT_S="5") as group, fusedcomm.force_algorithm(algorithm, strict=True):
-        check(group, problem, call(group, problem, 0))
+        check(group, HEADS, call(group, HEADS, 0))
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(workspace.Round if algorithm == "chunked" else kernel_launch, name, leave)
                 with pytest.raises(Left):
-                    call(group, problem, 1)
+                    call(group, HEADS, 1)
             else:
                 with suppress(fusedcomm.PeerError):  # or this rank has had its data already
-                    check(group, problem, call(group, problem, 1), 1)
+                    check(group, HEADS, call(group, HEADS, 1), 1)
         dist.barrier(group)
         with pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset") as caught:
-            call(group, problem, 2)
+            call(group, HEADS, 2)
         assert caught.value.peers == [1]
         cause = "left by Left" if rank == 1 else "[1] left their call"
         assert cause in str(caught.value)
         dist.barrier(group)
         fusedcomm.reset(group)
-        check(group, problem, call(group, problem, 3), 3)
+        check(group, HEADS, call(group, HEADS, 3), 3)
 
 
 @on_ranks(2)
 def test_reset_against_close_is_a_mismatch(rank: int) -> None:
-    problem = BY_NAME["heads"]
     with fresh_group() as group:
-        check(group, problem, call(group, problem))
+        check(group, HEADS, call(group, HEADS))
         with pytest.raises(fusedcomm.PeerMismatchError, match=r"0: fusedcomm\.reset, 1: fusedcomm\.close"):
             (fusedcomm.close if rank else fusedcomm.reset)(group)
-        check(group, problem, call(group, problem, 1), 1)
+        check(group, HEADS, call(group, HEADS, 1), 1)
 
 
 @on_ranks(2)
@@ -112,19 +111,18 @@ def test_a_rank_without_memory_makes_all_run_unfused(rank: int) -> None:
 @on_ranks(2)
 def test_a_forked_child_is_no_rank(rank: int) -> None:
     """A forked child shares the parent's mapping; it must not take part in the protocol."""
-    problem = BY_NAME["heads"]
     with fresh_group() as group:
-        check(group, problem, call(group, problem))
+        check(group, HEADS, call(group, HEADS))
         child = os.fork()
         if child == 0:
             try:
-                call(group, problem)
+                call(group, HEADS)
             except RuntimeError as error:
                 os._exit(7 if "was forked from rank" in str(error) else 1)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         dist.barrier(group)
-        check(group, problem, call(group, problem, 1), 1)
+        check(group, HEADS, call(group, HEADS, 1), 1)
 
 
 @on_ranks(3)
@@ -135,17 +133,17 @@ def test_a_forked_child_is_no_rank(rank: int) -> None:
 )
 def test_a_peer_that_never_calls(rank: int, algorithm: str, warm: bool) -> None:
     """One rank never calls. The others say so in time, name it, and are right again after a reset."""
-    absent, problem = 1, BY_NAME["heads"]
+    absent = 1
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
         if warm:
-            check(group, problem, call(group, problem))
+            check(group, HEADS, call(group, HEADS))
         else:
             members.member(group.group_name, torch.device("cpu"))  # the vote alone
         dist.barrier(group)
         if rank != absent:
             start = time.monotonic()
             with pytest.raises(fusedcomm.PeerTimeoutError, match=rf"\[{absent}\].* did not") as caught:
-                call(group, problem)
+                call(group, HEADS)
             assert time.monotonic() - start < 10
             assert caught.value.peers == [absent]
             assert caught.value.op == "matmul_all_to_all"
@@ -153,31 +151,30 @@ def test_a_peer_that_never_calls(rank: int, algorithm: str, warm: bool) -> None:
         dist.barrier(group)
         if warm or rank != absent:
             with at_once(group), pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset"):
-                call(group, problem)  # what is known already
+                call(group, HEADS)  # what is known already
         dist.barrier(group)
         fusedcomm.reset(group)
         for seed in range(3):
-            check(group, problem, call(group, problem, seed), seed)
+            check(group, HEADS, call(group, HEADS, seed), seed)
 
 
 @on_ranks(2)
 def test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second(rank: int) -> None:
     """The first call of one rank must not meet the second one of another that has given up on the first."""
-    problem = BY_NAME["heads"]
     with fresh_group(TIMEOUT_S="1") as group:
         if rank == 0:
             with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
-                call(group, problem, 0)
+                call(group, HEADS, 0)
             assert (caught.value.peers, caught.value.epoch) == ([1], 0)
         dist.barrier(group)
         with (
             at_once(group) if rank == 0 else nullcontext(),
             pytest.raises(fusedcomm.PeerTimeoutError, match=r"fusedcomm\.reset"),
         ):
-            call(group, problem, 1 - rank)
+            call(group, HEADS, 1 - rank)
         dist.barrier(group)
         fusedcomm.reset(group)
-        check(group, problem, call(group, problem, 2), 2)
+        check(group, HEADS, call(group, HEADS, 2), 2)
 
 
 OTHER_ROWS = Problem("other-rows", (2, 7, 5), 12, 1, -2, out_shape=(4, 3))
@@ -195,31 +192,29 @@ NEEDS_GROWTH = Problem("needs-growth", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 <
     ids=["needs-growth-chunked-first-call", "needs-growth-chunked-later-call", "other-rows-fused-later-call"],
 )
 def test_a_peer_in_another_call(rank: int, other: Problem, algorithm: str, warm: bool) -> None:
-    problem = BY_NAME["heads"]
     with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
         if warm:
-            check(group, problem, call(group, problem))
+            check(group, HEADS, call(group, HEADS))
         with pytest.raises(fusedcomm.PeerMismatchError, match="other shapes, dtype or dims") as caught:
-            call(group, other if rank == 1 else problem)
+            call(group, other if rank == 1 else HEADS)
         assert set(caught.value.peers) <= ({0, 2} if rank == 1 else {1})
         assert caught.value.peers
         dist.barrier(group)
         fusedcomm.reset(group)
         for seed in range(3):
-            check(group, problem, call(group, problem, seed), seed)
+            check(group, HEADS, call(group, HEADS, seed), seed)
 
 
 @on_ranks(3)
 def test_a_late_rank_gets_an_error_too(rank: int, tmp_path: Path) -> None:
     """Two ranks give up on a third that comes late: it must not return a result either."""
-    problem = BY_NAME["heads"]
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
-        check(group, problem, call(group, problem))
+        check(group, HEADS, call(group, HEADS))
         dist.barrier(group)
         if rank == 2:
             wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
         with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
-            call(group, problem)
+            call(group, HEADS)
         (tmp_path / f"{rank} gave up").touch()
         if rank == 2:
             assert caught.value.peers == [0, 1]
@@ -228,47 +223,39 @@ def test_a_late_rank_gets_an_error_too(rank: int, tmp_path: Path) -> None:
             assert caught.value.peers == [2]
         dist.barrier(group)
         fusedcomm.reset(group)
-        check(group, problem, call(group, problem))
+        check(group, HEADS, call(group, HEADS))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ["chunked", pytest.param("fused", marks=pytest.mark.nightly)])
-def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, algorithm: str, tmp_path: Path) -> None:
+def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, tmp_path: Path) -> None:
     """Rank 0 has given up in round 3 before rank 1 reads round 2: those data are good, the next call is not."""
-    problem = BY_NAME["heads"]
-    received, unpack = workspace.Round.received, kernel_launch.unpack
+    received = workspace.Round.received
 
     def late_received(self: workspace.Round, src_rank: int) -> torch.Tensor:
         wait_until((tmp_path / "0 gave up").exists)
         return received(self, src_rank)
 
-    def late_unpack(*args: Any, **options: Any) -> None:
-        wait_until((tmp_path / "0 gave up").exists)
-        unpack(*args, **options)
-
-    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
-        check(group, problem, call(group, problem, 0))
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS, 0))
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(workspace.Round, "received", late_received)
-                patch.setattr(kernel_launch, "unpack", late_unpack)
-            check(group, problem, call(group, problem, 1), 1)
+            check(group, HEADS, call(group, HEADS, 1), 1)
         with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
-            call(group, problem, 2)
+            call(group, HEADS, 2)
         (tmp_path / f"{rank} gave up").touch()
         assert caught.value.peers == [1 - rank]
         assert caught.value.epoch == 3
 
 
 def run_until_error(rank: int, ready: str) -> tuple[str, list[int], float]:
-    problem = BY_NAME["heads"]
-    check(dist.group.WORLD, problem, call(dist.group.WORLD, problem))
+    check(dist.group.WORLD, HEADS, call(dist.group.WORLD, HEADS))
     Path(ready, str(rank)).touch()
     start = time.monotonic()
     try:
         while True:
             start = time.monotonic()
-            call(dist.group.WORLD, problem)
+            call(dist.group.WORLD, HEADS)
     except fusedcomm.PeerError as error:
         return type(error).__name__, error.peers, time.monotonic() - start
 
@@ -289,9 +276,8 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_reset_that_a_rank_missed_can_be_repeated(rank: int) -> None:
     """A reset that a rank misses ends in time and can be repeated."""
-    problem = BY_NAME["heads"]
     with fresh_group(TIMEOUT_S="1") as group:
-        check(group, problem, call(group, problem))
+        check(group, HEADS, call(group, HEADS))
         dist.barrier(group)
         if rank == 0:
             with pytest.raises(fusedcomm.PeerTimeoutError, match=r"fusedcomm\.reset") as caught:
@@ -299,4 +285,4 @@ def test_a_reset_that_a_rank_missed_can_be_repeated(rank: int) -> None:
             assert caught.value.peers == [1]
         dist.barrier(group)
         fusedcomm.reset(group)
-        check(group, problem, call(group, problem))
+        check(group, HEADS, call(group, HEADS))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.symmetric_memory import Ranks, make, native
+from tests.helpers.symmetric_memory import native
 
 
 def word(value: int = 0) -> Tensor:
@@ -61,23 +61,3 @@ def test_wait_can_be_interrupted() -> None:
             native.wait(t.data_ptr(), 1, 0, 0, 20)
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-def wait_for_turn(rank: int) -> int:
-    """Each rank signals the next one; all but one core's worth of ranks wait at any time."""
-    t, handle = make(1)
-    t.zero_()
-    handle.barrier()
-    following = handle.buffer_ptrs[(rank + 1) % handle.world_size]
-    for epoch in range(1, 21):
-        if rank != 0:
-            assert native.wait(t.data_ptr(), epoch, 0, 0, 20) >> 24 == epoch
-        native.signal(following, epoch << 24)
-        if rank == 0:
-            assert native.wait(t.data_ptr(), epoch, 0, 0, 20) >> 24 == epoch
-    handle.barrier()
-    return int(t) >> 24
-
-
-def test_words_of_eight_ranks(ranks: Ranks) -> None:
-    assert ranks(8).run(wait_for_turn) == [20] * 8

@@ -1,4 +1,4 @@
-"""Two hosts with a rank each on a throttled link: its rate, the values of all ops, and the bytes that go over it."""
+"""Two hosts with a rank each on a throttled link: the bytes of each op that go over it, and numbers measured on it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 from tests.helpers.hosts import NoHosts, torchrun, two_hosts
 from tests.helpers.link_world import LARGE, UNEVEN_LARGE
-from tests.helpers.problems import OPS
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.nightly
 
 MBIT = 400
 RUN_S = 180.0
@@ -20,7 +19,6 @@ OVERHEAD = 1.02  # headers and acknowledgements, gloo's own words, and two barri
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
-    """What the ranks of both hosts found. They compared the values themselves."""
     try:
         with two_hosts(MBIT) as hosts:
             yield torchrun(
@@ -28,23 +26,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
             )
     except NoHosts as reason:
         pytest.skip(str(reason))
-
-
-def test_the_link_has_the_rate_that_was_asked_for(found: list[Any]) -> None:
-    """The time of busy CPUs may be added to a transfer; what it cannot be is faster, but for the first burst."""
-    for each in found:
-        assert len(each["rate"]) == 2
-        for rate in each["rate"]:
-            assert 0.8 * MBIT < 8 * rate / 1e6 < 1.05 * MBIT
-
-
-def test_all_ops_run_over_the_link_and_a_plan_says_by_what_it_was_chosen(found: list[Any]) -> None:
-    assert found[0]["values"] == found[1]["values"]
-    assert tuple(op for op, _, _ in found[0]["values"]) == OPS
-    for _, algorithm, reason in found[0]["values"]:
-        assert algorithm in ("unfused", "pipelined")
-        assert reason.startswith("rank 1 is on another host than rank 0; estimated ")
-        assert reason.endswith(" default numbers")
 
 
 @pytest.mark.parametrize("problem", LARGE, ids=str)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,12 +70,12 @@ def test_a_torch_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not nccl_options.registers_windows() and not nccl_options.zero_cta_across_hosts()
 
 
-@pytest.mark.parametrize("version, across", [((2, 28, 9), False), ((2, 29, 7), False), ((2, 30, 7, "x"), True)])
+@pytest.mark.parametrize("version, across", [((2, 29, 7), False), ((2, 30, 7, "x"), True)])
 def test_which_nccl_crosses_hosts(monkeypatch: pytest.MonkeyPatch, version: tuple[Any, ...], across: bool) -> None:
     build(monkeypatch, version)
     assert nccl_options.nccl_version_text() == ".".join(map(str, version[:3]))
     assert nccl_options.zero_cta_across_hosts() is across
-    assert fusedcomm.nccl_options().config.cta_policy == ZERO  # inside a host all three have it
+    assert fusedcomm.nccl_options().config.cta_policy == ZERO  # inside a host both have it
 
 
 def test_windows_are_registered_by_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,44 +84,3 @@ def test_windows_are_registered_by_an_argument(monkeypatch: pytest.MonkeyPatch) 
     for older in (register_mem_pool, None):
         build(monkeypatch, register_mem_pool=older)
         assert not nccl_options.registers_windows()
-
-
-def test_the_version_of_a_build_without_nccl_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version() -> None:
-        raise AttributeError("module 'torch._C' has no attribute '_nccl_version'")
-
-    monkeypatch.setattr("torch.cuda.nccl.version", version)
-    assert nccl_options.nccl_version() is None and nccl_options.nccl_version_text() is None
-
-
-def test_this_torch() -> None:
-    """What torch itself checks of pg_options, where the build has NCCL."""
-    if nccl_options.no_zero_cta() is not None:
-        with pytest.raises(RuntimeError, match="must be a CUDA build"):
-            fusedcomm.nccl_options()
-        return
-    backend: Any = dist.ProcessGroupNCCL
-    options = fusedcomm.nccl_options()
-    assert isinstance(options, backend.Options)
-    assert options.config.cta_policy == backend.NCCL_CTA_POLICY_ZERO
-
-
-def test_importing_the_package_asks_nothing_of_nccl() -> None:
-    asked = """
-import torch.cuda.nccl, torch.distributed
-
-class Untouched:
-    def __getattr__(self, name):
-        raise SystemExit(f"import asked for {name}")
-
-torch.distributed.ProcessGroupNCCL = Untouched()
-torch.cuda.nccl.version = lambda: Untouched().version
-import fusedcomm
-assert callable(fusedcomm.nccl_options)
-try:
-    fusedcomm.nccl_options()
-except SystemExit as stopped:
-    print(stopped)
-"""
-    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=120)
-    assert (ran.returncode, ran.stdout) == (0, f"import asked for {nccl_options.POLICY}\n"), ran.stderr

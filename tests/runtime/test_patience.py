@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from pathlib import Path
 
@@ -74,16 +73,3 @@ def test_a_long_vote_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         agree(HashStore(), 0, 2, {}, what="a vote", names=[4, 7])
     (text,) = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(rf"still waiting for rank 7 \({SECONDS} s\) in a vote", text)
-
-
-@pytest.mark.parametrize("patience_s", [patience.PATIENCE_S, 0.1], ids=["short", "long"])
-def test_a_short_wait_is_not_logged(
-    patience_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(patience, "PATIENCE_S", patience_s)
-    store = HashStore()
-    late = threading.Timer(0.5, agree, (store, 1, 2, {}), {"what": "a vote"})
-    late.start()
-    agree(store, 0, 2, {}, what="a vote")
-    late.join()
-    assert bool(caplog.records) == (patience_s < 0.5)

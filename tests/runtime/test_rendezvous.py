@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from fusedcomm.launch.ranks import KILLED, RankPool
 from tests.helpers.cut_store import CutStore
-from tests.helpers.symmetric_memory import CPU, MISSING_S, Ranks, error_of, footprint, make, rendezvous, timeout
-from tests.helpers.tiers import nightly_but
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.symmetric_memory import CPU, MISSING_S, error_of, footprint, make, rendezvous, timeout
 
 # Names used again. gloo's own keys go stale there, so the later groups have the fake backend.
 
@@ -29,153 +29,98 @@ def register_fake_backend() -> None:
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
 
 
-def same_name_other_members(rank: int) -> tuple[list[str], bool]:
+@on_ranks(3)
+def test_same_name_other_members(rank: int) -> None:
     """Two groups of one name, one after the other: ranks 0 and 1, then 0 and 2, on one tensor."""
     register_fake_backend()
     t = symm_mem.empty(2, dtype=torch.int64, device=CPU)
-    names, good = [], True
+    names = set()
     first_count = dist.distributed_c10d._world.group_count
     for members in ([0, 1], [0, 2]):
         dist.barrier()
         dist.distributed_c10d._world.group_count = first_count
         group = dist.new_group(members, backend="fake")
         if rank in members:
-            names.append(group.group_name)
+            names.add(group.group_name)
             handle = rendezvous(t, group)
             assert rendezvous(t, group).buffer_ptrs == handle.buffer_ptrs
             t.fill_(rank)
             handle.barrier()
             peer = 1 - handle.rank
-            good &= int(handle.get_buffer(peer, (1,), t.dtype)) == members[peer]
+            assert int(handle.get_buffer(peer, (1,), t.dtype)) == members[peer]
             handle.barrier()
             dist.destroy_process_group(group)
         del group
     dist.distributed_c10d._world.group_count = first_count + 1
     dist.barrier()
-    return names, good
-
-
-def test_same_name_other_members(ranks: Ranks) -> None:
-    results = ranks(3).run(same_name_other_members)
-    assert all(good for _, good in results)
-    assert len({name for names, _ in results for name in names}) == 1
-
-
-def world_made_anew(rank: int) -> bool:
-    """WORLD is destroyed and made again on one store, with stale keys, one of them of a rendezvous that failed."""
-    register_fake_backend()
-    store: Any = dist.distributed_c10d._get_default_store()
-    t, handle = make(4)
-    if rank == 0:
-        with timeout(MISSING_S / 2):
-            assert "rank 1 did not come" in error_of(lambda: make(8))
-    dist.barrier()
-    for i in range(3):
-        dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=2, store=store.underlying_store)
-        again = rendezvous(t)
-        assert again.buffer_ptrs[1 - rank] != handle.buffer_ptrs[1 - rank]
-        again.get_buffer(1 - rank, (4,), t.dtype).fill_(10 * i + rank)
-        again.barrier()
-        if t.tolist() != [10 * i + 1 - rank] * 4:
-            return False
-        again.barrier()
-    return True
-
-
-@pytest.mark.thorough
-def test_world_made_anew() -> None:
-    with RankPool(2, env={"FUSEDCOMM_TIMEOUT_S": "20"}) as pool:
-        assert all(pool.run(world_made_anew))
+    assert len(names) == 1
 
 
 # Rendezvous that fail
 
 
-def sizes_differ(rank: int) -> tuple[str, bool]:
-    t = symm_mem.empty(8 * (rank + 1), dtype=torch.int64, device=CPU)
-    error = error_of(lambda: rendezvous(t))
-    t, handle = make(8)
-    t.fill_(rank)
+def check_peers(t: torch.Tensor, handle: Any) -> None:
+    """All ranks find what the others have written."""
+    t.fill_(handle.rank)
     handle.barrier()
     peers = range(handle.world_size)
-    good = [int(handle.get_buffer(p, (1,), t.dtype)) for p in peers] == list(peers)
+    assert [int(handle.get_buffer(peer, (1,), t.dtype)) for peer in peers] == list(peers)
     handle.barrier()
-    return error.split(": ", 2)[2], good
 
 
-def test_sizes_that_differ(ranks: Ranks) -> None:
-    text = "size in bytes of the allocation must be equal on all ranks, got 64 on rank 0 and 128 on"
-    for error, good_after in ranks(3).run(sizes_differ):
-        assert error.startswith(f"{text} rank 1")
-        assert good_after
+@on_ranks(3)
+def test_sizes_that_differ(rank: int) -> None:
+    error = error_of(lambda: make(8 * (rank + 1)))
+    must = "size in bytes of the allocation must be equal on all ranks, got 64 on rank 0 and 128 on rank 1"
+    assert error.split(": ", 2)[2].startswith(must)
+    check_peers(*make(8))
 
 
-def on_hosts(rank: int, *ids: str) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("ids", ["ab", "aa"])
+def test_hosts_are_told_apart_by_their_ids(rank: int, ids: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSEDCOMM_HOST_ID", ids[rank])
-        return error_of(lambda: make(8))
+        error = error_of(lambda: make(8))
+    must = "host (hash of FUSEDCOMM_HOST_ID or of the boot id) must be equal on all ranks, got "
+    assert must in error if ids == "ab" else error == "no error"
 
 
-def test_hosts_are_told_apart_by_their_ids(ranks: Ranks) -> None:
-    for error in ranks(2).run(on_hosts, "a", "b"):
-        assert "host (hash of FUSEDCOMM_HOST_ID or of the boot id) must be equal on all ranks, got " in error
-    assert ranks(2).run(on_hosts, "a", "a") == ["no error"] * 2
-
-
-def under_a_short_time_out_of_the_store(rank: int) -> list[int]:
-    store: Any = dist.distributed_c10d._get_default_store()
-    before, setting = store.timeout, os.environ.pop("FUSEDCOMM_TIMEOUT_S", None)
-    dist.barrier()
-    store.set_timeout(datetime.timedelta(seconds=MISSING_S))
-    try:
-        time.sleep(rank * 2 * MISSING_S)
-        return make(8)[1].buffer_ptrs
-    finally:
-        store.set_timeout(before)
-        if setting is not None:
-            os.environ["FUSEDCOMM_TIMEOUT_S"] = setting
-
-
-def test_the_time_out_of_the_store_is_no_bound(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_the_time_out_of_the_store_is_no_bound(rank: int) -> None:
     """The default is that of all waits, and the one of gloo's store is half an hour."""
-    assert all(len(pointers) == 2 for pointers in ranks(2).run(under_a_short_time_out_of_the_store))
+    store: Any = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FUSEDCOMM_TIMEOUT_S", raising=False)
+        dist.barrier()
+        store.set_timeout(datetime.timedelta(seconds=MISSING_S / 2))
+        try:
+            time.sleep(rank * MISSING_S)
+            assert len(make(8)[1].buffer_ptrs) == 2
+        finally:
+            store.set_timeout(before)
 
 
-def missing_rank(rank: int, missing: int) -> tuple[str, bool]:
+@on_ranks(3)
+def test_missing_rank_is_named_and_retry_works(rank: int) -> None:
     t = symm_mem.empty(8, dtype=torch.int64, device=CPU)
-    error = ""
-    gave_up: Any = dist.distributed_c10d._get_default_store()
-    keys = [f"test/missing/{missing}/{peer}" for peer in range(3) if peer != missing]
-    if rank == missing:
-        gave_up.wait(keys)
+    store: Any = dist.distributed_c10d._get_default_store()
+    if rank == 2:
+        store.wait([f"test/missing/{peer}" for peer in range(2)])
     else:
         with timeout(MISSING_S):
             start = time.monotonic()
             error = error_of(lambda: rendezvous(t))
             assert time.monotonic() - start < MISSING_S + 20
-        gave_up.set(f"test/missing/{missing}/{rank}", "")
-    # The same tensor again, at once and without a barrier: stale offers must not matter.
-    handle = rendezvous(t)
-    t.fill_(rank)
-    handle.barrier()
-    peers = range(handle.world_size)
-    good = [int(handle.get_buffer(p, (1,), t.dtype)) for p in peers] == list(peers)
-    handle.barrier()
-    return error, good
+        assert error.startswith("DistStoreError: ")
+        assert error.endswith(f"in group '0' on rank {rank}: rank 2 did not come within 0.5 s")
+        store.set(f"test/missing/{rank}", "")
+    check_peers(t, rendezvous(t))  # at once and without a barrier: stale offers must not matter
 
 
-@pytest.mark.parametrize("missing", [0, 2])
-def test_missing_rank_is_named_and_retry_works(ranks: Ranks, missing: int) -> None:
-    results = ranks(3).run(missing_rank, missing)
-    assert all(good for _, good in results)
-    for rank, (error, _) in enumerate(results):
-        if rank != missing:
-            where = f"in group '0' on rank {rank}: rank {missing} did not come within 0.5 s"
-            assert error.startswith("DistStoreError: ") and error.endswith(where)
-
-
-def memory_that_cannot_be_opened(rank: int) -> str:
+@on_ranks(3)
+def test_memory_that_cannot_be_opened(rank: int) -> None:
     t = symm_mem.empty(8, device=CPU)
     if rank == 1:  # as in another pid namespace: what it tells its peers leads elsewhere
         for fd in os.listdir("/proc/self/fd"):
@@ -183,13 +128,9 @@ def memory_that_cannot_be_opened(rank: int) -> str:
                 if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:fusedcomm-"):
                     with open("/dev/null") as other:
                         os.dup2(other.fileno(), int(fd))
-    return error_of(lambda: rendezvous(t))
-
-
-def test_memory_that_cannot_be_opened(ranks: Ranks) -> None:
-    for error in ranks(3).run(memory_that_cannot_be_opened):
-        assert re.search(r"rank [02] cannot use the memory of rank 1: .* is /dev/null", error)
-        assert "one pid namespace" in error
+    error = error_of(lambda: rendezvous(t))
+    assert re.search(r"rank [02] cannot use the memory of rank 1: .* is /dev/null", error)
+    assert "one pid namespace" in error
 
 
 # Memory that a peer could cut off under the ranks that have mapped it
@@ -213,45 +154,36 @@ def replace_segment(num_bytes: int, seals: int, user: int) -> None:
                 os.close(made)
 
 
-def memory_that_is_replaced(rank: int, num_bytes: int, seals: int, user: int) -> str:
-    t = symm_mem.empty(PAGE_BYTES, dtype=torch.uint8, device=CPU)
-    if rank == 1:
-        replace_segment(num_bytes, seals, user)
-    return error_of(lambda: rendezvous(t))
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("num_bytes", "seals", "user", "found"),
     [
         (PAGE_BYTES, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, os.geteuid(), "seals 5"),
         (PAGE_BYTES, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, os.geteuid(), "seals 6"),
         (PAGE_BYTES - 1, SEALS, os.geteuid(), f"{PAGE_BYTES - 1} bytes, seals 7"),
-        (PAGE_BYTES, SEALS, NOBODY, f"got user {NOBODY}"),
-        (PAGE_BYTES, SEALS, os.geteuid(), None),  # negative control
+        pytest.param(
+            *(PAGE_BYTES, SEALS, NOBODY, f"got user {NOBODY}"),
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else"),
+        ),
     ],
-    ids=["not sealed", "seals not sealed", "too small", "another user's", "as it must be"],
+    ids=["not sealed", "seals not sealed", "too small", "another user's"],
 )
-def test_memory_that_could_be_cut_off_is_refused(
-    ranks: Ranks, num_bytes: int, seals: int, user: int, found: str | None
-) -> None:
-    if user != os.geteuid() and os.geteuid() != 0:
-        pytest.skip("only root can make files of somebody else")
-    must = f"must be sealed memory of user {os.geteuid()} of at least {PAGE_BYTES} bytes, got "
-    for error in ranks(2).run(memory_that_is_replaced, num_bytes, seals, user):
-        if found is None:
-            assert error == "no error"
-        else:
-            assert "rank 0 cannot use the memory of rank 1: /proc/" in error
-            assert must in error and found in error
+def test_memory_that_could_be_cut_off_is_refused(rank: int, num_bytes: int, seals: int, user: int, found: str) -> None:
+    t = symm_mem.empty(PAGE_BYTES, dtype=torch.uint8, device=CPU)
+    if rank == 1:
+        replace_segment(num_bytes, seals, user)
+    error = error_of(lambda: rendezvous(t))
+    assert "rank 0 cannot use the memory of rank 1: /proc/" in error
+    assert f"must be sealed memory of user {os.geteuid()} of at least {PAGE_BYTES} bytes, got " in error
+    assert found in error
 
 
 # A store that is cut off
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("calls", nightly_but([1], [0, 1, 5]))
-def test_a_store_that_is_cut_off_ends_the_rendezvous_in_time(calls: int) -> None:
-    store, name = CutStore(calls), f"test/cut-off/{calls}"
+def test_a_store_that_is_cut_off_ends_the_rendezvous_in_time() -> None:
+    store, name = CutStore(1), "test/cut-off"
     _SymmetricMemory.set_group_info(name, 0, 2, store)
     t, start = symm_mem.empty(4, device=CPU), time.monotonic()
     with timeout(0.2):
@@ -299,13 +231,8 @@ def after_the_kill(rank: int) -> tuple[str, str, list[int]]:
     return barrier, late, sums
 
 
-def shared_names() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "fusedcomm" in name}
-
-
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_killed_rank_is_named_and_leaves_nothing() -> None:
-    before = shared_names()
     with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "20"}) as pool:
         pool.run(attach)
         pool.start(rendezvous_without_rank_2)
@@ -320,4 +247,3 @@ def test_killed_rank_is_named_and_leaves_nothing() -> None:
             assert late.endswith("rank 1 did not come within 0.5 s")
             assert sums == [0, 1 << 16, 2 << 16]
         assert pool.run(detach) == [(0, 0), KILLED, (0, 0)]
-    assert shared_names() == before

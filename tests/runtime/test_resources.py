@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.launch.ranks import RankPool
+from tests.helpers.tiers import nightly_but
 
 Ranks = Callable[[int], RankPool]
 
@@ -43,12 +44,7 @@ class Held:
         )
 
     def __sub__(self, other: Held) -> Held:
-        return Held(
-            self.descriptors - other.descriptors,
-            self.segments - other.segments,
-            self.threads - other.threads,
-            self.resident_bytes - other.resident_bytes,
-        )
+        return Held(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 NOTHING = Held(0, 0, 0, 0)
@@ -109,32 +105,19 @@ def check_back(growth: Held, torch_alone: Held = NOTHING) -> None:
     assert growth.resident_bytes <= max(torch_alone.resident_bytes, 0) + LEEWAY_BYTES, growth
 
 
-def test_calls_leave_nothing_behind(ranks: Ranks) -> None:
-    for growth in ranks(2).run(calls, 600):
+@pytest.mark.parametrize("num_calls", nightly_but([600], [600, 10_000]))
+def test_calls_leave_nothing_behind(ranks: Ranks, num_calls: int) -> None:
+    for growth in ranks(2).run(calls, num_calls):
         check_back(growth)
 
 
-@pytest.mark.nightly
-def test_ten_thousand_calls_leave_nothing_behind(ranks: Ranks) -> None:
-    for growth in ranks(2).run(calls, 10_000):
-        check_back(growth)
-
-
-def check_groups(ranks: Ranks, num_groups: int) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_groups", nightly_but([6], [6, 200]))
+def test_groups_leave_nothing_behind(ranks: Ranks, num_groups: int) -> None:
     alone = ranks(2).run(groups, num_groups, unused)
     for use in (left_open, closed):
         for growth, torch_alone in zip(ranks(2).run(groups, num_groups, use), alone, strict=True):
             check_back(growth, torch_alone)
-
-
-@pytest.mark.thorough
-def test_groups_leave_nothing_behind(ranks: Ranks) -> None:
-    check_groups(ranks, 12)
-
-
-@pytest.mark.nightly
-def test_two_hundred_groups_leave_nothing_behind(ranks: Ranks) -> None:
-    check_groups(ranks, 200)
 
 
 def leaking(rank: int) -> Held:
@@ -150,23 +133,6 @@ def leaking(rank: int) -> Held:
     ended.set()
     thread.join()
     return growth
-
-
-def open_workspace(rank: int) -> tuple[Held, Held]:
-    before, group = Held.now(), dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    call(torch.ones(8, 16), torch.ones(16, 8), group)
-    used = Held.now() - before
-    fusedcomm.close(group)
-    dist.barrier()
-    dist.destroy_process_group(group)
-    return used, Held.now() - before
-
-
-@pytest.mark.thorough
-def test_a_workspace_is_seen_while_it_is_open(ranks: Ranks) -> None:
-    for used, closed in ranks(2).run(open_workspace):
-        assert used.segments >= 2 and closed.segments == 0  # this rank's and the peer's
 
 
 @pytest.mark.thorough

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import mmap
 import os
 import random
 import resource
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -51,46 +49,6 @@ def test_it_never_grows_for_results_that_are_kept() -> None:
     assert places(heap, kept) == [None] * 31
 
 
-def test_a_result_that_is_freed_speaks_for_one_block() -> None:
-    heap = make_heap()
-    for _ in range(5):
-        heap.empty([NUMEL], torch.float32)  # two from ordinary memory, three from one block
-    kept = [heap.empty([NUMEL], torch.float32) for _ in range(50)]
-    assert places(heap, kept) == [0] + [None] * 49
-
-
-def test_it_grows_to_all_results_that_live_at_once() -> None:
-    heap = make_heap()
-    for step in range(4):
-        results = [heap.empty([NUMEL], torch.float32) for _ in range(9)]
-        expected = [0, 8, 9, 9]  # the ninth has the evidence of one free at first, and needs two
-        assert sum(place is not None for place in places(heap, results)) == expected[step]
-        del results
-    assert stats(heap) == (0, 9 * BYTES, 9 * BYTES, 0)
-
-
-def test_other_sizes_need_their_own_evidence_but_use_what_is_warm() -> None:
-    heap = make_heap()
-    t = in_heap(heap, 8 * NUMEL)
-    assert heap.place(heap.empty([NUMEL], torch.float32)) is None
-    del t
-    assert places(heap, [heap.empty([n], torch.uint8) for n in (1, PAGE, BYTES)]) == [0, PAGE, 2 * PAGE]
-
-
-def test_the_lowest_free_range_is_taken_and_neighbours_are_one() -> None:
-    heap = make_heap()
-    a = in_heap(heap, NUMEL * 3)
-    del a
-    small = [heap.empty([NUMEL], torch.float32) for _ in range(3)]
-    assert places(heap, small) == [0, BYTES, 2 * BYTES]
-    small[0] = small[2] = None
-    assert heap.place(heap.empty([NUMEL], torch.float32)) == 0
-    assert heap.place(heap.empty([2 * NUMEL], torch.float32)) is None  # two ranges that are no neighbours
-    small[1] = None
-    assert heap.place(heap.empty([3 * NUMEL], torch.float32)) == 0
-    assert stats(heap) == (0, 3 * BYTES, 3 * BYTES, 0)
-
-
 def test_what_does_not_fit_is_in_ordinary_memory() -> None:
     heap = make_heap(4 * PAGE)
     a = in_heap(heap, 3 * PAGE // 4)
@@ -115,18 +73,9 @@ def test_shapes_and_dtypes() -> None:
         heap.empty([1 << 40, 1 << 40], torch.int8)
 
 
-def test_place_is_of_the_storage_in_this_heap() -> None:
-    heap, other = make_heap(), make_heap()
-    t = in_heap(heap)
-    assert heap.place(t[100:]) == heap.place(t.view(-1, 2).t()) == 0 and other.place(t) is None
-    assert heap.place(torch.empty(4)) is None
-    assert heap.place(torch.empty(4, device="meta")) is None
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_programs_keep_their_values(seed: int) -> None:
+def test_random_programs_keep_their_values() -> None:
     heap = make_heap(64 * PAGE)
-    choose = random.Random(seed)
+    choose = random.Random(0)
     live: list[tuple[Tensor, int]] = []
     num_placed = 0
     for step in range(3000):
@@ -169,31 +118,6 @@ def test_tensors_outlive_heap_and_segment_and_then_memory_goes() -> None:
     ordinary.fill_(1)
 
 
-def test_threads_make_and_free_results() -> None:
-    heap = make_heap()
-    exchanged: list[Tensor] = []  # freed by another thread than the one that made it
-    good = []
-
-    def work(number: int) -> None:
-        values = []
-        for step in range(300):
-            t = heap.empty([NUMEL * (1 + step % 3)], torch.float32).fill_(number)
-            values.append(bool((t == number).all()))
-            exchanged.append(t)
-            del t
-            if len(exchanged) > 8:
-                exchanged.pop(0)
-        good.append(all(values))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    exchanged.clear()
-    assert good == [True] * 4 and heap.warm_bytes > 0 and heap.live_bytes == 0
-
-
 AT_THE_END = """
 import torch
 from tests.helpers.heaps import in_heap, make_heap
@@ -204,13 +128,12 @@ t.itself = t
 held = torch.ones(t.numel(), requires_grad=True) * in_heap(heap)
 array = in_heap(heap).numpy()
 torch.kept = in_heap(heap)
+print("done")
 """
 
 
-@pytest.mark.parametrize("last", ["", "del heap"])
-def test_an_interpreter_ends_with_live_results(last: str) -> None:
-    program = AT_THE_END + last + "\nprint('done')"
-    command = [sys.executable, "-X", "faulthandler", "-c", program]
+def test_an_interpreter_ends_with_live_results() -> None:
+    command = [sys.executable, "-X", "faulthandler", "-c", AT_THE_END]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
@@ -227,35 +150,6 @@ def segment_blocks() -> int:
         if os.path.islink(path) and os.readlink(path).startswith("/memfd:fusedcomm-"):
             held[os.readlink(path)] = os.stat(path).st_blocks * 512
     return sum(held.values())
-
-
-def test_trim_gives_memory_back() -> None:
-    before = segment_blocks()
-    heap = make_heap(64 * MB)
-    for numel in (4 * MB, MB):
-        in_heap(heap, numel)
-    low, gap, high = (heap.empty([size], torch.uint8).fill_(size >> 20) for size in (MB, 5 * MB, 2 * MB))
-    assert places(heap, [low, gap, high]) == [0, MB, 6 * MB]
-    del gap
-    assert stats(heap) == (3 * MB, 13 * MB, 16 * MB, 2) and segment_blocks() - before == 16 * MB
-
-    heap.trim(13 * MB)
-    assert segment_blocks() - before == 16 * MB and heap.warm_bytes == 16 * MB
-    heap.trim(6 * MB + 5)  # all of the gap, and a part of what is above
-    assert segment_blocks() - before == 9 * MB and stats(heap)[1:3] == (6 * MB, 9 * MB)
-    heap.trim(2 * MB)
-    assert segment_blocks() - before == 5 * MB and stats(heap)[1:3] == (2 * MB, 3 * MB)
-    assert (low == 1).all() and (high == 2).all()
-    high = None  # above the mark, so it does not count as warm, and goes at the next trim
-    assert stats(heap)[1:3] == (2 * MB, 3 * MB)
-    heap.trim(2 * MB)
-    assert segment_blocks() - before == 3 * MB
-
-    t = in_heap(heap, 4 * MB).fill_(1)  # grows again, from where the mark is
-    assert heap.place(t) == MB and stats(heap)[2] == 17 * MB and segment_blocks() - before == 17 * MB
-    del t
-    heap.trim(0)
-    assert segment_blocks() - before == MB and (low == 1).all()
 
 
 def test_results_of_a_retired_heap_stay_and_none_follow() -> None:
@@ -283,32 +177,6 @@ def test_a_heap_gives_back_what_a_program_needs_no_more() -> None:
     assert stats(heap) == (0, 2 * BYTES, 2 * BYTES, 0) and segment_blocks() - before == 2 * BYTES
     t = in_heap(heap, 8 * MB).fill_(1)
     assert segment_blocks() - before == 32 * MB and (t == 1).all()
-
-
-@pytest.mark.parametrize("small", [1, 400])
-def test_a_steady_program_gives_nothing_back(small: int) -> None:
-    """Whose largest result comes once in so many small ones. One whose largest result is rarer pays a few times."""
-    before = segment_blocks()
-    heap = make_heap(64 * MB)
-    in_heap(heap, 8 * MB)
-    for _ in range(4 * SPAN // small):
-        assert heap.place(heap.empty([8 * MB], torch.float32)) == 0
-        for _ in range(small):
-            heap.empty([NUMEL], torch.float32)
-        assert heap.warm_bytes >= 32 * MB
-    assert segment_blocks() - before >= 32 * MB
-
-
-def test_a_need_that_comes_and_goes_is_paid_for_a_few_times() -> None:
-    heap = make_heap(64 * MB)
-    in_heap(heap, MB)
-    gone = []
-    for _ in range(12):
-        in_heap(heap, MB)
-        for _ in range(3 * SPAN):
-            heap.empty([16 * NUMEL], torch.float32)
-        gone.append(heap.warm_bytes < 4 * MB)
-    assert gone[0] and not any(gone[6:]), gone
 
 
 def test_small_results_take_no_blocks() -> None:
@@ -361,22 +229,6 @@ def test_a_block_is_warm_before_it_is_written() -> None:
     assert heap.warm_bytes == 4 * MB and page_faults(t.data_ptr(), 4 * MB) < 20
     cold = symm_mem.empty(4 * MB, dtype=torch.uint8, device=CPU)
     assert page_faults(cold.data_ptr(), 4 * MB) > 4 * MB // PAGE // 64  # control, however many are mapped at once
-
-
-def test_warm_maps_another_mapping_and_changes_nothing() -> None:
-    fd = os.memfd_create("test")
-    os.truncate(fd, 4 * MB)
-    owner, peer = mmap.mmap(fd, 4 * MB), mmap.mmap(fd, 4 * MB)
-    os.close(fd)
-    owner[:] = values = bytes(range(256)) * (4 * MB // 256)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(peer))
-    native.warm(address + 100, 2 * MB)  # pages that it touches in part, too
-    assert peer[:] == owner[:] == values
-    native.warm(0, 0)
-    other = mmap.mmap(-1, 4 * MB)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(other))
-    native.warm(address, 4 * MB)
-    assert page_faults(address, 4 * MB) < 20
 
 
 # What no heap can be in

@@ -171,13 +171,8 @@ PLANTED = {
 }
 
 
-PROGRAM_OF = {
-    "heap": "heap",
-    "ring": "ring",
-    "tape": "tapes",
-    "prepared": "tapes",
-    "lock": "tapes",
-}  # by part of the file
+# by part of the name of a file
+PROGRAM_OF = {"heap": "heap", "ring": "ring", "tape": "tapes", "prepared": "tapes", "lock": "tapes"}
 
 
 @pytest.mark.parametrize("what", PLANTED)
@@ -200,17 +195,9 @@ def test_symmetric_memory(name: str, tmp_path: Path) -> None:
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--build-temp", "temp"]
     subprocess.run(build, cwd=tmp_path, env={**os.environ, "CXX": f"g++ {sanitizer.flags}"}, check=True)
     env = sanitizer.env(reports) | {"PYTHONPATH": str(tmp_path), "FUSEDCOMM_TIMEOUT_S": SLOWER}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not thorough and not nightly",
-        "-k",
-        SKIPPED,
-        *SYMMETRIC_MEMORY,
-    ]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=RUN_S)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not thorough and not nightly", "-k", SKIPPED]
+    done = subprocess.run(
+        [*command, *SYMMETRIC_MEMORY], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=RUN_S
+    )
     assert not (text := found(reports)), text
     assert done.returncode == 0, done.stdout[-5000:]

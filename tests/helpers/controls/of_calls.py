@@ -16,7 +16,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/runtime/segment.py",
         "return self.header_bytes + epoch % NUM_SLOTS * slot_bytes",
         "return self.header_bytes",
-        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked]",
+        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
     ),
     "data before the flag": Control(
         "fusedcomm/algorithms/transport.py",
@@ -47,7 +47,7 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "        self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)",
         "        pass",
-        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact[chunked]",
+        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
     ),
     "the last program of a chunk signals": Control(
         ROUNDS,
@@ -290,7 +290,7 @@ CONTROLS: dict[str, Control] = {
         "kernels/triton/gather_matmul.py",
         "            failed = wait_source(rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)\n",
         "            pass\n",
-        "tests/kernels/test_own_chunk.py::test_the_own_signal_is_waited_for",
+        "tests/kernels/test_own_chunk.py::test_all_rows_are_poisoned_where_a_signal_is_missing[0]",
     ),
     "each round takes the staging of the last one": Control(
         "fusedcomm/algorithms/transport.py",

@@ -189,7 +189,7 @@ CONTROLS: dict[str, Control] = {
         PREPARED_CALLS,
         "  const std::shared_ptr<const CallContext> context = call.has_rounds ? context_ : nullptr;\n",
         "  const std::shared_ptr<const CallContext>& context = context_;\n",
-        "tests/runtime/test_prepared_faults.py::test_a_handler_takes_the_workspace_of_a_call_that_waits[reset-False-True]",
+        "tests/runtime/test_prepared_faults.py::test_a_handler_takes_the_workspace_of_a_call_that_waits[False]",
     ),
     "None is no integer": Control(
         "kernels/cpu/prepared_calls.h",
