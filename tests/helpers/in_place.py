@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+import fusedcomm
 from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.runtime import members
 from fusedcomm.testing.faults.cells import MEET_S
 from fusedcomm.testing.faults.tape_steps import until_signalled
-from tests.helpers.groups import member_of
+from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
-
-if TYPE_CHECKING:
-    import pytest
 
 WARM_UP = 6  # calls whose results are dropped: two in ordinary memory, one cold for its owner, one for each peer
 TO_ALL = Problem("in-place", (6, 5), 7, 0, 1)
@@ -37,6 +38,16 @@ IN_PLACE = [TO_ALL, RUNS, FEW_ROWS, EACH_SOURCE, LIST, SUMS, TAKES_ALL, EXCHANGE
 def without_tapes(patch: pytest.MonkeyPatch) -> None:
     """Groups that are made from here on run Python in each call."""
     patch.setattr(members.Member, "prepare_calls", lambda self: None)
+
+
+@contextmanager
+def chunked_group(tapes: bool = True, **env: str) -> Iterator[Any]:
+    """A group whose calls run `chunked`, and in Python each time if there are to be no ``tapes``."""
+    with pytest.MonkeyPatch.context() as patch, fresh_group(**env) as group:
+        if not tapes:
+            without_tapes(patch)
+        with fusedcomm.force_algorithm("chunked", strict=True):
+            yield group
 
 
 def results_of(group: Any, problem: Problem, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:

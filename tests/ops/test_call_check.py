@@ -58,36 +58,11 @@ def both(a: object, b: object) -> str:
     return f"{a} on ranks 0, 2 and {b} on rank 1"
 
 
-DIFFERENCES = {
+DIFFERENCES = {  # what a call tells of itself; all facts: test_every_fact_of_a_call_is_compared
     "x": Difference(
         f"got x shape {both([2, 18, 5], [2, 21, 5])} (all_to_all_matmul, call 3 on group ",
         Problem("a", (2, 6, 5), 7, 0, 1, op="all_to_all_matmul"),
         Problem("b", (2, 7, 5), 7, 0, 1, op="all_to_all_matmul"),
-    ),
-    "w": Difference(
-        f"got w shapes {both([[5, 7]], [[5, 8]])} (all_gather_matmul, call 3",
-        Problem("a", (3, 5), (7,), 0, op="all_gather_matmul"),
-        Problem("b", (3, 5), (8,), 0, op="all_gather_matmul"),
-    ),
-    "number-of-weights": Difference(
-        f"got w shapes {both([[5, 7]], [[5, 7], [5, 7]])} (all_gather_matmul",
-        Problem("a", (3, 5), (7,), 0, op="all_gather_matmul"),
-        Problem("b", (3, 5), (7, 7), 0, op="all_gather_matmul"),
-    ),
-    "out_shape": Difference(
-        f"got out_shape {both([12, 3], [12, 3, 1])} (matmul_all_to_all",
-        HEADS,
-        dataclasses.replace(HEADS, out_shape=(4, 3, 1), scatter_dim=2),
-    ),
-    "dims": Difference(
-        f"got gather_dim {both(0, 1)} (matmul_all_to_all",
-        Problem("a", (6, 6, 5), 6, 0, 2),
-        Problem("b", (6, 6, 5), 6, 1, 2),
-    ),
-    "reduce_op": Difference(
-        f"got reduce_op {both('sum', 'avg')} (matmul_all_reduce",
-        ONE_EACH["matmul_all_reduce"],
-        dataclasses.replace(ONE_EACH["matmul_all_reduce"], reduce_op="avg"),
     ),
     "dtype": Difference(
         f"got dtype {both('float32', 'bfloat16')} (matmul_all_to_all", dtype=torch.bfloat16, algorithm="unfused"
@@ -105,14 +80,8 @@ DIFFERENCES = {
         HEADS,
         ONE_EACH["matmul_all_reduce"],
     ),
-    "unfused": Difference(
-        f"got algorithm {both('chunked', 'unfused')} (matmul_all_to_all",
-        other_algorithm="unfused",
-    ),
-    "chunked": Difference(
-        f"got algorithm {both('fused', 'chunked')} (matmul_all_to_all",
-        algorithm="fused",
-        other_algorithm="chunked",
+    "algorithm": Difference(
+        f"got algorithm {both('chunked', 'unfused')} (matmul_all_to_all", other_algorithm="unfused"
     ),
 }
 
@@ -195,16 +164,6 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
             text = f"calls must be equal on all ranks, got {name} {both(value, 'another')} ("
             assert str(caught.value).startswith(text)
             assert caught.value.peers == ([0, 2] if rank == 1 else [1])
-
-
-@on_ranks(2)
-def test_without_it_a_difference_goes_unnoticed(rank: int) -> None:
-    """Negative control: two ranks that reduce differently get numbers, and one of these must be wrong."""
-    problem = ONE_EACH["matmul_all_reduce"]
-    other = dataclasses.replace(problem, reduce_op="avg")
-    with fresh_group() as group, fusedcomm.force_algorithm("unfused", strict=True):
-        out = (other if rank == 1 else problem).call(integers(problem, rank, 2), group)
-        assert out.isfinite().all()
 
 
 @on_ranks(3)

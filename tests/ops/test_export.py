@@ -129,20 +129,3 @@ def check_training(rank: int, op: str, frozen: str, options: dict[str, Any]) -> 
             grads = torch.autograd.grad(loss, inputs, allow_unused=True)
             answers.append([*outs, *(grad for grad in grads if grad is not None)])
     torch.testing.assert_close(*answers)
-
-
-@pytest.mark.nightly
-@on_ranks(2)
-def test_torchs_own_collectives_behind_the_cpp_wrapper(rank: int) -> None:
-    _c10d = torch.ops._c10d_functional
-
-    def program(x: Tensor) -> Tensor:
-        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        y = _c10d.wait_tensor(_c10d.all_to_all_single(x.sin(), [2, 2], [2, 2], group))
-        y = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(y.cos(), "sum", 2, group))
-        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(y.sin(), 2, group)) + 1  # type: ignore[no-any-return]
-
-    torch._dynamo.reset()
-    x = torch.randn(4, 3) + rank
-    compiled: Any = torch.compile(program, fullgraph=True, options={"cpp_wrapper": True})
-    torch.testing.assert_close(compiled(x), program(x))

@@ -28,10 +28,10 @@ from tests.helpers.in_place import (
     after_peers,
     arrived,
     assert_exact,
+    chunked_group,
     results_of,
     wanted,
     warm_up,
-    without_tapes,
 )
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import Problem, integers
@@ -54,42 +54,25 @@ def peers(rank: int, size: int) -> list[int]:
 @pytest.mark.parametrize("problem", nightly_but([TO_ALL, EACH_SOURCE, ALL_REDUCE], IN_PLACE), ids=str)
 def test_chunks_of_a_late_rank_come_in_place(rank: int, world_size: int, problem: Problem, tapes: bool) -> None:
     """Each rank is late in turn, and finds the posts of all. What it leaves out then is NaN."""
-    with pytest.MonkeyPatch.context() as patch, empty_is_nan():
-        if not tapes:
-            without_tapes(patch)
-        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-            warm_up(group, problem)
-            seen = set()
-            for seed in range(WARM_UP, WARM_UP + 4 * world_size):
-                late = seed % world_size
-                after_peers(group, late)
-                results = results_of(group, problem, seed)
-                assert_exact(results, wanted(group, problem, seed))
-                seen.update(arrived(group))
-                del results
-            # In the second round of an all_reduce those that were early in the first find the posts.
-            assert seen == set(peers(rank, world_size)) or (seen and problem is ALL_REDUCE)
-            assert (member_of(group).prepared is None) == (not tapes)
-
-
-@on_ranks(2)
-def test_narrow_dtypes(rank: int) -> None:
-    problems, dtype = [problem for problem in IN_PLACE if "sums" not in problem.name], torch.bfloat16
-    with empty_is_nan(), fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-        seen = 0
-        for problem in problems:
-            for seed in range(2 * WARM_UP):
-                after_peers(group, seed % 2)
-                assert_exact(results_of(group, problem, seed, dtype), wanted(group, problem, seed, dtype))
-                seen += len(arrived(group))
-        assert seen > 0
+    with empty_is_nan(), chunked_group(tapes) as group:
+        warm_up(group, problem)
+        seen = set()
+        for seed in range(WARM_UP, WARM_UP + 4 * world_size):
+            late = seed % world_size
+            after_peers(group, late)
+            results = results_of(group, problem, seed)
+            assert_exact(results, wanted(group, problem, seed))
+            seen.update(arrived(group))
+            del results
+        # In the second round of an all_reduce those that were early in the first find the posts.
+        assert seen == set(peers(rank, world_size)) or (seen and problem is ALL_REDUCE)
+        assert (member_of(group).prepared is None) == (not tapes)
 
 
 @on_ranks(2)
 def test_several_rounds(rank: int) -> None:
     """The result is posted anew in each round, and its parts come in place or through slots."""
-    chunked = fusedcomm.force_algorithm("chunked", strict=True)
-    with empty_is_nan(), fresh_group(WORKSPACE_BYTES="8000") as group, chunked:
+    with empty_is_nan(), chunked_group(WORKSPACE_BYTES="8000") as group:
         for problem in (TO_ALL, RUNS, EACH_SOURCE, ALL_REDUCE):
             seen = before = 0
             for seed in range(2 * WARM_UP):
@@ -104,7 +87,7 @@ def test_several_rounds(rank: int) -> None:
 @on_ranks(2)
 def test_a_result_that_is_given_is_not_posted(rank: int) -> None:
     """It may be anyone's, also where it lies in the heap."""
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group() as group:
         warm_up(group, TO_ALL)
         (out,) = results_of(group, TO_ALL)
         workspace = member_of(group).workspace
@@ -120,7 +103,7 @@ def test_a_result_that_is_given_is_not_posted(rank: int) -> None:
 @on_ranks(2)
 def test_a_rank_that_keeps_its_results_posts_nothing(rank: int) -> None:
     kept = []
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group() as group:
         seen = 0
         for seed in range(4 * WARM_UP):
             after_peers(group, 1)
@@ -170,11 +153,8 @@ def random_calls(group: Any, num_calls: int, seed: int, sleeps: bool = True) -> 
 @pytest.mark.parametrize("world_size", nightly_but([2], [2, 4]))
 @pytest.mark.parametrize("tapes", [True, False])
 def test_results_that_are_held_are_never_changed(rank: int, world_size: int, tapes: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch, empty_is_nan():
-        if not tapes:
-            without_tapes(patch)
-        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-            assert random_calls(group, 150, seed=world_size) > 0
+    with empty_is_nan(), chunked_group(tapes) as group:
+        assert random_calls(group, 150, seed=world_size) > 0
 
 
 @on_ranks(2)
@@ -203,7 +183,7 @@ def test_groups_on_threads_have_heaps_of_their_own(rank: int) -> None:
 @on_ranks(2)
 def test_growth_keeps_the_heap(rank: int) -> None:
     larger = Problem("larger", (1 << 14, 5), 40, 0, 1)
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group() as group:
         warm_up(group, TO_ALL)
         held, before = results_of(group, TO_ALL, 1), member_of(group).workspace
         warm_up(group, larger)
@@ -219,30 +199,12 @@ def test_growth_keeps_the_heap(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_gradients(rank: int) -> None:
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-        seen = 0
-        for step in range(2 * WARM_UP):
-            after_peers(group, step % 2)
-            x = torch.full((6, 5), float(step + 1), requires_grad=True)
-            w = torch.arange(35.0).reshape(5, 7).requires_grad_()
-            y = fusedcomm.matmul_all_to_all(x, w, 1, 0, group)  # [3, 14], whose columns come from both ranks
-            assert_exact([y.detach()], [(x.detach() @ w.detach())[:3].repeat(1, 2)])
-            after_peers(group, step % 2)
-            y.sum().backward()  # an all_to_all_matmul, which asks for the exchanged gradient
-            seen += len(arrived(group))
-            assert x.grad is not None and w.grad is not None
-            assert_exact([x.grad, w.grad], [w.detach().sum(1).expand(6, 5), 6.0 * (step + 1) * torch.ones(5, 7)])
-        assert seen > 0
-
-
-@on_ranks(2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("by_op", nightly_but([True], [True, False]), ids=["heap", "no-heap"])
 def test_compiled_programs(rank: int, by_op: bool) -> None:
     """Where there is a heap, Inductor leaves the result's memory to the op."""
     settings = {} if by_op else {"RESULTS_BYTES": "0"}
-    with fresh_group(**settings) as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group(**settings) as group:
         torch._dynamo.reset()
 
         @torch.compile(fullgraph=True, dynamic=False)
@@ -266,7 +228,7 @@ def test_compiled_programs(rank: int, by_op: bool) -> None:
 @on_ranks(2)
 def test_settings(rank: int) -> None:
     for sizes, found in [(("0", "0"), 0), (("0", "65536"), 0), (("8192", "65536"), 8192), (("100", "100"), 100)]:
-        with fresh_group(RESULTS_BYTES=sizes[rank]) as group, fusedcomm.force_algorithm("chunked", strict=True):
+        with chunked_group(RESULTS_BYTES=sizes[rank]) as group:
             warm_up(group, TO_ALL, RUNS)
             results = member_of(group).workspace.results
             assert (results is None) == (found == 0)
@@ -280,7 +242,7 @@ def test_settings(rank: int) -> None:
 @on_ranks(2)
 def test_a_heap_that_is_full(rank: int) -> None:
     """What does not fit goes to ordinary memory, and comes through slots."""
-    with fresh_group(RESULTS_BYTES="8192") as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group(RESULTS_BYTES="8192") as group:
         warm_up(group, TO_ALL)
         held = [results_of(group, TO_ALL, seed) for seed in range(5)]
         places = [member_of(group).workspace.results.place(result) for (result,) in held]
@@ -299,7 +261,7 @@ def test_a_rank_without_memory_for_them(rank: int) -> None:
             raise RuntimeError("no memory left")
         return allocate(shape, *args)
 
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group() as group:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(symm_mem._SymmetricMemory, "empty_strided_p2p", staticmethod(refuse))
             warm_up(group, TO_ALL)
@@ -320,7 +282,7 @@ def blocks_of(segment: Tensor) -> int:
 def test_memory_is_given_back(rank: int) -> None:
     """Blocks are used again, and after `close` the heap is gone, or goes with the last result in it."""
     before = footprint()
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group() as group:
         for _ in range(10):
             warm_up(group, TO_ALL, EACH_SOURCE)
         results = member_of(group).workspace.results
@@ -345,7 +307,7 @@ def test_memory_is_given_back(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_child_writes_into_results_of_its_own(rank: int) -> None:
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group() as group:
         warm_up(group, TO_ALL)
         (result,) = results_of(group, TO_ALL)
         assert member_of(group).workspace.results.place(result) is not None
@@ -359,7 +321,7 @@ def test_a_child_writes_into_results_of_its_own(rank: int) -> None:
 @on_ranks(2)
 def test_a_result_is_ordinary_memory_to_torch(rank: int) -> None:
     """Whether one is in the heap differs by rank, so a rendezvous of it could be a collective on some ranks alone."""
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group() as group:
         warm_up(group, TO_ALL)
         (result,) = results_of(group, TO_ALL)
         assert member_of(group).workspace.results.place(result) is not None

@@ -21,17 +21,17 @@ from fusedcomm.algorithms.chunk_matmul import PushedMatmul
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.faults.tape_steps import until_posted
-from tests.helpers.groups import fresh_group, member_of
+from tests.helpers.groups import member_of
 from tests.helpers.heaps import in_child
 from tests.helpers.in_place import (
     TO_ALL,
     after_peers,
     arrived,
     assert_exact,
+    chunked_group,
     results_of,
     wanted,
     warm_up,
-    without_tapes,
 )
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import python_calls
@@ -71,32 +71,29 @@ def matmuls_stop(tapes: bool) -> Iterator[None]:
 @pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
 def test_a_stopped_peer_writes_into_no_later_tensor(rank: int, tapes: bool) -> None:
     """Rank 1 has found rank 0's post, and is stopped until rank 0 has timed out and has taken new results."""
-    with pytest.MonkeyPatch.context() as patch, fresh_group(TIMEOUT_S="20") as group:
-        if not tapes:
-            without_tapes(patch)
-        with fusedcomm.force_algorithm("chunked", strict=True):
-            warm_up(group, TO_ALL)
-            workspace = member_of(group).workspace
-            held = results_of(group, TO_ALL)
-            warm_up(group, TO_ALL)  # the next block
-            later = []
-            if rank == 0:
-                workspace.timeout_s = 0.2
-            after_peers(group, 1)
-            with matmuls_stop(tapes) if rank else nullcontext(), python_calls() as ran:
-                with pytest.raises(fusedcomm.PeerError):
-                    results_of(group, TO_ALL, 1)
-                assert bool(ran) != tapes
-            if rank == 0:
-                later = [workspace.results.empty(held[0].shape, torch.float32).fill_(7) for _ in range(3)]
-            dist.barrier(group)
-            assert all((t == 7).all() for t in later)
-            assert_exact(held, wanted(group, TO_ALL))
-            fusedcomm.reset(group)
-            assert member_of(group).workspace.results is not workspace.results
-            warm_up(group, TO_ALL)
-            assert all((t == 7).all() for t in later)
-            assert_exact(held, wanted(group, TO_ALL))
+    with chunked_group(tapes, TIMEOUT_S="20") as group:
+        warm_up(group, TO_ALL)
+        workspace = member_of(group).workspace
+        held = results_of(group, TO_ALL)
+        warm_up(group, TO_ALL)  # the next block
+        later = []
+        if rank == 0:
+            workspace.timeout_s = 0.2
+        after_peers(group, 1)
+        with matmuls_stop(tapes) if rank else nullcontext(), python_calls() as ran:
+            with pytest.raises(fusedcomm.PeerError):
+                results_of(group, TO_ALL, 1)
+            assert bool(ran) != tapes
+        if rank == 0:
+            later = [workspace.results.empty(held[0].shape, torch.float32).fill_(7) for _ in range(3)]
+        dist.barrier(group)
+        assert all((t == 7).all() for t in later)
+        assert_exact(held, wanted(group, TO_ALL))
+        fusedcomm.reset(group)
+        assert member_of(group).workspace.results is not workspace.results
+        warm_up(group, TO_ALL)
+        assert all((t == 7).all() for t in later)
+        assert_exact(held, wanted(group, TO_ALL))
 
 
 @on_ranks(2)
@@ -104,20 +101,17 @@ def test_a_stopped_peer_writes_into_no_later_tensor(rank: int, tapes: bool) -> N
 def test_calls_that_differ_write_into_no_result_of_the_other(rank: int, tapes: bool) -> None:
     """Both results have the same size, and both ranks have posted."""
     other = Problem("other", (3, 5), 14, 0, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        if not tapes:
-            without_tapes(patch)
-        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-            warm_up(group, TO_ALL, other)
-            after_peers(group, 1)
-            with pytest.raises(fusedcomm.PeerMismatchError):
-                results_of(group, (TO_ALL, other)[rank])
-            workspace = member_of(group).workspace
-            dist.barrier(group)
-            workspace.epoch += 1
-            assert arrived(group) == []
-            fusedcomm.reset(group)
-            warm_up(group, TO_ALL, other)
+    with chunked_group(tapes) as group:
+        warm_up(group, TO_ALL, other)
+        after_peers(group, 1)
+        with pytest.raises(fusedcomm.PeerMismatchError):
+            results_of(group, (TO_ALL, other)[rank])
+        workspace = member_of(group).workspace
+        dist.barrier(group)
+        workspace.epoch += 1
+        assert arrived(group) == []
+        fusedcomm.reset(group)
+        warm_up(group, TO_ALL, other)
 
 
 SMALL, LARGE = Problem("small", (512, 5), 4, 0, 1), Problem("large", (4096, 5), 4, 0, 1)
@@ -127,30 +121,27 @@ SMALL, LARGE = Problem("small", (512, 5), 4, 0, 1), Problem("large", (4096, 5), 
 @pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
 def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, tapes: bool) -> None:
     """A fingerprint has 24 bits. What two such calls give is wrong, but other tensors stay as they are."""
-    with pytest.MonkeyPatch.context() as patch, fresh_group() as group:
+    with pytest.MonkeyPatch.context() as patch, chunked_group(tapes) as group:
         patch.setattr(dispatch, "fingerprint_of", lambda *facts: 5)
-        if not tapes:
-            without_tapes(patch)
-        with fusedcomm.force_algorithm("chunked", strict=True):
-            warm_up(group, LARGE, SMALL)
-            results = member_of(group).workspace.results
-            freed = results.empty([4096], torch.float32)  # where the result of SMALL goes
-            around = [results.empty([4096], torch.float32).fill_(7) for _ in range(7)]
-            assert results.place(freed) == 0 and None not in map(results.place, around)
-            del freed
-            dist.barrier(group)
-            if rank:
-                until_posted(member_of(group).workspace, bound_s=20)
-            results_of(group, (SMALL, LARGE)[rank])
-            dist.barrier(group)
-            assert all((t == 7).all() for t in around)
+        warm_up(group, LARGE, SMALL)
+        results = member_of(group).workspace.results
+        freed = results.empty([4096], torch.float32)  # where the result of SMALL goes
+        around = [results.empty([4096], torch.float32).fill_(7) for _ in range(7)]
+        assert results.place(freed) == 0 and None not in map(results.place, around)
+        del freed
+        dist.barrier(group)
+        if rank:
+            until_posted(member_of(group).workspace, bound_s=20)
+        results_of(group, (SMALL, LARGE)[rank])
+        dist.barrier(group)
+        assert all((t == 7).all() for t in around)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("after_s", [0.005, 0.3])
 def test_ctrl_c_in_a_prepared_call(rank: int, after_s: float) -> None:
     """Rank 0 waits in a prepared call for rank 1, which comes later. It is interrupted, and both hear of it."""
-    with fresh_group(TIMEOUT_S="20") as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group(TIMEOUT_S="20") as group:
         warm_up(group, TO_ALL)
         results = member_of(group).workspace.results
         dist.barrier(group)
@@ -174,7 +165,7 @@ def test_ctrl_c_in_a_prepared_call(rank: int, after_s: float) -> None:
 @on_ranks(2)
 def test_a_child_of_a_process_whose_peer_writes(rank: int, tmp_path: Path) -> None:
     """Rank 0 has posted its result and waits while it forks. What its child writes then reaches neither rank."""
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group() as group:
         warm_up(group, TO_ALL)
         held = results_of(group, TO_ALL)
         warm_up(group, TO_ALL)  # the next block
@@ -212,17 +203,15 @@ def test_an_exception_between_post_and_signal(rank: int) -> None:
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    with pytest.MonkeyPatch.context() as patch, fresh_group(TIMEOUT_S="20") as group:
-        without_tapes(patch)
-        with fusedcomm.force_algorithm("chunked", strict=True):
-            warm_up(group, TO_ALL)
-            results = member_of(group).workspace.results
-            with pytest.MonkeyPatch.context() as fails:
-                if rank == 1:
-                    fails.setattr(Workspace, "signal", fail)
-                with pytest.raises(MemoryError if rank else fusedcomm.PeerError):
-                    results_of(group, TO_ALL, 1)
-            assert results.place(results.empty([6, 7], torch.float32)) is None
-            dist.barrier(group)
-            fusedcomm.reset(group)
-            warm_up(group, TO_ALL)
+    with chunked_group(tapes=False, TIMEOUT_S="20") as group:
+        warm_up(group, TO_ALL)
+        results = member_of(group).workspace.results
+        with pytest.MonkeyPatch.context() as fails:
+            if rank == 1:
+                fails.setattr(Workspace, "signal", fail)
+            with pytest.raises(MemoryError if rank else fusedcomm.PeerError):
+                results_of(group, TO_ALL, 1)
+        assert results.place(results.empty([6, 7], torch.float32)) is None
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        warm_up(group, TO_ALL)

@@ -101,7 +101,7 @@ def test_a_call_larger_than_the_cap_runs_in_rounds(rank: int, problem: Problem, 
         with fresh_group(WORKSPACE_BYTES=str(limit)) as group, fusedcomm.force_algorithm(algorithm, strict=True):
             plan = problem.plan(inputs, group)
             assert plan.num_rounds >= 3 or limit > cap
-            for seed in range(3 if algorithm == "chunked" else 1):
+            for seed in range(3 if algorithm == "chunked" else 1):  # the third is a prepared call
                 check(group, problem, call(group, problem, seed), seed)
                 held = member_of(group).workspace
                 assert held.buffers[rank].numel() <= limit

@@ -25,7 +25,7 @@ from tests.helpers.prepared import (
     recorded,
     started_group,
 )
-from tests.helpers.problems import OPS, PROBLEMS, Problem, expected, integers
+from tests.helpers.problems import OPS, PROBLEMS, Problem, integers
 from tests.helpers.spies import Dispatched
 from tests.ops.test_call_check import ONE_EACH
 
@@ -43,17 +43,6 @@ def test_the_third_call_runs_without_python(rank: int, op: str, algorithm: str) 
         for problem in problems:
             check_prepared(group, problem, torch.float32)
         assert num_prepared(group) == len(problems)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("op", OPS)
-def test_several_rounds(rank: int, op: str) -> None:
-    ragged = next(problem for problem in TABLES[op] if problem.name.startswith("ragged"))
-    with started_group("chunked", WORKSPACE_BYTES="8192") as group, empty_is_nan():
-        before = member_of(group).workspace.epoch
-        check_prepared(group, ragged, torch.float32)
-        num_epochs = (member_of(group).workspace.epoch - before) // CALLS
-        assert num_epochs > (2 if op == "matmul_all_reduce" else 1)
 
 
 @on_ranks(2)
@@ -116,22 +105,6 @@ def test_arguments_that_share_a_storage_while_they_are_recorded(rank: int, algor
 def test_float64_is_prepared_unfused(rank: int) -> None:
     with started_group("unfused") as group:
         check_prepared(group, HEADS, torch.float64)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("op", ["matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_out_is_the_caller_s_tensor(rank: int, op: str) -> None:
-    """Also while the call is recorded, and in any mode."""
-    problem = ONE_EACH[op]
-    with started_group("chunked") as group:
-        for mode in (torch.inference_mode(), torch.no_grad()):
-            with mode:
-                for seed in range(CALLS):
-                    *args, _ = problem.dispatched(integers(problem, rank, 2, seed=seed))
-                    want = expected(problem, 2, seed=seed)[rank]
-                    out = torch.full_like(want, float("nan"))
-                    assert getattr(torch.ops.fusedcomm, op).out(*args, group.group_name, out=out) is out
-                    torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
 @on_ranks(2)

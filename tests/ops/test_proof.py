@@ -300,17 +300,6 @@ def test_outcomes_are_kept_and_voted_on(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_failure_is_kept_too(rank: int, tmp_path: Path) -> None:
-    with proving(tmp_path, wrong_on_one_rank) as (group, _made):
-        call(group, PUSH)
-        plan = plan_of_all(group, PUSH)
-    with proving(tmp_path) as (group, made):
-        assert plan_of_all(group, PUSH) == plan and plan.algorithm == "unfused"
-        check(group, PUSH, call(group, PUSH))
-        assert not made
-
-
-@on_ranks(2)
 def test_a_forced_algorithm_runs_without_a_proof_and_after_a_failed_one(rank: int, tmp_path: Path) -> None:
     with proving(tmp_path) as (group, made):
         with fusedcomm.force_algorithm("chunked", strict=True):

@@ -71,6 +71,7 @@ def test_every_chunk_of_its_rounds_comes_in_place(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.nightly
 def test_without_a_heap_nothing_is_posted(rank: int) -> None:
     with gpu_heaps(RESULTS_BYTES="0" if rank == 0 else "1000000") as (ours, arrived):
         assert prove(ours) == ""
@@ -88,6 +89,7 @@ def shifted(landing: Callable[..., Any], rank: int) -> Callable[..., Any]:
 
 
 @on_ranks(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("heap_bytes", ["0", "1000000"])
 def test_what_is_wrong_in_place_alone_is_found_there(rank: int, heap_bytes: str) -> None:
     plant = mock.patch.object(in_place, "landing_of", shifted(in_place.landing_of, rank))
@@ -111,6 +113,7 @@ def without_heap(rank: int) -> Any:
 
 
 @on_ranks(2)
+@pytest.mark.nightly
 def test_a_rank_without_memory_for_the_heap_leaves_all_without(rank: int) -> None:
     with without_heap(rank), gpu_heaps() as (ours, arrived):
         assert prove(ours) == ""
@@ -118,6 +121,7 @@ def test_a_rank_without_memory_for_the_heap_leaves_all_without(rank: int) -> Non
 
 
 @on_ranks(2)
+@pytest.mark.nightly
 def test_a_heap_that_the_group_has_goes_too(rank: int) -> None:
     """An op that is not proved so has made it; without the proof no call may write in it."""
     with gpu_heaps() as (ours, _):
@@ -130,6 +134,7 @@ def test_a_heap_that_the_group_has_goes_too(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.nightly
 def test_before_a_capture_too(rank: int) -> None:
     """Calls go through the slots there, but what is proved there holds for calls behind it."""
     capture = mock.patch.object(in_place, "is_for_capture", lambda device: True)
@@ -155,6 +160,7 @@ def proved_with(ours: Member, plant: Callable[[Fused, Any], Any]) -> str:
 
 
 @on_ranks(2)
+@pytest.mark.thorough
 def test_what_is_written_beside_a_result_is_found(rank: int) -> None:
     def overruns(run: Fused, call: Any) -> Any:
         result = run(call)
@@ -168,6 +174,7 @@ def test_what_is_written_beside_a_result_is_found(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.thorough
 def test_chunks_that_come_through_slots_prove_nothing(rank: int) -> None:
     """It is not kept: it says that something was late, or that nothing finds a post."""
 
@@ -182,6 +189,7 @@ def test_chunks_that_come_through_slots_prove_nothing(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.nightly
 def test_ranks_that_miss_one_in_a_proof_go_on(rank: int) -> None:
     """It has failed on the way, and the vote says why."""
 
@@ -195,6 +203,7 @@ def test_ranks_that_miss_one_in_a_proof_go_on(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.nightly
 def test_the_heap_of_cpus_has_no_proof(rank: int) -> None:
     """`fusedcomm selftest` proves interpreted kernels on CPUs, where results come in place by other rules."""
     with fresh_group() as group:

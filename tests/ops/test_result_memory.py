@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-import fusedcomm
-from tests.helpers.groups import fresh_group, member_of
-from tests.helpers.in_place import EACH_SOURCE, EXCHANGED, LIST, TO_ALL, assert_exact, results_of, wanted, without_tapes
+from tests.helpers.groups import member_of
+from tests.helpers.in_place import EACH_SOURCE, EXCHANGED, LIST, TO_ALL, assert_exact, chunked_group, results_of, wanted
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import Problem
 from tests.helpers.tiers import nightly_but
@@ -28,24 +27,21 @@ POSTED = {
 @pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
 @pytest.mark.parametrize("problem", nightly_but([TO_ALL, SCATTER, LIST], POSTED), ids=str)
 def test_only_results_that_are_posted_take_blocks(rank: int, problem: Problem, tapes: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if not tapes:
-            without_tapes(patch)
-        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-            for seed in range(8):
-                results = results_of(group, problem, seed)
-                assert_exact(results, wanted(group, problem, seed))
-                made = member_of(group).workspace.results
-                placed = [made.place(each) is not None for each in results]
-                del results
-            assert placed == POSTED[problem]
+    with chunked_group(tapes) as group:
+        for seed in range(8):
+            results = results_of(group, problem, seed)
+            assert_exact(results, wanted(group, problem, seed))
+            made = member_of(group).workspace.results
+            placed = [made.place(each) is not None for each in results]
+            del results
+        assert placed == POSTED[problem]
 
 
 @on_ranks(2)
 def test_changing_shapes_leave_no_more_than_the_most_that_lived_at_once(rank: int) -> None:
     """Blocks of any size are made of what larger and smaller ones have left."""
     shapes = random.Random(0)
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+    with chunked_group() as group:
         most = 0
         for step in range(60):
             problem = Problem("changing", (shapes.choice(ROWS), 5), 64, 0, 1)

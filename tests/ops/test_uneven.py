@@ -17,7 +17,7 @@ from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import EVEN, Splits, chunk_parts
 from fusedcomm.nn.heads import head_splits, kv_ranges
 from tests.helpers.groups import ALGORITHMS, empty_is_nan, fresh_group, member_of
-from tests.helpers.in_place import after_peers, without_tapes
+from tests.helpers.in_place import after_peers, chunked_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tiers import nightly_but
 from tests.helpers.uneven import Uneven, chunk_sizes, draw
@@ -238,17 +238,14 @@ IN_PLACE = {
 def test_chunks_come_in_place(rank: int, name: str, tapes: bool) -> None:
     """Ranks have results of different sizes, and write into each other's."""
     case, seen = IN_PLACE[name], 0
-    with pytest.MonkeyPatch.context() as patch:
-        if not tapes:
-            without_tapes(patch)
-        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-            for seed in range(16):
-                after_peers(group, seed % 2)
-                x, w, bias = case.inputs(2, seed)[rank]
-                out = case.call((x, w.requires_grad_(), bias), group, 2)  # what is gathered is kept, and so made
-                seen += len(in_place_from(member_of(group).workspace))
-                assert torch.equal(out, case.expected(case.inputs(2, seed))[rank])
-                del out
+    with chunked_group(tapes) as group:
+        for seed in range(16):
+            after_peers(group, seed % 2)
+            x, w, bias = case.inputs(2, seed)[rank]
+            out = case.call((x, w.requires_grad_(), bias), group, 2)  # what is gathered is kept, and so made
+            seen += len(in_place_from(member_of(group).workspace))
+            assert torch.equal(out, case.expected(case.inputs(2, seed))[rank])
+            del out
     assert seen > 0
 
 

@@ -56,15 +56,11 @@ def inputs(program: Any, total: int, rank: int, world_size: int) -> list[Tensor]
     return [torch.randn(shape).requires_grad_() for shape in shapes[program]]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    ("program", "backend", "world_size"),
-    [
-        (gathered, "aot_eager", 2),
-        (reduced, "aot_eager", 2),
-        *(pytest.param(into, "inductor", world_size, marks=pytest.mark.nightly) for world_size in (2, 3)),
-        *(pytest.param(out_of, "inductor", world_size, marks=pytest.mark.nightly) for world_size in (2, 3)),
-    ],
+    ("program", "backend"),
+    [(into, "inductor"), (out_of, "inductor"), (gathered, "aot_eager"), (reduced, "aot_eager")],
 )
 def test_two_graphs_are_enough_for_every_remainder(world_size: int, program: Any, backend: str) -> None:
     with RankPool(world_size) as pool:  # ranks compile unlike one another here, and Inductor numbers graphs
@@ -101,6 +97,7 @@ def test_lengths_0_and_1_have_graphs_of_their_own(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.thorough
 def test_two_graphs_of_a_layer_are_enough_for_every_remainder(rank: int) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

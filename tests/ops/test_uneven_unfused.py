@@ -19,7 +19,7 @@ from tests.helpers.groups import fresh_group
 from tests.helpers.in_place import without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Uneven
-from tests.ops.test_uneven import CASES, GATHER, REDUCE, check_call, into_attention, out_of_attention
+from tests.ops.test_uneven import CASES, GATHER, REDUCE, check_call, into_attention
 
 COLLECTIVES = {
     "matmul_all_to_all": "all_to_all_single",
@@ -99,16 +99,6 @@ def test_sums_of_parts_as_they_are_are_in_rank_order_and_rounded_once(rank: int)
 
 
 DISAGREE = {
-    "matmul_all_to_all": (
-        into_attention(4, 6, gather=(2, 2), scatter=(4, 2)),
-        into_attention(4, 6, gather=(2, 2), scatter=(2, 4)),
-        "scatter_ranges [[0, 4], [4, 2]] on rank 0 and [[0, 2], [2, 4]] on rank 1",
-    ),
-    "all_to_all_matmul": (
-        out_of_attention(4, 5, gather=(3, 2), scatter=(3, 1)),
-        out_of_attention(4, 5, gather=(3, 2), scatter=(1, 3)),
-        "scatter_ranges [[0, 3], [3, 1]] on rank 0 and [[0, 1], [1, 3]] on rank 1",
-    ),
     "all_gather_matmul": (
         Uneven(GATHER, (7, 4), gather_dim=0, gather=(4, 3)),
         Uneven(GATHER, (8, 4), gather_dim=0, gather=(4, 4)),

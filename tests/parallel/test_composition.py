@@ -44,7 +44,7 @@ from tests.helpers.small_llama import (
     whole,
 )
 from tests.helpers.spies import Dispatched
-from tests.helpers.tiers import nightly_but
+from tests.helpers.tiers import thorough_but
 
 CLOSE = 1e-6  # relative; float32 has 1.2e-7, and torch's own styles are 6e-7 away
 non_reentrant = functools.partial(checkpoint, use_reentrant=False)
@@ -88,7 +88,7 @@ CHANGES: dict[str, Change] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", nightly_but(["nothing", "checkpoint"], CHANGES))
+@pytest.mark.parametrize("name", thorough_but(["nothing", "checkpoint"], CHANGES))
 def test_training(rank: int, name: str) -> None:
     model = parallelize(llama(), init_device_mesh("cpu", (2,)))
     run = train(model, **CHANGES[name](model))
@@ -120,7 +120,7 @@ def test_the_comparison_finds_a_partial_gradient(rank: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.nightly
+@pytest.mark.thorough
 def test_wrapped_linears_do_not_share(rank: int) -> None:
     """Each would share in a checkpoint of its own: torch's own path, and the reason."""
     model = parallelize(llama(), init_device_mesh("cpu", (2,)))

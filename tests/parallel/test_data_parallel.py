@@ -34,7 +34,7 @@ from tests.helpers.small_llama import (
     shard,
     train,
 )
-from tests.helpers.tiers import nightly_but
+from tests.helpers.tiers import nightly_but, thorough_but
 
 CLOSE = 1e-6  # relative; float32 has 1.2e-7, and torch's own styles are 6e-7 away
 
@@ -75,7 +75,7 @@ FULLY_SHARDED: dict[str, Callable[[Llama, DeviceMesh], dict[str, Any]]] = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", nightly_but(["whole_blocks"], FULLY_SHARDED))
+@pytest.mark.parametrize("name", thorough_but(["whole_blocks"], FULLY_SHARDED))
 def test_fully_shard(rank: int, name: str) -> None:
     with meshes(2, 2) as (data, tensor):
         model = parallelize(llama(), tensor)
@@ -86,7 +86,7 @@ def test_fully_shard(rank: int, name: str) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.nightly
+@pytest.mark.thorough
 def test_mixed_precision(rank: int) -> None:
     """Losses are at most twice as far from float32's as under torch's own styles, or a rounding of bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
