@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from docs.generate.imports import modules
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
 
-ROOT = Path(__file__).parents[2]
 CHECK, MORE_TIME, POSTMORTEM = "FUSEDCOMM_CHECK=1", "FUSEDCOMM_TIMEOUT_S", "fusedcomm postmortem"
 
 
@@ -49,14 +45,3 @@ def test_copies_say_what_the_rank_that_raised_it_said(monkeypatch: pytest.Monkey
         assert type(each) is PeerMismatchError and str(each) == str(error) and each.__dict__ == error.__dict__
         assert each is not error and each.args == ("what happened",) and each.peers is not error.peers
     assert str(error.until_reset()) == f"what happened. {RESET_FIRST}\n{error.next_step}"
-
-
-def test_one_place_makes_the_line() -> None:
-    makers = [
-        node.name
-        for file in modules(ROOT).values()
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        and any(isinstance(n, ast.Constant) and str(n.value).startswith("Next: ") for n in ast.walk(node))
-    ]
-    assert makers == ["_next_step"]

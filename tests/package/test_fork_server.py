@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fusedcomm.launch.ranks import RankError, RankPool
+from fusedcomm.launch.ranks import RankPool
 from tests.helpers import fork_server
 
 Ranks = Callable[[int], RankPool]
@@ -38,18 +38,6 @@ def test_exit_handlers_run(tmp_path: Path) -> None:
         pool.run(write_at_exit, tmp_path / "written")
     assert (tmp_path / "written").read_text() == "exit handlers have run"
     assert [rank.process.exitcode for rank in pool._ranks] == [0]
-
-
-def exit_at_once(rank: int) -> None:
-    os._exit(3)
-
-
-def test_how_a_rank_has_died_is_told() -> None:
-    with RankPool(1) as pool, pytest.raises(RankError, match="rank 0 died: exit code 3"):
-        pool.run(exit_at_once)
-    with RankPool(1) as pool:
-        pool.kill(0)
-    assert pool._ranks[0].process.exitcode == -9
 
 
 def environment(rank: int) -> dict[str, str]:
@@ -87,7 +75,7 @@ def test_a_process_with_threads_does_not_fork() -> None:
         thread.join()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_ranks_end_with_their_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "_servers", [])
     with RankPool(1) as pool:

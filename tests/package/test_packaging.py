@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import fusedcomm
+from fusedcomm import cli
 from fusedcomm.kernels.cpu import sources
 from fusedcomm.runtime.native_part import loaded
 
@@ -67,10 +68,10 @@ def test_dir_shows_the_public_names_only() -> None:
     assert fusedcomm.runtime.members.close is fusedcomm.close  # submodules stay reachable
 
 
-def test_the_command_tells_the_version() -> None:
-    command = [sys.executable, "-m", "fusedcomm", "--version"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout == f"fusedcomm {fusedcomm.__version__}\n"
+def test_the_command_tells_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"fusedcomm {fusedcomm.__version__}\n")
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +178,8 @@ def test_the_metadata_of_the_wheel(installed: Path) -> None:
     }
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert (folder / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    classifiers = metadata.get_all("Classifier", [])
-    assert not [each for each in classifiers if each.startswith("License ::")]  # a license expression must stand alone
     versions = {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)}
-    assert versions == {each for each in classifiers if ":: 3." in each}
+    assert versions == {each for each in metadata.get_all("Classifier", []) if ":: 3." in each}
 
 
 SETUPTOOLS = "fusedcomm needs setuptools >= 77 to be built, got {}: pip install 'setuptools>=77'\n"
@@ -238,27 +237,6 @@ def test_the_digest_of_the_sources_is_of_names_and_texts(tmp_path: Path) -> None
     assert len(found) == 3 and sources.digest() == loaded().SOURCES
 
 
-COMPILER = """#!/bin/sh
-# Compiles nothing: leaves an empty file where the result would be.
-case "$*" in *-dump*) echo 13.2.0 ;; esac
-while [ $# -gt 0 ]; do [ "$1" = -o ] && : >"$2"; shift; done
-"""
-
-
-@pytest.mark.thorough
-def test_a_wheel_with_the_native_part_is_for_one_python_and_platform(source: Path, tmp_path: Path) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
-    wheel = wheel_of(source, tmp_path / "wheels", cxx=str(compiler))
-    tag = f"cp3{sys.version_info.minor}"
-    platform = sysconfig.get_platform().replace("-", "_")
-    assert wheel.name == f"fusedcomm-{fusedcomm.__version__}-{tag}-{tag}-{platform}.whl"
-    with zipfile.ZipFile(wheel) as archive:
-        native = [name for name in archive.namelist() if name.endswith(".so")]
-    assert native == [f"fusedcomm/kernels/cpu/native{sysconfig.get_config_var('EXT_SUFFIX')}"]
-
-
 MULTIPLY = """
 import importlib.util, logging, torch, fusedcomm
 from fusedcomm.testing import run_ranks
@@ -275,16 +253,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "compiler",
-    [
-        pytest.param(
-            "", marks=pytest.mark.nightly, id="compiler"
-        ),  # it takes minutes, and `make setup` compiles as well
-        pytest.param(NO_COMPILER, id="no compiler"),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("compiler", ["", NO_COMPILER], ids=["compiler", "no compiler"])
 def test_installed_into_a_venv_it_runs_and_says_once_that_there_is_no_native_part(
     source: Path, compiler: str, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +18,9 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomm.bench import op_bench, plain
+from fusedcomm.bench import plain
 from fusedcomm.bench.measure import BUS, Options, measure_op
 from fusedcomm.bench.op_programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
-from fusedcomm.bench.plain import CollectiveData, measure_collective
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.cli import main
 from fusedcomm.launch import world
@@ -120,8 +118,6 @@ def test_a_size_that_is_rounded_is_named(tmp_path: Path, capsys: pytest.CaptureF
     printed = " ".join(capsys.readouterr().out.split())
     start = "matmul_all_to_all, float32: bytes are rounded to what can be exchanged: "
     assert f"{start}6000 to 5888, 12000 to 11776 " in printed
-    bench(tmp_path, "all_reduce", "-b", "96", "--dtype", "float32")
-    assert "rounded" not in capsys.readouterr().out  # nothing is rounded
 
 
 @pytest.mark.usefixtures("shared_ranks")
@@ -138,10 +134,11 @@ def test_sizes_that_the_ranks_do_not_divide_grow(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("shared_ranks")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_plain_collectives(world_size: int, tmp_path: Path) -> None:
+def test_plain_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world_size = 3
     options = ("-b", "96", "-e", "200", "--dtype", "float32", "--check", "--oversubscribe")
     rows = bench(tmp_path, "collectives", *options, "--world-size", str(world_size))["rows"]
+    assert "rounded" not in capsys.readouterr().out
     assert [(row["op"], row["num_bytes"]) for row in rows] == [(op, b) for op in plain.COLLECTIVES for b in (96, 192)]
     for row in rows:
         factor = BUS[plain.COLLECTIVES[row["op"]]](world_size)
@@ -168,18 +165,6 @@ class CollectiveWrong(MatmulReduceScatter):
         return super().collective(t) * 2
 
 
-class Slow(AllGatherMatmul):
-    """The op sleeps twice as long as the baseline."""
-
-    def baseline(self, x: Tensor, w: Tensor) -> Tensor:
-        time.sleep(0.04)
-        return super().baseline(x, w)
-
-    def ours(self, x: Tensor, w: Tensor) -> Tensor:
-        time.sleep(0.08)
-        return super().ours(x, w)
-
-
 def measure_planted(rank: int, planted: Any, options: Options, direction: str = "forward") -> Any:
     with mock.patch.dict(PROGRAMS, {planted.op: planted}):
         try:
@@ -189,12 +174,11 @@ def measure_planted(rank: int, planted: Any, options: Options, direction: str = 
     return row.ratio
 
 
-@pytest.mark.parametrize("direction", ["forward", "both"])
-def test_a_wrong_value_stops_all_ranks_before_timing(ranks: Callable[[int], RankPool], direction: str) -> None:
-    texts = ranks(2).run(measure_planted, LastElementWrong(first=1), ONE_ROUND, direction)
+def test_a_wrong_value_stops_all_ranks_before_timing(ranks: Callable[[int], RankPool]) -> None:
+    texts = ranks(2).run(measure_planted, LastElementWrong(first=1), ONE_ROUND, "both")
     assert texts[0] == texts[1]
     assert texts[0].startswith("'auto' gave wrong values: rank 1: result: 1 of 864 elements, first at [35, 23]")
-    texts = ranks(2).run(measure_planted, CollectiveWrong(), ONE_ROUND, direction)
+    texts = ranks(2).run(measure_planted, CollectiveWrong(), ONE_ROUND)
     assert "gave wrong values: rank 0: result" in texts[0]
 
 
@@ -207,44 +191,16 @@ def test_a_late_wrong_value_is_found_by_check(ranks: Callable[[int], RankPool]) 
     assert isinstance(ratio, float)  # the control: without --check it is not noticed
 
 
-def test_a_planted_slow_down_is_reported(ranks: Callable[[int], RankPool]) -> None:
-    options = Options("cpu", rounds=9, warmup=1, check=False, graph=False)
-    assert ranks(2).run(measure_planted, Slow(), options)[0] == pytest.approx(0.5, rel=0.35)
-
-
-class WrongOrder(CollectiveData):
-    def collective(self) -> Tensor:
-        return super().collective().flip(0)
-
-
-def measure_wrong_order(rank: int) -> str:
-    with mock.patch.object(plain, "CollectiveData", WrongOrder):
-        try:
-            measure_collective(rank, "all_to_all_single", 96, "float32", ONE_ROUND)
-        except ValuesDiffer as error:
-            return str(error)
-    return "passed"
-
-
-def test_the_order_of_elements_is_checked(ranks: Callable[[int], RankPool]) -> None:
-    assert "'all_to_all_single' gave wrong values: rank 0: " in ranks(2).run(measure_wrong_order)[0]
-
-
 @pytest.mark.usefixtures("shared_ranks")
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         (["ops", "--graph"], "--graph replays CUDA graphs: it needs --device cuda, got cpu"),
         (["ops", "-b", "2M", "-e", "1M"], "--maxbytes must be at least --minbytes, got 2097152 to 1048576"),
-        (["ops", "-e", "1M"], "--maxbytes must be at least --minbytes, got None to 1048576"),
         (["ops", *SHAPE, "-b", "1M"], "--shape and --minbytes both say the sizes"),
         (
             ["ops", "-b", "3", "-e", "5", "--dtype", "float32"],
             "--minbytes must be at least 16384, the smallest size of matmul_all_to_all in float32 here, got 3; ",
-        ),
-        (
-            ["all_gather_matmul", "-b", "16K", "--dtype", "float32"],  # two ranks have a row each
-            "--minbytes must be at least 32768, the smallest size of all_gather_matmul in float32 here, got 16384; ",
         ),
         (
             ["all_reduce", "-b", "3", "--world-size", "3", "--oversubscribe"],
@@ -267,9 +223,7 @@ def test_a_backward_alone_is_not_captured(monkeypatch: pytest.MonkeyPatch, capsy
     assert "--graph captures a forward, alone or with its backward" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options", [["ops", "-b", "inf"], ["ops", "-b", "0"], ["ops", "-b", "1T"], ["ops", "-f", "1"], ["matmul"], []]
-)
+@pytest.mark.parametrize("options", [["ops", "-b", "inf"], ["ops", "-b", "1T"], ["ops", "-f", "1"], ["matmul"], []])
 def test_arguments_that_argparse_refuses(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["bench", *options])
@@ -309,15 +263,6 @@ def test_a_failure_keeps_what_was_measured_before(
         assert [line["op"] for line in csv.DictReader(opened)] == list(plain.COLLECTIVES)[:2]
 
 
-def test_wrong_values_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def raises(*args: Any) -> Any:
-        raise ValuesDiffer("'auto' gave wrong values: rank 1: all of them")
-
-    monkeypatch.setattr(world, "ranks", raises)
-    assert main(["bench", "all_reduce", "--device", "cpu"]) == 1
-    assert capsys.readouterr().err == "fusedcomm bench: 'auto' gave wrong values: rank 1: all of them\n"
-
-
 COMMAND = ["fusedcomm", "bench", "matmul_all_reduce", *SHAPE, *FEW, "--dtype", "float32", "--device", "cpu", "--json"]
 
 
@@ -333,7 +278,7 @@ def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
     assert done.stdout.count("baseline ms / fusedcomm ms") == 1 and "checking values" not in done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     terminal, stderr = pty.openpty()
@@ -346,19 +291,3 @@ def test_by_itself_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None
     assert done.returncode == 0, text
     assert json.loads(file.read_text())["group_size"] == 2 and done.stdout.count("baseline ms / fusedcomm ms") == 1
     assert "checking values" in text
-
-
-def test_what_a_size_holds() -> None:
-    assert op_bench.MATMULS.keys() == op_bench.RESULTS.keys()
-    assert [PROGRAMS["matmul_all_reduce"].exchanges(d) for d in op_bench.MATMULS] == [1, 0, 1]
-
-
-@pytest.mark.usefixtures("shared_ranks")
-def test_a_narrow_terminal_gets_whole_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    assert main(["bench", "all_reduce", "-b", "64", "--dtype", "float32", *FEW]) == 0
-    assert main(["bench", "matmul_all_reduce", *SHAPE, "--dtype", "float32", *FEW]) == 0
-    out = capsys.readouterr().out
-    assert "…" not in out and "auto: chunked" in out and "left out at 40 columns: " in out

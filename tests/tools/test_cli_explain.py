@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import jsonschema
 import pytest
+import torch
+import torch.distributed as dist
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
-TIMEOUT_S = 120
+import fusedcomm.compile
+from fusedcomm.cli import main
+from fusedcomm.launch.ranks import RankPool
+from tests.helpers.block_checks import interpreted
 
 COMPILES = """\
 import contextlib
@@ -71,31 +82,16 @@ def scripts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *args: str, **env: str) -> subprocess.Popen[str]:
+def python_m(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     without = {name: text for name, text in os.environ.items() if name not in ("TORCH_LOGS", "RANK")}
-    return subprocess.Popen(
+    return subprocess.run(
         [sys.executable, "-m", *args],
         cwd=folder,
         env={**without, "CUDA_VISIBLE_DEVICES": "", "FUSEDCOMM_TIMEOUT_S": "30", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        start_new_session=True,
+        timeout=120,
     )
-
-
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        out, err = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)  # the launcher then ends its ranks, which have sessions of their own
-            process.communicate(timeout=TIMEOUT_S)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def python_m(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return finish(start(folder, *args, **env))
 
 
 def line_of(text: str, mark: str) -> int:
@@ -113,13 +109,40 @@ FUSED = f"beside.py:{line_of(BESIDE, 'FUSED')}"
 REASON = "matmul_all_reduce: the matmul's result is also returned by the function, or kept for its backward"
 
 
-def test_a_table_and_json_say_what_became_of_every_collective(scripts: Path) -> None:
-    result = python_m(scripts, "fusedcomm", "explain", "--json", "rows.json", "compiles.py", "--json", "theirs")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("__main__ ['compiles.py', '--json', 'theirs'] 2\n") == 2
+def explain_in_rank(rank: int, folder: Path) -> tuple[int, str]:
+    """Run the command in a group that is there, and graphs op by op: Inductor's code takes long to compile."""
+    compile_, handler, path, cwd = torch.compile, signal.getsignal(signal.SIGTERM), list(sys.path), Path.cwd()
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        for config in (inductor_config, functorch_config):
+            stack.enter_context(config.patch({}))
+        for name in ("init_process_group", "destroy_process_group"):
+            stack.enter_context(mock.patch.object(dist, name))
+        stack.enter_context(mock.patch.object(sys, "argv", ["fusedcomm"]))
+        stack.enter_context(
+            mock.patch.object(torch, "compile", lambda fn: compile_(fn, backend=interpreted, dynamic=False))
+        )
+        stack.callback(fusedcomm.compile.disable)
+        try:
+            os.chdir(folder)
+            code = main(["explain", "--json", "rows.json", "compiles.py", "--json", "theirs"])
+        finally:
+            os.chdir(cwd)
+            signal.signal(signal.SIGTERM, handler)
+            sys.path[:] = path
+            sys.modules.pop("beside", None)
+            torch._dynamo.reset()
+    return code, out.getvalue()
 
-    rows = table_rows(result.stdout)
-    assert set(rows) == {"all_reduce", "all_reduce_1"}  # only rank 0 prints
+
+@pytest.mark.thorough
+def test_a_table_and_json_say_what_became_of_every_collective(scripts: Path, ranks: Callable[[int], RankPool]) -> None:
+    (code_0, out_0), (code_1, out_1) = ranks(2).run(explain_in_rank, scripts)
+    begun = "__main__ ['compiles.py', '--json', 'theirs'] 2\n"
+    assert (code_0, code_1, out_1) == (0, 0, begun) and out_0.startswith(begun)
+
+    rows = table_rows(out_0)
+    assert set(rows) == {"all_reduce", "all_reduce_1"}
     assert rows["all_reduce"].startswith("exposed matmul_all_reduce:")
     assert rows["all_reduce"].endswith(LEFT)
     assert re.fullmatch(rf"fused matmul_all_reduce (chunked|unfused) [\d.e-]+ {FUSED}", rows["all_reduce_1"])
@@ -146,17 +169,16 @@ def test_a_table_and_json_say_what_became_of_every_collective(scripts: Path) -> 
         "op": "matmul_all_reduce",
         "reason": "",
     }
-    assert "inference all_reduce" not in result.stderr  # logged only where it is asked for
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_in_ranks_of_torchrun_a_script_that_enables_the_passes_itself_and_the_log(scripts: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     args = (*torchrun, "fusedcomm", "explain", "compiles.py", "enables-itself")
     result = python_m(scripts, *args, TORCH_LOGS="+fusedcomm")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("__main__ ['compiles.py', 'enables-itself'] 2\n") == 2
-    assert set(table_rows(result.stdout)) == {"all_reduce", "all_reduce_1"}
+    assert set(table_rows(result.stdout)) == {"all_reduce", "all_reduce_1"}  # only rank 0 prints
 
     for rank in (0, 1):
         logged = re.findall(rf"^\[rank{rank}\]:V.*?\] (?:\[.*\] )?(inference .*)$", result.stderr, re.MULTILINE)
@@ -166,19 +188,14 @@ def test_in_ranks_of_torchrun_a_script_that_enables_the_passes_itself_and_the_lo
         assert re.fullmatch(rf"{fused} about \d+ us", logged[1])
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_exit_code_is_that_of_sys_exit_and_an_error_comes_after_the_report(scripts: Path) -> None:
-    """Both are tested at once, because most of the time is the start of one core."""
-    raises = start(scripts, "fusedcomm", "explain", "--nproc", "1", "--json", "rows.json", "ends.py", "raise")
-    try:
-        result = python_m(scripts, "fusedcomm", "explain", "--nproc", "1", "ends.py", "exit")
-    finally:
-        raised = finish(raises)
+    result = python_m(scripts, "fusedcomm", "explain", "--nproc", "1", "ends.py", "exit")
     assert result.returncode == 3, result.stderr
     assert result.stdout == "no graph with a collective was compiled: there is nothing to fuse\n"
     assert "Traceback" not in result.stderr
 
-    result = raised
+    result = python_m(scripts, "fusedcomm", "explain", "--nproc", "1", "--json", "rows.json", "ends.py", "raise")
     assert result.returncode == 1
     assert result.stderr.count("KeyError: 'of the script'") == 1
     assert f'File "ends.py", line {len(ENDS.splitlines())}, in <module>' in result.stderr
@@ -189,8 +206,6 @@ def test_the_exit_code_is_that_of_sys_exit_and_an_error_comes_after_the_report(s
 def test_files_that_cannot_be_opened_are_refused_before_any_rank_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fusedcomm.cli import main
-
     script = tmp_path / "script.py"
     assert main(["explain", str(script)]) == 2
     script.touch()

@@ -88,19 +88,3 @@ def test_what_nccl_can_do_without_sms(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert seen["NCCL"].level == seen["registered memory"].level == ABSENT
     assert seen["NCCL"].text.startswith("NCCL 2.29.7 ") and seen["NCCL"].text.endswith("inside a host, not across")
     assert seen["NCCL"].advice.startswith("NCCL 2.30.7, as in torch 2.14 with CUDA 13")
-
-
-def test_a_build_without_the_policy_or_without_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nccl(monkeypatch, no_zero_cta="torch 2.9 has NCCL 2.27.5 without it", nccl_version_text="2.27.5")
-    seen = found(tmp_path)
-    assert seen["NCCL"].level == ABSENT and seen["NCCL"].text.endswith("2.27.5 without it")
-    nccl(monkeypatch, no_zero_cta="torch 2.13.0+cpu has no NCCL", nccl_version_text=None)
-    seen = found(tmp_path)
-    assert seen["NCCL"].text == "torch 2.13.0+cpu has no NCCL: groups across hosts use gloo"
-    assert "registered memory" not in seen
-
-
-def test_what_can_be_read_is_told_of_an_odd_adapter(tmp_path: Path) -> None:
-    (tmp_path / "class/infiniband/efa_0/ports/1").mkdir(parents=True)
-    (adapter,) = network.survey(tmp_path)["adapters"]
-    assert adapter == {"name": "efa_0", "port": "1", "layer": "unknown", "rate": "unknown", "active": False}

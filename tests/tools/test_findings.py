@@ -44,17 +44,6 @@ def test_what_a_line_above_says_is_referred_to_and_equal_lines_are_one() -> None
     ]
 
 
-def test_a_reference_names_the_whole_line() -> None:
-    text = "MIG is on, so that a rank would have a part of a GPU only"
-    findings = [
-        Finding("gpus", "GPU 0", ERROR, text),
-        Finding("algorithms", "cuda fused", ABSENT, f"not used: {text}"),
-        Finding("gpus", "GPU 1", ERROR, text),
-    ]
-    shown = [(each.name, each.text) for each in told_once(findings)]
-    assert shown == [("GPU 0, 1", text), ("cuda fused", "not used: see GPU 0, 1, above")]
-
-
 def test_a_wrong_setting_is_one_finding_and_a_reference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""--help of every command: what it does, its exit code, an example that can be called, and defaults of options."""
+"""--help of every command: an example that can be called, and an overview."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 from fusedcomm import cli
 
-NO_DEFAULT = (None, False, argparse.SUPPRESS)
 COMMANDS = [each.stem for each in Path(cli.__path__[0]).glob("*.py") if "def add_parser(" in each.read_text()]
 
 
@@ -37,21 +36,8 @@ PARSERS = {parser.prog: parser for parser in parsers()}
 
 
 @pytest.mark.parametrize("prog", PARSERS)
-def test_every_option_is_explained_with_its_default(prog: str) -> None:
-    for action in PARSERS[prog]._actions:
-        if action.help is argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction):
-            continue
-        assert action.help, f"{prog}: {action.option_strings or action.dest} has no help"
-        if not any(action.default is each for each in NO_DEFAULT):
-            assert "(default: " in action.help, f"{prog}: {action.option_strings}: {action.help}"
-
-
-@pytest.mark.parametrize("prog", PARSERS)
-def test_every_command_says_what_it_prints_its_exit_code_and_an_example(
-    prog: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    description, example = str(PARSERS[prog].description), str(PARSERS[prog].epilog)
-    assert "rint" in description and "Exit code: " in description
+def test_the_example_of_every_command_can_be_called(prog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = str(PARSERS[prog].epilog)
     assert example.startswith(f"example: {prog}")
     for name in COMMANDS:
         monkeypatch.setattr(importlib.import_module(f"fusedcomm.cli.{name}"), "run", lambda args: 0)
@@ -68,5 +54,3 @@ def test_without_a_command_there_is_an_overview(
     assert max(map(len, overview.splitlines())) <= 100
     for name in COMMANDS:
         assert re.search(rf"\n    {name}\s", overview)
-    for text in ("as one PyTorch op", "first steps:", "fusedcomm doctor"):
-        assert text in overview

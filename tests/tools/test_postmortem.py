@@ -23,10 +23,9 @@ from fusedcomm.doctor.postmortem import Dump, RecordedCall, judge
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.runtime import dumps
 from tests.helpers.groups import call, check, fresh_group
-from tests.helpers.problems import PROBLEMS, Problem
+from tests.helpers.problems import PROBLEMS
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
-OTHER = Problem("other", (12, 5), 7, op="matmul_all_reduce")
 PATIENCE_S = 60
 
 
@@ -234,13 +233,10 @@ def raw(dump: Dump) -> dict[str, Any]:
 
 BROKEN: dict[str, tuple[str, str]] = {
     "empty": ("", "Expecting value"),
-    "a-list": ("[]", "it must be a dump of schema 1"),
     "foreign": ('{"a": 1}', "it must be a dump of schema 1"),
-    "other-schema": (json.dumps({**raw(a_dump(1)), "schema": 2}), "it must be a dump of schema 1"),
     "no-rank": (json.dumps({**raw(a_dump(1)), "rank": "1"}), "a dump's rank must be int, got '1'"),
     "half-a-call": (json.dumps({**raw(a_dump(1)), "calls": [{"op": "x"}]}), "a call must have exactly the fields"),
     "bad-call": (json.dumps(raw(a_dump(1, a_call(1, group=3)))), "a dump's group must be str, got 3"),
-    "bad-state": (json.dumps(raw(a_dump(1, a_call(1, "asleep")))), "a call must be in one of the states"),
     "twice": (json.dumps(raw(a_dump(0))), "another file is of rank 0 too"),
 }
 
@@ -308,23 +304,6 @@ def test_a_rank_that_is_late(
     assert "in a circle" not in said
 
 
-def run_mismatch(rank: int, folder: str) -> None:
-    alone(folder)
-    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-        check(group, HEADS, call(group, HEADS))
-        with pytest.raises(fusedcomm.PeerMismatchError):
-            call(group, OTHER if rank == 1 else HEADS)
-        dist.barrier(group)
-
-
-def test_a_mismatch(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pool.run(run_mismatch, str(tmp_path))
-    said = verdicts(capsys, tmp_path)
-    assert "why ranks have written their dumps: ranks 0 to 2: PeerMismatchError" in said
-    text = "call 2 differs: op is matmul_all_to_all on ranks 0 and 2 and matmul_all_reduce on rank 1"
-    assert text in said
-
-
 def run_circle(rank: int, folder: str) -> None:
     """Ranks 0 and 1 use two groups in different orders."""
     alone(folder)
@@ -358,7 +337,7 @@ def run_until_killed(rank: int, folder: str) -> None:
             Path(folder, f"ready{rank}").touch()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_killed_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "dumps"
     with RankPool(2, env={"FUSEDCOMM_TIMEOUT_S": "2", "FUSEDCOMM_DUMP_DIR": str(folder)}) as own:

@@ -79,22 +79,6 @@ def test_times_are_the_slowest_ranks_and_variants_take_turns(
     assert done == [1, 2, 3, 4, 5]
 
 
-def measure_spinning(rank: int) -> dict[str, Timing]:
-    def spins(seconds: float) -> Callable[[], Tensor]:
-        def variant() -> Tensor:
-            time.sleep(seconds)
-            return torch.zeros(1)
-
-        return variant
-
-    return measure({"once": spins(0.04), "twice": spins(0.08)}, CPU, rounds=5)
-
-
-def test_twice_the_time_is_twice_the_time(ranks: Callable[[int], RankPool]) -> None:
-    times = ranks(2).run(measure_spinning)[0]
-    assert times["twice"].median / times["once"].median == pytest.approx(2.0, rel=0.35)
-
-
 def test_what_a_timing_says_of_its_rounds() -> None:
     seconds = torch.arange(1, 102, dtype=torch.float64)
     timing = Timing.of(seconds.flip(0))
@@ -107,6 +91,6 @@ def gather_text(rank: int, texts: list[bytes]) -> list[bytes]:
     return all_gather_bytes(texts[rank], CPU)
 
 
-@pytest.mark.parametrize("texts", [[b"", b""], [b"a", b"\x00bc " * 999], [b" ", b""]])
-def test_bytes_of_any_length_are_gathered(ranks: Callable[[int], RankPool], texts: list[bytes]) -> None:
-    assert ranks(2).run(gather_text, texts) == [texts, texts]
+def test_bytes_of_any_length_are_gathered(ranks: Callable[[int], RankPool]) -> None:
+    for texts in ([b"", b""], [b"a", b"\x00bc " * 999], [b" ", b""]):
+        assert ranks(2).run(gather_text, texts) == [texts, texts]

@@ -34,11 +34,6 @@ def test_lines_are_fitted_and_never_go_below_zero() -> None:
         tune.line({1000: 2e-3, 1_000_000: 1e-3})
 
 
-def test_overheads_are_above_zero_whatever_is_measured() -> None:
-    for points in ([(2, -1e-5, 1e-4), (4, -2e-5, 1e-4)], [(2, 3e-4, 1e-4), (4, 1e-4, 1e-4)], [(2, 0.0, 1.0)]):
-        assert all(each > 0 for each in tune.affine(points))
-
-
 def test_noise_is_refused_with_its_size() -> None:
     quiet = [1e-3 * (1 + 0.03 * (i % 5)) for i in range(40)]
     tune.check_noise(quiet)
