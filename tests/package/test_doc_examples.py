@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -51,8 +52,11 @@ def run_compiled_example(rank: int, code: str) -> str:
     """Run an example, with graphs op by op: Inductor's code takes long to compile. Returns what it prints."""
     torch._dynamo.reset()
     compile_ = torch.compile
-    by_ops = mock.patch.object(torch, "compile", lambda *fn, **options: compile_(*fn, backend=interpreted, **options))
-    with redirect_stdout(io.StringIO()) as printed, by_ops:
+
+    def by_ops(*model: Any, **options: Any) -> Any:
+        return compile_(*model, **options | {"backend": interpreted})
+
+    with redirect_stdout(io.StringIO()) as printed, mock.patch.object(torch, "compile", by_ops):
         run_example(rank, code)
     fusedcomm.compile.disable()
     return printed.getvalue()
