@@ -1,4 +1,4 @@
-"""What the tests of the heap of results share."""
+"""Helpers for tests of the heap of results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def places(heap: Any, tensors: list[Tensor]) -> list[int | None]:
 
 
 def in_child(body: Callable[[], object]) -> int:
-    """What waitpid says of a forked child: 0 if the body is true there. A child that hangs is killed by its alarm."""
+    """The status of a forked child: 0 if the body is true there. A child that hangs is killed by its alarm."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(CHILD_S)

@@ -1,4 +1,4 @@
-"""What the ranks of two hosts do: ``torchrun ... -m tests.helpers.hosts_world CHECK FOLDER``. Run by test_hosts.py."""
+"""Checks in ranks of two hosts, for test_hosts.py: ``torchrun ... -m tests.helpers.hosts_world CHECK FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two hosts with a rank each do on a throttled link: ``torchrun ... -m tests.helpers.link_world CHECK FOLDER``."""
+"""Checks in a rank on each end of a throttled link: ``torchrun ... -m tests.helpers.link_world CHECK FOLDER``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan(problem: Problem) -> fusedcomm.Plan:
 
 
 def bytes_of(run: Callable[[], Any]) -> int:
-    """What this host sends over the link in a call, that of both ranks and of TCP included."""
+    """The bytes that this host sends over the link in a call, with those of both ranks' barriers and of TCP."""
     device = os.environ["GLOO_SOCKET_IFNAME"]
     run()  # the first call connects, and votes
     dist.barrier()

@@ -1,4 +1,4 @@
-"""What a rank does, and how it ends: ``-m tests.helpers.process_programs NAME RANK PORT``, by test_process_ends.py."""
+"""Ranks that end in many ways, for test_process_ends.py: ``-m tests.helpers.process_programs NAME RANK PORT``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+
+from tests.helpers.waiting import wait_until
 
 NUM_RANKS = 2
 PEER_S = 2.0
@@ -181,8 +183,10 @@ def thread_waits(rank: int, port: int) -> None:
     """A daemon thread of rank 0 waits for a peer that comes when the interpreter has ended, which takes a while."""
 
     def leave_a_thread() -> None:
+        from fusedcomm.runtime import flight_recorder
+
         threading.Thread(target=use, args=(1,), daemon=True).start()
-        time.sleep(0.3)
+        wait_until(lambda: flight_recorder.last()[-1].state == flight_recorder.RUNNING)
         builtins.kept_to_the_end = WaitsAtTheEnd()  # type: ignore[attr-defined]
 
     leaves(rank, port, leave_a_thread, "its program has ended, after call 7", late_s=PEER_S)

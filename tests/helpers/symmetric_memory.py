@@ -1,4 +1,4 @@
-"""What the tests of CPU symmetric memory share."""
+"""Helpers for tests of CPU symmetric memory."""
 
 from __future__ import annotations
 

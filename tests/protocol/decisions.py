@@ -1,4 +1,4 @@
-"""What the programs of a push decide: one sender of two programs, and a receiver that posts a result in each round.
+"""The decisions of a push's programs: one sender of two programs, and a receiver that posts a result in each round.
 
 The receiver's results lie in two blocks by turns. It reads each once more, as the user does, when the next one has
 come; only then may the block be posted again. Each program of the sender looks at the post, decides, stores its part of
@@ -149,7 +149,7 @@ class DecisionModel:
         return state if state.flag >= epoch else None
 
     def _read(self, state: State, epoch: int) -> State:
-        """What is not in place is copied out of the slot."""
+        """Copy out of the slot, unless the chunk is in place."""
         mark = state.mark[epoch % 2]
         if mark == epoch if self.rules.marks_epoch else mark > 0:
             parts = state.blocks[epoch % 2]

@@ -83,7 +83,7 @@ class ResultsInPlace:
             yield "", self._with(sent(state, r), stamps=(self._word(step.segment, step.other, r), stamp))
 
     def found(self, state: State, r: int, step: Step) -> Stamp | None:
-        """What src_rank has written in place, or None where it has not said so: then its chunk is in the slot."""
+        """The words that src_rank has written in place, or None if its chunk is in the slot."""
         if not self.num_blocks or not self.rules.copies_slots_only:
             return None
         mark = state.results.marks[self._mark_cell(step, r, step.other)]

@@ -1,4 +1,4 @@
-"""What the ranks of a model do: calls, the rules that they keep, and which faults may come.
+"""The scripts of a model's ranks: calls, the rules that they keep, and which faults may come.
 
 A rank's script is compiled to two programs of steps, as a rank has two streams: what it sends, and what it receives.
 A step names how far the other program must be before it.

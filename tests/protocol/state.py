@@ -1,4 +1,4 @@
-"""What a state of the model is made of."""
+"""The parts of a state of the model."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Steps = list[tuple[str, int, int]]  # (what, the other rank, epoch)
 
 
 def recorded_steps(rank: int) -> Steps:
-    """What `chunked` does with its peers, call by call."""
+    """The steps of `chunked` with its peers, call by call."""
     steps: Steps = []
 
     def recording(name: str) -> Callable[..., Any]:

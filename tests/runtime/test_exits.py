@@ -33,7 +33,7 @@ AT_ONCE_S = 10.0  # long before the time-out, on a busy machine too
 
 
 def leave(group: Any) -> None:
-    """What a rank does that ends, but for its dump."""
+    """End as a rank does, but for its dump."""
     (member,) = members.members(group)
     assert member.workspace is not None
     member.workspace.leave(WORDS)

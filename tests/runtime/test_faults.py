@@ -1,4 +1,4 @@
-"""What goes wrong between ranks: absent, late, killed, in another call, left half way; and the way back."""
+"""Faults between ranks: a peer that is absent, late, killed, in another call or has left half way; and the reset."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEADS = BY_NAME["heads"]
 
 @contextmanager
 def at_once(group: Any) -> Iterator[None]:
-    """What runs inside may wait for minutes, and does not."""
+    """The block may wait for minutes, and must not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSEDCOMM_TIMEOUT_S", "300")
         for member in members.members(group):

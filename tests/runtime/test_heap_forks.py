@@ -99,7 +99,7 @@ def test_blocks_that_children_have_seen_are_used_again_when_those_are_gone() -> 
 
 
 def test_a_child_of_a_child_keeps_what_it_has_seen_too() -> None:
-    """Whatever descriptors they close."""
+    """All of them may close their descriptors."""
     heap = make_heap()
     t = in_heap(heap).fill_(1)
     to_child, from_parent = os.pipe()[::-1]

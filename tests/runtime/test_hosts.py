@@ -1,6 +1,4 @@
-"""Two hosts, two ranks on each: what runs inside a host and across, who agrees on what, and a link that is cut in the
-middle of a call.
-"""
+"""Two hosts, two ranks on each: algorithms inside a host and across, and a link that is cut in the middle of a call."""
 
 from __future__ import annotations
 
@@ -33,12 +31,12 @@ def hosts() -> Iterator[list[Host]]:
 
 @pytest.fixture(scope="module")
 def found(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What was planned, by rank. The values were compared in the ranks."""
+    """The plans, by rank and group. The ranks compared the values themselves."""
     return torchrun(hosts, "tests.helpers.hosts_world", "values", tmp_path_factory.mktemp("hosts"), RUN_S)
 
 
 def same_in(group: str, results: list[Any]) -> Any:
-    """What all ranks of a group have found alike. The others have nothing."""
+    """The result that all ranks of a group have alike, and no other rank has."""
     by_rank = [results[rank][group] for rank in MEMBERS[group]]
     assert by_rank == by_rank[:1] * len(by_rank)
     assert all(group not in results[rank] for rank in range(4) if rank not in MEMBERS[group])

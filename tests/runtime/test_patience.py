@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from torch.distributed import HashStore
 
 import fusedcomm
@@ -25,43 +22,31 @@ HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 SECONDS = r"\d+(\.\d+)?"
 
 
-class Kept(logging.Handler):
-    """``logged``: a file that is there when there is a text."""
-
-    def __init__(self, logged: Path) -> None:
-        super().__init__()
-        self.logged = logged
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        self.logged.touch()
-
-
 @on_ranks(3)
 def test_a_long_wait_is_logged_once(rank: int, tmp_path: Path) -> None:
     """It names all ranks that are missing, not only the one whose turn it is."""
-    kept = Kept(tmp_path / "logged")
-    with (
-        fresh_group() as group,
-        fusedcomm.force_algorithm("chunked", strict=True),
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    looks, texts, must_stop = list[int](), list[str](), workspace.Workspace._must_stop
+    waited_long = tmp_path / "rank 0 has waited for twenty looks"
+
+    def counted(self: workspace.Workspace, epoch: int) -> bool:
+        looks.append(epoch)
+        if len(looks) == 20:
+            waited_long.touch()
+        return must_stop(self, epoch)
+
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS))
-        dist.barrier(group)
-        patch.setattr(patience, "PATIENCE_S", 0.2)
-        patch.setattr(workspace, "LOOK_S", 0.1)
-        logging.getLogger("fusedcomm").addHandler(kept)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(patience, "PATIENCE_S", 0.05)
+            patch.setattr(workspace, "LOOK_S", 0.01)
+            patch.setattr(workspace.Workspace, "_must_stop", counted)
+            patch.setattr(patience.log, "warning", lambda text, *args: texts.append(text % args))
             if rank:
-                wait_until((tmp_path / "logged").exists)
-                time.sleep(0.5)  # for a second line, if there is one
+                wait_until(waited_long.exists)
             check(group, HEADS, call(group, HEADS, 1), 1)
-        finally:
-            logging.getLogger("fusedcomm").removeHandler(kept)
         name = group.group_name
     if rank == 0:
-        (text,) = kept.texts
+        (text,) = texts
         where = f"in matmul_all_to_all, call 2 of group {name!r}"
         assert re.fullmatch(rf"still waiting for ranks 1, 2 \({SECONDS} s\) {re.escape(where)}", text)
 

@@ -1,4 +1,4 @@
-"""What goes wrong in prepared calls: the errors of calls in Python, the peers told, the same records, the way back."""
+"""Faults in prepared calls: the errors and records of calls in Python, peers that are told, and the reset."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,26 +129,27 @@ def test_a_failed_call_keeps_neither_its_group_nor_its_tensors(rank: int) -> Non
 @on_ranks(2)
 def test_an_unfused_call_holds_up_no_other_thread(rank: int) -> None:
     """Two threads make a chunked and an unfused call of one group, and begin in another order on each rank."""
-    plan, answers = planner.plan, {}
+    plan, answers, begun = planner.plan, {}, threading.Event()
 
     def small_is_unfused(op: str, exchange: Any, *args: Any) -> planner.Plan:
+        begun.set()
         return plan(op, exchange, *args) if exchange.k == 8 else planner.Plan(op, "unfused", "small")
 
-    def work(k: int, delay: float, group: Any) -> None:
-        time.sleep(delay)
+    def work(k: int) -> None:
         answers[k] = fusedcomm.matmul_all_reduce(torch.ones(4, k), torch.ones(k, 2), group)
 
     with fresh_group(TIMEOUT_S="5") as group, pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "plan", small_is_unfused)
         with fusedcomm.force_algorithm("chunked"):
             for k in (8, 2):
-                work(k, 0.0, group)
+                work(k)
             dist.barrier(group)
             answers.clear()
-            delays = {8: 0.0, 2: 0.5} if rank == 0 else {8: 0.5, 2: 0.0}
-            threads = [threading.Thread(target=work, args=(k, delay, group)) for k, delay in delays.items()]
+            begun.clear()
+            threads = [threading.Thread(target=work, args=(k,)) for k in ((8, 2) if rank == 0 else (2, 8))]
             for thread in threads:
                 thread.start()
+                begun.wait(20)  # the first one is in its call
             for thread in threads:
                 thread.join()
         assert {k: out.unique().tolist() for k, out in answers.items()} == {8: [16.0], 2: [4.0]}

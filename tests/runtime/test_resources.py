@@ -1,4 +1,4 @@
-"""What calls and groups leave behind: file descriptors, mappings, threads and memory, back to where they were."""
+"""Calls and groups leave nothing behind: file descriptors, mappings, threads and memory are back to where they were."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def calls(rank: int, num_calls: int) -> Held:
 
 
 def unused(group: dist.ProcessGroup) -> None:
-    """What torch's own groups leave behind."""
+    """Only torch's own groups: what these leave behind is allowed."""
 
 
 def left_open(group: dist.ProcessGroup) -> None:

@@ -44,7 +44,7 @@ class Sanitizer:
     options: str
 
     def env(self, reports: Path) -> dict[str, str]:
-        """What a process needs that loads what is built with it. Its reports are files that begin with this path."""
+        """The environment of a process that loads what is built with it. ``reports``: how its files begin."""
         libraries = [
             subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
             for name in (self.library, "libstdc++.so")  # the latter so that exceptions are seen from the start
@@ -177,7 +177,6 @@ PROGRAM_OF = {"heap": "heap", "ring": "ring", "tape": "tapes", "prepared": "tape
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_planted_is_reported(what: str, tmp_path: Path) -> None:
-    """Negative controls."""
     name, file, right, wrong, report = PLANTED[what]
     copy_sources(tmp_path)
     source = tmp_path / file

@@ -44,7 +44,7 @@ def test_calls_load_no_dynamo() -> None:
 
 
 def test_memory_between_ops_is_freed_while_a_call_is_recorded() -> None:
-    """What is made in its place is other memory of the tape."""
+    """A tensor at an address that was freed is another register of the tape."""
     argument, addresses = torch.ones(1000), set[int]()
     with Recorder([argument]) as recorder:
         for _ in range(100):

@@ -17,6 +17,7 @@ from fusedcomm.runtime import vote as vote_module
 from fusedcomm.runtime.vote import STORE_GRACE_S, agree
 from tests.helpers.cut_store import CutStore
 from tests.helpers.symmetric_memory import timeout
+from tests.helpers.waiting import wait_until
 
 
 def in_threads(fns: list[Callable[[], Any]]) -> list[Any]:
@@ -37,9 +38,8 @@ def in_threads(fns: list[Callable[[], Any]]) -> list[Any]:
     return answers
 
 
-def voter(store: Store, rank: int, size: int, fact: int, late: float = 0.0) -> Callable[[], Any]:
+def voter(store: Store, rank: int, size: int, fact: int) -> Callable[[], Any]:
     def vote() -> Any:
-        time.sleep(late)
         return agree(store, rank, size, {"fact": fact}, what="test vote")
 
     return vote
@@ -78,7 +78,12 @@ def test_old_posts_do_not_count() -> None:
     (answer,) = in_threads([voter(store, 0, 2, 2)])
     assert isinstance(answer, PeerTimeoutError)
     assert answer.peers == [1]
-    answers = in_threads([voter(store, 0, 2, 3), voter(store, 1, 2, 4, late=0.3)])
+
+    def vote_later() -> Any:
+        wait_until(lambda: b'"fact": 3' in store.get("post/0"))
+        return voter(store, 1, 2, 4)()
+
+    answers = in_threads([voter(store, 0, 2, 3), vote_later])
     assert answers == [[{"fact": 3}, {"fact": 4}]] * 2
 
 
