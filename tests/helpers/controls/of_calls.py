@@ -102,7 +102,7 @@ CONTROLS: dict[str, Control] = {
         "kernels/triton/matmul.py",
         "load_block(w, (k + ks).to(tl.int64), ",
         "load_block(w, k + ks, ",
-        "tests/kernels/test_compile_only.py::test_32_bit_products_are_bounded[installed-sm_80]",
+        "tests/kernels/test_compile_only.py::test_32_bit_products_are_bounded[installed-sm_100]",
     ),
     "a slot's elements are counted in 32 bits": Control(
         "fusedcomm/runtime/segment.py",
@@ -212,7 +212,7 @@ CONTROLS: dict[str, Control] = {
         ROUNDS,
         "    failed = failed | is_broken(round, LAYOUT)\n",
         "",
-        "tests/kernels/test_reduce.py::test_a_slot_that_was_given_up_poisons",
+        "tests/kernels/test_failed_waits.py::test_broken_by_a_peer[True-reduce]",
     ),
     "a failed rank tells who still reads before it pushes": Control(
         ROUNDS,
