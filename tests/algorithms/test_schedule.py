@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -147,11 +149,38 @@ def test_a_round_that_ends_before_its_signals_is_found(monkeypatch: pytest.Monke
     assert any("race" in text and "signal_kernel" in text for text in found(world, calls(PROBLEMS[:1], backward=False)))
 
 
-def test_a_removed_join_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other streams read and write is then freed before they have."""
-    monkeypatch.setattr(CudaTransport, "join", lambda self: None)
-    texts = found(world_of(2, "chunked"), calls(PROBLEMS[:1]))
-    assert texts and any("memory is used again too early" in text for text in texts)
+PUSH, ROWS, COLUMNS, SUM = PROBLEMS[0], PROBLEMS[3], PROBLEMS[4], PROBLEMS[6]
+
+
+@pytest.mark.parametrize(
+    ("method", "waiters", "problem"),
+    [
+        ("fork", ["sends", "reads"], ROWS),  # x is copied before it is made
+        ("send", ["sends"], PUSH),  # a chunk is sent before it is computed
+        ("place", ["main"], PUSH),  # a chunk is computed where the last one has not been sent yet
+        ("begin", ["main"], SUM),  # the own chunk is computed into a slot that is still read
+        ("begin", ["sends"], PUSH),  # a peer's chunk is sent to such a slot
+        ("arrived", ["main"], COLUMNS),  # a matmul reads what has not been unpacked
+        ("finish", ["reads"], ROWS),  # a round ends before its matmuls have read the slot
+        ("finish", ["main"], ROWS),  # a wait counts its round before the last one has ended
+        ("join", ["main"], PUSH),  # tensors are freed before other streams have read them
+    ],
+    ids=str,
+)
+def test_a_stream_that_does_not_wait_is_found(
+    method: str, waiters: list[str], problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = getattr(CudaTransport, method)
+
+    def cut(self: CudaTransport, *args: Any) -> None:
+        with ExitStack() as stack:
+            for name, wait in product(waiters, ("wait_event", "wait_stream")):
+                stack.enter_context(mock.patch.object(getattr(self, name), wait, lambda other: None))
+            return whole(self, *args)
+
+    monkeypatch.setattr(CudaTransport, method, cut)
+    texts = found(world_of(2, "chunked"), calls([problem], backward=False))
+    assert any("too early" in text or "race" in text for text in texts), texts
 
 
 def test_memory_that_nobody_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,25 +208,6 @@ def test_record_stream_holds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CudaTransport, "send", records)
     assert not found(world_of(2, "chunked"), calls(PROBLEMS[:1], backward=False))
-
-
-@pytest.mark.parametrize("forgotten", ["copied", "ended"])
-def test_memory_that_is_written_again_before_it_is_read_is_found(
-    forgotten: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Staging before its copy has gone, and a slot before the round two before has ended."""
-    place = CudaTransport.place
-
-    def forgets(self: Any, *args: Any) -> torch.Tensor:
-        if forgotten == "copied":
-            self.copied = {dst_rank: torch.cuda.Event() for dst_rank in self.copied}
-        return place(self, *args)
-
-    monkeypatch.setattr(CudaTransport, "place", forgets)
-    if forgotten == "ended":
-        monkeypatch.setattr(CudaTransport, "_end", lambda self: None)
-    problems = PROBLEMS[:1] if forgotten == "copied" else PROBLEMS[-1:]
-    assert any("race" in text for text in found(world_of(2, "chunked"), calls(problems, backward=False)))
 
 
 def test_memory_of_another_stream_needs_an_edge() -> None:
@@ -228,18 +238,6 @@ def test_a_missing_signal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaTransport, "_signal", never_first)
     texts = found(world_of(2, "chunked"), calls(PROBLEMS[:1], backward=False))
     assert any("nobody signals" in text and "src_rank=0" in text for text in texts)
-
-
-def test_a_side_stream_without_its_edges_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gather whose copies do not wait for what x was made by, and are not waited for."""
-
-    @contextmanager
-    def beside(workspace: Any) -> Iterator[None]:
-        with torch.cuda.stream(workspace.side_stream()):
-            yield
-
-    monkeypatch.setattr(fused, "_beside", beside)
-    assert any("too early" in text for text in found(world_of(2, "fused"), calls(PROBLEMS[3:4], backward=False)))
 
 
 def blocked(world: World, program: Program) -> list[str]:
