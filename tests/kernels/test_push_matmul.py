@@ -19,6 +19,8 @@ from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import InterpreterError
+
 from fusedcomm.algorithms import chunked, fused, kernel_launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.geometry import shapes
@@ -55,6 +57,7 @@ class Case:
     bias: bool = False
     dtype: torch.dtype = torch.float32
     max_chunk_numel: int = 1 << 40
+    padded: bool = False  # rows of w begin at multiples of 16 bytes
 
     def w_shape(self) -> tuple[int, ...]:
         return (*(self.lead[:-1] if self.batched else ()), self.k, self.n)
@@ -68,6 +71,8 @@ class Case:
         x, w = integers(*self.lead, self.k), integers(*self.w_shape())
         if self.transposed:
             w = w.mT.contiguous().mT
+        if self.padded:
+            w = torch.nn.functional.pad(w, (0, -self.n % 8), value=float("nan"))[..., : self.n]
         return x, w, integers(self.n) if self.bias else None
 
     def exchange(self, group_size: int) -> Exchange:
@@ -171,10 +176,8 @@ DESCRIPTOR_CASES = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", DESCRIPTOR_CASES)
-def test_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is the path of sm_90 and later: a tile is one box of x and one of w."""
+def by_tma(monkeypatch: pytest.MonkeyPatch, config: TileConfig) -> list[Any]:
+    """Take the path of sm_90 and later. Returns the arguments of each descriptor of x."""
     made = []
 
     def counted(*args: Any, describe: Any = kernel_launch.describe_x) -> Any:
@@ -183,10 +186,36 @@ def test_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tiles, "architecture", lambda device: 90)
     monkeypatch.setattr(tiles, "BLOCK_K", 16)
-    monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(32, 32, 16, 2, 4, 1, True))
+    monkeypatch.setattr(tiles, "matmul_config", lambda *args: config)
     monkeypatch.setattr(kernel_launch, "describe_x", counted)
+    return made
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", DESCRIPTOR_CASES)
+def test_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the path of sm_90 and later: a tile is one box of x and one of w."""
+    made = by_tma(monkeypatch, TileConfig(32, 32, 16, 2, 4, 1, True))
     run(DESCRIPTOR_CASES[name], 2)
     assert made
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("remainder", thorough_but([0, 4, 7], range(16)))
+def test_tma_loads_begin_at_multiples_of_16_bytes(
+    remainder: int, dtype: torch.dtype, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns are cut anywhere, in one run and in several. The interpreter refuses a load that begins elsewhere."""
+    by_tma(monkeypatch, TileConfig(32, 16, 16, 2, 4, 1))
+    monkeypatch.setattr(tiles, "_MAX_RUN_WASTE", 2)
+    columns, options = 16 + remainder, {"bias": True, "dtype": dtype, "transposed": transposed}
+    run(Case((5,), 8, 3 * columns, 0, 1, padded=not transposed, **options), 3)
+    run(Case((5,), 8, 2 * 2 * columns, 0, 2, (2, 2 * columns), padded=not transposed, **options), 2)
+    if remainder == 4 and not transposed:
+        monkeypatch.setattr(kernel_launch, "column_shift", lambda *args: 0)  # negative control
+        with pytest.raises(InterpreterError, match="16-byte aligned"):
+            run(Case((5,), 8, 3 * columns, 0, 1, padded=True, dtype=torch.bfloat16), 3)
 
 
 def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
