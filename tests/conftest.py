@@ -80,12 +80,10 @@ def shared_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(world, "ranks", live)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def compilers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[kernel_compilers.Compilers]:
-    """The processes by target. They begin before the first test, for those of tests/kernels."""
-    started = kernel_compilers.start(request.session, tmp_path_factory)
-    yield started
-    for compiler in started.values():
-        compiler.close()
+    found = kernel_compilers.Compilers(request.session, tmp_path_factory)
+    yield found
+    found.close()

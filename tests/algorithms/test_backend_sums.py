@@ -11,9 +11,9 @@ import torch
 import fusedcomm
 from fusedcomm.cost import in_pieces as cost
 from fusedcomm.runtime import topology
-from tests.algorithms.test_pipelined import TOKENS, is_right
+from tests.algorithms.test_pipelined import TOKENS
 from tests.cost.test_model import CALLS, CPU
-from tests.helpers.group_collectives import AS_IT_IS, EARLY, LATE, in_pieces, moved, one_buffer
+from tests.helpers.group_collectives import AS_IT_IS, EARLY, LATE, in_pieces, moved
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import Problem
@@ -25,9 +25,8 @@ UNEVEN = {name: case for name, case in MANY_ROUNDS.items() if case.op == "matmul
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("when", [EARLY, LATE])
 @pytest.mark.parametrize("name", SUMS)
-def test_values_in_any_number_of_pieces(rank: int, name: str, when: str) -> None:
+def test_values_in_any_number_of_pieces(rank: int, name: str) -> None:
     problem = SUMS[name]
     num_collectives = 2 if problem.op == "matmul_all_reduce" else 1
     with (
@@ -35,7 +34,7 @@ def test_values_in_any_number_of_pieces(rank: int, name: str, when: str) -> None
         fusedcomm.force_algorithm("pipelined", strict=True),
         empty_is_nan(),
     ):
-        for num_pieces in (1, 3, 5):
+        for num_pieces, when in ((1, EARLY), (3, EARLY), (5, LATE)):
             with in_pieces(num_pieces), moved(when) as begun:
                 check(group, problem, call(group, problem, num_pieces), num_pieces)
             assert begun.sums * num_collectives == len(begun.bytes_to_a_peer) > 0
@@ -51,24 +50,12 @@ def test_parts_of_different_sizes(rank: int, name: str) -> None:
             assert begun.sums > 0
 
 
-@on_ranks(3)
-def test_pieces_that_share_their_buffers_are_wrong(rank: int) -> None:
-    problem = SUMS["average"]
-    with fresh_group(BACKEND_SUMS="1") as group:
-        assert is_right(group, problem, EARLY) and is_right(group, problem, LATE)
-        with one_buffer():
-            found = [is_right(group, problem, when) for when in (EARLY, LATE)]
-    assert not all(found)
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
-def test_averages_whose_sum_would_overflow(rank: int, op: str) -> None:
+def test_averages_whose_sum_would_overflow(rank: int) -> None:
     x, w = torch.full((32, 4), 100.0, dtype=torch.float16), torch.full((4, 8), 100.0, dtype=torch.float16)
     with fresh_group(BACKEND_SUMS="1") as group, fusedcomm.force_algorithm("pipelined", strict=True):
-        dim = {"scatter_dim": 0} if op == "matmul_reduce_scatter" else {}
-        out = getattr(fusedcomm, op)(x, w, reduce_op="avg", group=group, **dim)
-        total = getattr(fusedcomm, op)(x, w, group=group, **dim)
+        out = fusedcomm.matmul_all_reduce(x, w, reduce_op="avg", group=group)
+        total = fusedcomm.matmul_all_reduce(x, w, group=group)
     assert (out == 40000).all() and total.isinf().all()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -67,3 +69,10 @@ def test_tiles_are_counted_in_32_bits() -> None:
     assert kernel_launch._grid("push", ranks, 2**31 - 2**12) == (132,)
     with pytest.raises(AssertionError, match="a kernel counts at most 2147479552 tiles, got 2147479553"):
         kernel_launch._grid("push", ranks, 2**31 - 2**12 + 1)
+
+
+@pytest.mark.thorough
+def test_the_host_fills_bundles_without_triton() -> None:
+    """None in sys.modules makes an import fail."""
+    imported = "import fusedcomm.algorithms.kernel_launch, fusedcomm.runtime.signals"
+    subprocess.run([sys.executable, "-c", f"import sys; sys.modules['triton'] = None; {imported}"], check=True)

@@ -66,17 +66,16 @@ def large_world(group_size: int, algorithm: str, num_groups: int = 1) -> World:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("group_size", thorough_but([2], [2, 4, 8]))
+@pytest.mark.parametrize("group_size", thorough_but([2], [2, 3]))
 def test_nothing_races(group_size: int, algorithm: str) -> None:
     """Every op, forward and backward, in several rounds."""
     assert not found(world_of(group_size, algorithm), calls(PROBLEMS))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("group_size", thorough_but([2], [2, 4, 8]))
 @pytest.mark.parametrize("program", [calls, on_two_streams])
-def test_two_groups_do_not_race(program: Any, group_size: int, algorithm: str) -> None:
-    assert not found(world_of(group_size, algorithm, num_groups=2), program(PROBLEMS[::3]))
+def test_two_groups_do_not_race(program: Any, algorithm: str) -> None:
+    assert not found(world_of(2, algorithm, num_groups=2), program(PROBLEMS[::3]))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -248,7 +247,7 @@ def blocked(world: World, program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("group_size", thorough_but([2], [2, 4, 8]))
+@pytest.mark.parametrize("group_size", thorough_but([2], [2, 4]))
 def test_no_wait_is_blocked(group_size: int, algorithm: str) -> None:
     assert not blocked(large_world(group_size, algorithm, num_groups=2), on_two_streams(LARGE))
 
@@ -315,7 +314,7 @@ def test_a_gather_beside_nccl_is_behind_the_start_of_its_pack(monkeypatch: pytes
     assert blocked(large_world(2, "fused"), beside_nccl)
 
 
-@pytest.mark.parametrize("group_size", thorough_but([2], [2, 4, 8]))
+@pytest.mark.parametrize("group_size", thorough_but([2], [2, 3]))
 def test_copies_of_a_fused_gather_do_not_race(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those by copy engines, which smaller chunks than these do not take."""
     monkeypatch.setattr(Workspace, "least_copied", 0)

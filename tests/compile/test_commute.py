@@ -31,8 +31,6 @@ BEFORE: dict[
     str, Callable[[Tensor, Values], Tensor]
 ] = {  # between a matmul's result [t, heads, head_dim] and an exchange
     "softmax": lambda y, v: y.softmax(-1),
-    "softmax over tokens": lambda y, v: y.softmax(0),
-    "largest of a head": lambda y, v: y / (1 + y.abs().amax(-1, True)),
     "variance of a head": lambda y, v: y / (1 + y.var(-1, keepdim=True)),
     "where": lambda y, v: torch.where(v["token"] > 0, y, 0.0),
     "masked_fill": lambda y, v: y.sin().masked_fill(v["token"] > 0, -1.0),
@@ -45,7 +43,6 @@ BEFORE: dict[
     "positions": lambda y, v: y * (torch.arange(TOKENS) + dist.get_rank() * TOKENS)[:, None, None].float().cos(),
     "mean of heads and tokens": lambda y, v: y - y.mean(dim=(0, 1), keepdim=True),
     "sum over everything": lambda y, v: y / (1 + y.square().sum()),
-    "count": lambda y, v: y * (y > 0).sum((1, 2), keepdim=True),
     "residual": lambda y, v: y.sin() + v["x"].unflatten(1, (HEADS, HEAD_DIM)),
     "norm across heads": lambda y, v: F.rms_norm(y.flatten(1), (DIM,), v["feature"]).unflatten(1, (HEADS, HEAD_DIM)),
     "layer norm across heads": lambda y, v: F.layer_norm(y.flatten(1), (DIM,), v["feature"]).unflatten(

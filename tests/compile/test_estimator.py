@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,6 +24,7 @@ from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.runtime import members
 from fusedcomm.runtime.topology import Topology
+from tests.helpers.merge_world import fake_ranks
 
 GPU, CPU = DEFAULTS["cuda"], DEFAULTS["cpu"]
 TUNED = replace(GPU, source=model.TUNED)
@@ -46,13 +45,9 @@ def bandwidths() -> Iterator[None]:
 def mesh() -> Iterator[Any]:
     """8 nodes (dp) of 8 ranks (tp), without peers or devices. This process is rank 9."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=9, world_size=64, store=FakeStore())
-    try:
+    with fake_ranks(64, rank=9):
         yield init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp", "tp"))
-    finally:
-        dist.destroy_process_group()
 
 
 def name_of(mesh: Any, dim: str) -> str:
@@ -287,12 +282,6 @@ def test_symbolic_sizes_are_assumed() -> None:
     assert total(symbolic) == pytest.approx(total(plain))
 
 
-def test_real_tensors_will_do() -> None:
-    gm = make_fx(lambda x: (x @ x).relu())(torch.ones(8, 8))
-    assert Estimator.of(gm.graph) == Estimator("cpu")
-    assert costs(gm, Estimator.of(gm.graph))["relu"].compute_ms > 0
-
-
 # ops of fusedcomm
 
 
@@ -334,15 +323,6 @@ def test_what_the_planner_leaves_unfused_as_nobody_measured_it(mesh: Any) -> Non
     assert default.fused_ms is not None and tuned.fused_ms is not None
     assert default.fused_ms == pytest.approx(default.compute_ms + 7 * 32 * 1024 / 200e6 + 0.025)
     assert tuned.fused_ms < default.fused_ms
-
-
-def test_an_op_of_ours_with_unknown_sizes_has_a_cost(mesh: Any) -> None:
-    tp = name_of(mesh, "tp")
-    with FakeTensorMode():
-        x, w = torch.empty(63, 128, dtype=BF16), torch.empty(128, 256, dtype=BF16)
-    found = Estimator("cuda").fused("matmul_reduce_scatter", (x, w, None, "sum", 0, 8, tp))  # 8 does not divide 63
-    assert found.transfer == Estimator("cuda").transfer("reduce_scatter", 63 * 256 * 2, tp)
-    assert found.compute_ms > 0 and found.fused_ms == found.compute_ms + found.transfer.ms
 
 
 # the user's numbers, and tuned ones
@@ -434,28 +414,3 @@ def _disagree(rank: int) -> str:
 
 def test_ranks_that_count_nodes_differently_hear_of_it(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(_disagree) == ["ranks_per_node must be the same on all ranks, got [8, 4] by rank"] * 2
-
-
-def _wait_alone(rank: int) -> tuple[list[int], float] | None:
-    """Rank 1 does not come to the first agreement, but does to the second."""
-    missed = None
-    if rank == 0:
-        saved = os.environ["FUSEDCOMM_TIMEOUT_S"]
-        os.environ["FUSEDCOMM_TIMEOUT_S"] = "0.5"
-        start = time.monotonic()
-        try:
-            Estimator("cpu").agreed()
-        except fusedcomm.PeerTimeoutError as error:
-            missed = error.peers, time.monotonic() - start
-        finally:
-            os.environ["FUSEDCOMM_TIMEOUT_S"] = saved
-    dist.barrier()
-    assert Estimator("cpu", **OPTIONS[rank]).agreed().times["mm"] == 2.5
-    return missed
-
-
-def test_a_rank_that_does_not_come_is_named_in_bounded_time(ranks: Callable[[int], RankPool]) -> None:
-    missed, _ = ranks(2).run(_wait_alone)
-    assert missed is not None
-    peers, seconds = missed
-    assert peers == [1] and 0.5 <= seconds < 20

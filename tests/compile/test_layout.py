@@ -35,7 +35,7 @@ def elements(order: list[Factor], first: list[Factor]) -> Tensor:
     return t.permute([first.index(f) for f in order]).flatten() if order else t
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_chain_of_views_and_permutes(data: Any) -> None:
     shape = data.draw(SHAPES)
@@ -57,7 +57,7 @@ def test_a_chain_of_views_and_permutes(data: Any) -> None:
     assert sorted(map(id, layout.order)) == sorted(map(id, first.order))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_runs_of_factors_are_as_long_as_can_be(data: Any) -> None:
     order = [Factor(2) for _ in range(data.draw(st.integers(1, 6)))]
@@ -67,13 +67,6 @@ def test_runs_of_factors_are_as_long_as_can_be(data: Any) -> None:
     position = {factor: i for i, factor in enumerate(order)}
     assert all(position[b] == position[a] + 1 for run in runs for a, b in pairwise(run))
     assert all(position[b[0]] != position[a[-1]] + 1 for a, b in pairwise(runs))
-
-
-def test_a_split_shows_wherever_the_factor_occurs() -> None:
-    first = Layout.of([6, 4])
-    later = first.permute([1, 0]).reshape([4, 2, 3])
-    assert first.shape == [6, 4] and [f.size for f in first.order] == [2, 3, 4]
-    assert first.order == [*later.order[1:], later.order[0]]
 
 
 @pytest.mark.parametrize(

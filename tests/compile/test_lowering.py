@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.testing.selftest import settings
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import OPS
 from tests.helpers.tiers import thorough_but
 
 _c10d = torch.ops._c10d_functional
@@ -107,21 +105,6 @@ def test_operands_are_written_as_the_op_reads_them(rank: int) -> None:
     assert len(re.findall(r"^ +cpp_fused\w+\(", code, re.MULTILINE)) == 2  # those two, and no copies
 
 
-@contextmanager
-def without_lowerings() -> Iterator[None]:
-    """Inductor as if `register()` had never been called."""
-    from torch._inductor import lowering
-
-    tables: list[dict[Any, Any]] = [lowering.lowerings, lowering._maybe_layout_constraints]
-    ours = [getattr(torch.ops.fusedcomm, op).default for op in OPS]
-    saved = [{op: table.pop(op) for op in ours if op in table} for table in tables]
-    try:
-        yield
-    finally:
-        for table, entries in zip(tables, saved, strict=True):
-            table.update(entries)
-
-
 def between_collectives(x: Tensor, w: Tensor) -> list[Tensor]:
     """Collectives that nothing but their order in the program ties to each other."""
     world = dist.group.WORLD.group_name
@@ -133,9 +116,7 @@ def between_collectives(x: Tensor, w: Tensor) -> list[Tensor]:
     return [*outs, first, second, third]
 
 
-def check_order(rank: int, lowered: bool) -> tuple[list[str], list[bool]]:
-    from contextlib import nullcontext
-
+def check_order(rank: int) -> tuple[list[str], list[bool]]:
     from torch._inductor.utils import is_collective
 
     collectives: list[bool] = []
@@ -151,15 +132,14 @@ def check_order(rank: int, lowered: bool) -> tuple[list[str], list[bool]]:
         "reorder_for_compute_comm_overlap_passes": ["raise_comms"],
         "_pre_fusion_custom_pass": look,
     }
-    with nullcontext() if lowered else without_lowerings():
-        outs, (code,) = codes_of(lambda compiled: compiled(x, w), between_collectives, **settings)
+    outs, (code,) = codes_of(lambda compiled: compiled(x, w), between_collectives, **settings)
     torch.testing.assert_close(outs, between_collectives(x, w))
     return called(code), collectives
 
 
 def test_ops_keep_their_place_among_other_collectives(ranks: Any) -> None:
     """They keep it although Inductor is told to start collectives as early as it can."""
-    (order, collectives), other = ranks(2).run(check_order, True)
+    (order, collectives), other = ranks(2).run(check_order)
     assert other == (order, collectives)
     assert order == [
         "all_gather_into_tensor.default",
@@ -170,15 +150,6 @@ def test_ops_keep_their_place_among_other_collectives(ranks: Any) -> None:
         "all_to_all_single.default",
     ]
     assert collectives == [True] * 3
-
-
-@pytest.mark.nightly
-def test_without_our_lowering_they_would_not(ranks: Any) -> None:
-    """This is the control of the test above."""
-    (order, collectives), _ = ranks(2).run(check_order, False)
-    assert collectives == [False] * 3
-    ops = [name.split(".")[0] for name in order]  # torch 2.11 calls .default, later ones .out
-    assert ops.index("all_to_all_single") < ops.index("matmul_all_to_all")
 
 
 @pytest.mark.thorough

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,31 +37,25 @@ WANT = {  # forward, backward
     "packed": (Counts(1, 1), Counts(1, 1)),
 }
 NOTHING_MOVES = ["packed"]  # the others exchange constants once, and partial gradients of weights once
-QUICK = ["flux2", "flux_double", "wan"]
+QUICK = ["flux2", "flux_double"]
+THOROUGH = ["deepspeed", "flux_single", "packed", "wan"]  # nightly has the code of all
 MANY_HEADS = Size(heads=16)  # tables of angles in float32 are small beside them
-A_TABLE_PER_HEAD = ["ltx"]  # in float32, exchanged once for all layers: in bfloat16 one layer does not save as much
 ROUNDING = {"float32": 2e-6, "bfloat16": 5e-2}  # relative to the largest value
-OPTIONS: dict[str, dict[str, Any]] = {
-    "inference": {"inference": True, "layers": 2},  # which share the tables that moves need
-    "two_layers": {"layers": 2},
-    "checkpointed": {"checkpointed": True, "layers": 2},
-    "dynamic": {"dynamic": True, "size": Size(batch=2)},
-    "autocast": {"autocast": True, "size": MANY_HEADS},
-    "bfloat16": {"bfloat16": True, "size": MANY_HEADS},
-    "whole_tables": {"whole_tables": True},
+OPTIONS: dict[str, tuple[int, Case]] = {  # ranks, and a block with what the option may break
+    "inference": (2, Case("wan", inference=True, layers=2)),  # which share the tables that moves need
+    "two layers": (2, Case("flux_double", layers=2)),
+    "checkpointed": (2, Case("wan", checkpointed=True, layers=2)),
+    "dynamic": (2, Case("flux2", Size(batch=2), dynamic=True)),
+    "autocast": (2, Case("wan", MANY_HEADS, autocast=True)),
+    "bfloat16": (2, Case("flux_double", MANY_HEADS, bfloat16=True)),
+    "whole tables": (2, Case("wan", whole_tables=True)),
+    "complex tables": (2, Case("flux_single", rotary="complex")),
+    "halves of a head": (2, Case("wan", rotary="half")),
+    "slices of a head": (2, Case("flux_single", rotary="slice")),
+    "stacked pairs": (2, Case("wan", rotary="stack")),
+    "weights of their own": (4, Case("wan", Size(batch=2, tokens=3, text=5), unequal=True)),
+    "ranks that are not neighbours": (4, Case("flux_double", pairs=True)),
 }
-# Compiling takes long, so each option, and each form of a table, has one block in `make test-all`: two streams, or
-# norms that reduce over ranks.
-WITH_OPTION = {
-    "inference": "wan",
-    "checkpointed": "wan",
-    "dynamic": "flux_double",
-    "autocast": "wan",
-    "two_layers": "flux_double",
-    "bfloat16": "flux_double",
-    "whole_tables": "wan",
-}
-WITH_ROTARY = [("flux_single", "complex"), ("wan", "half"), ("flux_single", "slice"), ("wan", "stack")]
 
 
 def counts_of(case: Case) -> dict[str, Counter[str]]:
@@ -94,15 +87,21 @@ def check(pool: Any, case: Case) -> None:
             assert not {name: value for name, value in by.items() if value > bound}, str(case)
 
 
-@pytest.mark.parametrize("block", thorough_but(QUICK, WANT))
+@pytest.mark.parametrize("block", thorough_but(QUICK, [*QUICK, *THOROUGH]))
 def test_training(ranks: Any, block: str) -> None:
     """Inductor's graphs, forward and backward, are run op by op: its code takes long to compile."""
     check(ranks(2), Case(block, interpreted=True))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("block", nightly_but(["flux_double"], WANT))
-def test_what_is_kept_for_the_backward(ranks: Any, block: str) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("block", WANT)
+def test_code_of_inductor(ranks: Any, block: str) -> None:
+    check(ranks(2), Case(block, autocast=block == "wan"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("block", ["flux_double", "ltx"])
+def test_bytes_kept_for_the_backward(ranks: Any, block: str) -> None:
     """Constants of all ranks are kept where the program keeps its inputs; the tables of LTX have an angle per head."""
     case = Case(block, Size(tokens=64, text=32, heads=8, head_dim=64), interpreted=True)
     moved, unmoved = (ranks(2).run(outcome, each)[0].saved_bytes for each in (case, replace(case, unmoved=True)))
@@ -110,33 +109,7 @@ def test_what_is_kept_for_the_backward(ranks: Any, block: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("option, block", nightly_but([*WITH_OPTION.items()][:4], product(OPTIONS, WANT)))
-def test_options(ranks: Any, block: str, option: str) -> None:
-    layers = {"layers": 2} if block in A_TABLE_PER_HEAD and option in ("autocast", "bfloat16") else {}
-    check(ranks(2), replace(Case(block, interpreted=True), **OPTIONS[option], **layers))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("block", nightly_but(["wan"], WANT))
-def test_what_inductor_generates(ranks: Any, block: str) -> None:
-    check(ranks(2), Case(block, autocast=block == "wan"))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("block", nightly_but(["wan"], WANT))
-def test_four_ranks_with_weights_of_their_own(ranks: Any, block: str) -> None:
-    check(ranks(4), Case(block, Size(batch=2, tokens=3, text=5), unequal=True, interpreted=True))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("block", nightly_but(["flux_double"], WANT))
-def test_ranks_of_a_group_that_are_not_neighbours(ranks: Any, block: str) -> None:
-    check(ranks(4), Case(block, pairs=True, interpreted=True))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "block, rotary", nightly_but(WITH_ROTARY, product(["flux_single", "wan"], ["complex", "half", "slice", "stack"]))
-)
-def test_forms_of_rotary_embeddings(ranks: Any, block: str, rotary: str) -> None:
-    check(ranks(2), Case(block, rotary=rotary, interpreted=True))
+@pytest.mark.parametrize("option", nightly_but(["checkpointed", "dynamic", "inference"], OPTIONS))
+def test_options(ranks: Any, option: str) -> None:
+    world_size, case = OPTIONS[option]
+    check(ranks(world_size), replace(case, interpreted=True))

@@ -61,28 +61,6 @@ def test_matmuls_stand_between_starts_and_waits_of_the_start_program(ranks: Any)
     assert matmuls_between(names) == [0] * PAIRS and set(statuses) == {"exposed"}
 
 
-def check_backward(rank: int) -> list[list[int]]:
-    program, args = start_program()
-    inputs = [arg.requires_grad_() for arg in args]
-
-    def backward(run: Any) -> list[Tensor]:
-        return list(torch.autograd.grad(sum(y.sum() for y in run(*inputs)), inputs))
-
-    want = backward(program)
-    with fusedcomm.compile.enabled(fuse=(), overlap=True):
-        got, codes = codes_of(backward, program)
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
-    return [matmuls_between(calls(code)) for code in codes]
-
-
-@pytest.mark.thorough
-def test_the_backward_of_the_start_program(ranks: Any) -> None:
-    """The first exchange back has no matmul before it. The others have those of the exchanges before."""
-    first, second = ranks(2).run(check_backward)
-    assert first == second and len(first) == 2
-    assert sum(between > 0 for between in first[1]) >= PAIRS - 1
-
-
 def beside(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """A product that does not need the exchange is added to what it brings: Inductor makes one addmm of both."""
     group_name = dist.group.WORLD.group_name

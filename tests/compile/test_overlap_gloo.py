@@ -94,7 +94,7 @@ def scheduled(rank: int, seeds: list[int], steps: int) -> tuple[int, int, int]:
     return moved, merged, fused
 
 
-@pytest.mark.parametrize(("world_size", "num_graphs"), [(2, 60), pytest.param(4, 8, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("world_size", "num_graphs"), [(2, 25), pytest.param(4, 8, marks=pytest.mark.thorough)])
 def test_values_stay(ranks: Ranks, world_size: int, num_graphs: int) -> None:
     counts = ranks(world_size).run(scheduled, list(range(num_graphs)), 15)
     assert len(set(counts)) == 1
@@ -106,27 +106,5 @@ def test_values_stay(ranks: Ranks, world_size: int, num_graphs: int) -> None:
 @pytest.mark.timeout(3600)
 def test_values_stay_for_long(ranks: Ranks) -> None:
     pool = ranks(2)
-    for first in range(1000, 3000, 100):  # within the pool's time-out
+    for first in range(1000, 2000, 100):  # within the pool's time-out
         pool.run(scheduled, list(range(first, first + 100)), 50)
-
-
-def differing(rank: int, agree: bool, seeds: list[int]) -> list[list[str]]:
-    """The order of collectives where each rank has measured other times."""
-    orders = []
-    with several_groups() as groups:
-        for seed in seeds:
-            gm = build(random.Random(seed), groups, 30)
-            estimator = told(random.Random(1000 * seed + rank), gm)
-            if agree:
-                estimator = estimator.agreed(dist.group.WORLD)
-            schedule(gm, estimator=estimator)
-            orders.append([node.name for node in gm.graph.nodes])
-    return orders
-
-
-def test_agreed_estimates_give_one_graph(ranks: Ranks) -> None:
-    seeds = list(range(5))
-    first, second = ranks(2).run(differing, True, seeds)
-    assert first == second
-    first, second = ranks(2).run(differing, False, seeds)
-    assert sum(a != b for a, b in zip(first, second, strict=True)) > 2

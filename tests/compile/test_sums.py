@@ -21,7 +21,6 @@ Program = Callable[[Calls, Tensor, Tensor, Tensor], Any]
 MERGED: dict[str, tuple[Program, list[tuple[Any, ...]]]] = {
     "all_reduce": (lambda c, a, b, d: c.ar(a, 0) + c.ar(b, 0), [(AR, 0)]),
     "avg": (lambda c, a, b, d: c.ar(a, 0, op="avg") + c.ar(b, 0, op="avg"), [(AR, 0)]),
-    "of three": (lambda c, a, b, d: c.ar(a, 0) + c.ar(b, 0) + c.ar(d, 0), [(AR, 0)]),
     "of four, as a tree": (lambda c, a, b, d: (c.ar(a, 0) + c.ar(b, 0)) + (c.ar(d, 0) + c.ar(a * 2, 0)), [(AR, 0)]),
     "another term between": (lambda c, a, b, d: (a + c.ar(a, 0) + d + c.ar(b, 0)).relu(), [(AR, 0)]),
     "two groups": (lambda c, a, b, d: c.ar(a, 0) + c.ar(a, 1) + c.ar(b, 0) + c.ar(d, 1), [(AR, 0), (AR, 1)]),
@@ -31,10 +30,6 @@ MERGED: dict[str, tuple[Program, list[tuple[Any, ...]]]] = {
     ),
     "permuted": (lambda c, a, b, d: c.ar(a.permute(1, 0, 2), 0) + c.ar(b, 0).permute(1, 0, 2).contiguous(), [(AR, 0)]),
     "reduce_scatter": (lambda c, a, b, d: c.rs(a, 0) + c.rs(b, 0), [(RS, 0)]),
-    "reduce_scatter of dim 1": (
-        lambda c, a, b, d: c.rs(a, 0, dim=1) + c.rs(b, 0, dim=1) + c.rs(d, 0, dim=1),
-        [(RS, 0)],
-    ),
     "scattered along different dims": (
         lambda c, a, b, d: c.rs(a, 0, dim=1).view(4, 4, 6) + c.rs(b, 0),
         [(RS, 0)],
@@ -44,7 +39,6 @@ MERGED: dict[str, tuple[Program, list[tuple[Any, ...]]]] = {
 }
 LEFT: dict[str, Program] = {
     "read elsewhere": lambda c, a, b, d: (r := c.ar(a, 0), r + c.ar(b, 0)),
-    "twice the same": lambda c, a, b, d: (r := c.ar(a, 0)) + r + c.ar(b, 1),
     "the sum is read between": lambda c, a, b, d: (s := c.ar(a, 0) + d, s + c.ar(b, 0)),
     "groups": lambda c, a, b, d: c.ar(a, 0) + c.ar(b, 1),
     "sum and avg": lambda c, a, b, d: c.ar(a, 0) + c.ar(b, 0, op="avg"),

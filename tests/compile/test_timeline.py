@@ -251,15 +251,8 @@ def test_plots_are_not_blank(shown: Timeline, tmp_path: Path) -> None:
     shown.plot(tmp_path / "one.svg")
     text = (tmp_path / "one.svg").read_text()
     assert all(colour in text for colour in timeline.COLOURS.values())
-    timeline.plot_both(shown, Timeline(0.0, 0.0, 0.0, [], 0), tmp_path / "both.png")
-    assert set(timeline.COLOURS.values()) <= colours(tmp_path / "both.png")
-
-
-def colours(file: Path) -> set[str]:
-    from matplotlib.image import imread
-
-    red, green, blue = torch.from_numpy(255 * imread(file)[:, :, :3]).round().int().unbind(-1)
-    return {f"#{colour:06x}" for colour in (red * 65536 + green * 256 + blue).unique().tolist()}
+    timeline.plot_both(shown, Timeline(0.0, 0.0, 0.0, [], 0), tmp_path / "both.svg")
+    assert all(colour in (tmp_path / "both.svg").read_text() for colour in timeline.COLOURS.values())
 
 
 def test_wide_spans_and_gaps_are_kept_when_narrow_ones_are_merged() -> None:

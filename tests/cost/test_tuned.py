@@ -97,9 +97,6 @@ BAD_CONTENT: dict[str, tuple[Callable[[], str], str]] = {
     "another key": (lambda: content(key=tuned.key(CPU, 2) | {"torch": "1.0"}), "it must be of this device"),
     "too large": (lambda: content() + " " * tuned.MAX_BYTES, f"it must have at most {tuned.MAX_BYTES} bytes"),
     "no constants": (lambda: content(constants=None), "constants must have exactly the fields"),
-    "NaN": (lambda: constants(link_bandwidth=float("nan")), "link_bandwidth must be a number"),
-    "infinite": (lambda: constants(link_bandwidth=float("inf")), "link_bandwidth must be a number"),
-    "negative": (lambda: constants(link_latency=-1e-6), "link_latency must be a number"),
     "absurd": (lambda: constants(link_bandwidth=1e40), "link_bandwidth must be a number"),
     "many digits": (lambda: constants(link_bandwidth=0).replace(": 0,", ": " + "9" * 5000 + ","), ""),
     "default": (lambda: constants(source=model.DEFAULT), "it must be tuned on cpu, got default"),
@@ -184,7 +181,7 @@ def test_a_reader_finds_the_old_file_or_the_new_one(cache: Path, caplog: pytest.
 
     thread = threading.Thread(target=reader)
     thread.start()
-    for i in range(100):
+    for i in range(20):
         tuned.write((SLOW, FAST)[i % 2], CPU, 2)
     done.set()
     thread.join()

@@ -1,7 +1,7 @@
 """Processes that compile the Triton kernels, one for each architecture and version of Triton.
 
-It is a minute's work of one core each. It begins with the test session, and gives way to all else that the machine
-does.
+It is one or two minutes' work of one core each, so one runs at a time: the next one beside the tests of the one before.
+Tests that need compiled kernels are one group of pytest-xdist, so one worker has them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 TRITON_36 = Path(sys.prefix) / "triton-3.6"
-NICENESS = "10"
 COMPILE = """
 import sys
 from pathlib import Path
@@ -25,6 +25,8 @@ from fusedcomm.testing import compile_only
 compile_only.ARCHITECTURES = (int(sys.argv[2]),)
 compile_only.main(Path(sys.argv[1]))
 """
+
+ONE_WORKER = pytest.mark.xdist_group("compiled")
 
 
 class Target(NamedTuple):
@@ -37,24 +39,29 @@ class Target(NamedTuple):
     def is_there(self) -> bool:
         return self.triton == "installed" or TRITON_36.is_dir()
 
+    def env(self, folder: Path) -> dict[str, str]:
+        """Of a process whose kernels are kept in ``folder``: those of a target are compiled once a session."""
+        env = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
+        env.pop("TRITON_INTERPRET", None)
+        if self.triton == "3.6":
+            env["PYTHONPATH"] = os.pathsep.join([str(TRITON_36), env.get("PYTHONPATH", "")])
+        return env
 
+
+# `make test` has the first, which takes half as long; with the thorough ones every architecture and both versions are
+# there once.
 TARGETS = [Target("installed", 80), Target("installed", 100), Target("3.6", 90)]
-OTHERS = [Target("installed", 90), Target("3.6", 80), Target("3.6", 100)]
+OTHERS = [target for each in product(("installed", "3.6"), (80, 90, 100)) if (target := Target(*each)) not in TARGETS]
 
 
 class Compiler:
     """Writes PTX and cubins into ``folder``, and what it found, a line of JSON for each kernel."""
 
     def __init__(self, folder: Path, target: Target) -> None:
-        self.folder = folder
         self.out, self.err = folder / "out", folder / "err"
-        env = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
-        env.pop("TRITON_INTERPRET", None)
-        if target.triton == "3.6":
-            env["PYTHONPATH"] = os.pathsep.join([str(TRITON_36), env.get("PYTHONPATH", "")])
-        command = ["nice", "-n", NICENESS, sys.executable, "-c", COMPILE, str(folder), str(target.arch)]
+        command = [sys.executable, "-c", COMPILE, str(folder), str(target.arch)]
         with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=err)
+            self.process = subprocess.Popen(command, env=target.env(folder), stdout=out, stderr=err)
 
     def result(self, timeout_s: float) -> list[dict[str, Any]]:
         assert self.process.wait(timeout_s) == 0, self.err.read_text()
@@ -65,11 +72,31 @@ class Compiler:
         self.process.wait()
 
 
-Compilers = dict[Target, Compiler]
+class Compilers:
+    def __init__(self, session: pytest.Session, factory: pytest.TempPathFactory) -> None:
+        params = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
+        asked = dict.fromkeys(each["target"] for each in params if isinstance(each.get("target"), Target))
+        self._asked = [target for target in asked if target.is_there()]
+        self._factory = factory
+        self._folders: dict[Target, Path] = {}
+        self._started: dict[Target, Compiler] = {}
 
+    def folder(self, target: Target) -> Path:
+        if target not in self._folders:
+            self._folders[target] = self._factory.mktemp(str(target))
+        return self._folders[target]
 
-def start(session: pytest.Session, factory: pytest.TempPathFactory) -> Compilers:
-    """Start the compilers of all targets that the selected tests ask for."""
-    params = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
-    asked = {each["target"] for each in params if isinstance(each.get("target"), Target)}
-    return {target: Compiler(factory.mktemp(str(target)), target) for target in asked if target.is_there()}
+    def result(self, target: Target, timeout_s: float) -> list[dict[str, Any]]:
+        self._start(target)
+        found = self._started[target].result(timeout_s)
+        for following in [each for each in self._asked if each not in self._started][:1]:
+            self._start(following)
+        return found
+
+    def _start(self, target: Target) -> None:
+        if target not in self._started:
+            self._started[target] = Compiler(self.folder(target), target)
+
+    def close(self) -> None:
+        for compiler in self._started.values():
+            compiler.close()

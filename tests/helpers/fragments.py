@@ -109,22 +109,6 @@ def shard_dim_alltoall_before(r: int) -> Any:
 
 
 @fragment([M2A], [A2M])
-def xdit_before_attention(r: int) -> Any:
-    def program(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return heads_first(F.linear(x, w, b).view(B, T, HEADS, DIM), r)
-
-    return program, [(B, T, K), (N, K), (N,)]
-
-
-@fragment([A2M], [M2A])
-def xdit_after_attention(r: int) -> Any:
-    def program(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return F.linear(tokens_first(x, r).flatten(2), w, b)
-
-    return program, [(B, T * r, HEADS // r, DIM), (K, N), (K,)]
-
-
-@fragment([M2A], [A2M])
 def deepspeed_before_attention(r: int) -> Any:
     def program(x: Tensor, w: Tensor) -> Tensor:
         y = F.linear(x, w).view(T, B, HEADS, DIM)

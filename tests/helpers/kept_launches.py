@@ -1,8 +1,8 @@
 """Launches that are kept, beside such that are planned anew, in the pretended driver of tests/helpers/launch_path.py.
 
-    python -m tests.helpers.kept_launches FOLDER ARCH [LEFT_OUT]
+    python -m tests.helpers.kept_launches FOLDER ARCH
 
-It prints a line of JSON for each call. LEFT_OUT: of what launches are kept by, for negative controls.
+It prints a line of JSON for each call: as launches are kept, then as if a fact that they are kept by were left out.
 """
 
 from __future__ import annotations
@@ -103,11 +103,12 @@ def _flat(value: Any) -> Any:
     return tuple(map(_flat, value)) if isinstance(value, tuple) else value
 
 
-def main(folder: Path, arch: int, *left_out: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for found in kept(LaunchPath(folder, arch), *left_out):
-        print(json.dumps(found), flush=True)
+def main(folder: Path, arch: int) -> None:
+    path = LaunchPath(folder, arch)
+    for left_out in ((), ("alignment",), ("stride",)):
+        for found in kept(path, *left_out):
+            print(json.dumps({"left_out": left_out} | found), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,11 +1,12 @@
 """The package's launches through Triton's real launchers, down to a driver without a GPU, in a process of its own.
 
-    python -m tests.helpers.launch_path FOLDER ARCH WHAT [PARTS]
+    python -m tests.helpers.launch_path FOLDER ARCH SUITE...
 
-WHAT: ``kernels``, the launches of fusedcomm/testing/compile_only.py; ``ops``, calls of all ops as users make them;
-``uneven``, those with parts of different sizes; ``views``, calls with parts of tensors; ``planted``, launches with a
-defect each; ``slots``, gathers with a defect of the slots that they load; ``time``, microseconds of the host. It prints
-JSON, one object per case. It must run without TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
+SUITE: ``kernels``, the launches of fusedcomm/testing/compile_only.py; ``few`` and ``few-float32``, calls of all ops as
+users make them; ``all``, all problems in all dtypes; ``uneven``, parts of different sizes; ``views``, parts of tensors;
+``planted``, launches with a defect each; ``slots``, gathers with a defect of the slots that they load; ``time``,
+microseconds of the host. It prints JSON, one object per case. It must run without TRITON_INTERPRET; the cache of
+TRITON_CACHE_DIR spares compiling.
 """
 
 from __future__ import annotations
@@ -180,14 +181,13 @@ def ops(path: LaunchPath, problems: Sequence[Problem], dtypes: Sequence[str]) ->
                 yield found | _facts(problem.op, dtype, algorithm, by_product, len(problem.ns), workspace)
 
 
-def uneven(path: LaunchPath, dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
+def uneven(path: LaunchPath) -> Iterator[dict[str, Any]]:
     """As `ops`, with the tables of the peers' own Spans."""
-    for case, dtype, algorithm in itertools.product(UNEVEN, dtypes, ("chunked", "fused")):
+    for case, algorithm in itertools.product(UNEVEN, ("chunked", "fused")):
         with member(path) as workspace, fusedcomm.force_algorithm(algorithm, strict=True):
-            found = path.case(f"ragged {case}", partial(uneven_call, replace(case, dtype=DTYPES[dtype])))
-            yield (
-                found | _facts(case.op, dtype, algorithm, False, 1, workspace) | {"overlaps": case.overlaps(GROUP_SIZE)}
-            )
+            found = path.case(f"ragged {case}", partial(uneven_call, replace(case, dtype=torch.bfloat16)))
+            facts = _facts(case.op, "bfloat16", algorithm, False, 1, workspace)
+            yield found | facts | {"overlaps": case.overlaps(GROUP_SIZE)}
 
 
 def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, workspace: Workspace) -> dict[str, Any]:
@@ -369,7 +369,7 @@ class _Always:
 ROUNDS, CALLS = 200, 10
 
 
-def times(path: LaunchPath) -> dict[str, Any]:
+def times(path: LaunchPath) -> Iterator[dict[str, Any]]:
     """CPU microseconds per launch, interleaved round by round: the median, and its ratio to that of an empty kernel.
 
     The library does nothing here, so a real driver's part comes on top.
@@ -388,7 +388,7 @@ def times(path: LaunchPath) -> dict[str, Any]:
                 start()
             seconds[name].append((time.thread_time() - began) / CALLS)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
-    return run_facts() | {
+    yield run_facts() | {
         "triton": triton.__version__,
         "us": {name: round(1e6 * median, 1) for name, median in medians.items()},
         "ratio": {name: round(median / medians["empty"], 2) for name, median in medians.items()},
@@ -418,21 +418,25 @@ def _launches() -> dict[str, Callable[[], None]]:
     }
 
 
-def main(folder: Path, arch: int, what: str, *parts: str) -> None:
+SUITES: dict[str, Callable[[LaunchPath], Iterator[dict[str, Any]]]] = {
+    "kernels": kernels,
+    "planted": planted,
+    "slots": slots,
+    "few": partial(ops, problems=[*RAGGED, *ALIGNED], dtypes=["bfloat16"]),
+    "few-float32": partial(ops, problems=[*RAGGED, *ALIGNED], dtypes=["float32"]),
+    "all": partial(ops, problems=[*ALL_PROBLEMS, *ALIGNED], dtypes=list(DTYPES)),
+    "uneven": uneven,
+    "views": views,
+    "time": times,
+}
+
+
+def main(folder: Path, arch: int, *suites: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = LaunchPath(folder, arch)
-    if what == "time":
-        cases: Any = [times(path)]
-    elif what == "ops":
-        table, dtypes = parts[0], parts[1:] or list(DTYPES)
-        problems = {"all": [*ALL_PROBLEMS, *ALIGNED], "few": [*RAGGED, *ALIGNED]}[table]
-        cases = ops(path, problems, dtypes)
-    elif what == "uneven":
-        cases = uneven(path, parts)
-    else:
-        cases = {"kernels": kernels, "views": views, "planted": planted, "slots": slots}[what](path)
-    for found in cases:
-        print(json.dumps(found), flush=True)
+    for suite in suites:
+        for found in SUITES[suite](path):
+            print(json.dumps({"suite": suite} | found), flush=True)
 
 
 if __name__ == "__main__":

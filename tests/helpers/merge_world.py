@@ -58,18 +58,26 @@ class World:
 
 
 @contextmanager
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A default group without peers, of torch's backend "fake"."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def fake_world(ranks: Any) -> Iterator[World]:
     """A mesh of fake groups of these global ranks, an array or list."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     ranks = torch.as_tensor(ranks)
-    dist.init_process_group("fake", rank=0, world_size=ranks.numel(), store=FakeStore())
-    try:
+    with fake_ranks(ranks.numel()):
         mesh = DeviceMesh("cpu", ranks)
         yield World(mesh, *flatten(mesh))
-    finally:
-        dist.destroy_process_group()
 
 
 def traced(program: Callable[..., Any], *shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> GraphModule:

@@ -183,10 +183,6 @@ class Plan:
         assert None not in found
         return [step for step in found if step is not None]
 
-    def __str__(self) -> str:
-        shape, mesh = self.path[0].shape, self.path[0].mesh_shape
-        return f"{self.dtype} {shape} on {mesh}: {' -> '.join(map(str, self.path))}"
-
 
 def parts_of(sharding: Sharding, rng: random.Random) -> Tensor:
     """Whole numbers whose reductions are exact in bfloat16. Without reductions all of them differ."""

@@ -7,12 +7,6 @@ from typing import Any
 
 import pytest
 
-# `fused` runs in Triton's interpreter: `make test` has it for one problem of each op, in tests/ops/test_gradients.py.
-FUSED = pytest.param("fused", marks=pytest.mark.thorough)
-ALGORITHMS_WITH_SEGMENTS = ["chunked", FUSED]
-OVERLAPPED = [*ALGORITHMS_WITH_SEGMENTS, "pipelined"]
-ALL_ALGORITHMS = ["unfused", *OVERLAPPED]
-
 
 def thorough_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """``values`` as parameters, marked `thorough` unless they are among the ``quick`` ones."""

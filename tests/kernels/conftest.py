@@ -1,4 +1,4 @@
-"""The kernels of each target, compiled by the processes that tests/helpers/compilers.py has started."""
+"""The kernels of each target, compiled by the processes of tests/helpers/compilers.py."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def arch(target: Target) -> int:
 
 @pytest.fixture(scope="module")
 def folder(target: Target, compilers: Compilers) -> Path:
-    return compilers[target].folder
+    return compilers.folder(target)
 
 
 @pytest.fixture(scope="module")
 def compiled(target: Target, compilers: Compilers) -> Compiled:
-    kernels = compilers[target].result(timeout_s=850)
+    kernels = compilers.result(target, timeout_s=850)
     if target.triton == "3.6":
         assert all(kernel["triton"].startswith("3.6.") for kernel in kernels)
     assert {kernel["arch"] for kernel in kernels} == {target.arch}

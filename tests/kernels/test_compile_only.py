@@ -1,9 +1,7 @@
 """The Triton kernels compiled without a GPU: instructions, order, registers, shared memory.
 
 This happens in other processes (this one may be in the interpreter; tests/helpers/compilers.py): under the installed
-Triton, and under Triton 3.6 where ``<sys.prefix>/triton-3.6`` has it (``make test-all`` puts it there). `make test` has
-one target; `make test-all` adds those that cover every architecture and both versions; the other three are soak
-tests. `pytest -s` prints the table.
+Triton, and under Triton 3.6 where ``<sys.prefix>/triton-3.6`` has it.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fusedcomm.testing import compile_only
-from tests.helpers.compilers import OTHERS, TARGETS, Target
+from tests.helpers.compilers import ONE_WORKER, Target
 from tests.kernels.conftest import Compiled
 
-pytestmark = pytest.mark.timeout(900)  # the first test of each target may wait for a minute's compiling
+pytestmark = [ONE_WORKER, pytest.mark.timeout(900)]  # the first test of a target waits for a minute's compiling
 
 SHARED_BYTES = {
     80: 99 << 10,
@@ -77,22 +74,6 @@ def pushes(compiled: Compiled) -> dict[str, dict[str, int]]:
 
 def gathers(compiled: Compiled) -> dict[str, dict[str, int]]:
     return counts_of(compiled, "gather_matmul_kernel")
-
-
-def test_prints_what_each_kernel_needs(compiled: Compiled, arch: int) -> None:
-    for name, kernel in compiled.items():
-        print(
-            f"triton {kernel['triton']} sm_{arch:<3} {name:22} warps {kernel['num_warps']}"
-            f" registers {kernel['registers']:3} shared {kernel['shared']:6}"
-            f" loops {kernel['loops']} joined {kernel['joined']} barriers {kernel['barriers']}"
-            f" {' '.join(f'{key}={count}' for key, count in kernel['counts'].items() if count)}"
-        )
-
-
-@pytest.mark.parametrize("triton", ["installed", "3.6"])
-def test_every_architecture_is_compiled_for(triton: str) -> None:
-    architectures = {each.arch for each in TARGETS + OTHERS if each.triton == triton}
-    assert {each.arch for each in TARGETS} == architectures == set(compile_only.ARCHITECTURES) == set(SHARED_BYTES)
 
 
 def test_every_matmul_is_on_the_tensor_cores(compiled: Compiled, arch: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,23 +14,25 @@ pytest.importorskip("triton")
 
 from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
-from tests.helpers.tiers import nightly_but, thorough_but
-from tests.kernels.test_gather_matmul import Case, run
+from tests.helpers.kernel_calls import by_name, check_calls
+from tests.helpers.problems import Problem
+from tests.helpers.tiers import thorough_but
 
-
-def box_cases(r: int) -> dict[str, Case]:
-    """Whole blocks of K, as boxes need them, and ragged rows and columns."""
-    return {
-        "rows": Case((37, 32), 0, ns=(40,), bias=True, dtype=torch.bfloat16),
-        "rows transposed": Case((2, 7, 48), 1, ns=(33,), transposed=True, dtype=torch.bfloat16),
-        "batched": Case((3, 37, 32), 1, ns=(48,), batched=True),
-        "batched, transposed": Case((2, 37, 32), 0, ns=(48,), batched=True, transposed=True),
-        "K": Case((37, 48), 1, ns=(40,), bias=True, dtype=torch.float16),
-        "heads": Case((2, 19 * r, 3, 16), 2, 1, ns=(40,), k_dims=2, transposed=True),
-        "packed qkv": Case((5 * r, 3, 2, 16), 2, 0, ns=(40,), k_dims=3, bias=True),
-        "batched K": Case((3, 21, 32), 2, ns=(40,), batched=True),
-        "batched K, transposed": Case((3, 21, 32), 2, ns=(40,), batched=True, transposed=True),
-    }
+_gather = partial(Problem, op="all_gather_matmul")
+_exchange = partial(Problem, op="all_to_all_matmul")
+BOXES = by_name(  # whole blocks of K, as boxes need them, and ragged rows and columns
+    [
+        _gather("rows", (37, 32), 40, 0, bias=True),
+        _gather("rows transposed", (2, 7, 48), 33, 1, transposed=True),
+        _gather("batched", (3, 37, 32), 48, 1, batched=True),
+        _gather("batched, transposed", (2, 37, 32), 48, 0, batched=True, transposed=True),
+        _gather("K", (37, 48), 40, 1, bias=True),
+        _exchange("heads", (2, 19, 3, 16), 40, 2, 1, k_dims=2, transposed=True),
+        _exchange("packed qkv", (5, 3, 2, 16), 40, 2, 0, k_dims=3, bias=True),
+        _gather("batched K", (3, 21, 32), 40, 2, batched=True),
+        _gather("batched K, transposed", (3, 21, 32), 40, 2, batched=True, transposed=True),
+    ]
+)
 
 
 @pytest.fixture
@@ -48,27 +51,18 @@ def by_tma(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("name", thorough_but(["rows", "K"], box_cases(2)))
+@pytest.mark.parametrize("name", thorough_but(["rows", "K"], BOXES))
 def test_chunks_and_w_by_tensor_descriptor(name: str, by_tma: list[Any]) -> None:
-    run(box_cases(2)[name], 2)
-    assert len(by_tma) == 2
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("group_size", nightly_but([1, 3], [1, 3, 4]))
-@pytest.mark.parametrize("name", ["rows", "batched, transposed", "heads", "batched K"])
-def test_tensor_descriptors_of_more_and_fewer_ranks(group_size: int, name: str, by_tma: list[Any]) -> None:
-    run(box_cases(group_size)[name], group_size)
+    group_size = 3 if name in ("heads", "batched, transposed") else 2
+    check_calls(BOXES[name], group_size, dtype=torch.bfloat16)
     assert len(by_tma) == group_size
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", nightly_but(["rows transposed", "batched K"], box_cases(2)))
-def test_rounds_and_calls_by_tensor_descriptor(name: str, by_tma: list[Any]) -> None:
+def test_rounds_and_calls_by_tensor_descriptor(by_tma: list[Any]) -> None:
     """Rounds of a call and calls behind one another take the slots by turns, for two weights and the by-product."""
-    case = box_cases(2)[name]
-    part = case.exchange(2).chunk_numel // 3
-    run(dataclasses.replace(case, ns=(40, 24), max_chunk_numel=part), 2, calls=2, by_product=True)
+    problem = dataclasses.replace(BOXES["rows transposed"], n=(40, 24))
+    check_calls(problem, 2, num_rounds=3, num_calls=2, by_product=True)
     assert len(by_tma) >= 2 * 3 * 2  # by ranks, rounds and weights; both calls take the same
 
 
@@ -88,11 +82,12 @@ def test_a_descriptor_has_the_slot_of_each_epoch(
 
     monkeypatch.setattr(kernel_launch, "describe_slots", of_one_slot)
     with pytest.raises(AssertionError) if always is not None else contextlib.nullcontext():
-        run(Case((5, 16), gather_dim, ns=(16,)), 2, calls=2)
+        check_calls(_gather("small", (5, 16), 16, gather_dim), 2, num_calls=2)
 
 
 def test_chunks_that_are_no_boxes_are_loaded_by_pointer(by_tma: list[Any]) -> None:
     """K, or the part of it in a run, is no multiple of the block."""
-    for case in (Case((5, 24), 0), Case((5, 24), 1), Case((5, 4, 3, 8), 2, 1, k_dims=2)):
-        run(case, 2)
+    of_k = _gather("K", (5, 24), 11, 0), _gather("K gathered", (5, 24), 11, 1)
+    for problem in (*of_k, _exchange("run", (5, 2, 3, 8), 11, 2, 1, k_dims=2)):
+        check_calls(problem, 2)
     assert not by_tma

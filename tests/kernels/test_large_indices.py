@@ -4,6 +4,9 @@ results of more elements.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ K, N, ROWS = 5, 7, 6
 REACH = [2**31 - 64, 2**31 + 64, 2**32 + 64]  # index of w's last row or column
 
 
-def far_apart(values: Tensor, transposed: bool, reach: int) -> Tensor:
+def far_apart(values: Tensor, reach: int, transposed: bool) -> Tensor:
     """``values`` [K, N] with its rows, or transposed its columns, so far apart that the last begins at ``reach``."""
     long, short = values.shape if not transposed else values.shape[::-1]
     step = -(-reach // (long - 1))
@@ -46,34 +49,44 @@ def one_rank(exchange: Exchange) -> VirtualRank:
     return rank
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("reach", REACH)
-def test_a_push_reads_w_where_it_lies(reach: int, transposed: bool) -> None:
-    x, values = integers(ROWS, K), integers(K, N)
-    exchange = shapes.matmul_all_to_all((ROWS, K), (K, N), None, 0, 1, 1)
-    rank, out = one_rank(exchange), torch.full((ROWS, N), torch.nan)
+LAYOUTS: dict[str, tuple[Callable[[Tensor, int], Tensor], tuple[int, ...]]] = {  # of w, and its batches
+    "rows apart": (partial(far_apart, transposed=False), ()),
+    "columns apart": (partial(far_apart, transposed=True), ()),
+    "batches apart": (batches_apart, (3,)),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+reaches = pytest.mark.parametrize("reach", REACH)
+
+
+@layouts
+@reaches
+def test_a_push_reads_w_where_it_lies(reach: int, layout: str) -> None:
+    place, batches = LAYOUTS[layout]
+    x, values = integers(*batches, ROWS, K), integers(*batches, K, N)
+    exchange = shapes.matmul_all_to_all(x.shape, values.shape, None, 0, 1, 1)
+    rank, out = one_rank(exchange), torch.full((*batches, ROWS, N), torch.nan)
     (spans,) = exchange.rounds(1 << 62)
-    kernel_launch.push(x, far_apart(values, transposed, reach), None, spans, rank, FINGERPRINT)
+    kernel_launch.push(x, place(values, reach), None, spans, rank, FINGERPRINT)
     kernel_launch.unpack(out, spans, rank, FINGERPRINT)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("reach", REACH)
-def test_a_gather_reads_w_where_it_lies(reach: int, transposed: bool) -> None:
-    x, values = integers(ROWS, K), integers(K, N)
-    exchange = shapes.all_gather_matmul((ROWS, K), ((K, N),), 0, 1)
-    rank, out = one_rank(exchange), torch.full((ROWS, N), torch.nan)
+@layouts
+@reaches
+def test_a_gather_reads_w_where_it_lies(reach: int, layout: str) -> None:
+    place, batches = LAYOUTS[layout]
+    x, values = integers(*batches, ROWS, K), integers(*batches, K, N)
+    exchange = shapes.all_gather_matmul(x.shape, (values.shape,), len(batches), 1)
+    rank, out = one_rank(exchange), torch.full((*batches, ROWS, N), torch.nan)
     (spans,) = exchange.rounds(1 << 62)
     kernel_launch.pack(x, spans, rank, FINGERPRINT)
-    w = far_apart(values, transposed, reach)
-    kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
+    kernel_launch.gather_matmul(out, place(values, reach), None, spans, rank, FINGERPRINT, end_round=True)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("reach", REACH)
-def test_a_gather_of_k_reads_w_where_it_lies(reach: int, transposed: bool) -> None:
+@pytest.mark.parametrize("layout", ["rows apart", "columns apart"])
+@reaches
+def test_a_gather_of_k_reads_w_where_it_lies(reach: int, layout: str) -> None:
     """Each of 2 ranks sends a part of every row."""
     xs, values = [integers(2 * ROWS, K), integers(2 * ROWS, K) + 1], integers(2 * K, N)
     exchange = shapes.all_to_all_matmul((2 * ROWS, K), (2 * K, N), 1, 0, 2)
@@ -81,35 +94,12 @@ def test_a_gather_of_k_reads_w_where_it_lies(reach: int, transposed: bool) -> No
     (spans,) = exchange.rounds(1 << 62)
     for rank, x in zip(ranks, xs, strict=True):
         kernel_launch.pack(x, spans, rank, FINGERPRINT)
-    w = far_apart(values, transposed, reach)
+    w = LAYOUTS[layout][0](values, reach)
     for rank in ranks:
         out = torch.full((ROWS, N), torch.nan)
         kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
         want = torch.cat([x.chunk(2)[rank.rank] for x in xs], 1) @ values
         torch.testing.assert_close(out, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("reach", REACH)
-def test_a_push_reads_batches_where_they_lie(reach: int) -> None:
-    x, values = integers(3, ROWS, K), integers(3, K, N)
-    exchange = shapes.matmul_all_to_all(x.shape, values.shape, None, 0, 1, 1)
-    rank, out = one_rank(exchange), torch.full((3, ROWS, N), torch.nan)
-    (spans,) = exchange.rounds(1 << 62)
-    kernel_launch.push(x, batches_apart(values, reach), None, spans, rank, FINGERPRINT)
-    kernel_launch.unpack(out, spans, rank, FINGERPRINT)
-    torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("reach", REACH)
-def test_a_gather_reads_batches_where_they_lie(reach: int) -> None:
-    x, values = integers(3, ROWS, K), integers(3, K, N)
-    exchange = shapes.all_gather_matmul(x.shape, (values.shape,), 1, 1)
-    rank, out = one_rank(exchange), torch.full((3, ROWS, N), torch.nan)
-    (spans,) = exchange.rounds(1 << 62)
-    kernel_launch.pack(x, spans, rank, FINGERPRINT)
-    w = batches_apart(values, reach)
-    kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
-    torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("row", [1 << 14, 1 << 15])

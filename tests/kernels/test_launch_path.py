@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import pytest
 pytest.importorskip("triton")
 
 from fusedcomm.testing import compile_only
-from tests.helpers.compilers import OTHERS, TARGETS, TRITON_36, Target
+from tests.helpers.compilers import ONE_WORKER, OTHERS, TARGETS, TRITON_36, Compilers, Target
 from tests.helpers.cubin import CubinKernel
 from tests.helpers.device_rules import (
     Argument,
@@ -39,7 +38,7 @@ from tests.helpers.problems import OPS
 from tests.helpers.tiers import nightly_but
 from tests.kernels.conftest import Compiled
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [ONE_WORKER, pytest.mark.timeout(900)]
 
 PYTHON_H = Path(sysconfig.get_paths()["include"], "Python.h")
 
@@ -47,26 +46,18 @@ Cases = dict[str, dict[str, Any]]  # by name
 
 
 def run(
-    folder: Path,
-    target: Target,
-    *what: str,
-    cache: Path | None = None,
-    timeout_s: float = 600,
-    module: str = "launch_path",
+    compilers: Compilers, target: Target, *suites: str, timeout_s: float = 600, module: str = "launch_path"
 ) -> list[Any]:
-    """What a process of tests/helpers/launch_path.py, or of ``module``, prints. It compiles the driver, and Triton its
-    launchers.
+    """Lines of a process of tests/helpers/launch_path.py, or of ``module``. It compiles the driver, and Triton its
+    launchers; kernels that the session has compiled for the target are in its folder.
     """
     if shutil.which("cc") is None or not PYTHON_H.exists():
         pytest.skip(f"a launch needs a C compiler, cc, and {PYTHON_H}")
     if not target.is_there():
-        pytest.skip(f"{TRITON_36} does not exist: make test-all installs Triton 3.6 there")
-    env = {**os.environ, "TRITON_CACHE_DIR": str(cache or folder / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
-    env.pop("TRITON_INTERPRET", None)
-    if target.triton == "3.6":
-        env["PYTHONPATH"] = os.pathsep.join([str(TRITON_36), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", f"tests.helpers.{module}", str(folder), str(target.arch), *what]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+        pytest.skip(f"{TRITON_36} does not exist: CI installs Triton 3.6 there")
+    folder = compilers.folder(target)
+    command = [sys.executable, "-m", f"tests.helpers.{module}", str(folder), str(target.arch), *suites]
+    done = subprocess.run(command, env=target.env(folder), capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -166,9 +157,19 @@ PLANTED = {
 }
 
 
-def test_planted_defects_are_refused(tmp_path: Path) -> None:
+LAUNCHED = TARGETS[1]  # has tensor maps
+
+
+@pytest.fixture(scope="module")
+def broken(compilers: Compilers) -> dict[str, Cases]:
+    """By suite."""
+    cases = run(compilers, LAUNCHED, "planted", "slots")
+    return {suite: {case["case"]: case for case in cases if case["suite"] == suite} for suite in ("planted", "slots")}
+
+
+def test_planted_defects_are_refused(broken: dict[str, Cases]) -> None:
     """They go through the package and Triton's launcher: a refusal of the driver comes back as its error."""
-    found = {case["case"]: case for case in run(tmp_path, Target("installed", 90), "planted")}
+    found = broken["planted"]
     intact = found.pop("nothing")
     assert intact["refused"] is None and intact["tensor_maps"] == 2 and len(intact["launches"]) == 1
     assert found.pop("write")["launches"] == [{"kernel": "write", "stream": ANY}]
@@ -177,10 +178,9 @@ def test_planted_defects_are_refused(tmp_path: Path) -> None:
         assert PLANTED[name] in str(case["refused"]), case
 
 
-@pytest.mark.thorough
-def test_a_gather_describes_its_slots(tmp_path: Path) -> None:
+def test_a_gather_describes_its_slots(broken: dict[str, Cases]) -> None:
     """[2 slots, rows of 4 chunks, K], innermost dim first and strides in bytes; a tile takes a box of one slot."""
-    found = {case["case"]: case for case in run(tmp_path, Target("installed", 90), "slots")}
+    found = broken["slots"]
     intact = found.pop("nothing")
     (slots,) = (each for each in intact["boxes"] if len(each[0]) == 3)
     dims, strides, (box_k, box_rows, box_slots) = slots
@@ -191,9 +191,9 @@ def test_a_gather_describes_its_slots(tmp_path: Path) -> None:
     assert "tensor map strides: what they step over" in found["slots that overlap"]["refused"]
 
 
-def test_every_kernel_is_taken(compiled: Compiled, folder: Path, target: Target) -> None:
+def test_every_kernel_is_taken(compiled: Compiled, compilers: Compilers, target: Target) -> None:
     """Every layout, dtype, tile and way to load: the launches whose code tests/kernels/test_compile_only.py reads."""
-    cases = run(folder, target, "kernels", cache=folder / "cache")
+    cases = run(compilers, target, "kernels")
     assert not [case for case in cases if case["refused"]]
     assert {case["case"] for case in cases} >= compiled.keys()
     assert all(case["triton"].startswith("3.6.") == (target.triton == "3.6") for case in cases)
@@ -262,11 +262,23 @@ def fused_sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
     return [("pack", "sends"), ("wait_source", "main"), *matmuls, *[unpack] * case["by_product"]]
 
 
+@pytest.fixture(scope="module")
+def calls(compilers: Compilers) -> list[dict[str, Any]]:
+    return run(compilers, LAUNCHED, "few", "uneven", "views")
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
-def test_calls_launch_what_they_must(dtype: str, tmp_path: Path) -> None:
+def test_calls_launch_what_they_must(calls: list[dict[str, Any]]) -> None:
+    check_calls([case for case in calls if case["suite"] == "few"])
+
+
+@pytest.mark.nightly
+def test_calls_in_float32_launch_what_they_must(compilers: Compilers) -> None:
+    check_calls(run(compilers, LAUNCHED, "few-float32"))
+
+
+def check_calls(cases: list[dict[str, Any]]) -> None:
     """The public functions, in one round and in several."""
-    cases = run(tmp_path, Target("installed", 90), "ops", "few", dtype)
     assert len(cases) == 2 * (2 * 5 + 2 * 2)
     for case in cases:
         num_rounds = launched_rounds(case)
@@ -284,47 +296,40 @@ def launched_rounds(case: dict[str, Any]) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "target", [Target("installed", 90), pytest.param(Target("3.6", 90), marks=pytest.mark.nightly)], ids=str
-)
-def test_calls_with_parts_of_different_sizes_launch_what_even_ones_do(target: Target, tmp_path: Path) -> None:
+def test_calls_with_parts_of_different_sizes_launch_what_even_ones_do(calls: list[dict[str, Any]]) -> None:
     """Their tables reach the kernels as pointers into memory of the call. An empty part takes no launch of its own."""
-    cases = run(tmp_path, target, "uneven", "bfloat16")
+    cases = [case for case in calls if case["suite"] == "uneven"]
     assert len(cases) == 2 * 6
     assert all(launched_rounds(case) == 1 for case in cases)
 
 
 @pytest.mark.thorough
-def test_parts_of_tensors_are_taken(tmp_path: Path) -> None:
+def test_parts_of_tensors_are_taken(calls: list[dict[str, Any]]) -> None:
     """An odd stride or address is loaded by pointer; a descriptor has the strides that it needs."""
-    cases = {case["case"]: case for case in run(tmp_path, Target("installed", 90), "views")}
-    assert not [case for case in cases.values() if case["refused"]]
-    by_tma = {name for name, case in cases.items() if case["tensor_maps"]}
+    cases = [case for case in calls if case["suite"] == "views"]
+    assert not [case for case in cases if case["refused"]]
+    by_tma = {case["case"] for case in cases if case["tensor_maps"]}
     of_w = {f"gather, {x}" for x in ("a row of a wider x", "x behind an odd address")}
     assert by_tma == {"push, a row of a wider x", "push, columns of a wider w", "gather, columns of a wider w", *of_w}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("target", nightly_but([(TARGETS[1],)], [(each,) for each in TARGETS]), ids=str)
-def test_kept_launches_are_what_new_ones_would_be(target: Target, tmp_path: Path) -> None:
-    cases = run(tmp_path, target, module="kept_launches")
+@pytest.mark.parametrize("target", nightly_but([(LAUNCHED,)], [(each,) for each in TARGETS]), ids=str)
+def test_kept_launches_are_what_new_ones_would_be(target: Target, compilers: Compilers) -> None:
+    """Those that are kept by less than they must be are found (negative control)."""
+    found = run(compilers, target, module="kept_launches")
+    cases = [case for case in found if not case["left_out"]]
     assert not [case for case in cases if case["refused"] or case["wrong"]]
     assert all(case["kept"] == len(case["launched"]) for case in cases if case["turn"] == 1)
     assert any("post_kernel" in case["launched"] for case in cases)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("left_out", ["alignment", pytest.param("stride", marks=pytest.mark.nightly)])
-def test_launches_that_are_kept_by_less_are_found(left_out: str, tmp_path: Path) -> None:
-    cases = run(tmp_path, TARGETS[0], left_out, module="kept_launches")
-    assert any(case["wrong"] or case["refused"] for case in cases)
+    for left_out in ("alignment", "stride"):
+        assert any(case["wrong"] or case["refused"] for case in found if case["left_out"] == [left_out]), left_out
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("target", [*TARGETS, *OTHERS], ids=str)
-def test_every_problem_of_every_op_is_taken(target: Target, dtype: str, tmp_path: Path) -> None:
-    cases = run(tmp_path, target, "ops", "all", dtype, timeout_s=3000)
+def test_every_problem_of_every_op_is_taken(target: Target, compilers: Compilers) -> None:
+    cases = run(compilers, target, "all", timeout_s=850)
     assert not [case for case in cases if case["refused"]]
     assert {case["op"] for case in cases} == set(OPS)
 
@@ -332,8 +337,8 @@ def test_every_problem_of_every_op_is_taken(target: Target, dtype: str, tmp_path
 MOST_RATIO = 10.0  # to an empty kernel's launch
 
 
-@pytest.mark.thorough
-def test_a_launch_costs_the_host_what_it_did(tmp_path: Path) -> None:
-    (found,) = run(tmp_path, Target("installed", 90), "time")
+@pytest.mark.nightly
+def test_a_launch_costs_the_host_what_it_did(compilers: Compilers) -> None:
+    (found,) = run(compilers, LAUNCHED, "time")
     print(found)
     assert all(ratio <= MOST_RATIO for ratio in found["ratio"].values()), found

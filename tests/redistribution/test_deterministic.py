@@ -62,12 +62,8 @@ def reduced(
         x = DTensor.from_local(local, mesh, before, run_check=False, shape=torch.Size(shape), stride=stride)
         call = fusedcomm.redistribute if use == "fusedcomm" else DTensor.redistribute
         outs = [call(x, placements=after).to_local() for _ in range(2)]
-        assert torch.equal(bits(outs[0]), bits(outs[1])), "another result the second time"
+        assert torch.equal(*(out.view(torch.int32) for out in outs)), "another result the second time"
         return outs[0]
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32)
 
 
 def num_different(nested: Any, after: list[Placement], outs: list[Tensor | None]) -> int:
@@ -81,7 +77,7 @@ def num_different(nested: Any, after: list[Placement], outs: list[Tensor | None]
         holders[place].append(outs[np.array(nested)[coordinate]])
     differ = 0
     for replicas in holders.values():
-        found = bits(torch.stack(replicas))
+        found = torch.stack(replicas).view(torch.int32)
         differ += int((found != found[0]).any(0).sum())
     return differ
 

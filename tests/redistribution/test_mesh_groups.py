@@ -6,8 +6,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.cost import tuned
@@ -28,20 +26,12 @@ from fusedcomm.cost.model import DEFAULTS, TUNED
 from fusedcomm.errors import PeerTimeoutError
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.redistribution import mesh_groups
+from tests.helpers.merge_world import fake_ranks
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.process_groups import left_as_found
 
 Ranks = Callable[[int], RankPool]
 PERMUTED = [[[0, 4], [2, 6]], [[1, 5], [3, 7]]]
-
-
-@contextmanager
-def fake_world(world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def members_of(mesh: Any, mesh_dims: tuple[int, ...], rank: int) -> list[int]:
@@ -104,22 +94,6 @@ def test_groups_that_reduce_the_same_do_it_in_the_same_order(rank: int) -> None:
         assert mesh_groups.flattened(rows, (1,)).pg is rows.get_group(1)
 
 
-def halves(rank: int) -> str:
-    with left_as_found():
-        both = [DeviceMesh("cpu", [[0, 2], [4, 6]]), DeviceMesh("cpu", [[7, 5], [3, 1]])]
-        flat = mesh_groups.flattened(both[rank % 2], (0, 1))
-        assert mesh_groups.check(both[rank % 2]).ranks == ((0, 2, 4, 6), (7, 5, 3, 1))[rank % 2]
-        assert gathered(flat) == ([0, 2, 4, 6], [1, 3, 5, 7])[rank % 2]
-        assert flat.order == ((0, 1, 2, 3), (3, 2, 1, 0))[rank % 2]
-        return flat.group_name
-
-
-def test_meshes_of_a_part_of_the_world_need_only_their_ranks(ranks: Ranks) -> None:
-    names = ranks(8).run(halves)
-    assert len(set(names[::2])) == len(set(names[1::2])) == 1
-    assert names[0] != names[1]
-
-
 @on_ranks(8)
 def test_groups_that_exist_are_used(rank: int) -> None:
     with left_as_found():
@@ -164,9 +138,6 @@ def test_ranks_that_have_not_equally_many_groups_find_each_other(rank: int) -> N
         if rank % 2 == 0:
             return
         assert gathered(mesh_groups.flattened(mesh, (0, 1))) == [1, 3, 5, 7]
-        if rank in (1, 3):  # torch's names count the groups of a rank: these two wait for each other
-            with pytest.raises((RuntimeError, dist.DistError)):
-                dist.new_group([1, 3], timeout=timedelta(seconds=1), use_local_synchronization=True)
         c10d._world.group_count = count  # torch 2.15 names all later groups by it
 
 
@@ -390,7 +361,7 @@ def test_threads_that_come_together_make_one_group(monkeypatch: pytest.MonkeyPat
         return original(*args)
 
     monkeypatch.setattr(mesh_groups, "_new_group", slow)
-    with fake_world(8):
+    with fake_ranks(8):
         mesh = init_device_mesh("cpu", (2, 2, 2))
         threads = [threading.Thread(target=mesh_groups.flattened, args=(mesh, (0, 1))) for _ in range(4)]
         for thread in threads:
@@ -402,7 +373,7 @@ def test_threads_that_come_together_make_one_group(monkeypatch: pytest.MonkeyPat
 
 def test_fake_groups_need_no_vote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_groups, "agree", None)
-    with fake_world(16):
+    with fake_ranks(16):
         mesh = init_device_mesh("cpu", (2, 2, 4))
         assert mesh_groups.check(mesh) == mesh_groups.MeshFacts((2, 2, 4), tuple(range(16)), (0,) * 16, DEFAULTS["cpu"])
         flat = mesh_groups.flattened(mesh, (0, 2))
@@ -411,19 +382,19 @@ def test_fake_groups_need_no_vote(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_destroyed_mesh_is_named_and_a_new_world_begins_anew() -> None:
-    with fake_world(8):
+    with fake_ranks(8):
         old = init_device_mesh("cpu", (2, 2, 2))
         first = mesh_groups.check(old), mesh_groups.flattened(old, (0, 1)), mesh_groups.flattened(old, (0, 1, 2))
     with pytest.raises(ValueError, match="device_mesh must have its process groups, got DeviceMesh"):
         mesh_groups.check(old)
-    with fake_world(8):
+    with fake_ranks(8):
         with pytest.raises(ValueError, match="groups were destroyed"):
             mesh_groups.flattened(old, (0, 1))
         while len(c10d._world.pg_map) < 20:
             dist.new_group([0, 7])  # under names that those of the old mesh had
         with pytest.raises(ValueError, match="groups were destroyed"):
             mesh_groups.flattened(old, (0, 1))
-    with fake_world(8):
+    with fake_ranks(8):
         new = init_device_mesh("cpu", (2, 2, 2))
         assert new == old
         again = mesh_groups.check(new), mesh_groups.flattened(new, (0, 1)), mesh_groups.flattened(new, (0, 1, 2))
@@ -463,7 +434,7 @@ def test_no_group_is_split_from_a_world_that_has_a_device(monkeypatch: pytest.Mo
         seen.append(dist.group.WORLD.bound_device_id)
         return original(*args, **kwargs)
 
-    with fake_world(8):
+    with fake_ranks(8):
         mesh = init_device_mesh("cpu", (2, 2, 2))
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
         monkeypatch.setattr(c10d, "_new_process_group_helper", helper)

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import math
-import os
 import subprocess
 import sys
 import warnings
@@ -17,19 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusedcomm
 import fusedcomm.compile
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers.block_checks import interpreted
+from tests.helpers.merge_world import fake_ranks
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.redistribution_cases import Case, random_case
 
@@ -202,46 +200,12 @@ def program(x: DTensor, w: DTensor) -> DTensor:
     return fusedcomm.redistribute(y @ w, x.device_mesh, (S1, S1))
 
 
-@on_ranks(4)
-def test_averages_do_not_overflow(rank: int) -> None:
-    """The sum of the values is beyond float16."""
-    mesh = mesh_of((2, 2))
-    for placed, after in (
-        ([Partial("avg")] * 2, [R, R]),
-        ([Partial("avg")] * 2, [S0, S0]),
-        ([Partial("avg"), P], [R, R]),
-    ):
-        for shape in ((4, 2), (3, 2)):
-            x = DTensor.from_local(torch.full(shape, 30000.0).half(), mesh, placed, run_check=False)
-            y = fusedcomm.redistribute(x, placements=after).to_local()
-            assert torch.equal(y, torch.full_like(y, 60000.0 if P in placed else 30000.0)), (placed, after, y)
-
-
-CACHED = """
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch._dynamo.utils import counters
-import fusedcomm
-
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-mesh, R = init_device_mesh("cpu", (2, 2, 2)), Replicate()
-x = DTensor.from_local(torch.ones(8, 4), mesh, [R, R, R], run_check=False).requires_grad_()
-y = torch.compile(lambda x: fusedcomm.redistribute(x, placements=[Shard(0), Shard(0), R]) * 2)(x)
-y.to_local().sum().backward()
-assert x.grad.placements == (R, R, R)
-print(counters["aot_autograd"]["autograd_cache_hit"])
-"""
-
-
 def test_what_torch_compile_calls_makes_all_groups_that_a_backward_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """It also tells meshes, sources and versions apart."""
     from fusedcomm import files
     from fusedcomm.redistribution import dtensor, mesh_groups
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
+    with fake_ranks(8):
         mesh = init_device_mesh("cpu", (2, 1, 4))
         first = dtensor.version(mesh)
         monkeypatch.setattr(mesh_groups, "_make", None)  # none is left to be made
@@ -250,15 +214,6 @@ def test_what_torch_compile_calls_makes_all_groups_that_a_backward_can_have(monk
         assert dtensor.version(mesh) == first != dtensor.version(init_device_mesh("cpu", (8,)))
         monkeypatch.setattr(files, "_sources_digest", lambda: "other sources")
         assert dtensor.version(mesh) != first
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.nightly
-def test_a_backward_from_the_cache_has_its_groups(tmp_path: Path) -> None:
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    runs = [subprocess.run([sys.executable, "-c", CACHED], env=env, capture_output=True, text=True) for _ in range(2)]
-    assert [run.stdout.split() for run in runs] == [["0"], ["1"]], runs[1].stderr[-2000:]
 
 
 @contextlib.contextmanager
@@ -424,19 +379,6 @@ def test_what_only_torch_knows_is_left_to_it_and_logged_once(ranks: Ranks) -> No
         assert len(texts) == 3, texts
         for text, part in zip(texts, wanted, strict=True):
             assert part in text, texts
-
-
-def mixed(rank: int) -> str:
-    x = held(Case(0, (2, 2), (4,), (P, P), (R, R)), mesh_of((2, 2)))
-    x._spec.placements = (Partial("sum"), Partial("max"))  # from_local would refuse it
-    with pytest.raises(ValueError) as error:
-        fusedcomm.redistribute(x, placements=[R, R])
-    return str(error.value)
-
-
-def test_reductions_that_do_not_commute_are_refused_by_name(ranks: Ranks) -> None:
-    for text in ranks(4).run(mixed):
-        assert "sum" in text and "max" in text, text
 
 
 @on_ranks(2)

@@ -312,11 +312,6 @@ def test_links_of_a_mesh_in_another_order() -> None:
     assert [over.reach(dims).link for dims in ((0,), (1,), (0, 1))] == ["intra", "inter", "inter"]
 
 
-def test_all_groups_of_a_mesh_dim_are_told_alike() -> None:
-    """There are 3 ranks in nodes of 4: one group of three lies inside a node, another does not."""
-    assert links((4, 3), ranks_per_node=4).reach((1,)).link == "inter"
-
-
 def test_a_search_ends() -> None:
     """A search ends however many states there are: 4 mesh dims, 4 tensor dims."""
     before, after = (sharding((4097, 99, 63, 5), (2, 2, 2, 2), each.split()) for each in ("P P P S3", "S0 S1 R S2"))

@@ -58,10 +58,6 @@ def heap_of(num_bytes: int, least_bytes: int = 1) -> tuple[DeviceResults, Tensor
     return DeviceResults([torch.zeros(1), memory], 1, tensor_at, owner=memory, least_bytes=least_bytes), memory
 
 
-def places(heap: DeviceResults, ts: Sequence[Tensor]) -> list[int | None]:
-    return [heap.place(t) for t in ts]
-
-
 def test_a_result_is_a_tensor_in_the_heap(stream: OneStream) -> None:
     heap, memory = heap_of(64 * KIB)
     t = heap.empty([3, 5], torch.float32)

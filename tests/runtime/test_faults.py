@@ -20,7 +20,7 @@ from fusedcomm.runtime import members, workspace
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, integers
-from tests.helpers.tiers import ALGORITHMS_WITH_SEGMENTS
+from tests.helpers.tiers import thorough_but
 from tests.helpers.waiting import wait_until
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
@@ -45,7 +45,7 @@ class Left(Exception):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("algorithm", ALGORITHMS_WITH_SEGMENTS)
+@pytest.mark.parametrize("algorithm", thorough_but(["chunked"], ["chunked", "fused"]))
 def test_a_round_left_half_way_is_never_taken_for_the_next(rank: int, algorithm: str) -> None:
     """Rank 1 leaves the round after it has signalled."""
     name = "received" if algorithm == "chunked" else "unpack"

@@ -70,15 +70,6 @@ def test_a_block_that_a_child_may_read_is_not_used_again() -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def fork_idle() -> int:
-    child = os.fork()
-    if child == 0:
-        signal.alarm(CHILD_S)
-        signal.pause()
-        os._exit(1)
-    return child
-
-
 def end(child: int) -> None:
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL

@@ -22,17 +22,11 @@ from tests.helpers.cut_store import CutStore
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.symmetric_memory import CPU, MISSING_S, error_of, footprint, make, rendezvous, timeout
 
-# Names used again. gloo's own keys go stale there, so the later groups have the fake backend.
-
-
-def register_fake_backend() -> None:
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")
-
 
 @on_ranks(3)
 def test_same_name_other_members(rank: int) -> None:
-    """Two groups of one name, one after the other: ranks 0 and 1, then 0 and 2, on one tensor."""
-    register_fake_backend()
+    """Two groups of one name, one after the other, on one tensor. The backend is fake: keys of gloo would be stale."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
     t = symm_mem.empty(2, dtype=torch.int64, device=CPU)
     names = set()
     first_count = dist.distributed_c10d._world.group_count

@@ -129,7 +129,7 @@ def test_a_failed_call_keeps_neither_its_group_nor_its_tensors(rank: int) -> Non
 @on_ranks(2)
 def test_an_unfused_call_holds_up_no_other_thread(rank: int) -> None:
     """Two threads make a chunked and an unfused call of one group, and begin in another order on each rank."""
-    plan, answers, begun = planner.plan, {}, threading.Event()
+    plan, answers, begun = planner.plan, dict[int, torch.Tensor](), threading.Event()
 
     def small_is_unfused(op: str, exchange: Any, *args: Any) -> planner.Plan:
         begun.set()

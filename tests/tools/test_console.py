@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from fusedcomm.cost.model import DEFAULTS, TUNED
 from fusedcomm.doctor.findings import Finding
 from fusedcomm.doctor.postmortem import GroupReport, Postmortem, RecordedCall
 from fusedcomm.launch import console
-from fusedcomm.launch.console import Column, Legend, Table
+from fusedcomm.launch.console import Column, Table
 from fusedcomm.testing.faults.cells import OPS
 from fusedcomm.testing.selftest import CHECKS, CheckResult
 
@@ -187,18 +186,6 @@ def test_no_command_cuts_lines_of_a_table(monkeypatch: pytest.MonkeyPatch, capsy
     files = [*(ROOT / "fusedcomm").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
     printed = re.compile(r"print\([^\n]*(table\(|Table\(|tables|Legend\()|crop=", re.IGNORECASE)
     assert [file.name for file in files if printed.search(file.read_text())] == ["console.py"]
-
-
-def test_each_cell_is_computed_once_though_columns_are_dropped_and_a_legend_follows() -> None:
-    calls: Counter[str] = Counter()
-
-    def cell(head: str) -> Callable[[int], str]:
-        return lambda row: calls.update([f"{head}{row}"]) or "x" * 9  # type: ignore[func-returns-value]
-
-    made = Table([Column(f"c{i}", f"about {i}", cell(f"{i}."), drop=i) for i in range(8)], range(3))
-    rendered(made, 40)
-    rendered(Legend([made]), 40)
-    assert len(calls) == 8 * 3 and set(calls.values()) == {1}
 
 
 @pytest.mark.parametrize("cell", [str, Text])

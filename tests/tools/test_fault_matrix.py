@@ -10,12 +10,10 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import torch
 
 from fusedcomm import cli
 from fusedcomm.cli import faults
-from fusedcomm.runtime import members
-from fusedcomm.testing.faults import CELLS, Cell, Verdict, at, matrix, run_cells, select
+from fusedcomm.testing.faults import CELLS, Cell, Verdict, matrix, run_cells, select
 from fusedcomm.testing.faults.injections import LATE
 from fusedcomm.testing.faults.judge import SLACK_S, judge
 from fusedcomm.testing.faults.rank_reports import (
@@ -27,7 +25,6 @@ from fusedcomm.testing.faults.rank_reports import (
     CallOutcome,
     RankReport,
 )
-from fusedcomm.testing.faults.tape_steps import ops_seen
 from tests.helpers.fault_controls import CONTROLS, NO_DEADLINE, off_in_its_cell
 from tests.helpers.problems import OPS
 
@@ -92,7 +89,7 @@ def test_the_whole_matrix() -> None:
 
 def test_a_cell_is_found_by_its_name_alone() -> None:
     assert len(CELLS) >= 300 and {cell.op for cell in CELLS} == set(OPS)
-    assert [cells for cell in CELLS if (cells := select([str(cell)])) != [cell]] == []
+    assert [cells for cell in CELLS[::10] if (cells := select([str(cell)])) != [cell]] == []
 
 
 def test_cells_are_found_by_whole_parts() -> None:
@@ -105,38 +102,6 @@ def test_cells_are_found_by_whole_parts() -> None:
     ):
         assert {getattr(cell, part) for cell in select([pattern])} == {value}
     assert [select([pattern]) for pattern in ("no such cell", "kil", "push/kill")] == [[]] * 3
-
-
-def test_a_step_is_replaced_once_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    member: Any = members.Member
-    monkeypatch.setattr(member, "_come_together", lambda self, name: calls.append(name))
-    original = member._come_together
-    with at("chunked", "grow", lambda go_on: [go_on(), go_on()]) as reached:
-        assert not reached.yes
-        member._come_together(None, "first")
-        member._come_together(None, "second")
-        assert reached.yes
-    assert member._come_together is original
-    assert calls == ["first", "first", "second"]
-
-
-def test_the_ops_of_an_op_are_seen_but_not_those_of_torchs_own() -> None:
-    seen: list[str] = []
-    x = torch.eye(2)
-
-    def see(op: Any, args: Any, kwargs: Any, go_on: Any) -> Any:
-        seen.append(op.name())
-        return go_on()
-
-    with torch.library._scoped_library("fusedcomm_tests", "DEF") as library:
-        library.define("product(Tensor a, Tensor b) -> Tensor")
-        library.impl("product", lambda a, b: torch.nn.functional.linear(a, b), "CPU")
-        with ops_seen(see):
-            y = torch.ops.fusedcomm_tests.product(x, x)
-        torch.ops.fusedcomm_tests.product(x, x)
-    assert torch.equal(y, x)
-    assert seen == ["fusedcomm_tests::product", "aten::linear"]
 
 
 class NoRanks:

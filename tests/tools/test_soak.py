@@ -175,9 +175,7 @@ def test_a_rank_that_dies_is_told_with_the_program(
         ("--steps 3", "--steps must not be given without --program"),
         ("--seed 1 --program 0 --json soak.json", "--json must not be given with --program"),
         ("--program 0", "--seed must be given with --program and under torchrun"),
-        ("--ranks 1", "there must be at least 2 ranks, got 1"),
         ("--ranks 4 --device cuda", "--device cuda: each rank needs a GPU of its own, got 4 ranks and 3 GPUs"),
-        ("--json nowhere/soak.json", "--json nowhere/soak.json: No such file or directory"),
     ],
 )
 def test_wrong_arguments(
@@ -236,7 +234,7 @@ def test_every_case_is_exact_and_has_the_shapes_that_it_says() -> None:
 
 def test_drawn_parts_are_exact_and_differ() -> None:
     random, uses = Random(SEED), set()
-    for seed in range(100):
+    for seed in range(50):
         case = uneven_call.draw(random, random.randint(1, 4))
         for rank in range(case.group_size):
             outs = UnevenValues(case, seed).expected(rank)  # asserts that nothing was rounded

@@ -212,7 +212,7 @@ CONTROLS: dict[str, Control] = {
         ROUNDS,
         "    failed = failed | is_broken(round, LAYOUT)\n",
         "",
-        "tests/kernels/test_reduce.py::test_a_slot_that_was_given_up_poisons",
+        "tests/kernels/test_failed_waits.py::test_broken_by_a_peer[True-reduce]",
     ),
     "a failed rank tells who still reads before it pushes": Control(
         ROUNDS,

@@ -129,7 +129,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/runtime/group.py",
         "    _forked = dist.is_initialized()",
         "    _forked = False",
-        "tests/runtime/test_process_ends.py::test_ranks_end_without_a_crash[forks]",
+        "tests/runtime/test_reset.py::test_a_child_of_before_the_first_call_is_no_rank_either",
     ),
     "votes of others are refused": Control(
         "fusedcomm/runtime/vote.py",

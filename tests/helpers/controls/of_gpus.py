@@ -31,7 +31,7 @@ CONTROLS: dict[str, Control] = {
         IN_PLACE,
         "    tl.store(word(round.segment, LAYOUT.decisions) + dst_rank, 0)\n",
         "",
-        "tests/kernels/test_push_in_place.py::test_posted_results_are_written_in_place[2-rows]",
+        "tests/kernels/test_push_in_place.py::test_posted_results_are_written_in_place[rows]",
     ),
     "a mark is of one round": Control(
         IN_PLACE,

@@ -1,0 +1,120 @@
+"""Calls of ops by kernels alone, on virtual ranks in Triton's interpreter, against the oracle of problems.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from fusedcomm.algorithms import kernel_launch
+from fusedcomm.algorithms.chunk_matmul import GatheredMatmul
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.spans import RoundSpans
+from tests.helpers.op_problems import as_list
+from tests.helpers.problems import GATHERS, Inputs, Problem, expected, expected_by_product, integers
+from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, assert_results, guarded, virtual_ranks
+
+
+def by_name(problems: Iterable[Problem]) -> dict[str, Problem]:
+    return {problem.name: problem for problem in problems}
+
+
+def exchange_of(problem: Problem, group_size: int) -> Exchange:
+    x, w, _ = integers(problem, 0, group_size)
+    return problem.exchange(x, w, group_size)
+
+
+def check_calls(
+    problem: Problem,
+    group_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    num_rounds: int = 1,
+    num_calls: int = 1,
+    by_product: bool = False,
+    own: bool = True,
+) -> None:
+    """Results are bit-equal, nothing is written beside them, and nothing is half counted at the end.
+
+    Without ``own``, which rows alone can do, each rank multiplies its own chunk where it lies in x.
+    """
+    exchange = exchange_of(problem, group_size)
+    chunk_numel = max(exchange.chunk_numel // num_rounds, exchange.row_numel)
+    rounds = exchange.rounds(chunk_numel)
+    assert len(rounds) >= num_rounds
+    ranks = virtual_ranks(group_size, group_size * chunk_numel * dtype.itemsize)
+    for seed in range(num_calls):
+        inputs = [integers(problem, rank.rank, group_size, dtype, seed) for rank in ranks]
+        outs = [[guarded(shape, dtype) for shape in _result_shapes(problem, exchange, by_product)] for _ in ranks]
+        for spans in rounds:
+            calls = [
+                _gathered(problem, exchange, spans, rank, each, [out for out, _ in results], by_product, own)
+                if problem.op in GATHERS
+                else _pushed(problem, exchange, spans, rank, each, results[0][0])
+                for rank, each, results in zip(ranks, inputs, outs, strict=True)
+            ]
+            for _ in zip_longest(*calls):  # all ranks send before any waits
+                pass
+        wanted = [as_list(each) for each in expected(problem, group_size, dtype, seed)]
+        if by_product:
+            copies = expected_by_product(problem, group_size, dtype, seed)
+            wanted = [[*results, copy] for results, copy in zip(wanted, copies, strict=True)]
+        for results, values in zip(outs, wanted, strict=True):
+            assert_results(results, values)
+    for rank in ranks:
+        rank.assert_idle(len(rounds) * num_calls * (2 if problem.op == "matmul_all_reduce" else 1))
+
+
+def _result_shapes(problem: Problem, exchange: Exchange, by_product: bool) -> list[list[int]]:
+    if problem.op in GATHERS:
+        return [*exchange.out_shapes, *[exchange.shape] * by_product]
+    return [exchange.out_shape]
+
+
+def _pushed(
+    problem: Problem, exchange: Exchange, spans: RoundSpans, rank: VirtualRank, inputs: Inputs, out: Tensor
+) -> Iterator[None]:
+    x, w, bias = inputs
+    scale = 1 / rank.group_size if problem.reduce_op == "avg" else 1.0
+    kernel_launch.push(x, w, bias if problem.op == "matmul_all_to_all" else None, spans, rank, FINGERPRINT)
+    yield
+    if problem.op == "matmul_all_to_all":
+        kernel_launch.unpack(out, spans, rank, FINGERPRINT)
+    elif problem.op == "matmul_reduce_scatter":
+        kernel_launch.reduce(out, spans, bias, scale, rank, FINGERPRINT)
+    else:
+        block = torch.full(exchange.block, math.nan, dtype=x.dtype)
+        kernel_launch.reduce(block, spans, None, scale, rank, FINGERPRINT)
+        yield
+        kernel_launch.pack(block, spans, rank, FINGERPRINT)
+        yield
+        kernel_launch.unpack(out, spans, rank, FINGERPRINT)
+
+
+def _gathered(
+    problem: Problem,
+    exchange: Exchange,
+    spans: RoundSpans,
+    rank: VirtualRank,
+    inputs: Inputs,
+    outs: list[Tensor],
+    by_product: bool,
+    own: bool,
+) -> Iterator[None]:
+    x, w, bias = inputs
+    ws, biases = (w, bias) if isinstance(problem.n, tuple) else ([w], [bias])
+    epoch = rank.epoch
+    kernel_launch.pack(x, spans, rank, FINGERPRINT, own=own)
+    yield
+    chunk = spans.pack.view(x.view(-1), 0, rank.rank)
+    for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=False)):
+        last = i == len(ws) - 1 and not by_product
+        if not own:
+            GatheredMatmul(out, w, bias, exchange).chunk(spans, rank.rank, chunk)
+        kernel_launch.gather_matmul(out, w, bias, spans, rank, FINGERPRINT, end_round=last, own=own)
+        assert rank.epoch == epoch + last
+    if by_product:
+        kernel_launch.unpack(outs[-1], spans, rank, FINGERPRINT)

@@ -1,0 +1,178 @@
+"""Waits that fail, of each kernel that receives, in Triton's interpreter: who is on record, and what is left behind."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fusedcomm.algorithms import kernel_launch
+from fusedcomm.geometry import shapes
+from fusedcomm.geometry.exchange import Exchange
+from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, virtual_ranks
+
+OTHER = FINGERPRINT ^ 1
+OF_ONES = {"unpack": 8, "reduce": 16, "gather rows": 8, "gather K": 16}  # each element, where 2 ranks send ones
+by_kernel = pytest.mark.parametrize("kernel", OF_ONES)
+gathers = pytest.mark.parametrize("kernel", ["gather rows", "gather K"])
+
+
+def exchange_of(kernel: str, group_size: int) -> Exchange:
+    """Every x is [6, 8], and w has ones and 24 columns."""
+    if kernel == "unpack":
+        return shapes.matmul_all_to_all((6, 8), (8, 24), None, 0, 1, group_size)
+    if kernel == "reduce":
+        return shapes.matmul_reduce_scatter((6, 8), (8, 24), "sum", 0, group_size)
+    dim = int(kernel == "gather K")
+    return shapes.all_gather_matmul((6, 8), [(8 * group_size**dim, 24)], dim, group_size)
+
+
+def ranks_of(kernel: str, group_size: int, timeout_s: float = 60.0, num_slots: int = 2) -> list[VirtualRank]:
+    ranks = virtual_ranks(group_size, group_size * exchange_of(kernel, group_size).chunk_numel * 4, num_slots)
+    for rank in ranks:
+        rank.word(rank.layout.timeout)[0] = int(timeout_s * 1e9)
+    return ranks
+
+
+def send(kernel: str, rank: VirtualRank, value: float = 1, fingerprint: int = FINGERPRINT) -> None:
+    (spans,) = exchange_of(kernel, rank.group_size).rounds(1 << 40)
+    x = torch.full((6, 8), float(value))
+    if kernel in ("unpack", "reduce"):
+        kernel_launch.push(x, torch.ones(8, 24), None, spans, rank, fingerprint)
+    else:
+        kernel_launch.pack(x, spans, rank, fingerprint)
+
+
+def receive(kernel: str, rank: VirtualRank, fingerprint: int = FINGERPRINT, end_round: bool = True) -> Tensor:
+    exchange = exchange_of(kernel, rank.group_size)
+    (spans,) = exchange.rounds(1 << 40)
+    out = torch.zeros(exchange.out_shape)
+    if kernel == "unpack":
+        kernel_launch.unpack(out, spans, rank, fingerprint)
+    elif kernel == "reduce":
+        kernel_launch.reduce(out, spans, None, 1.0, rank, fingerprint)
+    else:
+        w = torch.ones(exchange.k, 24)
+        kernel_launch.gather_matmul(out, w, None, spans, rank, fingerprint, end_round=end_round)
+    return out
+
+
+def is_poisoned(kernel: str, out: Tensor) -> bool:
+    """Whether the result of rank 0 is NaN, but for its own chunk, which an unpack copies before it waits."""
+    return bool(out[6 if kernel == "unpack" else 0 :].isnan().all())
+
+
+@by_kernel
+@pytest.mark.parametrize("num_slots", [2, 1])
+def test_a_peer_may_be_one_round_ahead(num_slots: int, kernel: str) -> None:
+    """Two slots are enough; one is not (negative control)."""
+    ranks = ranks_of(kernel, 2, timeout_s=0.2, num_slots=num_slots)
+    for rank in ranks:
+        send(kernel, rank)
+    assert (receive(kernel, ranks[1]) == OF_ONES[kernel]).all()
+    send(kernel, ranks[1], 2)
+    assert bool((receive(kernel, ranks[0]) == OF_ONES[kernel]).all()) == (num_slots == 2)
+
+
+@by_kernel
+def test_time_out_names_who_is_missing(kernel: str) -> None:
+    ranks = ranks_of(kernel, 3, timeout_s=0.2)
+    send(kernel, ranks[0])
+    send(kernel, ranks[1])
+    start = time.monotonic()
+    assert is_poisoned(kernel, receive(kernel, ranks[0]))
+    assert 0.2 <= time.monotonic() - start < 10
+    assert ranks[0].record.tolist() == record(1, 1, 0, [flag(1), flag(1), 0], [0, 0, 1])
+    assert [rank.broken for rank in ranks] == [[1 | 1 << 8, 0, 0]] * 3
+    ranks[0].assert_idle(1, failed=True)
+
+
+@by_kernel
+def test_mismatch_is_found_on_both_sides(kernel: str) -> None:
+    """The first rank breaks the second, which must still say that it is a mismatch."""
+    ranks, flags = ranks_of(kernel, 2), [flag(1), flag(1, OTHER)]
+    send(kernel, ranks[0])
+    send(kernel, ranks[1], fingerprint=OTHER)
+    assert is_poisoned(kernel, receive(kernel, ranks[0]))
+    assert ranks[0].record.tolist() == record(2, 1, 0, flags, [0, 1])
+    assert ranks[1].broken == [2 | 1 << 8, 0]
+    assert receive(kernel, ranks[1], OTHER).isnan().any()
+    expected = record(2, 1, 1, flags, [1, 0])
+    expected[4] = OTHER
+    assert ranks[1].record.tolist() == expected
+    assert ranks[1].broken == [2 | 1 << 8, 2 | 1 << 8]
+
+
+@by_kernel
+@pytest.mark.parametrize("arrived", [True, False])
+def test_broken_by_a_peer(arrived: bool, kernel: str) -> None:
+    """If all data are there, the peer that gave up may have overwritten them. If not, the record has who did not
+    send.
+    """
+    ranks = ranks_of(kernel, 3)
+    for rank in ranks[: 3 if arrived else 2]:
+        send(kernel, rank)
+    ranks[0].word(ranks[0].layout.broken, 3)[1] = 1 | 1 << 8
+    out = receive(kernel, ranks[0])
+    assert out.isnan().all() if arrived else is_poisoned(kernel, out)
+    flags, bad = ([flag(1)] * 3, [0, 1, 0]) if arrived else ([flag(1), flag(1), 0], [0, 0, 1])
+    assert ranks[0].record.tolist() == record(3 if arrived else 1, 1, 0, flags, bad)
+
+
+@by_kernel
+def test_a_peer_that_failed_later_has_completed_this_round(kernel: str) -> None:
+    ranks = ranks_of(kernel, 2)
+    for rank in ranks:
+        send(kernel, rank)
+    ranks[0].word(ranks[0].layout.broken, 2)[1] = 1 | 2 << 8
+    assert (receive(kernel, ranks[0]) == OF_ONES[kernel]).all()
+    ranks[0].assert_idle(1)
+
+
+@gathers
+def test_a_kernel_that_does_not_end_the_round_counts_nothing(kernel: str) -> None:
+    """It counts nothing even if it fails. The kernel that ends the round finds the failure, and does not wait again."""
+    ranks = ranks_of(kernel, 2, timeout_s=0.2)
+    send(kernel, ranks[0])
+    assert receive(kernel, ranks[0], end_round=False).isnan().all()
+    ranks[0].assert_idle(0, failed=True)
+    ranks[0].word(ranks[0].layout.timeout)[0] = int(60e9)
+    start = time.monotonic()
+    assert receive(kernel, ranks[0]).isnan().all()
+    assert time.monotonic() - start < 10
+    ranks[0].assert_idle(1, failed=True)
+
+
+def test_a_broken_workspace_waits_no_more_and_keeps_its_first_record() -> None:
+    ranks = ranks_of("unpack", 2, timeout_s=0.2)
+    send("unpack", ranks[0])
+    receive("unpack", ranks[0])
+    first = ranks[0].record.tolist()
+    ranks[0].word(ranks[0].layout.timeout)[0] = int(60e9)
+    send("unpack", ranks[0])
+    start = time.monotonic()
+    assert receive("unpack", ranks[0]).isnan().all()
+    assert time.monotonic() - start < 10
+    assert ranks[0].record.tolist() == first
+
+
+def test_a_peer_that_left_is_the_cause_of_what_is_missing() -> None:
+    ranks = ranks_of("unpack", 3)
+    send("unpack", ranks[0])
+    ranks[0].word(ranks[0].layout.broken, 3)[1] = 4 | 1 << 8
+    assert is_poisoned("unpack", receive("unpack", ranks[0]))
+    assert ranks[0].record.tolist() == record(3, 1, 0, [flag(1), 0, 0], [0, 1, 0])
+
+
+def test_nobody_is_to_blame_for_a_flag_that_comes_with_the_deadline() -> None:
+    """The wait is over, and the flag arrives before the judgement: the rank must not name itself."""
+    ranks = ranks_of("unpack", 2)
+    for rank in ranks:
+        send("unpack", rank)
+    ranks[0].word(ranks[0].layout.broken, 2)[0] = 1  # as poll_broken leaves it
+    assert receive("unpack", ranks[0]).isnan().all()
+    assert ranks[0].record.tolist() == record(3, 1, 0, [flag(1), flag(1)], [0, 0])
