@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedcomm.algorithms import tiles
 from fusedcomm.geometry.exchange import RoundSpans
+from fusedcomm.geometry.spans import Span
 from fusedcomm.runtime.signals import Segments
 
 _TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors
@@ -47,6 +48,15 @@ def can_describe_slots(spans: RoundSpans, group_size: int) -> bool:
         return False
     num_rows, rest = divmod(spans.chunk_numel, num_columns)
     return rest == 0 and max(group_size * num_rows, num_columns) <= _INT32_MAX
+
+
+def column_shift(w: Tensor, columns: Span) -> int:
+    """The most elements by which the first tile of a run of columns begins before the run, so that TMA loads begin at
+    multiples of 16 bytes. One that begins elsewhere is an illegal instruction, which ends the CUDA context.
+    """
+    outer_stride = columns.outer_stride if columns.inner < columns.size else 0
+    starts = (each * w.itemsize for each in (columns.start, columns.peer_stride, outer_stride))
+    return 0 if w.stride(2) != 1 or are_multiples_of_16(*starts) else _TMA_ALIGNMENT // w.itemsize - 1
 
 
 def row_step(w: Tensor) -> int:

@@ -14,6 +14,7 @@ from fusedcomm.algorithms.descriptors import (
     can_describe_slots,
     can_describe_w,
     can_describe_x,
+    column_shift,
     describe_slots,
     describe_w,
     describe_x,
@@ -70,8 +71,9 @@ def _push(
     num_m = x.shape[-2]  # rows per batch; unused where w has no batches
     x, w = _operands(x, w)
     num_k = w.shape[1]
-    shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, workspace.group_size)
-    describable = can_describe_x(x) and can_describe_w(w)
+    describable = can_describe_x(x) and can_describe_w(w) and not spans.by_peer
+    shift = column_shift(w, spans.columns) if describable and _has_tma(x) else 0
+    shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, workspace.group_size, shift)
     config = _matmul_config(x, shape, workspace.num_programs("push"), describable)
     use_tma = _has_tma(x) and describable and tiles.boxes(config, shape)
     traits = Traits(
@@ -81,6 +83,7 @@ def _push(
         tiles.in_runs(spans.columns, config.block_n),
         num_k % config.block_k == 0,
         tf32_allowed(),
+        shift=shift if use_tma else 0,
     )
     parts: list[Part] = []
     num_tiles = tiles.num_tiles(config, shape) * shape.count

@@ -18,13 +18,17 @@ _MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this ma
 
 @dataclass(frozen=True)
 class Shape:
-    """One of ``count`` equal matmuls that a kernel does: num_batches of rows [.., k] @ [k, columns]."""
+    """One of ``count`` equal matmuls that a kernel does: num_batches of rows [.., k] @ [k, columns].
+
+    ``shift``: how far before a run of columns its first tile may begin.
+    """
 
     num_batches: int
     rows: Span
     columns: Span
     k: int
     count: int
+    shift: int = 0
 
 
 # The largest tile comes first. tests/kernels/test_compile_only.py checks registers and shared memory of every row.
@@ -69,12 +73,13 @@ def in_runs(span: Span, block: int) -> bool:
 def num_tiles(config: TileConfig, shape: Shape) -> int:
     """Tiles of one matmul."""
     num_m = num_cuts(shape.rows, config.block_m, in_runs(shape.rows, config.block_m))
-    return shape.num_batches * num_m * num_cuts(shape.columns, config.block_n, in_runs(shape.columns, config.block_n))
+    stops = in_runs(shape.columns, config.block_n)
+    return shape.num_batches * num_m * num_cuts(shape.columns, config.block_n, stops, shape.shift)
 
 
-def num_cuts(span: Span, block: int, stops: bool) -> int:
+def num_cuts(span: Span, block: int, stops: bool, shift: int = 0) -> int:
     """Tiles of a Span, which may stop at the end of each run: as kernels/triton/matmul.py:num_tiles counts them."""
-    return -(-span.size // span.inner) * -(-span.inner // block) if stops else -(-span.size // block)
+    return -(-span.size // span.inner) * -(-(span.inner + shift) // block) if stops else -(-span.size // block)
 
 
 def matmul_config(

@@ -123,6 +123,7 @@ class Traits(NamedTuple):
     end_round: bool = False  # no kernel of this round follows
     differs: str = ""  # which of the Spans each peer has of its own: "batches", "rows" or "columns"
     aligned: bool = False  # all numbers of these are multiples of 16, as the host's numbers are known to be without it
+    shift: int = 0  # the first tile of a run of columns begins up to so many before it, at a multiple of shift + 1 in w
 
 
 class Round(NamedTuple):

@@ -32,7 +32,8 @@ def _store(acc, out_ptr, bias_ptr, tile, src_rank, spans, sizes, TILE: tl.conste
     at = batch * sizes.M + tile_indices(i, src_rank, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     mask = tl.arange(0, TILE.block_m) < i_end - i
     columns = Span(N, 0, N, 0, 0)
-    store_tile(acc, out_ptr, at * N, mask, tile_n * TILE.block_n, N, bias_ptr, 0, columns, True, TILE.halves)
+    j = tile_n * TILE.block_n
+    store_tile(acc, out_ptr, at * N, mask, j, j, N, bias_ptr, 0, columns, True, TILE.halves)
 
 
 @triton.jit

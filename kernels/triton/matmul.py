@@ -7,9 +7,9 @@ from fusedcomm.kernels.triton.primitives import INTERPRET, rounded, span_index, 
 
 
 @triton.jit
-def num_tiles(span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
+def num_tiles(span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr, SHIFT: tl.constexpr = 0):
     """The number of tiles of a Span. With IN_RUNS none crosses the end of a run of ``inner`` consecutive indices."""
-    return tl.cdiv(span.size, span.inner) * tl.cdiv(span.inner, BLOCK) if IN_RUNS else tl.cdiv(span.size, BLOCK)
+    return tl.cdiv(span.size, span.inner) * tl.cdiv(span.inner + SHIFT, BLOCK) if IN_RUNS else tl.cdiv(span.size, BLOCK)
 
 
 @triton.jit
@@ -24,6 +24,31 @@ def tile_range(tile, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
         first = tile * BLOCK
         end = span.size
     return first, end
+
+
+@triton.jit
+def column_range(tile, peer, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr, SHIFT: tl.constexpr):
+    """First index of a tile of columns, and the indices from and before which it is stored.
+
+    A TMA load begins at a multiple of 16 bytes, or ends the context. So with SHIFT a tile begins up to SHIFT indices
+    before its run, in columns of a neighbour, where the index in w is a multiple of SHIFT + 1.
+    """
+    if SHIFT == 0:
+        first, end = tile_range(tile, span, BLOCK, IN_RUNS)
+        begin = first
+    else:
+        tiles_in_run = tl.cdiv(span.inner + SHIFT, BLOCK)
+        begin = (tile // tiles_in_run) * span.inner
+        shift = (span_index(begin, peer, span) % (SHIFT + 1)).to(tl.int32)
+        first = begin + (tile % tiles_in_run) * BLOCK - shift
+        end = min(begin + span.inner, span.size)
+    return first, begin, end
+
+
+@triton.jit
+def column_index(first, begin, peer, span):
+    """Where the first index of a tile of columns lies, which may be outside of the run that begins at ``begin``."""
+    return span_index(begin, peer, span) + (first - begin)
 
 
 @triton.jit
@@ -94,12 +119,19 @@ def load_box(w, w_row, k, column, W_TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _store_part(acc, ptr, rows, row_mask, j, j_end, bias_ptr, peer, columns, IN_RUNS: tl.constexpr):
+def _store_part(
+    acc, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, peer, columns, IN_RUNS: tl.constexpr, SHIFT: tl.constexpr
+):
     BLOCK_N: tl.constexpr = acc.shape[1]
     offsets = tl.arange(0, BLOCK_N)
     mask = offsets < j_end - j
+    if SHIFT > 0:
+        mask &= offsets >= j_begin - j
     if bias_ptr is not None:
-        at = tile_indices(j, peer, columns, BLOCK_N, IN_RUNS)
+        if SHIFT > 0:
+            at = column_index(j, j_begin, peer, columns) + offsets
+        else:
+            at = tile_indices(j, peer, columns, BLOCK_N, IN_RUNS)
         acc += tl.load(bias_ptr + at, mask, other=0.0).to(tl.float32)[None, :]
     tl.store(
         ptr + j + rows[:, None] + offsets[None, :],
@@ -114,21 +146,23 @@ def store_tile(
     ptr,
     rows,  # where each row begins, from ptr on [BLOCK_M]
     row_mask,
-    j,  # first column of the tile in a row, and where the columns end
+    j,  # first column of the tile in a row, and those from and before which it is stored
+    j_begin,
     j_end,
     bias_ptr,  # or None
     peer,
     columns,  # Span of the columns in the bias
     IN_RUNS: tl.constexpr,
     HALVES: tl.constexpr,
+    SHIFT: tl.constexpr = 0,
 ):
     """Add the bias, round, store. The stores are ordinary ones: no async proxy stands between the data and a flag."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     if HALVES:  # fewer registers and half the shared memory at a time
         left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-        _store_part(left, ptr, rows, row_mask, j, j_end, bias_ptr, peer, columns, IN_RUNS)
+        _store_part(left, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, peer, columns, IN_RUNS, SHIFT)
         j += BLOCK_N // 2
-        _store_part(right, ptr, rows, row_mask, j, j_end, bias_ptr, peer, columns, IN_RUNS)
+        _store_part(right, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, peer, columns, IN_RUNS, SHIFT)
     else:
-        _store_part(acc, ptr, rows, row_mask, j, j_end, bias_ptr, peer, columns, IN_RUNS)
+        _store_part(acc, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, peer, columns, IN_RUNS, SHIFT)

@@ -6,6 +6,8 @@ import triton.language as tl
 from fusedcomm.kernels.triton.bundles import InPlace, Operands
 from fusedcomm.kernels.triton.in_place import SLOT, chunk_at, decide, rows_at
 from fusedcomm.kernels.triton.matmul import (
+    column_index,
+    column_range,
     matmul_tile,
     num_tiles,
     store_tile,
@@ -32,7 +34,7 @@ def _find(
     theirs = spans_of(spans, dst_rank, TRAITS)
     if TRAITS.differs != "":
         num_m = num_tiles(theirs.rows, TILE.block_m, TRAITS.rows_in_runs)
-        num_n = num_tiles(theirs.columns, TILE.block_n, TRAITS.columns_in_runs)
+        num_n = num_tiles(theirs.columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
     batch, tile_m, tile_n = tile_of_chunk(in_chunk, num_m, num_n, TILE.group_m)
     return (dst_rank, batch, tile_m, tile_n), theirs
 
@@ -52,11 +54,11 @@ def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
     dst_rank, b, tile_m, tile_n = tile
     batch = span_index(b, dst_rank, spans.batches)
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
-    j, j_end = tile_range(tile_n, columns, TILE.block_n, TRAITS.columns_in_runs)
+    j, j_begin, j_end = column_range(tile_n, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
     x_mask = i + tl.arange(0, TILE.block_m) < i_end
     w_mask = j + tl.arange(0, TILE.block_n) < j_end
     if TRAITS.by_tma:
-        row, column = span_index(i, dst_rank, rows), span_index(j, dst_rank, columns)
+        row, column = span_index(i, dst_rank, rows), column_index(j, j_begin, dst_rank, columns)
         x_rows, w_columns = (batch * sizes.M + row).to(tl.int32), column.to(tl.int32)
         w_row = (batch * (sizes.N if TRAITS.w_transposed else sizes.K)).to(tl.int32)
     else:
@@ -77,7 +79,7 @@ def _epilogue(acc, chunk, bias_ptr, tile, spans, results, decision, TILE: tl.con
     _, rows, columns, _ = spans
     dst_rank, b, tile_m, tile_n = tile
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
-    j, j_end = tile_range(tile_n, columns, TILE.block_n, TRAITS.columns_in_runs)
+    j, j_begin, j_end = column_range(tile_n, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
     part = chunk
     if results is None:
         part += (tl.cast(b, tl.int64) * rows.size + i) * columns.size
@@ -87,7 +89,9 @@ def _epilogue(acc, chunk, bias_ptr, tile, spans, results, decision, TILE: tl.con
         at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap
     else:
         at = rows_at(decision, b * rows.size + i, columns.size, results, TILE.block_m)
-    store_tile(acc, part, at, mask, j, j_end, bias_ptr, dst_rank, columns, TRAITS.columns_in_runs, TILE.halves)
+    in_runs: tl.constexpr = TRAITS.columns_in_runs
+    shift: tl.constexpr = TRAITS.shift
+    store_tile(acc, part, at, mask, j, j_begin, j_end, bias_ptr, dst_rank, columns, in_runs, TILE.halves, shift)
 
 
 @triton.jit
@@ -125,7 +129,7 @@ def push_matmul_kernel(
         results = InPlace(*results)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     num_m = num_tiles(spans.rows, TILE.block_m, TRAITS.rows_in_runs)
-    num_n = num_tiles(spans.columns, TILE.block_n, TRAITS.columns_in_runs)
+    num_n = num_tiles(spans.columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
     tiles_in_chunk = spans.batches.size * num_m * num_n
     num_all = tiles_in_chunk * LAYOUT.group_size
     if TRAITS.differs != "":

@@ -16,6 +16,8 @@ from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import InterpreterError
+
 from fusedcomm.algorithms import chunked, fused, kernel_launch, tiles
 from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.geometry import shapes
@@ -103,21 +105,59 @@ DESCRIBED = by_name(
 )
 
 
-@pytest.mark.parametrize("name", thorough_but(["columns", "batched, transposed"], DESCRIBED))
-def test_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is the path of sm_90 and later: a tile is one box of x and one of w."""
-    made = []
+def by_tma(monkeypatch: pytest.MonkeyPatch, config: TileConfig) -> list[Any]:
+    """Take the path of sm_90 and later: a tile is one box of x and one of w. Returns what describes x, by launch."""
+    described = []
 
     def counted(*args: Any, describe: Any = kernel_launch.describe_x) -> Any:
-        made.append(args)
+        described.append(args)
         return describe(*args)
 
     monkeypatch.setattr(tiles, "architecture", lambda device: 90)
     monkeypatch.setattr(tiles, "BLOCK_K", 16)
-    monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(32, 32, 16, 2, 4, 1, True))
+    monkeypatch.setattr(tiles, "matmul_config", lambda *args: config)
     monkeypatch.setattr(kernel_launch, "describe_x", counted)
+    return described
+
+
+@pytest.mark.parametrize("name", thorough_but(["columns", "batched, transposed"], DESCRIBED))
+def test_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = by_tma(monkeypatch, TileConfig(32, 32, 16, 2, 4, 1, True))
     check_calls(DESCRIBED[name], 2, dtype=torch.bfloat16)
-    assert made
+    assert described
+
+
+def check_chunks(problem: Problem, group_size: int, dtype: torch.dtype) -> None:
+    """One rank's push, which is all that differs with the columns: every dst_rank gets its part of x @ w + bias."""
+    exchange, (x, w, bias) = exchange_of(problem, group_size), integers(problem, 0, group_size, dtype)
+    ranks = virtual_ranks(group_size, group_size * exchange.chunk_numel * dtype.itemsize)
+    (spans,) = exchange.rounds(1 << 40)
+    kernel_launch.push(x, w, bias, spans, ranks[0], FINGERPRINT)
+    y = (x.double() @ w.double() + bias.double()).view(len(x), -1, group_size, exchange.block[-1])
+    for dst_rank, rank in enumerate(ranks):
+        start = rank.layout.slot(1, rank.slot_bytes)
+        chunk = rank.segment[start : start + exchange.chunk_numel * dtype.itemsize].view(dtype)
+        assert torch.equal(chunk.double(), y[:, :, dst_rank].flatten())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("remainder", thorough_but([0, 4, 7], range(16)))
+def test_tma_loads_begin_at_multiples_of_16_bytes(
+    remainder: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns are cut anywhere, in one run and in two. The interpreter refuses loads that begin elsewhere."""
+    described = by_tma(monkeypatch, TileConfig(16, 16, 16, 2, 4, 1))
+    monkeypatch.setattr(tiles, "_MAX_RUN_WASTE", 2)
+    columns = 16 + remainder
+    one = Problem("one run", (3, 8), columns, 0, 1, bias=True, transposed=transposed)
+    two = Problem("two runs", (3, 8), 2 * columns, 0, 2, out_shape=(2, columns), bias=True, transposed=transposed)
+    check_chunks(one, 8, torch.bfloat16)
+    check_chunks(two, 4, torch.float32)
+    assert len(described) == 2
+    if remainder == 4 and not transposed:
+        monkeypatch.setattr(kernel_launch, "column_shift", lambda *args: 0)  # negative control
+        with pytest.raises(InterpreterError, match="16-byte aligned"):
+            check_chunks(one, 8, torch.bfloat16)
 
 
 def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,68 @@
+"""Where TMA loads begin: a start in the contiguous dim that is no multiple of 16 bytes is an illegal instruction, which
+ends the CUDA context. The driver does not see it, as tensor maps say nothing of coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fusedcomm.algorithms.tiles import num_cuts
+from fusedcomm.geometry.spans import Span
+
+ALIGNMENT = 16  # bytes
+
+
+def start_violations(kernel: str, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """The rule broken by the loads that a launch of a matmul can reach."""
+    if kernel not in ("push_matmul_kernel", "gather_matmul_kernel") or not arguments["TRAITS"].by_tma:
+        return
+    itemsize = arguments["w"].base.itemsize
+    starts = _push_starts(arguments) if kernel == "push_matmul_kernel" else _gather_starts(arguments)
+    for name, start in starts:
+        if start * itemsize % ALIGNMENT:
+            yield f"tensor map start of {name}: it must be a multiple of 16 bytes, got {start} * {itemsize}"
+            return
+
+
+def _push_starts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    tile, traits, num_k = arguments["TILE"], arguments["TRAITS"], arguments["sizes"].K
+    for k in range(0, num_k, tile.block_k):
+        yield "x", k
+    if not traits.w_transposed:
+        for peer in range(arguments["LAYOUT"].group_size):
+            for start in _cut_starts(_columns(arguments, peer), peer, tile.block_n, traits.shift):
+                yield "w", start
+
+
+def _gather_starts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    tile, traits = arguments["TILE"], arguments["TRAITS"]
+    for peer in range(arguments["LAYOUT"].group_size):
+        columns = _columns(arguments, peer)
+        for k in range(0, columns.size, tile.block_k):
+            yield "slots", k
+            if traits.w_transposed and not traits.split_k:
+                yield "w", k
+        if traits.w_transposed and traits.split_k:
+            for start in _cut_starts(columns, peer, tile.block_k, 0):
+                yield "w", start
+    if not traits.w_transposed:
+        yield "w", tile.block_n  # columns of w are not split
+
+
+def _columns(arguments: Mapping[str, Any], peer: int) -> Span:
+    spans = arguments["spans"]
+    if arguments["TRAITS"].differs == "columns":
+        return Span(*spans[3][peer].tolist()[:4], 0)
+    return Span(*spans[2])
+
+
+def _cut_starts(span: Span, peer: int, block: int, shift: int) -> Iterator[int]:
+    """The index at which each tile of a Span begins, as kernels/triton/matmul.py:column_range has it."""
+    if span.size == 0:
+        return
+    in_run = num_cuts(Span(span.inner, 0, span.inner, 0, 0), block, True, shift)
+    for run in range(-(-span.size // span.inner)):
+        begin = span.first(peer) + run * span.outer_stride
+        for tile in range(in_run):
+            yield begin + tile * block - begin % (shift + 1)
