@@ -48,6 +48,7 @@ from tests.helpers.fake_driver import FakeDriver, Refused
 from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.pretended_gpu import DEVICE, PretendedGpu
 from tests.helpers.problems import GATHERS, Problem, integers
+from tests.helpers.tma_starts import start_violations
 from tests.helpers.uneven import Uneven
 
 RANK, GROUP_SIZE = 1, 4
@@ -104,7 +105,10 @@ class LaunchPath:
             raise Refused(
                 f"grid: {function.__name__} must reach the device once, did {len(reached)} times, grid {grid}"
             )
-        violations = argument_violations(reached[0], arguments_of(kernel, args), list(self.gpu.tensors()))
+        violations = [
+            *argument_violations(reached[0], arguments_of(kernel, args), list(self.gpu.tensors())),
+            *start_violations(function.__name__, dict(zip(function.arg_names, args, strict=True))),
+        ]
         text = "; ".join(violations)
         if text:
             raise Refused(text)
@@ -270,6 +274,10 @@ def planted(path: LaunchPath) -> Iterator[dict[str, Any]]:
     with path.gpu.kept():
         yield path.case("write", lambda: stream_writes.write(stream, words.data_ptr() + 8, 1))
         yield path.case("word", lambda: stream_writes.write(stream, words.data_ptr() + 4, 1))
+    cut_anywhere = compile_only.PushRound((512,), 256, 4 * 262, 0, 1, bias=True).push
+    yield path.case("cut anywhere", cut_anywhere)
+    with mock.patch.object(kernel_launch, "column_shift", lambda *args: 0):
+        yield path.case("start", cut_anywhere)
     for name, plant in _plants(path).items():
         with plant:
             yield path.case(name, push)

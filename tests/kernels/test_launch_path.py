@@ -154,6 +154,7 @@ PLANTED = {
     "shared": "dynamic shared memory",
     "pointer": "pointer segments_ptr: it must lie in a tensor",
     "word": "cuStreamWriteValue64 gave 1",
+    "start": "tensor map start of w: it must be a multiple of 16",
 }
 
 
@@ -172,6 +173,8 @@ def test_planted_defects_are_refused(broken: dict[str, Cases]) -> None:
     found = broken["planted"]
     intact = found.pop("nothing")
     assert intact["refused"] is None and intact["tensor_maps"] == 2 and len(intact["launches"]) == 1
+    cut_anywhere = found.pop("cut anywhere")
+    assert cut_anywhere["refused"] is None and cut_anywhere["tensor_maps"] == 2
     assert found.pop("write")["launches"] == [{"kernel": "write", "stream": ANY}]
     assert found.keys() == PLANTED.keys()
     for name, case in found.items():
