@@ -12,6 +12,7 @@ from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that the default changes
+os.environ.pop("COLUMNS", None)  # 80 in workers of pytest-xdist, where the console has a width of its own
 
 import pytest
 
