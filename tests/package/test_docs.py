@@ -1,7 +1,7 @@
 """docs/: examples run, tables follow from their formulas, quoted texts and names are those of the sources."""
 
 import ast
-import importlib.util
+import importlib
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -38,10 +38,10 @@ def name_of(path: Path) -> str:
     return path.stem if path in PAGES else path.name
 
 
-def code_blocks(op: str) -> tuple[str, str]:
-    """The example and the formulas of an op's page."""
-    example, formulas = (code for language, code in FENCED.findall(page(op)) if language == "python")
-    return example, formulas
+def formulas_of(op: str) -> str:
+    """The second Python block of an op's page; the first one is an example."""
+    _, formulas = (code for language, code in FENCED.findall(page(op)) if language == "python")
+    return formulas
 
 
 def table_rows(text: str, first_heading: str) -> Iterator[list[str]]:
@@ -66,7 +66,7 @@ def expected_row(group_size: int, values: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_lower_bounds_follow_from_the_formulas(op: str) -> None:
-    _, formulas = code_blocks(op)
+    formulas = formulas_of(op)
     rows = list(table_rows(page(op), "R"))
     assert [row[0] for row in rows] == ["2", "4", "8"]
     for row in rows:
