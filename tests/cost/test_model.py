@@ -85,35 +85,12 @@ def test_every_algorithm_does_the_flops_once(op: str) -> None:
     }
 
 
-def test_small_chunks_of_a_fused_gather_are_sent_by_an_eighth_of_the_sms() -> None:
-    small = shapes.all_gather_matmul((128, 1024), ((1024, 4096),), 0, 4)  # 256 KiB
-    gpu = replace(GPU, fused_flops=RATE)
-    matmul = gpu.matmul("bfloat16", 3, 128, 1024, 4096, True)
-    assert model.estimate("all_gather_matmul", small, "bfloat16", gpu)["fused"] == close(8 / 7 * matmul)
-    sending = replace(GPU, store_bandwidth=100e9)  # more than those SMs store
-    took = model.estimate("all_gather_matmul", small, "bfloat16", sending)["fused"]
-    assert took == close(3 * 256 * 1024 / 80e9)
-
-
 def test_the_own_chunk_of_a_fused_gather_takes_cublas_where_it_has_rows_of_its_own() -> None:
     """Otherwise it is copied, and the kernel does all."""
     rows, k = "all_gather_matmul", "all_to_all_matmul"
     cublas, copies = replace(GPU, matmul_flops=RATE), replace(GPU, copy_bandwidth=1e9)
     assert seconds(rows, cublas)["fused"] == close(FLOPS / 4 / 1e9) and seconds(k, cublas)["fused"] == close(0)
     assert seconds(rows, copies)["fused"] == close(0) and seconds(k, copies)["fused"] == close(CHUNK / 1e9)
-
-
-def test_gpus_gather_k_piece_by_piece() -> None:
-    """32 MiB go to a peer, 8 MiB at a time: the first piece comes before the matmul, the others beside it."""
-    k = shapes.all_to_all_matmul((16384, 4096), (16384, 4096), 1, 0, 4)
-    slow = replace(GPU, link_bandwidth=8 * MIB, unpack_bandwidth=8 * MIB)
-    arrival = 3 * 4 + 4 * 4.0
-    assert model.estimate("all_to_all_matmul", k, "bfloat16", slow)["chunked"] == close(arrival)
-    rates = dict.fromkeys(model.ITEMSIZE, 2 * 4096 * 16384 * 4096 / 20)  # 20 s
-    both = replace(slow, matmul_flops=rates)
-    assert model.estimate("all_to_all_matmul", k, "bfloat16", both)["chunked"] == close(7 + 21 + 5)
-    rates = dict.fromkeys(model.ITEMSIZE, 2 * 4096 * 16384 * 4096 / 40)
-    assert model.estimate("all_to_all_matmul", k, "bfloat16", replace(slow, matmul_flops=rates))["chunked"] == close(47)
 
 
 SENT = {"matmul_all_reduce": 6}  # chunks that a rank sends; 3 of the others
@@ -142,16 +119,6 @@ def test_unfused_pays_for_the_collective_and_its_copies(op: str) -> None:
     assert copies["unfused"] == close(COPIES[op] * (1 + 4 * CHUNK / 1e9))
 
 
-def test_a_batch_in_front_makes_layout_copies() -> None:
-    """[8, rows, columns]: neither of the exchanged dims is the first one. With one batch it counts as the first."""
-    slow = replace(GPU, copy_bandwidth=1e9)
-    for batches, copies in ((8, 2), (1, 1)):
-        exchange = shapes.matmul_all_to_all((batches, 1024 // batches, 512), (512, 2048), None, 1, 2, 4)
-        assert model.estimate("matmul_all_to_all", exchange, "float32", slow)["unfused"] == close(
-            copies * 4 * CHUNK / 1e9
-        )
-
-
 def test_chunked_hides_transfers_behind_matmuls_and_the_other_way_round() -> None:
     """With c = FLOPS / 4 / rate and l = latency + chunk / link, the time is the longer of both sums, and one of the
     shorter.
@@ -166,12 +133,6 @@ def test_chunked_hides_transfers_behind_matmuls_and_the_other_way_round() -> Non
         assert seconds(op, replace(CPU, matmul_flops=rate, **link))["chunked"] == close(4 * c)  # matmuls write to peers
         on_cpu = seconds("all_gather_matmul", replace(CPU, matmul_flops=rate, **link))["chunked"]
         assert on_cpu == close(4 * c + 3)
-
-
-def test_gathered_k_in_16_bit_is_one_matmul_after_all_have_arrived() -> None:
-    slow = replace(GPU, matmul_flops=dict.fromkeys(model.ITEMSIZE, FLOPS / 8), link_latency=1.0)
-    assert seconds("all_to_all_matmul", slow, "float32")["chunked"] == close(8)
-    assert seconds("all_to_all_matmul", slow, "bfloat16")["chunked"] == close(3 + 8)
 
 
 def test_few_rows_read_w_once() -> None:
@@ -305,25 +266,15 @@ def changed(*path: str, value: Any) -> dict[str, Any]:
     "data, text",
     [
         ([], "constants must have exactly the fields"),
-        ({}, "constants must have exactly the fields"),
         (changed("extra", value=1), "constants must have exactly the fields"),
         (changed("source", value="guessed"), "source and device_type must be known, got 'guessed'"),
         (changed("device_type", value="tpu"), "source and device_type must be known"),
-        (changed("device_type", value=["cuda"]), "source and device_type must be known"),
         (changed("copy_bandwidth", value=math.nan), r"copy_bandwidth must be a number in \[.*\], got nan"),
-        (changed("copy_bandwidth", value=math.inf), "copy_bandwidth must be a number"),
         (changed("copy_bandwidth", value=0), "copy_bandwidth must be a number"),
-        (changed("copy_bandwidth", value=-1e12), "copy_bandwidth must be a number"),
-        (changed("copy_bandwidth", value=1e30), "copy_bandwidth must be a number"),
         (changed("copy_bandwidth", value=10**400), "copy_bandwidth must be a number"),
         (changed("copy_bandwidth", value="1e12"), "copy_bandwidth must be a number"),
-        (changed("copy_bandwidth", value=True), "copy_bandwidth must be a number"),
-        (changed("copy_bandwidth", value={"a": 1}), "copy_bandwidth must be a number"),
         (changed("link_latency", value=-1e-6), r"link_latency must be a number in \[0, 1\]"),
-        (changed("link_latency", value=3600.0), r"link_latency must be a number in \[0, 1\]"),
         (changed("num_sms", value=1.5), "num_sms must be a number"),
-        (changed("num_sms", value=0), "num_sms must be a number"),
-        (changed("matmul_flops", value=1e12), "matmul_flops must have exactly the keys float32"),
         (changed("matmul_flops", "int8", value=1e12), "matmul_flops must have exactly the keys float32"),
         (changed("matmul_flops", "tf32", value=None), r"matmul_flops\[tf32\] must be a number"),
         (changed("call_overhead", "unfused", value=-1), r"call_overhead\[unfused\] must be a number in \[0, 1\]"),

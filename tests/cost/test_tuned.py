@@ -6,8 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import pickle
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +29,6 @@ from fusedcomm.testing.selftest import settings
 CPU = torch.device("cpu")
 FAST = replace(DEFAULTS["cpu"], source=model.TUNED, copy_bandwidth=3e9)
 SLOW = replace(FAST, copy_bandwidth=2e9)
-SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "tune.json").read_text())
 ROOT = os.geteuid() == 0
 
 
@@ -64,16 +61,6 @@ def test_a_key_is_of_one_machine_and_versions() -> None:
         assert tuned.path_of(key | {name: value}) != tuned.path_of(key)
 
 
-class Payload:
-    """Runs if a pickle of it is loaded."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.marker,)
-
-
 def content(**changes: Any) -> str:
     data = {"version": tuned.VERSION, "key": tuned.key(CPU, 2), "constants": FAST.to_json()}
     return json.dumps(data | changes)
@@ -86,10 +73,7 @@ def constants(**changes: Any) -> str:
 BAD_CONTENT: dict[str, tuple[Callable[[], str], str]] = {
     "empty": (lambda: "", "Expecting value"),
     "cut": (lambda: content()[:-30], ""),
-    "no JSON": (lambda: "{'version': 1}", "Expecting property name"),
     "deep": (lambda: "[" * 60000, "recursion"),
-    "not a dict": (lambda: "[]", "it must have the fields version, key and constants"),
-    "one field more": (lambda: content(more=1), "it must have the fields version, key and constants"),
     "version": (
         lambda: content(version=tuned.VERSION + 1),
         f"its version must be {tuned.VERSION}, got {tuned.VERSION + 1}",
@@ -116,17 +100,6 @@ def test_a_file_that_says_nonsense_is_ignored(name: str, cache: Path, caplog: py
     assert reason in record.getMessage()
     file.write_text(content())
     assert tuned.read(CPU, 2) == FAST
-
-
-def test_a_pickle_is_not_loaded(cache: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    marker = tmp_path / "loaded"
-    pickled = pickle.dumps(Payload(marker))
-    tuned.write(FAST, CPU, 2).write_bytes(pickled)
-    assert tuned.read(CPU, 2) is None
-    assert len(caplog.records) == 1
-    assert not marker.exists()
-    pickle.loads(pickled)
-    assert marker.exists()
 
 
 def symlink(file: Path) -> None:
@@ -168,26 +141,6 @@ def test_a_file_that_others_may_have_written_is_ignored(
     [record] = caplog.records
     assert f"tuned numbers in {file} are ignored: " in record.getMessage()
     assert reason in record.getMessage()
-
-
-def test_a_reader_finds_the_old_file_or_the_new_one(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tuned.write(FAST, CPU, 2)
-    found: list[Constants | None] = []
-    done = threading.Event()
-
-    def reader() -> None:
-        while not done.is_set():
-            found.append(tuned.read(CPU, 2))
-
-    thread = threading.Thread(target=reader)
-    thread.start()
-    for i in range(20):
-        tuned.write((SLOW, FAST)[i % 2], CPU, 2)
-    done.set()
-    thread.join()
-    assert set(found) <= {FAST, SLOW}
-    assert found
-    assert not caplog.records
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +198,6 @@ def plan_with(rank: int, directory: str, numbers: list[Constants | str | None]) 
         ([FAST, FAST], "tuned", [[], []]),
         ([None, None], "default", [[], []]),
         ([FAST, None], "default", [["tuned numbers are not used, for ranks [1] have none"], []]),
-        ([None, FAST], "default", [["tuned numbers are not used, for ranks [0] have none"], []]),
         ([FAST, SLOW], "default", [["tuned numbers are not used, for they differ between ranks"], []]),
         (["{", FAST], "default", [["tuned numbers in ", "tuned numbers are not used, for ranks [0] have none"], []]),
     ],

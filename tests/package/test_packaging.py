@@ -1,10 +1,8 @@
 """What an installed fusedcomm is: cheap to import, complete, of one version, and usable without its native part."""
 
-import ast
 import email
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -18,8 +16,6 @@ import torch
 
 import fusedcomm
 from fusedcomm import cli
-from fusedcomm.kernels.cpu import sources
-from fusedcomm.runtime.native_part import loaded
 
 ROOT = Path(__file__).parents[2]
 NO_COMPILER = "/nonexistent/c++"
@@ -46,19 +42,6 @@ def test_import_leaves_triton_dtensor_and_nvml_alone() -> None:
     plain = {"fusedcomm.kernels", "fusedcomm.kernels.triton", "fusedcomm.kernels.triton.bundles"}  # what hosts fill
     native = {f"fusedcomm.kernels.cpu{name}" for name in ("", ".native", ".sources")}  # has the ops' kernels for CPUs
     assert not [m for m in imported if m.startswith(late) and m not in plain | native]
-
-
-def test_kernels_are_imported_as_part_of_fusedcomm() -> None:
-    """A plain ``import kernels`` works from the repository root too, but not once fusedcomm is installed."""
-    folders = ("fusedcomm", "kernels", "tests", "benchmarks", "examples")
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    assert len(paths) > 20
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module or ""]
-            assert not [name for name in names if name.partition(".")[0] == "kernels"], path
 
 
 def test_dir_shows_the_public_names_only() -> None:
@@ -182,22 +165,15 @@ def test_the_metadata_of_the_wheel(installed: Path) -> None:
     assert versions == {each for each in metadata.get_all("Classifier", []) if ":: 3." in each}
 
 
-SETUPTOOLS = "fusedcomm needs setuptools >= 77 to be built, got {}: pip install 'setuptools>=77'\n"
+SETUPTOOLS = "fusedcomm needs setuptools >= 77 to be built, got none: pip install 'setuptools>=77'\n"
 
 
-@pytest.mark.parametrize(
-    ("module", "text"),
-    [
-        ("raise ModuleNotFoundError", SETUPTOOLS.format("none")),  # Python 3.12 puts none into a venv
-        ("__version__ = '65.5.0'", SETUPTOOLS.format("65.5.0")),  # what a venv of Python 3.11 has
-    ],
-)
-def test_a_build_says_in_one_line_which_setuptools_it_needs(module: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / "setuptools.py").write_text(module)
+def test_a_build_says_in_one_line_which_setuptools_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "setuptools.py").write_text("raise ModuleNotFoundError")  # Python 3.12 puts none into a venv
     command = [sys.executable, "-c", "import build_backend"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (1, text)
+    assert (result.returncode, result.stderr) == (1, SETUPTOOLS)
     assert 'requires = ["setuptools>=77"]' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -224,17 +200,6 @@ def test_a_native_part_built_from_other_sources_is_not_used() -> None:
         "from fusedcomm.runtime import topology; print(topology.no_native())"
     )
     assert "(built from other sources than the checkout has now); pip install" in python(changed)
-
-
-def test_the_digest_of_the_sources_is_of_names_and_texts(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "kernels/cpu/sources.py", tmp_path)
-    digest = runpy.run_path(str(tmp_path / "sources.py"))["digest"]
-    assert digest() is None  # as in a wheel
-    found = set()
-    for name, text in [("a.h", "1"), ("a.h", "2"), ("b.cpp", "2")]:
-        (tmp_path / name).write_text(text)
-        found.add(digest())
-    assert len(found) == 3 and sources.digest() == loaded().SOURCES
 
 
 MULTIPLY = """

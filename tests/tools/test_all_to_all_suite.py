@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jsonschema
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
 from fusedcomm.bench import all_to_all
-from fusedcomm.bench.all_to_all import command, parts, suite
-from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS, Variant
+from fusedcomm.bench.all_to_all import command, suite
+from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS
 from fusedcomm.bench.all_to_all.data import LARGEST, SuiteData, SuiteSize, moduli
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing import RankPool
-from tests.helpers.tiers import nightly_but
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "all_to_all_suite.json").read_text())
 DIM = 6
@@ -41,21 +36,6 @@ def run_suite(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     all_to_all.add_arguments(parser)
     return all_to_all.run(parser.parse_args([*SMALL, *arguments]))
-
-
-@pytest.fixture(params=[2])
-def shared_ranks(
-    ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> int:
-    """Ranks that live on, in place of new ones."""
-
-    @contextmanager
-    def started(device_type: str, world_size: int, *args: Any) -> Iterator[Callable[..., Any]]:
-        assert world_size == request.param
-        yield lambda fn, *args: ranks(world_size).run(fn, *args)[0]
-
-    monkeypatch.setattr(world, "ranks", started)
-    return request.param
 
 
 def check_report(report: dict[str, Any]) -> None:
@@ -73,50 +53,19 @@ def check_report(report: dict[str, Any]) -> None:
         assert row["blocked"] is None or row["blocked"] <= row["total"]["p99"] * 1.5
 
 
-CASES_IN_ONE_RUN = nightly_but([(2, "float16")], [(2, "float16"), (3, "bfloat16")])
-
-
-@pytest.mark.parametrize(("shared_ranks", "dtype"), CASES_IN_ONE_RUN, indirect=["shared_ranks"])
-def test_all_cases_in_one_run(
-    shared_ranks: int, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("shared_ranks")
+def test_all_cases_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "suite.json"
-    assert run_suite("--world-size", str(shared_ranks), "--oversubscribe", "--dtype", dtype, "--json", str(file)) == 0
+    assert run_suite("--dtype", "float16", "--json", str(file)) == 0
     report = json.loads(file.read_text())
     check_report(report)
     assert [(row["case"], row["variant"]) for row in report["rows"]] == [(each.case, each.kind) for each in VARIANTS]
-    assert (report["world_size"], report["dtype"]) == (shared_ranks, dtype)
+    assert (report["world_size"], report["dtype"]) == (2, "float16")
     assert (report["rounds"], report["dim"]) == (2, DIM)
     printed = capsys.readouterr()
     assert not printed.err and not set("\x1b\r") & set(printed.out)
     assert all(f"\n{variant.name} " in printed.out for variant in VARIANTS)
     assert "plan of fused: matmul_all_to_all: chunked" in printed.out
-
-
-def run_as_under_torchrun(rank: int, *arguments: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run_suite(*arguments)
-    return code, out.getvalue(), err.getvalue()
-
-
-def test_in_ranks_of_torchrun_only_rank_0_prints(ranks: Callable[[int], RankPool]) -> None:
-    (code_0, out_0, err_0), (code_1, out_1, err_1) = ranks(2).run(run_as_under_torchrun, "--case", "sync", "fused")
-    assert (code_0, code_1, err_0, err_1, out_1) == (0, 0, "", "", "")
-    assert "\nsync " in out_0 and "\nfused " in out_0 and "\nlazy " not in out_0
-    for code, _, err in ranks(2).run(run_as_under_torchrun, "--world-size", "4"):
-        assert code == 2 and "--world-size must be that of torchrun, 2, got 4" in err
-
-
-def test_every_element_has_a_number_of_its_own_in_every_dtype() -> None:
-    for num_ranks in (2, 3, 8):
-        numbers = range(num_ranks * NUMEL)
-        found = moduli(num_ranks * NUMEL)
-        assert len({tuple(number % modulus for modulus in found) for number in numbers}) == len(numbers)
-    assert all(math.gcd(a, b) == 1 for a, b in itertools.combinations(moduli(1 << 40), 2))
-    values = torch.arange(LARGEST + 1)  # a case adds 1
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        torch.testing.assert_close(values.to(dtype).long(), values, rtol=0, atol=0)
 
 
 def swap(blocks: Tensor, distance: int) -> Tensor:
@@ -167,8 +116,9 @@ def test_a_wrong_element_in_a_timed_round_is_caught_too(ranks: Callable[[int], R
         ranks(2).run(measure_with_two_elements_swapped, "sync", 1, num_checks)
 
 
+@pytest.mark.usefixtures("shared_ranks")
 def test_wrong_values_give_code_1_and_no_file(
-    shared_ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "suite.json"
     monkeypatch.setattr(command, "measure_suite", measure_async_with_two_elements_swapped)
@@ -185,38 +135,16 @@ def measure_async_with_two_elements_swapped(rank: int, *args: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--device", "cuda", "--world-size", "2"), "each rank needs a GPU of its own, got 2 ranks and 0 GPUs"),
         (("--world-size", "1"), "--world-size must be at least 2, got 1"),
         (
             ("--world-size", "5", "--oversubscribe"),
             "16 times --dim must be divisible by the number of ranks, 5, got --dim 6",
         ),
-        (("--json", "/none/x.json"), "--json /none/x.json: No such file or directory"),
     ],
 )
 def test_wrong_arguments_give_code_2_before_any_rank_starts(
     arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(world, "ranks", None)
     assert run_suite(*arguments) == 2
     assert text in capsys.readouterr().err
-
-
-def test_what_is_overlapped_is_of_differences_within_rounds() -> None:
-    """Differences are taken within rounds, so a slow moment that meets a whole round does not count."""
-    variant = Variant("case", "", "about", parts.compute, parts.compute, parts.all_to_all)
-    slow = torch.tensor([0.0, 50.0, 0.0, 7.0, 0.0], dtype=torch.float64)
-    totals = {"case": 0.9 + 2 * slow, "compute alone": 0.6 + slow, "all_to_all alone": 0.4 + slow}
-    measured = mock.Mock(blocked=[], cpu=[])
-    measured.median.return_value = 0.3
-    row = suite._row(variant, {"case": measured}, totals, 5)
-    assert row.overlapped == pytest.approx(0.1) and row.overlapped_share == pytest.approx(0.25)
-    assert (row.total.median, row.blocked, row.cpu) == (0.9, 0.3, 0.3)
-    assert row.noise == pytest.approx(0) and row.share_limit is None
-
-
-def test_the_parts_of_a_case_are_named_and_run_once() -> None:
-    runs = suite._runs(VARIANTS)
-    assert runs["compute alone"] is parts.compute and runs["all_to_all alone"] is parts.all_to_all
-    assert len(runs) == len(VARIANTS) + len({part for v in VARIANTS for part in (v.compute, v.communication)})

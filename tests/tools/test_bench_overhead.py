@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.op_programs import PROGRAMS, MatmulAllToAll
 from fusedcomm.bench.overhead import call_clock
 from fusedcomm.bench.overhead.call_clock import CallClock, CallTimes, TimedCall
-from fusedcomm.bench.overhead.op_overhead import CPU, SIZE, OpOverhead, OverheadRow, measure_overhead
-from fusedcomm.bench.overhead.timed_calls import MatmulShape, op_calls
+from fusedcomm.bench.overhead.op_overhead import CPU, OpOverhead, measure_overhead
 from fusedcomm.bench.rank_barrier import rank_barrier
-from fusedcomm.bench.timing import Timing, ValuesDiffer
 from fusedcomm.cli import main
 from fusedcomm.testing import RankPool
 
@@ -124,54 +118,6 @@ def test_a_planted_delay_of_the_op_is_neither_its_entry_nor_its_matmuls(ranks: C
         assert max(parts.matmuls, parts.entry, parts.waits) < PLANTED_S
         above = found.above_matmuls(chunked)
         assert above is not None and above < PLANTED_S  # asleep
-
-
-def wrong_op(*args: Any) -> Tensor:
-    return slow_op(*args) + dist.get_rank()
-
-
-def measure_wrong(rank: int) -> str:
-    with mock.patch.object(fusedcomm, OP, wrong_op):
-        try:
-            measure_overhead(rank, OP, "forward", rounds=1, warmup=1)
-        except ValuesDiffer as error:
-            return str(error)
-    return "passed"
-
-
-def test_wrong_values_are_not_timed(ranks: Callable[[int], RankPool]) -> None:
-    assert "'unfused' gave wrong values: rank 1: result: " in ranks(2).run(measure_wrong)[0]
-
-
-def matmuls_of_ops(rank: int, hidden: bool) -> dict[str, dict[str, list[MatmulShape]]]:
-    barrier = rank_barrier(CPU)
-    found = {}
-    for op, bench in PROGRAMS.items():
-        data = OpData(bench, bench.divisible(SIZE, dist.get_world_size()), torch.float32, CPU)
-        unseen = mock.patch.object(fusedcomm, op, lambda *args, data=data: data.x)
-        with unseen if hidden else contextlib.nullcontext():
-            found[op] = op_calls(data, barrier).matmuls
-    return found
-
-
-@pytest.mark.parametrize("hidden", [False, True])
-def test_matmuls_of_a_call_are_all_of_its_work(ranks: Callable[[int], RankPool], hidden: bool) -> None:
-    """Where the profiler sees none, those of the baseline stand for them."""
-    for op, programs in ranks(2).run(matmuls_of_ops, hidden)[0].items():
-        assert programs["baseline"] == [(4, 16, 8)], op
-        for shapes in programs.values():
-            assert sum(map(math.prod, shapes)) == SIZE.flops // 2, op
-        assert not hidden or programs["chunked"] == programs["baseline"]
-
-
-def test_parts_add_up() -> None:
-    def row(name: str, hot: float, last: float, matmuls: str | None = None) -> OverheadRow:
-        hot_, last_ = (Timing(t, t, t, t, 0.0) for t in (hot, last))
-        return OverheadRow(name, CallTimes(hot_, hot_, last_, last_, last_), matmuls)
-
-    calls = [row("nothing", 1, 2), row("mm", 5, 6), row("empty op", 11, 12), row("chunked", 100, 62, "mm")]
-    (parts,) = OpOverhead(OP, "forward", 4, 16, 8, 2, {}, {}, calls).parts()
-    assert asdict(parts) == {"algorithm": "chunked", "hot": 100, "matmuls": 4, "entry": 10, "rest": 46, "waits": 40}
 
 
 @pytest.mark.parametrize(

@@ -202,12 +202,7 @@ def test_a_late_wrong_value_is_found_by_check(ranks: Callable[[int], RankPool]) 
             ["ops", "-b", "3", "-e", "5", "--dtype", "float32"],
             "--minbytes must be at least 16384, the smallest size of matmul_all_to_all in float32 here, got 3; ",
         ),
-        (
-            ["all_reduce", "-b", "3", "--world-size", "3", "--oversubscribe"],
-            "--minbytes must be at least 12, the smallest size of all_reduce in float32 here, got 3; ",
-        ),
         (["ops", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
-        (["all_reduce", "--csv", "/nowhere/x.csv"], "--csv /nowhere/x.csv: No such file or directory"),
         (["ops", "--device", "cuda", "--world-size", "64"], "--device cuda: each rank needs a GPU of its own"),
     ],
 )

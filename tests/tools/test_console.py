@@ -167,16 +167,6 @@ def test_the_width_is_that_of_columns_also_where_output_is_piped(monkeypatch: py
     assert max(map(len, str(explained()).splitlines())) < 100
 
 
-def test_what_is_no_positive_number_in_columns_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LINES", "²")
-    for columns in ("0", "", "abc", "²", "-5", "1_0"):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert console.stdout().width == 100
-        assert "fused" in str(explained())
-        with console.progress(True, 1, "", ""):
-            pass
-
-
 def test_no_command_cuts_lines_of_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "5")
     console.show(Table([column("a")], ["123456789"], has_legend=False))
@@ -186,10 +176,3 @@ def test_no_command_cuts_lines_of_a_table(monkeypatch: pytest.MonkeyPatch, capsy
     files = [*(ROOT / "fusedcomm").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
     printed = re.compile(r"print\([^\n]*(table\(|Table\(|tables|Legend\()|crop=", re.IGNORECASE)
     assert [file.name for file in files if printed.search(file.read_text())] == ["console.py"]
-
-
-@pytest.mark.parametrize("cell", [str, Text])
-def test_a_tab_takes_the_columns_that_are_counted(cell: Callable[[str], str | Text]) -> None:
-    made = Table([Column("a", "", cell, left=True), column("b", drop=1)], ["1\t2\t3"], has_legend=False)
-    assert [line.rstrip() for line in rendered(made, 80)[1:]][2].startswith("1       2       3  ")
-    assert [each.head for each in made.shown(20)] == ["a"]

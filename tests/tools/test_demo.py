@@ -21,7 +21,6 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.cli import demo, main
 from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
-from fusedcomm.launch import world
 from fusedcomm.testing import RankPool
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "demo.json").read_text())
@@ -120,29 +119,3 @@ def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
     assert result.returncode == 1
     assert "FUSEDCOMM_ALGORITHM must be one of unfused, chunked, fused, pipelined, got 'quick'" in result.stderr
     assert not result.stdout
-
-
-@pytest.fixture
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that starts ranks fails."""
-    monkeypatch.setattr(world, "ranks", lambda *args: pytest.fail("ranks were started"))
-
-
-@pytest.mark.usefixtures("no_ranks")
-def test_more_ranks_than_gpus_are_refused_before_any_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for args, ranks in (((), 1), (("--world-size", "2"), 2)):
-        assert main(["demo", "--device", "cuda", *args]) == 2
-        expected = f"fusedcomm demo: --device cuda: each rank needs a GPU of its own, got {ranks} ranks and 0 GPUs\n"
-        assert capsys.readouterr() == ("", expected)
-
-
-@pytest.mark.usefixtures("no_ranks")
-def test_a_json_file_that_cannot_be_written_is_refused_before_any_rank_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for file, reason in ((tmp_path / "none" / "x.json", "No such file or directory"), (tmp_path, "Is a directory")):
-        assert main(["demo", "--device", "cpu", "--json", str(file)]) == 2
-        assert capsys.readouterr() == ("", f"fusedcomm demo: --json {file}: {reason}\n")

@@ -43,34 +43,20 @@ def test_good_gpus_have_one_good_finding_and_all_facts() -> None:
 
 BAD_GPUS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"mig": 1}, "GPU 1", ERROR, "MIG is on"),
-    ({"mig": 1, "num_gpus": 1}, "GPU 0", WARNING, "MIG is on"),
     ({"links_down": {(1, 3)}}, "GPU 1", WARNING, r"17 NVLinks are up, other GPUs have 18 \(down: 3\)"),
     ({"p2p": {(0, 1, 2): 5}}, "GPUs 0 -> 1", ERROR, r"nvlink: not supported \(SYS\)"),
-    ({"p2p": {(1, 0, 1): 1, (1, 0, 3): 6}}, "GPUs 1 -> 0", ERROR, "write: chipset not supported; atomics: unknown"),
-    ({"p2p": {(1, 0, 0): 4}}, "GPUs 1 -> 0", WARNING, "read: disabled by registry key"),
     ({"compute_mode": 2}, "GPU 0", ERROR, "prohibited"),
-    ({"compute_mode": 3}, "GPU 0", WARNING, "exclusive process"),
-    ({"fabric": 2}, "GPU 0", ERROR, "fabric is in progress"),
     ({"fabric_status": 999}, "GPU 1", ERROR, "fabric has failed: status 999"),
     ({"refused": {0: NvmlError("GPU is lost", 15)}, "num_gpus": 3}, "GPU 0", ERROR, "cannot be asked: GPU is lost"),
     ({"slowed": 64}, "GPU 0", WARNING, "slowed down now: temperature"),
     ({"init": NvmlError("Driver Not Loaded")}, "NVML", ABSENT, "no GPU, no driver .*Driver Not Loaded"),
     ({"num_gpus": 0}, "GPUs", ABSENT, "no GPU"),
-    ({"num_gpus": 1}, "GPUs", ABSENT, "one GPU, NVIDIA H200: it has no peers"),
 ]
 
 
 @pytest.mark.parametrize("machine, name, level, text", BAD_GPUS, ids=str)
 def test_a_fault_of_a_gpu_is_found(machine: dict[str, Any], name: str, level: str, text: str) -> None:
     assert re.search(f"^{level}: .*{text}", found(Nvml(**machine))[name])
-
-
-def test_a_gpu_that_cannot_be_opened_does_not_hide_the_others() -> None:
-    refused = {1: NvmlError("Insufficient Permissions", gpus.NO_PERMISSION)}  # a GPU of another job
-    machine = gpus.survey(Nvml(num_gpus=3, refused=refused))
-    assert [gpu.index for gpu in machine.gpus] == [0, 2]
-    assert [(pair.a, pair.b, pair.path) for pair in machine.pairs] == [(0, 2, "NV18"), (2, 0, "NV18")]
-    assert [each.level for each in gpus.find(machine)] == [OK]
 
 
 def test_gpus_without_nvlink_are_absent_by_design() -> None:
@@ -131,31 +117,19 @@ def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BAD_SETTINGS = [
     ("PYTORCH_CUDA_ALLOC_CONF", "backend:native,expandable_segments:True", WARNING),
-    ("PYTORCH_ALLOC_CONF", "expandable_segments:true", WARNING),
     ("CUDA_LAUNCH_BLOCKING", "1", ERROR),
-    ("CUDA_MODULE_LOADING", "EAGER", WARNING),
     ("CUDA_DEVICE_MAX_CONNECTIONS", "1", WARNING),
     ("NCCL_P2P_DISABLE", "1", ERROR),
     ("NCCL_CUMEM_ENABLE", "0", WARNING),
-    ("NCCL_WIN_ENABLE", "0", WARNING),
-    ("NCCL_IB_DISABLE", "1", WARNING),
     ("NCCL_NET", "Socket", WARNING),
-    ("NCCL_NET_GDR_LEVEL", "LOC", WARNING),
     ("NCCL_SOCKET_IFNAME", "=l,none7", ERROR),
-    ("GLOO_SOCKET_IFNAME", "lo,none7", ERROR),
-    ("TORCH_NCCL_BLOCKING_WAIT", "1", WARNING),
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", WARNING),
     ("TORCH_SYMMMEM", "NVSHMEM", ERROR),
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", OK),
-    ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1", WARNING),
     ("TRITON_INTERPRET", "1", ERROR),
     ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50", ERROR),
     ("FUSEDCOMM_ALGORITHM", "unfused", WARNING),
-    ("FUSEDCOMM_HOST_ID", "here", WARNING),
     ("FUSEDCOMM_ALGORITHM", "quick", ERROR),
     ("FUSEDCOMM_TIMEOUT_S", "soon", ERROR),
-    ("FUSEDCOMM_BACKEND_SUMS", "yes", ERROR),
-    ("FUSEDCOMM_WORKSPACE_BYTES", "-1", ERROR),
     ("FUSEDCOMM_TIMEOUT", "5", WARNING),
 ]
 
@@ -163,17 +137,11 @@ BAD_SETTINGS = [
 GOOD_SETTINGS = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
     "CUDA_LAUNCH_BLOCKING": "0",
-    "CUDA_MODULE_LOADING": "LAZY",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "NCCL_P2P_DISABLE": "0",
     "NCCL_CUMEM_ENABLE": "1",
-    "NCCL_WIN_ENABLE": "1",
-    "NCCL_IB_DISABLE": "0",
     "NCCL_NET": "IB",
-    "NCCL_NET_GDR_LEVEL": "PHB",
     "GLOO_SOCKET_IFNAME": "lo",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_DISTRIBUTED_DEBUG": "INFO",
     "TORCH_SYMMMEM": "CUDA",
     "TRITON_INTERPRET": "0",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100",

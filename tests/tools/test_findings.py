@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from fusedcomm.cli import main
-from fusedcomm.doctor import across_ranks, report
+from fusedcomm.doctor import across_ranks
 from fusedcomm.doctor.across_ranks import GroupAnswer
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, told_once
-from fusedcomm.launch.ranks import RankError, RankFailure
-from tests.helpers.doctor_machines import canned
 
 
 def test_what_is_on_record_of_proofs_is_shown() -> None:
@@ -42,20 +39,6 @@ def test_what_a_line_above_says_is_referred_to_and_equal_lines_are_one() -> None
         ("cpu unfused", OK, "used for 30 of 30 example calls (see native part, above)"),
         ("cpu chunked, fused", ERROR, "not used: see native part, above"),
     ]
-
-
-def test_a_wrong_setting_is_one_finding_and_a_reference(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "FUSEDCOMM_ALGORITHM must be one of unfused, chunked, fused, pipelined, got 'quick'"
-    monkeypatch.setenv("FUSEDCOMM_ALGORITHM", "quick")
-    failed = RankError([RankFailure(0, "raised", "ValueError", f"ValueError: {text}", "")])
-    monkeypatch.setattr(report, "CheckRanks", canned({"ask ['cpu']": failed}))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert main(["doctor", "--quick"]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert out.count(text) == 1 and "ValueError: see FUSEDCOMM_ALGORITHM, above" in out
-    assert "the planner is not asked" not in out
 
 
 @pytest.mark.parametrize(

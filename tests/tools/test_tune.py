@@ -13,7 +13,7 @@ import torch
 from fusedcomm.bench import estimates, tune
 from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.cost import in_pieces, model
+from fusedcomm.cost import model
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime import group_member, members, topology
@@ -79,36 +79,6 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.call_overhead == {"unfused": pytest.approx(3e-4), "chunked": pytest.approx(2e-4)}
     assert found.chunk_overhead == pytest.approx(1e-5)
     assert len(bench.samples) == 5 * 4 * 2
-
-
-def test_a_planted_overhead_of_pieces_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Likewise in a group on two hosts, whose small calls in pieces the model describes."""
-    truth = replace(FAST, call_overhead=FAST.call_overhead | {"unfused": 3e-4}, chunk_overhead=0.0, piece_overhead=7e-5)
-    now: list[Any] = []
-
-    def data(bench: Any, op: str, size: tuple[int, int, int], dtype: str, names: Any) -> Any:
-        now[:] = [op, MatmulSize(*size), dtype]
-        return SimpleNamespace(size=MatmulSize(*size), forced=lambda name: name)
-
-    def piecewise(exchange: Any, num_pieces: int, x: Any, w: Any) -> float:
-        return in_pieces.seconds("matmul_all_to_all", exchange, "float32", truth, num_pieces)
-
-    def seconds(variants: dict[Any, Any], repeat: int = 0) -> dict[Any, float]:
-        if not repeat:
-            return variants
-        op, size, dtype = now
-        return estimates.estimates(op, size, dtype, truth, 2, list(variants))
-
-    monkeypatch.setattr(tune, "_data", data)
-    monkeypatch.setattr(tune, "_in_pieces", piecewise)
-    ours: Any = SimpleNamespace(device=CPU, group_size=2, topology=topology.Topology("far", "no", 0, None, num_hosts=2))
-    bench = tune._Bench(ours, tune.TuneSizes.of("cpu", quick=False), rounds=1)
-    monkeypatch.setattr(bench, "seconds", seconds)
-    found = tune._overheads(bench, replace(truth, call_overhead=FAST.call_overhead, piece_overhead=0.5))
-    assert found.piece_overhead == pytest.approx(7e-5)
-    assert found.call_overhead == FAST.call_overhead | {"unfused": pytest.approx(3e-4)}
-    assert ours.topology == topology.Topology("far", "no", 0, None, num_hosts=2)  # as it was
-    assert {tuple(each.measured) for each in bench.samples} == {("unfused", "pipelined")}
 
 
 def test_where_the_fastest_algorithm_changes() -> None:

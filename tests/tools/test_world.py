@@ -163,17 +163,6 @@ def test_ranks_end_with_a_command(signum: signal.Signals, running: bool, tmp_pat
 
 
 @pytest.mark.nightly
-def test_stopped_ranks_end_with_a_command(tmp_path: Path) -> None:
-    command, pids = started(tmp_path, "bench", "ops", "--device", "cpu", "--rounds", "10000")
-    wait_until(lambda: run(pids))
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    command.kill()
-    command.wait(60)
-    wait_until_dead(pids)
-
-
-@pytest.mark.nightly
 def test_ranks_of_explain_end_with_it(tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     command, pids = started(tmp_path, "explain", "sleeps.py")
