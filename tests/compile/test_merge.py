@@ -18,7 +18,6 @@ from fusedcomm.compile.fuse.fuser import OPS
 from fusedcomm.compile.graph.collectives import STARTS, functional
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
-from fusedcomm.compile.merge.mesh_moves import traffic
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
@@ -253,21 +252,6 @@ def test_the_place_among_other_collectives(cube: World) -> None:
     assert names.index("mm") < len(names) - 1 - names[::-1].index("wait_tensor")
 
 
-def test_a_symbolic_size_that_may_not_divide(cube: World) -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def program(x: Tensor) -> Tensor:
-        return calls.rs(calls.ag(x, 0, dim=1).transpose(0, 2), 1).transpose(0, 2)
-
-    calls = Calls(cube)
-    x = torch.empty(8, 4, 6)
-    assert kinds(merged(cube, program, (8, 4, 6))[0], cube) == [(RS, 1), (AG, 0)]
-    module = make_fx(program, tracing_mode="symbolic")(x)
-    merger = Merger(module.graph)
-    merger.merge(cube.flat)
-    assert not merger.into and "ends inside a block of" in str(merger.reasons)
-
-
 def test_symbolic_sizes(cube: World) -> None:
     """Sizes need not divide. The values have other sizes than those that the graph was traced with."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -318,16 +302,6 @@ def test_a_part_that_the_program_itself_takes() -> None:
             node.meta["source_fn_stack"] = [(node.name, node.target)]
         Merger(module.graph).merge(world.flat)
         assert kinds(module.graph, world) == [(AR, 0)]
-
-
-def test_blocks_that_a_view_hides() -> None:
-    """3 blocks of rows of [2, 3, 4] as [6, 4] are not parts of one of its dims, but they are parts of a dim of the
-    view.
-    """
-    with fake_world(MESHES["2x3"]) as world:
-        calls = Calls(world)
-        graph, merger, _ = merged(world, lambda x: calls.rs(calls.rs(x.view(6, 4), 1), 0), (2, 3, 4))
-        assert kinds(graph, world) == [(RS, 0, 1)], merger.reasons
 
 
 # with the other passes
@@ -431,14 +405,3 @@ def test_a_mesh_without_this_rank() -> None:
 
     with fake_world([[0, 1], [2, 3]]), pytest.raises(ValueError, match="must name meshes that contain this rank, 0"):
         fusedcomm.compile.enable(merge=DeviceMesh("cpu", torch.tensor([[1, 2]])))
-
-
-def test_a_mesh_of_one_dim() -> None:
-    with fake_world([0, 1, 2]) as world:
-        assert [group.dims for group in world.flat.groups] == [(0,)]
-
-
-def test_bytes_of_a_chain() -> None:
-    assert traffic([(AG, 2), (AG, 3)]) == traffic([(AG, 6)]) == 5
-    assert traffic([(RS, 2), (RS, 3)]) == traffic([(RS, 6)])
-    assert traffic([(AR, 2), (AR, 3)]) > traffic([(AR, 6)]) == traffic([(RS, 6), (AG, 6)])

@@ -311,15 +311,6 @@ def test_what_the_user_timed_is_not_fused(tp: Peers, told: str, fused: int) -> N
     assert len(schedule(gm, estimator=estimator(gm, **({told: 10.0} if told else {}))).fused) == fused
 
 
-@pytest.mark.parametrize(("told", "merged"), [([], 1), ([0], 0), ([1], 0)])
-def test_what_the_user_timed_is_not_merged(tp: Peers, told: list[int], merged: int) -> None:
-    t = Traced()
-    found = [t.call(all_reduce, t.input(64), "sum", tp.name) for _ in range(2)]
-    gm = t.returns(*(t.call(WAIT, start) for start in found))
-    times = Estimator("cuda", ranks_per_node=4, times={found[i].name: 10.0 for i in told})
-    assert len(schedule(gm, estimator=times).buckets) == merged
-
-
 def no_value(wait: Node) -> Node:
     del wait.meta["val"]
     return wait
@@ -354,13 +345,6 @@ def test_odd_graphs_pass(groups: list[Peers], tp: Peers, case: str) -> None:
     gm = t.returns(*ODD[case](t, tp))
     report = check_values(gm, [*groups, NOBODY], estimator())
     assert not report.buckets and not report.fused
-
-
-def test_a_graph_without_values_passes(tp: Peers) -> None:
-    gm = torch.fx.symbolic_trace(lambda x: WAIT(all_reduce(x.relu_(), "sum", tp.name)).sum())
-    before = names(gm)
-    schedule(gm, estimator=estimator())
-    assert names(gm) == before
 
 
 def test_numbers_of_tune_are_those_of_the_largest_group_that_has_some(

@@ -135,14 +135,6 @@ def veomni_before_attention(r: int) -> Any:
     return program, [(T, K), (K, N)]
 
 
-@fragment([A2M], [M2A])
-def veomni_after_attention(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return veomni(x, 0, 1, r).flatten(1) @ w
-
-    return program, [(T * r, HEADS // r, DIM), (N, K)]
-
-
 @fragment([M2A], [A2M, A2M, A2M])
 def q_k_v_linears_of_grouped_query_attention(r: int) -> Any:
     def program(x: Tensor, *args: Tensor) -> list[Tensor]:
@@ -193,14 +185,6 @@ def cast_before_it_is_sent(r: int) -> Any:
         return heads_first(y.view(B, T, HEADS, DIM), r)
 
     return program, [(B, T, K), (K, N)]
-
-
-@fragment([A2M], grad=False)
-def cast_after_it_arrives(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return tokens_first(x, r).flatten(2).bfloat16() @ w.bfloat16()
-
-    return program, [(B, T * r, HEADS // r, DIM), (N, K)]
 
 
 @fragment([M2A, A2M], [M2A, A2M], autocast=True)
@@ -380,5 +364,3 @@ def gather_and_scatter_in_place(r: int) -> Any:
         return out
 
     return program, [(T, B, K), (K, N), (N, K)]
-
-    return program, [(B, T, K)] + [(N, K)] * 3 + [(K, N)]

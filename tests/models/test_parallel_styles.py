@@ -172,23 +172,6 @@ def test_torchtitan_llama_without_loss_parallel(ranks: Callable[[int], RankPool]
     ranks(2).run(check_torchtitan, "none", False)
 
 
-def check_compiled_blocks(rank: int) -> None:
-    from torchtitan.models.llama3.infra import parallelize
-
-    settings = config("none", with_loss_parallel=True)
-    settings.compile.enable, settings.compile.components, settings.compile.backend = True, ["model"], "aot_eager"
-    for module in (parallelize, patched()):
-        model = module.parallelize_llama(seeded(torchtitan_models.llama), dims(), settings)
-        with loss_parallel(), pytest.raises(AttributeError, match="no attribute '_local_tensor'"):
-            loss_of(model, batch_of(0)).backward()
-        torch._dynamo.reset()
-
-
-def test_torchtitans_compiled_blocks_fail_with_torchs_styles_too(ranks: Callable[[int], RankPool]) -> None:
-    skip_without("torchtitan")
-    ranks(2).run(check_compiled_blocks)
-
-
 # --- transformers ---
 
 

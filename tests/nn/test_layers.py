@@ -220,15 +220,12 @@ LINEAR = nn.Linear(12, 12)
 BAD = [
     (lambda: UlyssesQKV(12, 6, 4, 4), "num_heads must be a multiple of num_kv_heads=4, got 6"),
     (lambda: UlyssesQKV(12, 4, 4, 0), "num_kv_heads must be at least 1, got 0"),
-    (lambda: UlyssesOut(0, 4, 5), "num_heads must be at least 1, got 0"),
     (lambda: ColumnParallelLinear(4, 5), "out_features must be divisible by group_size=2, got 5"),
-    (lambda: RowParallelLinear(5, 4), "in_features must be divisible by group_size=2, got 5"),
     (lambda: RowParallelLinear(4, 4, group="nobody"), "group must be an initialised process group"),
     (
         lambda: UlyssesQKV.from_linear(LINEAR, 6),
         r"out_features must be a multiple of num_heads \+ 2 \* num_kv_heads = 18, got 12",
     ),
-    (lambda: UlyssesOut.from_linear(LINEAR, 8), "in_features must be a multiple of num_heads = 8, got 12"),
     (lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 11)), r"x must be \[..., in_features = 12\] .*got shape \(2, 4, 11"),
     (
         lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 4, 3, 2)),
@@ -240,20 +237,8 @@ BAD = [
     ),
     (lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3), 4), "x must have all tokens, as tokens=4 says, got 3"),
     (
-        lambda: UlyssesOut(4, 3, 5)(torch.ones(2, 3, 2, 3), [1, 1]),
-        r"x must have all tokens, as tokens=\[1, 1\] says, got 3",
-    ),
-    (
-        lambda: RowParallelLinear(4, 6, sequence_dim=0)(torch.ones(3, 2), 4),
-        "x must have all tokens, as tokens=4 says, got 3",
-    ),
-    (
         lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 12), 5),
         r"x must have what tokens=5 gives rank \d, [32] tokens, got 4",
-    ),
-    (
-        lambda: ColumnParallelLinear(12, 4, sequence_dim=1)(torch.ones(2, 4, 12), [3, 3]),
-        r"x must have what tokens=\[3, 3\] gives rank \d, 3 tokens, got 4",
     ),
     (lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 4), 2), "tokens must be None without sequence_dim, got 2"),
     (
@@ -264,7 +249,6 @@ BAD = [
         lambda: unshard_tokens(torch.ones(2, 4), 5),
         r"batch must have what tokens=5 gives rank \d, \d tokens",
     ),
-    (lambda: ColumnParallelLinear(4, 6)(torch.ones(2, 3)), r"x must be \[..., in_features = 4\] .*got shape \(2, 3\)"),
     (lambda: ColumnParallelLinear(4, 6)(torch.ones(4)), r"in_features = 4\] with at least 2 dims, got shape \(4,\)"),
     (
         lambda: RowParallelLinear(4, 6)(torch.ones(2, 4)),  # x is not sharded
@@ -273,10 +257,6 @@ BAD = [
     (
         lambda: RowParallelLinear(4, 6, bias=False, sequence_dim=2)(torch.ones(1, 2, 2)),
         "sequence_dim must be a dim of x, and not its last, got 2 and 3 dims",
-    ),
-    (
-        lambda: ColumnParallelLinear(4, 6, sequence_dim=-1)(torch.ones(2, 4)),
-        "sequence_dim must be a dim of x, and not its last, got -1 and 2 dims",
     ),
 ]
 
@@ -310,18 +290,6 @@ def test_types_of_arguments(rank: int) -> None:
         with pytest.raises(TypeError, match="sequence_dim must be an int, got"):
             ColumnParallelLinear(4, 4, sequence_dim=value)
     assert layers[0](x, np.int64(4))[0].shape == layers[0](x, np.array([2, 2]))[0].shape
-
-
-@on_ranks(2)
-def test_repr(rank: int) -> None:
-    head = "in_features=12, out_features"
-    assert repr(UlyssesQKV(12, 4, 3, 2)) == (
-        f"UlyssesQKV({head}=24, bias=True, group_size=2, num_heads=4, num_kv_heads=2, head_dim=3)"
-    )
-    assert repr(UlyssesOut(4, 3, 5)) == f"UlyssesOut({head}=5, bias=True, group_size=2, num_heads=4, head_dim=3)"
-    assert repr(ColumnParallelLinear(12, 8, bias=False, sequence_dim=1)) == (
-        f"ColumnParallelLinear({head}=8, bias=False, group_size=2, sequence_dim=1)"
-    )
 
 
 @on_ranks(2)

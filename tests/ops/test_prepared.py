@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.ops import prepared
@@ -22,7 +21,6 @@ from tests.helpers.prepared import (
     check_prepared,
     num_prepared,
     python_calls,
-    recorded,
     started_group,
 )
 from tests.helpers.problems import OPS, PROBLEMS, Problem, integers
@@ -102,12 +100,6 @@ def test_arguments_that_share_a_storage_while_they_are_recorded(rank: int, algor
 
 
 @on_ranks(2)
-def test_float64_is_prepared_unfused(rank: int) -> None:
-    with started_group("unfused") as group:
-        check_prepared(group, HEADS, torch.float64)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("algorithm", PREPARED)
 @pytest.mark.parametrize("recorded_under", [False, True], ids=["outside", "inside"])
 def test_autocast_does_not_reach_into_a_call(rank: int, algorithm: str, recorded_under: bool) -> None:
@@ -137,17 +129,6 @@ def test_modes_see_the_op_and_not_its_tape(rank: int) -> None:
             for seed in range(CALLS):
                 check(group, HEADS, call(group, HEADS, seed), seed)
         assert ran == []
-
-
-@on_ranks(2)
-@pytest.mark.nightly
-def test_fused_calls_are_not_prepared(rank: int) -> None:
-    """The kernels run in an interpreter. A kind that is refused is recorded once."""
-    with started_group("fused") as group:
-        with recorded() as recorders, python_calls() as ran:
-            for seed in range(3):
-                check(group, HEADS, call(group, HEADS, seed), seed)
-        assert len(ran) == 3 and [each.is_usable for each in recorders] == [False]
 
 
 @on_ranks(2)
@@ -308,18 +289,3 @@ def test_threads(rank: int, algorithm: str) -> None:
         for thread in threads:
             thread.join()
     assert len(outs) == 50 * len(threads) and all(torch.equal(out, want) for out in outs)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("algorithm", PREPARED)
-def test_lanes_are_those_of_a_call_in_python(rank: int, algorithm: str) -> None:
-    """Also of the call that is recorded."""
-    with started_group(algorithm) as group:
-        call(group, LARGER if algorithm == "chunked" else HEADS)
-        lanes = []
-        for _ in range(3):
-            dist.barrier(group)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-                call(group, HEADS)
-            lanes.append(sorted(each.name for each in profiled.events() if each.name.startswith("fusedcomm.")))
-    assert bool(lanes[0]) == (algorithm == "chunked") and lanes[1] == lanes[0] and lanes[2] == lanes[0]

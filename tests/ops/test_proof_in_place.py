@@ -70,14 +70,6 @@ def test_every_chunk_of_its_rounds_comes_in_place(rank: int) -> None:
         assert ours.outcomes == {IN_PLACE: ""} and arrived == [[0, 1]]
 
 
-@on_ranks(2)
-@pytest.mark.nightly
-def test_without_a_heap_nothing_is_posted(rank: int) -> None:
-    with gpu_heaps(RESULTS_BYTES="0" if rank == 0 else "1000000") as (ours, arrived):
-        assert prove(ours) == ""
-        assert ours.outcomes == {NAME: ""} and arrived == [[]]
-
-
 def shifted(landing: Callable[..., Any], rank: int) -> Callable[..., Any]:
     """A rank stores its chunks behind their place in the results of others."""
 
@@ -110,14 +102,6 @@ def without_heap(rank: int) -> Any:
         return (None, "has no memory") if rank == 1 and not initialise else allocate(self, size, initialise=initialise)
 
     return mock.patch.object(Member, "_allocate", without)
-
-
-@on_ranks(2)
-@pytest.mark.nightly
-def test_a_rank_without_memory_for_the_heap_leaves_all_without(rank: int) -> None:
-    with without_heap(rank), gpu_heaps() as (ours, arrived):
-        assert prove(ours) == ""
-        assert ours.outcomes == {NAME: ""} and arrived == [[]] and ours.topology.results_bytes == 0
 
 
 @on_ranks(2)
@@ -186,26 +170,3 @@ def test_chunks_that_come_through_slots_prove_nothing(rank: int) -> None:
         wrong = proved_with(ours, finds_nothing)
         assert "rank 0 was late: PeerTimeoutError: matmul_all_to_all: chunks of ranks [0, 1] came through" in wrong
         assert ours.passing == {IN_PLACE}
-
-
-@on_ranks(2)
-@pytest.mark.nightly
-def test_ranks_that_miss_one_in_a_proof_go_on(rank: int) -> None:
-    """It has failed on the way, and the vote says why."""
-
-    def raises(run: Fused, call: Any) -> Any:
-        if rank == 1:
-            raise RuntimeError("planted")
-        return run(call)
-
-    with gpu_heaps(TIMEOUT_S="4") as (ours, _):
-        assert "rank 1 raised RuntimeError: planted" in proved_with(ours, raises)
-
-
-@on_ranks(2)
-@pytest.mark.nightly
-def test_the_heap_of_cpus_has_no_proof(rank: int) -> None:
-    """`fusedcomm selftest` proves interpreted kernels on CPUs, where results come in place by other rules."""
-    with fresh_group() as group:
-        ours = members.member(group.group_name, torch.device("cpu"))
-        assert prove(ours) == "" and ours.outcomes == {NAME: ""} and ours.topology.results_bytes > 0

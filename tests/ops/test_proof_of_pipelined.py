@@ -9,9 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from fusedcomm.algorithms.pieces import Piece
 from fusedcomm.ops import explain
 from fusedcomm.ops.exact_problem import ExactProblem
 from fusedcomm.ops.proof import SIZES
@@ -64,22 +62,6 @@ def test_a_wrong_one_is_not(rank: int, op: str, plant: Any, tmp_path: Path) -> N
         plan = plan_of_all(group, BY_OP[op])
     assert plan.algorithm == "unfused" and made == [f"{op} pipelined"]
     assert "pipelined of float32 failed its proof on" in plan.reason or "raised MemoryError" in plan.reason
-
-
-@on_ranks(2)
-def test_a_piece_that_is_not_waited_for_is_found(rank: int, tmp_path: Path) -> None:
-    """What it takes is what lay in its buffers before."""
-    problem = BY_OP["matmul_all_to_all"]
-    received = Piece._received
-
-    def nothing_has_come(piece: Piece, src_rank: int) -> Any:
-        return received(piece, src_rank).fill_(0)
-
-    with in_pieces(3), proving(tmp_path, HOST_ID=f"host {rank}") as (group, _):
-        with mock.patch.object(Piece, "_received", nothing_has_come):
-            check(group, problem, call(group, problem))  # unfused, as the proof has found it
-        assert "gave wrong values" in plan_of_all(group, problem).reason
-        dist.barrier(group)
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])

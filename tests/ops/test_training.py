@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import fusedcomm
-from tests.helpers.groups import call
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
 from tests.helpers.prepared import IN_PYTHON, python_calls, started_group
@@ -28,7 +25,6 @@ from tests.ops.test_call_check import ONE_EACH
 PREPARED = ["unfused", "chunked"]
 LIST = NAMED["all_gather_matmul-list-qkv"]
 KINDS = [*ONE_EACH.values(), LIST]
-LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
 
 
 def check_steps(rank: int, problem: Problem, algorithm: str, frozen: str = "", **options: Any) -> None:
@@ -155,19 +151,6 @@ def saved_tensors_hooks(step: Step) -> Any:
     return step.grads(outs), seen
 
 
-def hooks_that_fail(step: Step) -> Any:
-    def fail(t: Any) -> Any:
-        raise ValueError("a hook that fails")
-
-    def in_forward() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(fail, lambda t: t):
-            step.call()
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, fail):
-        outs = step.call()
-    return error_of(in_forward), error_of(lambda: step.grads(outs))
-
-
 def changed_in_place(step: Step) -> Any:
     """What is saved is changed between forward and backward: an error. A version that nothing saved is not."""
     found = []
@@ -195,24 +178,6 @@ def hooks(step: Step) -> Any:
     outs[0].retain_grad()
     torch.autograd.backward(outs, step.weights(outs))
     return [t.grad for t in (outs[0], *step.leaves)], seen
-
-
-def the_graph(step: Step) -> Any:
-    """What programs see of it, but for the node's type and name."""
-    outs = step.results()
-    node = outs[0].grad_fn
-    nodes = [(n is None or n.name(), i) for n, i in node.next_functions]
-    described = [(out.requires_grad, out.is_leaf, out.output_nr, out.grad_fn is node) for out in outs]
-    metadata = [(m.shape, m.dtype) for m in node._input_metadata]
-    return [each for each in nodes if each[0] is not True], described, metadata
-
-
-def on_a_thread(step: Step) -> Any:
-    outs, found = step.call(), []
-    thread = threading.Thread(target=lambda: found.append(step.grads(outs)))
-    thread.start()
-    thread.join()
-    return found
 
 
 def under_modes(step: Step) -> Any:
@@ -263,46 +228,10 @@ def inference_tensors(step: Step) -> Any:
     return found
 
 
-def batched_gradients(step: Step) -> Any:
+def after_a_reset(step: Step) -> Any:
     outs = step.call()
-    batch = [out.new_ones(2, *out.shape) for out in outs]
-    found: list[Any] = []
-    error = error_of(lambda: found.append(torch.autograd.grad(outs, step.leaves, batch, is_grads_batched=True)))
-    return error, found
-
-
-def tangents(step: Step) -> Any:
-    x, *rest = step.tensors
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, torch.ones_like(x))
-        return error_of(lambda: step.problem.call(unflat(step.problem, [dual, *rest]), step.group)), plainly(step)
-
-
-def after(change: Callable[[Any], Any]) -> Callable[[Step], Any]:
-    """Something takes the workspace between forward and backward."""
-
-    def changed(step: Step) -> Any:
-        outs = step.call()
-        change(step.group)
-        return step.grads(outs)
-
-    return changed
-
-
-def unused_results(step: Step) -> Any:
-    """A custom function gives no gradient to the results: it becomes zeros, or nothing."""
-
-    class Stop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *outs: Tensor) -> Any:
-            return tuple(out.clone() for out in outs)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            return (None,) * len(grads)
-
-    outs = list(Stop.apply(*step.call()))
-    return [torch.zeros(1) if g is None else g for g in step.grads(outs)], "done"
+    fusedcomm.reset(step.group)
+    return step.grads(outs)
 
 
 def compiled_autograd(step: Step) -> Any:
@@ -316,17 +245,12 @@ def compiled_autograd(step: Step) -> Any:
 PROGRAMS: dict[str, Callable[[Step], Any]] = {
     each.__name__: each
     for each in (
-        *(plainly, by_product, grads_that_lie_otherwise, second_derivatives, saved_tensors_hooks, hooks_that_fail),
-        *(changed_in_place, hooks, the_graph, on_a_thread, under_modes, autocast_around_the_backward, anomalies),
-        *(some_inputs, inference_tensors, batched_gradients, tangents, unused_results, compiled_autograd),
+        *(plainly, by_product, grads_that_lie_otherwise, second_derivatives, saved_tensors_hooks, changed_in_place),
+        *(hooks, under_modes, autocast_around_the_backward, anomalies, some_inputs, inference_tensors),
+        compiled_autograd,
     )
 }
-PROGRAMS |= {
-    "reset": after(fusedcomm.reset),
-    "close": after(fusedcomm.close),
-    "growth": after(lambda group: call(group, LARGER)),
-    "other_algorithm": after(lambda group: fusedcomm.force_algorithm("unfused").__enter__()),
-}
+PROGRAMS["reset"] = after_a_reset
 
 
 @on_ranks(2)
@@ -387,19 +311,3 @@ def check_values_after(rank: int, problem: Problem, group: Any) -> None:
     torch.autograd.backward(outs, [w.float() for w in loss_weights(problem, outs, rank, 2)])
     wants = expected_gradients(problem, rank, 2)
     assert all(t is want is None or torch.equal(t.grad, want) for t, want in zip(step.tensors, wants, strict=True))
-
-
-@on_ranks(2)
-def test_a_context_keeps_no_tensor(rank: int) -> None:
-    """Negative control: one that does would give its values to all calls of the kind."""
-    from fusedcomm.ops.formula import Formula
-
-    def keeps(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.x = inputs[0]
-
-    with pytest.raises(AssertionError):
-        Formula(keeps, lambda ctx, grad: (grad,)).describe([torch.ones(2)], [torch.ones(2)], [True])
-
-
-def test_every_op_has_a_problem() -> None:
-    assert {problem.op for problem in KINDS} == set(OPS)

@@ -15,7 +15,6 @@ import fusedcomm
 from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import EVEN, Splits, chunk_parts
-from fusedcomm.nn.heads import head_splits, kv_ranges
 from tests.helpers.groups import ALGORITHMS, empty_is_nan, fresh_group, member_of
 from tests.helpers.in_place import after_peers, chunked_group
 from tests.helpers.on_ranks import on_ranks
@@ -108,26 +107,6 @@ def test_values_and_gradients_by_kernels(ranks: Any, name: str) -> None:
     ranks(num_ranks).run(check_case, case, num_ranks, "fused", 2)
 
 
-Q_20, KV_4 = tuple(head_splits(20, 8)), tuple(kv_ranges(20, 4, 8))  # ranks whose heads of q read two of kv
-EIGHT = {
-    "tokens-19": into_attention(19, 8),
-    "heads-20-balanced": into_attention(11, 20, scatter=Q_20, bias=True),
-    "kv-1": into_attention(11, 1, scatter=replicas(8, 1), bias=True),
-    "kv-4-straddling": into_attention(11, 4, scatter=KV_4),
-    "out-of-20-balanced": out_of_attention(11, 20, gather=Q_20, bias=True),
-    "gather-rows": Uneven(GATHER, (27, 4), 1, gather_dim=0),
-    "reduce-rows": Uneven(REDUCE, (27, 4), 1, scatter_dim=0, bias=True),
-}
-
-
-@on_ranks(8)
-@pytest.mark.nightly
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
-def test_eight_ranks(rank: int, algorithm: str) -> None:
-    for case in EIGHT.values():
-        check_case(rank, case, 8, algorithm, calls=3 if algorithm == "chunked" else 1)
-
-
 @pytest.mark.parametrize("name", ["kv-2-of-4", "back-splits", "gather-splits", "reduce-rows"])
 def test_narrow_dtypes(ranks: Any, name: str) -> None:
     num_ranks, case = CASES[name]
@@ -201,21 +180,6 @@ def test_several_rounds(rank: int, name: str) -> None:
         assert case.explain(rank, group, 3).num_rounds > 1
         for seed in range(CALLS):
             check_call(case, rank, 3, seed, group)
-
-
-@on_ranks(3)
-@pytest.mark.nightly
-def test_several_rounds_by_kernels(rank: int) -> None:
-    for case in (
-        into_attention(40, 3, gather=(1, 30, 9), scatter=((0, 1), (0, 2), (2, 1))),
-        out_of_attention(40, 5, gather=(1, 0, 4), scatter=(6, 0, 34), bias=True),
-        Uneven(GATHER, (60, 40), gather_dim=1),
-        Uneven(REDUCE, (60, 40), scatter_dim=0, scatter=(1, 59, 0)),
-    ):
-        with fresh_group(WORKSPACE_BYTES="8192") as group, fusedcomm.force_algorithm("fused", strict=True):
-            assert case.explain(rank, group, 3).num_rounds > 1
-            for seed in range(2):
-                check_call(case, rank, 3, seed, group)
 
 
 @on_ranks(1)

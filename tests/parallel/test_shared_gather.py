@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm.parallel as our_parallel
@@ -216,10 +215,6 @@ def test_under_a_checkpoint_autocast_and_in_copies(rank: int) -> None:
         torch.testing.assert_close(each, want, rtol=2e-2, atol=2e-2)
 
 
-def pair(m: Attention, x: Tensor) -> Tensor:
-    return torch.cat([m.q(x), m.k(x)], -1)
-
-
 def again_with_gradient(m: Attention, x: Tensor) -> Tensor:
     with torch.no_grad():
         q = m.q(x)
@@ -346,24 +341,6 @@ def test_in_inference_mode(rank: int) -> None:
         want, found = (module(*map(torch.detach, inputs(rank))) for module in (stock, ours))
     torch.testing.assert_close(found, want, **CLOSE)
     assert spy.names("fusedcomm") == [GATHER]
-
-
-@on_ranks(2)
-def test_a_hook_that_makes_a_weight(rank: int) -> None:
-    """torch.nn.utils.prune has such hooks: before each call of the layer its weight is another tensor."""
-    results = []
-    for styles in (torch_parallel, our_parallel):
-        module = attention(styles, pair)
-        prune.identity(module.k, "weight")
-        optimizer, losses = torch.optim.SGD(module.parameters(), 0.1, foreach=False), []
-        for _ in range(3):
-            y = module(*inputs(rank))
-            y.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(y.sum().item())
-        results.append(torch.tensor(losses))
-    torch.testing.assert_close(results[1], results[0], **CLOSE)
 
 
 @on_ranks(2)

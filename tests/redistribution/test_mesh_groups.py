@@ -352,35 +352,6 @@ def test_groups_of_other_ranks_do_not_wait_for_each_other(rank: int) -> None:
         assert [gathered(each[0]) for each in found] == [sorted(members_of(mesh.mesh, (1, 2), rank)) for mesh in meshes]
 
 
-def test_threads_that_come_together_make_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, original = [], mesh_groups._new_group
-
-    def slow(*args: Any) -> ProcessGroup:
-        made.append(args)
-        time.sleep(0.05)
-        return original(*args)
-
-    monkeypatch.setattr(mesh_groups, "_new_group", slow)
-    with fake_ranks(8):
-        mesh = init_device_mesh("cpu", (2, 2, 2))
-        threads = [threading.Thread(target=mesh_groups.flattened, args=(mesh, (0, 1))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(made) == 1
-
-
-def test_fake_groups_need_no_vote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_groups, "agree", None)
-    with fake_ranks(16):
-        mesh = init_device_mesh("cpu", (2, 2, 4))
-        assert mesh_groups.check(mesh) == mesh_groups.MeshFacts((2, 2, 4), tuple(range(16)), (0,) * 16, DEFAULTS["cpu"])
-        flat = mesh_groups.flattened(mesh, (0, 2))
-        assert dist.get_process_group_ranks(flat.pg) == [0, 1, 2, 3, 8, 9, 10, 11]
-        assert dist.get_backend(flat.pg) == "fake"
-
-
 def test_a_destroyed_mesh_is_named_and_a_new_world_begins_anew() -> None:
     with fake_ranks(8):
         old = init_device_mesh("cpu", (2, 2, 2))
@@ -406,24 +377,6 @@ def test_a_destroyed_mesh_is_named_and_a_new_world_begins_anew() -> None:
         dist.destroy_process_group(new.get_group(1))
         with pytest.raises(ValueError, match="groups were destroyed"):
             mesh_groups.check(new)
-
-
-def test_a_new_world_votes_again_and_an_equal_mesh_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    votes, original = [], mesh_groups.agree
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        votes.append(args)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(mesh_groups, "agree", counted)
-    for world in (1, 2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            for _ in range(3):  # freed in between, at a time that is another on every rank
-                mesh_groups.check(init_device_mesh("cpu", (1, 1)))
-        finally:
-            dist.destroy_process_group()
-        assert len(votes) == world
 
 
 def test_no_group_is_split_from_a_world_that_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

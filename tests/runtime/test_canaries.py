@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.runtime import canaries
 from fusedcomm.runtime.canaries import GUARD_BYTES
-from fusedcomm.runtime.segment import MOST_SLOT_BYTES, NUM_SLOTS, HeaderLayout, slot_bytes_within
+from fusedcomm.runtime.segment import MOST_SLOT_BYTES, NUM_SLOTS, HeaderLayout
 from fusedcomm.runtime.workspace import Round, Workspace
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.in_place import TO_ALL, assert_exact, results_of, wanted
@@ -37,37 +37,8 @@ def slot(workspace: Workspace, i: int) -> tuple[int, int]:
     return start, start + workspace.usable_bytes
 
 
-def test_the_layout_has_a_guard_on_either_side_of_each_slot() -> None:
-    workspace = guarded()
-    assert workspace.usable_bytes == SLOT_BYTES
-    starts = workspace.layout.guards(workspace.slot_bytes)
-    ends = [start + GUARD_BYTES for start in starts]
-    slots = [slot(workspace, i) for i in range(NUM_SLOTS)]
-    assert ends[:-1] == [start for start, _ in slots]
-    assert starts[1:] == [end for _, end in slots]
-    assert starts[0] == HeaderLayout(2).header_bytes
-    assert ends[-1] == workspace.buffers[0].numel()
-    assert all(start % 128 == 0 for start in starts)
-
-
-def test_slots_with_guards_keep_within_the_cap() -> None:
-    cap = 100_000
-    usable = slot_bytes_within(cap, 4, GUARD_BYTES)
-    size = Workspace.num_bytes(4, usable, GUARD_BYTES)
-    assert cap - 2 * 128 * NUM_SLOTS < size <= cap
-
-
 def damage(workspace: Workspace) -> str | None:
     return canaries.damage(workspace.buffers[0], workspace.layout, workspace.slot_bytes, 0)
-
-
-def test_slots_that_are_full_harm_no_guard() -> None:
-    workspace = guarded()
-    for i in range(NUM_SLOTS):
-        start, end = slot(workspace, i)
-        workspace.buffers[0][start:end] = 255
-    workspace.buffers[0][: HeaderLayout(2).header_bytes] = 255
-    assert damage(workspace) is None
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, GUARD_BYTES])
@@ -95,12 +66,6 @@ def test_an_overrun_of_the_largest_slots_is_found() -> None:
     segment[layout.header_bytes + i * slot_bytes + MOST_SLOT_BYTES] = 0
     text = canaries.damage(segment, layout, slot_bytes, 0)
     assert text is not None and f"1 bytes from 0 bytes behind slot {i} on are now 00" in text
-
-
-def test_no_constant_can_hide_behind_the_pattern() -> None:
-    pattern = canaries._pattern(GUARD_BYTES)
-    assert (pattern != 0).all()
-    assert (pattern[1:] != pattern[:-1]).all()
 
 
 def check_overrun(rank: int) -> str:

@@ -205,18 +205,6 @@ def test_what_is_no_plain_tensor() -> None:
             DeviceToHost(source)
 
 
-def test_in_compiled_code_a_copy_of_a_wrapper_is_a_wrapper() -> None:
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    def copied(x: Tensor) -> Tensor:
-        return DeviceToHost(x).wait()
-
-    got = torch.compile(copied, fullgraph=True, backend="aot_eager")(TwoTensor(torch.zeros(2), torch.ones(2)))
-    assert type(got) is TwoTensor
-    exactly(got.a, torch.zeros(2))
-    exactly(got.b, torch.ones(2))
-
-
 @on_ranks(2)
 def test_the_result_of_a_functional_collective(rank: int) -> None:
     pending = funcol.all_reduce(torch.full((3,), rank + 1.0), "sum", dist.group.WORLD)

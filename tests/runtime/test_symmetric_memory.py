@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.symmetric_memory import CPU, Ranks, error_of, footprint, make, rendezvous
+from tests.helpers.symmetric_memory import CPU, error_of, footprint, make, rendezvous
 
 WAIT_MS = 100  # for what never comes
 
@@ -39,31 +39,6 @@ def test_push_all_to_all(rank: int, world_size: int) -> None:
         want = torch.tensor([100.0 * round + 10 * src + rank % 10 for src in range(world_size)])
         assert torch.equal(t.view(world_size, numel), want[:, None].expand(-1, numel))
         handle.barrier(channel=1)
-
-
-def wrong_rounds(rank: int, with_barrier: bool) -> int:
-    """The number of reads that did not find what a peer has written in the same round. One rank is late in each."""
-    t, handle = make(1)
-    t.zero_()
-    dist.barrier()
-    peers = [handle.get_buffer(peer, (1,), t.dtype) for peer in range(handle.world_size)]
-    wrong = 0
-    for round in range(1, 9):
-        if rank == round % handle.world_size:
-            time.sleep(0.01)
-        t.fill_(round)
-        if with_barrier:
-            handle.barrier()
-        wrong += sum(int(peer) != round for peer in peers)
-        if with_barrier:
-            handle.barrier()
-    dist.barrier()
-    return wrong
-
-
-def test_barrier_orders(ranks: Ranks) -> None:
-    assert ranks(3).run(wrong_rounds, True) == [0, 0, 0]
-    assert sum(ranks(3).run(wrong_rounds, False)) > 0  # negative control
 
 
 @on_ranks(2)
@@ -192,20 +167,6 @@ def test_views_and_ordinary_tensors(rank: int) -> None:
     assert rendezvous(ordinary) is None and empty.numel() == 0
     if hasattr(symm_mem, "is_symm_mem_tensor"):  # torch 2.13
         assert symm_mem.is_symm_mem_tensor(t[40:]) and not symm_mem.is_symm_mem_tensor(ordinary)
-
-
-@on_ranks(2)
-def test_group_info_without_process_group(rank: int) -> None:
-    assert "nobody" in error_of(lambda: _SymmetricMemory.rendezvous(symm_mem.empty(4, device=CPU), "nobody"))
-    for name in ("test/named/1", "test/named/2"):
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        _SymmetricMemory.set_group_info(name, rank, 2, store)
-        t = symm_mem.empty(4, dtype=torch.int64, device=CPU).fill_(rank)
-        handle = _SymmetricMemory.rendezvous(t, name)
-        assert _SymmetricMemory.rendezvous(t, name).buffer_ptrs == handle.buffer_ptrs  # not collective
-        handle.barrier()
-        assert handle.get_buffer(1 - rank, (4,), t.dtype).tolist() == [1 - rank] * 4
-        handle.barrier()
 
 
 # Memory
