@@ -215,7 +215,8 @@ def lose_the_context(rank: int) -> None:
 def test_ranks_that_lose_their_context_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """So are those with another environment; others are used again."""
     monkeypatch.setattr(pools, "RankPool", StandInPool)
-    every, env = pools.Pools("cpu"), {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    every: Any = pools.Pools("cpu")
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     assert every.run(2, lambda rank: rank + 5, env=env) == 5
     first = every.get(2, env)
     with pytest.raises(RankError, match="illegal instruction"):
