@@ -32,8 +32,8 @@ help:
 	@echo "            OP=hosts: pipelined across two hosts on a throttled link, as root: BENCH_ARGS= --mbit, --rounds;"
 	@echo "            OP=step_memory: what training takes of a host's memory, with results in place and without"
 	@echo "make figures  the figures of docs/benchmark.md and others, into benchmarks/results; 55 minutes of a machine that does nothing else"
-	@echo "make gpu-check  what one GPU can prove, in nine minutes, with the Python that README's install has set up:"
-	@echo "            PYTHON=; what was found is in build/gpu-check.jsonl; GPU_CHECK_ARGS= --only PART, --seconds, --json FILE"
+	@echo "make gpu-check  what one GPU can prove, in two halves of 380 s, with a Python that has torch, PYTHON=; what was"
+	@echo "            found is in build/gpu-check.jsonl and build/gpu-*.json; GPU_CHECK_ARGS= --only right or fast, --json FILE"
 	@echo "make models  the packages whose models make nightly PART=models runs: 0.6 GB, minutes, Python 3.11 or newer"
 	@echo "make setup  what the others need: .venv with the development tools, this checkout built into it"
 	@echo "make clean  remove .venv and everything built"
@@ -107,10 +107,10 @@ figures: setup
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
 	$(BIN)/python -m benchmarks.planner_choices --quick --json $(RESULTS)-planner.json
 
-# The Python of README's install runs it: a machine with a GPU often has torch, and no network to fill .venv by.
-GPU_CHECK_ARGS ?= --json build/gpu-check.jsonl
+# Without .venv: a machine with a GPU often has torch, and no network. From a bare clone or after README's install.
+GPU_CHECK_ARGS ?=
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_ARGS)
+	$(PYTHON) -m benchmarks.gpu_check --json build/gpu-check.jsonl $(GPU_CHECK_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

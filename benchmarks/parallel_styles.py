@@ -107,8 +107,8 @@ class Layer(nn.Module):
 MODELS: dict[str, Callable[[Sizes, int], nn.Module]] = {"mlp": FeedForward, "layer": Layer}
 
 
-def styled(model: str, sizes: Sizes, styles: Any, device: torch.device) -> nn.Module:
-    """The plan of PyTorch's tensor parallel examples."""
+def styled(model: str, sizes: Sizes, styles: Any, device: torch.device, **options: Any) -> nn.Module:
+    """The plan of PyTorch's tensor parallel examples. ``options`` are those of parallelize_module."""
     prepare = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     mlp = {
         "w1": styles.ColwiseParallel(),
@@ -120,8 +120,8 @@ def styled(model: str, sizes: Sizes, styles: Any, device: torch.device) -> nn.Mo
         init_device_mesh(device.type, (dist.get_world_size(),)),
     )
     if model == "mlp":
-        styles.parallelize_module(module, mesh, styles.PrepareModuleInput(**prepare))
-        return styles.parallelize_module(module, mesh, mlp)
+        styles.parallelize_module(module, mesh, styles.PrepareModuleInput(**prepare), **options)
+        return styles.parallelize_module(module, mesh, mlp, **options)
     plan = {
         "attention_norm": styles.SequenceParallel(),
         "attention": styles.PrepareModuleInput(**prepare),
@@ -131,7 +131,7 @@ def styled(model: str, sizes: Sizes, styles: Any, device: torch.device) -> nn.Mo
         "feed_forward": styles.PrepareModuleInput(**prepare),
         **{f"feed_forward.{name}": style for name, style in mlp.items()},
     }
-    return styles.parallelize_module(module, mesh, plan)
+    return styles.parallelize_module(module, mesh, plan, **options)
 
 
 class StepData:

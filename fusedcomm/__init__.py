@@ -7,6 +7,7 @@ Every op takes a group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim)
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fusedcomm import checkout  # noqa: F401 before all that import kernels
 from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.ops import import_hooks, same_moves  # noqa: F401 same_moves registers its op

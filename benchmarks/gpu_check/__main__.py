@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.gpu_check
+from benchmarks.gpu_check import results as committed
+from benchmarks.gpu_check import speeds
 from benchmarks.gpu_check.driver import PartResult, run_parts
-from benchmarks.gpu_check.parts import BUDGET_S, PARTS, ROWS, proved
+from benchmarks.gpu_check.parts import HALVES, PARTS, ROWS, asked, budget_s, proved
 
 MOST_SPOKEN = 300  # characters of a result that the terminal shows; the file has all of it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    parts = [part for part in PARTS if part.name in args.only]
+    parts = asked(args.only, args.device)
+    seconds = args.seconds or budget_s(parts, args.device)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     with open(args.json or "/dev/null", "w") as file:
 
@@ -33,11 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(text, flush=True)
 
         command = shlex.join(["python", "-m", "benchmarks.gpu_check", *(sys.argv[1:] if argv is None else argv)])
-        write({"run": {"command": command, "date": now, "device": args.device, "budget_s": args.seconds}})
+        run = {"command": command, "date": now, "device": args.device, "budget_s": seconds}
+        write({"run": run})
         with tempfile.TemporaryDirectory() as cache:  # what is proved here is this run's own
             os.environ["FUSEDCOMM_CACHE_DIR"] = cache
-            results = run_parts(parts, args.device, args.seconds, write)
-        write({"summary": summary(results, command, args.device)})
+            results = run_parts(parts, args.device, seconds, write)
+        write({"summary": summary(results, run)})
+    if args.json:
+        recorded = committed.record(results, run, machine_of(results))
+        args.json.with_name(committed.file_name(recorded)).write_text(committed.text(recorded))
     return 0 if all(result.status == "passed" for result in results) else 1
 
 
@@ -46,11 +53,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu_check", description=benchmarks.gpu_check.__doc__, formatter_class=about
     )
-    names = [part.name for part in PARTS]
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write lines of JSON to FILE as they come")
+    names = [*HALVES, *(part.name for part in PARTS)]
+    written = "write lines of JSON to FILE as they come, and beside it what is to be committed to benchmarks/results"
+    parser.add_argument("--json", metavar="FILE", type=Path, help=written)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--only", metavar="PART", nargs="+", choices=names, default=names, help=", ".join(names))
-    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for all parts (default: %(default)s)")
+    parser.add_argument("--only", metavar="PART", nargs="+", choices=names, default=[*HALVES], help=", ".join(names))
+    parser.add_argument("--seconds", type=float, help="for all parts (default: 380 for each half)")
     args = parser.parse_args(argv)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -72,19 +80,24 @@ def spoken(line: dict[str, Any]) -> str | None:
     return None
 
 
-def summary(results: Sequence[PartResult], command: str, device: str) -> dict[str, Any]:
+def machine_of(results: Sequence[PartResult]) -> dict[str, Any] | None:
+    found = (result.cases.get("machine", {}).get("found") for result in results if result.part == "machine")
+    return next(found, None)
+
+
+def summary(results: Sequence[PartResult], run: dict[str, Any]) -> dict[str, Any]:
     """What the run has shown, with the GPU, its driver, versions, commit and command."""
-    machine = next(
-        (result.cases.get("machine", {}).get("found") for result in results if result.part == "machine"), None
-    )
-    on_gpu = device == "cuda"
+    on_gpu = run["device"] == "cuda"
+    recorded = committed.record(results, run, machine_of(results))
     return {
-        "command": command,
-        "machine": machine,
-        "parts": {result.part: result.status for result in results},
+        "command": run["command"],
+        "machine": recorded["machine"],
+        "parts": recorded["parts"],
         "failed": [f"{result.part}/{name}" for result in results for name in result.failed],
         "skipped": [f"{result.part}/{name}" for result in results for name in result.skipped],
         "not_run": [f"{result.part}/{name}" for result in results for name in result.not_run],
+        "speeds": speeds.lines(committed.found_in(recorded["cases"])),
+        "compared": committed.compared(recorded),
         "status_rows": {row: each.says for row, each in ROWS.items() if on_gpu and proved(each, results)},
     }
 
@@ -93,8 +106,8 @@ def _closing(found: dict[str, Any]) -> str:
     lines = ["", *(f"{part:16s}{status}" for part, status in found["parts"].items())]
     for name in ("failed", "skipped", "not_run"):
         lines += [f"{name.replace('_', ' ')}: {', '.join(found[name])}"] if found[name] else []
+    lines += ["", *found["speeds"], "", *found["compared"]]
     lines += [
-        "",
         "Rows of docs/status.md that are now true on this GPU:"
         if found["status_rows"]
         else "No row of docs/status.md is now true that was not.",

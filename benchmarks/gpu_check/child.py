@@ -25,12 +25,7 @@ from typing import Any
 
 import torch
 
-import fusedcomm
-from benchmarks.gpu_check.driver import ROOT
 from fusedcomm.launch.ranks import end_with_parent
-
-# The checkout's own fusedcomm runs, also where it is not installed as editable: its kernels lie beside it then.
-fusedcomm.__path__.append(str(ROOT))
 
 Cases = dict[str, Callable[[], Any]]
 

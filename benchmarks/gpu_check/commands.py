@@ -24,6 +24,8 @@ def cases(device: torch.device) -> child.Cases:
 def doctor() -> dict[str, Any]:
     """The installed command, from another folder than the checkout."""
     with tempfile.TemporaryDirectory() as folder:
+        if run_module("fusedcomm", "--version", cwd=Path(folder)).returncode:
+            raise child.Skipped(f"fusedcomm is not installed in {sys.executable}: README's second line installs it")
         file = Path(folder) / "doctor.json"
         done = run_module("fusedcomm", "doctor", "--json", str(file), cwd=Path(folder))
         found = json.loads(file.read_text()) if file.exists() else None

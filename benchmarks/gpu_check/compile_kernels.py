@@ -7,6 +7,7 @@ compiled lies in Triton's cache; how many kernels a later case compiled itself i
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -19,6 +20,7 @@ import torch
 from benchmarks.gpu_check import (
     child,
     graphs,
+    host_time,
     kernel_speed,
     measurements,
     op_speed,
@@ -53,14 +55,14 @@ class Target(NamedTuple):
 H100 = Target(90, 90, 132)  # what is compiled for where there is no GPU
 
 
-def cases(device: torch.device) -> child.Cases:
-    return {"kernels": partial(compile_all, device)}
+def cases(device: torch.device, half: str) -> child.Cases:
+    return {f"kernels of {half}": partial(compile_all, device, half)}
 
 
-def compile_all(device: torch.device) -> dict[str, Any]:
+def compile_all(device: torch.device, half: str) -> dict[str, Any]:
     """Every process compiles one job at a time; a job is a call, which may launch several kernels."""
     start, failed, launches = time.monotonic(), {}, 0
-    todo = dict(jobs() if device.type == "cuda" else list(jobs())[:NUM_REHEARSED])
+    todo = dict(JOBS[half]() if device.type == "cuda" else list(JOBS[half]())[:NUM_REHEARSED])
     num_processes = min(available_cpus(), len(todo))
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork")) as pool:
         pool.submit(int).result()  # all processes are there before this one asks the GPU: none of them has a context
@@ -102,21 +104,30 @@ def _tiles_for(target: Target) -> Iterator[None]:
         tiles.architecture, topology.num_sms = saved
 
 
-def jobs() -> Iterator[tuple[str, Job]]:
-    """The launches of all parts, by name, in the order in which the parts come."""
+def jobs_of_right() -> Iterator[tuple[str, Job]]:
+    """The launches of the half's parts, by name, in the order in which the parts come."""
     for size in GROUP_SIZES:
         yield f"signals R={size}", partial(_signals, size)
     for kernel in smoke.KERNELS:
         yield f"smoke {kernel.__name__}", partial(kernel, META)
-    yield from _calls(smoke.calls(cuda=True))
+    for part in (smoke, processes, values, graphs, time_outs):
+        yield from _calls(part.calls(cuda=True))
+
+
+def jobs_of_fast() -> Iterator[tuple[str, Job]]:
+    yield from ((f"signals R={size}", partial(_signals, size)) for size in GROUP_SIZES)
     for shape in kernel_speed.SHAPES:
-        yield f"push {shape.name}", partial(_matmul, kernel_speed.push, shape)
-        yield f"gather {shape.name}", partial(_matmul, kernel_speed.gather, shape)
+        for name, kernel in kernel_speed.MATMULS.items():
+            yield f"{name} {shape.name}", partial(_matmul, kernel, shape)
     yield "unpack", _unpack
     for size in kernel_speed.REDUCED:
-        yield f"reduce R={size}", partial(_reduce, size)
-    for part in (start_program, measurements, values, graphs, time_outs, processes, op_speed):
+        for name, block in kernel_speed.REDUCE_BLOCKS.items():
+            yield f"reduce R={size}{name}", partial(_reduce, size, block)
+    for part in (op_speed, host_time, start_program, measurements):
         yield from _calls(part.calls(cuda=True))
+
+
+JOBS = {"right": jobs_of_right, "fast": jobs_of_fast}
 
 
 def _calls(calls: list[GpuCall]) -> Iterator[tuple[str, Job]]:
@@ -147,10 +158,11 @@ def _unpack() -> None:
     problem.run()
 
 
-def _reduce(group_size: int) -> None:
-    problem, _ = kernel_speed.reduce(kernel_speed.SHAPES[0], group_size, META)
-    problem.run()
+def _reduce(group_size: int, block: tuple[int, int] | None) -> None:
+    with kernel_speed.blocks_of(block):
+        problem, _ = kernel_speed.reduce(kernel_speed.SHAPES[0], group_size, META)
+        problem.run()
 
 
 if __name__ == "__main__":
-    child.main(cases, interpret=False)
+    child.main(partial(cases, half=sys.argv.pop(1)), interpret=False)

@@ -5,7 +5,8 @@ A part fails by wrong values alone, not by a goal. `compile_kernels` makes the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu_check import child
 from benchmarks.gpu_check.cases import FINGERPRINT
 from benchmarks.gpu_check.timing import Variants, interleaved
-from fusedcomm.algorithms import kernel_launch
+from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.segment import FINGERPRINT_BITS
@@ -56,7 +57,12 @@ SHAPES = [
     MatmulShape("small 1024 x 1024 x 1024", 0, 1024, 1024, 1024),
 ]
 TINY = MatmulShape("dry run", 0, 32, 32, 32)
-REDUCED = (2, 8)  # ranks
+REDUCED = (2, 4, 8)  # ranks
+PROGRAMS = {"half of the SMs": 0.5, "all SMs": 1, "2 programs an SM": 2, "4 programs an SM": 4}
+REDUCE_BLOCKS = {
+    "": None,
+    ", blocks of 4096": (4096, 8),
+}  # elements and warps; as shipped, and as measured to be better
 
 
 @dataclass(frozen=True)
@@ -71,16 +77,15 @@ class KernelProblem:
 def cases(device: torch.device) -> child.Cases:
     cuda = device.type == "cuda"
     matmuls = SHAPES if cuda else [TINY]
-    kernels: dict[str, Callable[..., KernelProblem]] = {"push": push, "gather": gather}
     first: child.Cases = {
-        f"{name} {matmuls[0].name}": partial(_matmul, matmuls[0], kernels[name], device) for name in kernels
+        f"{name} {matmuls[0].name}": partial(_matmul, matmuls[0], kernel, device) for name, kernel in MATMULS.items()
     }
     first["unpack"] = partial(_unpack, device)
     first |= {f"reduce R={size}": partial(_reduce, matmuls[0], size, device) for size in REDUCED}
     return first | {
-        f"{name} {shape.name}": partial(_matmul, shape, kernels[name], device)
+        f"{name} {shape.name}": partial(_matmul, shape, kernel, device)
         for shape in matmuls[1:]
-        for name in kernels
+        for name, kernel in MATMULS.items()
     }
 
 
@@ -95,8 +100,8 @@ def push(x: Tensor, w: Tensor) -> KernelProblem:
     return KernelProblem(workspace, out, lambda: kernel_launch.push(x, w, None, spans, workspace, FINGERPRINT))
 
 
-def gather(x: Tensor, w: Tensor) -> KernelProblem:
-    """The gather kernel in a group of one rank, which has sent already."""
+def gather(x: Tensor, w: Tensor, all_sms: bool = False) -> KernelProblem:
+    """The gather kernel in a group of one rank, which has sent already. By default it leaves SMs to a pack kernel."""
     exchange = shapes.all_gather_matmul(x.shape, [w.shape], x.ndim - 2, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace = _workspace(exchange, x)
@@ -105,8 +110,17 @@ def gather(x: Tensor, w: Tensor) -> KernelProblem:
     return KernelProblem(
         workspace,
         out,
-        lambda: kernel_launch.gather_matmul(out, w, None, spans, workspace, FINGERPRINT, end_round=False),
+        lambda: kernel_launch.gather_matmul(
+            out, w, None, spans, workspace, FINGERPRINT, end_round=False, all_sms=all_sms
+        ),
     )
+
+
+MATMULS: dict[str, Callable[..., KernelProblem]] = {
+    "push": push,
+    "gather": gather,
+    "gather on all SMs": partial(gather, all_sms=True),
+}
 
 
 def unpack_exchange(cuda: bool) -> tuple[Exchange, int]:
@@ -176,7 +190,7 @@ def _matmul(shape: MatmulShape, kernel: Callable[..., KernelProblem], device: to
     variants: Variants = {"cublas": lambda: torch.matmul(x, w, out=y), "kernel": problem.run}
     repeated = {f"{name} repeated": _repeat(variant, 1 + REPEATS) for name, variant in variants.items()}
     times = interleaved({**variants, **repeated}, device)
-    problem.workspace.check(kernel.__name__)
+    problem.workspace.check("matmul")
     # What one more call costs where many are queued: neither the start of a kernel nor the gap to an event counts.
     net = {name: (times[f"{name} repeated"] - times[name]) / REPEATS for name in variants}
     return {
@@ -191,47 +205,60 @@ def _matmul(shape: MatmulShape, kernel: Callable[..., KernelProblem], device: to
 
 
 def _unpack(device: torch.device) -> dict[str, Any]:
-    """On all SMs, and on the half of them that the op takes; against a copy that moves as many bytes."""
+    """By numbers of programs, of which an op takes half of the SMs; against a copy that moves as many bytes."""
     exchange, group_size = unpack_exchange(device.type == "cuda")
     problem, parts = unpack(exchange, group_size, device)
-    workspace, num_sms = problem.workspace, problem.workspace.num_sms
-
-    def on_sms(number: int) -> None:
-        workspace.num_sms = 2 * number  # `num_programs` gives an unpack half of them
-        problem.run()
-
-    on_sms(num_sms)
+    problem.run()
     assert torch.equal(problem.out, torch.cat(list(parts), 1)), "wrong values"
     to = torch.empty_like(parts)
-    variants: Variants = {
-        "all_sms": partial(on_sms, num_sms),
-        "half_sms": partial(on_sms, num_sms // 2),
-        "copy": lambda: to.copy_(parts),
-    }
-    times = interleaved(variants, device)
-    workspace.check("unpack")
-    num_bytes = 2 * parts.numel() * parts.itemsize
-    rates = {f"{name}_gb_per_s": num_bytes / ms / 1e6 for name, ms in times.items()}
-    return {**rates, **_goal(times["copy"] / times["half_sms"])}
+    times = interleaved({**_by_programs(problem), "copy": lambda: to.copy_(parts)}, device)
+    problem.workspace.check("unpack")
+    return _rates(times, 2 * parts.numel() * parts.itemsize)
 
 
 def _reduce(shape: MatmulShape, group_size: int, device: torch.device) -> dict[str, Any]:
-    """Half of the SMs reduce, as in the op; against a copy that moves as many bytes."""
-    problem, parts = reduce(shape, group_size, device)
-    problem.run()
-    problem.workspace.check("reduce")
-    assert torch.equal(problem.out.view(-1), parts.float().sum(0).to(DTYPE)), "wrong sums"
+    """By numbers of programs and blocks, of which an op takes half of the SMs; against a copy of as many bytes."""
+    variants: Variants = {}
+    for name, block in REDUCE_BLOCKS.items():
+        with blocks_of(block):
+            problem, parts = reduce(shape, group_size, device)
+            for number, run in _by_programs(problem).items():
+                run()
+                problem.workspace.check("reduce")
+                assert torch.equal(problem.out.view(-1), parts.float().sum(0).to(DTYPE)), f"wrong sums, {number}{name}"
+                variants[number + name] = run
     num_bytes = (group_size + 1) * parts[0].numel() * DTYPE.itemsize
     source = torch.empty(num_bytes // 2 // DTYPE.itemsize, device=device, dtype=DTYPE).normal_()
-    copy = torch.empty_like(source)
-    times = interleaved({"kernel": problem.run, "copy": lambda: copy.copy_(source)}, device)
-    problem.workspace.check("reduce")
-    return {
-        "kernel_ms": times["kernel"],
-        "copy_ms": times["copy"],
-        "kernel_gb_per_s": num_bytes / times["kernel"] / 1e6,
-        **_goal(times["copy"] / times["kernel"]),
-    }
+    to = torch.empty_like(source)
+    return _rates(interleaved({**variants, "copy": lambda: to.copy_(source)}, device), num_bytes)
+
+
+@contextmanager
+def blocks_of(block: tuple[int, int] | None) -> Iterator[None]:
+    """Launches that are planned inside take this block, and keep it."""
+    saved = tiles.reduce_block
+    if block is not None:
+        tiles.reduce_block = lambda arch: block
+    try:
+        yield
+    finally:
+        tiles.reduce_block = saved
+
+
+def _by_programs(problem: KernelProblem) -> Variants:
+    workspace, num_sms = problem.workspace, problem.workspace.num_sms
+
+    def on(programs: int) -> None:
+        workspace.num_sms = 2 * programs  # `num_programs` gives these kernels half of them
+        problem.run()
+
+    return {name: partial(on, max(1, int(share * num_sms))) for name, share in PROGRAMS.items()}
+
+
+def _rates(times: dict[str, float], num_bytes: int) -> dict[str, Any]:
+    """Terabytes per second, read and written; the ratio is of the kernel as shipped."""
+    shipped = next(iter(PROGRAMS))
+    return {**{name: num_bytes / ms / 1e9 for name, ms in times.items()}, **_goal(times["copy"] / times[shipped])}
 
 
 def _goal(ratio: float) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from benchmarks.gpu_check import child
 from benchmarks.gpu_check.cases import ALGORITHMS, OPS, GpuCall, GpuCase, GpuInputs
 from benchmarks.gpu_check.timing import Variants, interleaved
+from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
@@ -37,11 +39,12 @@ def case_of(op: str, cuda: bool) -> GpuCase:
     return GpuCase(op, "speed", (m, k), (n,), scatter_dim=int(op == "matmul_all_to_all"))
 
 
-def compare(call: GpuCall, device: torch.device) -> dict[str, float]:
-    """Times of all ranks together: the matmuls alone, today's program, and each algorithm."""
+def compare(call: GpuCall, device: torch.device) -> dict[str, Any]:
+    """Times of all ranks together: the matmuls alone, the program without communication, and each algorithm."""
     case = call.case
     every = [call.inputs(rank, device, 0) for rank in range(call.group_size)]
-    groups = {name: call.group(name, device) for name in (ALGORITHMS if device.type == "cuda" else ("fused",))}
+    algorithms = ALGORITHMS if device.type == "cuda" and not call.in_place else ("fused",)
+    groups = {name: call.group(name, device) for name in algorithms}
     _check(case, groups, every)
     for inputs in every:  # GPUs draw less power on integers, and so run faster
         for t in (inputs.x, *inputs.ws):
@@ -55,8 +58,12 @@ def compare(call: GpuCall, device: torch.device) -> dict[str, float]:
     times = interleaved(variants, device)
     for group in groups.values():
         group.check(case.op)
-    ratios = {f"roof_to_{name}": times["roof"] / ms for name, ms in times.items() if name != "roof"}
-    return {"rounds": call.num_rounds, **{f"{name}_ms": ms for name, ms in times.items()}, **ratios}
+    ratios = {f"{name} over roof": ms / times["roof"] for name, ms in times.items() if name != "roof"}
+    found = {"rounds": call.num_rounds, **{f"{name}_ms": ms for name, ms in times.items()}, **ratios}
+    if not call.in_place:
+        return found
+    places = [len(in_place_from(workspace)) for workspace in groups["fused"].workspaces]
+    return {**found, "chunks in place in the last round, by rank": places}
 
 
 def _check(case: GpuCase, groups: dict[str, VirtualGroup], every: list[GpuInputs]) -> None:

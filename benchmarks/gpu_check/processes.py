@@ -1,10 +1,9 @@
-"""Ranks in processes of their own that share one GPU, over torch's symmetric memory and gloo, as users call the ops."""
+"""Ranks in processes of their own that share one GPU, as users call the ops. Each problem is a case of its own."""
 
 from __future__ import annotations
 
-import statistics
+import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,19 +13,20 @@ from torch import Tensor
 
 import fusedcomm
 from benchmarks.gpu_check import child
-from benchmarks.gpu_check.cases import CASES, OPS, SMALL, GpuCall, GpuCase, assert_equal, first_of
-from fusedcomm.launch.ranks import KILLED, RankError, RankPool
+from benchmarks.gpu_check.cases import CASES, SMALL, GpuCall, GpuCase, assert_equal, first_of
+from benchmarks.gpu_check.pools import Pools, need_segments
+from fusedcomm.launch.ranks import KILLED
 
 DTYPE = torch.bfloat16
-LIMIT_S = 55  # for a call of all ranks
 TIMES = 2
-HOST_CALLS = 5
 ABSENT_OPS = {2: "matmul_all_to_all", 4: "all_gather_matmul"}
+# Collectives of gloo come last: what they do to CUDA tensors is torch's own.
+ALGORITHMS = ("fused", "chunked", "planned", "unfused")
 
 
 def problems(size: int, cuda: bool) -> list[GpuCase]:
-    if not cuda:
-        return SMALL
+    if not cuda:  # 4 ranks do not divide the others
+        return SMALL if size == 2 else SMALL[:1]
     return CASES if size == 2 else [case for case in CASES if case.name == "ragged" or case == first_of(case.op, cuda)]
 
 
@@ -34,63 +34,55 @@ def calls(cuda: bool) -> list[GpuCall]:
     return [GpuCall(size, DTYPE, case) for size in ABSENT_OPS for case in problems(size, cuda)]
 
 
-def cases(device: torch.device) -> child.Cases:
-    pools = Pools()
-    found: child.Cases = {}
-    for size in ABSENT_OPS if device.type == "cuda" else (2,):
-        run = partial(pools.run, size)
-        for name in ("planned", "unfused", "chunked", "fused"):
-            found[f"{size} ranks {name}"] = partial(run, values, device.type, None if name == "planned" else name)
-        found[f"{size} ranks backward"] = partial(run, backward, device.type)
-        found[f"{size} ranks absent"] = partial(run, absent, device.type)
-        found[f"{size} ranks host time"] = partial(run, host_time, device.type)
-    found["2 ranks killed"] = partial(killed, pools, device.type)
-    return found
+def cases(device: torch.device, num_ranks: str = "2") -> child.Cases:
+    pools, size, kind, cuda = Pools(device.type), int(num_ranks), device.type, device.type == "cuda"
+    values_of = {
+        name: {f"{size} ranks {name}: {case}": partial(_values, pools, size, kind, name, case) for case in each}
+        for name, each in ((name, problems(size, cuda)) for name in ALGORITHMS)
+    }
+    in_time: child.Cases = {}
+    if cuda or size == 2:
+        in_time[f"{size} ranks absent"] = partial(_in_segments, pools, size, absent, kind)
+    if size == 2:
+        in_time["2 ranks killed"] = partial(killed, pools, kind)
+    return {
+        **values_of["fused"],
+        **values_of["chunked"],
+        **values_of["planned"],
+        **{
+            f"{size} ranks backward: {case}": partial(pools.run, size, backward, kind, None, case)
+            for case in problems(size, cuda)
+            if case == first_of(case.op, cuda)
+        },
+        **in_time,
+        **values_of["unfused"],
+    }
 
 
-class Pools:
-    """One pool of ranks at a time. Ranks that have failed are not used again."""
-
-    def __init__(self) -> None:
-        self.pool: RankPool | None = None
-
-    def get(self, size: int) -> RankPool:
-        if self.pool is None or self.pool.dead or self.pool.world_size != size:
-            self.close()
-            self.pool = RankPool(size, timeout_s=LIMIT_S)
-        return self.pool
-
-    def run(self, size: int, fn: Callable[..., Any], *args: Any) -> Any:
-        """Rank 0's result."""
-        pool = self.get(size)
-        try:
-            return pool.run(fn, *args)[0]
-        except RankError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
-            self.pool = None
+def _in_segments(pools: Pools, size: int, fn: Any, device_type: str, *args: Any) -> Any:
+    need_segments(device_type)
+    return pools.run(size, fn, device_type, *args)
 
 
-def values(rank: int, device_type: str, algorithm: str | None) -> dict[str, Any]:
-    """Every case, as users call it, with fresh inputs; and how the planner runs each where nothing is forced."""
+def _values(pools: Pools, size: int, device_type: str, name: str, case: GpuCase) -> Any:
+    run = partial(_in_segments, pools) if name in ("chunked", "fused") else pools.run
+    return run(size, values, device_type, None if name == "planned" else name, case)
+
+
+def values(rank: int, device_type: str, algorithm: str | None, case: GpuCase) -> dict[str, Any]:
+    """A case as users call it, with fresh inputs; and how the planner runs it where nothing is forced."""
     size, device = dist.get_world_size(), torch.device(device_type)
-    plans: dict[str, str] = {}
     with fusedcomm.force_algorithm(algorithm, strict=algorithm is not None):
-        for case in problems(size, device_type == "cuda"):
-            for seed in range(TIMES):
-                inputs = case.inputs(size, rank, DTYPE, device, seed)
-                outs = case.call(inputs)
-                fusedcomm.synchronize()
-                where = f"{case} {algorithm} rank {rank} call {seed}"
-                assert_equal(outs, case.expected(size, DTYPE, device, seed)[rank], where)
-            if algorithm is None:
-                args, options = case.arguments(inputs)
-                plans[str(case)] = proved(fusedcomm.explain(case.op, *args, **options))
-    return {"cases": len(problems(size, device_type == "cuda")), "calls_of_each": TIMES, "plans": plans}
+        for seed in range(TIMES):
+            inputs = case.inputs(size, rank, DTYPE, device, seed)
+            outs = case.call(inputs)
+            fusedcomm.synchronize()
+            where = f"{case} {algorithm} rank {rank} call {seed}"
+            assert_equal(outs, case.expected(size, DTYPE, device, seed)[rank], where)
+        if algorithm is not None:
+            return {"calls": TIMES}
+        args, options = case.arguments(inputs)
+        return {"calls": TIMES, "plan": proved(fusedcomm.explain(case.op, *args, **options))}
 
 
 def proved(plan: fusedcomm.Plan) -> str:
@@ -100,28 +92,27 @@ def proved(plan: fusedcomm.Plan) -> str:
     return text
 
 
-def backward(rank: int, device_type: str) -> dict[str, float]:
-    """Each op's gradients of x and w against autograd of all ranks' program. Returns the relative errors."""
+def backward(rank: int, device_type: str, algorithm: str | None, case: GpuCase) -> dict[str, float]:
+    """Gradients of x and w against autograd of all ranks' program. Returns the relative errors."""
     size, device = dist.get_world_size(), torch.device(device_type)
-    errors: dict[str, float] = {}
-    for case in (first_of(op, device_type == "cuda") for op in OPS):
-        every = [case.inputs(size, each, DTYPE, device, 0) for each in range(size)]
-        for t in (t for inputs in every for t in (inputs.x, *inputs.ws)):
-            t.requires_grad_()
-        expected = case.program(every)
-        if case.op == "matmul_all_reduce":  # all ranks have one result, whose gradient counts once
-            expected = expected[:1]
-        weights = [_weights(each, out[0]) for each, out in enumerate(expected)]
-        losses = [(out[0].float() * weight).sum() for out, weight in zip(expected, weights, strict=True)]
-        own = every[rank]
-        want = torch.autograd.grad(torch.stack(losses).sum(), [own.x, own.ws[0]])
-        weight = weights[rank if len(weights) > 1 else 0]
+    every = [case.inputs(size, each, DTYPE, device, 0) for each in range(size)]
+    for t in (t for inputs in every for t in (inputs.x, *inputs.ws)):
+        t.requires_grad_()
+    expected = case.program(every)
+    if case.op == "matmul_all_reduce":  # all ranks have one result, whose gradient counts once
+        expected = expected[:1]
+    weights = [_weights(each, out[0]) for each, out in enumerate(expected)]
+    losses = [(out[0].float() * weight).sum() for out, weight in zip(expected, weights, strict=True)]
+    own = every[rank]
+    want = torch.autograd.grad(torch.stack(losses).sum(), [own.x, own.ws[0]])
+    weight = weights[rank if len(weights) > 1 else 0]
+    with fusedcomm.force_algorithm(algorithm, strict=algorithm is not None):
         got = torch.autograd.grad((case.call(own)[0].float() * weight).sum(), [own.x, own.ws[0]])
         fusedcomm.synchronize()
-        for name, one, other in zip("xw", got, want, strict=True):
-            error = ((one.float() - other.float()).norm() / other.float().norm()).item()
-            assert error < 2e-2, f"{case} gradient of {name}, rank {rank}: relative error {error}"
-            errors[f"{case} {name}"] = error
+    errors = {}
+    for name, one, other in zip("xw", got, want, strict=True):
+        errors[name] = ((one.float() - other.float()).norm() / other.float().norm()).item()
+        assert errors[name] < 2e-2, f"{case} gradient of {name}, rank {rank}: relative error {errors[name]}"
     return errors
 
 
@@ -168,6 +159,7 @@ def lone_call(rank: int, device_type: str, case: GpuCase) -> float:
 
 def killed(pools: Pools, device_type: str) -> dict[str, Any]:
     """Rank 1 is killed between two calls: rank 0 names it in time."""
+    need_segments(device_type)
     pool, case = pools.get(2), first_of(ABSENT_OPS[2], device_type == "cuda")
     pool.run(exact_call, device_type, case)
     pool.kill(1)
@@ -179,29 +171,5 @@ def killed(pools: Pools, device_type: str) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
-def host_time(rank: int, device_type: str) -> dict[str, float]:
-    """Microseconds until a public call returns, forward, beside torch.mm's of as small a problem."""
-    size, device = dist.get_world_size(), torch.device(device_type)
-    found = {}
-    for case in (first_of(op, device_type == "cuda") for op in OPS):
-        inputs = case.inputs(size, rank, DTYPE, device, 0)
-        found[case.op] = _microseconds(partial(case.call, inputs))
-    x = torch.ones(64, 64, dtype=DTYPE, device=device)
-    found["torch.mm"] = _microseconds(lambda: torch.mm(x, x))
-    return found
-
-
-def _microseconds(call: Callable[[], Any]) -> float:
-    """A few calls at a time, so that no queue is full; the median."""
-    times = []
-    for _ in range(7):
-        fusedcomm.synchronize()
-        start = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            call()
-        times.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
-    return statistics.median(times)
-
-
 if __name__ == "__main__":
-    child.main(cases)
+    child.main(partial(cases, num_ranks=sys.argv.pop(1)))

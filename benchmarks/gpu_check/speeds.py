@@ -1,0 +1,102 @@
+"""The table of speeds: which numbers of which cases make a row, and what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """``cases`` and ``keys`` are patterns of "part/case" and of the names in what it found.
+
+    A number counts in ``unit``, or in that of the case's number named ``over``.
+    """
+
+    name: str
+    cases: str
+    keys: str
+    goal: str = ""
+    over: str = ""
+    unit: str = ""
+    more_is_better: bool = False
+    noise: float = 0.05  # what differs by less is equal
+
+
+TABLE = [
+    Row("push over cuBLAS", "kernel speed/push *", "ratio", "0.97; 0.95 at K 1024; 0.8 small", more_is_better=True),
+    Row("gather over cuBLAS, as shipped", "kernel speed/gather [!o]*", "ratio", "0.97", more_is_better=True),
+    Row("gather over cuBLAS, on all SMs", "kernel speed/gather on all*", "ratio", "0.97", more_is_better=True),
+    Row("unpack", "kernel speed/unpack", "[!rgm]*", "0.95 of a copy", unit="TB/s", more_is_better=True),
+    Row("reduce", "kernel speed/reduce *", "[!rgm]*", "0.9 of a copy", unit="TB/s", more_is_better=True),
+    Row("whole op over its matmuls", "op speed/*", "* over roof", "fused 1.10, 1.12, 1.06, 1.12, 1.20"),
+    Row(
+        "host time of a public call over torch.mm's, fused",
+        "host time/2 ranks fused",
+        "*",
+        "push 2, gather 4",
+        "torch.mm",
+        noise=0.25,
+    ),
+    Row(
+        "host time of a public call over torch.mm's, chunked",
+        "host time/2 ranks chunked",
+        "*",
+        "",
+        "torch.mm",
+        noise=0.25,
+    ),
+    Row("host time of a virtual rank's call", "measurements/host time", "*", "7 of torch.mm's", "torch.mm", noise=0.25),
+    Row("start program over its matmuls", "start program/*", "* over roof", "forward 1.08, backward 1.15"),
+    Row("start program, chunks in place", "start program/* in place", "chunks in place*", more_is_better=True),
+    Row("beside a cuBLAS matmul", "measurements/beside a matmul", "* took_ms", unit="ms", noise=0.25),
+    Row("strided copies", "measurements/strided copies", "*", unit="GB/s", more_is_better=True),
+]
+
+
+def numbers(row: Row, found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The row's numbers by label. ``found``: what each case found, by "part/case"."""
+    for case, facts in found.items():
+        if not fnmatchcase(case, row.cases) or not isinstance(facts, dict):
+            continue
+        flat = dict(_flat(facts))
+        unit = flat.pop(row.over) if row.over in flat else 1.0
+        for key, number in flat.items():
+            if fnmatchcase(key, row.keys):
+                yield case.partition("/")[2] + f", {key}" * (key != "ratio"), number / unit
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key} ")
+        elif isinstance(value, list):
+            yield from ((f"{prefix}{key} {i}", float(each)) for i, each in enumerate(value))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield prefix + key, float(value)
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """A line of each row that has numbers."""
+    texts = []
+    for row in TABLE:
+        if each := list(numbers(row, found)):
+            said = "; ".join(f"{label}: {number:.3g}{' ' * bool(row.unit)}{row.unit}" for label, number in each)
+            texts.append(f"{row.name}: {said}" + (f" (goal: {row.goal})" if row.goal else ""))
+    return texts
+
+
+def worse(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """The numbers that both have and that have become worse by more than the row's noise."""
+    texts = []
+    for row in TABLE:
+        old = dict(numbers(row, before))
+        for label, number in numbers(row, now):
+            if label not in old or min(number, old[label]) <= 0:
+                continue
+            factor = old[label] / number if row.more_is_better else number / old[label]
+            if factor > 1 + row.noise:
+                texts.append(f"{row.name}: {label}: {number:.3g}, was {old[label]:.3g}")
+    return texts
