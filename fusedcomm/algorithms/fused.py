@@ -99,8 +99,10 @@ def gather_matmul(
     with _kernels(call):
         for spans in _rounds(call, x):
             try:
+                begun = None
                 if by_copy:
-                    _copy(x, Round(workspace, workspace.epoch + 1, spans, x.dtype, call.op, fingerprint), own)
+                    round = Round(workspace, workspace.epoch + 1, spans, x.dtype, call.op, fingerprint)
+                    begun = _copy(x, round, own)
                 else:
                     with _beside(workspace), lane("push"):
                         kernel_launch.pack(x, spans, workspace, fingerprint, own=own)
@@ -108,6 +110,8 @@ def gather_matmul(
                         signals.wait_source(workspace.rank, workspace, fingerprint)
                 if not own:
                     _multiply_own(matmuls, x, spans.at(workspace.rank), workspace.rank, gathered)
+                if begun is not None:
+                    torch.cuda.current_stream(workspace.device).wait_event(begun)
                 for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
                     last = gathered is None and i == len(outs) - 1
                     with lane("matmul"):
@@ -199,19 +203,33 @@ def _copy_engines_send(call: Call, itemsize: int) -> bool:
     return stream_writes.available(device)
 
 
-def _copy(x: Tensor, round: Round, own: bool) -> None:
-    """What pack_kernel does, with the SMs free for the matmul but for the own chunk, which comes before it."""
+def _copy(x: Tensor, round: Round, own: bool) -> torch.cuda.Event:
+    """What pack_kernel does, with the SMs free for the matmul but for the own chunk, which comes before it.
+
+    Returns the event before the first copy to a peer. A kernel that waits on all SMs must come after it: if the copies
+    stood in their hardware queue behind another stream's kernel, that would find no room.
+    """
     workspace, main = round.workspace, torch.cuda.current_stream(round.workspace.device)
+    side = workspace.side_stream()
+
+    def copy_to(dst_rank: int) -> None:
+        copy_runs(round.part(dst_rank), round.spans.at(dst_rank).pack.view(x.view(-1), 0, dst_rank))
+
+    def signal(dst_rank: int) -> None:
+        stream_writes.write(side, *workspace.flag(dst_rank, round.epoch, round.fingerprint))
+
     with lane("push"):
         signals.begin_push(workspace)
-        for dst_rank in [workspace.rank, *round.peers()[:-1]]:
-            stream = main if dst_rank == workspace.rank else workspace.side_stream()
-            if own or stream is not main:
-                with torch.cuda.stream(stream):
-                    copy_runs(round.part(dst_rank), round.spans.at(dst_rank).pack.view(x.view(-1), 0, dst_rank))
-            stream_writes.write(stream, *workspace.flag(dst_rank, round.epoch, round.fingerprint))
-            if stream is main:
-                workspace.side_stream().wait_stream(main)
+        if own:
+            copy_to(workspace.rank)
+        side.wait_stream(main)
+        signal(workspace.rank)  # an operation of the queue, so that the event comes after those in front of it
+        begun = side.record_event()
+        for dst_rank in round.peers()[:-1]:
+            with torch.cuda.stream(side):
+                copy_to(dst_rank)
+            signal(dst_rank)
+    return begun
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,8 @@ class VirtualGroup:
 
     On CUDA, what the driver does at a first use (load a kernel, make memory) can wait for the kernels that run. If one
     of those waits for a rank whose launch comes after, nobody goes on: ``load`` every call before its first ``run``.
+    For the same reason no two ranks' streams may share a hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS to 32 before
+    CUDA starts.
     """
 
     def __init__(self, group_size: int, slot_bytes: int, device: torch.device | str) -> None:
@@ -30,11 +33,12 @@ class VirtualGroup:
         with self._on_device():
             segments = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(group_size)]
             self.workspaces = [Workspace(rank, segments, f"virtual {group_size}") for rank in range(group_size)]
-            self.streams = [torch.cuda.Stream(self.device) if self.cuda else None for _ in range(group_size)]
+            self.streams: list[torch.cuda.Stream | None] = [None] * group_size
             for rank, workspace in enumerate(self.workspaces):
                 workspace.lane = rank  # ranks of one device must not be put into one order
                 workspace.share_gpu(group_size)
                 if self.cuda:
+                    self.streams[rank], workspace._side_stream, workspace._reading_stream = _streams(self.device, rank)
                     self._warm_up(workspace)
         self._clear()
 
@@ -107,6 +111,18 @@ class VirtualGroup:
                 torch.addmm(a[0], a, a)  # cublasLt has a workspace of its own
                 torch.empty(2 * workspace.slot_bytes, dtype=torch.uint8, device=self.device)
         self._synchronize()
+
+
+@functools.cache
+def _streams(device: torch.device, rank: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
+    """A rank's main, side and reading stream, the same in all groups.
+
+    A rank's waits are launched before the next rank's sends, and hold up what is behind them in their hardware queue.
+    Nobody can choose a stream's queue, but few streams need few: 3 for each rank, and the one of `beside_kernels`, are
+    25 for 8 ranks, of 32.
+    """
+    main, side, reading = (torch.cuda.Stream(device, priority) for priority in (0, -1, -1))
+    return main, side, reading
 
 
 def answer_later_rounds(workspace: Workspace, fingerprint: int, patience_s: float = 60.0) -> None:

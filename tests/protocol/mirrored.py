@@ -15,7 +15,7 @@ MIRRORED: Mirrors = {
         ),
         "fusedcomm/algorithms/fused.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _pushes _launched _beside _copy",
-            "8784c7830219",
+            "02fef031068f",
         ),
         "fusedcomm/runtime/launch_order.py": ("ordered", "c5d19c3f0e01"),
         "fusedcomm/algorithms/planner.py": ("_reject_reason", "7769dad0fef4"),
@@ -46,7 +46,7 @@ MIRRORED: Mirrors = {
         "kernels/triton/push_matmul.py": ("_signal_who_get_nothing push_matmul_kernel", "0a8396fe6c21"),
         "kernels/triton/copy.py": ("pack_kernel", "3dcd30027565"),
         "kernels/triton/gather_matmul.py": ("gather_matmul_kernel", "120a638161be"),
-        "fusedcomm/algorithms/fused.py": ("gather_matmul _beside", "d81358ecd54f"),
+        "fusedcomm/algorithms/fused.py": ("gather_matmul _beside", "7580b743b18b"),
     },
     "decisions.DecisionModel": {
         "kernels/triton/in_place.py": ("decide chunk_at end_decision is_in_place marks_of", "719725cd4b9d"),

@@ -8,7 +8,7 @@ room that those hold who wait", for all pairs that nothing orders; a circle may 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tests.helpers.schedule.happens_before import HappensBefore, Node
 from tests.helpers.schedule.multiprocessors import NUM_SMS, Multiprocessors, footprint
@@ -17,17 +17,39 @@ from tests.helpers.schedule.operations import ON_SMS, Kind, Operation
 
 def blocked_waits(order: HappensBefore, num_sms: int = NUM_SMS) -> list[str]:
     """One text for each circle. A kernel of the package needs room for one program, one of NCCL for all."""
-    kernels: dict[int, list[list[Node]]] = defaultdict(list)  # by rank, their steps
-    for (rank, _), steps in order.by_operation.items():
-        if steps[0].operation.kind in ON_SMS:
-            kernels[rank].append(steps)
     blocking: dict[int, list[Node]] = defaultdict(list)  # by id of a kernel's first step
-    for each in kernels.values():
-        for steps in each:
-            holders = _holders(order, steps, [other for other in each if other[0].operation.waits])
-            if holders and not _has_room(steps[0].operation, [other[0].operation for other in holders], num_sms):
-                blocking[id(steps[0])] += [_last_wait(other) for other in holders]
+    for steps, holders in _without_room(order, num_sms):
+        blocking[id(steps[0])] += [_last_wait(other) for other in holders]
     return _circles(order, blocking)
+
+
+def overtaken(order: HappensBefore, num_sms: int = NUM_SMS) -> list[str]:
+    """One text for each kernel that may find no room because waiting kernels of later launches began before it."""
+    found = _without_room(order, num_sms, only_later=True)
+    return [f"{steps[0]} may find no room behind {', '.join(str(other[0]) for other in by)}" for steps, by in found]
+
+
+def _without_room(
+    order: HappensBefore, num_sms: int, only_later: bool = False
+) -> Iterator[tuple[list[Node], list[list[Node]]]]:
+    """The steps of each kernel without room, and of those that hold it while they wait."""
+    kernels: dict[int, list[list[Node]]] = defaultdict(list)  # by rank
+    for (rank, _), steps in order.by_operation.items():
+        if steps[0].operation.kind in ON_SMS or _is_copy_kernel(steps[0].operation):
+            kernels[rank].append(steps)
+    for each in kernels.values():
+        waiting = [other for other in each if other[0].operation.waits]
+        for steps in each:
+            number = steps[0].operation.number
+            later = [other for other in waiting if not only_later or other[0].operation.number > number]
+            holders = _holders(order, steps, later)
+            if holders and not _has_room(steps[0].operation, [other[0].operation for other in holders], num_sms):
+                yield steps, holders
+
+
+def _is_copy_kernel(operation: Operation) -> bool:
+    """Copies within a GPU are kernels; copy engines make those to peers."""
+    return operation.kind is Kind.MEMCPY and not any(step.work.sent for step in operation.steps)
 
 
 def _holders(order: HappensBefore, steps: Sequence[Node], waiting: Sequence[list[Node]]) -> list[list[Node]]:
@@ -44,13 +66,16 @@ def _holders(order: HappensBefore, steps: Sequence[Node], waiting: Sequence[list
 
 def _begins_behind(order: HappensBefore, steps: Sequence[Node], other: Sequence[Node]) -> bool:
     """Whether a kernel is enqueued behind a step of the other one, which then has its place; its own wait is later."""
-    first = steps[0]
-    edges = [node for node in first.before if not set(node.step.signals) & set(first.step.waits)]
-    return any(order.ordered(other[0], node) for node in edges)
+    return _begins_after(order, steps, other[0])
 
 
 def _unordered(order: HappensBefore, first: Sequence[Node], second: Sequence[Node]) -> bool:
-    return not order.ordered(first[-1], second[0]) and not order.ordered(second[-1], first[0])
+    """Whether two kernels can run at the same time. A kernel that waits for a flag runs already."""
+    return not _begins_after(order, second, first[-1]) and not _begins_after(order, first, second[-1])
+
+
+def _begins_after(order: HappensBefore, steps: Sequence[Node], node: Node) -> bool:
+    return any(order.ordered(node, each) for each in steps[0].begins_behind)
 
 
 def _has_room(operation: Operation, holders: Sequence[Operation], num_sms: int) -> bool:

@@ -20,12 +20,16 @@ NO_CHAIN = -1
 
 @dataclass
 class Node:
-    """A step, at its ``place`` in a ``chain``, the steps of one stream. A free is in none: nothing comes after it."""
+    """A step, at its ``place`` in a ``chain``, the steps of one stream. A free is in none: nothing comes after it.
+
+    It begins behind the nodes in ``begins_behind``. Those in ``before`` also signal what it then waits for.
+    """
 
     operation: Operation
     step: Step
     chain: int
     place: int
+    begins_behind: list[Node]
     before: list[Node]
     clock: tuple[int, ...] = ()  # by chain: how many of its nodes come before or are this one
 
@@ -63,7 +67,8 @@ class HappensBefore:
                 chain, nodes = chains[operation.stream]
             before = [self.by_operation[recording.rank, number][-1] for number in operation.after]
             for step in operation.steps:
-                node = Node(operation, step, chain, len(nodes), before + nodes[-1:])
+                begins_behind = before + nodes[-1:]
+                node = Node(operation, step, chain, len(nodes), begins_behind, [*begins_behind])
                 before = []
                 nodes.append(node)
                 self.by_operation.setdefault((recording.rank, operation.number), []).append(node)

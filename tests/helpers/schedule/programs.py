@@ -43,11 +43,21 @@ class World:
         recordings = []
         for rank in range(self.group_size):
             memory = self.slot_bytes, self.algorithm, self.writes_words, self.results_bytes
-            recorder = Recorder(rank, self.groups, *memory)
+            recorder = Recorder(rank, [group for group in self.groups if rank in group.ranks], *memory)
             with recorder.records() as recording:
                 program(recorder)
             recordings.append(recording)
         return recordings
+
+
+class Mesh(World):
+    """Two rows of ranks: each rank is in the group of its row, and in that of its column."""
+
+    @property
+    def groups(self) -> list[Group]:
+        half = self.group_size // 2
+        rows = [Group(f"row {i}", tuple(range(i * half, (i + 1) * half))) for i in range(2)]
+        return rows + [Group(f"column {i}", (i, i + half)) for i in range(half)]
 
 
 def call(problem: Problem, recorder: Recorder, group: Group, dtype: torch.dtype, backward: bool) -> None:
