@@ -7,8 +7,12 @@ import threading
 import pytest
 import torch
 
+from fusedcomm.algorithms import fused
 from fusedcomm.runtime.segment import FINGERPRINT_BITS
+from fusedcomm.runtime.workspace import Call
 from fusedcomm.testing.virtual import VirtualGroup, answer_later_rounds
+from tests.helpers.kernel_calls import exchange_of
+from tests.helpers.problems import Problem
 
 FINGERPRINT, NUM_ROUNDS = 7, 6
 
@@ -42,3 +46,19 @@ def test_a_round_that_does_not_end_is_an_error() -> None:
     workspace.epoch = 3
     with pytest.raises(RuntimeError, match=r"round 1 must end within 0\.01 s"):
         answer_later_rounds(workspace, FINGERPRINT, patience_s=0.01)
+
+
+def test_results_of_a_heap_come_in_place_in_every_call() -> None:
+    """The heap has room for two results. One whose blocks did not come back would have none from the third call on."""
+    pytest.importorskip("triton")
+    x, w = torch.ones(32, 16), torch.ones(16, 16)
+    exchange = exchange_of(Problem("two rounds", (32, 16), 16, 0, 1), 1)
+    group = VirtualGroup(1, exchange.chunk_numel * 4 // 2, "cpu")
+    counts = []
+    for _ in range(4):
+        group.run(lambda workspace: fused.push_matmul(Call("op", FINGERPRINT, exchange, workspace), x, w, None))
+        counts.append(group.chunks_in_place(2))
+        if group.workspaces[0].results is None:
+            group.give_heaps(2 * exchange.chunk_numel * 4)
+    assert group.workspaces[0].epoch == 8
+    assert counts == [[0], [2], [2], [2]]
