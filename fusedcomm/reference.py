@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusedcomm.geometry.cut import Cut, Parts
+from fusedcomm.gloo import all_gather_into_tensor
 
 _c10d = torch.ops._c10d_functional
 
@@ -76,7 +77,7 @@ def all_gather(
         return _uneven_all_gather(t, gather_dim, group_size, group_name, cut.gathered, padded)
     if group_size == 1:
         return t.contiguous()
-    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(t.contiguous(), group_size, group_name))
+    gathered = _c10d.wait_tensor(all_gather_into_tensor(t.contiguous(), group_size, group_name))
     if gather_dim == 0:  # the views below are a tenth of a tiny call
         return gathered
     blocks = gathered.unflatten(0, (group_size, t.shape[0]))
@@ -90,7 +91,7 @@ def _uneven_all_gather(
     receives = [outer * size for size in gathered.sizes]
     if padded:
         step = _aligned(outer * gathered.largest, t)
-        arrived = _c10d.all_gather_into_tensor(_padded([t], step), group_size, group_name)
+        arrived = all_gather_into_tensor(_padded([t], step), group_size, group_name)
         arrived_blocks = _c10d.wait_tensor(arrived).split(step)
         blocks = [block[:size] for block, size in zip(arrived_blocks, receives, strict=True)]
     else:

@@ -49,11 +49,12 @@ class FusedResult:
         return True
 
 
-def in_place_from(workspace: Workspace) -> list[int]:
-    """The ranks whose chunks of the last round have come in place; the others came through the slots."""
+def in_place_from(workspace: Workspace, epoch: int | None = None) -> list[int]:
+    """The ranks whose chunks of a round have come in place: of the last round, or of one of the last NUM_SLOTS."""
+    epoch = workspace.epoch if epoch is None else epoch
     words = workspace.segment[: workspace.layout.header_bytes].view(torch.int64).tolist()
-    marks = [words[workspace.layout.mark(workspace.epoch, src) // 8] for src in range(workspace.group_size)]
-    return [src for src, mark in enumerate(marks) if mark == workspace.epoch > 0]
+    marks = [words[workspace.layout.mark(epoch, src) // 8] for src in range(workspace.group_size)]
+    return [src for src, mark in enumerate(marks) if mark == epoch > 0]
 
 
 def landing_of(spans: RoundSpans, rank: int, heaps: Tensor, num_bytes: int) -> InPlace | None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusedcomm.gloo import all_gather_into_tensor
 from fusedcomm.redistribution import even, uneven
 from fusedcomm.redistribution.reductions import averaged
 from fusedcomm.redistribution.sharding import Coordinate
@@ -133,7 +134,7 @@ def _result_shape(step: Step, coordinate: Coordinate) -> tuple[int, ...]:
 def _start(step: Step, group_name: str, sent: Sent) -> Tensor:
     tensor, size = sent.tensor, step.group_size
     if step.sends_as == ALL_GATHER:
-        return _c10d.all_gather_into_tensor.default(tensor, size, group_name)
+        return all_gather_into_tensor(tensor, size, group_name)
     if step.sends_as == ALL_REDUCE:
         return _c10d.all_reduce.default(tensor, step.reduce_op, group_name)
     if step.sends_as == REDUCE_SCATTER:

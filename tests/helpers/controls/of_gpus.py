@@ -69,4 +69,10 @@ CONTROLS: dict[str, Control] = {
         "",
         "tests/algorithms/test_fused_in_place.py::test_other_calls_go_through_the_slots[capture]",
     ),
+    "a virtual heap has its blocks back": Control(
+        "fusedcomm/testing/virtual.py",
+        "            return from_dlpack(to_dlpack(part))",
+        "            return part",
+        "tests/runtime/test_virtual.py::test_results_of_a_heap_come_in_place_in_every_call",
+    ),
 }
