@@ -45,10 +45,9 @@ models: $(VENV)/.models
 demo: $(VENV)/.built
 	$(BIN)/python -m fusedcomm demo
 
-# Two workers: tests on ranks are one group of pytest-xdist, so one worker has all of them (tests/conftest.py).
 TIERS := $(if $(THOROUGH),not nightly,not thorough and not nightly)
 test: setup $(if $(THOROUGH),$(VENV)/.old_triton)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --max-worker-restart 0 -m "$(TIERS)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --max-worker-restart 0 -m "$(TIERS)" $(PYTEST_ARGS)
 
 nightly: setup $(VENV)/.old_triton
 	TORCH="$(TORCH)" $(BIN)/python -m tests.nightly $(PART)

@@ -27,12 +27,17 @@ os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine
 TIMEOUT_S = "20"  # bound of waits between ranks; a test that hangs is over long before its own limit
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on ranks are for one worker: the other one would start ranks of its own, and slow these down."""
-    for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers share out files. Those that need compiled kernels count as one, as a worker compiles its own."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "compiled" if file in kernel_compilers.USED_BY else file
+
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

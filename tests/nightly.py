@@ -25,7 +25,7 @@ from fusedcomm.launch.provenance import run_facts
 
 ROOT = Path(__file__).parents[1]
 JSON_FILE = ROOT / "build/nightly.jsonl"
-PYTEST = (sys.executable, "-m", "pytest", "-v", "-n", "2", "--dist", "loadgroup", "--max-worker-restart", "0")
+PYTEST = (sys.executable, "-m", "pytest", "-v", "-n", "2", "--max-worker-restart", "0")
 NIGHTLY = (*PYTEST, "-m", "nightly")
 CONTROLS, FAULTS = "tests/package/test_negative_controls.py", "tests/tools/test_fault_matrix.py"
 SOAK, SANITIZERS = "tests/tools/test_soak.py", "tests/runtime/test_sanitizers.py"

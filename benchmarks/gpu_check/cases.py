@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +12,9 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.algorithms import chunked, fused
-from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime.device_results import ALIGNMENT, DeviceResults
+from fusedcomm.runtime.device_results import ALIGNMENT
 from fusedcomm.runtime.workspace import Call, Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
@@ -344,7 +341,7 @@ class GpuCall(NamedTuple):
         chunk_bytes = self.case.exchange(self.group_size).chunk_numel * self.dtype.itemsize
         group = VirtualGroup(self.group_size, max(128, chunk_bytes * self.group_size // self.num_rounds), device)
         if self.in_place:
-            give_heaps(group, NUM_RESULTS * (chunk_bytes * self.group_size + ALIGNMENT))
+            group.give_heaps(2 * (chunk_bytes * self.group_size + ALIGNMENT))
         inputs = self.inputs(0, device, 0)
         group.load(lambda workspace: self.case.run(workspace, algorithm, inputs), FINGERPRINT)
         return group
@@ -361,23 +358,8 @@ class GpuCall(NamedTuple):
             group.check(case.op)
             for rank, expected in enumerate(case.expected(self.group_size, self.dtype, device, seed)):
                 assert_equal(results[rank], expected, f"{self} {algorithm} rank {rank} call {seed}")
-        in_place = [len(in_place_from(workspace)) for workspace in group.workspaces]
-        return {"calls": times * self.group_size} | ({"in_place": in_place} if self.in_place else {})
-
-
-NUM_RESULTS = 8  # a heap has room for as many of a rank, as none is dropped
-
-
-def give_heaps(group: VirtualGroup, num_bytes: int) -> None:
-    """Heaps of results in plain memory, as those in symmetric memory."""
-    buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=group.device) for _ in group.workspaces]
-
-    def tensor_at(own: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return own[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-
-    for workspace, own in zip(group.workspaces, buffers, strict=True):
-        at = partial(tensor_at, own)
-        workspace.results = DeviceResults(buffers, workspace.rank, at, owner=buffers, least_bytes=1)
+        in_place = {"in_place": group.chunks_in_place(1)} if self.in_place else {}
+        return {"calls": times * self.group_size} | in_place
 
 
 def assert_equal(outs: list[Tensor], expected: list[Tensor], where: str) -> None:

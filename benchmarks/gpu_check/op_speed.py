@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu_check import child
 from benchmarks.gpu_check.cases import ALGORITHMS, OPS, GpuCall, GpuCase, GpuInputs
 from benchmarks.gpu_check.timing import Variants, interleaved
-from fusedcomm.algorithms.in_place import in_place_from
+from fusedcomm.runtime.segment import NUM_SLOTS
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
@@ -62,8 +62,9 @@ def compare(call: GpuCall, device: torch.device) -> dict[str, Any]:
     found = {"rounds": call.num_rounds, **{f"{name}_ms": ms for name, ms in times.items()}, **ratios}
     if not call.in_place:
         return found
-    places = [len(in_place_from(workspace)) for workspace in groups["fused"].workspaces]
-    return {**found, "chunks in place in the last round, by rank": places}
+    rounds = min(call.num_rounds, NUM_SLOTS)
+    places = groups["fused"].chunks_in_place(rounds)
+    return {**found, f"chunks in place in the last {rounds} rounds, by rank": places}
 
 
 def _check(case: GpuCase, groups: dict[str, VirtualGroup], every: list[GpuInputs]) -> None:

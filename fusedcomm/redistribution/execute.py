@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomm.gloo import all_gather_into_tensor
 from fusedcomm.redistribution import even, uneven
 from fusedcomm.redistribution.reductions import averaged
 from fusedcomm.redistribution.sharding import Coordinate
 from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, Step
+from fusedcomm.reference import all_gather_into_tensor
 
 _c10d = torch.ops._c10d_functional
 Order = tuple[int, ...]

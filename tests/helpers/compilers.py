@@ -1,7 +1,7 @@
 """Processes that compile the Triton kernels, one for each architecture and version of Triton.
 
 It is one or two minutes' work of one core each, so one runs at a time: the next one beside the tests of the one before.
-Tests that need compiled kernels are one group of pytest-xdist, so one worker has them.
+One worker of pytest-xdist has all files that need compiled kernels (tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ compile_only.ARCHITECTURES = (int(sys.argv[2]),)
 compile_only.main(Path(sys.argv[1]))
 """
 
-ONE_WORKER = pytest.mark.xdist_group("compiled")
+USED_BY = {
+    f"tests/kernels/test_{each}.py" for each in ("compile_only", "launch_path", "ptx_order", "schedule_footprints")
+}
 
 
 class Target(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,17 +28,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import triton
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime.jit import JITFunction
 
 import fusedcomm
-from benchmarks.gpu_check.cases import give_heaps
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.algorithms.in_place import landing_of
 from fusedcomm.geometry import shapes
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime import signals, stream_writes
+from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.workspace import Workspace
@@ -264,6 +266,18 @@ def member(path: LaunchPath, heap_bytes: int = 0) -> Iterator[Workspace]:
     ours = Member(RANK, GROUP_SIZE, dist.group.WORLD.group_name, DEVICE, None, topology, workspace=workspace)
     with mock.patch.object(dispatch, "member", lambda *args: ours), path.gpu.kept():
         yield workspace
+
+
+def give_heaps(group: VirtualGroup, num_bytes: int) -> None:
+    """Heaps whose results are views: no other storage is a tensor of the pretended GPU. Blocks do not come back."""
+    buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=group.device) for _ in group.workspaces]
+
+    def tensor_at(own: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return own[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+    for workspace, own in zip(group.workspaces, buffers, strict=True):
+        at = partial(tensor_at, own)
+        workspace.results = DeviceResults(buffers, workspace.rank, at, owner=buffers, least_bytes=1)
 
 
 def planted(path: LaunchPath) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,8 @@ def _gather_starts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def _columns(arguments: Mapping[str, Any], peer: int) -> Span:
     spans = arguments["spans"]
     if arguments["TRAITS"].differs == "columns":
-        return Span(*spans[3][peer].tolist()[:4], 0)
+        size, start, inner, outer_stride = spans[3][peer, :4].tolist()
+        return Span(size, start, inner, outer_stride, 0)
     return Span(*spans[2])
 
 

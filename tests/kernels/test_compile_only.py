@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.helpers.compilers import ONE_WORKER, Target
+from tests.helpers.compilers import Target
 from tests.kernels.conftest import Compiled
 
-pytestmark = [ONE_WORKER, pytest.mark.timeout(900)]  # the first test of a target waits for a minute's compiling
+pytestmark = pytest.mark.timeout(900)  # the first test of a target waits for a minute's compiling
 
 SHARED_BYTES = {
     80: 99 << 10,

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("triton")
 
 from fusedcomm.testing import compile_only
-from tests.helpers.compilers import ONE_WORKER, OTHERS, TARGETS, TRITON_36, Compilers, Target
+from tests.helpers.compilers import OTHERS, TARGETS, TRITON_36, Compilers, Target
 from tests.helpers.cubin import CubinKernel
 from tests.helpers.device_rules import (
     Argument,
@@ -38,7 +38,7 @@ from tests.helpers.problems import OPS
 from tests.helpers.tiers import nightly_but
 from tests.kernels.conftest import Compiled
 
-pytestmark = [ONE_WORKER, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 PYTHON_H = Path(sysconfig.get_paths()["include"], "Python.h")
 

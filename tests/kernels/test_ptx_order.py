@@ -10,10 +10,10 @@ import pytest
 
 from fusedcomm.testing import ptx_order
 from fusedcomm.testing.ptx_order import Rule
-from tests.helpers.compilers import ONE_WORKER, Target
+from tests.helpers.compilers import Target
 from tests.kernels.conftest import Compiled
 
-pytestmark = [ONE_WORKER, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 PUSH = """

@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.helpers.compilers import ONE_WORKER, Target
+from tests.helpers.compilers import Target
 from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
 from tests.kernels.conftest import Compiled
 
-pytestmark = [ONE_WORKER, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 LARGEST = ("push", "post", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal")
 

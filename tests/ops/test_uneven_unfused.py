@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import gloo, reference
+from fusedcomm import reference
 from fusedcomm.cost import model
 from tests.helpers.groups import fresh_group
 from tests.helpers.in_place import without_tapes
@@ -50,7 +50,6 @@ def decided(padded: bool) -> Iterator[Spy]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "pads", lambda *args: padded)
         patch.setattr(reference, "_c10d", spy)
-        patch.setattr(gloo, "_c10d", spy)
         yield spy
 
 
@@ -134,6 +133,5 @@ def test_gradients_of_overlapping_ranges_are_exchanged_plainly(rank: int, scatte
     with fusedcomm.force_algorithm("chunked", strict=True), pytest.MonkeyPatch.context() as patch:
         spy = Spy()
         patch.setattr(reference, "_c10d", spy)
-        patch.setattr(gloo, "_c10d", spy)
         check_call(case, rank, 2, 0)
     assert [name for name, _ in spy.calls] == ["all_to_all_single"] * plain

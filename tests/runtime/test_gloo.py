@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm import reference
 from fusedcomm.geometry.cut import Cut, Parts
-from fusedcomm.gloo import all_gather_into_tensor
 from fusedcomm.redistribution import execute
+from fusedcomm.reference import all_gather_into_tensor
 from tests.helpers import redistribution_world as world
 from tests.helpers.on_ranks import on_ranks
 

@@ -268,11 +268,11 @@ CONTROLS: dict[str, Control] = {
         "        if len",
         "tests/algorithms/test_schedule.py::test_nothing_races[2-chunked]",
     ),
-    "the own chunk of a fused gather comes before the matmul that fills the GPU": Control(
+    "a fused gather on all SMs begins when the queue of its copies has come to them": Control(
         "fusedcomm/algorithms/fused.py",
-        "            stream = main if dst_rank == workspace.rank else workspace.side_stream()",
-        "            stream = workspace.side_stream()",
-        "tests/algorithms/test_schedule.py::test_copies_of_a_fused_gather_do_not_race[2]",
+        "                    torch.cuda.current_stream(workspace.device).wait_event(begun)",
+        "                    pass",
+        "tests/algorithms/test_schedule_queues.py::test_no_call_hangs_beside_nccl[fused-2]",
     ),
     "the own chunk of a gather by a kernel is only signalled": Control(
         "kernels/triton/copy.py",
@@ -282,8 +282,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "the own chunk of a gather by copy engines is only signalled": Control(
         "fusedcomm/algorithms/fused.py",
-        "            if own or stream is not main:",
-        "            if True:",
+        "        if own:\n            copy_to(workspace.rank)",
+        "        copy_to(workspace.rank)",
         "tests/algorithms/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
     ),
     "a gather waits for the own signal of a chunk that it leaves out": Control(

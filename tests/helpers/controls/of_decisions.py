@@ -174,7 +174,7 @@ CONTROLS: dict[str, Control] = {
         "tests/cost/test_tuned.py::test_a_file_that_others_may_have_written_is_ignored",
     ),
     "no CUDA tensor goes to the all_gather in which gloo crashes": Control(
-        "fusedcomm/gloo.py",
+        "fusedcomm/reference.py",
         "    if t.is_cuda and _is_gloo(group_name):",
         "    if False:",
         "tests/runtime/test_gloo.py::test_no_collective_that_ends_the_process_gets_cuda_tensors",
