@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -72,9 +73,11 @@ def _push(
     x, w = _operands(x, w)
     num_k = w.shape[1]
     describable = can_describe_x(x) and can_describe_w(w) and not spans.by_peer
-    shift = column_shift(w, spans.columns) if describable and _has_tma(x) else 0
-    shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, workspace.group_size, shift)
-    config = _matmul_config(x, shape, workspace.num_programs("push"), describable)
+    shift = column_shift(w, spans.columns)
+    shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, workspace.group_size)
+    if describable and _has_tma(x):
+        shape = replace(shape, shift=shift)
+    config = _matmul_config(x, shape, workspace.num_programs("push"), describable, aligned=shift == 0)
     use_tma = _has_tma(x) and describable and tiles.boxes(config, shape)
     traits = Traits(
         use_tma,
@@ -83,7 +86,7 @@ def _push(
         tiles.in_runs(spans.columns, config.block_n),
         num_k % config.block_k == 0,
         tf32_allowed(),
-        shift=shift if use_tma else 0,
+        shift=shape.shift if use_tma else 0,
     )
     parts: list[Part] = []
     num_tiles = tiles.num_tiles(config, shape) * shape.count

@@ -94,8 +94,8 @@ def matmul_config(
     """The largest tile that gives every program work; the smallest if none does.
 
     ``describable``: tensor descriptors can load w, and x if the kernel has one for it. ``aligned``: rows begin at
-    addresses that vector loads need. Loads by pointer need registers that the widest tiles do not leave, and loads of
-    single elements need even more.
+    addresses that vector loads need. Loads by pointer need registers that the widest tiles do not leave, as do the
+    masked stores of shifted tiles, and loads of single elements need even more.
     """
     if arch == INTERPRETER:
         m, n = _fitting(shape.rows.size, 64), _fitting(shape.columns.size, 64)
@@ -104,7 +104,8 @@ def matmul_config(
     table = single if dtype == torch.float32 else _HALF[arch]
     for config in table:
         by_pointer = not (describable and boxes(config, shape))
-        if by_pointer and config.block_n > (_MAX_POINTER_N if aligned else _MAX_ELEMENT_N):
+        most_n = _MAX_ELEMENT_N if by_pointer and not aligned else _MAX_POINTER_N
+        if (by_pointer or shape.shift) and config.block_n > most_n:
             continue
         if num_tiles(config, shape) * shape.count >= num_programs:
             return config

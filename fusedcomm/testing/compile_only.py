@@ -267,6 +267,7 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "push fp16 packed bias", dataclasses.replace(PACKED_QKV, dtype=torch.float16).push
     yield "push pointers", PushRound((16384,), 4100, 8192, 0, 1, bias=True).push
     yield "push batched ragged", PushRound((16, 4096), 4104, 8192, 1, 2, batched=True).push
+    yield "push cut anywhere", PushRound((4096,), 4096, GROUP_SIZE * 2098, 0, 1, bias=True).push
     yield "push rows scattered", PushRound((1024, 16), 4096, 8192, 2, 1).push
     for m in (4096, 2048, 1024, 256):  # smaller and smaller tiles
         yield f"push {m} rows", PushRound((m,), 4096, 1024, 0, 1, bias=True).push

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fusedcomm import reference
 from fusedcomm.ops import (
     all_gather_matmul,
     all_to_all_matmul,
@@ -99,6 +100,7 @@ class Recorder(TorchDispatchMode):
                 enter(mock.patch.object(op, "run", self._call))
             enter(mock.patch.object(stream_writes, "available", lambda device: self.writes_words))
             enter(mock.patch.object(stream_writes, "write", self.stream_write))
+            enter(mock.patch.object(reference, "_is_gloo", lambda group_name: False))
             enter(async_collectives.in_place_of_torchs(self._begin_async, self.streams))
             enter(mock.patch.dict(launch_order._last, clear=True))
             enter(self)
