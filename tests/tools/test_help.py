@@ -1,10 +1,9 @@
-"""--help of every command: an example that can be called, and an overview."""
+"""--help of every command has an example that can be called."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,14 +42,3 @@ def test_the_example_of_every_command_can_be_called(prog: str, monkeypatch: pyte
         monkeypatch.setattr(importlib.import_module(f"fusedcomm.cli.{name}"), "run", lambda args: 0)
     for command in example.removeprefix("example: ").split(" && "):
         assert cli.main(shlex.split(command)[1:]) == 0
-
-
-def test_without_a_command_there_is_an_overview(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert cli.main([]) == 0
-    overview = capsys.readouterr().out
-    assert max(map(len, overview.splitlines())) <= 100
-    for name in COMMANDS:
-        assert re.search(rf"\n    {name}\s", overview)
