@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+T = TypeVar("T")
 
 
 class DeviceToHost:
@@ -23,7 +25,8 @@ class DeviceToHost:
     The result is detached, contiguous and a plain tensor of the source's shape and dtype. A source that is the result
     of a functional collective is waited for first: by the stream on CUDA, by the host on CPU. In code that
     torch.compile compiles, this is an ordinary copy, done where it is written, and nothing is refused: a copy of a
-    wrapper is a wrapper. In a ``with`` statement the end waits, unless an exception is on its way.
+    wrapper is a wrapper; the wait for a copy from CUDA that was started outside breaks the graph. In a ``with``
+    statement the end waits, unless an exception is on its way.
 
     Args:
         source: a dense tensor on CPU or CUDA, of any shape and dtype; of a wrapper as DTensor, the tensor inside.
@@ -43,12 +46,14 @@ class DeviceToHost:
 
     def __init__(self, source: Tensor, *, blocking: bool = True) -> None:
         self._done: torch.cuda.Event | None = None
+        self._has_event = False  # what compiled code looks at
         if torch.compiler.is_compiling():
             self._host = source.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             return
         source = _plain(source)
         if source.is_cuda:
             self._host, self._done = _copy_on_stream(source, blocking)
+            self._has_event = True
         else:
             self._host = source.clone(memory_format=torch.contiguous_format).as_subclass(Tensor)
 
@@ -57,6 +62,8 @@ class DeviceToHost:
 
         A failure on the device is raised here.
         """
+        if torch.compiler.is_compiling() and self._has_event:
+            return _outside_graphs(DeviceToHost.wait, self)
         done = self._done  # other threads may wait too
         if done is not None:
             done.synchronize()
@@ -65,6 +72,8 @@ class DeviceToHost:
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
+        if torch.compiler.is_compiling() and self._has_event:
+            return _outside_graphs(DeviceToHost.ready, self)
         done = self._done
         return done is None or done.query()
 
@@ -74,7 +83,7 @@ class DeviceToHost:
         It serves in attributes, operators, conversions and functions of torch, but is no instance of torch.Tensor. An
         in-place operator gives back the tensor in its place.
         """
-        return self._host if torch.compiler.is_compiling() else LazyTensor(self)
+        return self.wait() if torch.compiler.is_compiling() else LazyTensor(self)
 
     def __enter__(self) -> DeviceToHost:
         return self
@@ -83,6 +92,17 @@ class DeviceToHost:
         """Waits, unless an exception is on its way: that is not held up, and the copy ends safely by itself."""
         if kind is None:
             self.wait()
+
+
+def _outside_graphs(method: Callable[[DeviceToHost], T], copy: DeviceToHost) -> T:
+    """Breaks the graph: Dynamo must not see the event.
+
+    Torch 2.11 traces its wait away, and 2.11 and 2.12 keep weak references to it that they use when it is gone
+    (pytorch/pytorch#183403): a segmentation fault.
+    """
+    from fusedcomm.runtime import outside_graphs
+
+    return outside_graphs.call(method, copy)
 
 
 class LazyTensor:

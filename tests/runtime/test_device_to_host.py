@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -299,6 +300,26 @@ def test_it_goes_into_and_out_of_compiled_graphs() -> None:
     exactly(ended, x * 3)
     added = torch.compile(torch.add, fullgraph=True, backend="aot_eager")(x, DeviceToHost(x * 2).lazy())
     exactly(added, x * 3)
+
+
+class TorchEvent(torch.Event):
+    """An event of torch's, as Dynamo knows them."""
+
+    waits = 0
+
+    def synchronize(self) -> None:
+        TorchEvent.waits += 1
+
+
+def test_compiled_code_waits_in_every_call_and_dynamo_does_not_see_the_event() -> None:
+    compiled = torch.compile(lambda copied, x: copied.wait() + x, backend="aot_eager")
+    TorchEvent.waits = 0
+    for calls in range(1, 4):
+        copied, event = DeviceToHost(torch.ones(2)), TorchEvent(device="cpu")
+        copied._done, copied._has_event = event, True
+        exactly(compiled(copied, torch.ones(2)), torch.full((2,), 2.0))
+        assert TorchEvent.waits == calls and copied.ready()
+        assert weakref.getweakrefcount(event) == 0
 
 
 @pytest.mark.gpu

@@ -75,4 +75,11 @@ CONTROLS: dict[str, Control] = {
         "            return part",
         "tests/runtime/test_virtual.py::test_results_of_a_heap_come_in_place_in_every_call",
     ),
+    "Dynamo sees no event": Control(
+        "fusedcomm/runtime/device_to_host.py",
+        "self._has_event:\n            return _outside_graphs(DeviceToHost.wait, self)",
+        "False:\n            return _outside_graphs(DeviceToHost.wait, self)",
+        "tests/runtime/test_device_to_host.py::"
+        "test_compiled_code_waits_in_every_call_and_dynamo_does_not_see_the_event",
+    ),
 }
