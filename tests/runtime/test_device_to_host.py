@@ -316,7 +316,7 @@ def test_compiled_code_waits_in_every_call_and_dynamo_does_not_see_the_event() -
     TorchEvent.waits = 0
     for calls in range(1, 4):
         copied, event = DeviceToHost(torch.ones(2)), TorchEvent(device="cpu")
-        copied._done, copied._has_event = event, True
+        copied._done, copied._has_event = event, True  # type: ignore[assignment]
         exactly(compiled(copied, torch.ones(2)), torch.full((2,), 2.0))
         assert TorchEvent.waits == calls and copied.ready()
         assert weakref.getweakrefcount(event) == 0
