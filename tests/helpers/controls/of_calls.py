@@ -220,12 +220,6 @@ CONTROLS: dict[str, Control] = {
         "",
         "tests/protocol/test_late_failure.py::test_who_still_reads_is_told",
     ),
-    "a forked child is no rank": Control(
-        WORKSPACE,
-        "        if os.getpid() != self.pid:",
-        "        if False:",
-        "tests/runtime/test_faults.py::test_a_forked_child_is_no_rank",
-    ),
     "a failed vote is not tried again": Control(
         MEMBERS,
         "            if device in group.errors:",
