@@ -66,7 +66,8 @@ def test_each_op_is_called_once(ranks: Any, results_bytes: str) -> None:
     What Inductor has cached does not say whether there was a heap of results, so it has to be right with and without.
     """
     codes, others = ranks(2).run(check_five_ops, results_bytes)
-    assert codes == others
+    numbers = "# AOT ID: .*"  # of the graphs that a rank has compiled before
+    assert [re.sub(numbers, "", code) for code in codes] == [re.sub(numbers, "", code) for code in others]
     forward, backward = map(called, codes)
     assert forward == [
         "matmul_all_to_all.default",
