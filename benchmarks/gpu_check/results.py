@@ -61,7 +61,7 @@ def last_cases(gpu: str | None, folder: Path = FOLDER) -> tuple[list[str], dict[
 
 
 def compared(recorded: Mapping[str, Any], folder: Path = FOLDER) -> list[str]:
-    """What is worse than in the last committed results of the same GPU model, in lines to print."""
+    """Lines that name each figure worse than in the last committed results of the same GPU model."""
     gpu = recorded["gpu"]
     if gpu is None:
         return []

@@ -204,7 +204,7 @@ def _copy_engines_send(call: Call, itemsize: int) -> bool:
 
 
 def _copy(x: Tensor, round: Round, own: bool) -> torch.cuda.Event:
-    """What pack_kernel does, with the SMs free for the matmul but for the own chunk, which comes before it.
+    """Does the work of pack_kernel with SMs free for the matmul, but for the own chunk, which comes before it.
 
     Returns the event before the first copy to a peer. A kernel that waits on all SMs must come after it: if the copies
     stood in their hardware queue behind another stream's kernel, that would find no room.

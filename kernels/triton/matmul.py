@@ -47,7 +47,7 @@ def column_range(tile, peer, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr, S
 
 @triton.jit
 def column_index(first, begin, peer, span):
-    """Where the first index of a tile of columns lies, which may be outside of the run that begins at ``begin``."""
+    """Index in w of a tile's first column, which may be outside of the run that begins at ``begin``."""
     return span_index(begin, peer, span) + (first - begin)
 
 

@@ -42,7 +42,7 @@ class Target(NamedTuple):
         return self.triton == "installed" or TRITON_36.is_dir()
 
     def env(self, folder: Path) -> dict[str, str]:
-        """Of a process whose kernels are kept in ``folder``: those of a target are compiled once a session."""
+        """Environment of a process that keeps its kernels in ``folder``: a target is compiled once a session."""
         env = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"}
         env.pop("TRITON_INTERPRET", None)
         if self.triton == "3.6":

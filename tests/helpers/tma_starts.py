@@ -1,4 +1,4 @@
-"""Where TMA loads begin: a start in the contiguous dim that is no multiple of 16 bytes is an illegal instruction, which
+"""Starts of TMA loads: one in the contiguous dim that is no multiple of 16 bytes is an illegal instruction, which
 ends the CUDA context. The driver does not see it, as tensor maps say nothing of coordinates.
 """
 

@@ -100,7 +100,7 @@ def launches(random: Random) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def violations(seed: int) -> tuple[list[str], Counter[tuple[Any, ...]]]:
-    """Those of random calls, and how many launches of each kind load by TMA."""
+    """Violations of random calls, and the number of launches of each kind that load by TMA."""
     random, found, by_tma = Random(seed), list[str](), Counter[tuple[Any, ...]]()
     for _ in range(NUM_CALLS):
         for name, arguments in launches(random):

@@ -20,7 +20,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 
 
 def names() -> list[object]:
-    """Those in C++ come last, file by file, so that a build compiles little."""
+    """Controls in C++ come last, file by file, so that a build compiles little."""
     ordered = sorted(CONTROLS, key=lambda name: CONTROLS[name].file if CONTROLS[name].is_native else "")
     return [
         pytest.param(name, marks=pytest.mark.thorough if name in QUICK else pytest.mark.nightly) for name in ordered

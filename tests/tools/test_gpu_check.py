@@ -174,7 +174,7 @@ def test_every_row_of_speeds_has_cases() -> None:
 
 
 def test_the_committed_result_fills_every_row_of_speeds_and_finds_what_is_worse(tmp_path: Path) -> None:
-    """Of every GPU model the last result of a case counts."""
+    """The last result of a case counts, for each GPU model."""
     names, cases = results.last_cases("NVIDIA H200")
     assert names[0] == "gpu-h200-2026-11-26.json" and cases["processes/2 ranks chunked"]["ok"]
     lines = speeds.lines(results.found_in(cases))
