@@ -129,24 +129,40 @@ def atomics(rank: int, device_type: str) -> str:
 
 
 def atomics_on_one_gpu(rank: int) -> str:
-    """Run the same kernels, as two ranks on streams of one GPU: this is all that can be tried without a peer."""
+    """Run the same kernels, as two ranks on streams of one GPU: this is all that can be tried without a peer.
+
+    All ranks signal before one waits: streams may share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS).
+    """
     from fusedcomm.testing.virtual import VirtualGroup
 
     group = VirtualGroup(2, 128, "cuda:0")
     group.load(handshake, FINGERPRINT)
     for _ in range(SIGNALS):
-        group.run(handshake)
+        group.run(_signal)
+        group.run(_wait)
     group.check("fusedcomm doctor")
     return f"{SIGNALS} rounds of signal and wait between 2 virtual ranks of GPU 0"
 
 
 def handshake(workspace: Workspace) -> None:
     """Run a round without data."""
+    _signal(workspace)
+    _wait(workspace)
+
+
+def _signal(workspace: Workspace) -> None:
     from fusedcomm.runtime import signals
     from fusedcomm.runtime.launch_order import ordered
 
     with ordered(workspace), workspace.guarded("fusedcomm doctor"):
         signals.signal(workspace, None, FINGERPRINT)
+
+
+def _wait(workspace: Workspace) -> None:
+    from fusedcomm.runtime import signals
+    from fusedcomm.runtime.launch_order import ordered
+
+    with ordered(workspace), workspace.guarded("fusedcomm doctor"):
         signals.wait(workspace, FINGERPRINT)
     workspace.launched(captured=False)
 
