@@ -1,4 +1,4 @@
-"""Reports that strangers may see: they show no host, user, address, serial number, or value of an unknown variable."""
+"""Reports that strangers may see: they show no host, user, address, id of a GPU, or value of an unknown variable."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SHOWN_VARIABLES = {
     "WORLD_SIZE",
     "XDG_CACHE_HOME",
 }
-HIDDEN_KEYS = {"host", "uuid", "serial"}
+HIDDEN_KEYS = {"host", "uuid"}
 # These values are fusedcomm's own words, and stay even if a user has such a name.
 KEPT_KEYS = {"section", "level", "algorithm", "device", "op", "group", "dtype", "state"}
 UUID = re.compile(r"(?:\b(?:GPU|MIG)-)?\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from fusedcomm.doctor import across_ranks
@@ -26,8 +24,7 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="check this machine and its settings; say which algorithms will be used, or why not",
         description="Looks at versions, GPUs and settings, tries in processes of its own what fusedcomm needs, and "
-        "asks the planner which algorithms it will use; under torchrun, for its ranks. Changes nothing. "
-        "Prints a table with a line per finding, and what to do about it. "
+        "asks the planner which algorithms it will use; under torchrun, for its ranks. Says what to do about findings. "
         "Exit code: 0 if all that is there is usable (no GPU is no error), 1 if not, 2 for wrong arguments.",
         epilog="example: fusedcomm doctor --quick --json doctor.json",
     )
@@ -38,7 +35,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--no-redact",
         action="store_true",
-        help="show names of hosts and users, addresses, serial numbers and values (default: hidden)",
+        help="show names of hosts and users, addresses, ids of GPUs and values (default: hidden)",
     )
     parser.set_defaults(run=run)
 
@@ -59,12 +56,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask_torchrun() -> GroupAnswer | Exception | None:
-    """What torchrun's ranks answer, about GPUs too if each has one, or the error; None in ranks other than 0.
-
-    The ranks talk by gloo, because before they have agreed, a rank does not know whether the others have GPUs.
-    """
+    """What torchrun's ranks answer, about GPUs too if each has one, or the error; None in ranks other than 0."""
     try:
-        with world.ranks("cpu", 0, GPU_S) as call:
+        with world.ranks("cpu", 0, GPU_S) as call:  # by gloo: a rank does not know yet whether the others have GPUs
             return call(across_ranks.ask, ["cpu", "cuda"])
     except Exception as error:  # a rank that did not come, a wrong setting: the doctor says so
         return error
@@ -72,7 +66,7 @@ def _ask_torchrun() -> GroupAnswer | Exception | None:
 
 def _print(report: dict[str, Any], quick: bool) -> None:
     out = console.stdout()
-    _print_facts(out, report)
+    out.print(", ".join(f"{name} {version}" for name, version in report["versions"].items() if version), markup=False)
     findings = told_once(Finding(**each) for each in report["findings"])
     console.show(findings_table(findings), out)
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
@@ -83,37 +77,14 @@ def _print(report: dict[str, Any], quick: bool) -> None:
     out.print(f"{errors}, {warnings}: exit code {report['exit_code']}")
 
 
-def _print_facts(out: Console, report: dict[str, Any]) -> None:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
-    system = report["system"]
-    out.print(versions, markup=False)
-    where = f" in {system['container']}" if system["container"] else ""
-    cpus = f"{system['cpus allowed']} of {system['cpus']} CPUs"
-    out.print(f"Linux {system['kernel']}{where}, {cpus}", markup=False)
-    for gpu in report["gpus"]:
-        modes = [
-            f"{mode} {'on' if gpu[mode] else 'off'}" for mode in ("mig", "ecc", "persistence") if gpu[mode] is not None
-        ]
-        clocks = f"{gpu['sm_clock'] or '?'} of {gpu['max_sm_clock'] or '?'} MHz"
-        links = f"{sum(gpu['links'])} of {len(gpu['links'])} NVLinks up"
-        out.print(f"GPU {gpu['index']}: {gpu['name']}, {clocks}, {links}, {', '.join(modes)}", markup=False)
-    if report["pairs"]:
-        console.show(_matrix(report), out)
-
-
 def findings_table(findings: Sequence[Finding]) -> Table:
-    sections = ["", *(finding.section for finding in findings)]
-    rows = [
-        replace(finding, section=finding.section if finding.section != last else "")
-        for last, finding in zip(sections, findings, strict=False)
-    ]
     columns = (
         Column("area", "a part of the machine, or of fusedcomm", lambda row: row.section, left=True),
         Column("state", ", ".join(LEVELS), lambda row: Text(row.level, style=STYLES[row.level]), left=True),
         Column("what", "what was looked at", lambda row: row.name, left=True),
         Column("found", "what was seen; behind ->: what to do about it", _found, left=True, folds=24),
     )
-    return Table(columns, rows)
+    return Table(columns, findings)
 
 
 def _found(finding: Finding) -> Text:
@@ -121,14 +92,3 @@ def _found(finding: Finding) -> Text:
     if finding.advice and finding.level != OK:
         text.append(f"\n-> {finding.advice}", style="italic")
     return text
-
-
-def _matrix(report: dict[str, Any]) -> Table:
-    """How each GPU reaches each other one. Where NVML says that P2P is missing, a finding says so."""
-    indices = [gpu["index"] for gpu in report["gpus"]]
-    paths = {(pair["a"], pair["b"]): pair["path"] for pair in report["pairs"]}
-
-    def column(b: int) -> Column:
-        return Column(f"GPU {b}", "how the GPU of the line reaches it", lambda a: paths.get((a, b), ""), left=True)
-
-    return Table([Column("from", "a GPU", lambda a: f"GPU {a}", left=True), *map(column, indices)], indices)

@@ -38,32 +38,28 @@ def run(args: argparse.Namespace) -> int:
     for problem in problems:
         console.fail("postmortem", f"not read: {problem}")
     if not dumps:
-        return console.fail(
-            "postmortem", f"{args.dir}: no dump is there. Ranks need FUSEDCOMM_DUMP_DIR, before they start"
-        )
+        text = f"{args.dir}: no dump is there. Ranks need FUSEDCOMM_DUMP_DIR, before they start"
+        return console.fail("postmortem", text)
     report = postmortem.judge(dumps)
     _print(report)
     if args.json:
-        console.write_json(args.json, {**_fields(report), "problems": problems})
+        console.write_json(args.json, {**dataclasses.asdict(report), "problems": problems})
     return 0
 
 
 def _print(report: Postmortem) -> None:
-    out = console.stdout()
     newest = max(dump.time for dump in report.dumps)
     reasons: dict[str, list[int]] = {}
     for dump in report.dumps:
         earlier = f", {newest - dump.time:.0f} s before the last" if newest - dump.time >= 1 else ""
         reasons.setdefault(f"{dump.why.partition(':')[0]}{earlier}", []).append(dump.rank)
+    reasons |= {"no dump": report.silent} if report.silent else {}
+    out = console.stdout()
     out.print("why ranks have written their dumps:")
     for why, ranks in reasons.items():
         out.print(f"{ranks_text(ranks)}: {why}", markup=False)
-    if report.silent:
-        out.print(f"{ranks_text(report.silent)}: no dump", markup=False)
     console.show(table(report), out)
-    out.print("verdict:")
-    for verdict in report.verdicts:
-        out.print(verdict, markup=False)
+    out.print("\n".join(["verdict:", *report.verdicts]), markup=False)
 
 
 def table(report: Postmortem) -> Table:
@@ -87,21 +83,3 @@ def _state(call: RecordedCall | None) -> str:
     if call is None:
         return ""
     return call.state if call.waiting_for is None else f"waiting for rank {call.waiting_for}"
-
-
-def _fields(report: Postmortem) -> dict[str, Any]:
-    return {
-        "ranks": [{"rank": dump.rank, "why": dump.why, "time": dump.time, "at": dump.at} for dump in report.dumps],
-        "silent": report.silent,
-        "groups": [
-            {
-                "name": group.name,
-                "ranks": group.ranks,
-                "device": group.key[2],
-                "last": {rank: dataclasses.asdict(call) for rank, call in group.last.items()},
-                "waits": [{"rank": wait.waiter, "for": wait.awaited, "call": wait.call.number} for wait in group.waits],
-            }
-            for group in report.groups
-        ],
-        "verdicts": report.verdicts,
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +15,16 @@ from torch.distributed import _symmetric_memory as symm_mem
 import fusedcomm
 from fusedcomm.doctor.findings import ERROR, OK, Finding
 from fusedcomm.launch.ranks import RankError, RankPool
-from fusedcomm.runtime import members, topology
+from fusedcomm.runtime import members, signals, topology
 from fusedcomm.runtime.group import store
+from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.vote import agree
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.testing.selftest import small
 
 START_S = 60.0  # until the ranks have come together
 PATTERN_BYTES = 1 << 20
 SIGNALS = 100
 FINGERPRINT = 0xD0C
-COOPERATIVE_LAUNCH = 95  # CUdevice_attribute
 
 
 class CheckRanks:
@@ -49,10 +48,7 @@ class CheckRanks:
         except Exception as error:  # whatever happens to a check, the doctor goes on
             return Finding("checks", name, ERROR, brief(error), advice)
 
-    def __enter__(self) -> CheckRanks:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
 
@@ -65,48 +61,33 @@ def brief(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def devices(rank: int) -> list[dict[str, Any]]:
-    """torch's GPUs: their SMs, and whether the driver promises that programs that wait for each other run at once."""
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "index": index,
-                "uuid": str(properties.uuid),
-                "name": properties.name,
-                "sms": properties.multi_processor_count,
-                "capability": f"{properties.major}.{properties.minor}",
-                "cooperative_launch": _cooperative_launch(index),
-            }
-        )
-    return found
+def uuids(rank: int) -> list[str]:
+    """The GPUs that torch sees, once CUDA has started."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def peer_copies(rank: int) -> str:
     """Copy a pattern from every GPU to every other and back, and compare it on the host."""
     count = torch.cuda.device_count()
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    no_access = []
     for a, b in pairs:
         sent = pattern(251 * a + b)
         there = sent.to(f"cuda:{a}").to(f"cuda:{b}")
         _must(torch.equal(there.cpu(), sent), f"GPU {a} -> {b}: wrong bytes arrived")
         _must(torch.equal(there.to(f"cuda:{a}").cpu(), sent), f"GPU {b} -> {a}: wrong bytes arrived")
-        if not torch.cuda.can_device_access_peer(a, b):
-            no_access.append(f"{a} -> {b}")
-    through_host = f"; through the host: {', '.join(no_access)}" if no_access else ""
-    return f"{len(pairs)} pairs, {PATTERN_BYTES >> 20} MiB each way, every byte right{through_host}"
+    no_access = ", ".join(f"{a} -> {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b))
+    text = f"{len(pairs)} pairs, {PATTERN_BYTES >> 20} MiB each way, every byte right"
+    return f"{text}; through the host: {no_access}" if no_access else text
 
 
 def rendezvous(rank: int, device_type: str) -> str:
     """Every rank writes a pattern into every peer's symmetric memory, and finds the peers' in its own."""
-    world, device = _world(), _rank_device(device_type)
+    group, device = world(), _rank_device(device_type)
     if device_type == "cpu" and (reason := topology.no_native()):
         raise RuntimeError(reason)
-    size = world.size()
+    size = group.size()
     mine = symm_mem.empty(size * PATTERN_BYTES, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(mine, world.group_name)
+    handle = symm_mem.rendezvous(mine, group.group_name)
     for peer in range(size):
         part = handle.get_buffer(peer, (PATTERN_BYTES,), torch.uint8, rank * PATTERN_BYTES)
         part.copy_(pattern(251 * rank + peer).to(device))
@@ -119,61 +100,22 @@ def rendezvous(rank: int, device_type: str) -> str:
 
 def atomics(rank: int, device_type: str) -> str:
     """Signal and wait in rounds by fusedcomm's kernels: release and acquire at system scope, in the peers' memory."""
-    world, device = _world(), _rank_device(device_type)
-    member = members.member(world.group_name, device)
-    workspace = member.workspace_for(0, "fusedcomm doctor", FINGERPRINT)
+    group, device = world(), _rank_device(device_type)
+    workspace = members.member(group.group_name, device).workspace_for(0, "fusedcomm doctor", FINGERPRINT)
     for _ in range(SIGNALS):
-        handshake(workspace)
+        with ordered(workspace), workspace.guarded("fusedcomm doctor"):
+            signals.signal(workspace, None, FINGERPRINT)
+            signals.wait(workspace, FINGERPRINT)
+        workspace.launched(captured=False)
     fusedcomm.synchronize()
-    return f"{SIGNALS} rounds of signal and wait between {world.size()} ranks"
-
-
-def atomics_on_one_gpu(rank: int) -> str:
-    """Run the same kernels, as two ranks on streams of one GPU: this is all that can be tried without a peer.
-
-    All ranks signal before one waits: streams may share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS).
-    """
-    from fusedcomm.testing.virtual import VirtualGroup
-
-    group = VirtualGroup(2, 128, "cuda:0")
-    group.load(handshake, FINGERPRINT)
-    for _ in range(SIGNALS):
-        group.run(_signal)
-        group.run(_wait)
-    group.check("fusedcomm doctor")
-    return f"{SIGNALS} rounds of signal and wait between 2 virtual ranks of GPU 0"
-
-
-def handshake(workspace: Workspace) -> None:
-    """Run a round without data."""
-    _signal(workspace)
-    _wait(workspace)
-
-
-def _signal(workspace: Workspace) -> None:
-    from fusedcomm.runtime import signals
-    from fusedcomm.runtime.launch_order import ordered
-
-    with ordered(workspace), workspace.guarded("fusedcomm doctor"):
-        signals.signal(workspace, None, FINGERPRINT)
-
-
-def _wait(workspace: Workspace) -> None:
-    from fusedcomm.runtime import signals
-    from fusedcomm.runtime.launch_order import ordered
-
-    with ordered(workspace), workspace.guarded("fusedcomm doctor"):
-        signals.wait(workspace, FINGERPRINT)
-    workspace.launched(captured=False)
+    return f"{SIGNALS} rounds of signal and wait between {group.size()} ranks"
 
 
 def op_values(rank: int, device_type: str, algorithm: str) -> str:
     """Compare matmul_all_to_all, forward and backward, with the same computed in one process."""
-    from fusedcomm.testing.selftest import small
-
     with fusedcomm.force_algorithm(algorithm, strict=True):
         data = small("matmul_all_to_all", _rank_device(device_type))
-        wrong = data.wrong(_world())
+        wrong = data.wrong(world())
     _must(wrong is None, f"rank {rank}: {wrong}")
     return f"matmul_all_to_all of {dist.get_world_size()} ranks, result and gradients exact"
 
@@ -189,26 +131,14 @@ def _must(condition: bool, text: str) -> None:
         raise RuntimeError(text)
 
 
-def _cooperative_launch(index: int) -> bool | None:
-    """Whether a GPU can launch cooperatively; None where the driver cannot be asked."""
-    value, device = ctypes.c_int(), ctypes.c_int()
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-        failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index)
-        failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(value), COOPERATIVE_LAUNCH, device)
-    except (OSError, AttributeError):
-        return None
-    return None if failed else bool(value.value)
-
-
 def _come_together(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    world = _world()
-    agree(store(world, "doctor"), world.rank(), world.size(), {}, what="fusedcomm doctor")
+    group = world()
+    agree(store(group, "doctor"), group.rank(), group.size(), {}, what="fusedcomm doctor")
 
 
-def _world() -> ProcessGroup:
+def world() -> ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 

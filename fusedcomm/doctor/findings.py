@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 OK, ABSENT, WARNING, ERROR = "ok", "absent", "warning", "error"
-SECTIONS = ("versions", "system", "gpus", "topology", "network", "settings", "cache", "ranks", "checks", "algorithms")
-REFERRED = 40  # characters: a shorter text is told again
+SECTIONS = ("versions", "gpus", "settings", "ranks", "checks", "algorithms")
 LEVELS = {
     OK: "usable",
     ABSENT: "not there, or not used, by design",
@@ -25,46 +24,18 @@ class Finding:
     advice: str = ""
 
 
-def in_order(findings: list[Finding]) -> list[Finding]:
-    """The findings by section; those of one section stay in the order in which they were found."""
-    return sorted(findings, key=lambda finding: SECTIONS.index(finding.section))
-
-
-def exit_code(findings: list[Finding]) -> int:
-    """0 where all that was found is usable or absent by design."""
-    return int(any(finding.level == ERROR for finding in findings))
-
-
 def told_once(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings as they are shown: one line for all things with the same finding, and no long text twice.
-
-    What a line above says already is referred to.
-    """
-    told: list[Finding] = []
-    for finding in _merged(findings):  # merged first, because that gives lines the names that are referred to
-        for above in told:
-            if above.level != OK and above.text != finding.text and len(above.text) > REFERRED:
-                finding = replace(finding, text=finding.text.replace(above.text, f"see {above.name}, above"))
-        told.append(finding)
-    return told
-
-
-def _merged(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings, with one line for those that say the same, at the place of the first."""
+    """The findings by section, with one line for all things with the same finding: GPU 0, 1."""
     merged: dict[tuple[str, str, str], Finding] = {}
-    for finding in findings:
+    for finding in sorted(findings, key=lambda finding: SECTIONS.index(finding.section)):
         key = (finding.section, finding.text, finding.advice)
         if same := merged.get(key):
             level = max(same.level, finding.level, key=list(LEVELS).index)
-            finding = replace(same, name=_joined(same.name, finding.name), level=level)
+            kind, _, rest = finding.name.partition(" ")
+            name = f"{same.name}, {rest if rest and same.name.startswith(f'{kind} ') else finding.name}"
+            finding = replace(same, name=name, level=level)
         merged[key] = finding
     return list(merged.values())
-
-
-def _joined(names: str, name: str) -> str:
-    """Two names in one: ``GPU 0`` and ``GPU 1`` are ``GPU 0, 1``."""
-    kind, _, rest = name.partition(" ")
-    return f"{names}, {rest if rest and names.startswith(f'{kind} ') else name}"
 
 
 def by_value(values: Mapping[int, object]) -> str:
@@ -84,6 +55,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     texts = [text for run in runs for text in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))]
-    if len(ranks) == 1:
-        return f"rank {texts[0]}"
-    return f"ranks {' and '.join(filter(None, (', '.join(texts[:-1]), texts[-1])))}" if ranks else "no rank"
+    if len(texts) > 1:
+        texts = [", ".join(texts[:-1]), texts[-1]]
+    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(texts)}" if ranks else "no rank"

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 POLICY = "NCCL_CTA_POLICY_ZERO"
-ACROSS_HOSTS = (2, 30, 7)  # the first NCCL whose collectives without SMs cross hosts
 
 
 def nccl_options() -> Any:
@@ -65,17 +64,6 @@ def no_zero_cta() -> str | None:
     if not hasattr(backend, POLICY) or not hasattr(backend.Options().config, "cta_policy"):
         return f"torch {torch.__version__} has NCCL {nccl_version_text()} without it"
     return None
-
-
-def zero_cta_across_hosts() -> bool:
-    """Whether collectives without SMs can cross hosts, too."""
-    return no_zero_cta() is None and (nccl_version() or ()) >= ACROSS_HOSTS
-
-
-def registers_windows() -> bool:
-    """Whether a pool of memory can be registered as symmetric windows of a group."""
-    register = getattr(getattr(dist, "ProcessGroupNCCL", None), "register_mem_pool", None)
-    return "symm" in (getattr(register, "__doc__", None) or "")  # pybind writes the arguments there
 
 
 def nccl_version() -> tuple[int, ...] | None:

@@ -4,118 +4,59 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from fusedcomm.doctor import checks
 from fusedcomm.launch.ranks import RankPool
 
-UUID = "GPU-0badcafe-0000-4000-8000-00000000000"
-NUM_LINKS = 18
+UUID = "0badcafe-0000-4000-8000-00000000000"
 
 
 class NvmlError(Exception):
-    def __init__(self, text: str, value: int = 3) -> None:
-        super().__init__(text)
-        self.value = value  # as that of pynvml
+    """Of pynvml: its arguments are a text and the error's number."""
+
+    value = property(lambda self: self.args[1])
 
 
 class _Fabric(ctypes.Structure):
-    _fields_ = [("state", ctypes.c_uint), ("status", ctypes.c_uint), ("cliqueId", ctypes.c_uint)]
+    _fields_ = [("state", ctypes.c_uint), ("status", ctypes.c_uint)]
 
 
-@dataclass
-class Nvml:
+def raises(error: Exception) -> Any:
+    raise error
+
+
+def fake_nvml(
+    num_gpus: int = 2,
+    mig: int = 0,
+    fabric: tuple[int, int] = (3, 0),  # state, status
+    num_links: int = 18,
+    refused: tuple[Any, ...] = (),  # of the GPU 0, which cannot be opened: why
+    p2p: dict[tuple[int, int, int], int] | None = None,  # (gpu, gpu, caps index): status, if not OK
+    unknown: tuple[str, ...] = (),  # questions that the driver does not know
+) -> Any:
     """Stands for the module pynvml, as far as the doctor asks it. A handle is the GPU's index."""
 
-    num_gpus: int = 2
-    mig: int = 0
-    compute_mode: int = 0
-    slowed: int = 0
-    fabric: int = 3
-    fabric_status: int = 0
-    num_links: int = NUM_LINKS
-    refused: dict[int, NvmlError] = field(default_factory=dict)  # GPUs that cannot be opened
-    links_down: set[tuple[int, int]] = field(default_factory=set)  # (gpu, link)
-    p2p: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (gpu, gpu, caps index): status, if not OK
-    unknown: set[str] = field(default_factory=set)  # questions that the driver does not know
-    init: Exception | None = None
-    NVMLError: type[Exception] = NvmlError
-    c_nvmlGpuFabricInfoV_t: type = _Fabric
+    def fill(handle: int, info: Any) -> None:
+        info._obj.state, info._obj.status = fabric
 
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("nvml") and name in super().__getattribute__("unknown"):
-            return self.refuse
-        return super().__getattribute__(name)
-
-    def refuse(self, *args: Any) -> None:
-        raise NvmlError("Not Supported")
-
-    def nvmlInit(self) -> None:
-        if self.init is not None:
-            raise self.init
-
-    def nvmlDeviceGetCount(self) -> int:
-        return self.num_gpus
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if index in self.refused:
-            raise self.refused[index]
-        return index
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "580.65.06"
-
-    def nvmlSystemGetCudaDriverVersion(self) -> int:
-        return 13000
-
-    def nvmlDeviceGetName(self, handle: int) -> str:
-        return "NVIDIA H200"
-
-    def nvmlDeviceGetUUID(self, handle: int) -> bytes:
-        return f"{UUID}{handle}".encode()
-
-    def nvmlDeviceGetSerial(self, handle: int) -> str:
-        return f"165400000000{handle}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return SimpleNamespace(total=141 << 30)
-
-    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
-        return [self.mig, 0]
-
-    def nvmlDeviceGetEccMode(self, handle: int) -> list[int]:
-        return [1, 1]
-
-    def nvmlDeviceGetPersistenceMode(self, handle: int) -> int:
-        return 1
-
-    def nvmlDeviceGetComputeMode(self, handle: int) -> int:
-        return self.compute_mode
-
-    def nvmlDeviceGetClockInfo(self, handle: int, clock: int) -> int:
-        return 345
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
-        return 1980
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
-        return self.slowed
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        if link >= self.num_links:
-            raise NvmlError("Invalid Argument")
-        return int((handle, link) not in self.links_down)
-
-    def nvmlDeviceGetGpuFabricInfoV(self, handle: int, info: Any) -> None:
-        info._obj.state, info._obj.status, info._obj.cliqueId = self.fabric, self.fabric_status, 7
-
-    def nvmlDeviceGetP2PStatus(self, a: int, b: int, index: int) -> int:
-        return self.p2p.get((a, b, index), 0)
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, a: int, b: int) -> int:
-        return 50
+    answers: dict[str, Callable[..., Any]] = {
+        "Init": lambda: None,
+        "DeviceGetCount": lambda: num_gpus,
+        "DeviceGetHandleByIndex": lambda index: index if index or not refused else raises(NvmlError(*refused)),
+        "SystemGetDriverVersion": lambda: "580.65.06",
+        "SystemGetCudaDriverVersion": lambda: 13000,
+        "DeviceGetName": lambda handle: "NVIDIA H200",
+        "DeviceGetUUID": lambda handle: f"GPU-{UUID}{handle}",
+        "DeviceGetMigMode": lambda handle: [mig, 0],
+        "DeviceGetNvLinkState": lambda handle, link: int(link < num_links),
+        "DeviceGetGpuFabricInfoV": fill,
+        "DeviceGetP2PStatus": lambda a, b, cap: (p2p or {}).get((a, b, cap), 0),
+    }
+    answers |= {name: lambda *args: raises(NvmlError("Not Supported", 3)) for name in unknown}
+    functions = {f"nvml{name}": answer for name, answer in answers.items()}
+    return SimpleNamespace(**functions, NVMLError=NvmlError, c_nvmlGpuFabricInfoV_t=_Fabric)
 
 
 def shared(ranks: Callable[[int], RankPool]) -> type[checks.CheckRanks]:
@@ -126,24 +67,19 @@ def shared(ranks: Callable[[int], RankPool]) -> type[checks.CheckRanks]:
             super().__init__(world_size, backend)
             self.pool = ranks(world_size)
 
-        def __exit__(self, *exc: object) -> None:
+        def close(self) -> None:
             pass
 
     return Shared
 
 
 def canned(answers: dict[str, Any]) -> type[checks.CheckRanks]:
-    """checks.CheckRanks without processes.
-
-    A check's answer, or the exception it raises, is given by its function's name.
-    """
+    """checks.CheckRanks without processes: an answer, or exception, is given by the check's function's name."""
 
     class Canned(checks.CheckRanks):
         def run(self, limit_s: float, fn: Callable[..., Any], *args: Any) -> Any:
             answer = answers.get(f"{fn.__name__} {args[0] if args else ''}".strip(), answers.get(fn.__name__))
-            if isinstance(answer, Exception):
-                raise answer
-            return answer(*args) if callable(answer) else answer
+            return raises(answer) if isinstance(answer, Exception) else answer
 
     return Canned
 
@@ -151,9 +87,5 @@ def canned(answers: dict[str, Any]) -> type[checks.CheckRanks]:
 def rank_facts(**changes: Any) -> dict[str, Any]:
     """What a rank tells the others of itself."""
     facts: dict[str, Any] = {"host": "h", "boot": "b", "visible": None, "gpus": [], "gpu": None}
-    versions = {"python": "3.11", "torch": "2.13", "triton": "3.9"}
-    return {
-        **facts,
-        "versions": versions,
-        "settings": {"FUSEDCOMM_ALGORITHM": None, "FUSEDCOMM_TIMEOUT_S": None},
-    } | changes
+    settings = {"FUSEDCOMM_ALGORITHM": None, "FUSEDCOMM_TIMEOUT_S": None}
+    return facts | {"versions": {"python": "3.11", "torch": "2.13"}, "settings": settings} | changes

@@ -30,17 +30,9 @@ def old_options() -> Any:
     return SimpleNamespace(config=SimpleNamespace(min_ctas=0))
 
 
-def register_mem_pool(pool: Any) -> None:
-    """register_mem_pool(self, pool: torch.cuda.MemPool) -> None"""
-
-
-def register_windows(pool: Any, symm: bool = False) -> None:
-    """register_mem_pool(self, pool: torch.cuda.MemPool, symm: bool = False) -> None"""
-
-
 def build(monkeypatch: pytest.MonkeyPatch, version: tuple[Any, ...] = (2, 30, 7), **changes: Any) -> None:
     """Let torch.distributed be that of a build with NCCL; a change to None takes an attribute away."""
-    backend = {"Options": Options, nccl_options.POLICY: ZERO, "register_mem_pool": register_windows} | changes
+    backend = {"Options": Options, nccl_options.POLICY: ZERO} | changes
     have = SimpleNamespace(**{name: value for name, value in backend.items() if value is not None})
     monkeypatch.setattr(dist, "ProcessGroupNCCL", have, raising=False)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: version)
@@ -60,27 +52,14 @@ def test_a_torch_without_the_policy_says_what_it_has(monkeypatch: pytest.MonkeyP
         with pytest.raises(RuntimeError, match="must be a CUDA build with NCCL") as raised:
             fusedcomm.nccl_options()
         assert str(raised.value).endswith(f"torch {torch.__version__} has NCCL 2.27.5 without it")
-        assert not nccl_options.zero_cta_across_hosts()
 
 
 def test_a_torch_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
     with pytest.raises(RuntimeError, match=f"torch {torch.__version__.replace('+', '.')} has no NCCL"):
         fusedcomm.nccl_options()
-    assert not nccl_options.registers_windows() and not nccl_options.zero_cta_across_hosts()
 
 
-@pytest.mark.parametrize("version, across", [((2, 29, 7), False), ((2, 30, 7, "x"), True)])
-def test_which_nccl_crosses_hosts(monkeypatch: pytest.MonkeyPatch, version: tuple[Any, ...], across: bool) -> None:
-    build(monkeypatch, version)
-    assert nccl_options.nccl_version_text() == ".".join(map(str, version[:3]))
-    assert nccl_options.zero_cta_across_hosts() is across
-    assert fusedcomm.nccl_options().config.cta_policy == ZERO  # inside a host both have it
-
-
-def test_windows_are_registered_by_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    build(monkeypatch)
-    assert nccl_options.registers_windows()
-    for older in (register_mem_pool, None):
-        build(monkeypatch, register_mem_pool=older)
-        assert not nccl_options.registers_windows()
+def test_the_version_of_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    build(monkeypatch, (2, 30, 7, "x"))
+    assert nccl_options.nccl_version_text() == "2.30.7"

@@ -70,10 +70,9 @@ def explained() -> CompileReport:
 
 FINDINGS = [
     Finding(section, "cpu unfused", level, "it is there " * 9, "update " * 20)
-    for section, level in (("settings", "ok"), ("settings", "warning"), ("algorithms", "absent"), ("cache", "error"))
+    for section, level in (("settings", "ok"), ("settings", "warning"), ("algorithms", "absent"), ("ranks", "error"))
 ]
-GPUS = {"gpus": [{"index": i} for i in range(8)], "pairs": [{"a": 0, "b": b, "path": "NV18"} for b in range(1, 8)]}
-REPORT = Postmortem([], [], [GroupReport(("0", (0, 1), "cpu"), {0: call(0), 1: call(1)})], [])  # type: ignore[arg-type]
+REPORT = Postmortem([], [], [GroupReport("0", (0, 1), {0: call(0), 1: call(1)}, [])], [])
 TABLES: dict[str, Callable[[], Table]] = {
     "bench of an op": lambda: table.table([op_row(), op_row(batch=16)], "matmul_all_to_all"),
     "bench of a collective": lambda: table.table([collective_row(op) for op in COLLECTIVES], "all_reduce"),
@@ -81,7 +80,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "bench all-to-all": lambda: command.table([suite_row("competing", "serialised"), suite_row("fused", "")]),
     "demo": lambda: demo._table(dict.fromkeys((names.DTENSOR, names.UNFUSED, names.OURS, names.ROOF), LATE)),
     "doctor": lambda: doctor.findings_table(FINDINGS),
-    "doctor, GPUs": lambda: doctor._matrix(GPUS),
     "explain": lambda: explained().__rich__(),
     "faults": lambda: faults.table(
         [faults.FaultRow("stopped for ever", "chunked", 120, 119, 0, 1, 1.25, dict.fromkeys(OPS, "119/120"))]

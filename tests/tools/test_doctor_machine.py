@@ -1,192 +1,114 @@
-"""What the doctor reads: GPUs, settings, limits, the cache directory. Each planted fault is found, and no other."""
+"""What the doctor reads, of GPUs, settings, versions and other ranks. Each planted fault is found, and no other."""
 
 from __future__ import annotations
 
 import os
 import re
-import resource
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fusedcomm import env
-from fusedcomm.doctor import cache, facts, gpus, pci, settings
-from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from fusedcomm.doctor import gpus, host
+from fusedcomm.doctor.across_ranks import AlgorithmVerdict, GroupAnswer, find_differences, find_proofs, find_verdicts
+from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, told_once
 from fusedcomm.machine import RELEVANT
-from tests.helpers.doctor_machines import UUID, Nvml, NvmlError
+from tests.helpers.doctor_machines import UUID, fake_nvml, rank_facts
 
 ROOT = Path(__file__).parents[2]
-
-
-def found(nvml: Nvml) -> dict[str, str]:
-    """The level and text of findings, by name."""
-    return {each.name: f"{each.level}: {each.text}" for each in gpus.find(gpus.survey(nvml))}
-
-
-def test_good_gpus_have_one_good_finding_and_all_facts() -> None:
-    machine = gpus.survey(Nvml())
-    assert [(each.level, each.text) for each in gpus.find(machine)] == [(OK, "2 x NVIDIA H200, all reach all")]
-    assert (machine.driver, machine.cuda_driver) == ("580.65.06", "13.0")
-    gpu = machine.gpus[1]
-    assert (gpu.mig, gpu.ecc, gpu.persistence, gpu.compute_mode) == (False, True, True, "default")
-    assert (gpu.sm_clock, gpu.max_sm_clock, gpu.memory_bytes) == (345, 1980, 141 << 30)
-    assert gpu.links == [True] * 18
-    assert (gpu.fabric, gpu.fabric_status, gpu.clique) == ("completed", 0, 7)
-    assert [(pair.a, pair.b, pair.path, pair.missing) for pair in machine.pairs] == [
-        (0, 1, "NV18", []),
-        (1, 0, "NV18", []),
-    ]
-
-
-BAD_GPUS: list[tuple[dict[str, Any], str, str, str]] = [
+BOTH = ((0, 1), (1, 0))
+WITHOUT = {"num_links": 0, "p2p": {(*pair, cap): 5 for pair in BOTH for cap in (1, 2)}}
+UNKNOWN = ("DeviceGetMigMode", "DeviceGetNvLinkState", "DeviceGetGpuFabricInfoV")
+MACHINES: list[tuple[dict[str, Any], str, str, str]] = [
+    ({}, "GPUs", OK, "2 x NVIDIA H200, all reach all by NVLink"),
+    ({"unknown": UNKNOWN}, "GPUs", OK, "2 x NVIDIA H200"),  # unknown is no fault
+    ({"unknown": ("DeviceGetP2PStatus",)}, "GPUs 0 -> 1", ERROR, "unknown"),  # but access that is unproven is none
     ({"mig": 1}, "GPU 1", ERROR, "MIG is on"),
-    ({"links_down": {(1, 3)}}, "GPU 1", WARNING, r"17 NVLinks are up, other GPUs have 18 \(down: 3\)"),
-    ({"p2p": {(0, 1, 2): 5}}, "GPUs 0 -> 1", ERROR, r"nvlink: not supported \(SYS\)"),
-    ({"compute_mode": 2}, "GPU 0", ERROR, "prohibited"),
-    ({"fabric_status": 999}, "GPU 1", ERROR, "fabric has failed: status 999"),
-    ({"refused": {0: NvmlError("GPU is lost", 15)}, "num_gpus": 3}, "GPU 0", ERROR, "cannot be asked: GPU is lost"),
-    ({"slowed": 64}, "GPU 0", WARNING, "slowed down now: temperature"),
-    ({"init": NvmlError("Driver Not Loaded")}, "NVML", ABSENT, "no GPU, no driver .*Driver Not Loaded"),
+    ({"p2p": {(0, 1, 2): 5}}, "GPUs 0 -> 1", ERROR, "nvlink: not supported"),
+    ({"p2p": {(0, 1, 2): 5}, "num_links": 0}, "GPUs 0 -> 1", ERROR, "nvlink: not supported"),  # the way back has it
+    ({"p2p": {(*pair, 2): 4 for pair in BOTH}, "num_links": 0}, "GPUs 0 -> 1", ERROR, "disabled"),  # can be repaired
+    (WITHOUT, "NVLink", ABSENT, "2 x NVIDIA H200 without NVLink: they run unfused"),
+    ({"fabric": (3, 999)}, "GPU 1", ERROR, "NVSwitch fabric .* status 999"),
+    ({"refused": ("GPU is lost", 15), "num_gpus": 3}, "GPU 0", ERROR, "cannot be asked: .*GPU is lost"),
+    ({"refused": ("of another container", 4), "num_gpus": 3}, "GPUs", OK, "2 x NVIDIA H200"),
+    ({"num_gpus": 1, "mig": 1}, "GPU 0", WARNING, "MIG is on"),
+    ({"num_gpus": 1}, "GPUs", ABSENT, "it has no peers"),
     ({"num_gpus": 0}, "GPUs", ABSENT, "no GPU"),
 ]
 
 
-@pytest.mark.parametrize("machine, name, level, text", BAD_GPUS, ids=str)
-def test_a_fault_of_a_gpu_is_found(machine: dict[str, Any], name: str, level: str, text: str) -> None:
-    assert re.search(f"^{level}: .*{text}", found(Nvml(**machine))[name])
-
-
-def test_gpus_without_nvlink_are_absent_by_design() -> None:
-    pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
-    bare = Nvml(num_gpus=8, num_links=0, p2p={(*pair, cap): 5 for pair in pairs for cap in (1, 2)})
-    (finding,) = gpus.find(gpus.survey(bare))
-    assert (finding.level, finding.text) == (ABSENT, "8 x NVIDIA H200 without NVLink: they run unfused")
-    one_pair = Nvml(num_links=0, p2p={(0, 1, 2): 5})  # the other pair has NVLink
-    assert found(one_pair)["GPUs 0 -> 1"].startswith(ERROR)
-    disabled = Nvml(num_links=0, p2p={(0, 1, 2): 4, (1, 0, 2): 4})  # a disabled NVLink can be repaired
-    assert found(disabled)["GPUs 0 -> 1"].startswith(ERROR)
+@pytest.mark.parametrize("machine, name, level, text", MACHINES, ids=str)
+def test_what_keeps_gpus_from_their_peers_is_found(machine: dict[str, Any], name: str, level: str, text: str) -> None:
+    found = gpus.find(gpus.survey(fake_nvml(**machine)))
+    (finding,) = [each for each in found if each.name == name]
+    assert finding.level == level and re.search(text, finding.text)
+    assert finding.advice if level in (WARNING, ERROR) else found == [finding]
 
 
 def test_gpus_that_torch_does_not_see_are_not_judged() -> None:
-    bad = gpus.survey(Nvml(num_gpus=3, links_down={(2, 3)}, p2p={(0, 2, 2): 5}))
-    uuids = [UUID.removeprefix("GPU-") + str(index) for index in range(3)]
-
-    def levels(visible: set[str] | None) -> dict[str, str]:
-        return {each.name: each.level for each in gpus.find(gpus.of(bad, visible))}
-
-    assert levels(set(uuids[:2])) == {"GPUs": OK}
-    assert levels(set()) == {"GPUs": ABSENT}
-    assert levels(set(uuids)) == levels(None) == {"GPU 2": WARNING, "GPUs 0 -> 2": ERROR}
-    part = gpus.of(gpus.survey(Nvml(mig=1)), {"0badcafe-0000-5000-8000-00000000000a"})  # torch sees parts of MIG GPUs
+    bad = gpus.survey(fake_nvml(num_gpus=3, p2p={(0, 2, 2): 5}))
+    assert (bad.driver, bad.cuda_driver) == ("580.65.06", "13.0")
+    for visible, level in (({f"{UUID}0", f"{UUID}1"}, OK), (set(), ABSENT), (None, ERROR)):
+        assert [each.level for each in gpus.find(gpus.of(bad, visible))] == [level]
+    part = gpus.of(gpus.survey(fake_nvml(mig=1)), {"0badcafe-0000-5000-8000-00000000000a"})  # torch sees parts of these
     assert len(part.gpus) == 2
-
-
-def test_what_a_driver_does_not_know_is_unknown_and_no_fault() -> None:
-    questions = {name for name in dir(Nvml) if name.startswith("nvmlDeviceGet")}
-    questions -= {"nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetName", "nvmlDeviceGetUUID"}
-    machine = gpus.survey(Nvml(unknown=questions - {"nvmlDeviceGetP2PStatus"}))
-    assert [each.level for each in gpus.find(machine)] == [OK]
-    gpu = machine.gpus[0]
-    assert (gpu.mig, gpu.serial, gpu.sm_clock, gpu.fabric, gpu.links) == (None, None, None, None, [])
-    assert "GPUs 0 -> 1" in found(Nvml(unknown=questions))  # access that is unproven is no access
 
 
 def test_nvml_that_is_not_installed_or_does_not_fit_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(gpus, "DRIVER_TRACES", (str(tmp_path / "none"),))
-    assert [each.level for each in gpus.find(gpus.survey())] == [ABSENT]
-    monkeypatch.setattr(gpus, "DRIVER_TRACES", (str(tmp_path),))
-    (finding,) = gpus.find(gpus.survey())
-    assert finding.level == ERROR and "ModuleNotFoundError" in finding.text and finding.advice
+    for trace, level in ((tmp_path / "none", ABSENT), (tmp_path, ERROR)):
+        monkeypatch.setattr(gpus, "DRIVER_TRACES", (str(trace),))
+        (finding,) = gpus.find(gpus.survey())
+        assert finding.level == level and "ModuleNotFoundError" in finding.text
 
 
 def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("torch.version.cuda", None)
-    (finding,) = facts.sees_no_gpu(0, 2)
-    assert finding.level == ERROR and "for CPUs" in finding.advice
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert facts.sees_no_gpu(0, 2)[0].level == ERROR
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert facts.sees_no_gpu(0, 2)[0].level == OK
-    assert not facts.sees_no_gpu(2, 2)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert not host.sees_no_gpu(0, 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert host.sees_no_gpu(0, 2)[0].level == ERROR and not host.sees_no_gpu(2, 2)
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert "for CPUs" in host.sees_no_gpu(0, 2)[0].advice
 
 
-BAD_SETTINGS = [
-    ("PYTORCH_CUDA_ALLOC_CONF", "backend:native,expandable_segments:True", WARNING),
-    ("CUDA_LAUNCH_BLOCKING", "1", ERROR),
-    ("CUDA_DEVICE_MAX_CONNECTIONS", "1", WARNING),
-    ("NCCL_P2P_DISABLE", "1", ERROR),
-    ("NCCL_CUMEM_ENABLE", "0", WARNING),
-    ("NCCL_NET", "Socket", WARNING),
-    ("NCCL_SOCKET_IFNAME", "=l,none7", ERROR),
-    ("TORCH_SYMMMEM", "NVSHMEM", ERROR),
-    ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", OK),
-    ("TRITON_INTERPRET", "1", ERROR),
-    ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50", ERROR),
-    ("FUSEDCOMM_ALGORITHM", "unfused", WARNING),
-    ("FUSEDCOMM_ALGORITHM", "quick", ERROR),
-    ("FUSEDCOMM_TIMEOUT_S", "soon", ERROR),
-    ("FUSEDCOMM_TIMEOUT", "5", WARNING),
+# Each: a value that is bad, how bad it is with GPUs and without, and a value that is good
+SETTINGS = [
+    ("CUDA_LAUNCH_BLOCKING", "1", ERROR, WARNING, "0"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "1", WARNING, WARNING, "32"),
+    ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50", ERROR, WARNING, "100"),
+    ("NCCL_P2P_DISABLE", "1", ERROR, WARNING, "0"),
+    ("TORCH_SYMMMEM", "NVSHMEM", ERROR, WARNING, "CUDA"),
+    ("TRITON_INTERPRET", "1", ERROR, WARNING, "0"),
+    ("FUSEDCOMM_ALGORITHM", "unfused", WARNING, WARNING, ""),
+    ("FUSEDCOMM_ALGORITHM", "quick", ERROR, ERROR, ""),
+    ("FUSEDCOMM_PROVE", "0", WARNING, WARNING, "1"),
+    ("FUSEDCOMM_TIMEOUT_S", "soon", ERROR, ERROR, "5"),
+    ("FUSEDCOMM_WORKSPACE_BYTE", "hunter2", WARNING, WARNING, None),
+    ("FUSEDCOMM_CACHE_DIR", "/proc/nowhere", WARNING, WARNING, "/tmp/nowhere"),
 ]
 
 
-GOOD_SETTINGS = {
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
-    "CUDA_LAUNCH_BLOCKING": "0",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "NCCL_P2P_DISABLE": "0",
-    "NCCL_CUMEM_ENABLE": "1",
-    "NCCL_NET": "IB",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "TORCH_SYMMMEM": "CUDA",
-    "TRITON_INTERPRET": "0",
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100",
-    "FUSEDCOMM_TIMEOUT_S": "5",
-    "FUSEDCOMM_WORKSPACE_BYTES": "1e9",
-    "FUSEDCOMM_CACHE_DIR": "/nowhere",
-}
-
-
-@pytest.fixture
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if RELEVANT.fullmatch(name):
-            monkeypatch.delenv(name)
-
-
-@pytest.mark.parametrize("name, value, level", BAD_SETTINGS)
-@pytest.mark.usefixtures("no_settings")
+@pytest.mark.parametrize("name, bad, with_gpus, alone, good", SETTINGS)
 def test_a_setting_that_breaks_things_is_found(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, level: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, bad: str, with_gpus: str, alone: str, good: str | None
 ) -> None:
-    monkeypatch.setenv(name, value)
-    findings = {each.level: each for each in settings.find(num_gpus=2)}
-    assert all(each.name == name for each in findings.values())
-    assert level in findings
-    assert findings[level].advice or level == OK
-    if findings[level].text.startswith("FUSEDCOMM"):
-        return  # a wrong value is wrong without GPUs too
-    alone = {each.level for each in settings.find(num_gpus=0)}
-    assert ERROR not in alone and alone
-
-
-@pytest.mark.usefixtures("no_settings")
-def test_good_settings_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in GOOD_SETTINGS.items():
-        monkeypatch.setenv(name, value)
-    assert [(each.name, each.level) for each in settings.find(num_gpus=2)] == [("environment", OK)]
-
-
-@pytest.mark.usefixtures("no_settings")
-def test_a_misspelt_variable_gets_a_suggestion_and_its_value_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSEDCOMM_WORKSPACE_BYTE", "hunter2")
-    (finding,) = settings.find(num_gpus=0)
-    assert finding.advice == "did you mean FUSEDCOMM_WORKSPACE_BYTES?"
-    assert "hunter2" not in f"{finding}"
+    for each in filter(RELEVANT.fullmatch, dict(os.environ)):
+        monkeypatch.delenv(each)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/proc")  # root may write anywhere
+    monkeypatch.setenv(name, bad)
+    for num_gpus, level in ((2, with_gpus), (0, alone)):
+        (finding,) = host.find_settings(num_gpus)
+        assert finding.level == level and finding.advice and "hunter2" not in str(finding)
+        assert finding.name == name or name == "FUSEDCOMM_CACHE_DIR"
+    if good is not None:
+        monkeypatch.setenv(name, good)
+        assert [each.level for each in host.find_settings(2)] == [OK]
+    else:
+        assert finding.advice == "did you mean FUSEDCOMM_WORKSPACE_BYTES?"
 
 
 def test_every_variable_of_fusedcomm_is_known() -> None:
@@ -196,97 +118,67 @@ def test_every_variable_of_fusedcomm_is_known() -> None:
     assert read - {"FUSEDCOMM_CPU"} == set(env.SETTINGS)  # this one is the name of fusedcomm's symmetric memory
 
 
-def test_limits_of_the_system_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "self/ns").mkdir(parents=True)
-    (tmp_path / "self/ns/pid").symlink_to("pid:[4026532999]")
-    (tmp_path / "sys/kernel/yama").mkdir(parents=True)
-    (tmp_path / "sys/kernel/yama/ptrace_scope").write_text("3\n")
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=64 << 20))
-    findings = settings.find_limits(2, "5.4.0-generic", proc=tmp_path)
-    levels = {each.name: each.level for each in findings}
-    assert levels == {
-        "kernel": ERROR,
-        "ulimit -n": WARNING,
-        "ulimit -l": WARNING,
-        "/dev/shm": WARNING,
-        "PID namespace": OK,
-        "ptrace_scope": WARNING,
-    }
-    assert all(each.advice for each in findings)
-    on_cpu = {each.name: each.level for each in settings.find_limits(0, "5.4.0", proc=tmp_path)}
-    assert on_cpu == {"kernel": WARNING, "ulimit -n": WARNING, "PID namespace": OK}
+VERSIONS = [
+    ("torch", "2.10.1", 0, WARNING),
+    ("torch", "2.16.0.dev1", 0, WARNING),
+    ("triton", None, 2, WARNING),
+    ("triton", None, 0, ABSENT),
+    ("linux", "5.4.0-generic", 2, ERROR),
+    ("native part", None, 2, WARNING),
+    ("packages", None, 2, OK),
+]
 
 
-def test_good_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=8 << 30))
-    assert [(each.name, each.level) for each in settings.find_limits(2, "6.8.0-45", proc=tmp_path)] == [("limits", OK)]
+@pytest.mark.parametrize("name, changed, num_gpus, level", VERSIONS)
+def test_versions_outside_of_the_range_are_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, changed: str | None, num_gpus: int, level: str
+) -> None:
+    reason = "cannot be loaded" if name == "native part" else None
+    monkeypatch.setattr("fusedcomm.runtime.topology.no_native", lambda: reason)
+    versions = host.versions(None, None) | {"triton": "3.9", "torch": "2.13.0", "linux": "6.8"} | {name: changed}
+    assert [(each.name, each.level) for each in host.find_versions(versions, num_gpus)] == [(name, level)]
 
 
-def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def finding() -> Finding:
-        (each,) = cache.find(cache.survey())
-        return each
-
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(folder))
-    assert finding().level == OK and "made when it is needed" in finding().text
-    folder.mkdir(mode=0o700)
-    assert (finding().level, finding().text) == (OK, str(folder))
-    folder.chmod(0o777)
-    assert finding().level == WARNING and "can be written by others (mode 0777)" in finding().text
-    folder.chmod(0o700)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.access", lambda path, mode: False)
-        patch.setattr("os.getuid", lambda: 12345)
-        assert "cannot be written, belongs to another user" in finding().text
-    with monkeypatch.context() as patch:
-        patch.setattr(cache, "file_system", lambda path: "nfs4")
-        assert "is on nfs4" in finding().text
-    folder.rmdir()
-    folder.write_text("")
-    assert "is no directory" in finding().text
-    with monkeypatch.context() as patch:
-        patch.delenv("FUSEDCOMM_CACHE_DIR")
-        patch.delenv("XDG_CACHE_HOME", raising=False)
-        patch.setattr(Path, "home", Path("~unknown user").expanduser)
-        assert finding().level == WARNING and "no home directory" in finding().text
+DIFFERENCES: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "ranks", OK),
+    ({"versions": {"python": "3.11", "torch": "2.14"}}, "torch", ERROR),
+    ({"settings": {"FUSEDCOMM_ALGORITHM": "unfused", "FUSEDCOMM_TIMEOUT_S": None}}, "FUSEDCOMM_ALGORITHM", ERROR),
+    ({"settings": {"FUSEDCOMM_ALGORITHM": None, "FUSEDCOMM_TIMEOUT_S": "5"}}, "FUSEDCOMM_TIMEOUT_S", WARNING),
+    ({"visible": "1"}, "CUDA_VISIBLE_DEVICES", WARNING),
+    ({"host": "other", "boot": "other", "visible": "1"}, "hosts", OK),  # on another host they may differ
+    ({"gpu": "uuid 0", "gpus": ["uuid 0"]}, "GPUs", ERROR),  # that of rank 0
+    ({"gpu": None, "gpus": ["uuid 1"]}, "GPUs", ERROR),  # SLURM's --gpus-per-task=1
+    ({"gpu": None, "gpus": ["uuid 0"]}, "GPUs", ABSENT),  # more ranks than the machine has GPUs
+]
 
 
-def config_space(control: int) -> bytes:
-    """A bridge with two extended capabilities, the second ACS."""
-    config = bytearray(4096)
-    config[0x100:0x104] = (0x140 << 20 | 0x0001).to_bytes(4, "little")
-    config[0x140:0x144] = pci.ACS.to_bytes(4, "little")
-    config[0x146:0x148] = control.to_bytes(2, "little")
-    return bytes(config)
+@pytest.mark.parametrize("changes, name, level", DIFFERENCES, ids=str)
+def test_differences_between_ranks_are_found(changes: dict[str, Any], name: str, level: str) -> None:
+    first = rank_facts(gpu="uuid 0", gpus=["uuid 0"]) if "gpu" in changes else rank_facts()
+    found = find_differences(GroupAnswer([first, rank_facts(**changes)], []))
+    assert [(each.name, each.level) for each in found] == [(name, level)]
 
 
-def test_acs_and_iommu_hints(tmp_path: Path) -> None:
-    assert pci.acs_redirects(config_space(0b11101)) is True
-    assert pci.acs_redirects(config_space(0b00001)) is False
-    assert pci.acs_redirects(config_space(0)[:256]) is None  # what users other than root can read
-    for name, kind, control in (("a", "0x060400", 0b11101), ("b", "0x060400", 0), ("c", "0x030200", 0b11101)):
-        device = tmp_path / "bus/pci/devices" / name
-        device.mkdir(parents=True)
-        (device / "class").write_text(kind + "\n")
-        (device / "config").write_bytes(config_space(control))
-    (tmp_path / "class/iommu/dmar0").mkdir(parents=True)
-    seen = pci.survey(tmp_path)
-    assert seen == {"iommu": True, "pci_bridges": 2, "acs_bridges": 1}
-    assert [(each.name, each.level) for each in pci.find(seen, 2)] == [("ACS", WARNING), ("IOMMU", OK)]
-    assert pci.find(seen, 1) == []
+def test_ranks_that_share_no_memory() -> None:
+    used = [AlgorithmVerdict("cpu", name, name != "chunked", True, "of a reason") for name in ("pipelined", "chunked")]
+    (finding,) = find_differences(GroupAnswer([rank_facts(host=host, boot=host) for host in "aabba"], used))
+    assert finding.text.endswith("(ranks 0, 1 and 4; ranks 2 and 3); groups across them run pipelined")
+    found = find_differences(GroupAnswer([rank_facts(), rank_facts(host="other")], []))
+    assert [(each.name, each.level) for each in found] == [("containers", WARNING), ("hosts", OK)]
+    cannot = AlgorithmVerdict("cuda", "chunked", False, False, "rank 1 is on another host than rank 0")
+    (finding,) = find_verdicts(GroupAnswer([rank_facts(), rank_facts(boot="other")], [cannot]), "cuda")
+    assert finding.level == ABSENT and finding.advice
 
 
-def test_versions_outside_of_the_range_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = facts.versions(None, None)
-    assert {each.level for each in facts.version_findings(versions, 2)} <= {OK, WARNING}
-    old = {each.name: each for each in facts.version_findings({**versions, "torch": "2.10.1", "triton": None}, 2)}
-    assert re.fullmatch(r"torch must be [<>=.,\d]+, got 2\.10\.1", old["torch"].text)
-    assert old["triton"].level == WARNING and old["triton"].text.endswith("everything on a GPU runs unfused")
-    assert facts.version_findings({**versions, "triton": None}, 0)[0].level == ABSENT
-    new = facts.version_findings({**versions, "torch": "2.16.0.dev1"}, 2)
-    assert new[0].name == "torch"
-    monkeypatch.setattr("fusedcomm.runtime.topology.no_native", lambda: "cannot be loaded")
-    assert "native part" in {each.name for each in facts.version_findings(versions, 2)}
+def test_what_is_on_record_of_proofs_is_shown() -> None:
+    wrong, right = find_proofs(GroupAnswer([], [], {"fused bfloat16": "it failed", "fused float32": ""}))
+    assert (wrong.level, wrong.text, right.level, right.name) == (WARNING, "it failed", OK, "proof fused float32")
+    assert find_proofs(GroupAnswer([], [])) == []
+
+
+def test_equal_findings_are_one_line() -> None:
+    mig = [Finding("gpus", f"GPU {index}", WARNING if index else ERROR, "MIG is on") for index in range(3)]
+    shown = [(each.name, each.level) for each in told_once([*mig, Finding("versions", "torch", OK, "MIG is on")])]
+    assert shown == [("torch", OK), ("GPU 0, 1, 2", ERROR)]
+    assert by_value({0: "a", 1: None, 2: "a", 3: "b"}) == "ranks 0 and 2: a, rank 1: not set, rank 3: b"
+    assert by_value({**dict.fromkeys(range(62), 1), 62: 2, 63: 1}) == "ranks 0 to 61 and 63: 1, rank 62: 2"
