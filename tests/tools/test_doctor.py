@@ -38,17 +38,11 @@ def doctor(rank: int, file: Path, *args: str, **env: str) -> tuple[int, str]:
 
 def levels(file: Path) -> dict[str, dict[str, str]]:
     """The levels of all findings, by section and name."""
-    found = json.loads(file.read_text())
+    found, sections = json.loads(file.read_text()), dict[str, dict[str, str]]()
     jsonschema.validate(found, SCHEMA)
-    sections: dict[str, dict[str, str]] = {each["section"]: {} for each in found["findings"]}
     for each in found["findings"]:
-        sections[each["section"]][each["name"]] = each["level"]
+        sections.setdefault(each["section"], {})[each["name"]] = each["level"]
     return sections
-
-
-def few_atomics(rank: int) -> str:
-    with mock.patch.object(checks, "SIGNALS", 6):
-        return checks.atomics(rank, "cpu")
 
 
 def test_the_command_on_this_machine(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,8 +57,6 @@ def test_the_command_on_this_machine(ranks: Ranks, monkeypatch: pytest.MonkeyPat
     assert found["checks"] == dict.fromkeys(names, OK)
     assert found["algorithms"]["cpu chunked"] == OK
     assert found["algorithms"]["cuda"] == found["gpus"]["GPUs"] == ABSENT
-    finding = shared(ranks)(2).check("atomics", "", 30, few_atomics)
-    assert (finding.level, finding.text) == (OK, "6 rounds of signal and wait between 2 ranks")
 
 
 def hang(rank: int) -> str:
@@ -72,25 +64,22 @@ def hang(rank: int) -> str:
     return ""
 
 
-def work(rank: int) -> str:
-    return "works"
-
-
 def test_a_check_that_hangs_is_bounded_and_the_next_one_runs() -> None:
     with contextlib.closing(checks.CheckRanks(1)) as ranks:
         hung = ranks.check("x", "help", 0.5, hang)
         assert (hung.level, hung.advice) == (ERROR, "help") and "did not answer: no result within 0.5 s" in hung.text
-        assert ranks.check("x", "", 30, work).text == "works"
+        assert ranks.check("x", "", 30, str).text == "0"
 
 
-def wrong_bytes(rank: int) -> str:
+def few_atomics_and_wrong_bytes(rank: int) -> str:
     ours = checks.pattern
-    with mock.patch.object(checks, "pattern", lambda seed: ours(seed + (rank == 1))):
+    with mock.patch.multiple(checks, SIGNALS=6, pattern=lambda seed: ours(seed + (rank == 1))):
+        assert checks.atomics(rank, "cpu") == "6 rounds of signal and wait between 2 ranks"
         return checks.rendezvous(rank, "cpu")
 
 
 def test_wrong_bytes_in_a_peers_memory_are_found(ranks: Ranks) -> None:
-    finding = shared(ranks)(2).check("x", "", 30, wrong_bytes)
+    finding = shared(ranks)(2).check("x", "", 30, few_atomics_and_wrong_bytes)
     assert finding.level == ERROR and "wrong bytes from rank" in finding.text
 
 
@@ -118,21 +107,19 @@ def test_the_verdict_is_the_planners(ranks: Ranks) -> None:
         assert found == {"cpu unfused": OK, "cpu chunked": level, "cpu fused": ABSENT, "cpu pipelined": OK}
 
 
-UUIDS = [f"{UUID}{index}" for index in range(2)]
-
-
 def gpu_group(can_run: bool = True) -> GroupAnswer:
-    names = ("unfused", "chunked", "fused")
-    verdicts = [AlgorithmVerdict("cuda", name, can_run, can_run, "of a reason") for name in names]
-    return GroupAnswer([rank_facts(gpus=UUIDS, gpu=UUIDS[rank]) for rank in range(2)], verdicts)
+    verdicts = [
+        AlgorithmVerdict("cuda", name, can_run, can_run, "of a reason") for name in ("unfused", "chunked", "fused")
+    ]
+    return GroupAnswer([rank_facts(gpus=[f"{UUID}0", f"{UUID}1"], gpu=f"{UUID}{rank}") for rank in range(2)], verdicts)
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A machine whose GPUs are fine. What is returned says what its ranks answer, and can be changed."""
     cpu_group = GroupAnswer([rank_facts()] * 2, [AlgorithmVerdict("cpu", "chunked", True, True, "of a reason")])
-    answers: dict[str, Any] = {"ask ['cpu']": cpu_group, "ask ['cuda']": gpu_group(), "uuids": UUIDS}
-    answers |= {name: f"{name} works" for name in ("peer_copies", "rendezvous", "atomics", "op_values")}
+    answers: dict[str, Any] = dict.fromkeys(("peer_copies", "rendezvous", "atomics", "op_values"), "works")
+    answers |= {"ask ['cpu']": cpu_group, "ask ['cuda']": gpu_group(), "uuids": [f"{UUID}0", f"{UUID}1"]}
     machine = gpus.survey(fake_nvml())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -169,21 +156,16 @@ def test_what_does_not_work_on_gpus_is_an_error(
     assert levels(tmp_path / "x")[expected[0]][expected[1]] == ERROR
 
 
+def come(rank: int, file: Path, last: int) -> tuple[int, str] | None:
+    return doctor(rank, file, "--quick", FUSEDCOMM_TIMEOUT_S="0.5", CUDA_VISIBLE_DEVICES="") if rank <= last else None
+
+
 def test_in_ranks_of_torchrun_rank_0_tells_of_all(ranks: Ranks, tmp_path: Path) -> None:
     """The ranks have RANK and a group, as under torchrun."""
-    file = tmp_path / "x"
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
-        (code_0, out_0), (code_1, out_1) = ranks(2).run(doctor, file, "--quick")
+    (code_0, out_0), (code_1, out_1) = ranks(2).run(come, tmp_path / "x", 1)
     assert (code_0, code_1, out_1) == (0, 0, "") and "2 ranks have the same versions and settings" in out_0
-    assert "checks" not in levels(file) and len(json.loads(file.read_text())["groups"][0]["ranks"]) == 2
-
-
-def rank_that_does_not_come(rank: int, file: Path) -> tuple[int, str] | None:
-    return None if rank == 1 else doctor(rank, file, "--quick", FUSEDCOMM_TIMEOUT_S="0.5")
-
-
-def test_a_rank_that_does_not_come_is_a_finding(ranks: Ranks, tmp_path: Path) -> None:
-    code, out = ranks(2).run(rank_that_does_not_come, tmp_path / "x")[0]
+    assert "checks" not in levels(tmp_path / "x")
+    code, out = ranks(2).run(come, tmp_path / "x", 0)[0]
     assert code == 1 and "waited 0.5 s for ranks [1], which did not come" in out
 
 

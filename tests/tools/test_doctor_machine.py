@@ -29,6 +29,7 @@ MACHINES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"p2p": {(0, 1, 2): 5}}, "GPUs 0 -> 1", ERROR, "nvlink: not supported"),
     ({"p2p": {(0, 1, 2): 5}, "num_links": 0}, "GPUs 0 -> 1", ERROR, "nvlink: not supported"),  # the way back has it
     ({"p2p": {(*pair, 2): 4 for pair in BOTH}, "num_links": 0}, "GPUs 0 -> 1", ERROR, "disabled"),  # can be repaired
+    ({**WITHOUT, "num_links": 18}, "GPUs 0 -> 1", ERROR, "nvlink: not supported; write: not supported"),
     (WITHOUT, "NVLink", ABSENT, "2 x NVIDIA H200 without NVLink: they run unfused"),
     ({"fabric": (3, 999)}, "GPU 1", ERROR, "NVSwitch fabric .* status 999"),
     ({"refused": ("GPU is lost", 15), "num_gpus": 3}, "GPU 0", ERROR, "cannot be asked: .*GPU is lost"),
@@ -56,15 +57,12 @@ def test_gpus_that_torch_does_not_see_are_not_judged() -> None:
     assert len(part.gpus) == 2
 
 
-def test_nvml_that_is_not_installed_or_does_not_fit_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nvml_or_torch_that_does_not_fit_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for trace, level in ((tmp_path / "none", ABSENT), (tmp_path, ERROR)):
         monkeypatch.setattr(gpus, "DRIVER_TRACES", (str(trace),))
         (finding,) = gpus.find(gpus.survey())
         assert finding.level == level and "ModuleNotFoundError" in finding.text
-
-
-def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("torch.version.cuda", "13.0")
     assert not host.sees_no_gpu(0, 2)
