@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 JSON_FILE = ROOT / "build/nightly.jsonl"
 PYTEST = (sys.executable, "-m", "pytest", "-v", "-n", "2", "--max-worker-restart", "0")
 NIGHTLY = (*PYTEST, "-m", "nightly")
-CONTROLS, FAULTS = "tests/package/test_negative_controls.py", "tests/tools/test_fault_matrix.py"
+CONTROLS = ("tests/package/test_negative_controls.py", "tests/package/test_native_controls.py")
+FAULTS = "tests/tools/test_fault_matrix.py"
 SOAK, SANITIZERS = "tests/tools/test_soak.py", "tests/runtime/test_sanitizers.py"
 SOAK_CALLS = ("--device", "cpu", "--ranks", "4", "--calls", "100000", "--seconds", "600")
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
@@ -52,8 +53,8 @@ PARTS = {
     "launches": pytest_part(900, "tests/kernels"),
     "ranks": pytest_part(600, "tests/runtime", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
     "faults": pytest_part(600, FAULTS),
-    "controls": pytest_part(2400, CONTROLS),
-    "commands": pytest_part(900, "tests/tools", "tests/package", without=[FAULTS, CONTROLS, SOAK]),
+    "controls": pytest_part(2400, *CONTROLS),
+    "commands": pytest_part(900, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK]),
     "soak": Part(1200, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
     "sanitizers": pytest_part(1800, SANITIZERS),
     "models": Part(1200, (("make", "models"), (*PYTEST, "tests/models"))),

@@ -19,14 +19,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     return Sources(tmp_path_factory.mktemp("controls"))
 
 
-def names() -> list[object]:
-    """Controls in C++ come last, file by file, so that a build compiles little."""
-    ordered = sorted(CONTROLS, key=lambda name: CONTROLS[name].file if CONTROLS[name].is_native else "")
-    return [
-        pytest.param(name, marks=pytest.mark.thorough if name in QUICK else pytest.mark.nightly) for name in ordered
-    ]
-
-
 @pytest.mark.parametrize("name", CONTROLS)
 def test_each_protection_and_its_test_are_there(name: str) -> None:
     control = CONTROLS[name]
@@ -36,7 +28,14 @@ def test_each_protection_and_its_test_are_there(name: str) -> None:
     assert not test or test.partition("[")[0] in functions
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in QUICK else pytest.mark.nightly)
+        for name, control in CONTROLS.items()
+        if not control.is_native
+    ],
+)
 def test_without_it_a_test_fails(sources: Sources, name: str) -> None:
     assert CONTROLS[name].run(sources) is None
 
