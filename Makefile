@@ -11,7 +11,7 @@ NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels
 # Tests start hundreds of processes, each of which would compile all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup models demo test test-torch nightly lint docs wheel bench figures gpu-check clean
+.PHONY: help setup models demo test test-torch nightly lint docs wheel bench figures host-cost gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,8 @@ help:
 	@echo "            OP=hosts: pipelined across two hosts on a throttled link, as root: BENCH_ARGS= --mbit, --rounds;"
 	@echo "            OP=step_memory: what training takes of a host's memory, with results in place and without"
 	@echo "make figures  the figures of docs/benchmark.md and others, into benchmarks/results; 55 minutes of a machine that does nothing else"
+	@echo "make host-cost  what a call costs the host of a GPU, in instructions, and what the streams are given; without a GPU,"
+	@echo "            with valgrind: 0.8 GB the first time, and 15 minutes; HOST_COST_ARGS= --ranks, --torch, --json FILE"
 	@echo "make gpu-check  what one GPU can prove, in two halves of 380 s, with a Python that has torch, PYTHON=; what was"
 	@echo "            found is in build/gpu-check.jsonl and build/gpu-*.json; GPU_CHECK_ARGS= --only right or fast, --json FILE"
 	@echo "make models  the packages whose models make nightly PART=models runs: 0.6 GB, minutes, Python 3.11 or newer"
@@ -105,6 +107,11 @@ figures: setup
 	$(BIN)/python -m benchmarks.redistribution --json benchmarks/results/redistribution.json
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
 	$(BIN)/python -m benchmarks.planner_choices --quick --json $(RESULTS)-planner.json
+
+# A CUDA build of torch in a venv of its own, without CUDA.
+HOST_COST_ARGS ?=
+host-cost:
+	$(PYTHON) -m benchmarks.host_cost $(HOST_COST_ARGS)
 
 # Without .venv: a machine with a GPU often has torch, and no network. From a bare clone or after README's install.
 GPU_CHECK_ARGS ?=

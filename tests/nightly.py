@@ -58,6 +58,7 @@ PARTS = {
     "soak": Part(1200, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
     "sanitizers": pytest_part(1800, SANITIZERS),
     "models": Part(1200, (("make", "models"), (*PYTEST, "tests/models"))),
+    "cuda": Part(5400, (("make", "host-cost"),)),  # torch's own CUDA code without a GPU
     "torch": Part(3600, (("make", "test-torch"),)),  # TORCH=2.15.0 in the environment
 }
 ALONE = ("torch",)  # downloads gigabytes, once a release

@@ -89,6 +89,8 @@ class Refused(Exception):
 class FakeDriver:
     """The library, compiled into ``folder`` and loaded in place of the machine's, if it has one.
 
+    ``library``: the file in ``folder`` that is loaded already.
+
     ``launches`` and ``tensor_maps`` hold what the device took, and ``enqueued`` the launches among the writes of
     streams. ``tensors`` says where memory of the call is, ``streams`` the handles of the streams.
     """
@@ -99,13 +101,14 @@ class FakeDriver:
         arch: int,
         tensors: Callable[[], Iterable[Range]],
         streams: Callable[[], Sequence[int]],
+        library: Path | None = None,
     ) -> None:
         self.arch, self.tensors, self.streams = arch, tensors, streams
         self.launches: list[Launch] = []
         self.enqueued: list[Launch | Write] = []
         self.tensor_maps: list[TensorMap] = []
         self._functions: dict[int, tuple[_Function, cubin.CubinKernel]] = {}
-        self._library = ctypes.CDLL(str(_built(folder)), mode=ctypes.RTLD_GLOBAL)
+        self._library = ctypes.CDLL(str(library or _built(folder)), mode=ctypes.RTLD_GLOBAL)
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
         attributes = (c_int * 256).in_dll(self._library, "fake_attributes")
         known = _attributes(arch)
