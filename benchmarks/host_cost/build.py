@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,8 @@ _NVIDIAS = re.compile(r"lib(cu|nv|nccl)")
 def missing() -> list[str]:
     """Debian packages of programs and headers that are not installed."""
     found = {package for name, package in PROGRAMS.items() if shutil.which(name) is None}
-    if "gcc" not in found and _run("cc", "-E", "-xc", "-", input="#include <valgrind/callgrind.h>", check=False):
+    header: dict[str, Any] = {"input": "#include <valgrind/callgrind.h>", "check": False}
+    if "gcc" not in found and _run("cc", "-E", "-xc", "-", **header) == "failed":
         found.add("valgrind")
     return sorted(found)
 
@@ -138,6 +140,10 @@ def _compiled(folder: Path, environment: dict[str, str]) -> None:
 
 
 def _run(*command: str | Path, check: bool = True, **options: Any) -> str:
-    """Standard output, or, where the command may fail, whether it did, as a text that is then not empty."""
-    done = subprocess.run([*map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=check, **options)
-    return done.stdout if check else "failed" * bool(done.returncode)
+    """Standard output; of a command that may fail (``check``), "failed" if it has. Errors are shown if they matter: pip
+    would tell that torch has no CUDA libraries.
+    """
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, **options)
+    if check and done.returncode:
+        sys.exit(f"{shlex.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+    return "failed" if done.returncode else done.stdout
