@@ -108,11 +108,11 @@ def rows(ranks: int, counts: dict[str, int], us: dict[str, float]) -> list[dict[
 
 
 def print_table(found: Sequence[dict[str, Any]]) -> None:
-    print(f"{'instructions of a call':54s}{'R':>3s}{'thousands':>11s}{'torch.mm':>10s}{'at most':>9s}{'us':>8s}")
+    print(f"{'instructions of a call':58s}{'R':>3s}{'thousands':>11s}{'torch.mm':>10s}{'at most':>9s}{'us':>8s}")
     for row in found:
         most = "" if row["most"] is None else f"{row['most']}{'' if row['over_mm'] <= row['most'] else ' (no)'}"
         figures = f"{row['ranks']:3d}{row['instructions'] / 1e3:11.1f}{row['over_mm']:10.2f}{most:>9s}{row['us']:8.1f}"
-        print(f"{row['name']:54s}{figures}")
+        print(f"{row['name']:58s}{figures}")
     print("torch.mm: multiples of it; with a backward of its own forward and backward")
 
 
