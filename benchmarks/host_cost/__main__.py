@@ -2,7 +2,7 @@
 
 A stock CUDA build of torch runs its own CUDA code and Triton its own launchers, down to a pretended runtime, cuBLAS and
 driver that do nothing. So what is counted is Python, torch, Triton and this package; a real driver's part comes on top.
-Callgrind counts exactly: two runs of one commit differ by 0.2 %. Microseconds are the least of many, and only a hint.
+Two runs of one commit differ by at most 0.4 %. Microseconds are the least of many, and only a hint.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for each in run["traces"]
         for text in each["wrong"]
     ]
-    print(*wrong, sep="\n")
+    for text in wrong:
+        print(text)
     print(f"what streams are given: {len(wrong)} defects in {sum(len(each['traces']) for each in runs.values())} cases")
     return int(bool(wrong))
 
