@@ -2,7 +2,7 @@
 
     python -m tests.nightly [PART ...] [--json FILE]
 
-runs the named parts, or all but ``torch``. Each part has a log beside FILE and two lines of JSON in it, one when the
+runs the named parts, or all but ``cuda`` and ``torch``. Each part has a log beside FILE and two lines of JSON in it, one when the
 part begins and one when it has ended, so that an aborted night leaves what it has found.
 """
 
@@ -61,7 +61,7 @@ PARTS = {
     "cuda": Part(5400, (("make", "host-cost"),)),  # torch's own CUDA code without a GPU
     "torch": Part(3600, (("make", "test-torch"),)),  # TORCH=2.15.0 in the environment
 }
-ALONE = ("torch",)  # downloads gigabytes, once a release
+ALONE = ("cuda", "torch")  # download gigabytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
