@@ -10,9 +10,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fusedcomm.ops.arguments import check_tensor
-from fusedcomm.runtime.group import Group, resolve
+from fusedcomm.parallel.plain_modules import (
+    PARAMETERS,
+    has_parameter_hooks,
+    has_users,
+    why_not_called_as,
+    why_not_plain,
+    why_on_any_rank,
+)
+from fusedcomm.runtime.group import Group, find, resolve
+
+_MAKERS = (BasePruningMethod, SpectralNorm, WeightNorm)  # forward pre-hooks that make a weight of other parameters
 
 
 class ParallelLinear(nn.Module):
@@ -81,24 +94,53 @@ class ParallelLinear(nn.Module):
         """Draw the parameters anew, as nn.Linear does, and keep this rank's part.
 
         It does not communicate, so every rank must have the same seed.
+
+        Raises TypeError if the weight or the bias is made of other parameters, as by weight_norm.
         """
+        if made := [name for name in PARAMETERS if name not in self._parameters]:
+            raise TypeError(f"{made[0]} of a {type(self).__name__} must be a parameter to be drawn, not made of others")
         like = {"device": self.weight.device, "dtype": self.weight.dtype}
         drawn = nn.Linear(self.in_features, self.out_features, self.bias is not None, **like)
         with torch.no_grad():
-            for name, parameter in self.named_parameters(recurse=False):
-                parameter.copy_(_laid_out_as(parameter, getattr(drawn, name)))
+            for name in PARAMETERS:
+                if (parameter := self._parameters[name]) is not None:
+                    parameter.copy_(_laid_out_as(parameter, getattr(drawn, name)))
 
     def to_linear(self) -> nn.Linear:
-        """Return a plain nn.Linear with a copy of the whole parameters.
+        """Return a plain nn.Linear with a copy of the whole weight and bias, as parametrizations and pruning make them.
 
         It is a collective where a parameter is sharded: every rank of the group calls it.
+
+        Raises TypeError if the layer has more, that nn.Linear would not have: hooks, submodules, a forward of its own.
         """
-        self._group()
-        like = {"device": "meta", "dtype": self.weight.dtype}
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, **like)
-        for name, parameter in self.named_parameters(recurse=False):
-            setattr(linear, name, nn.Parameter(whole(parameter).clone(), parameter.requires_grad))
+        why, group = self._why_not_linear(), self._group()
+        if self.shard_dims:  # the others would wait for this rank's shards
+            why = why_on_any_rank(why, find(group))
+        if why is not None:
+            raise TypeError(f"a {type(self).__name__} must compute what a plain nn.Linear does, got one of which {why}")
+        for hook in self._forward_pre_hooks.values():
+            if isinstance(hook, _MAKERS):
+                hook(self, ())  # the weight that it made in the last forward may be older than what it is made of
+        weight, bias = self.weight, self.bias
+        linear = nn.Linear(self.in_features, self.out_features, bias is not None, "meta", weight.dtype)
+        for name, value in (("weight", weight), ("bias", bias)):
+            if value is not None:
+                trained = any(each.requires_grad for of, each in self.named_parameters() if name in of)
+                setattr(linear, name, nn.Parameter(whole(value).clone(), trained))
         return linear.train(self.training)
+
+    def _why_not_linear(self) -> str | None:
+        base = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("fusedcomm."))
+        if why := why_not_called_as(self, base):
+            return why
+        pre_hooks = [hook for hook in self._forward_pre_hooks.values() if not isinstance(hook, _MAKERS)]
+        hooks = [*pre_hooks, *self._forward_hooks.values(), *self._backward_hooks.values()]
+        if has_users([*hooks, *self._backward_pre_hooks.values()]) or has_parameter_hooks(self):
+            return "it, or a parameter of it, has hooks"
+        held = {*self._modules} - {"parametrizations"}
+        if len(pre_hooks) == len(self._forward_pre_hooks):  # otherwise some of these are what the weight is made of
+            held |= {*self._parameters, *self._buffers} - {*PARAMETERS}
+        return f"it has {', '.join(sorted(held))}" if held else None
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -180,6 +222,9 @@ def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def as_linear(linear: nn.Module) -> nn.Linear:
+    """Raises TypeError for a layer that computes, or keeps, more than copies of its weight and bias would."""
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+    if (why := why_not_plain(linear)) is not None:
+        raise TypeError(f"linear must be a plain nn.Linear, got a {type(linear).__name__} of which {why}")
     return linear

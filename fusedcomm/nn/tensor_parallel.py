@@ -109,7 +109,7 @@ class ColumnParallelLinear(_TensorParallelLinear):
             group: as in the constructor.
 
         Raises:
-            TypeError: linear is no nn.Linear.
+            TypeError: linear is no plain nn.Linear: it has hooks, a forward of its own, or more than weight and bias.
             ValueError: R does not divide its out_features.
         """
         return _from_linear(cls, linear, sequence_dim, group)
@@ -181,7 +181,7 @@ class RowParallelLinear(_TensorParallelLinear):
             group: as in the constructor.
 
         Raises:
-            TypeError: linear is no nn.Linear.
+            TypeError: linear is no plain nn.Linear: it has hooks, a forward of its own, or more than weight and bias.
             ValueError: R does not divide its in_features.
         """
         return _from_linear(cls, linear, sequence_dim, group)

@@ -100,7 +100,7 @@ class UlyssesQKV(ParallelLinear):
             group: as in the constructor.
 
         Raises:
-            TypeError: linear is no nn.Linear.
+            TypeError: linear is no plain nn.Linear: it has hooks, a forward of its own, or more than weight and bias.
             ValueError: its out_features is no multiple of num_heads + 2 * num_kv_heads.
         """
         linear = as_linear(linear)
@@ -117,7 +117,7 @@ class UlyssesQKV(ParallelLinear):
 
     @property
     def partial_gradients(self) -> tuple[str, ...]:
-        return ("weight", "bias") if self.bias is not None else ("weight",)
+        return tuple(name for name, _ in self.named_parameters())
 
     def forward(self, x: Tensor, tokens: Tokens = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each [batch, tokens, heads / R, head_dim], for x [batch, tokens / R, in_features].
@@ -237,7 +237,7 @@ class UlyssesOut(ParallelLinear):
             group: as in the constructor.
 
         Raises:
-            TypeError: linear is no nn.Linear.
+            TypeError: linear is no plain nn.Linear: it has hooks, a forward of its own, or more than weight and bias.
             ValueError: its in_features is no multiple of num_heads.
         """
         linear = as_linear(linear)
@@ -250,7 +250,7 @@ class UlyssesOut(ParallelLinear):
 
     @property
     def partial_gradients(self) -> tuple[str, ...]:
-        return ("weight", "bias") if self.bias is not None else ("weight",)
+        return tuple(name for name, _ in self.named_parameters())
 
     def forward(self, x: Tensor, tokens: Tokens = None) -> Tensor:
         """Return [batch, tokens / R, out_features] for x [batch, tokens, heads / R, head_dim].

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fusedcomm.nn.parallel_linear import ParallelLinear, whole
+from fusedcomm.nn.summed_gradients import sum_gradients
+from fusedcomm.parallel.plain_modules import PARAMETERS
 from fusedcomm.runtime.group import Group, find, resolve
 
 
@@ -55,19 +57,26 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
     DistributedDataParallel and FSDP2 do; their average is 1 / R of this sum. Under FSDP2 over other ranks it adds up
     this rank's shards of the gradients.
 
-    It is a collective per parameter, in the order of model.parameters(), then of ``also``. Parameters without a
-    gradient are left out; they must be the same on all ranks. With gradient accumulation, call it after the last
-    backward.
+    Every parameter below such a layer counts as its own: those that parametrizations and pruning make its weight of,
+    those of an adapter inside it.
+
+    It is a collective per parameter, in the order of model.parameters(), then of ``also``, after a small one in which
+    the ranks tell each other which gradients they have. Where a rank has none it counts as zeros, and the rank gets the
+    sum; where no rank has one it stays None. Sparse gradients stay sparse if all that there are are sparse. With
+    gradient accumulation, call it after the last backward.
 
     Args:
         model: any module with layers of `fusedcomm.nn`.
-        also: other parameters, whose gradients are summed over ``group``.
+        also: other parameters, whose gradients are summed over ``group``: the same on all ranks, in one order.
         group: that of ``also``: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for
             WORLD.
 
     Raises:
         ValueError: a parameter in ``also`` belongs to a layer for which its gradient is complete, or a parameter is a
-            DTensor on a mesh with other ranks of the group, which has reduced its gradient over them.
+            DTensor on a mesh with other ranks of the group, which has reduced its gradient over them; on every rank, if
+            ranks name other parameters, or their gradients have other dtypes.
+        TypeError: a tensor-parallel layer has plain parameters besides its own, which may be either; or the weight of a
+            layer is made of parameters outside of it.
 
     Example, on each of 2 ranks::
 
@@ -76,44 +85,63 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
         fusedcomm.nn.sum_replicated_gradients(layer)
         assert (layer.bias.grad == 12).all()  # 2 x 6 tokens, half of them on each rank
     """
-    summed = []
-    for parameter, group_name in _partial(model, list(also), group).items():
-        if parameter.grad is not None:
-            grad = _local(parameter.grad)
-            part = grad.contiguous()
-            summed.append((grad, part, dist.all_reduce(part, group=find(group_name), async_op=True)))
-    for grad, part, work in summed:
-        if work is not None:
-            work.wait()
-        if part is not grad:
-            grad.copy_(part)
-
-
-def _local(grad: Tensor) -> Tensor:
-    grad = grad.detach()
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    partial = _partial(model, list(also), group)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, group_name in partial.items():
+        _check_not_reduced(names.get(parameter, "a parameter in also"), parameter, group_name)
+    for group_name in dict.fromkeys(partial.values()):
+        parameters = [parameter for parameter, name in partial.items() if name == group_name]
+        sum_gradients(parameters, [names.get(each, "") for each in parameters], find(group_name))
 
 
 def _partial(model: nn.Module, also: list[nn.Parameter], group: Group) -> dict[nn.Parameter, str]:
     """Each parameter once, with its group's name."""
     partial: dict[nn.Parameter, str] = {}
     complete: dict[nn.Parameter, str] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, ParallelLinear):
-            for name, parameter in module.named_parameters(recurse=False):
-                if name in module.partial_gradients:
-                    partial[parameter] = module._group()
-                else:
-                    complete[parameter] = f"{path}.{name}".lstrip(".")
+    for path, module in model.named_modules():  # a layer inside another one comes after it
+        if not isinstance(module, ParallelLinear):
+            continue
+        of_ranks = set(module.partial_gradients)
+        for name, parameter in module.named_parameters():
+            partial.pop(parameter, None)
+            if name in of_ranks:
+                partial[parameter] = module._group()
+            elif isinstance(parameter, DTensor):
+                complete[parameter] = f"{path}.{name}".lstrip(".")
+            elif parameter.requires_grad and not any(parameter is each for each in also):
+                raise TypeError(
+                    f"the parameters of a {type(module).__name__} must be DTensors, or named in also if their "
+                    f"gradients are partial, got {path}.{name}"
+                )
+        _check_made_of(path, module, [*partial, *also])
     for parameter in also:
         if parameter in complete:
             raise ValueError(f"also must name parameters with partial gradients, got {complete[parameter]}")
     group_name = resolve(group)[1] if also else ""
-    partial |= {parameter: group_name for parameter in also if parameter not in partial}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, group_name in partial.items():
-        _check_not_reduced(names.get(parameter, "a parameter in also"), parameter, group_name)
-    return partial
+    return partial | {parameter: group_name for parameter in also if parameter not in partial}
+
+
+def _check_made_of(path: str, layer: ParallelLinear, known: list[nn.Parameter]) -> None:
+    """A weight that is no parameter, as pruning, FSDP1 and users set one, must be made of ``known`` ones."""
+    for name in PARAMETERS:
+        value = vars(layer).get(name)
+        if isinstance(value, Tensor) and {*map(id, _leaves(value))} - {*map(id, known)}:
+            raise TypeError(
+                f"{path}.{name} must be made of parameters of its {type(layer).__name__}, or of ones named in also"
+            )
+
+
+def _leaves(t: Tensor) -> list[Tensor]:
+    """The tensors that get a gradient through t."""
+    if t.grad_fn is None:
+        return [t] if t.requires_grad else []
+    seen: dict[Any, None] = {t.grad_fn: None}
+    nodes = [t.grad_fn]
+    for node in nodes:  # it grows
+        found = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(dict.fromkeys(found))
+        nodes += dict.fromkeys(found)
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def _check_not_reduced(name: str, parameter: nn.Parameter, group_name: str) -> None:

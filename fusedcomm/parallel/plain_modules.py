@@ -1,0 +1,108 @@
+"""Modules whose calls run the forward of their class: none is overridden, patched, or set on the instance."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# A call of a module goes through these.
+_CALLED = (
+    "__call__",
+    "_wrapped_call_impl",
+    "_call_impl",
+    "_slow_forward",
+    "forward",
+    "__getattr__",
+    "__getattribute__",
+)
+PARAMETERS = ("weight", "bias")
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    *("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def is_defined_in(function: Callable[..., Any], *modules: ModuleType) -> bool:
+    """False for what was patched, also by a wrapper that has taken over the name of what it wraps."""
+    return any(getattr(function, "__globals__", None) is vars(module) for module in modules)
+
+
+def why_not_called_as(module: nn.Module, base: type[nn.Module]) -> str | None:
+    """Why a call of ``module`` may run other code than ``base.forward``, or None."""
+    if not is_defined_in(base.forward, sys.modules[base.__module__]):
+        return f"{base.__name__}.forward is patched"
+    mro = type(module).__mro__
+    for cls in mro[: mro.index(base)]:
+        if found := _first(_CALLED, vars(cls)):
+            return f"{cls.__name__} has a {found} of its own"
+    patched = _first(_CALLED, vars(base).keys() - {"forward"})
+    found = patched or _first(_CALLED, vars(module))
+    return f"its {found} is replaced" if found else None
+
+
+def why_not_plain(linear: nn.Linear) -> str | None:
+    """Why ``linear`` is more than a weight and a bias that F.linear takes, or None."""
+    why = why_not_called_as(linear, nn.Linear) or _why_more_is_held(linear)
+    if why is None and (any(getattr(linear, hooks) for hooks in _HOOKS) or has_parameter_hooks(linear)):
+        why = "it, or a parameter of it, has hooks"
+    return why or _why_not_parameters(linear)
+
+
+def why_not_plain_call(linear: nn.Linear) -> str | None:
+    """Why a call of ``linear`` may be more than F.linear with its weight and bias, or have a hook see it, or None."""
+    if type(linear) is not nn.Linear:
+        return f"it is a {type(linear).__name__}"
+    hooks = [hook for name in _HOOKS[1:4] for hook in getattr(linear, name).values()]
+    why = why_not_called_as(linear, nn.Linear) or _why_more_is_held(linear)
+    return why or ("it has forward or backward hooks" if has_users(hooks) else None)
+
+
+def _why_more_is_held(linear: nn.Linear) -> str | None:
+    held = {**linear._modules, **linear._buffers, **linear._parameters}
+    more = [name for name in held if name not in PARAMETERS or name not in linear._parameters]
+    return f"it has {', '.join(more)}" if more else None
+
+
+def has_users(hooks: Iterable[Any]) -> bool:
+    """Whether some are not torch's, as those of FSDP2 are."""
+    return any(not str(getattr(each, "__module__", "")).startswith(("torch.", "fusedcomm.")) for each in hooks)
+
+
+def has_parameter_hooks(module: nn.Module) -> bool:
+    held = [each for each in module._parameters.values() if each is not None]
+    return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in held)  # type: ignore[attr-defined]
+
+
+def why_on_any_rank(why: str | None, pg: ProcessGroup) -> str | None:
+    """``why``, or that another rank has one: a hook that one rank alone has may not change what all ranks run."""
+    with unset_fake_temporarily():
+        found = torch.tensor([why is not None], dtype=torch.int32, device=c10d._get_object_coll_device(pg))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=pg)
+        return why or ("another rank's is not plain" if found.item() else None)
+
+
+def _why_not_parameters(linear: nn.Linear) -> str | None:
+    shapes = {"weight": (linear.out_features, linear.in_features), "bias": (linear.out_features,)}
+    for name, parameter in linear._parameters.items():
+        if parameter is None:
+            continue
+        if is_traceable_wrapper_subclass(parameter):
+            return f"its {name} is a {type(parameter).__name__}"
+        if tuple(parameter.shape) != shapes[name]:
+            return f"its {name} has shape {tuple(parameter.shape)}"
+    return None if linear._parameters.get("weight") is not None else "it has no weight"
+
+
+def _first(names: Iterable[str], found: Iterable[str]) -> str | None:
+    found = {*found}
+    return next((name for name in names if name in found), None)

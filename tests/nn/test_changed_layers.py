@@ -1,0 +1,267 @@
+"""Layers that are more than a weight and a bias: what conversions refuse, and what they and the sums serve."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils.spectral_norm import spectral_norm as old_spectral_norm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from fusedcomm.nn import ColumnParallelLinear, RowParallelLinear, UlyssesOut, UlyssesQKV, sum_replicated_gradients
+from tests.helpers.on_ranks import on_ranks
+
+HEADS, DIM, TOKENS = 4, 3, 8
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32; sums of some tens of terms, and quotients of them
+
+
+class Adapted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Initialised(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(HEADS * DIM, HEADS * DIM)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.ones_(self.bias)
+
+
+class Doubled(nn.Module):
+    def forward(self, t: Tensor) -> Tensor:
+        return 2 * t
+
+
+class Adapter(UlyssesOut):
+    """A low-rank branch, in submodules and parameters of its own."""
+
+    def add(self) -> Adapter:
+        generator = torch.Generator().manual_seed(3)
+        self.down = nn.Linear(DIM, 2, bias=False)
+        self.scale = nn.Parameter(torch.rand(DIM, generator=generator))
+        self.down.weight.data = torch.rand(2, DIM, generator=generator)
+        return self
+
+    def forward(self, x: Tensor, tokens: Any = None) -> Tensor:
+        return super().forward(x * self.scale + self.down(x).sum(-1, keepdim=True), tokens)
+
+
+def on_instance(linear: nn.Module) -> None:
+    inner = linear.forward
+    linear.forward = lambda *args: inner(*args)
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "parametrized bias": lambda layer: parametrize.register_parametrization(layer, "bias", Doubled()),
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "pruned twice": lambda layer: prune.random_unstructured(
+        prune.ln_structured(layer, "weight", 0.3, 2, 0), "bias", 0.5
+    ),
+    "old weight_norm": lambda layer: (WeightNorm.apply(layer, "weight", 0), layer)[1],
+    "old spectral_norm": old_spectral_norm,
+}
+MORE: dict[str, Callable[[Any], Any]] = {
+    "forward hook": lambda layer: layer.register_forward_hook(lambda *args: args[-1] * 2),
+    "forward pre-hook": lambda layer: layer.register_forward_pre_hook(lambda module, args: args),
+    "backward hook": lambda layer: layer.register_full_backward_hook(lambda *args: None),
+    "hook of a parameter": lambda layer: layer.weight.register_hook(lambda grad: grad * 0),
+    "post-accumulate hook": lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda p: None),
+    "instance": on_instance,
+    "call": lambda layer: setattr(layer, "_call_impl", layer._call_impl),
+    "child": lambda layer: layer.register_module("adapter", nn.Linear(2, 2)),
+    "buffer": lambda layer: layer.register_buffer("scale", torch.ones(1)),
+}
+
+
+def conversions(linear: nn.Module) -> list[Callable[[], Any]]:
+    return [
+        lambda: UlyssesOut.from_linear(linear, HEADS),
+        lambda: UlyssesQKV.from_linear(linear, 2, 1),
+        lambda: ColumnParallelLinear.from_linear(linear),
+        lambda: RowParallelLinear.from_linear(linear, sequence_dim=1),
+    ]
+
+
+@on_ranks(2)
+def test_from_linear_of_more_than_a_linear(rank: int) -> None:
+    linears = {"subclass": Adapted(12, 12), "shape": nn.Linear(12, 12)}
+    linears["shape"].weight = nn.Parameter(torch.ones(12, 6))
+    for name, change in (MAKERS | MORE).items():
+        linears[name] = nn.Linear(12, 12)
+        change(linears[name])
+    for name, linear in linears.items():
+        for convert in conversions(linear):
+            with pytest.raises(TypeError, match=rf"linear must be a plain nn.Linear, got a {type(linear).__name__} of"):
+                convert()
+                pytest.fail(name)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError, match=r"Linear.forward is patched"):
+        patch.setattr(nn.Linear, "forward", Adapted.forward)
+        UlyssesOut.from_linear(nn.Linear(12, 12), HEADS)
+    for linear in (Initialised(), nn.MultiheadAttention(12, 4).out_proj):  # a subclass may differ in its values
+        assert torch.equal(UlyssesOut.from_linear(linear, HEADS).weight, linear.weight)
+
+
+def plain_and_layer(change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    linear = nn.Linear(HEADS * DIM, 5)
+    changed = []
+    for each in (copy.deepcopy(linear), UlyssesOut.from_linear(linear, HEADS)):
+        torch.manual_seed(1)  # spectral_norm and pruning draw
+        changed.append(change(each))
+    return changed[0], changed[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_weight_made_of_parameters(rank: int, name: str) -> None:
+    """Gradients and to_linear are those of the plain layer on one process, changed in the same way."""
+    plain, layer = plain_and_layer(MAKERS[name])
+    x = torch.randn(2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(2))
+    mine = x.unflatten(-1, (HEADS, DIM)).chunk(2, -2)[rank]
+    y = plain(x)
+    y.square().sum().backward()
+    layer(mine).square().sum().backward()
+    parts = [p.grad.clone() for p in layer.parameters()]
+    sum_replicated_gradients(nn.Sequential(layer))
+    assert layer.partial_gradients == tuple(name for name, _ in plain.named_parameters())
+    for (of, want), p, part in zip(plain.named_parameters(), layer.parameters(), parts, strict=True):
+        torch.testing.assert_close(p.grad, want.grad, **CLOSE, msg=of)
+        assert not torch.allclose(part, want.grad, **CLOSE)  # the control
+    with torch.no_grad():
+        for each in (plain, layer):
+            each.eval()
+            [p.mul_(1.5) for p in each.parameters()]  # what pruning has made in the last forward is old now
+        torch.testing.assert_close(layer.to_linear()(x), plain(x), **CLOSE)
+        assert layer.to_linear().weight.requires_grad
+    if name != "parametrized bias":
+        with pytest.raises(TypeError, match=r"weight of a .* must be a parameter to be drawn"):
+            layer.reset_parameters()
+
+
+@on_ranks(2)
+def test_to_linear_of_more_than_a_linear(rank: int) -> None:
+    for kind in (UlyssesOut, RowParallelLinear):
+        for name, change in MORE.items():
+            layer = UlyssesOut(HEADS, DIM, 5) if kind is UlyssesOut else RowParallelLinear(12, 5)
+            if kind is UlyssesOut or rank == 1:  # on one rank alone: no other waits for its shards
+                change(layer)
+            with pytest.raises(TypeError, match=rf"a {kind.__name__} must compute what a plain nn.Linear does"):
+                layer.to_linear()
+                pytest.fail(name)
+    with pytest.raises(TypeError, match="Adapter has a forward of its own"):
+        Adapter(HEADS, DIM, 5).to_linear()
+
+
+@on_ranks(2)
+def test_parameters_elsewhere(rank: int) -> None:
+    """Those of an adapter inside a layer are summed; a weight made of others' is refused, and so are plain parameters
+    of a tensor-parallel layer, unless they are named."""
+    torch.manual_seed(0)
+    layer = Adapter(HEADS, DIM, 5).add()
+    layer(torch.randn(2, TOKENS, HEADS, DIM).chunk(2, -2)[rank]).sum().backward()
+    parts = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    assert parts.keys() == {"weight", "bias", "scale", "down.weight"}
+    sum_replicated_gradients(layer)
+    for name, p in layer.named_parameters():
+        dist.all_reduce(parts[name])
+        torch.testing.assert_close(p.grad, parts[name])
+
+    made = UlyssesOut(HEADS, DIM, 5)
+    weight = nn.Parameter(made.weight.detach())
+    del made.weight
+    made.weight = 2 * weight
+    with pytest.raises(TypeError, match=r"0.weight must be made of parameters of its UlyssesOut"):
+        sum_replicated_gradients(nn.Sequential(made))
+    sum_replicated_gradients(made, also=[weight])
+    column = ColumnParallelLinear(12, 4)
+    column.lora = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"parameters of a ColumnParallelLinear must be DTensors.*got 0.lora.weight"):
+        sum_replicated_gradients(nn.Sequential(column))
+    sum_replicated_gradients(column, also=column.lora.parameters())
+
+
+def grads_of(case: random.Random, count: int, size: int, sparse: bool) -> list[list[Tensor | None]]:
+    """For each parameter and rank a gradient, or none; of whole numbers, so that sums are exact."""
+    found: list[list[Tensor | None]] = []
+    for i in range(count):
+        kinds = [case.choice(["none", "dense", "sparse" if sparse else "dense"]) for _ in range(size)]
+        dense = [torch.full((3 + i % 2, 2), float(case.randrange(-4, 5))) for _ in kinds]
+        for each in dense:
+            each[case.randrange(len(each))] = 0
+        options = {"none": lambda t: None, "dense": lambda t: t, "sparse": lambda t: t.to_sparse(1)}
+        found.append([options[kind](each) for kind, each in zip(kinds, dense, strict=True)])
+    return found
+
+
+def check_sums(rank: int, grads: list[list[Tensor | None]]) -> None:
+    parameters = [nn.Parameter(torch.zeros(3 + i % 2, 2)) for i in range(len(grads))]
+    for parameter, given in zip(parameters, grads, strict=True):
+        parameter.grad = None if given[rank] is None else given[rank].clone()
+    sum_replicated_gradients(nn.Module(), also=parameters)
+    for parameter, given in zip(parameters, grads, strict=True):
+        there = [each for each in given if each is not None]
+        assert (parameter.grad is None) == (not there)
+        if there:
+            assert parameter.grad.is_sparse == all(each.is_sparse for each in there)
+            assert torch.equal(parameter.grad.to_dense(), sum(each.to_dense() for each in there))
+
+
+@on_ranks(2)
+def test_gradients_that_some_ranks_lack(rank: int) -> None:
+    one, two = torch.ones(3, 2), torch.full((4, 2), 2.0)
+    rows = torch.sparse_coo_tensor([[0, 0]], one[:2], (3, 2))  # not coalesced
+    check_sums(rank, [[one, None], [two, two], [None, None], [None, two]])
+    check_sums(rank, [[rows, None], [two.to_sparse(1), two.to_sparse(1)], [one, rows], [None, None]])
+    layer = UlyssesOut(HEADS, DIM, 5)
+    layer.weight.grad = torch.ones_like(layer.weight) if rank else None
+    sum_replicated_gradients(layer)
+    assert layer.weight.grad.eq(1).all() and layer.bias.grad is None
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    layers[rank](torch.ones(2)).sum().backward()
+    bad = {
+        r"name the same .*'0.weight', \(2, 2\)\), .* on rank 1, \[\('1.weight'": layers[rank].parameters(),
+        r"got 1 on rank 0, .*2 on rank 1": list(layers[0].parameters())[: 1 + rank],
+    }
+    for message, also in bad.items():
+        with pytest.raises(ValueError, match=message):
+            sum_replicated_gradients(layers, also=also)
+    double = nn.Parameter(torch.ones(2, dtype=(torch.float32, torch.float64)[rank]))
+    double.grad = torch.ones_like(double)
+    with pytest.raises(ValueError, match=r"a parameter must be alike on all ranks, got .*float32.*float64"):
+        sum_replicated_gradients(layers, also=[double])
+
+
+@pytest.mark.nightly
+@on_ranks(4)
+def test_random_changes(rank: int) -> None:
+    """Random makers of a weight one on the other, and gradients that random ranks lack, beside one process."""
+    case = random.Random(39)
+    for _ in range(200):
+        check_sums(rank, grads_of(case, case.randrange(1, 6), 4, sparse=case.random() < 0.5))
+    for _ in range(40):
+        names = case.sample(sorted(MAKERS), case.choice([1, 2]))
+        try:
+            plain, layer = plain_and_layer(lambda each, names=names: [MAKERS[n](each) for n in names][-1])
+            plain(torch.ones(1, HEADS * DIM))
+        except (RuntimeError, ValueError, AttributeError, KeyError, TypeError):  # torch does not take the one on the other
+            continue
+        x = torch.randn(2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(case.randrange(99)))
+        plain(x).square().sum().backward()
+        layer(torch.ones(1, 4, HEADS // 4, DIM))  # makes its weight as often
+        layer(x.unflatten(-1, (HEADS, DIM)).chunk(4, -2)[rank]).square().sum().backward()
+        sum_replicated_gradients(layer)
+        for (of, want), p in zip(plain.named_parameters(), layer.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, want.grad, **CLOSE, msg=f"{names}: {of}")
+        plain.eval(), layer.eval()
+        torch.testing.assert_close(layer.to_linear()(x), plain(x), **CLOSE)
