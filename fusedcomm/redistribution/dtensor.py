@@ -105,6 +105,7 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
 
 def _redistributed(local: Tensor, now: DTensorSpec, after: DTensorSpec, async_op: bool) -> Tensor:
     facts = mesh_groups.check(now.mesh)
+    local = local.resolve_conj().resolve_neg()  # what is sent is memory
     try:
         shardings = _shardings(facts, now, after.placements)
     except Unsupported as reason:
@@ -229,6 +230,8 @@ lib.define(
     "redistribute(Tensor x, str[] placements, bool async_op, ScalarType? forward_dtype, ScalarType? backward_dtype, "
     "str version) -> Tensor"
 )
+for key in ("Conjugate", "Negative"):  # torch would make a DTensor's memory of a lazy view by a collective that fails
+    lib.impl("redistribute", torch.library.fallthrough_kernel, key)
 torch.library.register_autograd("fusedcomm::redistribute", _backward, setup_context=_save, lib=lib)
 handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 handlers[torch.ops.fusedcomm.redistribute.default] = _kernel

@@ -145,7 +145,7 @@ def _start(step: Step, group_name: str, sent: Sent) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor's elements: [..., bytes of one element]."""
-    return tensor.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
+    return tensor.unsqueeze(-1).view(torch.uint8)
 
 
 def _in_flight(started: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,33 @@ def random_values(rank: int, seeds: range, mesh_shapes: list[tuple[int, ...]]) -
 def test_random_cases_are_exact_on_real_ranks(ranks: Ranks) -> None:
     sent = ranks(4).run(random_values, range(150), [(4,), (2, 2), (2, 1, 2), (1, 2, 2)])
     assert len(set(sent)) == 1 and sent[0] > 80, sent
+
+
+LAZY: dict[str, Callable[[Tensor], Tensor]] = {  # views of memory that holds other values
+    "conjugate": lambda t: torch.complex(t, -2 * t).conj(),
+    "negative": lambda t: torch._neg_view(-t),
+    "imaginary part": lambda t: torch.complex(0 * t, -t).conj().imag,
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 900), marks=pytest.mark.nightly)], ids=len)
+def test_lazy_conjugates_and_negatives(rank: int, seeds: range) -> None:
+    """Random redistributions, by plans and by torch, of what is no memory yet."""
+    for seed in seeds:
+        case = replace(random_case(seed, [(4,), (2, 2)]), dtype=torch.float32)
+        mesh, before, after = mesh_of(case.mesh_shape), case.before, case.after
+        coordinate = mesh.get_coordinate()
+        reduces = [each for each in before if each.is_partial()]
+        if not reduces and seed % 2:  # only torch knows the norm, of a single part
+            mesh, before, after = mesh_of((*case.mesh_shape, 1)), (*before, _NormPartial(2)), (*after, R)
+        for view in (LAZY[name] for name in LAZY if name != "conjugate" or {*reduces} <= {P, Partial("avg")}):
+            local = view(case.held(coordinate))
+            assert local.is_conj() or local.is_neg()
+            stride = torch.empty(case.shape, device="meta").stride()
+            x = DTensor.from_local(local, mesh, before, run_check=False, shape=torch.Size(case.shape), stride=stride)
+            y, want = fusedcomm.redistribute(x, placements=after).to_local(), case.wanted(coordinate)
+            assert torch.equal(y, torch.complex(want, 2 * want) if y.is_complex() else want), (case, y, want)
 
 
 def torch_bug(rank: int) -> tuple[bool, bool]:
