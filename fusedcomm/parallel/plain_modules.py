@@ -52,25 +52,23 @@ def why_not_called_as(module: nn.Module, base: type[nn.Module]) -> str | None:
 
 def why_not_plain(linear: nn.Linear) -> str | None:
     """Why ``linear`` is more than a weight and a bias that F.linear takes, or None."""
-    why = why_not_called_as(linear, nn.Linear) or _why_more_is_held(linear)
+    why = why_not_called_as(linear, nn.Linear)
+    held = {**linear._modules, **linear._buffers, **linear._parameters}
+    if why is None and (more := [name for name in held if name not in PARAMETERS or name not in linear._parameters]):
+        why = f"it has {', '.join(more)}"
     if why is None and (any(getattr(linear, hooks) for hooks in _HOOKS) or has_parameter_hooks(linear)):
         why = "it, or a parameter of it, has hooks"
     return why or _why_not_parameters(linear)
 
 
 def why_not_plain_call(linear: nn.Linear) -> str | None:
-    """Why a call of ``linear`` may be more than F.linear with its weight and bias, or have a hook see it, or None."""
+    """Why a call of ``linear`` may be more than F.linear with its parameters, or a hook may see its result, or None."""
     if type(linear) is not nn.Linear:
         return f"it is a {type(linear).__name__}"
+    if made := [name for name in PARAMETERS if name not in linear._parameters]:
+        return f"its {made[0]} is no parameter"
     hooks = [hook for name in _HOOKS[1:4] for hook in getattr(linear, name).values()]
-    why = why_not_called_as(linear, nn.Linear) or _why_more_is_held(linear)
-    return why or ("it has forward or backward hooks" if has_users(hooks) else None)
-
-
-def _why_more_is_held(linear: nn.Linear) -> str | None:
-    held = {**linear._modules, **linear._buffers, **linear._parameters}
-    more = [name for name in held if name not in PARAMETERS or name not in linear._parameters]
-    return f"it has {', '.join(more)}" if more else None
+    return why_not_called_as(linear, nn.Linear) or ("it has forward or backward hooks" if has_users(hooks) else None)
 
 
 def has_users(hooks: Iterable[Any]) -> bool:

@@ -35,6 +35,7 @@ from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
 from fusedcomm.parallel.shared_gather import SharingLinear, shared_gather_of, why_not_offered
 from fusedcomm.parallel.torch_hooks import APPLIED
 
+LEFT = "_fusedcomm_left"  # on a module that a style has left to torch's own: why
 _Layer = TypeVar("_Layer", bound="ShardedLinear")
 
 
@@ -184,6 +185,8 @@ class RowwiseLinear(ShardedLinear):
 def explain_layers(module: nn.Module) -> dict[str, str]:
     """What each layer of `ColwiseParallel` and `RowwiseParallel` in ``module`` ran in its last call, and why.
 
+    Linears that these styles have left to torch are among them, and modules that `PrepareModuleInput` has.
+
     Calls inside torch.compile are not among them: `fusedcomm.compile.report` lists what was compiled.
 
     Args:
@@ -192,4 +195,8 @@ def explain_layers(module: nn.Module) -> dict[str, str]:
     Returns:
         By the name of a layer, the name of an op, or the reason why torch's own path ran.
     """
-    return {name: each.ran for name, each in module.named_modules() if isinstance(each, ShardedLinear)}
+    ran = {
+        name: each.ran if isinstance(each, ShardedLinear) else vars(each).get(LEFT)
+        for name, each in module.named_modules()
+    }
+    return {name: why for name, why in ran.items() if why is not None}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import style as torch_styles
 from torch.distributed.tensor.placement_types import Placement
 
-from fusedcomm.parallel.sharded_linear import ColwiseLinear, RowwiseLinear
+from fusedcomm.parallel.plain_modules import is_defined_in, why_not_plain_call, why_on_any_rank
+from fusedcomm.parallel.sharded_linear import LEFT, ColwiseLinear, RowwiseLinear
 from fusedcomm.parallel.shared_gather import Offers, SharingLinear, running_call
 from fusedcomm.parallel.torch_hooks import as_expected
 
@@ -19,7 +22,9 @@ from fusedcomm.parallel.torch_hooks import as_expected
 class ColwiseParallel(torch_styles.ColwiseParallel):
     """``torch.distributed.tensor.parallel.ColwiseParallel``, which makes a `ColwiseLinear` of an nn.Linear.
 
-    Other modules, subclasses of nn.Linear among them, are torch's own matter.
+    Other modules are torch's own matter: subclasses of nn.Linear, and linears whose forward is wrapped, or which have
+    forward or backward hooks. So is any module if the style is derived from this one and prepares inputs or outputs in
+    its own way. `explain_layers` tells why.
 
     Args:
         input_layouts: how an x lies that is no DTensor; Replicate() by default.
@@ -28,7 +33,12 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Linear or not as_expected():
+        if not isinstance(module, nn.Linear) or not as_expected():
+            return super()._apply(module, device_mesh)
+        why = why_not_plain_call(module) or _why_not_own(self, "_apply", "_prepare_input_fn", "_prepare_output_fn")
+        if why is None and self.desired_input_layouts != (Replicate(),):
+            why = f"the style wants its input placed as {self.desired_input_layouts}"
+        if _is_left(module, device_mesh, why):
             return super()._apply(module, device_mesh)
         self._partition_linear_fn("", module, device_mesh)
         return ColwiseLinear.convert(module, self)
@@ -37,7 +47,9 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 class RowwiseParallel(torch_styles.RowwiseParallel):
     """``torch.distributed.tensor.parallel.RowwiseParallel``, which makes a `RowwiseLinear` of an nn.Linear.
 
-    Other modules, subclasses of nn.Linear among them, are torch's own matter.
+    Other modules are torch's own matter: subclasses of nn.Linear, and linears whose forward is wrapped, or which have
+    forward or backward hooks. So is any module if the style is derived from this one and prepares inputs or outputs in
+    its own way. `explain_layers` tells why.
 
     Args:
         input_layouts: how an x lies that is no DTensor; Shard(-1) by default.
@@ -46,7 +58,10 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Linear or not as_expected():
+        if not isinstance(module, nn.Linear) or not as_expected():
+            return super()._apply(module, device_mesh)
+        why = why_not_plain_call(module) or _why_not_own(self, "_apply", "_prepare_input_fn", "_prepare_output_fn")
+        if _is_left(module, device_mesh, why):
             return super()._apply(module, device_mesh)
         self._partition_linear_fn("", module, device_mesh)
         return RowwiseLinear.convert(module, self)
@@ -72,7 +87,8 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
     _offers: Offers | None = None  # those of the call whose inputs are being prepared
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not as_expected():
+        prepares = ("_apply", "_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")
+        if not as_expected() or _is_left(module, device_mesh, _why_not_own(self, *prepares)):
             return super()._apply(module, device_mesh)
         module.register_forward_pre_hook(_Prepare(self, device_mesh), with_kwargs=True)
         module.register_forward_hook(_after, always_call=True)
@@ -86,6 +102,26 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
             if offer is not None:
                 return offer
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+
+
+def _why_not_own(style: torch_styles.ParallelStyle, *methods: str) -> str | None:
+    """Why ``style`` does something else than torch's, whose ``methods`` the layers here stand for, or None."""
+    theirs = next(cls for cls in type(style).__mro__ if cls.__module__ == torch_styles.__name__)
+    for method in methods:
+        if not is_defined_in(getattr(theirs, method), torch_styles):
+            return f"{theirs.__name__}.{method} is patched"
+        if method != "_apply" and not is_defined_in(getattr(style, method), torch_styles, sys.modules[__name__]):
+            return f"{type(style).__name__} has a {method} of its own"
+    return None
+
+
+def _is_left(module: nn.Module, mesh: DeviceMesh, why: str | None) -> bool:
+    """Whether ``module`` is torch's matter on all ranks, as it is if any of them says why."""
+    if mesh.ndim == 1 and mesh.size() > 1 and mesh.get_coordinate() is not None:
+        why = why_on_any_rank(why, mesh.get_group())
+    if why is not None:
+        setattr(module, LEFT, f"torch's own: {why}")
+    return why is not None
 
 
 class _Prepare:

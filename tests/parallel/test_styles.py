@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
 
 import fusedcomm.parallel as our_parallel
 from fusedcomm.parallel import torch_hooks
@@ -231,6 +235,152 @@ def test_other_modules_are_torch_s_matter(rank: int) -> None:
             styled = torch_parallel.parallelize_module(plain, mesh, style(**layouts))
             assert type(styled) is kind
             torch.testing.assert_close(styled(x), want, **CLOSE)
+
+
+def forward_is_wrapped(linear: Any) -> None:
+    inner = linear.forward
+    linear.forward = lambda *args: inner(*args) * 2
+
+
+def call_is_wrapped(linear: Any) -> None:
+    inner = linear._call_impl
+    linear._call_impl = lambda *args: inner(*args) * 2
+
+
+def minus_mean(linear: nn.Linear) -> None:  # of all features, or of this rank's
+    linear.register_forward_hook(lambda module, args, y: y - y.mean(-1, keepdim=True))
+
+
+class Named(nn.Linear):
+    pass
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
+    "forward": (forward_is_wrapped, "its forward is replaced"),
+    "compiled": (lambda m: setattr(m, "forward", torch.compile(m.forward, backend="eager")), "its forward is replaced"),
+    "_call_impl": (call_is_wrapped, "its _call_impl is replaced"),
+    "hook": (minus_mean, "it has forward or backward hooks"),
+    "backward hook": (lambda m: m.register_full_backward_hook(lambda *args: None), "it has forward or backward hooks"),
+    "class": (lambda m: setattr(m, "__class__", Named), "it is a Named"),
+}
+
+
+def check_left(
+    rank: int,
+    case: Case,
+    why: str | None,
+    change: Callable[[nn.Linear], Any] = id,
+    derive: Callable[[Any], Any] = lambda s: s,
+) -> None:
+    placement = case.input or (Replicate() if case.style == "ColwiseParallel" else Shard(-1))
+    x = torch.randn(BATCH, TOKENS, K, generator=torch.Generator().manual_seed(1))
+    answers = []
+    for styles in (torch_parallel, our_parallel):
+        torch.manual_seed(0)
+        linear = nn.Linear(K, N, case.bias)
+        change(linear)
+        kind = SimpleNamespace(**{case.style: derive(getattr(styles, case.style))})
+        linear = styled(kind, case, init_device_mesh("cpu", (2,)), linear)
+        answers.append(step(linear, part(x, placement, rank, 2))[0])
+    for found, want in zip(*reversed(answers), strict=True):
+        torch.testing.assert_close(whole(found), whole(want), **CLOSE)
+    if why is not None:
+        assert our_parallel.explain_layers(nn.Sequential(linear)) == {"0": f"torch's own: {why}"}
+
+
+LEFT = [case for case in CASES if case.input in (None, Shard(1)) and case.output in (None, Shard(1)) and case.local]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_was_changed_is_torch_s_matter(rank: int, name: str) -> None:
+    change, why = CHANGES[name]
+    for case in LEFT:
+        check_left(rank, case, why, change)
+    if name == "backward hook":  # on one rank alone
+        why = why if rank == 0 else "another rank's is not plain"
+        check_left(rank, LEFT[0], why, change if rank == 0 else id)
+
+
+def doubled(kind: Any, method: str) -> Any:
+    inner = getattr(kind, method)
+    return staticmethod(lambda a, b, c, d, e: inner(a, b, c, d, e) * 2)  # torch counts them
+
+
+DERIVED: dict[str, tuple[Callable[[Any, str], Any], str]] = {
+    "derived": (
+        lambda kind, method: type("Mine", (kind,), {method: doubled(kind, method)}),
+        "Mine has a {1} of its own",
+    ),
+    "instance": (
+        lambda kind, method: lambda **options: put(kind(**options), method, doubled(kind, method).__func__),
+        "{0} has a {1} of its own",
+    ),
+    "patched": (
+        lambda kind, method: put(kind, method, doubled(kind, method)) if kind.__module__.startswith("torch.") else kind,
+        "{0}.{1} is patched",
+    ),
+}
+
+
+def put(on: Any, name: str, value: Any) -> Any:
+    setattr(on, name, value)
+    return on
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", DERIVED)
+def test_styles_that_prepare_in_their_own_way_are_torch_s(rank: int, how: str) -> None:
+    derive, why = DERIVED[how]
+    for method in ("_prepare_input_fn", "_prepare_output_fn"):
+        for case in LEFT:
+            style = getattr(torch_parallel, case.style)
+            with mock.patch.object(style, method, getattr(style, method)):  # undoes what is put there
+                setattr(style, method, staticmethod(getattr(style, method)))
+                check_left(rank, case, why.format(case.style, method), derive=lambda kind, m=method: derive(kind, m))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("method", ["_prepare_input_fn", "_prepare_input_arg", "_prepare_input_kwarg_fn"])
+def test_inputs_prepared_in_their_own_way_are_torch_s(rank: int, method: str) -> None:
+    def tripled(kind: Any) -> Any:
+        def mine(self: Any, *args: Any) -> Any:
+            found = getattr(kind, method)(self, *args)
+            return pytree.tree_map_only(Tensor, lambda t: 3 * t, found)
+
+        return type("Mine", (kind,), {method: mine})
+
+    mesh, answers = init_device_mesh("cpu", (2,)), []
+    for styles in (torch_parallel, our_parallel):
+        torch.manual_seed(0)
+        plan = dict.fromkeys(["gate", "up"], styles.ColwiseParallel()) | {
+            "": tripled(styles.PrepareModuleInput)(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            "down": styles.RowwiseParallel(output_layouts=Shard(1)),
+        }
+        module = torch_parallel.parallelize_module(FeedForward(), mesh, plan)
+        answers.append(step(module, part(torch.ones(BATCH, TOKENS, K).cumsum(1), Shard(1), rank, 2))[0])
+    for found, want in zip(*reversed(answers), strict=True):
+        torch.testing.assert_close(whole(found), whole(want), **CLOSE)
+    assert our_parallel.explain_layers(module)[""] == f"torch's own: Mine has a {method} of its own"
+
+
+@pytest.mark.nightly
+@on_ranks(2)
+def test_random_changes(rank: int) -> None:
+    """Several changes of a layer, some on one rank alone, under a style that may be derived; beside torch's style."""
+    case = random.Random(9)
+    for _ in range(150):
+        names = case.sample([name for name in CHANGES if name != "class"], 2)
+        layer, alone, style = case.choice(LEFT), case.random() < 0.5, case.choice([None, "derived", "instance"])
+        method = case.choice(["_prepare_input_fn", "_prepare_output_fn"])
+        names = [name for name in names if not alone or name in ("backward hook", "compiled")]
+
+        def change(linear: nn.Linear, names: Any = names, alone: bool = alone) -> None:
+            for name in names if rank == 0 or not alone else ():
+                CHANGES[name][0](linear)
+
+        derive = (lambda kind: kind) if style is None else lambda kind, s=style, m=method: DERIVED[s][0](kind, m)
+        check_left(rank, layer, None, change, derive)
 
 
 @on_ranks(2)
