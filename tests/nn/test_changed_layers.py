@@ -254,7 +254,13 @@ def test_random_changes(rank: int) -> None:
         try:
             plain, layer = plain_and_layer(lambda each, names=names: [MAKERS[n](each) for n in names][-1])
             plain(torch.ones(1, HEADS * DIM))
-        except (RuntimeError, ValueError, AttributeError, KeyError, TypeError):  # torch does not take the one on the other
+        except (
+            RuntimeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+            TypeError,
+        ):  # torch does not take the one on the other
             continue
         x = torch.randn(2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(case.randrange(99)))
         plain(x).square().sum().backward()

@@ -206,6 +206,21 @@ def test_a_mesh_for_each_way_to_name_a_group(rank: int) -> None:
     assert mesh_of((unnamed, 1), cpu).get_group() is unnamed.get_group(1)
 
 
+@on_ranks(4)
+def test_ranks_of_a_mesh_that_do_not_ascend(rank: int) -> None:
+    """They are refused where they cut parameters: their group gathers the blocks in another order."""
+    linear, crossed = nn.Linear(8, 8), DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("down", "across"))
+    for group in (DeviceMesh("cpu", [3, 1, 0, 2]), (crossed, 1), (crossed, "across"), (crossed, "down")):
+        for kind in (ColumnParallelLinear, RowParallelLinear):
+            with pytest.raises(ValueError, match=r"ranks of a DeviceMesh must ascend .*, got \[\[?[03]"):
+                kind.from_linear(linear, group=group)
+        layer = UlyssesOut.from_linear(linear, 4, group=group)  # cuts nothing
+        assert torch.equal(full_state_dict(layer)["weight"], linear.weight)
+    apart = DeviceMesh("cpu", [[0, 2], [1, 3]])
+    layer = ColumnParallelLinear.from_linear(linear, group=(apart, 1))
+    assert torch.equal(full_state_dict(layer)["weight"], linear.weight)
+
+
 @on_ranks(2)
 def test_checkpoints_of_torch_s_styles(rank: int) -> None:
     """Keys, shapes and placements are those that torch's styles give an nn.Linear."""
