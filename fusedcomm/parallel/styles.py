@@ -18,6 +18,9 @@ from fusedcomm.parallel.sharded_linear import LEFT, ColwiseLinear, RowwiseLinear
 from fusedcomm.parallel.shared_gather import Offers, SharingLinear, running_call
 from fusedcomm.parallel.torch_hooks import as_expected
 
+_OF_LINEAR = ("_apply", "_partition_linear_fn", "_prepare_input_fn", "_prepare_output_fn")
+_OF_INPUT = ("_apply", "_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")
+
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
     """``torch.distributed.tensor.parallel.ColwiseParallel``, which makes a `ColwiseLinear` of an nn.Linear.
@@ -35,7 +38,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear) or not as_expected():
             return super()._apply(module, device_mesh)
-        why = why_not_plain_call(module) or _why_not_own(self, "_apply", "_prepare_input_fn", "_prepare_output_fn")
+        why = why_not_plain_call(module) or _why_not_own(self, *_OF_LINEAR)
         if why is None and self.desired_input_layouts != (Replicate(),):
             why = f"the style wants its input placed as {self.desired_input_layouts}"
         if _is_left(module, device_mesh, why):
@@ -60,7 +63,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear) or not as_expected():
             return super()._apply(module, device_mesh)
-        why = why_not_plain_call(module) or _why_not_own(self, "_apply", "_prepare_input_fn", "_prepare_output_fn")
+        why = why_not_plain_call(module) or _why_not_own(self, *_OF_LINEAR)
         if _is_left(module, device_mesh, why):
             return super()._apply(module, device_mesh)
         self._partition_linear_fn("", module, device_mesh)
@@ -87,8 +90,7 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
     _offers: Offers | None = None  # those of the call whose inputs are being prepared
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        prepares = ("_apply", "_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")
-        if not as_expected() or _is_left(module, device_mesh, _why_not_own(self, *prepares)):
+        if not as_expected() or _is_left(module, device_mesh, _why_not_own(self, *_OF_INPUT)):
             return super()._apply(module, device_mesh)
         module.register_forward_pre_hook(_Prepare(self, device_mesh), with_kwargs=True)
         module.register_forward_hook(_after, always_call=True)

@@ -177,7 +177,7 @@ def test_parameters_elsewhere(rank: int) -> None:
         dist.all_reduce(parts[name])
         torch.testing.assert_close(p.grad, parts[name])
 
-    made = UlyssesOut(HEADS, DIM, 5)
+    made: Any = UlyssesOut(HEADS, DIM, 5)
     weight = nn.Parameter(made.weight.detach())
     del made.weight
     made.weight = 2 * weight

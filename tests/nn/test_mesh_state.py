@@ -217,8 +217,8 @@ def test_ranks_of_a_mesh_that_do_not_ascend(rank: int) -> None:
         layer = UlyssesOut.from_linear(linear, 4, group=group)  # cuts nothing
         assert torch.equal(full_state_dict(layer)["weight"], linear.weight)
     apart = DeviceMesh("cpu", [[0, 2], [1, 3]])
-    layer = ColumnParallelLinear.from_linear(linear, group=(apart, 1))
-    assert torch.equal(full_state_dict(layer)["weight"], linear.weight)
+    column = ColumnParallelLinear.from_linear(linear, group=(apart, 1))
+    assert torch.equal(full_state_dict(column)["weight"], linear.weight)
 
 
 @on_ranks(2)

@@ -297,6 +297,11 @@ def test_what_was_changed_is_torch_s_matter(rank: int, name: str) -> None:
     change, why = CHANGES[name]
     for case in LEFT:
         check_left(rank, case, why, change)
+    if name == "forward":
+        with mock.patch.object(
+            nn.Linear, "forward", lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias)
+        ):
+            check_left(rank, LEFT[0], "Linear.forward is patched")
     if name == "backward hook":  # on one rank alone
         why = why if rank == 0 else "another rank's is not plain"
         check_left(rank, LEFT[0], why, change if rank == 0 else id)
