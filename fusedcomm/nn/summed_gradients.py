@@ -91,7 +91,7 @@ def _check_same(ranks: Sequence[Sequence[_Fact]]) -> None:
 
 
 def _sum_of_sparse(grad: Tensor, entries: Sequence[int], pg: ProcessGroup) -> Tensor:
-    """The sum of COO tensors, which all ranks make of all ranks' entries, so that it is the same everywhere."""
+    """The sum of sparse tensors, which all ranks make of all ranks' entries, so that it is the same everywhere."""
 
     def gathered(t: Tensor) -> Tensor:
         padded = t.new_zeros(max(entries), *t.shape[1:])
