@@ -19,6 +19,14 @@ from fusedcomm.geometry.cut import Cut, Parts
 
 _c10d = torch.ops._c10d_functional
 
+# All backends move these dtypes. Other dtypes are sent as bytes.
+MOVED = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    }
+)
+
 
 def exchange(
     t: Tensor,
@@ -275,3 +283,8 @@ def _is_gloo(group_name: str) -> bool:
 
 
 _is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements: [..., bytes of one element]."""
+    return tensor.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)

@@ -17,6 +17,7 @@ from fusedcomm.geometry.cut import Splits, chunk_parts
 from fusedcomm.nn.token_splits import gathered
 from fusedcomm.ops import splits
 from fusedcomm.ops.arguments import check_tensor
+from fusedcomm.reference import MOVED, bytes_of
 from fusedcomm.runtime.group import Group, rank_of, resolve
 
 
@@ -104,7 +105,9 @@ def _map(make: Callable[[Tensor, int], Tensor], batch: Any, dim: Any) -> Any:
 class _Unsharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, dim: int, given: Splits, group_size: int, group_name: str) -> Tensor:
-        whole = splits.all_gather(t, dim, given, group_size, group_name)
+        sent = t if t.dtype in MOVED else bytes_of(t)
+        whole = splits.all_gather(sent, dim, given, group_size, group_name)
+        whole = whole if sent is t else whole.contiguous().view(t.dtype).squeeze(-1)
         sizes = given.gather_splits
         if sizes is None:
             assert given.gather_size is not None

@@ -16,18 +16,10 @@ from fusedcomm.redistribution import even, uneven
 from fusedcomm.redistribution.reductions import averaged
 from fusedcomm.redistribution.sharding import Coordinate
 from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, Step
-from fusedcomm.reference import all_gather_into_tensor
+from fusedcomm.reference import MOVED, all_gather_into_tensor, bytes_of
 
 _c10d = torch.ops._c10d_functional
 Order = tuple[int, ...]
-
-# All backends move these dtypes. Other dtypes are sent as bytes.
-_MOVED = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
-    }
-)
 
 
 class Sent(NamedTuple):
@@ -48,8 +40,8 @@ def run(
     sent = pack(step, coordinate, order, local)
     if step.kind == SLICE:
         return sent.tensor
-    as_bytes = step.sends_as in (ALL_GATHER, ALL_TO_ALL) and local.dtype not in _MOVED
-    started = _start(step, group_name, sent._replace(tensor=_bytes(sent.tensor)) if as_bytes else sent)
+    as_bytes = step.sends_as in (ALL_GATHER, ALL_TO_ALL) and local.dtype not in MOVED
+    started = _start(step, group_name, sent._replace(tensor=bytes_of(sent.tensor)) if as_bytes else sent)
     if wait or not _only_views(step, coordinate, order):
         received = _c10d.wait_tensor.default(started)
     else:
@@ -141,11 +133,6 @@ def _start(step: Step, group_name: str, sent: Sent) -> Tensor:
         return _c10d.reduce_scatter_tensor.default(tensor, step.reduce_op, size, group_name)
     equal = [tensor.shape[0] // size] * size
     return _c10d.all_to_all_single.default(tensor, sent.output_splits or equal, sent.input_splits or equal, group_name)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's elements: [..., bytes of one element]."""
-    return tensor.unsqueeze(-1).view(torch.uint8)
 
 
 def _in_flight(started: Tensor) -> Tensor:
