@@ -86,7 +86,7 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
         assert (layer.bias.grad == 12).all()  # 2 x 6 tokens, half of them on each rank
     """
     partial = _partial(model, list(also), group)
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {each: name.replace("_orig_mod.", "") for name, each in model.named_parameters()}  # one rank may compile
     for parameter, group_name in partial.items():
         _check_not_reduced(names.get(parameter, "a parameter in also"), parameter, group_name)
     for group_name in dict.fromkeys(partial.values()):
