@@ -169,6 +169,7 @@ class Attention(nn.Module):
 def test_sum_replicated_gradients_under_fsdp2(rank: int) -> None:
     """FSDP2 averages over one dim of the mesh, this sums over the other; over the same ranks it is refused."""
     mesh = mesh_of_pairs()
+    torch.manual_seed(1)
     plain = nn.Linear(12, 5)  # FSDP2 cuts 5 rows into 3 and 2
     x = torch.randn(4, 8, 4, 3, generator=torch.Generator().manual_seed(2))  # [batch, tokens, heads, head_dim]
     mean_square(plain(x.flatten(-2))).backward()
@@ -209,6 +210,7 @@ def test_a_mesh_for_each_way_to_name_a_group(rank: int) -> None:
 @on_ranks(4)
 def test_ranks_of_a_mesh_that_do_not_ascend(rank: int) -> None:
     """They are refused where they cut parameters: their group gathers the blocks in another order."""
+    torch.manual_seed(1)
     linear, crossed = nn.Linear(8, 8), DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("down", "across"))
     for group in (DeviceMesh("cpu", [3, 1, 0, 2]), (crossed, 1), (crossed, "across"), (crossed, "down")):
         for kind in (ColumnParallelLinear, RowParallelLinear):
