@@ -25,6 +25,7 @@ from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.parallel.layouts import bias_of_part, shards
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
 from fusedcomm.parallel.meshes import mesh_of
+from fusedcomm.parallel.unwritten import unwritten
 from fusedcomm.runtime.group import Group
 
 
@@ -132,8 +133,10 @@ class ColumnParallelLinear(_TensorParallelLinear):
         weight, bias = shards(self)
         if self.sequence_dim is not None:
             keep, given = self.save_gathered, gathered(tokens, x.shape[self.sequence_dim], self.group_size, group)
-            return all_gather_matmul(x, weight.mT, self.sequence_dim, group, bias=bias, save_gathered=keep, **given)
-        return linears_of_replicated("nn.ColumnParallelLinear", x, [weight], [bias], group)[0]
+            y = all_gather_matmul(x, weight.mT, self.sequence_dim, group, bias=bias, save_gathered=keep, **given)
+        else:
+            y = linears_of_replicated("nn.ColumnParallelLinear", x, [weight], [bias], group)[0]
+        return unwritten(y, x, self.weight)
 
 
 class RowParallelLinear(_TensorParallelLinear):
@@ -208,8 +211,10 @@ class RowParallelLinear(_TensorParallelLinear):
             if tokens is None:
                 self._check_divisible("x's size at sequence_dim", size)
             given = scattered(tokens, size, self.group_size)
-            return matmul_reduce_scatter(x, weight.mT, self.sequence_dim, group, bias=bias_of_part(self.bias), **given)
-        return matmul_all_reduce(x, weight.mT, group, bias=bias)
+            y = matmul_reduce_scatter(x, weight.mT, self.sequence_dim, group, bias=bias_of_part(self.bias), **given)
+        else:
+            y = matmul_all_reduce(x, weight.mT, group, bias=bias)
+        return unwritten(y, x, self.weight)
 
 
 def _from_linear(cls: Any, linear: nn.Module, sequence_dim: int | None, group: Group) -> Any:

@@ -36,7 +36,10 @@ class _LinearsOfReplicated(torch.autograd.Function):
     def forward(ctx: Any, group_size: int, group_name: str, x: Tensor, *cast: Any) -> tuple[Tensor, ...]:
         count = len(cast) // 2
         weights, biases = cast[:count], cast[count:]
-        ctx.save_for_backward(x, *weights)
+        needs_x, *needs = ctx.needs_input_grad[2:]
+        saved = [x if any(needs[:count]) else None, *(weight if needs_x else None for weight in weights)]
+        ctx.save_for_backward(*saved)
+        ctx.layouts = [gradients.layout_of(weight) for weight in weights]
         ctx.group = (group_size, group_name)
         ctx.set_materialize_grads(False)  # the weight of a result that nobody has used gets no gradient
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -46,7 +49,7 @@ class _LinearsOfReplicated(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[2:]
         needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
-        x = gradients.same_on_all_ranks(x, ctx.group)
+        x = None if x is None else gradients.same_on_all_ranks(x, ctx.group)
         grad_x = None
         used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
         if needs_x and used:
@@ -55,8 +58,8 @@ class _LinearsOfReplicated(torch.autograd.Function):
                 grad, weight = torch.cat([each for each, _ in used], -1), torch.cat([each for _, each in used])
             grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group)
         grad_weights = [
-            gradients.of_w(grad, x, gradients.layout_of(weight)) if need and grad is not None else None
-            for grad, weight, need in zip(grads, weights, needs_weight, strict=True)
+            gradients.of_w(grad, x, layout) if need and grad is not None else None
+            for grad, layout, need in zip(grads, ctx.layouts, needs_weight, strict=True)
         ]
         grad_biases = [
             gradients.of_bias(grad) if need and grad is not None else None

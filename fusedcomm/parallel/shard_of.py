@@ -20,8 +20,7 @@ class _ShardOf(torch.autograd.Function):
     def forward(ctx: Any, t: DTensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.placements, ctx.layout = t.device_mesh, t.placements, {"shape": t.shape, "stride": t.stride()}
-        local = t.to_local()
-        return local.view_as(local)
+        return t.to_local().data  # with a version counter of its own: see `unwritten`
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:

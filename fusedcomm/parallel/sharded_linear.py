@@ -32,8 +32,10 @@ from fusedcomm.parallel.layouts import (
     why_not_sharded,
 )
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
+from fusedcomm.parallel.shard_of import shard_of
 from fusedcomm.parallel.shared_gather import SharingLinear, shared_gather_of, why_not_offered
 from fusedcomm.parallel.torch_hooks import APPLIED
+from fusedcomm.parallel.unwritten import unwritten
 
 LEFT = "_fusedcomm_left"  # on a module that a style has left to torch's own: why
 _Layer = TypeVar("_Layer", bound="ShardedLinear")
@@ -117,7 +119,8 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
         if why is None and not isinstance(x, DTensor) and self.input_layouts == (Replicate(),):
             weight, bias = shards(self)
             self._note("matmul_all_reduce in the backward, as all ranks hold x")
-            return linears_of_replicated("parallel.ColwiseParallel", x, [weight], [bias], mesh)[0]
+            y = linears_of_replicated("parallel.ColwiseParallel", x, [weight], [bias], mesh)[0]
+            return unwritten(y, x, self.weight)
         laid_out = annotated(x, mesh, self.input_layouts)
         why = why or why_elsewhere(laid_out, mesh)
         gather_dim = token_dim(laid_out.placements[0], x.ndim)
@@ -130,7 +133,8 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
         self._note("all_gather_matmul")
         weight, bias = shards(self)
         size = gather_size_of(laid_out, gather_dim)
-        return all_gather_matmul(laid_out.to_local(), weight.mT, gather_dim, mesh, bias=bias, gather_size=size)
+        y = all_gather_matmul(shard_of(laid_out), weight.mT, gather_dim, mesh, bias=bias, gather_size=size)
+        return unwritten(y, x, self.weight, keeps_x=False)
 
 
 class RowwiseLinear(ShardedLinear):
@@ -173,13 +177,15 @@ class RowwiseLinear(ShardedLinear):
         if why is not None:
             self._note(f"torch's own: {why}")
             return None
-        x = x.to_local() if isinstance(x, DTensor) else x
+        part = shard_of(x) if isinstance(x, DTensor) else x
         weight, bias = shards(self)
         if scatter_dim is None:
             self._note("matmul_all_reduce")
-            return matmul_all_reduce(x, weight.mT, mesh, bias=bias)
-        self._note("matmul_reduce_scatter")
-        return matmul_reduce_scatter(x, weight.mT, scatter_dim, mesh, bias=bias_of_part(self.bias))
+            y = matmul_all_reduce(part, weight.mT, mesh, bias=bias)
+        else:
+            self._note("matmul_reduce_scatter")
+            y = matmul_reduce_scatter(part, weight.mT, scatter_dim, mesh, bias=bias_of_part(self.bias))
+        return unwritten(y, x, self.weight)
 
 
 def explain_layers(module: nn.Module) -> dict[str, str]:
