@@ -27,7 +27,7 @@ def linears_of_replicated(
     """
     refuse_outside_ops(name, x, *weights, *biases)
     group_size, group_name = resolve(group)
-    x, *cast = _autocast(x, *weights, *biases)
+    x, *cast = autocast(x, *weights, *biases)
     return list(_LinearsOfReplicated.apply(group_size, group_name, x, *cast))
 
 
@@ -49,7 +49,8 @@ class _LinearsOfReplicated(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[2:]
         needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
-        x = None if x is None else gradients.same_on_all_ranks(x, ctx.group)
+        if x is not None:
+            x = gradients.same_on_all_ranks(x, ctx.group)
         grad_x = None
         used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
         if needs_x and used:
@@ -68,7 +69,7 @@ class _LinearsOfReplicated(torch.autograd.Function):
         return None, None, grad_x, *grad_weights, *grad_biases
 
 
-def _autocast(*tensors: Tensor | None) -> list[Any]:
+def autocast(*tensors: Tensor | None) -> list[Any]:
     """The tensors in autocast's dtype, made outside of the autograd.Function, whose backward runs without autocast."""
     device_type = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(device_type):

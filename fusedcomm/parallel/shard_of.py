@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 
-def shard_of(t: DTensor) -> Tensor:
-    """``t.to_local()`` for t without partial sums. That of torch 2.11 makes zeros of a gradient that is None, and loses
-    what a second derivative needs."""
-    return t.to_local() if torch.compiler.is_compiling() else _ShardOf.apply(t)
+def shard_of(t: DTensor, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    """``t.to_local(grad_placements=grad_placements)`` for t without partial sums. That of torch 2.11 makes zeros of a
+    gradient that is None, and loses what a second derivative needs."""
+    if torch.compiler.is_compiling():
+        return t.to_local(grad_placements=grad_placements)
+    return _ShardOf.apply(t, grad_placements)  # type: ignore[no-any-return]
 
 
 class _ShardOf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: DTensor) -> Tensor:
+    def forward(ctx: Any, t: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.mesh, ctx.placements, ctx.layout = t.device_mesh, t.placements, {"shape": t.shape, "stride": t.stride()}
+        ctx.mesh, ctx.placements = t.device_mesh, grad_placements or t.placements
+        ctx.layout = {"shape": t.shape, "stride": t.stride()}
         return t.to_local().data  # with a version counter of its own: see `unwritten`
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
         if grad is None:
-            return None
-        return DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, **ctx.layout)
+            return None, None
+        return DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, **ctx.layout), None

@@ -32,8 +32,9 @@ from fusedcomm.parallel.layouts import (
     why_not_sharded,
 )
 from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
+from fusedcomm.parallel.linear_of_whole import linear_of_whole
 from fusedcomm.parallel.shard_of import shard_of
-from fusedcomm.parallel.shared_gather import SharingLinear, shared_gather_of, why_not_offered
+from fusedcomm.parallel.shared_gather import SharingLinear, taken_from
 from fusedcomm.parallel.torch_hooks import APPLIED
 from fusedcomm.parallel.unwritten import unwritten
 
@@ -112,20 +113,20 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """This rank's columns, or None where no op makes them."""
         why = why_not_sharded(self, mesh, 0) or why_no_rows(x)
-        if why is None and (shared := shared_gather_of(x)) is not None:
-            y = shared.take(self, x)
-            self._note(shared.last)
-            return y
+        why = why or why_elsewhere(x, mesh)
+        compiling = torch.compiler.is_compiling()
+        if why is None and isinstance(x, DTensor) and x.placements == (Replicate(),) and not compiling:
+            made, ran = taken_from(x, self)
+            self._note(ran)
+            return linear_of_whole(self, x, made)
         if why is None and not isinstance(x, DTensor) and self.input_layouts == (Replicate(),):
             weight, bias = shards(self)
             self._note("matmul_all_reduce in the backward, as all ranks hold x")
             y = linears_of_replicated("parallel.ColwiseParallel", x, [weight], [bias], mesh)[0]
             return unwritten(y, x, self.weight)
         laid_out = annotated(x, mesh, self.input_layouts)
-        why = why or why_elsewhere(laid_out, mesh)
         gather_dim = token_dim(laid_out.placements[0], x.ndim)
         if gather_dim is None:
-            why = why or why_not_offered(self)
             why = why or f"x is placed as {laid_out.placements}, where no tokens are to be gathered"
         if why is not None or gather_dim is None:
             self._note(f"torch's own: {why}")

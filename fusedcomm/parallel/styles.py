@@ -73,11 +73,11 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 class PrepareModuleInput(torch_styles.PrepareModuleInput):
     """``torch.distributed.tensor.parallel.PrepareModuleInput``, by which the layers of a module share one op.
 
-    An input that is to be gathered along its tokens, or that all ranks hold alike, is offered to the `ColwiseLinear`
-    layers in the module: the first that is called with it runs one op for all that take it. Whoever else reads it gets
-    what the op has gathered; who reads it before makes a collective of its own, so all ranks must read it then. Under
-    torch.compile, and with ``use_local_output``, inputs are prepared as torch does, and `fusedcomm.compile` finds what
-    layers share.
+    An input that is to be gathered along its tokens is gathered when the module is called, as torch does it, by one op
+    that also makes the results of the `ColwiseLinear` layers in the module; who reads it gets what was gathered. The
+    gradient of such an input, or of one that all ranks hold alike, is summed by one op for all layers. Ranks agree in
+    the first call of the module which layers take which input. Under torch.compile, and with ``use_local_output``,
+    inputs are prepared as torch does, and `fusedcomm.compile` finds what layers share.
 
     Args:
         input_layouts: how the inputs lie that are no DTensors; None for those that are left as they are.
@@ -136,16 +136,16 @@ class _Prepare:
         style = self.style
         if not style.use_local_output and not torch.compiler.is_compiling():
             style = copy.copy(style)
-            style._offers = Offers(module, self, _layers_in(module))
+            style._offers = Offers(module, _layers_in(module))
         return style._prepare_input_kwarg_fn(args, kwargs, self.mesh)
 
     def __deepcopy__(self, memo: Any) -> _Prepare:
         return self  # a mesh cannot be copied
 
 
-def _layers_in(module: nn.Module) -> dict[SharingLinear, nn.Module]:
-    """The layers whose nearest prepared ancestor is ``module``, and their parents."""
-    found: dict[SharingLinear, nn.Module] = {}
+def _layers_in(module: nn.Module) -> list[SharingLinear]:
+    """The layers whose nearest prepared ancestor is ``module``."""
+    found: list[SharingLinear] = []
     seen, parents = {module}, [module]
     for parent in parents:  # it grows
         for child in parent.children():
@@ -154,7 +154,7 @@ def _layers_in(module: nn.Module) -> dict[SharingLinear, nn.Module]:
                 continue
             seen.add(child)
             if isinstance(child, ColwiseLinear):
-                found[child] = parent
+                found.append(child)
             else:
                 parents.append(child)
     return found

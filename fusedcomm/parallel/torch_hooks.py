@@ -48,8 +48,9 @@ def changed() -> str | None:
     code = inspect.unwrap(distribute_module).__code__
     if APPLIED not in code.co_names or APPLIED not in code.co_consts:
         return f"{APPLIED}, set and read by distribute_module"
-    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-        return "_top_saved_tensors_default_hooks"
+    for name in ("_DisableTorchDispatch", "_will_engine_execute_node"):
+        if not hasattr(torch._C, name):
+            return f"torch._C.{name}"
     return None
 
 

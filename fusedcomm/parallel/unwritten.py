@@ -19,25 +19,23 @@ def unwritten(y: Tensor, x: Tensor, weight: Tensor, keeps_x: bool = True) -> Ten
         return y
     needed = [x] if keeps_x and weight.requires_grad else []
     needed += [weight] if x.requires_grad else []
-    counts = [_count(each) for t in needed if isinstance(t, DTensor) and not _is_cast(t) for each in counted(t)]
+    counts = [each for t in needed if isinstance(t, DTensor) and not is_cast(t) for each in counts_of(t)]
     return _Unwritten.apply(y, *counts) if counts else y  # type: ignore[no-any-return]
 
 
-def counted(t: DTensor) -> list[Tensor]:
-    """The tensors whose versions rise when t is written."""
-    found = [t, t._local_tensor]
-    return found if t._base is None else [*found, t._base._local_tensor]
-
-
-def _count(t: Tensor) -> Tensor:
-    """An empty tensor with the version counter of t, which keeps no memory and costs saved-tensor hooks nothing."""
+def counts_of(t: Tensor) -> list[Tensor]:
+    """Empty tensors with the version counters of t, which keep no memory and cost saved-tensor hooks nothing."""
+    bases = [each for each in (t, t._base) if isinstance(each, DTensor)]
+    counted = [t, *(each._local_tensor for each in bases)]
+    counts = []
     with torch._C._DisableTorchDispatch():
-        count = Tensor.detach(t)
-        count.data = torch.empty(0, device="cpu")
-    return count
+        for each in counted:
+            counts.append(Tensor.detach(each))
+            counts[-1].data = torch.empty(0, device="cpu")
+    return counts
 
 
-def _is_cast(t: Tensor) -> bool:
+def is_cast(t: Tensor) -> bool:
     """Whether autocast has made a copy of t, which the backward then needs in its place."""
     device_type = t.device.type
     if not torch.is_autocast_enabled(device_type):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.parallel.gathered_when_read import WhenRead
+from fusedcomm.parallel.gradient_when_read import WhenRead
 from fusedcomm.runtime import members, workspace
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")

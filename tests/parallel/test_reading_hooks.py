@@ -1,10 +1,10 @@
-"""Hooks that read what a module is given, on one rank too: values and what they see are as with torch's styles."""
+"""Hooks and other watchers that one rank alone has: values, what they see and what runs are as without them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn.modules import module as every
 
 import fusedcomm.parallel as our_parallel
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared_attention import (
     CLOSE,
     GATHER,
-    GATHERED,
+    REDUCE,
     REDUCED,
     SCATTER,
     Attention,
@@ -33,51 +33,99 @@ from tests.helpers.prepared_attention import (
 )
 
 Hook = Callable[..., None]
-Ran = tuple[list[str], list[str]]  # ops, and plain collectives
-FUSED: Ran = ([GATHER, SCATTER], [])
-STOCK: Ran = ([], [GATHERED, REDUCED])
+Add = Callable[[Attention, Hook], Any]
 
 
 @contextmanager
-def removed_after(*handles: Any) -> Iterator[None]:
+def removed_after(handle: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
-# Where a hook is added that one rank reads x in, and what then runs.
-HOOKS: dict[str, tuple[Callable[[Attention, Hook], Any], Ran]] = {
-    "forward": (lambda m, hook: m.register_forward_hook(hook), FUSED),
-    "pre": (lambda m, hook: m.register_forward_pre_hook(hook), STOCK),
-    "forward-of-a-layer": (lambda m, hook: m.v.register_forward_hook(hook), FUSED),
-    "pre-of-a-layer": (lambda m, hook: m.q.register_forward_pre_hook(hook), STOCK),
-    "forward-of-all": (lambda m, hook: register_module_forward_hook(hook), FUSED),
-    "pre-of-all": (lambda m, hook: register_module_forward_pre_hook(hook), STOCK),
+def of_gradients(m: Attention, hook: Hook, *add: Callable[[Tensor], Any]) -> Any:
+    """A hook on the x that layers get, or on views of it."""
+
+    def use(m: Attention, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        for each in add:
+            each(rows if each is add[-1] and len(add) > 1 else x)
+        return torch.cat([m.q(x), m.k(rows).view(*x.shape[:-1], -1), m.v(x)], -1)
+
+    m.use = use
+    return nullcontext()
+
+
+# name -> where a hook is added
+HOOKS: dict[str, Add] = {
+    "forward": lambda m, hook: m.register_forward_hook(hook),
+    "pre": lambda m, hook: m.register_forward_pre_hook(hook),
+    "forward-of-a-layer": lambda m, hook: m.v.register_forward_hook(hook),
+    "pre-of-a-layer": lambda m, hook: m.q.register_forward_pre_hook(hook),
+    "forward-of-all": lambda m, hook: every.register_module_forward_hook(hook),
+    "pre-of-all": lambda m, hook: every.register_module_forward_pre_hook(hook),
+    "backward": lambda m, hook: m.register_full_backward_hook(hook),
+    "backward-of-a-layer": lambda m, hook: m.k.register_full_backward_hook(hook),
+    "backward-pre-of-a-layer": lambda m, hook: m.k.register_full_backward_pre_hook(hook),
+    "backward-of-all": lambda m, hook: every.register_module_full_backward_hook(hook),
+    "gradient-of-x": lambda m, hook: of_gradients(m, hook, lambda x: x.register_hook(lambda g: hook(m, [g]))),
+    "gradient-of-a-view": lambda m, hook: of_gradients(
+        m, hook, lambda x: None, lambda x: x.register_hook(lambda g: hook(m, [g]))
+    ),
+    "gradient-of-a-weight": lambda m, hook: m.k.weight.register_post_accumulate_grad_hook(lambda p: hook(m, [p.grad])),
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", HOOKS)
-def test_one_rank_logs_x(rank: int, name: str) -> None:
-    add, ran = HOOKS[name]
-    results, seen = [], []
+@pytest.mark.parametrize("kept", [False, True], ids=["read", "kept"])
+@pytest.mark.parametrize("layout", [Shard(1), Replicate()], ids=str)
+def test_one_rank_watches(rank: int, layout: Any, kept: bool) -> None:
+    """``kept``: what the hook is given is read after an optimizer has changed the weights."""
+    for name, add in HOOKS.items():
+        results, seen = [], []
+        for styles in (torch_parallel, our_parallel):
+            module = attention(styles, each_once, layout)
+            given: list[Any] = []
+
+            def watch(module: nn.Module, args: Any, *more: Any, given: list[Any] = given) -> None:
+                given.append(args[0] if kept else alike(args[0]).detach().norm())
+
+            with ExitStack() as stack:
+                if "gradient-of" in name and "weight" not in name and rank > 0:
+                    add(module, lambda *args: None)  # the same program, whose hook does nothing
+                elif rank == 0:
+                    handle = add(module, watch)
+                    stack.enter_context(removed_after(handle) if hasattr(handle, "remove") else handle)
+                results.append(step(module, inputs(rank, sharded=layout == Shard(1)), module))
+            if kept:
+                torch.optim.SGD(module.parameters(), lr=1.0).step()
+                given = [alike(each).detach().norm() for each in given]
+            seen.append(given)
+        assert_close(results[1][0], results[0][0])
+        assert results[1][1:] == (([GATHER, SCATTER] if layout == Shard(1) else [REDUCE]), []), name
+        assert bool(seen[0]) == (rank == 0), name
+        torch.testing.assert_close(seen[1], seen[0], **CLOSE)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [Shard(1), Replicate()], ids=str)
+def test_one_rank_keeps_the_gradient(rank: int, layout: Any) -> None:
+    kept: list[Tensor] = []
+
+    def use(m: Attention, x: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            x.retain_grad()
+            kept.append(x)
+        return each_once(m, x)
+
     for styles in (torch_parallel, our_parallel):
-        module = attention(styles, each_once)
-        norms: list[Tensor] = []
-
-        def log(module: nn.Module, args: Any, *result: Any, norms: list[Tensor] = norms) -> None:
-            if dist.get_rank() == 0:
-                norms.append(alike(args[0]).detach().norm())
-
-        with removed_after(add(module, log)):
-            results.append(step(module, inputs(rank), module))
-        seen.append(norms)
-    assert_close(results[1][0], results[0][0])
-    assert results[1][1:] == ran
-    torch.testing.assert_close(seen[1], seen[0], **CLOSE)
-    assert len(seen[0]) == (0 if rank else {"pre-of-all": 4, "forward-of-all": 4}.get(name, 1))
+        module = attention(styles, use, layout)
+        _, *ran = step(module, inputs(rank, sharded=layout == Shard(1)), module)
+    assert ran == [([GATHER, SCATTER] if layout == Shard(1) else [REDUCE]), []]
+    if rank == 0:
+        want, found = (alike(x.grad) for x in kept)
+        torch.testing.assert_close(found, want, **CLOSE)
 
 
 def read_by_rank_0(m: Attention, x: Tensor) -> Tensor:
@@ -91,46 +139,71 @@ def unused(m: Attention, x: Tensor) -> Tensor:
     return torch.zeros(3, requires_grad=True)
 
 
+def two_on_rank_0(m: Attention, x: Tensor) -> Tensor:
+    """v is called with x on rank 1 alone."""
+    return torch.cat([m.q(x), m.k(x), m.v(x if dist.get_rank() else x.detach())], -1)
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("mode", ["training", "no_grad", "frozen", "unused", "autocast"])
+@pytest.mark.parametrize("mode", ["training", "no_grad", "frozen", "unused", "autocast", "two"])
 def test_one_rank_reads_x(rank: int, mode: str) -> None:
-    """Also where the op saves nothing, where it gathers another dtype, and where no layer has gathered x."""
-    module = attention(our_parallel, unused if mode == "unused" else read_by_rank_0)
+    """Also where the op saves nothing, where layers take another dtype, and where no layer takes x."""
+    module = attention(our_parallel, {"unused": unused, "two": two_on_rank_0}.get(mode, read_by_rank_0))
     norms: list[Tensor] = []
-    if mode in ("unused", "autocast"):
-        module.use = unused if mode == "unused" else each_once
-        module.register_forward_hook(lambda m, args, y: norms.append(alike(args[0]).norm()) if rank == 0 else None)
+    if rank == 0:
+        module.register_forward_hook(lambda m, args, y: norms.append(alike(args[0]).norm()))
     module.requires_grad_(mode != "frozen")
     around = {"no_grad": torch.no_grad, "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16)}
-    for _ in range(2):
+    for _ in range(3):
         with around.get(mode, nullcontext)():
             module(*inputs(rank))
-    assert len(norms) == (2 if rank == 0 and mode in ("unused", "autocast") else 0)
-    why = "torch's own: a forward hook may read x, which the layers take in autocast's dtype"
-    if mode != "unused":
-        assert module.k.ran == (why if mode == "autocast" else f"{GATHER}, shared by 3 layers")
+    assert len(norms) == (0 if rank else 3)
+    if mode not in ("unused", "two"):
+        whole = "F.linear, as each rank has the whole of x"
+        assert module.k.ran == (whole if mode == "autocast" else f"{GATHER}, shared by 3 layers")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("of", ["module", "layer", "layer-pre"])
-def test_gradients_that_a_hook_reads(rank: int, of: str) -> None:
-    """A full backward hook sees, and may change, the gradient of x: of the module, or what one layer adds to it."""
-    results, seen = [], []
+@pytest.mark.parametrize("of", ["module", "layer", "layer-pre", "x", "written"])
+def test_gradients_that_a_hook_changes(rank: int, of: str) -> None:
+    """On all ranks: of the module, of what one layer adds to it, of x; also in place."""
+    ran = {"module": ([GATHER], [REDUCED]), "x": ([GATHER], [REDUCED]), "written": ([GATHER], [REDUCED])}
+    results = []
     for styles in (torch_parallel, our_parallel):
-        module = attention(styles, each_once)
-        grads: list[Tensor] = []
 
-        def change(module: nn.Module, *grads_of: Any, grads: list[Any] = grads) -> Any:
-            grads.append(grads_of[0][0].detach())
+        def change(module: nn.Module, *grads_of: Any) -> Any:
             return tuple(3 * grad for grad in grads_of[0])
 
+        def use(m: Attention, x: Tensor) -> Tensor:
+            if of == "x":
+                x.register_hook(lambda grad: 10 * grad)
+            if of == "written":
+                x.register_hook(lambda grad: [None, grad.to_local().mul_(2)][0])
+            return each_once(m, x)
+
+        module = attention(styles, use)
         hooked = module if of == "module" else module.k
-        (hooked.register_full_backward_pre_hook if of == "layer-pre" else hooked.register_full_backward_hook)(change)
+        if of in ("module", "layer", "layer-pre"):
+            (hooked.register_full_backward_pre_hook if of == "layer-pre" else hooked.register_full_backward_hook)(
+                change
+            )
         results.append([step(module, inputs(rank), module) for _ in range(2)][-1])
-        seen.append([each.full_tensor() if isinstance(each, DTensor) else each for each in grads])
     assert_close(results[1][0], results[0][0])
-    torch.testing.assert_close(seen[1], seen[0], **CLOSE)
-    assert results[1][1:] == STOCK
-    why = "torch's own: {}a backward hook reads the gradient of x"
-    assert module.q.ran == why.format("" if of == "module" else "it shares x with a layer for which ")
-    assert module.k.ran == why.format("")
+    assert results[1][1:] == ran.get(of, ([GATHER, SCATTER], [REDUCED] if of == "layer" else []))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [Shard(1), Replicate()], ids=str)
+def test_an_optimizer_in_the_backward(rank: int, layout: Any) -> None:
+    """It writes a weight as soon as that has its gradient: x's is that of the weight before."""
+
+    def stepped(p: Tensor) -> None:
+        torch.optim.SGD([p], lr=1.0).step()
+
+    results = []
+    for styles in (torch_parallel, our_parallel):
+        module = attention(styles, each_once, layout)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(stepped)
+        results.append(step(module, inputs(rank, sharded=layout == Shard(1)), module)[0])
+    assert_close(results[1], results[0])
