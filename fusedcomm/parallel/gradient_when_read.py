@@ -7,6 +7,7 @@ same.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,10 +28,7 @@ _PASSED_ON = ("ViewBackward", "UnsafeViewBackward", "AliasBackward", "BackwardHo
 
 def whole_of(x: DTensor, whole: Tensor, gather_dim: int | None) -> DTensor:
     """``whole`` as x replicated. ``gather_dim``: None where x is replicated already."""
-    found: list[Any] = []
-    result = _Whole.apply(x, [whole], gather_dim, found)
-    found.append(weakref.ref(result))
-    return result  # type: ignore[no-any-return]
+    return _Whole.apply(x, [whole], gather_dim)  # type: ignore[no-any-return]
 
 
 def product(grad: Tensor, weight: Tensor, parameter: Tensor | None, node: Any) -> Tensor:
@@ -42,46 +40,47 @@ def product(grad: Tensor, weight: Tensor, parameter: Tensor | None, node: Any) -
         weight = weight.clone()  # such hooks run optimizers, some as soon as the weight has its gradient
         parameter = None
     counts = [] if parameter is None else counts_of(parameter)
-    factor = _Factor(grad, weight, counts, [each._version for each in counts])
-    return WhenRead((*grad.shape[:-1], weight.shape[-1]), [factor])
+    factor = _Factor(grad.flatten(0, -2), weight, counts, [each._version for each in counts])
+    return WhenRead((*grad.shape[:-1], weight.shape[-1]), _Sum([factor], None, []))
 
 
 def _wholes(node: Any) -> Iterator[Any]:
-    if node is None or node.name() == "_WholeBackward":
-        yield from () if node is None else (node,)
-    elif node.name().startswith(_PASSED_ON):
+    if node is not None and node.name() == "_WholeBackward":
+        yield node
+    elif node is not None and node.name().startswith(_PASSED_ON):
         for each, _ in node.next_functions:
             yield from _wholes(each)
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, whole: list[Tensor], gather_dim: int | None, found: list[Any]) -> DTensor:
+    def forward(ctx: Any, x: DTensor, whole: list[Tensor], gather_dim: int | None) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.placements, ctx.layout = x.device_mesh, x.placements, {"shape": x.shape, "stride": x.stride()}
-        ctx.gather_dim, ctx.found = gather_dim, found
+        ctx.gather_dim = gather_dim
         return DTensor.from_local(whole[0], x.device_mesh, (Replicate(),), run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None, None]:
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None]:
         if grad is None:
-            return None, None, None, None
-        sums = grad._local_tensor
-        if not isinstance(sums, WhenRead) or grad.placements != (Partial(),) or torch.is_grad_enabled():
-            return grad.redistribute(placements=ctx.placements), None, None, None
-        factors, rest = sums.parts()
-        found = [] if rest is None else [_redistributed(rest, ctx)]
+            return None, None, None
+        local = grad._local_tensor
+        if not isinstance(local, WhenRead) or grad.placements != (Partial(),) or torch.is_grad_enabled():
+            return grad.redistribute(placements=ctx.placements), None, None
+        factors, rest = local.terms.parts()
+        found = [] if rest is None else [_redistributed(rest.view(local.shape), ctx)]
         if factors:
             grads, weights = zip(*(each.tensors() for each in factors), strict=True)
             joined, weight = (grads[0], weights[0]) if len(factors) == 1 else (torch.cat(grads, -1), torch.cat(weights))
+            joined = joined.view(*local.shape[:-1], -1)
             if ctx.gather_dim is None:
                 found.append(matmul_all_reduce(joined, weight, ctx.mesh))
             else:
                 found.append(matmul_reduce_scatter(joined, weight, ctx.gather_dim, ctx.mesh))
         part = found[0] if len(found) == 1 else found[0] + found[1]
-        x = ctx.found[0]()
-        sums.read_by_others(itself=x is not None and bool(x._backward_hooks))
-        return DTensor.from_local(part, ctx.mesh, ctx.placements, run_check=False, **ctx.layout), None, None, None
+        kept = [*local.terms.parts_of, weakref.ref(local.terms)]
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_read_what_is_kept, kept))
+        return DTensor.from_local(part, ctx.mesh, ctx.placements, run_check=False, **ctx.layout), None, None
 
 
 def _redistributed(summand: Tensor, ctx: Any) -> Tensor:
@@ -89,9 +88,16 @@ def _redistributed(summand: Tensor, ctx: Any) -> Tensor:
     return t.redistribute(placements=ctx.placements).to_local()
 
 
+def _read_what_is_kept(sums: list[weakref.ref[_Sum]]) -> None:
+    """Multiply what hooks have kept of a backward that has ended, before a weight changes."""
+    for each in [ref() for ref in sums]:
+        if each is not None:
+            each.read()
+
+
 class _Factor(NamedTuple):
-    grad: Tensor
-    weight: Tensor
+    grad: Tensor  # [M, N]
+    weight: Tensor  # [N, K]
     counts: list[Tensor]
     versions: list[int]
 
@@ -104,79 +110,88 @@ class _Factor(NamedTuple):
         return self.grad, self.weight
 
 
-class WhenRead(Tensor):
-    """The local tensor of such a gradient: the sum of ``grad @ weight`` over its factors, and of ``rest``."""
+class _Sum:
+    """``grad @ weight`` over factors, and ``rest``: [M, K]. ``parts_of``: the sums that this was made of."""
 
-    factors: list[_Factor]
-    rest: Tensor | None
-    value: Tensor | None  # once it was read
-    copy: Tensor | None  # of value, once that was given away as memory that may be written
-    families: list[list[weakref.ref[WhenRead]]]
+    def __init__(self, factors: list[_Factor], rest: Tensor | None, parts_of: list[weakref.ref[_Sum]]) -> None:
+        self.factors, self.rest, self.parts_of = factors, rest, parts_of
+        self.value: Tensor | None = None
+        self.unwritten: Tensor | None = None  # the value, once it was given away as memory that may be written
+
+    def read(self) -> Tensor:
+        if self.value is None:
+            products = [torch.matmul(*each.tensors()) for each in self.factors]
+            self.value = sum(products[1:], products[0]) if self.rest is None else sum(products, self.rest)
+        return self.value
+
+    def give(self, is_alias: bool, to_write: bool) -> Tensor:
+        value = self.read()
+        if to_write:
+            self.factors = []
+        elif is_alias and self.unwritten is None:
+            self.unwritten = value.clone()
+        return value
+
+    def parts(self) -> tuple[list[_Factor], Tensor | None]:
+        """Factors, and what is to be added; no factors once their sum was written."""
+        if self.factors and self.unwritten is not None:
+            pair = self.unwritten.view(torch.uint8), self.read().view(torch.uint8)  # NaN is no other value than it was
+            if not torch.equal(*pair):
+                self.factors = []
+        return self.factors, self.rest if self.factors else self.value
+
+    def plus(self, other: Tensor | _Sum) -> _Sum | None:
+        factors, rest = self.parts()
+        more, others = other.parts() if isinstance(other, _Sum) else ([], other)
+        if not factors and not more:
+            return None
+        both = rest if others is None else others if rest is None else rest + others
+        made_of = [each for each in (self, other) if isinstance(each, _Sum)]
+        parts_of = [ref for each in made_of for ref in (weakref.ref(each), *each.parts_of)]
+        return _Sum(factors + more, both, parts_of)
+
+
+def _of_the_numbers(name: str) -> Any:
+    return lambda self, *args, **kwargs: getattr(self.read(is_alias=True), name)(*args, **kwargs)
+
+
+class WhenRead(Tensor):
+    """The local tensor of such a gradient; views share its sum."""
+
+    terms: _Sum
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls, shape: Any, factors: Any, rest: Tensor | None = None, families: list[Any] | None = None
-    ) -> WhenRead:
-        like = factors[0].grad
+    def __new__(cls, shape: Any, terms: _Sum) -> WhenRead:
+        like = terms.factors[0].grad if terms.factors else terms.read()
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        made.factors, made.rest, made.value, made.copy, made.families = factors, rest, None, None, families or [[]]
-        made.families[0].append(weakref.ref(made))
+        made.terms = terms
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _VIEWS and (view := args[0]._viewed(args[1] if len(args) > 1 else args[0].shape)) is not None:
-            return view
+        if func in _VIEWS:
+            wanted = getattr(args[1], "shape", args[1]) if len(args) > 1 else args[0].shape
+            shape = torch.empty(args[0].shape, device="meta").view(wanted).shape
+            if len(shape) > 1 and shape[-1] == args[0].shape[-1]:
+                return cls(shape, args[0].terms)
         if func is _aten.add.Tensor and not kwargs and len(args) == 2:
             first, second = args if isinstance(args[0], cls) else reversed(args)
-            if (added := first._plus(second)) is not None:
-                return added
-        aliases = any(each.alias_info is not None for each in func._schema.returns)
-        writes = func._schema.is_mutable
-        args, kwargs = tree_map_only(cls, lambda each: each.read(aliases, writes), (args, kwargs or {}))
+            if isinstance(second, Tensor) and second.shape == first.shape and second.dtype == first.dtype:
+                other = second.terms if isinstance(second, cls) else second.reshape(-1, second.shape[-1])
+                if (added := first.terms.plus(other)) is not None:
+                    return cls(first.shape, added)
+        is_alias = any(each.alias_info is not None for each in func._schema.returns)
+        to_write = func._schema.is_mutable
+        args, kwargs = tree_map_only(cls, lambda each: each.read(is_alias, to_write), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def read(self, aliases: bool = False, writes: bool = False) -> Tensor:
-        if self.value is None:
-            products = [torch.matmul(*each.tensors()) for each in self.factors]
-            self.value = sum(products[1:], products[0]) if self.rest is None else sum(products, self.rest)
-        if writes:
-            self.factors, self.copy = [], None
-        elif aliases and self.copy is None and self.factors:
-            self.copy = self.value.clone()
-        return self.value
+    def read(self, is_alias: bool = False, to_write: bool = False) -> Tensor:
+        return self.terms.give(is_alias, to_write).view(self.shape)
 
-    def parts(self) -> tuple[list[_Factor], Tensor | None]:
-        """Factors, and what is to be added; no factors once their sum was written."""
-        if self.copy is not None and self.value is not None:
-            pair = self.copy.view(torch.uint8), self.value.view(torch.uint8)  # NaN is no other value than it was
-            if not torch.equal(*pair):
-                self.factors, self.copy = [], None
-        return self.factors, self.rest if self.factors else self.value
-
-    def read_by_others(self, itself: bool) -> None:
-        """Multiply what others keep of this gradient and those that it was made of, before a weight changes."""
-        for each in [ref() for family in self.families for ref in family]:
-            if each is not None and (itself or each is not self):
-                each.read()
-
-    def _viewed(self, shape: Any) -> WhenRead | None:
-        factors, rest = self.parts()
-        shape = torch.empty(self.shape, device="meta").view(getattr(shape, "shape", shape)).shape
-        if not factors or len(shape) < 2 or shape[-1] != self.shape[-1]:
-            return None
-        factors = [each._replace(grad=each.grad.reshape(*shape[:-1], each.grad.shape[-1])) for each in factors]
-        return WhenRead(shape, factors, None if rest is None else rest.reshape(shape), self.families)
-
-    def _plus(self, other: Any) -> WhenRead | None:
-        if not isinstance(other, Tensor) or other.shape != self.shape or other.dtype != self.dtype:
-            return None
-        factors, rest = self.parts()
-        more, others = other.parts() if isinstance(other, WhenRead) else ([], other)
-        if not (factors or more):
-            return None
-        both = rest if others is None else others if rest is None else rest + others
-        families = self.families + (other.families if isinstance(other, WhenRead) else [])
-        return WhenRead(self.shape, factors + more, both, families)
+    numpy, tolist, data_ptr, untyped_storage, __reduce_ex__, __deepcopy__, __repr__ = map(
+        _of_the_numbers,
+        ("numpy", "tolist", "data_ptr", "untyped_storage", "__reduce_ex__", "__deepcopy__", "__repr__"),
+    )

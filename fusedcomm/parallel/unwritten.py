@@ -20,7 +20,10 @@ def unwritten(y: Tensor, x: Tensor, weight: Tensor, keeps_x: bool = True) -> Ten
     needed = [x] if keeps_x and weight.requires_grad else []
     needed += [weight] if x.requires_grad else []
     counts = [each for t in needed if isinstance(t, DTensor) and not is_cast(t) for each in counts_of(t)]
-    return _Unwritten.apply(y, *counts) if counts else y  # type: ignore[no-any-return]
+    if not counts:
+        return y
+    with torch.autograd._unsafe_preserve_version_counter(y):  # selective checkpointing would take it for a write
+        return _Unwritten.apply(y, *counts)  # type: ignore[no-any-return]
 
 
 def counts_of(t: Tensor) -> list[Tensor]:
