@@ -28,7 +28,8 @@ def linears_of_replicated(
     refuse_outside_ops(name, x, *weights, *biases)
     group_size, group_name = resolve(group)
     x, *cast = autocast(x, *weights, *biases)
-    if not torch.is_grad_enabled():  # Dynamo traces no autograd.Function that saves something there
+    needed = [t for t in (x, *cast) if t is not None and t.requires_grad]
+    if not needed or not torch.is_grad_enabled():  # Dynamo traces no autograd.Function that saves something there
         return [F.linear(x, *each) for each in zip(cast[: len(weights)], cast[len(weights) :], strict=True)]
     return list(_LinearsOfReplicated.apply(group_size, group_name, x, *cast))
 
