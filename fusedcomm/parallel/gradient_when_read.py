@@ -104,8 +104,8 @@ class _Factor(NamedTuple):
     def tensors(self) -> tuple[Tensor, Tensor]:
         if [each._version for each in self.counts] != self.versions:
             raise RuntimeError(
-                "a weight was modified by an inplace operation in the backward that computes the gradient of its x: "
-                "write it after the backward, or in a hook of the weight, as register_post_accumulate_grad_hook"
+                "a weight was written before its layers' gradient of x was read: write it after the backward, or in "
+                "a hook of the weight"
             )
         return self.grad, self.weight
 
