@@ -38,6 +38,7 @@ from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.runtime import group, proof_file
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
+from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.segment import FINGERPRINT
 from fusedcomm.runtime.vote import agree
 from fusedcomm.runtime.workspace import Call
@@ -62,6 +63,7 @@ def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> b
     return ours.topology.name_of_proof(plan.op, plan.algorithm, dtype, uneven) not in ours.outcomes
 
 
+@outside_modes()
 def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
     """Prove an algorithm, in all ranks of the group, and keep the outcome. Returns what is wrong, or an empty text.
 

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedcomm import env
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULTS, Constants
 from fusedcomm.runtime import group
+from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.vote import agree
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def check(mesh: DeviceMesh) -> MeshFacts:
     """
     known = _known(mesh)
     if known.facts is None:
-        with _disable_current_modes():  # torch.compile may be tracing
+        with outside_modes():
             known.facts = _mesh_facts(known)
     return known.facts
 
@@ -85,7 +85,7 @@ def flattened(mesh: DeviceMesh, mesh_dims: tuple[int, ...], *, reduces: bool = F
     known = _known(mesh)
     found = known.flat.get((mesh_dims, reduces))
     if found is None or found.pg not in c10d._world.pg_map:
-        with _disable_current_modes():
+        with outside_modes():
             found = known.flat[mesh_dims, reduces] = _flat_group(mesh, known, mesh_dims, reduces)
     return found
 
@@ -130,7 +130,7 @@ def _known(mesh: DeviceMesh) -> _Mesh:
     if known is None or known.groups != groups:
         if known is None:
             weakref.finalize(mesh, _meshes.pop, id(mesh), None).atexit = False
-        with _disable_current_modes():
+        with outside_modes():
             known = _meshes[id(mesh)] = _read(mesh, groups)
     return known
 
@@ -183,7 +183,7 @@ def _destroyed(mesh: DeviceMesh) -> ValueError:
 
 
 def _describe(mesh: DeviceMesh) -> str:
-    with _disable_current_modes():
+    with outside_modes():
         ranks: Any = getattr(mesh, "_rank_map", None)  # mesh.mesh can be read on its own ranks only
         if mesh.get_coordinate() is not None:
             ranks = mesh.mesh

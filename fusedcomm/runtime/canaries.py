@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.segment import HeaderLayout
 
 GUARD_BYTES = 4096  # size of one guard
@@ -28,6 +29,7 @@ def paint(segment: Tensor, layout: HeaderLayout) -> None:
         segment[start : start + layout.guard_bytes] = pattern
 
 
+@outside_modes()
 def damage(
     segment: Tensor, layout: HeaderLayout, slot_bytes: int, rank: int, posted: Tensor | None = None
 ) -> str | None:
@@ -79,6 +81,7 @@ def _place(i: int, guarded: list[str], found: Tensor, wrong: Tensor) -> str:
 
 
 @cache
+@outside_modes()
 def _pattern(num_bytes: int) -> Tensor:
     """The bytes of a guard. None of them is 0, and none equals its neighbour."""
     return (torch.arange(num_bytes, device="cpu") * 37 % 251 + 1).to(torch.uint8)

@@ -51,11 +51,12 @@ class DeviceToHost:
             self._host = source.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             return
         source = _plain(source)
-        if source.is_cuda:
-            self._host, self._done = _copy_on_stream(source, blocking)
-            self._has_event = True
-        else:
-            self._host = source.clone(memory_format=torch.contiguous_format).as_subclass(Tensor)
+        with torch.inference_mode(False), torch.no_grad():  # it may be read, and written, in another mode
+            if source.is_cuda:
+                self._host, self._done = _copy_on_stream(source, blocking)
+                self._has_event = True
+            else:
+                self._host = source.clone(memory_format=torch.contiguous_format).as_subclass(Tensor)
 
     def wait(self) -> Tensor:
         """Wait for the copy and return the tensor on the host, the same one every time.

@@ -30,6 +30,7 @@ from fusedcomm.runtime.departures import Departures
 from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.native_part import native
+from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.results import Results
 from fusedcomm.runtime.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.runtime.topology import Topology
@@ -163,6 +164,7 @@ class Member:
         for each in (*self.retired, *([self.workspace] if self.workspace else [])):
             each.check(op)
 
+    @outside_modes()
     def reset(self, num_bytes: int) -> None:
         """``num_bytes``: the size of a slot, the same on all ranks."""
         with self.lock, on_device(self.device):
@@ -175,6 +177,7 @@ class Member:
             with suppress(WorkspaceUnavailable):  # the next plan gives the reason
                 self._make(num_bytes, "fusedcomm.reset", 0)
 
+    @outside_modes()
     def close(self) -> None:
         with self.lock, on_device(self.device):
             self._free()
@@ -182,6 +185,7 @@ class Member:
             self.error = self.for_graphs = None
             self.retired.clear()
 
+    @outside_modes()
     def _come_together(self, workspace: Workspace, op: str, fingerprint: int) -> None:
         """Before growth, find out a rank that is in another call, so that nobody waits for it in vain."""
         if self.device.type == "cpu":
@@ -193,6 +197,7 @@ class Member:
         torch.cuda.synchronize(self.device)
         workspace.check(op)
 
+    @outside_modes()
     def _make(self, num_bytes: int, op: str, fingerprint: int) -> Workspace:
         slot_bytes = max(num_bytes, min(_MIN_SLOT_BYTES, self.max_slot_bytes))
         slot_bytes = min(1 << (slot_bytes - 1).bit_length(), self.max_slot_bytes)  # few sizes, so few growths

@@ -20,6 +20,7 @@ from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.departures import announce, farewell, leaving_by
 from fusedcomm.runtime.group import Group
 from fusedcomm.runtime.group_member import Member, check_same_call, refuse_capture
+from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.vote import agree
 
 
@@ -54,18 +55,22 @@ def member(group_name: str, device: torch.device, record: flight_recorder.Record
             if record is not None:
                 record.resets = group.resets
             try:
-                voted, departures = topology.probe(pg, device)
+                group.members[device] = _voted(pg, device, group.resets)
             except PeerError as failed:
                 group.errors[device] = failed.until_reset()
                 raise group.errors[device].again() from failed
-            store = groups.store(pg, f"workspace/{device.type}")
-            ranks = tuple(dist.get_process_group_ranks(pg))
-            group.members[device] = Member(
-                pg.rank(), pg.size(), group_name, device, store, voted, ranks, departures, resets=group.resets
-            )
-            group.members[device].outcomes.update(voted.outcomes)
-            group.members[device].prepare_calls()
         return group.members[device]
+
+
+@outside_modes()
+def _voted(pg: ProcessGroup, device: torch.device, resets: int) -> Member:
+    voted, departures = topology.probe(pg, device)
+    store = groups.store(pg, f"workspace/{device.type}")
+    ranks = tuple(dist.get_process_group_ranks(pg))
+    made = Member(pg.rank(), pg.size(), pg.group_name, device, store, voted, ranks, departures, resets=resets)
+    made.outcomes.update(voted.outcomes)
+    made.prepare_calls()
+    return made
 
 
 def _group(pg: ProcessGroup) -> _Group:

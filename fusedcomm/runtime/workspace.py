@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
@@ -30,6 +29,7 @@ from fusedcomm.runtime.captures import is_capturing
 from fusedcomm.runtime.departures import KILLED, Departures
 from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.native_part import loaded
+from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.patience import Patience
 from fusedcomm.runtime.posts import Posts
 from fusedcomm.runtime.rank_order import peers_of, sources_of
@@ -72,6 +72,7 @@ class Workspace:
 
     least_copied = LEAST_COPIED  # bytes of a run of a `fused` gather that copy engines send
 
+    @outside_modes()
     def __init__(
         self, rank: int, segments: list[Tensor], group_name: str, owner: Any = None, guard_bytes: int = 0
     ) -> None:
@@ -181,6 +182,7 @@ class Workspace:
         if self.error is not None:
             raise self.error.again()
 
+    @outside_modes()
     def forget_error(self) -> None:
         self.error = None
         self.record.words.zero_()
@@ -229,6 +231,7 @@ class Workspace:
         text = f"{op} on group {self.group_name!r}, rank {self.rank}, round {epoch}: left by {type(error).__name__}"
         self.error = PeerError(f"{text}. {RESET_FIRST}", peers=[self.rank], op=op, epoch=epoch)
 
+    @outside_modes()
     def _give_up(self, kind: int, epoch: int) -> None:
         """Tell all ranks, without the native part, which workspaces on GPUs do not need."""
         self._retire_results()
@@ -244,6 +247,7 @@ class Workspace:
         address = self.layout.broken + 8 * self.rank
         buffer[address : address + 8].view(torch.int64).fill_(kind | epoch << 8)
 
+    @outside_modes()  # the garbage collector may call this while torch.compile traces
     def leave(self, last_words: str) -> None:
         """Tell the peers that this rank comes no more. The rounds before stay good: it has sent all that they need.
 
@@ -251,8 +255,7 @@ class Workspace:
         this process may still be in a call, and would take a word in the own header for a peer's.
         """
         epoch = self.epoch + 1
-        # the garbage collector may call this while torch.compile traces
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), beside_kernels(self.device):
+        with beside_kernels(self.device):
             if self.left or self.captured or self.rank in self.breakers(epoch):
                 return
             self.left = True
@@ -392,6 +395,7 @@ class Workspace:
                     self._tell_departure(dst, src, KILLED, epoch)
         return bool(self.breakers(epoch))
 
+    @outside_modes()
     def fail(self, op: str, epoch: int, fingerprint: int, waited: bool = True) -> None:
         """Judge what is there, break every rank's workspace, keep the error and raise it.
 

@@ -78,12 +78,12 @@ MIRRORED: Mirrors = {
         "fusedcomm/runtime/signals.py": ("begin_push", "bb74147c5cb6"),
     },
     "model.ProtocolModel: failures and resets": {
-        "fusedcomm/runtime/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "e5fd399d166e"),
+        "fusedcomm/runtime/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "8b9300a69f20"),
         "kernels/triton/primitives.py": ("fail", "5ef040b57d7d"),
         "fusedcomm/runtime/members.py": ("_all_members reset", "87f233587c68"),
         "fusedcomm/runtime/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
-            "f43452c30a3e",
+            "d7efa8cc38c2",
         ),
         "fusedcomm/runtime/vote.py": ("agree", "4dbc9ecded3c"),
         "fusedcomm/runtime/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
@@ -106,7 +106,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/runtime/results.py:Results": ("at_peer retire", "a3ac5fff8b70"),
         "kernels/cpu/tape.h": ("place", "4198202f6bb3"),
         "fusedcomm/runtime/device_results.py:DeviceResults": ("retire", "cd7631efb832"),
-        "fusedcomm/runtime/workspace.py:Workspace": ("_retire_results fail _give_up abandon", "ac67b32af13f"),
-        "fusedcomm/runtime/group_member.py:Member": ("reset close _make_results _drop_results _share", "63722f701dc6"),
+        "fusedcomm/runtime/workspace.py:Workspace": ("_retire_results fail _give_up abandon", "41631211582c"),
+        "fusedcomm/runtime/group_member.py:Member": ("reset close _make_results _drop_results _share", "ed88ccb28d2c"),
     },
 }

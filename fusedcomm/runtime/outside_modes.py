@@ -1,0 +1,21 @@
+"""State that outlives a call is made, and written, as if its caller were in no mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """A context, or a decorator, without inference mode, gradients, autocast, functorch, dispatch and function modes.
+
+    The default device is a function mode. The default dtype is no mode: what is kept names its own.
+    """
+    inference, autocast = torch.inference_mode(False), torch._C._DisableAutocast()
+    functions, functorch = torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch()
+    with inference, torch.no_grad(), autocast, functions, functorch, _disable_current_modes():
+        yield
