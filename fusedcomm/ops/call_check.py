@@ -38,7 +38,8 @@ def same_call(
     facts = {"call": facts_of(record, plan, bias, by_product)}
     store = PrefixStore("check", ours.store)
     found = agree(store, ours.rank, ours.group_size, facts, what=record.op, departures=ours.departures)
-    compare([each["call"] for each in found], ours.rank, record)
+    where = f"call {record.number} on group {record.group_name!r}"
+    compare([each["call"] for each in found], ours.rank, record.op, where)
 
 
 def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: bool) -> dict[str, Any]:
@@ -58,16 +59,15 @@ def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: 
     }
 
 
-def compare(calls_by_rank: list[dict[str, Any]], rank: int, record: flight_recorder.Record) -> None:
+def compare(calls_by_rank: list[dict[str, Any]], rank: int, op: str, where: str) -> None:
     """Raise for the first field that differs, with the same text on all ranks."""
     for field in max(calls_by_rank, key=len):  # where op is equal, only calls whose parts differ in size have more
         values = [call.get(field) for call in calls_by_rank]
         others = [r for r, value in enumerate(values) if value != values[rank]]
         if others:
-            where = f"call {record.number} on group {record.group_name!r}"
-            what = where if field == "op" else f"{record.op}, {where}"
+            what = where if field == "op" else f"{op}, {where}"
             text = f"calls must be equal on all ranks, got {field} {_by_rank(values)} ({what})"
-            raise PeerMismatchError(text, peers=others, op=record.op, epoch=0, differs=field)
+            raise PeerMismatchError(text, peers=others, op=op, epoch=0, differs=field)
 
 
 def _by_rank(values: list[Any]) -> str:

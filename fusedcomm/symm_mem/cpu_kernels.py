@@ -1,4 +1,8 @@
-"""The CPU kernels of `torch.ops.symm_mem`. Each op reads its peers' memory between two barriers."""
+"""The CPU kernels of `torch.ops.symm_mem`. Ranks meet before each op, which ends its reads of peers with a barrier.
+
+What a rank gives may be in memory that the op writes, its own or a peer's: it is copied before the ranks meet, and
+results are written behind the last barrier.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor
 from fusedcomm.geometry.cut import EVEN
 from fusedcomm.ops import all_gather_matmul, matmul_reduce_scatter  # noqa: F401  they define the ops used here
 from fusedcomm.runtime.group import resolve
+from fusedcomm.symm_mem.meeting import is_symmetric, same_call
 from fusedcomm.symm_mem.peers import Peers, total
 
 _lib = torch.library.Library("symm_mem", "IMPL", "CPU")
@@ -39,13 +44,15 @@ def _check(op: str, must: str, holds: bool, got: object) -> None:
 
 
 def _check_reduced(op: str, reduce_op: str, **tensors: Tensor) -> None:
-    """Check a sum of the first tensor over the ranks; the others hold parts or results of it."""
+    """Check a sum of the first tensor over the ranks, which is symmetric; the others hold parts or results of it."""
+    first, summed = next(iter(tensors.items()))
     _check(op, "reduce_op must be 'sum'", reduce_op == "sum", repr(reduce_op))
-    dtype = next(iter(tensors.values())).dtype
+    dtype, made = summed.dtype, "made by torch.distributed._symmetric_memory.empty"
     _check(op, "dtype must be float32 or bfloat16", dtype in _DTYPES, dtype)
     for name, t in tensors.items():
         _check(op, f"{name} must be contiguous", t.is_contiguous(), f"strides {list(t.stride())}")
         _check(op, f"{name} must be {dtype}", t.dtype == dtype, t.dtype)
+    _check(op, f"{first} must be {made}", is_symmetric(summed), "another tensor")
 
 
 def _check_shape(op: str, name: str, t: Tensor, shape: Sequence[int]) -> None:
@@ -77,40 +84,42 @@ def _one_shot(
     op: str, input: Tensor, local_input: Tensor | None, reduce_op: str, group_name: str, out: Tensor
 ) -> Tensor:
     """Every rank reads all of every peer's tensor."""
-    local = {} if local_input is None else {"local_input": local_input}
-    _check_reduced(op, reduce_op, input=input, **local, out=out)
-    for name, t in {**local, "out": out}.items():
-        _check_shape(op, name, t, input.shape)
+    local = {} if local_input is None else {"local_input": local_input.clone()}
+    with same_call(op, group_name, input=input, reduce_op=reduce_op):
+        _check_reduced(op, reduce_op, input=input, **local, out=out)
+        for name, t in {**local, "out": out}.items():
+            _check_shape(op, name, t, input.shape)
     peers = Peers.of(op, "input", input, group_name)
-    if local_input is not None:
-        input.copy_(local_input)
+    for t in local.values():
+        input.copy_(t)
+        peers.barrier()
+    reduced = total(peers.tensors)
     peers.barrier()
-    out.copy_(total(peers.tensors))
-    peers.barrier()
-    return out
+    return out.copy_(reduced)
 
 
 def two_shot_all_reduce_(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
     op = "two_shot_all_reduce_"
-    _check_reduced(op, reduce_op, input=input)
+    with same_call(op, group_name, input=input, reduce_op=reduce_op):
+        _check_reduced(op, reduce_op, input=input)
     _two_shot(op, input, group_name)
     return input
 
 
 def two_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, output: Tensor) -> Tensor:
     op = "two_shot_all_reduce_out"
-    _check_reduced(op, reduce_op, input=input, output=output)
-    _check_shape(op, "output", output, input.shape)
+    with same_call(op, group_name, input=input, reduce_op=reduce_op):
+        _check_reduced(op, reduce_op, input=input, output=output)
+        _check_shape(op, "output", output, input.shape)
     peers = _two_shot(op, input, group_name)
-    output.copy_(input)
+    reduced = input.clone()
     peers.barrier()  # a peer that has returned may write input
-    return output
+    return output.copy_(reduced)
 
 
 def _two_shot(op: str, input: Tensor, group_name: str) -> Peers:
     """Every rank reads one part of every peer's tensor, which nobody else reads, and writes the sum there."""
     peers = Peers.of(op, "input", input.view(-1), group_name)
-    peers.barrier()
     parts = peers.part(0)
     reduced = total(parts)
     for part in parts:
@@ -121,16 +130,16 @@ def _two_shot(op: str, input: Tensor, group_name: str) -> Peers:
 
 def reduce_scatter_out(input: Tensor, group_name: str, split_last_dim: bool, output: Tensor) -> Tensor:
     op = "reduce_scatter_out"
-    _check_reduced(op, "sum", input=input, output=output)
-    wanted = "input must have at least 1 dim" if split_last_dim else "input must have 1 dim without split_last_dim"
-    _check(op, wanted, input.dim() >= 1 if split_last_dim else input.dim() == 1, input.dim())
-    _check_divisible(op, "last dim of input", input.shape[-1], group_name)
-    _check_shape(op, "output", output, [*input.shape[:-1], input.shape[-1] // resolve(group_name)[0]])
+    with same_call(op, group_name, input=input, split_last_dim=split_last_dim):
+        _check_reduced(op, "sum", input=input, output=output)
+        wanted = "input must have at least 1 dim" if split_last_dim else "input must have 1 dim without split_last_dim"
+        _check(op, wanted, input.dim() >= 1 if split_last_dim else input.dim() == 1, input.dim())
+        _check_divisible(op, "last dim of input", input.shape[-1], group_name)
+        _check_shape(op, "output", output, [*input.shape[:-1], input.shape[-1] // resolve(group_name)[0]])
     peers = Peers.of(op, "input", input, group_name)
+    reduced = total(peers.part(-1))
     peers.barrier()
-    output.copy_(total(peers.part(-1)))
-    peers.barrier()
-    return output
+    return output.copy_(reduced)
 
 
 def _check_divisible(op: str, name: str, size: int, group_name: str) -> None:
@@ -143,7 +152,9 @@ def _check_divisible(op: str, name: str, size: int, group_name: str) -> None:
 
 def _low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
     op = "_low_contention_all_gather"
-    _check(op, "tensor must have at least 1 dim", tensor.dim() > 0, 0)
+    tensor = tensor.contiguous().clone()
+    with same_call(op, group_name, tensor=tensor):
+        _check(op, "tensor must have at least 1 dim", tensor.dim() > 0, 0)
     peers = Peers.with_copy(op, tensor, group_name)
     peers.barrier()
     gathered = torch.cat(peers.tensors)
@@ -153,11 +164,13 @@ def _low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
 
 def _low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
     op = "_low_contention_reduce_scatter"
-    _check(op, "reduce_op must be 'sum' or 'avg'", reduce_op in ("sum", "avg"), repr(reduce_op))
-    dtypes = (*_DTYPES, torch.float16)
-    _check(op, "dtype must be float32, float16 or bfloat16", tensor.dtype in dtypes, tensor.dtype)
-    _check(op, "tensor must have at least 1 dim", tensor.dim() > 0, 0)
-    _check_divisible(op, "dim 0 of tensor", tensor.shape[0], group_name)
+    tensor = tensor.contiguous().clone()
+    with same_call(op, group_name, tensor=tensor, reduce_op=reduce_op):
+        _check(op, "reduce_op must be 'sum' or 'avg'", reduce_op in ("sum", "avg"), repr(reduce_op))
+        dtypes = (*_DTYPES, torch.float16)
+        _check(op, "dtype must be float32, float16 or bfloat16", tensor.dtype in dtypes, tensor.dtype)
+        _check(op, "tensor must have at least 1 dim", tensor.dim() > 0, 0)
+        _check_divisible(op, "dim 0 of tensor", tensor.shape[0], group_name)
     peers = Peers.with_copy(op, tensor, group_name)
     peers.barrier()
     reduced = total(peers.part(0), len(peers.tensors) if reduce_op == "avg" else 1)

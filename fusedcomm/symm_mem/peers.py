@@ -10,18 +10,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import ProcessGroup
 
-from fusedcomm import env
 from fusedcomm.algorithms.transport import add_in_order
 from fusedcomm.runtime import group as groups
+from fusedcomm.runtime.outside_modes import outside_modes
+from fusedcomm.symm_mem.meeting import timeout_ms
 
 _workspaces: WeakKeyDictionary[ProcessGroup, Tensor] = WeakKeyDictionary()
 _failed: dict[int, Any] = {}  # handles by the address of their signals; kept, so that no other gets that address
 
 
-def timeout_ms() -> int:
-    return max(1, int(env.timeout_s() * 1e3))  # 0 would be no bound
-
-
+@outside_modes()
 def workspace(group_name: str, min_size: int) -> Any:
     """The handle of the group's uint8 workspace in CPU memory. To make it or let it grow is a collective."""
     pg = groups.find(group_name)
@@ -37,6 +35,7 @@ class Peers:
     The barriers use channel 0 of the segment's signal pad, as torch's kernels do on CUDA.
     """
 
+    @outside_modes()
     def __init__(self, op: str, handle: Any, offset_bytes: int, like: Tensor) -> None:
         self.op = op
         self.handle = handle

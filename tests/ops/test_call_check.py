@@ -155,12 +155,12 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
         "number of the call": 7,
         "version": f"{version('fusedcomm')} with torch {torch.__version__}",
     }
-    compare([facts] * 3, 0, record)
+    compare([facts] * 3, 0, op, "here")
     for name, value in facts.items():
         of_ranks = [facts, facts | {name: "another"}, facts]
         for rank in range(3):
             with pytest.raises(fusedcomm.PeerMismatchError) as caught:
-                compare(of_ranks, rank, record)
+                compare(of_ranks, rank, op, "here")
             text = f"calls must be equal on all ranks, got {name} {both(value, 'another')} ("
             assert str(caught.value).startswith(text)
             assert caught.value.peers == ([0, 2] if rank == 1 else [1])

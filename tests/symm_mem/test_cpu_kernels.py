@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -118,11 +121,15 @@ def values(round: int, rank: int, dtype: torch.dtype) -> Tensor:
 def wrong_programs(
     rank: int, dtype: torch.dtype, num_rounds: int, late_s: float = LATE_S, skipped: int | None = None
 ) -> list[str]:
-    """Calls back to back with fresh data, one rank late after each barrier. Nobody makes the barrier ``skipped``."""
+    """Calls back to back with fresh data, one rank late after each barrier. Nobody makes the barrier ``skipped``.
+
+    Barrier 0 is the meeting.
+    """
     size = dist.get_world_size()
-    t = symmetric(dtype)
+    t, handle = symmetric(dtype), symm_mem.get_symm_mem_workspace(NAME, 4096)
+    place = handle.get_buffer(rank, (handle.buffer_size // dtype.itemsize,), dtype)
     rounds = [[values(round, r, dtype) for r in range(size)] for round in range(num_rounds)]
-    real = Peers.barrier
+    real, meet = Peers.barrier, cpu_kernels.same_call
     num_barriers: Counter[Peers] = Counter()
     late = 0
 
@@ -133,14 +140,23 @@ def wrong_programs(
         if rank == late:
             time.sleep(late_s)
 
+    @contextmanager
+    def meeting(*args: Any, **arguments: Any) -> Iterator[None]:
+        with nullcontext() if skipped == 0 else meet(*args, **arguments):
+            yield
+        if rank == late:
+            time.sleep(late_s)
+
     wrong = []
     for name, program in PROGRAMS.items():
         program(rounds[0], rank, t)  # makes the workspace
         dist.barrier()
-        with mock.patch.object(Peers, "barrier", barrier):
+        with mock.patch.object(Peers, "barrier", barrier), mock.patch.object(cpu_kernels, "same_call", meeting):
             for round, xs in enumerate(rounds):
                 late = round // 2 % size  # two rounds in turn: it comes late to the second
                 got, want = program(xs, rank, t)
+                for shared in (t, place):  # who has returned may write it
+                    shared.fill_(torch.nan)
                 if not torch.equal(got, want):
                     wrong.append(name)
         dist.barrier()
@@ -152,10 +168,14 @@ def test_values_back_to_back(ranks: Ranks, world_size: int, dtype: torch.dtype) 
     assert ranks(world_size).run(wrong_programs, dtype, 8) == [[]] * world_size
 
 
-@pytest.mark.parametrize("skipped", [1, 2])
+COPIES = {name for name in PROGRAMS if "copy" in name or name.startswith(("all_gather", "low"))}  # behind the meeting
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2])
 def test_without_one_of_the_barriers_every_op_is_wrong(ranks: Ranks, skipped: int) -> None:
     results = ranks(2).run(wrong_programs, torch.float32, 4, 10 * LATE_S, skipped)
-    assert set().union(*results) == set(PROGRAMS)
+    has_it = (set(PROGRAMS) - COPIES, set(PROGRAMS), COPIES)[skipped]
+    assert set().union(*results) == has_it
 
 
 @on_ranks(3)
@@ -202,9 +222,14 @@ def test_a_peer_that_does_not_come(rank: int) -> None:
             error = error_of(lambda: ops.one_shot_all_reduce(t, "sum", NAME))
         assert error.startswith("RuntimeError: torch.ops.symm_mem.one_shot_all_reduce: barrier timed out after 100 ms")
         assert "rank 1 has not come" in error
-        error = error_of(lambda: ops.two_shot_all_reduce_(t, "sum", NAME))
-        assert "a wait here has failed; allocate it again on all ranks" in error
     dist.barrier()
+    assert (ops.one_shot_all_reduce(t, "sum", NAME) == 2).all()  # nothing had been sent
+    with timeout(0.1), mock.patch.object(Peers, "barrier", lambda _: dist.barrier()) if rank else nullcontext():
+        error_of(lambda: ops.one_shot_all_reduce(t, "sum", NAME))
+        if rank == 0:
+            dist.barrier()
+            error = error_of(lambda: Peers.of("two_shot_all_reduce_", "input", t, NAME))
+            assert "a wait here has failed; allocate it again on all ranks" in error
     again = symmetric(torch.float32).fill_(1)
     assert (ops.one_shot_all_reduce(again, "sum", NAME) == 2).all()
 
@@ -219,6 +244,87 @@ def test_a_rank_that_has_returned_may_write_its_peers_memory(rank: int) -> None:
         peer.fill_(-1)
     assert (out == 2).all()
     dist.barrier()
+
+
+def wrong_aliases(rank: int, seed: int, num_calls: int) -> list[str]:
+    """Calls whose inputs and results lie anywhere in symmetric memory; each rank chooses for itself."""
+    size, rng, together = dist.get_world_size(), random.Random(100 * seed + rank), random.Random(seed)
+    n, wrong = 12 * size, []
+    base, place = symm_mem.empty(3 * n, device=CPU), symm_mem.get_symm_mem_workspace(NAME, 12 * n)
+    rendezvous(base)
+    memory = [ops.get_remote_tensors(base, NAME), [place.get_buffer(r, (3 * n,), base.dtype) for r in range(size)]]
+
+    def anywhere(numel: int, *ranks: int) -> Tensor:
+        start = rng.randint(0, 3 * n - numel)
+        return rng.choice([torch.zeros(3 * n), *(of[r] for of in memory for r in ranks)])[start : start + numel]
+
+    names = [name for name in cpu_kernels.KERNELS if ("reduce" in name or "gather" in name) and "fused" not in name]
+    for _ in range(num_calls):
+        name = together.choice(names)
+        for each in memory:
+            each[rank].copy_(torch.randint(-8, 9, (3 * n,), generator=torch.Generator().manual_seed(rng.randrange(99))))
+        dist.barrier()
+        given = anywhere(n, *range(size)) if "copy" in name or "low" in name else base[n : 2 * n]
+        xs = [torch.empty(n) for _ in range(size)]
+        dist.all_gather(xs, given.clone())
+        want = torch.cat(xs) if "gather" in name else summed(xs)
+        want = want.chunk(size)[rank] if "scatter" in name else want
+        tensors = [base[n : 2 * n], given] if "copy" in name else [given]
+        options = {"_low_contention_all_gather": [NAME], "reduce_scatter_out": [NAME, False]}.get(name, ["sum", NAME])
+        out = [anywhere(want.numel(), rank)] if name.endswith("_out") else []
+        if not torch.equal(getattr(ops, name)(*tensors, *options, *out), want) or not all(
+            torch.equal(o, want) for o in out
+        ):
+            wrong.append(name)
+        dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world_size", "seed"), [(2, 0), *(pytest.param(2 + i % 3, i, marks=pytest.mark.nightly) for i in range(1, 30))]
+)
+def test_whatever_memory_inputs_and_results_share(ranks: Ranks, world_size: int, seed: int) -> None:
+    assert ranks(world_size).run(wrong_aliases, seed, 40 if seed == 0 else 400) == [[]] * world_size
+
+
+@on_ranks(2)
+def test_ranks_that_differ_all_raise_before_anything_is_sent(rank: int) -> None:
+    t = symmetric(torch.float32, (48,)).fill_(1)
+    half = t[:24].view(torch.bfloat16)
+    differ: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "got tensor ['float32', [3, 2]] on rank 0 and ['float32', [5, 2]] on rank 1": (
+            lambda: ops._low_contention_all_gather(torch.ones(3, 2), NAME),
+            lambda: ops._low_contention_all_gather(torch.ones(5, 2), NAME),
+        ),
+        "got tensor ['float32', [2]] on rank 0 and ['float16', [4]] on rank 1": (
+            lambda: ops._low_contention_reduce_scatter(torch.ones(2), "sum", NAME),
+            lambda: ops._low_contention_reduce_scatter(torch.ones(4).half(), "sum", NAME),
+        ),
+        "got reduce_op sum on rank 0 and avg on rank 1": (
+            lambda: ops._low_contention_reduce_scatter(torch.ones(2), "sum", NAME),
+            lambda: ops._low_contention_reduce_scatter(torch.ones(2), "avg", NAME),
+        ),
+        "got input ['float32', [48], 16] on rank 0 and ['bfloat16', [48], 16] on rank 1": (
+            lambda: ops.one_shot_all_reduce(t, "sum", NAME),
+            lambda: ops.one_shot_all_reduce(half, "sum", NAME),
+        ),
+        "got input ['float32', [24], 16] on rank 0 and ['float32', [24], 112] on rank 1": (
+            lambda: ops.two_shot_all_reduce_(t[:24], "sum", NAME),
+            lambda: ops.two_shot_all_reduce_(t[24:], "sum", NAME),
+        ),
+        "got op torch.ops.symm_mem.reduce_scatter_out on rank 0 and torch.ops.symm_mem.one_shot_all_reduce on rank 1": (
+            lambda: ops.reduce_scatter_out(t, NAME, False, torch.empty(24)),
+            lambda: ops.one_shot_all_reduce(t, "sum", NAME),
+        ),
+        "one_shot_all_reduce: out must have shape [48], got [3] (rank 1)": (
+            lambda: ops.one_shot_all_reduce_out(t, "sum", NAME, torch.empty(48)),
+            lambda: ops.one_shot_all_reduce_out(t, "sum", NAME, torch.empty(3)),
+        ),
+    }
+    for text, calls in differ.items():
+        assert text in error_of(calls[rank])
+    assert not symm_mem.rendezvous(t, NAME).get_signal_pad(rank).to(torch.int64).any()
+    assert (ops.one_shot_all_reduce(t, "sum", NAME) == 2).all()
 
 
 @on_ranks(2)

@@ -1,0 +1,104 @@
+"""The ranks of a group compare their calls in symmetric memory before the first signal of one."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import ProcessGroup
+
+from fusedcomm import env
+from fusedcomm.ops.call_check import compare
+from fusedcomm.runtime import group as groups
+from fusedcomm.runtime.outside_modes import outside_modes
+
+_PAGE = 4096  # bytes of a call as JSON
+_MOST_LETTERS = 512  # of an error
+_meetings: WeakKeyDictionary[ProcessGroup, _Meeting] = WeakKeyDictionary()
+
+
+def timeout_ms() -> int:
+    return max(1, int(env.timeout_s() * 1e3))  # 0 would be no bound
+
+
+class _Meeting:
+    """Two pages of each rank, used by turns, and a word that says that a rank has given up on this memory.
+
+    A rank writes a page again behind the barrier of the next call, to which all come after they have read it.
+    """
+
+    @outside_modes()
+    def __init__(self, group_name: str) -> None:
+        cpu, size = torch.device("cpu"), 2 * _PAGE + 8
+        self._segment = _SymmetricMemory.empty_strided_p2p((size,), [1], torch.uint8, cpu, group_name).zero_()
+        self._handle = _SymmetricMemory.rendezvous(self._segment, group_name)
+        self._calls = 0
+
+    @property
+    def is_broken(self) -> bool:
+        return ctypes.string_at(self._segment.data_ptr() + 2 * _PAGE, 1) != b"\0"
+
+    def exchange(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's ``call``, by rank."""
+        start = self._calls % 2 * _PAGE
+        text = json.dumps(call).encode().ljust(_PAGE)
+        assert len(text) == _PAGE, f"a call of {len(text)} bytes"
+        ctypes.memmove(self._segment.data_ptr() + start, text, _PAGE)
+        try:
+            self._handle.barrier(timeout_ms=timeout_ms())
+        except BaseException:
+            for address in self._handle.buffer_ptrs:
+                ctypes.memset(address + 2 * _PAGE, 1, 1)
+            raise
+        self._calls += 1
+        return [json.loads(ctypes.string_at(address + start, _PAGE)) for address in self._handle.buffer_ptrs]
+
+
+@contextmanager
+def same_call(op: str, group_name: str, **arguments: Any) -> Iterator[None]:
+    """A barrier to which all ranks come with equal arguments, or all raise. In its block a rank checks its own.
+
+    Raises ValueError if a rank did in its block, and PeerMismatchError if arguments differ; nothing is sent then.
+    """
+    pg, name, wrong = groups.find(group_name), f"torch.ops.symm_mem.{op}", ""
+    try:
+        yield
+    except ValueError as error:
+        wrong = str(error)[:_MOST_LETTERS]
+    call = {"op": name, **{key: _facts(value) for key, value in arguments.items()}, "error": wrong}
+    calls = [call] if pg.size() == 1 else _exchange(op, pg, call)
+    errors = [each.pop("error") for each in calls]
+    rank = next((rank for rank, each in enumerate(errors) if each), None)
+    if rank is not None:
+        alone = f" (rank {rank})" if set(errors) != {errors[rank]} else ""
+        raise ValueError(errors[rank] + alone)
+    compare(calls, pg.rank(), name, f"group {group_name!r}")
+
+
+def _exchange(op: str, pg: ProcessGroup, call: dict[str, Any]) -> list[dict[str, Any]]:
+    meeting = _meetings.get(pg)
+    if meeting is None or meeting.is_broken:
+        meeting = _meetings[pg] = _Meeting(pg.group_name)
+    try:
+        return meeting.exchange(call)
+    except RuntimeError as error:
+        raise RuntimeError(f"torch.ops.symm_mem.{op}: {error}") from None
+
+
+def _facts(value: Any) -> Any:
+    """JSON. The place of a tensor in its memory must be the same on all ranks only if that is symmetric."""
+    if isinstance(value, Tensor):
+        place = [value.storage_offset() * value.itemsize] if is_symmetric(value) else []
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), *place]
+    return value
+
+
+def is_symmetric(t: Tensor) -> bool:
+    return bool(_SymmetricMemory.is_symm_mem_tensor(t)) if hasattr(_SymmetricMemory, "is_symm_mem_tensor") else True
