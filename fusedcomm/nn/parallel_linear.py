@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fusedcomm.ops.arguments import check_tensor
+from fusedcomm.ops.call_check import same_collective
 from fusedcomm.parallel.plain_modules import (
     PARAMETERS,
     has_parameter_hooks,
@@ -204,7 +205,13 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTe
 def whole(t: Tensor) -> Tensor:
     """The whole of a DTensor, by a collective, or the plain tensor itself."""
     t = t.detach()
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    if not isinstance(t, DTensor):
+        return t
+    facts = {"shape": list(t.shape), "placements": str(t.placements)}
+    for pg in [] if t.device_mesh.get_coordinate() is None else t.device_mesh.get_all_groups():
+        with same_collective("full_tensor", pg.group_name, t.to_local(), **facts):
+            pass
+    return t.full_tensor()
 
 
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from fusedcomm.geometry.cut import Splits, chunk_parts
 from fusedcomm.nn.token_splits import gathered
 from fusedcomm.ops import splits
 from fusedcomm.ops.arguments import check_tensor
+from fusedcomm.ops.call_check import same_collective
 from fusedcomm.reference import MOVED, bytes_of
 from fusedcomm.runtime.group import Group, rank_of, resolve
 
@@ -86,8 +87,11 @@ def unshard_tokens(batch: Any, tokens: int | Sequence[int], dim: Any = 1, group:
 
     def joined(t: Tensor, dim: int) -> Tensor:
         check_tensor("a tensor of batch", t)
-        size = t.size(dim)  # raises IndexError
-        given = Splits(**gathered(tokens, size, group_size, group_name, "a tensor of batch"), rank=rank_of(group_name))
+        sizes = [size for i, size in enumerate(t.shape) if i not in (dim, dim + t.ndim)]
+        with same_collective("unshard_tokens", group_name, t, tokens=str(tokens), dim=dim, other_sizes=sizes):
+            size = t.size(dim)  # raises IndexError
+            parts = gathered(tokens, size, group_size, group_name, "a tensor of batch")
+            given = Splits(**parts, rank=rank_of(group_name))
         return _Unsharded.apply(t, dim % t.ndim, given, group_size, group_name)  # type: ignore[no-any-return]
 
     return _map(joined, batch, dim)

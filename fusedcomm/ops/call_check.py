@@ -9,19 +9,25 @@ While a CUDA graph is captured the check runs once; its replays are not checked.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import PrefixStore
 from torch.utils import _pytree as pytree
 
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.errors import PeerMismatchError
-from fusedcomm.runtime import flight_recorder
+from fusedcomm.runtime import flight_recorder, group
 from fusedcomm.runtime.group_member import Member
+from fusedcomm.runtime.members import member
 from fusedcomm.runtime.vote import agree
+
+_MOST_LETTERS = 512  # of an error
 
 
 def same_call(
@@ -59,21 +65,79 @@ def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: 
     }
 
 
-def compare(calls_by_rank: list[dict[str, Any]], rank: int, op: str, where: str) -> None:
+@contextmanager
+def same_arguments(
+    op: str,
+    group_name: str,
+    rank: int,
+    vote: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    arguments: dict[str, Any],
+    names: Sequence[int] | None = None,
+) -> Iterator[None]:
+    """All ranks come here with equal arguments, or all raise. In its block a rank checks its own.
+
+    ``vote`` returns every rank's call, by rank; ``names``: what errors call the ranks, if not 0, 1, ...
+    """
+    wrong: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        wrong = error
+    calls = vote({"op": op, **arguments, "error": "" if wrong is None else (str(wrong) or repr(wrong))[:_MOST_LETTERS]})
+    errors = [call.pop("error") for call in calls]
+    if wrong is not None and not isinstance(wrong, ValueError):
+        raise wrong
+    first = next((r for r, error in enumerate(errors) if error), None)
+    if first is not None:
+        alone = f" (rank {first if names is None else names[first]})" if set(errors) != {errors[first]} else ""
+        raise ValueError(errors[first] + alone)
+    compare(calls, rank, op, f"group {group_name!r}", names)
+
+
+@contextmanager
+def same_collective(op: str, group_name: str, t: Tensor, **arguments: Any) -> Iterator[None]:
+    """With FUSEDCOMM_CHECK, `same_arguments` of the group's ranks, else nothing. ``t``: what is sent.
+
+    Code that is traced is not checked.
+    """
+    pg = group.find(group_name)
+    if pg.size() == 1 or is_traced(t) or not (ours := member(group_name, t.device)).topology.check:
+        yield
+        return
+
+    def vote(call: dict[str, Any]) -> list[dict[str, Any]]:
+        store = PrefixStore("check", ours.store)
+        found = agree(store, ours.rank, ours.group_size, {"call": call}, what=op, departures=ours.departures)
+        return [each["call"] for each in found]
+
+    with same_arguments(op, group_name, ours.rank, vote, {"dtype": str(t.dtype), **arguments}):
+        yield
+
+
+def is_traced(t: Any) -> bool:
+    return torch.compiler.is_compiling() or isinstance(t, FakeTensor) or t.device.type not in ("cpu", "cuda")
+
+
+def compare(
+    calls_by_rank: list[dict[str, Any]], rank: int, op: str, where: str, names: Sequence[int] | None = None
+) -> None:
     """Raise for the first field that differs, with the same text on all ranks."""
     for field in max(calls_by_rank, key=len):  # where op is equal, only calls whose parts differ in size have more
         values = [call.get(field) for call in calls_by_rank]
         others = [r for r, value in enumerate(values) if value != values[rank]]
         if others:
             what = where if field == "op" else f"{op}, {where}"
-            text = f"calls must be equal on all ranks, got {field} {_by_rank(values)} ({what})"
-            raise PeerMismatchError(text, peers=others, op=op, epoch=0, differs=field)
+            names = range(len(values)) if names is None else names
+            text = f"calls must be equal on all ranks, got {field} {_by_rank(values, names)} ({what})"
+            raise PeerMismatchError(text, peers=[names[r] for r in others], op=op, epoch=0, differs=field)
 
 
-def _by_rank(values: list[Any]) -> str:
+def _by_rank(values: list[Any], names: Sequence[int]) -> str:
     """``[4, 8] on ranks 0, 2 and [4, 9] on rank 1``."""
     texts = [str(value) for value in values]
-    ranks = {text: [str(r) for r, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
+    ranks = {
+        text: [str(r) for r, other in zip(names, texts, strict=True) if other == text] for text in dict.fromkeys(texts)
+    }
     parts = [f"{text} on rank{'s' * (len(found) > 1)} {', '.join(found)}" for text, found in ranks.items()]
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 

@@ -89,29 +89,44 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     spec: Any = x._spec
     held: Tensor = x._local_tensor.detach()  # a DTensor that is made of a tensor that requires grad warns
     local = held
-    now, target = spec, _target(spec, names)
+    now, plan = spec, None
+    with mesh_groups.same_call("redistribute", x, to=list(names), forward_dtype=str(forward_dtype)):
+        target = _target(spec, names)
+        moves = target != spec.placements and spec.mesh.get_coordinate() is not None
+        if moves:  # otherwise this rank has no part of the tensor, or has its part already
+            plan = _plan_of_part(held, spec, target, forward_dtype or held.dtype)
     if forward_dtype is not None and forward_dtype != local.dtype:
         local = local.to(forward_dtype)
         now = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=forward_dtype))
     after = now
     if target != now.placements:
         after = DTensorSpec(now.mesh, target, tensor_meta=now.tensor_meta)
-        if spec.mesh.get_coordinate() is not None:  # otherwise this rank has no part of the tensor
-            local = _redistributed(local, now, after, async_op)
+    if moves:
+        local = _by_torch(local, now, after, async_op) if plan is None else _by_plan(local, now.mesh, plan, async_op)
     if local is held:  # autograd takes an op's result for memory of its own, which may be written
         local = local.clone(memory_format=torch.contiguous_format)
     return DTensor(local, after, requires_grad=False)
 
 
-def _redistributed(local: Tensor, now: DTensorSpec, after: DTensorSpec, async_op: bool) -> Tensor:
+def _plan_of_part(
+    local: Tensor, now: DTensorSpec, target: tuple[Placement, ...], dtype: torch.dtype
+) -> RedistributionPlan | None:
+    """The plan, which ``local`` has been checked to fit, or None where torch redistributes."""
     facts = mesh_groups.check(now.mesh)
     local = local.resolve_conj().resolve_neg()  # what is sent is memory
     try:
-        shardings = _shardings(facts, now, after.placements)
+        shardings = _shardings(facts, now, target)
     except Unsupported as reason:
         _log_once(reason.what, str(reason))
-        return _by_torch(local, now, after, async_op)
-    return _by_plan(local, now.mesh, _plan(facts, *shardings, local.dtype), async_op)
+        return None
+    plan = _plan(facts, *shardings, dtype)
+    coordinate = tuple(now.mesh.get_coordinate() or ())
+    if tuple(local.shape) != (wanted := plan.before.local_shape(coordinate)):
+        raise ValueError(
+            f"the local tensor at {coordinate} of the mesh must have shape {wanted} for a tensor of shape "
+            f"{plan.before.shape} that is {plan.before}, got {tuple(local.shape)}"
+        )
+    return plan
 
 
 def _arguments(
@@ -175,11 +190,6 @@ def _links(facts: MeshFacts) -> MeshLinks:
 
 def _by_plan(local: Tensor, mesh: DeviceMesh, plan: RedistributionPlan, async_op: bool) -> Tensor:
     coordinate = tuple(mesh.get_coordinate() or ())
-    if tuple(local.shape) != (wanted := plan.before.local_shape(coordinate)):
-        raise ValueError(
-            f"the local tensor at {coordinate} of the mesh must have shape {wanted} for a tensor of shape "
-            f"{plan.before.shape} that is {plan.before}, got {tuple(local.shape)}"
-        )
     flat = [_group(mesh, step) for step in plan.steps]  # all groups are there before anything is sent
     for step, (order, name) in zip(plan.steps, flat, strict=True):
         local = execute.run(step, coordinate, order, name, local, wait=not async_op or step is not plan.steps[-1])

@@ -27,12 +27,14 @@ from torch.distributed import ProcessGroup
 from fusedcomm import env
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULTS, Constants
+from fusedcomm.ops import call_check
 from fusedcomm.runtime import group
 from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.vote import agree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 log = logging.getLogger("fusedcomm")
 
@@ -52,6 +54,7 @@ class MeshFacts:
     ranks: tuple[int, ...]  # global ranks, in row-major order of the mesh
     hosts: tuple[int, ...]  # the host of each of them, numbered from 0
     constants: Constants  # the tuned ones, if all ranks have the same, else the default ones
+    check: bool = False  # FUSEDCOMM_CHECK of any rank
 
     def __hash__(self) -> int:  # looked up often
         return self._hash
@@ -210,7 +213,7 @@ def _mesh_facts(known: _Mesh) -> MeshFacts:
 
 def _vote_on_mesh(known: _Mesh, own: dict[str, Any], ranks: tuple[int, ...]) -> MeshFacts:
     constants = tuned.read(torch.device(known.device_type), len(ranks))
-    posted = own | {"host": env.host_id(), "constants": constants.digest if constants else None}
+    posted = own | {"host": env.host_id(), "constants": constants.digest if constants else None, "check": env.check()}
     facts = _vote("mesh", posted, ranks, "fusedcomm mesh vote")
     _check_same(facts, ranks, ("device_type", "mesh_shape", "ranks"))
     by_rank = dict(zip(ranks, facts, strict=True))
@@ -222,7 +225,31 @@ def _vote_on_mesh(known: _Mesh, own: dict[str, Any], ranks: tuple[int, ...]) -> 
             log.warning("tuned numbers are not used on ranks %s: run `fusedcomm tune` where they share a cache", ranks)
         constants = DEFAULTS[known.device_type]
     hosts = tuple(numbers[fact["host"]] for fact in ordered)
-    return MeshFacts(known.ranks.shape, tuple(own["ranks"]), hosts, constants)
+    return MeshFacts(
+        known.ranks.shape, tuple(own["ranks"]), hosts, constants, check=any(fact["check"] for fact in facts)
+    )
+
+
+@contextmanager
+def same_call(op: str, t: DTensor, **arguments: Any) -> Iterator[None]:
+    """With FUSEDCOMM_CHECK, `call_check.same_arguments` of the ranks of t's mesh, else nothing.
+
+    Code that is traced is not checked.
+    """
+    mesh, local = t.device_mesh, t._local_tensor
+    if mesh.get_coordinate() is None or call_check.is_traced(local) or not check(mesh).check:
+        yield
+        return
+    ranks = sorted(check(mesh).ranks)
+
+    def vote(call: dict[str, Any]) -> list[dict[str, Any]]:
+        return [fact["call"] for fact in _vote("call", {"call": call}, ranks, op)]
+
+    own = {"shape": list(t.shape), "dtype": str(t.dtype), "placements": [str(each) for each in t.placements]}
+    with call_check.same_arguments(
+        op, _describe(mesh), ranks.index(_world_group().rank()), vote, own | arguments, names=ranks
+    ):
+        yield
 
 
 def _vote(purpose: str, facts: dict[str, Any], ranks: Sequence[int], what: str) -> list[dict[str, Any]]:

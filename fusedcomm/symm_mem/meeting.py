@@ -15,12 +15,11 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import ProcessGroup
 
 from fusedcomm import env
-from fusedcomm.ops.call_check import compare
+from fusedcomm.ops.call_check import same_arguments
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.outside_modes import outside_modes
 
 _PAGE = 4096  # bytes of a call as JSON
-_MOST_LETTERS = 512  # of an error
 _meetings: WeakKeyDictionary[ProcessGroup, _Meeting] = WeakKeyDictionary()
 
 
@@ -67,19 +66,13 @@ def same_call(op: str, group_name: str, **arguments: Any) -> Iterator[None]:
 
     Raises ValueError if a rank did in its block, and PeerMismatchError if arguments differ; nothing is sent then.
     """
-    pg, name, wrong = groups.find(group_name), f"torch.ops.symm_mem.{op}", ""
-    try:
+    pg, facts = groups.find(group_name), {key: _facts(value) for key, value in arguments.items()}
+
+    def vote(call: dict[str, Any]) -> list[dict[str, Any]]:
+        return [call] if pg.size() == 1 else _exchange(op, pg, call)
+
+    with same_arguments(f"torch.ops.symm_mem.{op}", group_name, pg.rank(), vote, facts):
         yield
-    except ValueError as error:
-        wrong = str(error)[:_MOST_LETTERS]
-    call = {"op": name, **{key: _facts(value) for key, value in arguments.items()}, "error": wrong}
-    calls = [call] if pg.size() == 1 else _exchange(op, pg, call)
-    errors = [each.pop("error") for each in calls]
-    rank = next((rank for rank, each in enumerate(errors) if each), None)
-    if rank is not None:
-        alone = f" (rank {rank})" if set(errors) != {errors[rank]} else ""
-        raise ValueError(errors[rank] + alone)
-    compare(calls, pg.rank(), name, f"group {group_name!r}")
 
 
 def _exchange(op: str, pg: ProcessGroup, call: dict[str, Any]) -> list[dict[str, Any]]:

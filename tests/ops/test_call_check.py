@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fusedcomm
 from fusedcomm import Plan, env
 from fusedcomm.geometry import shapes
+from fusedcomm.ops import call_check
 from fusedcomm.ops.call_check import compare, facts_of
-from fusedcomm.runtime import flight_recorder
+from fusedcomm.redistribution import mesh_groups
+from fusedcomm.runtime import flight_recorder, members
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
@@ -264,3 +271,86 @@ def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDCOMM_CHECK", "yes")
     with pytest.raises(ValueError, match="FUSEDCOMM_CHECK must be 0 or 1, got 'yes'"):
         env.check()
+
+
+class Differs:
+    """A collective of the package, as rank ``odd`` calls it and as the others do."""
+
+    def __init__(self, rank: int, group: Any, odd: int, rng: random.Random) -> None:
+        self.is_odd, self.rank, self.group, self.size = rank == odd, rank, group, dist.get_world_size(group)
+        self.rows, self.mesh = rng.randint(1, 5), init_device_mesh("cpu", (self.size,))
+
+    def sharded(self, rows: int, dtype: torch.dtype = torch.float32) -> DTensor:
+        return DTensor.from_local(torch.ones(rows, 4, dtype=dtype), self.mesh, [Shard(0)], run_check=False)
+
+    def shape(self) -> Any:
+        return fusedcomm.redistribute(self.sharded(self.rows + self.is_odd), placements=[Replicate()])
+
+    def placements(self) -> Any:
+        to = [Shard(1)] if self.is_odd else [Replicate()]
+        return fusedcomm.redistribute(self.sharded(self.size), placements=to)
+
+    def moves(self) -> Any:
+        to = [Shard(0)] if self.is_odd else [Replicate()]
+        return fusedcomm.redistribute(self.sharded(self.rows), placements=to)
+
+    def forward_dtype(self) -> Any:
+        dtype = torch.bfloat16 if self.is_odd else None
+        return fusedcomm.redistribute(self.sharded(self.rows), placements=[Replicate()], forward_dtype=dtype)
+
+    def local_shape(self) -> Any:
+        x = self.sharded(self.rows)
+        x._local_tensor = x._local_tensor[self.is_odd :]
+        return fusedcomm.redistribute(x, placements=[Replicate()])
+
+    def num_placements(self) -> Any:
+        return fusedcomm.redistribute(self.sharded(self.rows), placements=[Replicate()] * (1 + self.is_odd))
+
+    def token_dtype(self) -> Any:
+        t = torch.ones(self.rows, 3, dtype=torch.float64 if self.is_odd else torch.float32)
+        return fusedcomm.nn.unshard_tokens(t, self.rows * self.size, 0, self.group)
+
+    def tokens(self) -> Any:
+        return fusedcomm.nn.unshard_tokens(torch.ones(self.rows + self.is_odd, 3), self.rows * self.size, 0, self.group)
+
+    def features(self) -> Any:
+        t = torch.ones(self.rows, 3 + self.is_odd)
+        return fusedcomm.nn.unshard_tokens(t, self.rows * self.size, 0, self.group)
+
+    def state(self) -> Any:
+        model = nn.Module()
+        model.register_buffer("b", self.sharded(self.rows, torch.float64 if self.is_odd else torch.float32))
+        return fusedcomm.nn.full_state_dict(model)
+
+    def gradient(self) -> Any:
+        parameter = nn.Parameter(torch.ones(self.rows + self.is_odd))
+        parameter.grad = torch.ones_like(parameter)
+        return fusedcomm.nn.sum_replicated_gradients(nn.Module(), also=[parameter], group=self.group)
+
+
+DIFFERS = [name for name in vars(Differs) if name not in ("sharded",) and not name.startswith("_")]
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "seed"), [(2, 0), *(pytest.param(2 + i % 3, i, marks=pytest.mark.nightly) for i in range(1, 12))]
+)
+def test_every_collective_is_compared(rank: int, world_size: int, seed: int) -> None:
+    rng, cpu, find = random.Random(seed), torch.device("cpu"), members.member
+    with ExitStack() as stack:
+        group = stack.enter_context(fresh_group(CHECK="1"))
+        for name in ("_worlds", "_meshes"):  # WORLD has voted before
+            stack.enter_context(mock.patch.object(mesh_groups, name, type(getattr(mesh_groups, name))()))
+        stack.enter_context(mock.patch.object(call_check, "member", lambda *_: find(group.group_name, cpu)))
+        for name in rng.sample(DIFFERS, len(DIFFERS)):
+            odd = rng.randrange(world_size)
+            with pytest.raises((ValueError, IndexError, fusedcomm.PeerMismatchError)) as caught:
+                getattr(Differs(rank, group, odd, rng), name)()
+            texts: list[Any] = [None] * world_size
+            dist.all_gather_object(texts, (type(caught.value).__name__, str(caught.value)), group)
+            own = caught.type is IndexError
+            assert len({text for i, text in enumerate(texts) if not (name == "num_placements" and i == odd)}) == 1, (
+                texts
+            )
+            assert own == (name == "num_placements" and rank == odd)
+            getattr(Differs(rank, group, -1, rng), name)()  # nothing was sent, and ranks that agree go on
