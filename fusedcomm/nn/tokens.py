@@ -88,7 +88,7 @@ def unshard_tokens(batch: Any, tokens: int | Sequence[int], dim: Any = 1, group:
     def joined(t: Tensor, dim: int) -> Tensor:
         check_tensor("a tensor of batch", t)
         sizes = [size for i, size in enumerate(t.shape) if i not in (dim, dim + t.ndim)]
-        with same_collective("unshard_tokens", group_name, t, tokens=str(tokens), dim=dim, other_sizes=sizes):
+        with same_collective("unshard_tokens", group_name, t, tokens=tokens, dim=dim, other_sizes=sizes):
             size = t.size(dim)  # raises IndexError
             parts = gathered(tokens, size, group_size, group_name, "a tensor of batch")
             given = Splits(**parts, rank=rank_of(group_name))

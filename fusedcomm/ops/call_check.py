@@ -100,17 +100,18 @@ def same_collective(op: str, group_name: str, t: Tensor, **arguments: Any) -> It
 
     Code that is traced is not checked.
     """
-    pg = group.find(group_name)
-    if pg.size() == 1 or is_traced(t) or not (ours := member(group_name, t.device)).topology.check:
+    if is_traced(t) or group.find(group_name).size() == 1 or not (ours := member(group_name, t.device)).topology.check:
         yield
         return
+
+    own = {"dtype": t.dtype, **arguments}
 
     def vote(call: dict[str, Any]) -> list[dict[str, Any]]:
         store = PrefixStore("check", ours.store)
         found = agree(store, ours.rank, ours.group_size, {"call": call}, what=op, departures=ours.departures)
         return [each["call"] for each in found]
 
-    with same_arguments(op, group_name, ours.rank, vote, {"dtype": str(t.dtype), **arguments}):
+    with same_arguments(op, group_name, ours.rank, vote, {key: str(value) for key, value in own.items()}):
         yield
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fusedcomm.errors import text_of
 from fusedcomm.runtime import dumps
+from fusedcomm.runtime.members import known_member
 from fusedcomm.runtime.native_part import native
 from fusedcomm.runtime.tape import Recorder
 from fusedcomm.runtime.workspace import Workspace
@@ -52,6 +53,8 @@ def record(
     rescue = Rescue(found.op, recorder.fingerprint, recorder.workspace)
     has_rounds = recorder.workspace is not None
     calls.add(key, recorder.tape, has_rounds, recorder.fingerprint, found.kind(), recorder.workspace, rescue)
+    if (ours := known_member(found.group_name, found.device)) is not None:
+        ours.count_tape(recorder.num_bytes)
     return result if out is None else out
 
 

@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-MOST_ROUNDS = 256  # a tape has 20 to 50 KiB for each, and recording one takes milliseconds
+MOST_ROUNDS = 256  # recording one takes milliseconds
+ROUND_BYTES = 50 << 10  # of a tape, at most: 20 to 50 KiB were measured
 
 
 class Recorder(TorchDispatchMode):
@@ -51,6 +52,10 @@ class Recorder(TorchDispatchMode):
         while peers wait.
         """
         return False
+
+    @property
+    def num_bytes(self) -> int:
+        return max(1, self._num_rounds) * ROUND_BYTES
 
     @property
     def is_usable(self) -> bool:

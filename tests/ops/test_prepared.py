@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import fusedcomm
 from fusedcomm.ops import prepared
-from fusedcomm.runtime import flight_recorder, segment
+from fusedcomm.runtime import flight_recorder, group_member, segment, tape
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES
@@ -137,6 +138,17 @@ def test_calls_that_are_compared_are_not_prepared(rank: int) -> None:
         for seed in range(CALLS):
             check(group, HEADS, call(group, HEADS, seed), seed)
         assert len(ran) == CALLS and member_of(group).prepared is None
+
+
+@on_ranks(2)
+def test_tapes_that_take_too_much_are_dropped(rank: int) -> None:
+    x, most = torch.ones(12, 8), 3
+    with started_group("chunked") as group, mock.patch.object(group_member, "MOST_TAPE_BYTES", most * tape.ROUND_BYTES):
+        for rows in (*range(1, 10), *range(1, 10)):
+            for _ in range(3):
+                y = fusedcomm.matmul_all_reduce(x[: 2 * rows], torch.ones(8, 6), group)
+                assert y.eq(16).all() and y.shape == (min(2 * rows, 12), 6)
+            assert len(member_of(group).prepared) <= most
 
 
 @on_ranks(2)
