@@ -85,11 +85,13 @@ def interpreted(gm: Any, inputs: list[Any]) -> Any:
     """A backend: Inductor with all its passes, forward and backward, without its code."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._guards import detect_fake_mode
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, view_to_reshape
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, fake_tensor_prop, view_to_reshape
     from torch._inductor.virtualized import V
 
     def after_passes(gm: Any, inputs: list[Any], is_inference: bool = False, **_: Any) -> Any:
         view_to_reshape(gm)
+        with torch.no_grad():
+            fake_tensor_prop(gm, inputs)  # a reshape's strides may be others than the view's
         with V.set_fake_mode(detect_fake_mode(inputs)):
             _recursive_post_grad_passes(gm, is_inference)
         return make_boxed_func(gm.forward)

@@ -14,7 +14,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, product
 from fusedcomm.compile.graph.matmuls import MATMULS, Product, matmul, name_of
-from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, sizes
+from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, sizes, stand_for
 from fusedcomm.compile.graph.views import advance, along, derived, path_back, value
 
 aten = torch.ops.aten
@@ -164,10 +164,10 @@ def replace(gathered: Gathered, results: Iterable[tuple[Node, Node]], others: It
     """Put the op's results in place of the matmuls, and its by-product, rearranged, in place of what others read."""
     for reader, node in others:
         for user in reader.users:
+            stand_for(reader.node, node)
             user.replace_input_with(reader.node, node)
     for node, result in results:
-        node.replace_all_uses_with(result)
-        erase_unused(node)
+        replace_node(node, result)
     for reader in reversed(gathered.readers):
         erase_unused(reader.node)
 

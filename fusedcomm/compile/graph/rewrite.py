@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, hint, product, size_of
 
 aten = torch.ops.aten
+STANDS_FOR = "fusedcomm_stands_for"  # in the metadata: the value of the node that this one has replaced
 _erased: list[str] | None = None
 _INHERITED = (
     "stack_trace",
@@ -119,10 +120,14 @@ class Rewriter:
         like, new = old.meta["val"], self.cast(new, old.meta["val"].dtype)
         if new.meta["val"].stride() == like.stride() or not _is_visible(old):
             return new
-        order = sorted(range(like.ndim), key=lambda d: -hint(like.stride(d)))
+        return self.strided(new, like)
+
+    def strided(self, node: Node, like: torch.Tensor) -> Node:
+        """A copy whose dims lie in memory in the order of ``like``'s."""
+        order = sorted(range(like.ndim), key=lambda d: -hint(like.stride()[d]))
         back = [order.index(d) for d in range(like.ndim)]
-        new = self.call(aten.clone.default, self._permute(new, order), memory_format=torch.contiguous_format)
-        return self._permute(new, back)
+        copy = self.call(aten.clone.default, self._permute(node, order), memory_format=torch.contiguous_format)
+        return self._permute(copy, back)
 
     def _permute(self, node: Node, dims: list[int]) -> Node:
         return node if dims == sorted(dims) else self.call(aten.permute.default, node, dims)
@@ -223,8 +228,14 @@ def erased() -> Iterator[list[str]]:
         _erased = None
 
 
+def stand_for(old: Node, new: Node) -> None:
+    """Note with which strides the readers of old, which are to read new, were traced; see `strides.settle`."""
+    new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.meta.get("val")))
+
+
 def replace_node(old: Node, new: Node) -> None:
     """Put new in old's place everywhere, and erase what only old needed."""
+    stand_for(old, new)
     old.replace_all_uses_with(new)
     erase_unused(old)
 
