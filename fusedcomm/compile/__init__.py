@@ -62,7 +62,7 @@ def enable(
         commute: whether an exchange moves over ops that act on each of its blocks alone, as norms, rotary embeddings
             and streams of tokens do between a projection and attention, where it can then be fused and the cost model
             expects a gain. Every rank's values and gradients stay those of the program, in another order of sums;
-            numbers that are written into the program there must be the same on every rank.
+            where ranks' programs differ there, the exchange stays, as everything that needs all ranks' consent.
 
     Raises:
         ValueError: fuse names what is no op; estimator comes without overlap; overlap comes before

@@ -8,14 +8,20 @@ from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fusedcomm import files
 from fusedcomm.compile.commute import digests
 from fusedcomm.compile.commute.commuter import CARRIES, commute, erase_copies, note_of
+from fusedcomm.compile.commute.digests import Check
+from fusedcomm.compile.commute.prepare import copied, restore
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import breaks, collectives, opaque
 from fusedcomm.compile.graph.attempt import attempt
+from fusedcomm.compile.graph.reader import Digest
+from fusedcomm.compile.graph.sequence import Sequence, communicating
+from fusedcomm.compile.graph.strides import settle
+from fusedcomm.compile.graph.views import value
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
 from fusedcomm.compile.merge.sums import SumMerger
@@ -23,6 +29,7 @@ from fusedcomm.compile.overlap import inductor_order
 from fusedcomm.compile.overlap.estimator import Estimator, device_type_of
 from fusedcomm.compile.overlap.scheduler import OverlapReport, order_again, schedule_graph
 from fusedcomm.compile.reports import CollectiveReport, CompileReport, FusedCall, source_of
+from fusedcomm.runtime.consent import YES
 
 log = logging.getLogger(__name__)
 
@@ -102,37 +109,102 @@ class _Run:
     def __init__(self, graph: Graph, settings: Settings) -> None:
         self.graph, self.settings = graph, settings
         self.phase = _phase(graph)
-        self.fuser = Fuser(graph)
-        self.merger = Merger(graph, settings.fuse)
-        self.sums = SumMerger(graph, settings.fuse)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.fuser = Fuser(self.graph)
+        self.merger = Merger(self.graph, self.settings.fuse)
+        self.sums = SumMerger(self.graph, self.settings.fuse)
+        self.scheduled: OverlapReport | None = None
+        self.before = self.starts = self._starts()
 
     def lines(self) -> list[CollectiveReport]:
-        found = digests.find(self.graph)
+        checks = digests.find(self.graph)
         erase_copies(self.graph, of_backward=self.phase == "backward")
         attempt("expand", opaque.expand, self.graph)
-        lines = self._of_collectives()
-        digests.check_first(self.graph, found)
+        attempt("normalize", self.fuser.normalize, False)
+        self.notes = {node.name: note_of(node) for node in self.graph.nodes if collectives.kind_of(node)}
+        checks += self._change_together()
+        fused = self.scheduled.fused if self.scheduled is not None else self._fuse()
+        lines = self._of_collectives(fused)
+        digests.check_first(self.graph, checks)
         return lines + [
             CollectiveReport(self.phase, "exposed", name, source_of(node), node.name, reason=_OPAQUE)
             for node in self.graph.nodes
             if (name := opaque.name_of(node))
         ]
 
-    def _of_collectives(self) -> list[CollectiveReport]:
+    def _change_together(self) -> list[Check]:
+        """What changes the sequence of collectives, if all ranks do it; returns what they agreed to."""
+        graph, stock, sequence = self.graph, copied(self.graph), Sequence(self.graph)
+        self._begin()
+        why_not: list[str] = []
+        digest = attempt("change", self._change, sequence, reasons=why_not)
+        if digest is None:
+            sequence.pass_by()
+        else:
+            answer = sequence.ask(*digest)
+            if answer.kind == YES:
+                device_type = next(value(node).device.type for node in communicating(graph))
+                return [Check(digest[0], device_type, digest[1])] if sequence.has_peers(digest[1]) else []
+            why_not = [f"{'overlap' if self.scheduled else 'merge'}: {answer}"]
+        if why_not:
+            changed = sequence.starts.keys() if self.scheduled else sequence.changed(graph)
+            restore(graph, stock)
+            self._begin()
+            for name in self.before.keys() & changed:
+                self.notes[name] = "; ".join(filter(None, [self.notes.get(name), *why_not]))
+        return []
+
+    def _change(self, sequence: Sequence) -> tuple[Digest, str] | None:
+        """Merge and order; returns what ranks must agree on and who is asked, or None if nothing is to be agreed on."""
+        known = set(self.graph.nodes)
         self.fuser.normalize(gathers=True)
-        before = self._starts()
-        self.notes = {node.name: note_of(node) for node in self.graph.nodes if collectives.kind_of(node)}
+        written = dict(self.fuser.written)
+        self.before = self._starts()
+        self.notes |= {new: self.notes[old] for old, new in written.items()}
         attempt("merge", self.sums.merge)
         for mesh in self.settings.merge:
             attempt("merge", self.merger.merge, mesh)
-        starts = self._starts()
-        scheduled = self._schedule()
-        found = self.fuser.fuse(self.settings.fuse) if scheduled is None else scheduled.fused
+        self.starts = self._starts()
+        self.scheduled = self._schedule()
+        settle(self.graph)
+        changed = sequence.changed(self.graph)
+        if not changed and self.scheduled is None:
+            return None
+        gone = written | self.sums.into | self.merger.into
+        if self.scheduled is not None:
+            gone |= {name: new for new, names in self.scheduled.buckets.items() for name in names}
+            gone |= {name: each.node.name for each in self.scheduled.fused for name in each.savings_us}
+
+        def origin(node: Node) -> list[int]:
+            return [i for i, name in enumerate(sequence.starts) if _last(name, gone) == node.name]
+
+        digest = sequence.digest(self.graph, lambda node: node not in known, origin)
+        return digest, sequence.voter(sequence.groups(self.graph, None if self.scheduled else changed))
+
+    def _fuse(self) -> list[Fused]:
+        """Fuse each collective with its matmul; whatever the peers do, these stay as they are if that fails."""
+        stock = copied(self.graph)
+        reasons: list[str] = []
+        fused = attempt("fuse", self._fused_and_settled, reasons=reasons)
+        if fused is None:
+            restore(self.graph, stock)
+            self.fuser = Fuser(self.graph)
+            self.fuser.reasons = {name: list(reasons) for name in self.starts}
+        return fused or []
+
+    def _fused_and_settled(self) -> list[Fused]:
+        fused = self.fuser.fuse(self.settings.fuse)
+        settle(self.graph)
+        return fused
+
+    def _of_collectives(self, found: list[Fused]) -> list[CollectiveReport]:
         fused = {start: each for each in found for start in each.savings_us}
         self.hints = breaks.hints(self.graph)
-        return [self._merged(start, *before[start]) for start in before if start not in starts] + [
-            self._fused(start, *facts, fused[start]) if start in fused else self._left(start, *facts, scheduled)
-            for start, facts in starts.items()
+        return [self._merged(start, *facts) for start, facts in self.before.items() if start not in self.starts] + [
+            self._fused(start, *facts, fused[start]) if start in fused else self._left(start, *facts, self.scheduled)
+            for start, facts in self.starts.items()
         ]
 
     def _starts(self) -> dict[str, tuple[str, str]]:
@@ -153,10 +225,7 @@ class _Run:
         return report
 
     def _merged(self, start: str, kind: str, source: str) -> CollectiveReport:
-        gone = self.sums.into | self.merger.into
-        into = gone[start]
-        while into in gone:  # it may have been merged several times
-            into = gone[into]
+        into = _last(start, self.sums.into | self.merger.into)
         return CollectiveReport(self.phase, "merged", kind, source, start, reason=f"into {into}")
 
     def _fused(self, start: str, kind: str, source: str, fused: Fused) -> CollectiveReport:
@@ -181,6 +250,12 @@ class _Run:
             return CollectiveReport(self.phase, "overlapped", kind, source, start, reason=reason, saving_us=saving)
         reason = f"{line.exposed_ms * 1e3:.0f} of {line.alone_ms * 1e3:.0f} us exposed; {reason}"
         return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason, saving_us=saving)
+
+
+def _last(name: str, gone: dict[str, str]) -> str:
+    while name in gone:  # it may have been merged several times
+        name = gone[name]
+    return name
 
 
 def _phase(graph: Graph) -> str:

@@ -1,7 +1,7 @@
-"""Before a graph with moved exchanges first runs, its group's ranks compare what takes part in the moves.
+"""A graph that ranks changed together asks again where it was not compiled: loaded from a cache, or for new sizes.
 
-A moved exchange brings the tensors of peers to ops that stand for the peers' own. The result is the program's if these
-are the same ops with the same numbers on all ranks, which is known only when all have compiled.
+What ranks have agreed on is that the collectives that stand for others do so on all ranks, and that ops that get the
+tensors of peers stand for the peers' own.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore
 
-from fusedcomm.errors import PeerMismatchError
+from fusedcomm import env
+from fusedcomm.errors import PeerMismatchError, PeerTimeoutError
 from fusedcomm.ops.library import lib, register_fake
-from fusedcomm.runtime import dumps, flight_recorder, group
-from fusedcomm.runtime.group_member import Member
-from fusedcomm.runtime.members import member
-from fusedcomm.runtime.vote import agree
+from fusedcomm.runtime import consent, dumps, flight_recorder, group
+from fusedcomm.runtime.consent import ABSENT, YES
 
 OP = "same_moves"
-_WHAT = "the ops that exchanges were moved over"
+_WHAT = "the program whose collectives were moved, merged or reordered"
 
 lib.define(f"{OP}(str digest, SymInt[] sizes, str device_type, int group_size, str group_name) -> Tensor")
 
@@ -30,15 +28,11 @@ lib.define(f"{OP}(str digest, SymInt[] sizes, str device_type, int group_size, s
 def same_moves(digest: str, sizes: Sequence[int], device_type: str, group_size: int, group_name: str) -> Tensor:
     """An empty tensor, once all ranks have the same digest and sizes. Their first call is a bounded collective."""
     pg = group.check_size(group_size, group_name)
-    nothing = torch.empty(0, device=device_type)
-    if group_size > 1 and dist.get_backend(pg) != "fake":
-        ours = member(group_name, nothing.device)
-        with ours.lock:
-            moves: tuple[str | int, ...] = (digest, *sizes)
-            if moves not in ours.same_moves:
-                _compare(moves, ours)
-                ours.same_moves.add(moves)
-    return nothing
+    ours = consent.of(pg)
+    text = " ".join([digest, *map(str, sizes)])
+    if ours is not None and text not in ours.agreed:
+        _ask(text, torch.device(device_type), pg, ours)
+    return torch.empty(0, device=device_type)
 
 
 @register_fake(OP)
@@ -46,18 +40,16 @@ def _(digest: str, sizes: Sequence[int], device_type: str, group_size: int, grou
     return torch.empty(0, device=device_type)
 
 
-def _compare(moves: tuple[str | int, ...], ours: Member) -> None:
-    with dumps.on_failure(), flight_recorder.Record(OP, ours.group_name, ours.device) as record:
-        record.state, record.ranks, record.resets = flight_recorder.CHECKING, ours.ranks, ours.resets
-        store = PrefixStore("moves", ours.store)
-        found = agree(store, ours.rank, ours.group_size, {"moves": moves}, what=_WHAT, departures=ours.departures)
-        others = [rank for rank, each in enumerate(found) if tuple(each["moves"]) != moves]
-        if others:
-            raise PeerMismatchError(
-                f"exchanges were moved over ops, numbers in them, or sizes that differ on ranks {others} of group "
-                f"{ours.group_name!r}: fusedcomm.compile.enable(commute=False) leaves exchanges where they are",
-                peers=others,
-                op=OP,
-                epoch=0,
-                differs=_WHAT,
+def _ask(text: str, device: torch.device, pg: dist.ProcessGroup, ours: consent.Consent) -> None:
+    with dumps.on_failure(), flight_recorder.Record(OP, pg.group_name, device) as record:
+        record.state, record.ranks = flight_recorder.CHECKING, tuple(dist.get_process_group_ranks(pg))
+        answer = ours.ask(text, env.timeout_s())
+        if answer.kind != YES:
+            told = (
+                f"{answer}, or one with other sizes, so this rank cannot run a graph of group {pg.group_name!r} in "
+                "which collectives were moved, merged or reordered: fusedcomm.compile.enable(commute=False), without "
+                "merge and overlap, leaves them; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles a cached graph again"
             )
+            if answer.kind == ABSENT:
+                raise PeerTimeoutError(told, peers=list(answer.peers), op=OP, epoch=0)
+            raise PeerMismatchError(told, peers=list(answer.peers), op=OP, epoch=0, differs=_WHAT)

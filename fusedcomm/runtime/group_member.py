@@ -70,7 +70,6 @@ class Member:
     loaded: LoadedCalls = field(default_factory=LoadedCalls)  # calls that have run fused: a capture loads no kernels
     outcomes: proof_file.Outcomes = field(default_factory=dict)  # what proofs have found; equal on all ranks
     passing: set[str] = field(default_factory=set)  # outcomes that may be others after a reset
-    same_moves: set[tuple[str | int, ...]] = field(default_factory=set)  # digests, and sizes, that all ranks have met
     lock: AbstractContextManager[Any] = field(
         default_factory=lambda: native.CallLock() if native else threading.RLock()
     )

@@ -212,7 +212,6 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
         for device, each in known.members.items():  # a failure may have left ranks with other ones
             each.outcomes = proof_file.of_all([fact["outcomes"][device.type] for fact in facts])
             each.passing.clear()
-            each.same_moves.clear()
         known.errors.clear()
         devices = sorted(known.members, key=str)
         yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]

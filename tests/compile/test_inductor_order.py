@@ -47,6 +47,7 @@ def wait_late(graph: Graph, keep: bool) -> None:
 
 def matmuls_between(names: list[str]) -> list[int]:
     """How many matmuls stand between each start and its wait, where waits come in the order of the starts."""
+    names = names[names.index("start") :]  # a graph that ranks agreed on waits for the comparison first
     starts, waits = ([i for i, name in enumerate(names) if name == what] for what in ("start", "wait"))
     return [names[start:wait].count("mm") for start, wait in zip(starts, waits, strict=True)]
 

@@ -48,6 +48,8 @@ LEFT: dict[str, Program] = {
     "alpha": lambda c, a, b, d: torch.add(c.ar(a, 0), c.ar(b, 0), alpha=2),
     "cast": lambda c, a, b, d: c.ar(a.float(), 0).double() + c.ar(b, 0),
     "kinds": lambda c, a, b, d: c.ar(a[:4], 0) + c.rs(b, 0),
+    "float16": lambda c, a, b, d: c.ar(a.half() / 2**14, 0) + c.ar(b.half() / 2**14, 0),
+    "averages of float16": lambda c, a, b, d: c.rs(a.half() / 2**14, 0, op="avg") + c.rs(b.half() / 2**14, 0, op="avg"),
     "written in place": lambda c, a, b, d: (r := c.ar(a, 0), a.mul_(2), r + c.ar(b, 0))[2],
 }
 
@@ -87,6 +89,13 @@ def test_a_sum_stays(world: World, name: str) -> None:
     before = kinds(traced(lambda *xs: LEFT[name](Calls(world), *xs), *[SHAPE] * 3, dtype=torch.float64).graph, world)
     graph, merger = merged(world, LEFT[name])
     assert kinds(graph, world) == before and not merger.into
+
+
+def test_averages_of_integers_are_rounded(world: World) -> None:
+    calls = Calls(world)
+    module = traced(lambda a, b: calls.ar(a, 0, op="avg") + calls.ar(b, 0, op="avg"), SHAPE, SHAPE, dtype=torch.int64)
+    SumMerger(module.graph).merge()
+    assert len(kinds(module.graph, world)) == 2
 
 
 def report_of(world: World, program: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[Graph, CompileReport]:

@@ -22,44 +22,73 @@ from fusedcomm.compile.commute.prepare import copied, prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
 from fusedcomm.compile.fuse import all_to_all_matmul, matmul_all_to_all
 from fusedcomm.compile.fuse.time_saved import seconds_left
-from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph import collectives, sequence
+from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.effects import writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.matmuls import Product
-from fusedcomm.compile.graph.rewrite import erase_unused, held_outputs
+from fusedcomm.compile.graph.reader import Digest
+from fusedcomm.compile.graph.rewrite import erase_unused, held_outputs, stand_for
 from fusedcomm.compile.graph.sort import sort
+from fusedcomm.compile.graph.strides import settle
 from fusedcomm.compile.graph.views import WAIT, value
 from fusedcomm.cost.model import DEFAULTS
+from fusedcomm.runtime.consent import YES
 
 NOTE = "fusedcomm_moves"  # in the metadata of an exchange: over what it was moved, or why it was not
+ORIGIN = "fusedcomm_origin"  # in the metadata of a new collective: the exchanges because of which it is there, as bits
 CARRIES = "it carries"
 _FUSERS = {module.OP: module for module in (matmul_all_to_all, all_to_all_matmul)}
 _MAX_ROUNDS = 8
 
 
 def commute(graph: Graph, fuse: Sequence[str]) -> bool:
-    """Move exchanges of the graph where ops of ``fuse`` can then take their place; returns whether any moved."""
+    """Move exchanges of the graph where ops of ``fuse`` can then take their place, if all ranks do it alike.
+
+    Returns whether any moved.
+    """
     kinds = {collectives.kind_of(node) for node in graph.nodes}
-    if kinds.isdisjoint(("all_to_all", "all_gather")) or writes_before_end(graph):
+    if kinds.isdisjoint(("all_to_all", "all_gather")):
         return False
-    base, moved = prepared(graph), None
+    before = sequence.Sequence(graph)
     reasons: dict[str, str] = {}
+    why_not: list[str] = []
+    found = attempt("commute", _find, graph, fuse, before, reasons, reasons=why_not)
+    if found is None:
+        before.pass_by()
+    else:
+        moved, digest, group_name = found
+        answer = before.ask(digest, group_name)
+        if answer.kind == YES:
+            replace_nodes(graph, moved, {node.name for node in graph.nodes})
+        else:
+            found, why_not = None, [f"commute: {answer}"]
+    for start in collectives.find(graph, "all_to_all"):
+        if start.name in reasons and (why_not or reasons[start.name]):
+            start.meta[NOTE] = "; ".join(why_not) or f"commute: {reasons[start.name]}"
+    return found is not None
+
+
+def _find(
+    graph: Graph, fuse: Sequence[str], before: sequence.Sequence, reasons: dict[str, str]
+) -> tuple[Graph, Digest, str] | None:
+    """A copy in which exchanges are moved, if any are; its digest, and the group that must agree."""
+    if writes_before_end(graph):
+        return None
+    base, moved = prepared(graph), None
     for group_name in _groups(base):
         rounds = _Rounds(moved or base, group_name, fuse)
         moved = rounds.run() or moved
         reasons |= rounds.reasons
-    if moved is not None:
-        small.join(moved)
-        recompute_normed(moved)
-        try:
-            digests.note(moved)
-            replace_nodes(graph, moved)
-        except CannotFuse as reason:
-            reasons, moved = dict.fromkeys(reasons, str(reason)), None
-    for start in collectives.find(graph, "all_to_all"):
-        if reasons.get(start.name):
-            start.meta[NOTE] = f"commute: {reasons[start.name]}"
-    return moved is not None
+    if moved is None:
+        return None
+    small.join(moved)
+    recompute_normed(moved)
+    settle(moved)
+    digest = before.digest(moved, lambda node: MOVED in node.meta, lambda node: node.meta.get(ORIGIN))
+    group_name = before.voter({node.meta[MOVED] for node in moved.nodes if MOVED in node.meta})
+    digests.note(moved, digest, group_name)
+    return moved, digest, group_name
 
 
 def erase_copies(graph: Graph, of_backward: bool) -> None:
@@ -200,6 +229,7 @@ class _Moved:
             return
         for old, (node, bits) in new.items():
             self.roots.append((node, bits))
+            stand_for(old, node)
             old.replace_all_uses_with(node, delete_user_cb=lambda user: user not in mover.created)
         for node in [*new, *reversed(behind.nodes), *reversed(list(mover.created))]:
             erase_unused(node)
@@ -227,6 +257,7 @@ class _Moved:
             parts = [part for part in parts if not part & bits] + [functools.reduce(operator.or_, shared, bits)]
         for start, bits in owners.items():
             passed = dict.fromkeys(name for bit in self.sent if bit & bits for name in self._passed(bit))
+            start.meta[ORIGIN] = bits
             start.meta[NOTE] = f"moved over {', '.join(passed)}" if passed else ""
         self.together = {
             start: len(starts)

@@ -7,28 +7,20 @@ graphs call `same_moves` in front, with the sizes that only a call knows.
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import sympy
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
-from fusedcomm.compile.commute.places import is_fill
 from fusedcomm.compile.graph import collectives
-from fusedcomm.compile.graph.layout import CannotFuse, Size, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, size_of
+from fusedcomm.compile.graph.reader import Digest
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import WAIT, value
 
 MOVED = "fusedcomm_moved"  # in the metadata of what is computed in the exchanged layout: the group's name
-_DIGEST = "fusedcomm_digest"  # in the metadata of every collective of a group whose exchanges were moved
-
-
-class Digest(NamedTuple):
-    text: str
-    symbols: tuple[str, ...]  # the sizes of a call, in the order in which the text first has them
+_AGREED = "fusedcomm_agreed"  # in the metadata of a graph's collectives: what ranks agreed to, and their group
 
 
 class Check(NamedTuple):
@@ -39,26 +31,20 @@ class Check(NamedTuple):
     group_name: str
 
 
-def note(graph: Graph) -> None:
-    """Keep the digests with the graph's collectives, through the partitioner, for `check_first`."""
-    groups = {node.meta[MOVED] for node in graph.nodes if MOVED in node.meta}
-    found = {group_name: _Reader(graph, group_name).digest() for group_name in groups}
+def note(graph: Graph, digest: Digest, group_name: str) -> None:
+    """Keep the digest with the graph's collectives, through the partitioner, for `check_first`. Raises CannotFuse."""
     inputs = _symbols_of_inputs(graph)
-    for name in (name for digest in found.values() for name in digest.symbols):
+    for name in digest.symbols:
         if name not in inputs:
             raise CannotFuse(f"the size {name} is known too late to be compared between ranks")
     for node in graph.nodes:
-        if digest := found.get(_group_of(node)):
-            node.meta[_DIGEST] = digest
+        if collectives.kind_of(node):
+            node.meta[_AGREED] = digest, group_name
 
 
 def find(graph: Graph) -> list[Check]:
-    checks = {
-        Check(node.meta[_DIGEST], value(node).device.type, _group_of(node)): None  # type: ignore[arg-type]
-        for node in graph.nodes
-        if _DIGEST in node.meta
-    }
-    return list(checks)
+    found = {node.meta[_AGREED]: value(node).device.type for node in graph.nodes if _AGREED in node.meta}
+    return [Check(digest, device_type, group_name) for (digest, group_name), device_type in found.items()]
 
 
 def check_first(graph: Graph, checks: list[Check]) -> None:
@@ -93,49 +79,3 @@ def _symbols_of_inputs(graph: Graph) -> dict[str, tuple[Node, int | None]]:
 
 def _size(rewriter: Rewriter, node: Node, dim: int | None) -> Node:
     return node if dim is None else rewriter.call(torch.ops.aten.sym_size.int, node, dim)
-
-
-def _group_of(node: Node) -> str | None:
-    at = collectives.STARTS.get(node.target, (None, None))[1]  # type: ignore[call-overload]
-    return None if at is None else node.args[at]  # type: ignore[return-value]
-
-
-class _Reader:
-    """Writes nodes by their order, what they read by the order in which it is first read, and symbols likewise."""
-
-    def __init__(self, graph: Graph, group_name: str) -> None:
-        self.graph, self.group_name = graph, group_name
-        self.numbers: dict[Node, int] = {}
-        self.symbols: dict[str, sympy.Symbol] = {}
-
-    def digest(self) -> Digest:
-        found = hashlib.sha256()
-        for node in self.graph.nodes:
-            if node.meta.get(MOVED) == self.group_name:
-                found.update(f"{self._argument(node)} = {self._call(node)}\n".encode())
-        return Digest(found.hexdigest()[:16], tuple(self.symbols))
-
-    def _call(self, node: Node) -> str:
-        return f"{node.target}{pytree.tree_map(self._argument, (node.args, node.kwargs))}"
-
-    def _argument(self, arg: Any) -> Any:
-        if isinstance(arg, Node):
-            if is_fill(arg):
-                return self._call(arg)
-            val = arg.meta.get("val")
-            if isinstance(val, SymInt):
-                return self._size(size_of(val))
-            return f"%{self.numbers.setdefault(arg, len(self.numbers))}: {pytree.tree_map(self._tensor, val)}"
-        if isinstance(arg, torch.device):
-            return arg.type
-        return "group" if arg == self.group_name else repr(arg)
-
-    def _tensor(self, val: Any) -> Any:
-        return f"{val.dtype}{[self._size(size_of(size)) for size in val.shape]}" if isinstance(val, Tensor) else val
-
-    def _size(self, size: Size) -> str:
-        if isinstance(size, int):
-            return str(size)
-        for symbol in sorted(size.free_symbols, key=str):
-            self.symbols.setdefault(str(symbol), sympy.Symbol(f"n{len(self.symbols)}"))
-        return str(size.xreplace({symbol: self.symbols[str(symbol)] for symbol in size.free_symbols}))

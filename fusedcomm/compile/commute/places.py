@@ -28,14 +28,6 @@ REDUCTIONS = SUMS | {aten.amax.default, aten.amin.default, aten.var_mean.correct
 CUTS = SPLITS | {aten.slice.Tensor, aten.slice_scatter.default}
 PICKS = {aten.select.int, aten.unbind.int}
 COMPLEX = {aten.view_as_complex.default, aten.view_as_real.default}
-# what makes a tensor of one number: where that number stands among the arguments, if they have it
-FILLS = {
-    aten.full.default: 1,
-    aten.scalar_tensor.default: 0,
-    aten.empty.memory_format: None,
-    aten.zeros.default: None,
-    aten.ones.default: None,
-}
 VIEWS = RESHAPES - {aten.expand.default}
 
 
@@ -149,14 +141,6 @@ def dims_argument(node: Node) -> list[int]:
 def keeps_dims(node: Node) -> bool:
     args = args_of(node)
     return bool(node.kwargs.get("keepdim", args[2] if len(args) > 2 else False))
-
-
-def is_fill(node: Node) -> bool:
-    """Whether node is a tensor of one number that stands in the graph, which `same_moves` compares between ranks."""
-    if node.target not in FILLS:
-        return False
-    at = FILLS[node.target]
-    return at is None or not isinstance(node.args[at], Node)
 
 
 def is_elementwise(node: Node) -> bool:

@@ -37,8 +37,13 @@ def copied(graph: Graph) -> Graph:
     return new
 
 
-def replace_nodes(graph: Graph, new: Graph) -> None:
-    """Give ``graph`` the nodes of ``new``. Its inputs stay the same nodes."""
+def restore(graph: Graph, copy: Graph) -> None:
+    """Give ``graph`` the nodes, and their names, that it had when ``copy`` was made."""
+    replace_nodes(graph, copy, {node.name for node in copy.nodes})
+
+
+def replace_nodes(graph: Graph, new: Graph, names: set[str]) -> None:
+    """Give ``graph`` the nodes of ``new``. ``names``, of nodes that it has or had, stay. Its inputs are the same."""
     copies = dict(zip(new.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder"), strict=True))
     output = graph.output_node()
     meta = dict(output.meta)
@@ -47,3 +52,6 @@ def replace_nodes(graph: Graph, new: Graph) -> None:
             graph.erase_node(node)
     result = graph.graph_copy(new, copies)
     graph.output(result).meta = meta
+    for node, copy in copies.items():
+        if node.name in names:  # by which the report knows it
+            copy.name = node.name

@@ -9,10 +9,11 @@ from torch.fx import Node
 
 from fusedcomm.compile.commute.moments import as_sums
 from fusedcomm.compile.commute.mover import REARRANGES, Mover
-from fusedcomm.compile.commute.places import REDUCTIONS, Place, is_elementwise, is_fill, is_tensor, rule, shape, tensors
+from fusedcomm.compile.commute.places import REDUCTIONS, Place, is_elementwise, is_tensor, rule, shape, tensors
 from fusedcomm.compile.graph.effects import has_effects, is_write
 from fusedcomm.compile.graph.layout import CannotFuse, quotient
 from fusedcomm.compile.graph.matmuls import MATMULS, name_of
+from fusedcomm.compile.graph.reader import is_fill
 from fusedcomm.compile.graph.views import WAIT, is_cast, source
 
 aten = torch.ops.aten

@@ -53,14 +53,19 @@ class Fuser:
         self.graph = graph
         self.rewriter = Rewriter(graph)
         self.reasons: dict[str, list[str]] = {}  # by the name of the collective's start
+        self.written: dict[str, str] = {}  # by the name of what was normalized last: the start in its place
 
     def normalize(self, gathers: bool) -> bool:
         """Returns whether anything changed. ``gathers``: whether gathers may become exchanges; see `normalize.find`."""
         with held_outputs(self.graph):
             self._try("normalize", normalize.sizes_from_inputs, self.rewriter)
             found = self._try("normalize", normalize.find, self.graph, gathers) or []
-            starts = [self._try("normalize", normalize.rewrite, self.rewriter, exchange) for exchange in found]
-        return any(start is not None for start in starts)
+            starts = {
+                exchange.start.name: self._try("normalize", normalize.rewrite, self.rewriter, exchange)
+                for exchange in found
+            }
+        self.written = {name: start.name for name, start in starts.items() if start is not None}
+        return bool(self.written)
 
     def fuse(self, ops: Sequence[str] = OPS, reject: Callable[[Node], str | None] = lambda start: None) -> list[Fused]:
         """``reject`` returns why a collective is to stay, or None."""

@@ -22,7 +22,6 @@ MASKS = {aten.where.self, aten.mul.Tensor, aten.masked_fill.Scalar, aten.index_p
 class Reduced:
     collective: Collective
     product: Product
-    bias: Node | None  # added once, after the reduction
 
 
 def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
@@ -41,8 +40,9 @@ def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
     received, blocks = sent, Factor(1)
     if collective.kind == "reduce_scatter":
         received, blocks, _ = collective.received(sent)
-    bias = None if product.bias is None else _bias_of_all(product.bias, collective)
-    return Reduced(collective, product, bias), follow(collective.wait, received), blocks
+    if product.bias is not None:
+        raise CannotFuse("every rank adds its bias before the reduction")
+    return Reduced(collective, product), follow(collective.wait, received), blocks
 
 
 def _is_looked_up(node: Node) -> bool:
@@ -54,10 +54,3 @@ def _is_looked_up(node: Node) -> bool:
             return False
         node = path_back(wide[-1], through_casts=True)[0]  # where(mask, 0, looked up)
     return node.target is aten.embedding.default
-
-
-def _bias_of_all(bias: Node, collective: Collective) -> Node:
-    """The bias b, if every rank adds b / group_size before the sum, as DTensor writes a replicated bias."""
-    if bias.target is aten.div.Tensor and collective.reduce_op == "sum" and bias.args[1] == collective.group_size:
-        return bias.args[0]  # type: ignore[return-value]
-    raise CannotFuse("every rank adds its bias before the reduction")

@@ -47,7 +47,7 @@ def rewrite(rewriter: Rewriter, match: MatmulAllReduceMatch) -> Node:
             torch.ops.fusedcomm.matmul_all_reduce.default,
             x,
             w,
-            product.per_column(rewriter, match.reduced.bias),
+            None,
             collective.reduce_op,
             collective.group_size,
             collective.group_name,

@@ -42,8 +42,6 @@ def match(start: Node) -> MatmulReduceScatterMatch:
     columns = product.y.dims[-1]
     if blocks in columns[1:]:
         raise CannotFuse("what is scattered is in the middle of N")
-    if blocks in columns and found.bias is not None:
-        raise CannotFuse("N is scattered, and the bias is added before")
     rest = [f for f in product.y.order if f is not blocks]
     written = [each for each in received if each[1].order == rest]  # no copy after the op
     return MatmulReduceScatterMatch(found, blocks, *(written or received)[-1])
@@ -62,7 +60,7 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             torch.ops.fusedcomm.matmul_reduce_scatter.default,
             product.x(rewriter, [*lead, *row_dims]),
             product.w(rewriter, lead),
-            product.per_column(rewriter, match.reduced.bias),
+            None,
             collective.reduce_op,
             [dim[0] if dim else None for dim in dims].index(match.blocks),
             *EVEN.to_scatter,

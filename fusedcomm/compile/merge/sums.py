@@ -119,6 +119,14 @@ class SumMerger:
                 raise CannotFuse("merged, fewer could be fused with matmuls")
 
 
+def _has_room(collective: Collective) -> bool:
+    """Whether a sum made before the reduction is the same: a narrow one overflows where the results do not."""
+    dtype = value(collective.sent).dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.finfo(dtype).max > torch.finfo(torch.float16).max
+    return collective.reduce_op == "sum" and dtype != torch.bool  # averages are rounded; integers wrap around
+
+
 def _terms(root: Node) -> Iterator[tuple[Node, Node]]:
     """The terms of a sum, from left to right, each with the addition that reads it."""
     stack: list[tuple[Any, Node]] = [(operand, root) for operand in reversed(root.args)]
@@ -156,7 +164,7 @@ def _read(node: Node, user: Node) -> Term | None:
     if not isinstance(start, Node) or collectives.kind_of(start) not in ("all_reduce", "reduce_scatter"):
         return None
     collective = collectives.read(start)
-    if collective.reduce_op not in REDUCE_OPS or value(node).ndim == 0:
+    if collective.reduce_op not in REDUCE_OPS or value(node).ndim == 0 or not _has_room(collective):
         return None
     check_single_use(path, user)
     sent_path = path_back(collective.sent, through_casts=False)

@@ -29,6 +29,8 @@ from fusedcomm.compile.graph import normalize
 from fusedcomm.compile.graph.collectives import STARTS, functional
 from fusedcomm.compile.graph.effects import differs_by_rank
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.sequence import communicating
+from fusedcomm.compile.graph.strides import settle
 from fusedcomm.compile.graph.views import path_back, value
 from fusedcomm.compile.overlap import buckets
 from fusedcomm.compile.overlap.estimator import Estimator
@@ -148,12 +150,18 @@ def schedule_graph(
 def order_again(graph: Graph, estimator: Estimator) -> None:
     """Put the graph in the best order after others have changed it, in no more memory than it needs as it is.
 
+    Its collectives keep the order to which all ranks have agreed.
+
     An addmm that adds a collective's result is taken apart: the matmul could not run beside the collective otherwise.
     """
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
         _take_apart(graph, node)
     program = Program(graph, estimator.cost)
-    _Plan.of(program, estimator, run(program, range(len(program))).peak_bytes).apply()
+    plan = _Plan.of(program, estimator, run(program, range(len(program))).peak_bytes)
+    agreed = communicating(graph)
+    if [node for i in plan.order if (node := program.nodes[i]) in agreed] == agreed:
+        plan.apply()
+    settle(graph)
 
 
 def _take_apart(graph: Graph, addmm: Node) -> None:

@@ -1,0 +1,124 @@
+"""The sequence of a graph's collectives, and the consent of all ranks to another one.
+
+Ranks compile apart, and their programs may differ. Which collective a rank sends what with must not: a rewrite that
+merges, moves or reorders collectives happens on all ranks of a group, or on none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import ProcessGroup
+from torch.fx import Graph, Node
+
+from fusedcomm.compile.graph.collectives import argument_of, kind_of
+from fusedcomm.compile.graph.reader import Digest, Reader
+from fusedcomm.runtime import consent, group
+from fusedcomm.runtime.consent import YES, Answer
+
+
+class Sequence:
+    """The collectives of a graph before it is changed."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = set(graph.nodes)
+        self.starts = {node.name: (_line(node), _group_of(node)) for node in communicating(graph)}
+
+    def changed(self, graph: Graph) -> set[str]:
+        """The names of collectives that are gone, or new, or that others have changed places with."""
+        now = {node.name: _line(node) for node in communicating(graph)}
+        here = [name for name in self.starts if now.get(name) == self.starts[name][0]]
+        left = [name for name in now if name in here]
+        moved = {name for pair in zip(here, left, strict=True) if pair[0] != pair[1] for name in pair}
+        return moved | (now.keys() ^ here) | (self.starts.keys() - here)
+
+    def digest(self, graph: Graph, is_new: Callable[[Node], bool], origin: Callable[[Node], Any]) -> Digest:
+        """All that ranks must share: both sequences, ``origin`` of each new collective, and the new nodes."""
+        index = {name: i for i, name in enumerate(self.starts)}
+        lines = [line for line, _ in self.starts.values()]
+        for node in communicating(graph):
+            lines.append(f"{_line(node)} {origin(node) if is_new(node) else index.get(node.name)}")
+        nodes = Reader(labels()).digest(node for node in graph.nodes if is_new(node))
+        return Digest(hashlib.sha256("\n".join([*lines, nodes.text]).encode()).hexdigest()[:16], nodes.symbols)
+
+    def pass_by(self) -> None:
+        """Tell the peers that this rank changes nothing in the graph."""
+        self._pass_by(_witnesses(self._groups()))
+
+    def ask(self, digest: Digest, group_name: str) -> Answer:
+        """Whether all ranks of this group, a `voter`, change their graphs alike."""
+        pg = group.find(group_name)
+        self._pass_by(each for each in _witnesses(self._groups()) if each is not pg)
+        ours = consent.of(pg)
+        return Answer(YES) if ours is None else ours.ask(digest.text)
+
+    @staticmethod
+    def has_peers(group_name: str) -> bool:
+        return consent.of(group.find(group_name)) is not None
+
+    def voter(self, groups: Iterable[str]) -> str:
+        """The name of the smallest group that has all ranks of these groups."""
+        concerned = {rank for name in groups for rank in c10d.get_process_group_ranks(group.find(name))}
+        known = [pg for pg in _witnesses({*groups}) if concerned <= set(c10d.get_process_group_ranks(pg))]
+        return min(known, key=lambda pg: pg.size()).group_name
+
+    def groups(self, graph: Graph, names: set[str] | None) -> set[str]:
+        """The groups of these collectives, before and now; None: of all."""
+        now = {node.name: _group_of(node) for node in communicating(graph)}
+        was = {name: group_name for name, (_, group_name) in self.starts.items()}
+        return {each[name] for each in (was, now) for name in (each if names is None else names & each.keys())}
+
+    def _groups(self) -> set[str]:
+        return {group_name for _, group_name in self.starts.values()}
+
+    def _pass_by(self, witnesses: Iterable[ProcessGroup]) -> None:
+        for pg in witnesses:
+            if ours := consent.of(pg):
+                ours.pass_by()
+
+
+def labels() -> dict[str, str]:
+    """A name for each group that its ranks share: how far its ranks are apart."""
+    return {pg.group_name: _label(pg) for pg in _known_groups()}
+
+
+def _label(pg: ProcessGroup) -> str:
+    ranks = c10d.get_process_group_ranks(pg)
+    return f"group of {len(ranks)}, {[b - a for a, b in pairwise(ranks)]} apart"
+
+
+def communicating(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if _group_of(node) is not None and (kind_of(node) or _is_op(node))]
+
+
+def _is_op(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") == "fusedcomm"
+
+
+def _group_of(node: Node) -> Any:
+    name = argument_of(node, "group_name")
+    return name if isinstance(name, str) else None
+
+
+def _line(node: Node) -> str:
+    name = _group_of(node)
+    return f"{node.target} {argument_of(node, 'reduce_op')} {labels().get(name, name)}"
+
+
+def _known_groups() -> list[ProcessGroup]:
+    return [pg for pg in c10d._world.pg_map if pg.rank() >= 0]
+
+
+def _witnesses(names: set[str]) -> list[ProcessGroup]:
+    """The groups that have all ranks of one of these groups; of several with equal ranks, the first made."""
+    groups = {str(pg.group_name): tuple(c10d.get_process_group_ranks(pg)) for pg in _known_groups()}
+    concerned = [set(groups[name]) for name in names if name in groups]
+    found: dict[tuple[int, ...], ProcessGroup] = {}
+    for pg in _known_groups():
+        if any(each <= set(groups[pg.group_name]) for each in concerned):
+            found.setdefault(groups[pg.group_name], pg)
+    return list(found.values())

@@ -1,0 +1,146 @@
+"""Ranks whose programs differ: every rank has the values of its own program, and what all share is still rewritten."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedcomm.compile
+from fusedcomm.compile.reports import CompileReport
+from tests.helpers.block_checks import interpreted, no_latency
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import all_gather, heads_first, reduce_scatter, world
+
+N = 8
+Program = Callable[[Tensor, Tensor, int], Any]
+
+
+def reduced(x: Tensor, op: str = "sum") -> Tensor:
+    return funcol.all_reduce(x, op, world())
+
+
+def last(y: Tensor) -> Tensor:
+    """A collective behind: ranks out of step would give it the wrong tensors."""
+    return reduced(y * (dist.get_rank() + 1.0))
+
+
+def logged(x: Tensor, w: Tensor, me: int) -> Any:
+    a, b = reduced(x.sin()), reduced(x.cos())
+    y = a + b
+    return y, last(y), a.norm() if me == 0 else None
+
+
+def one_of_three(x: Tensor, w: Tensor, me: int) -> Any:
+    terms = [reduced(x * (i + 1)) for i in range(3)]
+    return last(sum(terms[1:], terms[0])), terms[1].amax() if me == 1 else None
+
+
+def scattered(x: Tensor, w: Tensor, me: int) -> Any:
+    a, b = (reduce_scatter(t.contiguous(), "sum", 0, world()) for t in (x.sin(), x.cos()))
+    y = last(a + b)
+    return y if me else (y, b.mean())
+
+
+def own_bias(x: Tensor, w: Tensor, me: int) -> Any:
+    return reduced(x @ w + x.mean(0) / dist.get_world_size())
+
+
+def own_number(x: Tensor, w: Tensor, me: int) -> Any:
+    return heads_first(F.rms_norm((x @ w).view(1, 8, 4, 2) * (me + 1), (2,), eps=1.0), dist.get_world_size())
+
+
+def own_norm(x: Tensor, w: Tensor, me: int) -> Any:
+    y = (x @ w).view(1, 8, 4, 2)
+    return heads_first(F.rms_norm(y, (2,), eps=1e-3 if me else 1.0) if me < 2 else y.sin(), dist.get_world_size())
+
+
+def logged_between(x: Tensor, w: Tensor, me: int) -> Any:
+    y = F.rms_norm((x @ w).view(1, 8, 4, 2), (2,), eps=1.0)
+    return heads_first(y, dist.get_world_size()), (y.amax() if me == 0 else None)
+
+
+def small_ones(x: Tensor, w: Tensor, me: int) -> Any:
+    """Which a scheduler would put in one bucket, or in another order."""
+    parts = [all_gather(x * (i + 1), 0, world()) for i in range(3)]
+    y = sum(part.sin() @ w for part in parts)
+    return last(y), parts[1].norm() if me == 0 else None
+
+
+PROGRAMS = [logged, one_of_three, scattered, own_bias, own_number, own_norm, logged_between, small_ones]
+
+
+def run(program: Program, overlap: bool, me: int) -> CompileReport:
+    """As rank ``me`` has it; the values are those of eager mode."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, w = torch.randn(N, N, generator=generator), torch.randn(N, N, generator=generator)
+    torch._dynamo.reset()
+    with torch.no_grad(), no_latency(), fusedcomm.compile.enabled(overlap=overlap) as report:
+        got = torch.compile(program, backend=interpreted)(x, w, me)
+    torch.testing.assert_close(got, program(x, w, me), rtol=1e-4, atol=1e-4)
+    return report
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+@pytest.mark.parametrize("overlap", [False, True])
+def test_values_of_each_rank_s_own_program(rank: int, overlap: bool) -> None:
+    for program in PROGRAMS:
+        run(program, overlap, 0)  # equal on all ranks: agreed on, which must not count later
+        run(program, overlap, rank)
+
+
+@on_ranks(2)
+def test_what_ranks_share_is_rewritten_and_what_they_do_not_has_a_reason(rank: int) -> None:
+    def statuses(me: int) -> list[str]:
+        return [line.status for line in run(logged, False, me).collectives]
+
+    assert statuses(1).count("merged") == 2
+    mixed = run(logged, False, rank)
+    assert not any(line.status == "merged" for line in mixed.collectives)
+    assert not rank or any("rank 0 compiled another one" in line.reason for line in mixed.collectives), str(mixed)
+    assert statuses(1).count("merged") == 2
+
+
+def drawn(rng: random.Random) -> Program:
+    """Chains of sums, exchanges and gathers, of which rank 0 also reads some, or has numbers of its own."""
+    steps = [(rng.choice(["sum", "avg", "exchange", "gather", "scatter"]), rng.random() < 0.3) for _ in range(4)]
+    own = rng.random() < 0.3
+
+    def program(x: Tensor, w: Tensor, me: int) -> Any:
+        y, kept = x, []
+        for kind, is_read in steps:
+            z = y @ w * (0.3 * (me + 1) if own else 0.3)
+            if kind in ("sum", "avg"):
+                parts = [reduced(z.sin(), kind), reduced(y.cos(), kind)]
+            elif kind == "exchange":
+                parts = [heads_first(F.rms_norm(z.view(1, N, 4, 2), (2,)), dist.get_world_size()).reshape(N, N)]
+            elif kind == "gather":
+                parts = [all_gather(y.sin(), 0, world())[:N] @ w, y]
+            else:
+                parts = [reduce_scatter(t.contiguous(), "sum", 0, world()) for t in (z, y.sin())]
+                parts = [torch.cat([part] * dist.get_world_size()) for part in parts]
+            kept += [parts[0].norm()] if is_read and me == 0 else []
+            y = sum(parts[1:], parts[0]).tanh()
+        return y, kept
+
+    return program
+
+
+@pytest.mark.nightly
+@on_ranks()
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs(rank: int, seed: int, world_size: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(8):
+        program, overlap = drawn(rng), rng.random() < 0.4
+        run(program, overlap, rank)
+        run(program, overlap, 1)
