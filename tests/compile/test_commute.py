@@ -41,6 +41,11 @@ BEFORE: dict[
     "number of a larger dtype": lambda y, v: y.bfloat16() * v["number"],
     "tensor per head": lambda y, v: y.sin() * v["head"] + v["all"],
     "positions": lambda y, v: y * (torch.arange(TOKENS) + dist.get_rank() * TOKENS)[:, None, None].float().cos(),
+    **{
+        f"table in {dtype}": lambda y, v, dtype=dtype: y * v["token"].detach().abs().to(dtype).to(y.dtype)
+        for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn)  # which gloo does not send
+    },
+    "sum of rounded numbers": lambda y, v: y.sin() * y.sin().sum(1, True, dtype=torch.bfloat16),
     "mean of heads and tokens": lambda y, v: y - y.mean(dim=(0, 1), keepdim=True),
     "sum over everything": lambda y, v: y / (1 + y.square().sum()),
     "residual": lambda y, v: y.sin() + v["x"].unflatten(1, (HEADS, HEAD_DIM)),
@@ -60,7 +65,14 @@ BEHIND: dict[str, Callable[[Tensor, Values], Tensor]] = {  # between an exchange
     "gate": lambda y, v: y * v["all"].sigmoid(),
     "number per token": lambda y, v: y * v["token"],
 }
-QUICK = ["mean of heads and tokens", "norm across heads", "number of a larger dtype", "positions", "tensor per head"]
+QUICK = [
+    "mean of heads and tokens",
+    "norm across heads",
+    "number of a larger dtype",
+    "positions",
+    "table in torch.int16",
+    "tensor per head",
+]
 
 
 class Exchange(torch.autograd.Function):
@@ -252,6 +264,11 @@ def square(v: Values) -> Any:
     return joined @ w, joined.permute(0, 1) @ w.cos()
 
 
+def of_an_integer(v: Values) -> Any:
+    joined = torch.cat([torch.full((len(v["x"]), DIM), 257), v["x"].bfloat16(), to_tokens(v["y"]).flatten(1)], 1)
+    return joined @ torch.cat([v["w"]] * 3)
+
+
 def of_two_dtypes(v: Values) -> Any:
     joined = torch.cat([to_tokens(v["y"]).bfloat16().flatten(1), v["x"]], 1)
     return joined @ torch.cat([v["w"], v["w"]])
@@ -264,7 +281,7 @@ def without_degrees_of_freedom(v: Values) -> Any:
 
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("program", [of_two_dtypes, square, without_degrees_of_freedom])
+@pytest.mark.parametrize("program", [of_an_integer, of_two_dtypes, square, without_degrees_of_freedom])
 def test_programs_that_broke_a_pass(rank: int, program: Program) -> None:
     """Operands of two dtypes, a permute that is no transpose, a variance of as many numbers as its correction."""
     with warnings.catch_warnings():

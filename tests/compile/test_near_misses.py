@@ -94,7 +94,22 @@ NEAR_MISSES: dict[str, tuple[Program, list[tuple[int, ...]], str]] = {
     "rounded before it is sent": (
         lambda x, w: heads_first((x @ w).bfloat16().view(B, T, HEADS, DIM), R),
         [X, W],
-        "matmul_all_to_all: the matmul's result is rounded to a smaller dtype before it is sent",
+        "matmul_all_to_all: the matmul's result is rounded to torch.bfloat16 before it is sent",
+    ),
+    "rounded and cast back before it is sent": (
+        lambda x, w: heads_first((x.half() @ w.half()).bfloat16().half().view(B, T, HEADS, DIM), R),
+        [X, W],
+        "matmul_all_to_all: the matmul's result is rounded to torch.bfloat16 before it is sent",
+    ),
+    "rounded after the gather": (
+        lambda x, w: all_gather(x, 0, world()).to(torch.float8_e4m3fn).to(x.dtype) @ w,
+        [X, W],
+        "all_gather_matmul: what arrives is rounded to torch.float8_e4m3fn, and cast again, before the matmul",
+    ),
+    "truncated after the exchange": (
+        lambda x, w: tokens_first(x, R).short().flatten(2).to(x.dtype) @ w,
+        [ARRIVING, (N, K)],
+        "all_to_all_matmul: what arrives is rounded to torch.int16, and cast again, before the matmul",
     ),
     "cast up before the matmul": (
         lambda x, w: tokens_first(x.bfloat16(), R).flatten(2).float() @ w,

@@ -152,9 +152,9 @@ def _cut_reader(rewriter: Rewriter, matmul: Node, view: Node, groups: Sequence[P
 
 
 def _two_dims(rewriter: Rewriter, group: Part, rows: Size, dtype: torch.dtype) -> Node:
-    (first, *others) = group.nodes
-    joined = rewriter.call(aten.cat.default, list(group.nodes), -1) if others else first
-    return rewriter.cast(rewriter.reshape(joined, [rows, group.width]), dtype)
+    (first, *others) = [rewriter.cast(node, dtype) for node in group.nodes]
+    joined = rewriter.call(aten.cat.default, [first, *others], -1) if others else first
+    return rewriter.reshape(joined, [rows, group.width])
 
 
 # matmul, then parts of its result

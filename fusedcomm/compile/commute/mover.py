@@ -44,6 +44,7 @@ aten = torch.ops.aten
 SMALL = "fusedcomm_small"  # in the metadata of an exchange that may be joined with others
 NORMED = "fusedcomm_normed"  # in the metadata of what is computed from blocks and from a sum over all blocks
 PURPOSES = CONSTANTS, NORMS, GRADIENTS = "constants", "sums of norms", "gradients of weights"
+SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 REARRANGES = VIEWS | PERMUTES | SAME | CASTS | {aten.expand.default}
 
 
@@ -208,14 +209,14 @@ class Mover:
         return self._parts[node]
 
     def _sum(self, node: Node, exchanged: Node, place: Place) -> Node:
-        size, rewriter = shape(exchanged), self.rewriter
+        size, rewriter, dtype = shape(exchanged), self.rewriter, value(node).dtype
+        exchanged = rewriter.cast(exchanged, dtype)  # as sum(x, dtype=dtype) does before it adds
         at, ndim = len(size) + place.dim, len(size)
         dims = [d % ndim for d in dims_argument(node)]
         outer = _known_quotient(size[at], place.inner * self.group_size)
         parts = rewriter.reshape(exchanged, [*size[:at], outer, self.group_size, place.inner, *size[at + 1 :]])
         parts = rewriter.call(aten.permute.default, parts, [at + 1, *(d for d in range(ndim + 2) if d != at + 1)])
         summed = [d + 1 if d < at else d + 2 for d in dims if d != at] + [at + 1, at + 2]
-        dtype = value(node).dtype
         if dtype.is_floating_point:
             dtype = torch.promote_types(dtype, torch.float32)  # rounded once, when all parts are added
         total = rewriter.call(aten.sum.dim_IntList, parts, sorted(summed), False, dtype=dtype)
@@ -257,20 +258,26 @@ class Mover:
         return rewriter.reshape(rewriter.call(aten.permute.default, received, back), size)
 
     def _start_and_wait(self, sent: Node, small: str | None) -> Node:
-        call, splits, is_complex = self.rewriter.call, [1] * self.group_size, value(sent).is_complex()
+        call, splits, size, dtype = self.rewriter.call, [1] * self.group_size, shape(sent), value(sent).dtype
         if value(sent).device != self.device:
             raise CannotFuse(f"a tensor of {value(sent).device} stands between")
         sent = self.rewriter.contiguous(sent)
-        if is_complex:  # which not every backend takes
+        if dtype.is_complex:
             sent = call(aten.view_as_real.default, sent)
+        elif dtype not in SENT:
+            sent = call(aten.view.dtype, self.rewriter.reshape(sent, [size[0], product(size[1:])]), torch.uint8)
         start = call(functional.all_to_all_single.default, sent, splits, splits, self.group_name)
         if small is not None:
             start.meta[SMALL] = small
         received = call(WAIT, start)
-        return call(aten.view_as_complex.default, received) if is_complex else received
+        if dtype.is_complex:
+            return call(aten.view_as_complex.default, received)
+        return received if dtype in SENT else self.rewriter.reshape(call(aten.view.dtype, received, dtype), size)
 
     def _all_reduce(self, part: Node) -> Node:
         part = self.rewriter.contiguous(part)
+        if value(part).dtype not in SENT:
+            raise CannotFuse(f"a sum in {value(part).dtype} over the blocks that are exchanged stands between")
         start = self.rewriter.call(functional.all_reduce.default, part, "sum", self.group_name)
         start.meta[SMALL] = NORMS
         return self.rewriter.call(WAIT, start)

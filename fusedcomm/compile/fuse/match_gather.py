@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +12,12 @@ import torch
 from torch.fx import Node
 
 from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, product
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import MATMULS, Product, matmul, name_of
-from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, sizes, stand_for
-from fusedcomm.compile.graph.views import advance, along, derived, path_back, value
+from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, stand_for
+from fusedcomm.compile.graph.views import advance, along, derived, is_cast, path_back, value
 
 aten = torch.ops.aten
 
@@ -26,6 +28,7 @@ class Reader:
 
     node: Node
     layout: Layout
+    dtypes: tuple[torch.dtype, ...]  # through which it is cast
     users: list[Node] = field(default_factory=list)
 
 
@@ -64,6 +67,9 @@ class Gathered:
             users = [name_of(user) for reader in self.readers for user in reader.users]
             if not users:
                 raise CannotFuse("nothing reads what arrives")
+            rounded = [str(value(each.node).dtype) for each in self.readers if any(map(is_cast, each.users))]
+            if rounded and not reasons:
+                raise CannotFuse(f"what arrives is rounded to {rounded[0]}, and cast again, before the matmul")
             raise CannotFuse(reasons[0] if reasons else f"what arrives goes to {', '.join(users[:3])}, not to a matmul")
         return found
 
@@ -109,7 +115,7 @@ class Gathered:
             dims.insert(num_lead, [])  # it has size 1: there must be a row, and a dim along which the sources come
             num_lead += 1
         batch = [[f for f in dim if f is not self.blocks] for dim in dims[: num_lead - 1]]
-        if batched and product(sizes(batch)) != received.shape[0]:
+        if batched and [f for dim in batch for f in dim] != list(received.dims[0]):
             raise CannotFuse("the rows of a batched matmul are exchanged in parts")
         firsts = [dim[0] if dim else None for dim in dims]
         gather_dim = firsts.index(None if last_of_rows else before)
@@ -137,7 +143,7 @@ class Gathered:
     def others(self, fused: Iterable[Node]) -> list[Reader]:
         """What else reads what arrives. These readers get the op's by-product instead."""
         fused = set(fused)
-        readers = [Reader(r.node, r.layout, [u for u in r.users if u not in fused]) for r in self.readers]
+        readers = [dataclasses.replace(r, users=[u for u in r.users if u not in fused]) for r in self.readers]
         return [reader for reader in readers if reader.users]
 
     @staticmethod
@@ -187,13 +193,16 @@ def depends_on(node: Node, nodes: set[Node]) -> bool:
 
 
 def _readers(wait: Node, received: Layout) -> list[Reader]:
-    readers = [Reader(wait, received)]
+    readers = [Reader(wait, received, (value(wait).dtype,))]
     for reader in readers:  # the list grows meanwhile
         for user, following in derived(reader.node):
             try:
                 if following is None:
                     raise CannotFuse("it computes")
-                readers.append(Reader(following, advance(following, reader.layout)))
+                dtypes = (*reader.dtypes, value(following).dtype) if is_cast(following) else reader.dtypes
+                if not is_one_cast(dtypes):
+                    raise CannotFuse("it is rounded between")
+                readers.append(Reader(following, advance(following, reader.layout), dtypes))
             except CannotFuse:
                 reader.users.append(user)
     return readers

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from fusedcomm.compile.fuse.match_gather import depends_on
 from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, product, quotient, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, Product, check_single_use, producer
@@ -192,8 +193,10 @@ def _part(start: Node) -> Part:
     _check_repeats(path[0], collective.group_size)
     matmul = producer(path[0])
     check_single_use(path, start)
-    if any(value(b).dtype.itemsize < value(a).dtype.itemsize for a, b in pairwise(path)):
-        raise CannotFuse("the matmul's result is rounded to a smaller dtype before it is sent")
+    dtypes = [value(node).dtype for node in path]
+    if not is_one_cast(dtypes) or dtypes[-1].itemsize < dtypes[0].itemsize:
+        smallest = min(set(dtypes[1:]) - {dtypes[0]}, key=lambda dtype: dtype.itemsize)
+        raise CannotFuse(f"the matmul's result is rounded to {smallest} before it is sent")
     received, blocks, sources = collective.received(along(path, matmul.layout))
     candidates = follow(collective.wait, received)
     if sources.parts:

@@ -26,6 +26,4 @@ def attempt(what: str, act: Callable[..., Any], *args: Any, reasons: list[str] |
 
 @functools.cache
 def _warn_once(what: str, error: str) -> None:
-    warnings.warn(
-        f"fusedcomm.compile: {what} failed, and the graph is left as it was: {error}. Please report it", stacklevel=2
-    )
+    warnings.warn(f"fusedcomm.compile: {what} failed, and the graph is left as it was: {error}", stacklevel=2)

@@ -1,0 +1,123 @@
+"""Casts between a matmul and its collective: nothing that a cast takes away comes back."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from fusedcomm.compile.graph.casts import is_one_cast
+from fusedcomm.compile.passes import FusedcommPass, Settings
+from fusedcomm.compile.reports import CompileReport
+from tests.helpers.graphs import aten_graph
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import all_gather, reduce_scatter, world
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
+INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+DTYPES = (*FLOATS, torch.float64, *EIGHTHS, *INTS)
+KINDS = ("all_to_all_matmul", "all_gather_matmul", "matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def values_of(dtype: torch.dtype) -> Tensor:
+    """Every value of a small dtype, and edges and random ones of a large one."""
+    if dtype is torch.bool:
+        return torch.tensor([False, True])
+    if dtype.itemsize == 1:
+        return torch.arange(256, dtype=torch.uint8).view(dtype)
+    if dtype.itemsize == 2:
+        return torch.arange(-(1 << 15), 1 << 15).short().view(dtype)
+    generator = torch.Generator().manual_seed(1)
+    if dtype.is_floating_point:
+        return torch.randn(999, generator=generator, dtype=dtype) * 10.0 ** torch.arange(-30, 30)[:, None].to(dtype)
+    edges = [f * (1 << n) + d for n in (7, 8, 11, 15, 16, 24, 30) for f in (-1, 1) for d in (-1, 0, 1)]
+    return torch.tensor([*edges, torch.iinfo(dtype).min, torch.iinfo(dtype).max], dtype=dtype)
+
+
+def test_one_cast_gives_what_the_chain_gives() -> None:
+    passed = 0
+    for first, between, last in itertools.product(DTYPES, repeat=3):
+        if is_one_cast((first, between, last)):
+            x, passed = values_of(first), passed + 1
+            torch.testing.assert_close(x.to(between).to(last), x.to(last), rtol=0, atol=0, equal_nan=True)
+    assert passed > 300  # of 1728
+    assert not is_one_cast((torch.bfloat16, torch.float16, torch.bfloat16))
+    assert is_one_cast((torch.float16, torch.float32, torch.float32, torch.bfloat16)) and is_one_cast((torch.int8,))
+
+
+def cast(rng: random.Random, t: Tensor, ends: Sequence[torch.dtype]) -> Tensor:
+    """``t`` after some casts, roundings, clamps, and views as integers, in a dtype of ``ends``."""
+    for _ in range(rng.choice([0, 0, 1, 1, 2])):
+        t = t.to(rng.choice(DTYPES))
+        if t.dtype.is_floating_point and t.dtype.itemsize > 1 and rng.random() < 0.3:
+            integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize]
+            t = rng.choice([t.round(), t.clamp(-1, 1), (t.view(integer) & -16).view(t.dtype)])
+    return t if t.dtype in ends and rng.random() < 0.3 else t.to(rng.choice(ends))
+
+
+def program_of(kind: str, seed: int, r: int) -> Callable[[Tensor, Tensor], Any]:
+    def program(x: Tensor, w: Tensor) -> Any:
+        rng = random.Random(seed)
+        dtype = rng.choice(FLOATS)
+        if kind in KINDS[:2]:
+            x = x.to(rng.choice(DTYPES)).to(rng.choice([torch.int8, torch.int64, torch.float64, *FLOATS]))
+            blocks = x.unflatten(1, (r, -1)).movedim(1, 0).contiguous()
+            arrived = all_gather(x, 0, world())
+            if kind == KINDS[0]:
+                arrived = funcol.wait_tensor(funcol.all_to_all_single(blocks, None, None, world())).flatten(0, 1)
+            rows = cast(rng, arrived, [dtype]).flatten(1)
+            y = rows @ w[: rows.shape[1]].to(dtype)
+            return (y, cast(rng, arrived, DTYPES)) if rng.random() < 0.4 else y
+        x = x.flatten(1).to(dtype)
+        y = cast(rng, x @ w[: x.shape[1]].to(dtype), FLOATS)
+        if kind == "matmul_all_reduce":
+            return cast(rng, funcol.all_reduce(y, "sum", world()), FLOATS)
+        if kind == "matmul_reduce_scatter":
+            return cast(rng, reduce_scatter(y.contiguous(), "sum", 0, world()), FLOATS)
+        blocks = y.unflatten(1, (r, -1)).movedim(1, 0).contiguous()
+        return cast(rng, funcol.wait_tensor(funcol.all_to_all_single(blocks, None, None, world())), FLOATS)
+
+    return program
+
+
+def check(rank: int, kind: str, seeds: range) -> None:
+    r, report = dist.get_world_size(), CompileReport()
+    for seed in seeds:
+        program, generator = program_of(kind, seed, r), torch.Generator().manual_seed(100 * seed + rank)
+        shapes = (2 * r, 2 * r, 4), (8 * r, 4 * r)
+        args = [torch.randint(-40, 40, shape, generator=generator) / 16 for shape in shapes]  # sums are exact
+        want = program(*args)
+        gm = aten_graph(program, args)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="fusedcomm")  # a pass that fails says so
+            FusedcommPass(Settings(), report)(gm.graph)
+        gm.recompile()
+        got, wants = ([*each] if isinstance(each, (tuple, list)) else [each] for each in (gm(*args), want))
+        for a, b in zip(got, wants, strict=True):
+            near = {"rtol": 1e-2, "atol": 0.2} if b.dtype in FLOATS[1:] else {"rtol": 1e-5, "atol": 1e-3}
+            assert a.dtype == b.dtype
+            text = f"{kind}, seed {seed}: {report.collectives[-1]}"
+            torch.testing.assert_close(a.double(), b.double(), equal_nan=True, msg=lambda m, t=text: t + m, **near)
+    assert any(line.status == "fused" for line in report.collectives) or len(seeds) < 50
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_casts_keep_values(rank: int, kind: str) -> None:
+    check(rank, kind, range(6))
+
+
+@pytest.mark.nightly
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_random_casts_keep_values(rank: int, kind: str) -> None:
+    check(rank, kind, range(6, 120))
