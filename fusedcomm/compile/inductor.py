@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch._inductor.compile_fx as compile_fx_module
 import torch._inductor.config as config
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -12,7 +13,9 @@ from torch.fx import Graph
 _LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 and 2.12 take one pass only
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())  # not in torch 2.11
 JOINT, PRE, POST = "joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
-_replaced: dict[int, Any] = {}  # by id of a pass that was added: the setting, what `add` set, and what was there
+_replaced: dict[int, Any] = {}  # by id of a pass that was added: it, the setting, what `add` set, and what was there
+_inductor: Any = compile_fx_module
+_compile_fx: Any = None  # torch's, while passes are added
 
 
 class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
@@ -35,15 +38,20 @@ class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
 
 def add(custom_pass: Any, setting: str = PRE) -> None:
     """Add a pass behind those that are set already."""
+    global _compile_fx
     before = getattr(config, setting)
     now = _joined([*_passes(before), custom_pass])
-    _replaced[id(custom_pass)] = (setting, now, before)
+    _replaced[id(custom_pass)] = (custom_pass, setting, now, before)
     setattr(config, setting, now)
+    if _inductor.compile_fx is not _with_passes:
+        _compile_fx, _inductor.compile_fx = _inductor.compile_fx, _with_passes
 
 
 def remove(custom_pass: Any) -> None:
     """If nobody has set passes since, what was set before `add` comes back as it was; otherwise only the pass goes."""
-    setting, now, before = _replaced.pop(id(custom_pass))
+    _, setting, now, before = _replaced.pop(id(custom_pass))
+    if not _replaced and _inductor.compile_fx is _with_passes:
+        _inductor.compile_fx = _compile_fx
     current = getattr(config, setting)
     if current is now:
         setattr(config, setting, before)
@@ -51,6 +59,16 @@ def remove(custom_pass: Any) -> None:
     left = [each for each in _passes(current) if each is not custom_pass]
     if len(left) < len(_passes(current)):
         setattr(config, setting, _joined(left))
+
+
+def _with_passes(model: Any, inputs: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
+    """torch's ``compile_fx``, with the passes that settings of this one compile would leave out."""
+    patches = dict(config_patches or {})
+    for custom_pass, setting, _, _ in _replaced.values():
+        current = _passes(patches.get(setting, getattr(config, setting)))
+        if not any(type(each) is type(custom_pass) for each in current):
+            patches[setting] = _joined([*current, custom_pass])
+    return _compile_fx(model, inputs, *args, config_patches=patches or None, **kwargs)
 
 
 def _passes(value: Any) -> list[Any]:

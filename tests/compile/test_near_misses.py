@@ -48,10 +48,6 @@ def multiplied_by_itself(x: Tensor) -> Tensor:
     return gathered @ gathered.mT.relu()
 
 
-def exchanged_rows_of_a_batch(x: Tensor, w: Tensor) -> Tensor:
-    return exchanged(torch.bmm(x, w).view(B, T // R, R, N).movedim(2, 0).contiguous())
-
-
 X, W = (B, T, K), (K, N)
 ARRIVING = (B, T * R, HEADS // R, DIM)  # whole sequences of some heads
 REPEATED = "matmul_all_to_all: the matmul's result is repeated 2 times before it is sent: send it once, by matmul_all"
@@ -180,11 +176,6 @@ NEAR_MISSES: dict[str, tuple[Program, list[tuple[int, ...]], str]] = {
         lambda x, w: funcol.all_reduce_coalesced([x @ w, x @ w.relu()], "sum", world()),
         [(T, K), W],
         "no op of fusedcomm fuses all_reduce_coalesced",
-    ),
-    "rows of a batch in parts": (
-        exchanged_rows_of_a_batch,
-        [X, (B, K, N)],
-        "matmul_all_to_all: the rows of a batched matmul are exchanged in parts",
     ),
 }
 

@@ -67,7 +67,7 @@ def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:
         call = rewriter.call(
             torch.ops.fusedcomm.all_gather_matmul.default,
             found.sent(rewriter, sent.dims, value(reader.node).dtype),
-            [product.w(rewriter, sent.batch) for product in products],
+            [product.w(rewriter, sent.batch, reader.layout.dims[0]) for product in products],
             [product.per_column(rewriter, product.bias) for product in products],
             sent.gather_dim,
             bool(others),
@@ -77,9 +77,9 @@ def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:
         )
         ys = rewriter.call(operator.getitem, call, 0)
         results = [
-            (product.node, rewriter.reshape(rewriter.call(operator.getitem, ys, i), product.y.shape))
+            (product.node, found.result(rewriter, rewriter.call(operator.getitem, ys, i), sent, reader.layout))
             for i, product in enumerate(products)
         ]
-        rearranged = found.rearranged(rewriter, call, reader.layout.order, others)
+        rearranged = found.rearranged(rewriter, call, sent.received.order, others)
     match_gather.replace(found, results, rearranged)
     return call

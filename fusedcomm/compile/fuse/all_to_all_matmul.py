@@ -54,7 +54,7 @@ def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
         call = rewriter.call(
             torch.ops.fusedcomm.all_to_all_matmul.default,
             found.sent(rewriter, sent.dims, value(reader.node).dtype),
-            product.w(rewriter, sent.batch),
+            product.w(rewriter, sent.batch, reader.layout.dims[0]),
             product.per_column(rewriter, product.bias),
             sent.gather_dim,
             sent.scatter_dim,
@@ -63,7 +63,7 @@ def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
             found.collective.group_size,
             found.collective.group_name,
         )
-        y = rewriter.reshape(rewriter.call(operator.getitem, call, 0), product.y.shape)
-        rearranged = found.rearranged(rewriter, call, reader.layout.order, others)
+        y = found.result(rewriter, rewriter.call(operator.getitem, call, 0), sent, reader.layout)
+        rearranged = found.rearranged(rewriter, call, sent.received.order, others)
     match_gather.replace(found, [(product.node, y)], rearranged)
     return call

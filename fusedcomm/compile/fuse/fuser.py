@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from fusedcomm.compile.fuse import (
     all_gather_matmul,
     all_to_all_matmul,
+    cut_results,
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
@@ -23,7 +24,7 @@ from fusedcomm.compile.graph.effects import writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.rewrite import Rewriter, erased, held_outputs
 from fusedcomm.compile.graph.sort import sort
-from fusedcomm.compile.graph.views import WAIT, is_read
+from fusedcomm.compile.graph.views import WAIT, is_read, merge_views
 
 MODULES = (  # if two match one collective, the first takes it
     matmul_all_to_all,
@@ -57,6 +58,8 @@ class Fuser:
 
     def normalize(self, gathers: bool) -> bool:
         """Returns whether anything changed. ``gathers``: whether gathers may become exchanges; see `normalize.find`."""
+        if not writes_before_end(self.graph):
+            merge_views(self.graph)
         with held_outputs(self.graph):
             self._try("normalize", normalize.sizes_from_inputs, self.rewriter)
             found = self._try("normalize", normalize.find, self.graph, gathers) or []
@@ -74,6 +77,7 @@ class Fuser:
             # An op reads its operands where the collective stands, and they may have been overwritten by then.
             reject = _writes_in_place
         with held_outputs(self.graph):
+            self._cut_results(ops)
             for module in MODULES:
                 if module.OP in ops:
                     for start in collectives.find(self.graph, module.KIND):
@@ -82,6 +86,15 @@ class Fuser:
             if found:
                 sort(self.graph)
         return found
+
+    def _cut_results(self, ops: Sequence[str]) -> None:
+        starts = [
+            start
+            for kind in ("all_to_all", "reduce_scatter", "all_reduce")
+            for start in collectives.find(self.graph, kind)
+        ]
+        for matmul, found in cut_results.find(starts).items():
+            attempt("fuse", cut_results.rewrite, self.rewriter, found, lambda start: can_fuse(start, ops), matmul)
 
     def _fuse(self, module: ModuleType, reject: Callable[[Node], str | None], start: Node) -> Fused:
         match = module.match(start)

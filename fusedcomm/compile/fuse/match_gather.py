@@ -14,7 +14,7 @@ from torch.fx import Node
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, Product, matmul, name_of
 from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, stand_for
 from fusedcomm.compile.graph.views import advance, along, derived, is_cast, path_back, value
@@ -40,6 +40,7 @@ class SentDims:
     batch: list[list[Factor]]  # batch dims of a batched w
     gather_dim: int
     scatter_dim: int | None
+    received: Layout  # in the order of what the op multiplies
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,30 @@ class Gathered:
         return found
 
     def sent_dims(self, received: Layout, batched: bool) -> SentDims:
-        """How the op sees x so that what it multiplies has the order of ``received``, [rows, K] or [batch, rows, K]."""
+        """How the op sees x so that what it multiplies has the order of ``received``, [rows, K] or [batch, rows, K].
+
+        Rows of a batched matmul that would be exchanged in parts are taken in another order.
+        """
         order = received.order
-        sent = self._sent_order(order)
         before = dict(pairwise(order)).get(self.sources)
         first_k = next((f for f in received.dims[-1] if f is not self.sources), None)
         if before is None or first_k is None:
             raise CannotFuse("the gathered dim is the innermost one")
+        found = self._sent_dims(received, before, first_k, batched)
+        if not batched or [f for dim in found.batch for f in dim] == list(received.dims[0]):
+            return found
+        if self.sources in received.dims[-1][1:]:
+            raise CannotFuse("the rows of a batched matmul are exchanged in parts")
+        dims = [sorted(dim, key=lambda f: f is not self.sources) for dim in received.dims]
+        gather_dim = next(i for i, dim in enumerate(dims) if self.sources in dim)
+        sent = [[f for f in dim if f is not self.sources] for dim in dims]
+        moved = Layout(tuple(map(tuple, dims)))
+        if self.blocks is self.sources:
+            return SentDims(sent, dims[:1], gather_dim, None, moved)
+        return SentDims([[self.blocks], *sent], [[], *dims[:1]], gather_dim + 1, 0, moved)
+
+    def _sent_dims(self, received: Layout, before: Factor, first_k: Factor, batched: bool) -> SentDims:
+        sent = self._sent_order(received.order)
         breaks = [self.blocks, before]
         if first_k is sent[0] or sent[sent.index(first_k) - 1] is not self.blocks:
             breaks.append(first_k)
@@ -115,12 +133,16 @@ class Gathered:
             dims.insert(num_lead, [])  # it has size 1: there must be a row, and a dim along which the sources come
             num_lead += 1
         batch = [[f for f in dim if f is not self.blocks] for dim in dims[: num_lead - 1]]
-        if batched and [f for dim in batch for f in dim] != list(received.dims[0]):
-            raise CannotFuse("the rows of a batched matmul are exchanged in parts")
         firsts = [dim[0] if dim else None for dim in dims]
         gather_dim = firsts.index(None if last_of_rows else before)
         scatter_dim = firsts.index(self.blocks) if self.blocks is not self.sources else None
-        return SentDims(dims, batch, gather_dim, scatter_dim)
+        return SentDims(dims, batch, gather_dim, scatter_dim, received)
+
+    def result(self, rewriter: Rewriter, y: Node, sent: SentDims, received: Layout) -> Node:
+        """An op's result as the matmul has it that multiplies ``received``."""
+        n = Factor(size_of(value(y).shape[-1]))
+        order = [f for dim in (*sent.received.dims[:-1], (n,)) for f in dim]
+        return rewriter.arrange(y, order, Layout((*received.dims[:-1], (n,))))
 
     def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtype: torch.dtype) -> Node:
         return rewriter.cast(rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims)))), dtype)

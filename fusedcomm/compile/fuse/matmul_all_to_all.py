@@ -47,9 +47,13 @@ class Part:
 
     @property
     def result(self) -> list[Factor]:
-        """The order in which the op writes: y's order without the blocks, and with the sources in their place."""
-        order = [f for f in self.product.y.order if f is not self.blocks]
-        at = len(order) if self.before is None else order.index(self.before)
+        """The order in which the op writes."""
+        return self.written(self.product.y, self.before)
+
+    def written(self, y: Layout, before: Factor | None) -> list[Factor]:
+        """y's order without the blocks, and with the sources in their place."""
+        order = [f for f in y.order if f is not self.blocks]
+        at = len(order) if before is None else order.index(before)
         return [*order[:at], self.sources, *order[at:]]
 
     @property
@@ -108,21 +112,24 @@ def rewrite(rewriter: Rewriter, match: MatmulAllToAllMatch) -> Node:
     if len(match.parts) > 1:
         return _rewrite_several(rewriter, match.parts)
     (part,) = match.parts
-    product = part.product
-    breaks = [f for f in (part.blocks, part.before) if f is not None]
-    *batches, rows, columns = (group_factors(dim, breaks) for dim in product.y.dims)
+    product, before, y = part.product, part.before, part.product.y
+    breaks = [f for f in (part.blocks, before) if f is not None]
+    *batches, rows, columns = (group_factors(dim, breaks) for dim in y.dims)
     batch = [dim for each in batches for dim in each]
-    if product.batched and len(rows) > 1:
-        raise CannotFuse("the rows of a batched matmul are exchanged in parts")
-    if part.before is None:
+    if product.batched and len(rows) > 1:  # what arrives is arranged afterwards
+        if before in y.dims[-2] and part.blocks in y.dims[-2]:
+            before = next(iter(y.dims[-1]), None)
+        y = product.with_rows_first(breaks)
+        rows = [list(y.dims[-2])]
+    if before is None:
         columns.append([])
     with rewriter.before(part.collective.start, like=product.node):
         x, w = product.x(rewriter, [*batch, *rows]), product.w(rewriter, batch)
         bias = product.per_column(rewriter, product.bias)
-        y = _call(rewriter, part, x, w, bias, [*batch, *rows], columns)
-        out = rewriter.result(rewriter.arrange(y, part.result, part.layout), part.target)
+        result = _call(rewriter, part, x, w, bias, [*batch, *rows], columns, before)
+        out = rewriter.result(rewriter.arrange(result, part.written(y, before), part.layout), part.target)
     replace_node(part.target, out)
-    return y
+    return result
 
 
 def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
@@ -140,7 +147,9 @@ def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
             blocks = [rewriter.reshape(each, [group_size, -1]) for each in biases if each is not None]
             bias = rewriter.reshape(rewriter.call(aten.cat.default, blocks, 1), [group_size * total])
         width = Factor(total)
-        y = _call(rewriter, first, first.product.x(rewriter, rows), w, bias, rows, [[first.blocks], [width]])
+        y = _call(
+            rewriter, first, first.product.x(rewriter, rows), w, bias, rows, [[first.blocks], [width]], first.before
+        )
         outs, end = [], 0
         for part, width_of_part in zip(parts, widths, strict=True):
             begin, end = end, end + width_of_part  # type: ignore[operator]
@@ -159,20 +168,25 @@ def _call(
     bias: Node | None,
     rows: list[list[Factor]],
     columns: list[list[Factor]],
+    before: Factor | None,
 ) -> Node:
-    firsts = [dim[0] if dim else None for dim in (*rows, *columns)]
+    dims = [*rows, *columns]
     return rewriter.call(
         torch.ops.fusedcomm.matmul_all_to_all.default,
         x,
         w,
         bias,
         sizes(columns) if len(columns) > 1 else None,
-        len(firsts) - 1 if part.before is None else firsts.index(part.before),
-        firsts.index(part.blocks),
+        len(dims) - 1 if before is None else _index(dims, before),
+        _index(dims, part.blocks),
         *EVEN,
         part.collective.group_size,
         part.collective.group_name,
     )
+
+
+def _index(dims: Sequence[Sequence[Factor]], factor: Factor) -> int:
+    return next(i for i, dim in enumerate(dims) if factor in dim)
 
 
 def _side_by_side(rewriter: Rewriter, ws: Sequence[Node], group_size: int) -> Node:

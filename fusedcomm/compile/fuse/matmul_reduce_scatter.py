@@ -52,8 +52,10 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
     *batches, rows, columns = product.y.dims
     lead = [dim for each in batches for dim in group_factors(each, [match.blocks])]
     row_dims = group_factors(rows, [match.blocks])
+    y_order = product.y.order
     if product.batched and len(row_dims) > 1:
-        raise CannotFuse("the rows of a batched matmul are scattered in parts")
+        moved = product.with_rows_first([match.blocks])
+        row_dims, y_order = [list(moved.dims[-2])], moved.order
     dims = [*lead, *row_dims, list(columns)]
     with rewriter.before(collective.start, like=product.node):
         y = rewriter.call(
@@ -62,12 +64,12 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             product.w(rewriter, lead),
             None,
             collective.reduce_op,
-            [dim[0] if dim else None for dim in dims].index(match.blocks),
+            next(i for i, dim in enumerate(dims) if match.blocks in dim),
             *EVEN.to_scatter,
             collective.group_size,
             collective.group_name,
         )
-        order = [f for f in product.y.order if f is not match.blocks]
+        order = [f for f in y_order if f is not match.blocks]
         out = rewriter.result(rewriter.arrange(y, order, match.layout), match.target)
     replace_node(match.target, out)
     return y

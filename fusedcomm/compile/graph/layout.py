@@ -105,6 +105,9 @@ class Layout:
         """The layout with ``factor`` as the outermost one of ``dim``."""
         return Layout(tuple((factor, *fs) if d == dim else fs for d, fs in enumerate(self.dims)))
 
+    def new_dim(self, dim: int, factor: Factor) -> Layout:
+        return Layout((*self.dims[:dim], (factor,), *self.dims[dim:]))
+
 
 def take(factors: list[Factor], size: Size) -> tuple[list[Factor], list[Factor]]:
     """The first factors, whose product is ``size``, the last of them split if need be; and the other factors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,7 @@ from torch.fx import Node
 
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, returned, sizes
-from fusedcomm.compile.graph.split_cat import joined_by
-from fusedcomm.compile.graph.views import along, path_back, sizes_of, value
+from fusedcomm.compile.graph.views import along, joined_by, path_back, sizes_of, value
 
 aten = torch.ops.aten
 
@@ -40,15 +40,30 @@ class Product:
         return [*self.ws, *([] if self.bias is None else [self.bias])]
 
     def x(self, rewriter: Rewriter, rows: list[list[Factor]]) -> Node:
-        """x with its leading dims as given."""
+        """x with its leading dims as given; those of a batched matmul may have the rows in another order."""
+        if self.batched:
+            k = Factor(size_of(value(self.xs[0]).shape[-1]))
+            layout = Layout((*map(tuple, rows), (k,)))
+            return rewriter.arrange(self.xs[0], [f for dim in (*self.y.dims[:2], (k,)) for f in dim], layout)
         x = self.xs[0] if len(self.xs) == 1 else rewriter.call(aten.cat.default, list(self.xs), -1)
         return rewriter.reshape(x, [*sizes(rows), size_of(value(x).shape[-1])])
 
-    def w(self, rewriter: Rewriter, batches: list[list[Factor]]) -> Node:
+    def w(self, rewriter: Rewriter, batches: list[list[Factor]], batch: Sequence[Factor] = ()) -> Node:
+        """w with its batch dims as given; ``batch``: the factors of its batch, if they are not y's."""
         if len(self.ws) > 1:
             return rewriter.call(aten.cat.default, list(self.ws), -2)
-        w = self.ws[0]
-        return rewriter.reshape(w, [*sizes(batches), *map(size_of, value(w).shape[-2:])]) if self.batched else w
+        if not self.batched:
+            return self.ws[0]
+        k, n = (Factor(size_of(size)) for size in value(self.ws[0]).shape[-2:])
+        layout = Layout((*map(tuple, batches), (k,), (n,)))
+        return rewriter.arrange(self.ws[0], [*(batch or self.y.dims[0]), k, n], layout)
+
+    def with_rows_first(self, factors: Sequence[Factor]) -> Layout:
+        """y with these factors of its rows before the others."""
+        batch, rows, columns = self.y.dims
+        first = [f for f in factors if f in rows]
+        moved = (*first, *(f for f in rows if f not in first))
+        return Layout((batch, moved, columns))
 
     def per_column(self, rewriter: Rewriter, bias: Node | None) -> Node | None:
         """``bias`` as [N], if it has one number per column or one for all; see `_broadcasts`."""

@@ -1,4 +1,4 @@
-"""cat(parts of t): all parts of one tensor, of equal size, joined along another dim. torch moves a dim's blocks so."""
+"""Parts of a tensor: results of splits, slices and picks along one dim."""
 
 from __future__ import annotations
 
@@ -11,57 +11,138 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusedcomm.compile.graph.layout import Layout, Size, size_of
+from fusedcomm.compile.graph.layout import Size, size_of
 
 aten = torch.ops.aten
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
+UNBIND = aten.unbind.int
 SLICE = aten.slice.Tensor
+SELECT = aten.select.int
+FILLS = {aten.slice_scatter.default, aten.select_scatter.default}
+COPY = aten.copy.default
+CUTS = SPLITS | {UNBIND, SLICE, SELECT}
 
 
 @dataclass(frozen=True)
-class Join:
+class Part:
+    """``size`` elements of ``origin`` along ``dim``, from ``begin`` on; a ``picked`` part is one, without the dim."""
+
     origin: Node
-    split_dim: int
-    num_parts: int
     dim: int
+    begin: Size
+    size: Size
+    picked: bool = False
 
-    def layout(self, origin: Layout) -> Layout:
-        part = origin.leading(self.split_dim, self.num_parts)
-        return origin.without(part).insert(self.dim, part)
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.begin == 0 and self.size == shape_of(self.origin)[self.dim])
 
 
-def join_of(cat: Node) -> Join | None:
-    """What cat joins, if that is every part of one tensor, in order."""
-    parts, *dims = args_of(cat) or ((),)
-    if cat.target is not aten.cat.default or not isinstance(parts, (list, tuple)) or not parts:
+def part(node: Any) -> Part | None:
+    """The part of a tensor that node is, if it is one."""
+    if not isinstance(node, Node) or not isinstance(node.meta.get("val"), Tensor):
         return None
-    found = [_part(part) for part in parts]
-    if len({part[:2] for part in found}) != 1 or not all(found):
-        return None
-    origin, split_dim, _, size = found[0]
-    begins = [begin for _, _, begin, _ in found]
-    whole = _shape(origin)[split_dim]
-    sizes = {_shape(part)[split_dim] for part in parts}
-    if len(sizes) != 1 or begins != [i * size for i in range(len(parts))] or size * len(parts) != whole:
-        return None
-    return Join(origin, split_dim, len(parts), _dim(cat, dims) % len(_shape(origin)))
+    args = args_of(node)
+    if node.target is operator.getitem and getattr(args[0], "target", None) in SPLITS | {UNBIND}:
+        split, index = args
+        origin, dim = args_of(split)[0], split_dim(split)
+        if split.target is UNBIND:
+            return Part(origin, dim, index, 1, picked=True)
+        parts = split.meta["val"]
+        if split.target is aten.split.Tensor:  # all parts but the last are as long as the first
+            return Part(origin, dim, index * size_of(parts[0].shape[dim]), size_of(parts[index].shape[dim]))
+        sizes = [size_of(each.shape[dim]) for each in parts]
+        return Part(origin, dim, sum(sizes[:index]), sizes[index])
+    if node.target in (SLICE, SELECT):
+        return _cut(args[0], args[1:], shape_of(node), node.target is SELECT)
+    return None
 
 
-def joined_by(user: Node) -> Node | None:
-    """The cat that is all that a split, or a slice, leads to."""
-    if user.target in SPLITS:
-        cats = {cat for part in user.users for cat in part.users}
-    elif user.target is SLICE:
-        cats = set(user.users)
-    else:
+def filled(fill: Node) -> Part | None:
+    """Where a ``slice_scatter`` or ``select_scatter`` writes."""
+    origin, source, *args = args_of(fill)
+    return _cut(origin, args, shape_of(source), fill.target is aten.select_scatter.default)
+
+
+def _cut(origin: Node, args: Sequence[Any], size: Sequence[Size], picked: bool) -> Part | None:
+    dim, begin, *rest = args if len(args) > 1 else (0, None)
+    if begin is None or tuple(rest[1:]) not in ((), (1,)):
         return None
-    cat = cats.pop() if len(cats) == 1 else None
-    return cat if cat is not None and cat.target is aten.cat.default else None
+    dim %= len(shape_of(origin))
+    whole, at = shape_of(origin)[dim], size_of(begin.meta["val"] if isinstance(begin, Node) else begin)
+    if isinstance(at, int) and at < 0:
+        at += whole
+    return Part(origin, dim, at, 1 if picked else size[dim], picked)
+
+
+def operands_of(node: Node) -> tuple[list[tuple[Node, bool]], int] | None:
+    """What a cat joins, or fills a tensor, in order, each with whether it lacks the dim; and the dim."""
+    if node.target is aten.cat.default:
+        parts, *given = args_of(node)
+        if isinstance(parts, (list, tuple)) and parts and all(isinstance(each, Node) for each in parts):
+            return [(each, False) for each in parts], _dim(node, given) % len(shape_of(node))
+    if node.target not in FILLS or not node.meta["val"].is_contiguous() or _next_fill(node) is not None:
+        return None
+    written: dict[Size, tuple[Node, Part]] = {}
+    dims: set[int] = set()
+    fill = node
+    while fill.target in FILLS and (fill is node or _next_fill(fill) is not None):
+        place, source = filled(fill), args_of(fill)[1]
+        if source.target is COPY and shape_of(source.args[1]) == shape_of(source):
+            source = source.args[1]
+        if place is None or place.begin in written or source.meta["val"].dtype != node.meta["val"].dtype:
+            return None
+        written[place.begin] = source, place
+        dims.add(place.dim)
+        fill = place.origin
+    end: Size = 0
+    found = []
+    while end in written and len(dims) == 1:
+        source, place = written[end]
+        found.append((source, place.picked))
+        end = end + place.size
+    is_whole = len(dims) == 1 and len(found) == len(written) and end == shape_of(node)[next(iter(dims))]
+    return (found, dims.pop()) if is_whole else None
+
+
+def _next_fill(node: Node) -> Node | None:
+    """What fills another part of node's result, if nothing else reads it."""
+    readers = [user for user in node.users if not _is_named(user)]
+    return readers[0] if len(readers) == 1 and readers[0].target in FILLS and readers[0].args[0] is node else None
+
+
+def _is_named(cut: Node) -> bool:
+    """Whether a cut is read for its form only, as a copy to it does."""
+    return cut.target in CUTS | {operator.getitem} and all(
+        (user.target is COPY and user.args[0] is cut and user.args[1] is not cut) or _is_named(user)
+        for user in cut.users
+    )
+
+
+def joined_by(user: Node, rearranges: Any) -> Node | None:
+    """What all that a cut leads to is joined by; ``rearranges``: the ops that parts may pass on the way."""
+    if user.target not in CUTS:
+        return None
+    joins, stack = set(), [user]
+    while stack:
+        node = stack.pop()
+        if node.target in FILLS:
+            while (following := _next_fill(node)) is not None:
+                node = following
+        if node.target in FILLS or node.target is aten.cat.default:
+            joins.add(node)
+        elif node.target in SPLITS | {UNBIND} or (
+            len(node.users) == 1 and node.target in {operator.getitem, SLICE, SELECT, COPY} | rearranges
+        ):
+            stack += node.users
+        else:
+            return None
+    return joins.pop() if len(joins) == 1 else None
 
 
 def split_dim(split: Node) -> int:
     args = args_of(split)
-    return _dim(split, args[2:]) % len(_shape(args[0]))
+    return _dim(split, args[1:] if split.target is UNBIND else args[2:]) % len(shape_of(args[0]))
 
 
 def _dim(node: Node, given: Sequence[Any]) -> Any:
@@ -73,25 +154,5 @@ def args_of(node: Node) -> tuple[Any, ...]:
     return node.args
 
 
-def _part(part: Any) -> tuple[Any, ...]:
-    """(tensor, dim, where the part begins, its size), or () if it is no part of a tensor."""
-    if not isinstance(part, Node) or not isinstance(part.meta.get("val"), Tensor):
-        return ()
-    args = args_of(part)
-    if part.target is operator.getitem and getattr(args[0], "target", None) in SPLITS:
-        split, index = args
-        dim = split_dim(split)
-        parts = split.meta["val"]
-        if split.target is aten.split.Tensor:  # all parts but the last are as long as the first
-            return args_of(split)[0], dim, index * size_of(parts[0].shape[dim]), size_of(parts[index].shape[dim])
-        sizes = [size_of(each.shape[dim]) for each in parts]
-        return args_of(split)[0], dim, sum(sizes[:index]), sizes[index]
-    if part.target is SLICE and len(args) >= 3 and args[2] is not None and args[4:] in ((), (1,)):
-        origin, dim, begin = args[:3]
-        dim %= len(_shape(origin))
-        return origin, dim, size_of(begin.meta["val"] if isinstance(begin, Node) else begin), _shape(part)[dim]
-    return ()
-
-
-def _shape(node: Any) -> list[Size]:
+def shape_of(node: Any) -> list[Size]:
     return [size_of(size) for size in node.meta["val"].shape]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from fusedcomm.compile.graph import split_cat
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, quotient, size_of
-from fusedcomm.compile.graph.split_cat import args_of, join_of, joined_by
+from fusedcomm.compile.graph.split_cat import SELECT, SLICE, Part, args_of, part, shape_of
 
 aten = torch.ops.aten
 
@@ -28,7 +32,9 @@ RESHAPES = {
     aten.unflatten.int,
 }
 PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default}
+REARRANGES = SAME | PERMUTES | RESHAPES
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
+VIEWS = PERMUTES | RESHAPES | split_cat.CUTS | {operator.getitem}
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -49,17 +55,104 @@ def source(node: Any) -> Node | None:
     """The tensor that has the same elements as node, perhaps in another order or dtype; None where node computes."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
-    if node.target in SAME | PERMUTES | RESHAPES | CASTS:
+    if node.target in REARRANGES | CASTS:
         origin = args_of(node)[0]
         if not isinstance(origin, Node) or not isinstance(origin.meta.get("val"), Tensor):
             return None
         before, after = value(origin), value(node)
         same = node.target is not aten.expand.default or sizes_of(before) == sizes_of(after)
         return origin if same and before.device == after.device else None
-    if node.target is WAIT and args_of(node)[0].target is WAIT:  # waited for already
-        return args_of(node)[0]  # type: ignore[no-any-return]
+    if node.target is WAIT:
+        return args_of(node)[0] if _is_waited_for(args_of(node)[0]) else None
+    if node.target in (SLICE, SELECT):
+        found = part(node)
+        return found.origin if found is not None and found.is_whole else None
     join = join_of(node)
     return None if join is None else join.origin
+
+
+def _is_waited_for(node: Node | None) -> bool:
+    """Whether node rearranges what a wait has brought: one more wait does nothing."""
+    while node is not None and node.target is not WAIT:
+        node = source(node)
+    return node is not None
+
+
+@dataclass(frozen=True)
+class Join:
+    """All parts of a tensor, of equal size, joined along a dim; each is rearranged on ``path`` before, alike.
+
+    torch moves a dim's blocks so, and so do programs, by chunk and cat, stack or unbind.
+    """
+
+    part: Part
+    num_parts: int
+    path: list[Node]  # of the first part, which it begins with
+    dim: int
+    is_new_dim: bool  # the parts have no such dim
+
+    @property
+    def origin(self) -> Node:
+        return self.part.origin
+
+    def layout(self, origin: Layout) -> Layout:
+        factor = origin.leading(self.part.dim, self.num_parts)
+        rest = origin.without(factor)
+        if self.part.picked:
+            rest = rest.permute(d for d in range(len(rest.dims)) if d != self.part.dim)
+        rest = along(self.path, rest)
+        return rest.new_dim(self.dim, factor) if self.is_new_dim else rest.insert(self.dim, factor)
+
+
+def join_of(node: Node) -> Join | None:
+    """What node joins, if that is every part of one tensor, in order."""
+    operands = split_cat.operands_of(node)
+    if operands is None:
+        return None
+    paths = [_from_part(each) for each, _ in operands[0]]
+    parts = [part(path[0]) for path in paths]
+    first = parts[0]
+    if first is None or not all(_alike(a, b) for a, b in pairwise(paths)):
+        return None
+    if len({is_new for _, is_new in operands[0]}) > 1 or first.size * len(parts) != shape_of(first.origin)[first.dim]:
+        return None
+    like = [Part(first.origin, first.dim, i * first.size, first.size, first.picked) for i in range(len(parts))]
+    return Join(first, len(parts), paths[0], operands[1], operands[0][0][1]) if parts == like else None
+
+
+def _from_part(node: Node) -> list[Node]:
+    """The nodes that rearrange a part of a tensor, the part first; where there is none, what they begin with."""
+    path = [node]
+    while (found := part(path[0])) is None or found.is_whole:
+        origin = source(path[0]) if path[0].target in REARRANGES | {SLICE, SELECT} else None
+        if origin is None:
+            break
+        path.insert(0, origin)
+    return path
+
+
+def _alike(a: list[Node], b: list[Node]) -> bool:
+    """Whether nodes that follow each other on both paths do the same to the part that they begin with."""
+    return len(a) == len(b) and all(
+        (x.target, x.args[1:], x.kwargs, sizes_of(value(x))) == (y.target, y.args[1:], y.kwargs, sizes_of(value(y)))
+        for x, y in zip(a[1:], b[1:], strict=True)
+    )
+
+
+def joined_by(user: Node) -> Node | None:
+    """The cat, or the last of what fills a tensor, that is all that a split, slice or pick leads to."""
+    return split_cat.joined_by(user, REARRANGES)
+
+
+def merge_views(graph: Graph) -> None:
+    """Let views and parts that are equal be one node: torch writes a view once more for each use after a write."""
+    seen: dict[tuple[Any, ...], Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in VIEWS:
+            first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+            if first is not node and all(user.op == "call_function" for user in (*node.users, *first.users)):
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
 
 
 def is_read(node: Node) -> bool:
@@ -73,23 +166,22 @@ def is_cast(node: Node) -> bool:
 
 def derived(node: Node) -> Iterator[tuple[Node, Node | None]]:
     """For each user of node: the user, and the node that rearranges node through it, or None if it does more."""
-    rearranges: dict[Node, bool] = {}  # one cat may join R slices, and is looked at once
+    joins: dict[Node, bool] = {}  # one cat may join R slices, and is looked at once
     for user in node.users:
-        following = joined_by(user) or user
-        is_first = following not in rearranges
-        if is_first:
-            rearranges[following] = source(following) is node
-        if not rearranges[following]:
-            yield user, None
-        elif is_first:
-            yield user, following
+        join = joined_by(user)
+        if join is not None and join not in joins:
+            joins[join] = source(join) is node
+            if joins[join]:
+                yield user, join
+        if join is None or not joins[join]:
+            yield user, user if source(user) is node else None
 
 
 def advance(node: Node, layout: Layout) -> Layout:
     """The layout of node, given that of its source."""
     if node.target in SAME | CASTS or node.target is WAIT:
         return layout
-    if node.target in RESHAPES:
+    if node.target in RESHAPES or node.target in (SLICE, SELECT):
         return layout.reshape(value(node).shape)
     if (join := join_of(node)) is not None:
         return join.layout(layout)

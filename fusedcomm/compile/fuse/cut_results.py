@@ -1,0 +1,81 @@
+"""(x @ w).split(...), whose parts go to collectives of their own, becomes a matmul for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.graph.layout import CannotFuse, product
+from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused
+from fusedcomm.compile.graph.split_cat import SPLITS, UNBIND, part, shape_of
+from fusedcomm.compile.graph.views import RESHAPES, path_back
+
+aten = torch.ops.aten
+_PLAIN = {aten.mm.default, aten.addmm.default}
+
+
+def find(starts: Iterable[Node]) -> dict[Node, list[Node]]:
+    """The matmuls of which the collectives that start here send a part each, with these."""
+    found: dict[Node, list[Node]] = {}
+    for start in starts:
+        sent = path_back(start.args[0], through_casts=False)[0]  # type: ignore[arg-type]
+        place = part(sent)
+        matmul = None if place is None else path_back(place.origin, through_casts=False)[0]
+        if matmul is not None and matmul.target in _PLAIN:
+            found.setdefault(matmul, []).append(start)
+    return found
+
+
+def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], bool], matmul: Node) -> None:
+    """Cut ``matmul`` if any of the collectives that ``starts`` start can then be fused. Raises CannotFuse."""
+    parts = _parts_read(matmul)
+    *bias, x, w = matmul.args
+    columns = shape_of(matmul)[1]
+    if matmul.kwargs or any(shape_of(each) != [columns] for each in bias):
+        raise CannotFuse("the matmul scales its operands, or adds what is not one number per column")
+    with rewriter.before(matmul, like=matmul):
+        new = {}
+        for (begin, end), nodes in parts.items():
+            of_part = [rewriter.call(aten.slice.Tensor, each, 0, begin, end) for each in bias]
+            operands = [*of_part, x, rewriter.call(aten.slice.Tensor, w, 1, begin, end)]
+            y = rewriter.call(matmul.target, *operands)
+            new.update({node: rewriter.reshape(y, shape_of(node)) for node in nodes})
+        for node, y in new.items():
+            node.replace_all_uses_with(y)
+        if not any(map(can_fuse, starts)):
+            for node, y in new.items():
+                y.replace_all_uses_with(node, delete_user_cb=lambda user: user not in rewriter.created)
+            raise CannotFuse("a part of the matmul's result is exchanged, which cannot be fused alone")
+    for node in new:
+        erase_unused(node)
+
+
+def _parts_read(matmul: Node) -> dict[tuple[int, int], list[Node]]:
+    """Begin and end of the columns that are read together, with the nodes that are these. Raises CannotFuse."""
+    parts: dict[tuple[int, int], list[Node]] = {}
+    stack = [(matmul, user) for user in matmul.users]
+    while stack:
+        node, user = stack.pop()
+        place = part(user)
+        if place is not None:
+            shape = shape_of(place.origin)
+            inner = product(shape[place.dim + 1 :])
+            begin, end = place.begin * inner, (place.begin + place.size) * inner
+            if (
+                shape[place.dim] * inner != shape_of(matmul)[1]
+                or not isinstance(begin, int)
+                or not isinstance(end, int)
+            ):
+                raise CannotFuse("a part of the matmul's rows is exchanged")
+            parts.setdefault((begin, end), []).append(user)
+        elif user.target in RESHAPES | SPLITS | {UNBIND} and user.args[0] is node:
+            stack += [(user, each) for each in user.users]
+        else:
+            raise CannotFuse("a part of the matmul's result is exchanged, and all of it is read")
+    ordered = dict(sorted(parts.items()))
+    if any(a[1] > b[0] for a, b in pairwise(ordered)):
+        raise CannotFuse("parts of the matmul's result that overlap are exchanged")
+    return ordered
