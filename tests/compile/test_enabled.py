@@ -74,6 +74,29 @@ def test_passes_set_since_stay(config: Any) -> None:
     assert config.post_grad_custom_pre_pass is others
 
 
+def test_settings_of_one_compile_leave_our_passes(config: Any) -> None:
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import compile_fx
+
+    plain, seen = compile_fx.compile_fx, []
+
+    def compiled(gm: Any, inputs: Any, **_: Any) -> Any:
+        seen.append([each if each is theirs else type(each).__name__ for each in passes_of(config)])
+        return make_boxed_func(gm.forward)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        patches = {"post_grad_custom_pre_pass": theirs}
+        return compile_fx.compile_fx(gm, inputs, inner_compile=compiled, config_patches=patches)
+
+    fusedcomm.compile.enable()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    config.post_grad_custom_pre_pass = theirs  # set since
+    torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+    fusedcomm.compile.disable()
+    torch.compile(lambda x: x + 3, backend=backend)(torch.ones(2))
+    assert seen == [[theirs, "FusedcommPass"]] * 2 + [[theirs]] and compile_fx.compile_fx is plain
+
+
 def test_a_with_statement_inside_an_enabled_program(config: Any) -> None:
     import torch._functorch.config as functorch_config
 

@@ -1,0 +1,145 @@
+"""Exchanges, gathers and scatters as public Ulysses and tensor parallel code spells them: all are fused, and right."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+import fusedcomm.compile
+from tests.helpers.block_checks import interpreted
+from tests.helpers.on_ranks import on_ranks
+
+CUT = {  # blocks along a dim, first
+    "stack of chunks": lambda t, d, r: torch.stack([c.contiguous() for c in t.chunk(r, d)]),
+    "stack of an unbind": lambda t, d, r: torch.stack(t.unflatten(d, (r, -1)).unbind(d)),
+    "cat of views": lambda t, d, r: torch.cat([c.reshape(-1) for c in t.chunk(r, d)]).view(r, *t.chunk(r, d)[0].shape),
+    "cat of unsqueezed": lambda t, d, r: torch.cat([c[None] for c in torch.tensor_split(t, r, d)]),
+    "stack of slices": lambda t, d, r: torch.stack(
+        [t.narrow(d, i * (t.shape[d] // r), t.shape[d] // r) for i in range(r)]
+    ),
+    "stack of picks": lambda t, d, r: torch.stack([t.unflatten(d, (r, -1)).select(d, i) for i in range(r)]),
+    "transposed parts": lambda t, d, r: torch.stack([c.transpose(0, 1) for c in t.chunk(r, d)]).transpose(1, 2),
+    "filled": lambda t, d, r: filled(t.new_empty(r, *t.chunk(r, d)[0].shape), 0, t.chunk(r, d)),
+    "movedim": lambda t, d, r: t.unflatten(d, (r, -1)).movedim(d, 0),
+}
+JOIN = {  # and joined along a dim
+    "cat of an unbind": lambda t, d: torch.cat(t.unbind(0), d),
+    "cat of split ones": lambda t, d: torch.cat(t.split(1), d + 1).squeeze(0),
+    "cat of picks": lambda t, d: torch.cat([t[i].contiguous() for i in range(len(t))], d),
+    "cat of chunks": lambda t, d: torch.cat([c[0] for c in t.chunk(len(t))], d),
+    "stack": lambda t, d: torch.stack([*t], d).flatten(d, d + 1),
+    "filled": lambda t, d: filled(t[0].repeat_interleave(len(t), d).new_empty(widened(t, d)), d, t, t.shape[d + 1]),
+    "waited for": lambda t, d: funcol.wait_tensor(t.movedim(0, d).flatten(d, d + 1)),
+}
+GATHERS = {
+    "list": lambda x: gathered(x, [torch.empty_like(x) for _ in range(dist.get_world_size())]),
+    "list of views": lambda x: gathered(x, [*x.new_empty(dist.get_world_size(), *x.shape).unbind(0)]),
+    "tensor": lambda x: into_tensor(x).unflatten(0, (dist.get_world_size(), -1)),
+}
+
+
+def filled(out: Tensor, dim: int, parts: Any, size: int = 0) -> Tensor:
+    for i, each in enumerate(parts):
+        (out.narrow(dim, i * size, size) if size else out.select(dim, i)).copy_(each)
+    return out
+
+
+def widened(t: Tensor, dim: int) -> list[int]:
+    return [size * (len(t) if d == dim else 1) for d, size in enumerate(t.shape[1:])]
+
+
+def exchanged(t: Tensor) -> Tensor:
+    received = torch.empty_like(t := t.contiguous())
+    dist.all_to_all_single(received, t)
+    return received
+
+
+def gathered(x: Tensor, parts: list[Tensor]) -> Tensor:
+    dist.all_gather(parts, x.contiguous())
+    return torch.stack(parts)
+
+
+def into_tensor(x: Tensor) -> Tensor:
+    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous())
+    return out
+
+
+def scattered(t: Tensor) -> Tensor:
+    out = t.new_empty(len(t) // dist.get_world_size(), *t.shape[1:])
+    dist.reduce_scatter_tensor(out, t.contiguous())
+    return out
+
+
+def program_of(kind: str, cut: str, join: str, gather: str, per_head: bool) -> tuple[Callable[..., Any], list[Any]]:
+    """The program, and the shapes of x and w. ``per_head``: a batched matmul whose rows are exchanged in parts."""
+    r, tokens, heads, dim = dist.get_world_size(), 4, 3 * dist.get_world_size(), 4
+    apart, together = CUT[cut], JOIN[join]
+
+    def matmul(x: Tensor, w: Tensor) -> Tensor:
+        return torch.einsum("bthd,hde->bthe", x, w) if per_head else x.flatten(2) @ w
+
+    def program(x: Tensor, w: Tensor) -> Any:
+        if kind == "push":
+            y = matmul(x, w)
+            return together(exchanged(apart(y if per_head else y.unflatten(-1, (heads, -1)), 2, r)), 1)
+        if kind == "pull":
+            return matmul(together(exchanged(apart(x, 1, r)), 2), w)
+        if kind == "gather":
+            return matmul(together(GATHERS[gather](x), 1), w)
+        if kind == "parts":  # each of some split results is scattered
+            return [scattered(apart(y, 1, r).flatten(0, 1)) for y in matmul(x, w).split([dim, 2 * dim], -1)]
+        return scattered(apart(matmul(x, w), 1, r).flatten(0, 1))
+
+    rows, own = (r * tokens if kind in ("pull", "scatter", "parts") else tokens), heads // (r if kind == "pull" else 1)
+    k, n = own * dim * (r if kind == "pull" else 1), heads * dim if kind == "push" else 3 * dim
+    return program, [(2, rows, own, dim), (heads, dim, 3 * dim) if per_head else (k, n)]
+
+
+def check(rank: int, kind: str, cut: str, join: str, gather: str = "tensor", per_head: bool = False) -> None:
+    torch._dynamo.reset()
+    program, shapes = program_of(kind, cut, join, gather, per_head)
+    generator = torch.Generator().manual_seed(rank)
+    args = [torch.randint(-3, 4, shape, generator=generator).float() for shape in shapes]
+    want = program(*args)
+    with fusedcomm.compile.enabled() as report, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fusedcomm")  # a pass that fails says so
+        got = torch.compile(program, fullgraph=True, backend=interpreted)(*args)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert {line.status for line in report.collectives} == {"fused"}, (cut, join, gather, str(report))
+
+
+CASES = [
+    ("push", "stack of chunks", "cat of an unbind"),
+    ("push", "stack of slices", "stack", "tensor", True),
+    ("pull", "filled", "cat of split ones", "tensor", False),
+    ("gather", "movedim", "waited for"),
+    ("gather", "movedim", "cat of an unbind", "list of views", True),
+    ("scatter", "cat of views", "stack", "tensor", True),
+    ("parts", "stack of an unbind", "stack"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_spellings_are_fused(rank: int, case: tuple[Any, ...]) -> None:
+    check(rank, *case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["push", "pull", "gather", "scatter", "parts"])
+@on_ranks()
+def test_any_spelling_is_fused(rank: int, kind: str, world_size: int) -> None:
+    rng = random.Random(kind)
+    for _ in range(30):
+        per_head = kind != "parts" and rng.random() < 0.3
+        check(rank, kind, rng.choice([*CUT]), rng.choice([*JOIN]), rng.choice([*GATHERS]), per_head)
