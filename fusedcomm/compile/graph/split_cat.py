@@ -90,7 +90,8 @@ def operands_of(node: Node) -> tuple[list[tuple[Node, bool]], int] | None:
         place, source = filled(fill), args_of(fill)[1]
         if source.target is COPY and shape_of(source.args[1]) == shape_of(source):
             source = source.args[1]
-        if place is None or place.begin in written or source.meta["val"].dtype != node.meta["val"].dtype:
+        forms = [(each.meta["val"].dtype, each.meta["val"].device) for each in (source, node)]
+        if place is None or place.begin in written or forms[0] != forms[1]:
             return None
         written[place.begin] = source, place
         dims.add(place.dim)
