@@ -2,8 +2,8 @@
 
     python -m tests.nightly [PART ...] [--json FILE]
 
-runs the named parts, or all but ``cuda`` and ``torch``. Each part has a log beside FILE and two lines of JSON in it, one
-when the part begins and one when it has ended, so that an aborted night leaves what it has found.
+runs the named parts, or all but ``cuda`` and ``torch``. Each part has a log beside FILE, and two lines of JSON in it:
+one when it begins and one when it ends, so that an aborted night leaves what it has found.
 """
 
 from __future__ import annotations
