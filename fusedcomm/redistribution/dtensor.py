@@ -102,6 +102,7 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     if target != now.placements:
         after = DTensorSpec(now.mesh, target, tensor_meta=now.tensor_meta)
     if moves:
+        local = local.resolve_conj().resolve_neg()  # what is sent is memory
         local = _by_torch(local, now, after, async_op) if plan is None else _by_plan(local, now.mesh, plan, async_op)
     if local is held:  # autograd takes an op's result for memory of its own, which may be written
         local = local.clone(memory_format=torch.contiguous_format)
@@ -113,7 +114,6 @@ def _plan_of_part(
 ) -> RedistributionPlan | None:
     """The plan, which ``local`` has been checked to fit, or None where torch redistributes."""
     facts = mesh_groups.check(now.mesh)
-    local = local.resolve_conj().resolve_neg()  # what is sent is memory
     try:
         shardings = _shardings(facts, now, target)
     except Unsupported as reason:
