@@ -15,7 +15,13 @@ def outside_modes() -> Iterator[None]:
 
     The default device is a function mode. The default dtype is no mode: what is kept names its own.
     """
-    inference, autocast = torch.inference_mode(False), torch._C._DisableAutocast()
-    functions, functorch = torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch()
-    with inference, torch.no_grad(), autocast, functions, functorch, _disable_current_modes():
+    # Each guard puts back what it found, so that each is made only when those before it have begun.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+        _disable_current_modes(),
+    ):
         yield

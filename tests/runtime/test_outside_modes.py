@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 import fusedcomm
+from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.symm_mem import enable_cpu
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
@@ -149,3 +150,12 @@ def test_random_programs_in_nested_modes(rank: int, seed: int) -> None:
         program.run(rng.choice(("plan", "op")), rng.choice([*MODES]))
         for _ in range(60):
             program.run(rng.choice((*ACTIONS, "op", "op", *IN_ALL)), *rng.sample([*MODES], rng.randint(1, 3)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_are_as_before(mode: str) -> None:
+    with MODES[mode]():
+        before = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        with outside_modes():
+            pass
+        assert before == (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
