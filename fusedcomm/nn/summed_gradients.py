@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from fusedcomm.runtime import group
+from fusedcomm.runtime.vote import agree
+
 
 class _Fact(NamedTuple):
     """A parameter and its gradient on one rank."""
@@ -20,6 +23,10 @@ class _Fact(NamedTuple):
     kind: tuple[str, str] | None  # the gradient's dtype and type of device; None without a gradient
     sparse: tuple[int, int] | None  # sparse dims and entries of a gradient that is not dense
 
+    @staticmethod
+    def of(post: list[Any]) -> _Fact:
+        return _Fact(*(tuple(each) if isinstance(each, list) else each for each in post))
+
 
 def sum_gradients(parameters: Sequence[nn.Parameter], names: Sequence[str], pg: ProcessGroup) -> None:
     """Give each parameter the sum of its gradients, and none where no rank has one.
@@ -28,8 +35,9 @@ def sum_gradients(parameters: Sequence[nn.Parameter], names: Sequence[str], pg: 
     """
     grads = [_gradient(parameter) for parameter in parameters]
     mine = [_fact(*each) for each in zip(names, parameters, grads, strict=True)]
-    ranks: list[Any] = [None] * pg.size()
-    dist.all_gather_object(ranks, mine, group=pg)
+    what = "sum_replicated_gradients"
+    posts = agree(group.store(pg, what), pg.rank(), pg.size(), {"gradients": mine}, what=what)
+    ranks = [[_Fact.of(each) for each in post["gradients"]] for post in posts]
     _check_same(ranks)
     summed = []
     for parameter, grad, facts in zip(parameters, grads, zip(*ranks, strict=True), strict=True):
@@ -101,4 +109,5 @@ def _sum_of_sparse(grad: Tensor, entries: Sequence[int], pg: ProcessGroup) -> Te
         return torch.cat([part[:size] for part, size in zip(parts, entries, strict=True)])
 
     indices, values = gathered(grad.indices().mT.contiguous()), gathered(grad.values())
-    return torch.sparse_coo_tensor(indices.mT, values, grad.shape, check_invariants=False).coalesce()
+    entries_of = indices.mT, values, grad.shape
+    return torch.sparse_coo_tensor(*entries_of, device=grad.device, check_invariants=False).coalesce()
