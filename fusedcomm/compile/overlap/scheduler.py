@@ -158,10 +158,22 @@ def order_again(graph: Graph, estimator: Estimator) -> None:
         _take_apart(graph, node)
     program = Program(graph, estimator.cost)
     plan = _Plan.of(program, estimator, run(program, range(len(program))).peak_bytes)
+    first = range(_end_of_checks(program.nodes))
+    plan = replace(plan, order=[*first, *(i for i in plan.order if i not in first)])
     agreed = communicating(graph)
     if [node for i in plan.order if (node := program.nodes[i]) in agreed] == agreed:
         plan.apply()
     settle(graph)
+
+
+def _end_of_checks(nodes: Sequence[Node]) -> int:
+    """How many nodes there are to the last question whether all ranks have changed their graphs, which come first."""
+    asked = torch.ops.fusedcomm.same_moves.default
+    return 1 + max((i for i, node in enumerate(nodes) if asked in (node.target, *_targets_of(node.args))), default=-1)
+
+
+def _targets_of(args: Sequence[object]) -> list[object]:
+    return [each.target for each in args if isinstance(each, Node)]
 
 
 def _take_apart(graph: Graph, addmm: Node) -> None:
