@@ -25,7 +25,8 @@ class _Fact(NamedTuple):
 
     @staticmethod
     def of(post: list[Any]) -> _Fact:
-        return _Fact(*(tuple(each) if isinstance(each, list) else each for each in post))
+        name, shape, kind, sparse = post
+        return _Fact(name, tuple(shape), kind and tuple(kind), sparse and tuple(sparse))
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], names: Sequence[str], pg: ProcessGroup) -> None:
