@@ -11,11 +11,11 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.algorithms import planner
 from fusedcomm.errors import PeerMismatchError
-from tests.helpers.group_collectives import AS_IT_IS, EARLY, LATE, in_pieces, moved, one_buffer
+from tests.helpers.group_collectives import AS_IT_IS, EARLY, LATE, in_pieces, moved
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.op_problems import NAMED, as_list
-from tests.helpers.problems import Problem, expected, integers
+from tests.helpers.op_problems import NAMED
+from tests.helpers.problems import Problem, integers
 from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
 from tests.ops.test_uneven import MANY_ROUNDS, check_call
@@ -60,22 +60,6 @@ def test_parts_of_different_sizes_in_pieces(rank: int, name: str) -> None:
             assert counts == counts[:1] * 3
 
 
-def is_right(group: Any, problem: Problem, when: str) -> bool:
-    with in_pieces(5), moved(when), fusedcomm.force_algorithm("pipelined", strict=True):
-        outs = as_list(call(group, problem))
-    wanted = as_list(expected(problem, dist.get_world_size(group))[dist.get_rank(group)])
-    return all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
-
-
-@on_ranks(3)
-def test_pieces_that_share_their_buffers_are_wrong(rank: int) -> None:
-    """What a backend moves late, or early, would be another piece's."""
-    problem = BY_NAME["tokens"]
-    with fresh_group() as group, one_buffer():
-        found = [is_right(group, problem, when) for when in (EARLY, LATE)]
-    assert not all(found)
-
-
 @on_ranks(3)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_collective_is_under_way_beside_every_matmul_but_the_first(rank: int, name: str) -> None:
@@ -99,23 +83,6 @@ def test_a_collective_is_under_way_beside_every_matmul_but_the_first(rank: int, 
     assert num_collectives * plan.num_rounds == len(begun.bytes_to_a_peer)
     assert plan.sent_bytes == begun.sent_bytes
     assert f"pipelined, {plan.num_rounds} pieces, " in str(plan) and str(plan).endswith("MiB sent (forced)")
-
-
-@on_ranks(3)
-def test_across_hosts_the_estimates_choose(rank: int) -> None:
-    large, small = Problem("large", (64, 512, 64), 96, 1, 2), BY_NAME["tokens"]
-    fast = Problem("fast", (8, 8), 8, 1, 0)
-    with fresh_group(HOST_ID=f"host {rank}") as group:
-        for problem in (large, small, fast):
-            check(group, problem, call(group, problem))
-        plans = [problem.plan(integers(problem, rank, 3), group) for problem in (large, small, fast)]
-        with fusedcomm.force_algorithm("chunked"):
-            forced = small.plan(integers(small, rank, 3), group)
-    elsewhere = "rank 1 is on another host than rank 0"
-    assert [plan.algorithm for plan in plans] == ["pipelined", "unfused", "unfused"]
-    for plan, other in zip(plans, ("unfused", "pipelined", "pipelined"), strict=True):
-        assert plan.reason.startswith(f"{elsewhere}; estimated ") and f", {other} " in plan.reason
-    assert (forced.algorithm, forced.reason) == ("unfused", elsewhere)
 
 
 @on_ranks(3)

@@ -226,38 +226,6 @@ def test_what_a_slot_does_not_bound_is_counted_in_32_bits(
     assert planner.plan(op, wide, BF16, ours).algorithm == "unfused"
 
 
-def decided(op: str, exchange: Exchange) -> str:
-    return planner.plan(op, exchange, BF16, member()).algorithm
-
-
-@pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_default_numbers_decide_as_the_rules_before_the_model(capturing: list[bool], group_size: int) -> None:
-    """GPUs with bf16: few rows or less than 64 KiB per peer are unfused, 16 MiB and more chunked, what is between
-    fused. The sizes are in the ranges of the rules.
-    """
-    small, medium, large = "unfused", "fused", "chunked"
-    for rows, k, n, algorithm in (
-        (8, 4096, 4096, small),
-        (16 * group_size, 2048, 1024, small),
-        (1024, 1024, 1024 * group_size, medium),  # 2 MiB
-        (4096, 512, 512 * group_size, medium),  # 4 MiB
-        (8192, 4096, 1024 * group_size, large),  # 16 MiB
-        (16192, 4096, 8192 * group_size, large),  # the start program's, and more
-    ):
-        push = shapes.matmul_all_to_all((rows, k), (k, n), None, 0, 1, group_size)
-        assert decided("matmul_all_to_all", push) == algorithm, (rows, k, n)
-    for rows, k, n, algorithm in (
-        (64, 4096, 4096, small),
-        (1024, 512, 1024, medium),  # 1 MiB
-        (2048, 1024, 1024, medium),  # 4 MiB
-        (8192, 4096, 4096, large),  # 64 MiB
-    ):
-        gathered = shapes.all_gather_matmul((rows, k), ((k, n),), 0, group_size)
-        assert decided("all_gather_matmul", gathered) == algorithm, (rows, k, n)
-        reduced = shapes.matmul_reduce_scatter((rows * group_size, n), (n, k), "sum", 0, group_size)
-        assert decided("matmul_reduce_scatter", reduced) == algorithm, (rows, k, n)
-
-
 @pytest.mark.parametrize("op", PROGRAMS)
 @pytest.mark.parametrize("group_size, within", [(2, 1.0), (4, 1.1), (8, 1.1)])
 def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
@@ -407,15 +375,6 @@ def test_the_planners_bench(ranks: Any, tmp_path: Path) -> None:
         assert row["choice"] == row["default_choice"] == "chunked"
         assert set(row["measured"]) == set(row["estimated"]) == {"chunked", "unfused"}
     assert 0 <= report["summaries"][0]["strict"] <= report["summaries"][0]["right"] <= 1
-
-
-def test_how_the_planners_bench_judges() -> None:
-    assert planner_choices.ChoiceSummary.of("tuned", [1.0] * 8 + [1.02, 1.1]) == planner_choices.ChoiceSummary(
-        "tuned", 0.9, 0.8, 1.1
-    )
-    assert planner_choices.ChoiceSummary("tuned", 0.9, 0.8, 1.15).met
-    assert not planner_choices.ChoiceSummary("tuned", 0.89, 0.89, 1.1).met
-    assert not planner_choices.ChoiceSummary("tuned", 1.0, 0.5, 1.16).met
 
 
 @pytest.mark.parametrize(("device", "key"), [("cpu", "no_fused"), ("cuda", "no_workspace")])

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import product
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -152,37 +150,6 @@ def test_a_round_that_ends_before_its_signals_is_found(monkeypatch: pytest.Monke
 PUSH, ROWS, COLUMNS, SUM = PROBLEMS[0], PROBLEMS[3], PROBLEMS[4], PROBLEMS[6]
 
 
-@pytest.mark.parametrize(
-    ("method", "waiters", "problem"),
-    [
-        ("fork", ["sends", "reads"], ROWS),  # x is copied before it is made
-        ("send", ["sends"], PUSH),  # a chunk is sent before it is computed
-        ("place", ["main"], PUSH),  # a chunk is computed where the last one has not been sent yet
-        ("begin", ["main"], SUM),  # the own chunk is computed into a slot that is still read
-        ("begin", ["sends"], PUSH),  # a peer's chunk is sent to such a slot
-        ("arrived", ["main"], COLUMNS),  # a matmul reads what has not been unpacked
-        ("finish", ["reads"], ROWS),  # a round ends before its matmuls have read the slot
-        ("finish", ["main"], ROWS),  # a wait counts its round before the last one has ended
-        ("join", ["main"], PUSH),  # tensors are freed before other streams have read them
-    ],
-    ids=str,
-)
-def test_a_stream_that_does_not_wait_is_found(
-    method: str, waiters: list[str], problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = getattr(CudaTransport, method)
-
-    def cut(self: CudaTransport, *args: Any) -> None:
-        with ExitStack() as stack:
-            for name, wait in product(waiters, ("wait_event", "wait_stream")):
-                stack.enter_context(mock.patch.object(getattr(self, name), wait, lambda other: None))
-            return whole(self, *args)
-
-    monkeypatch.setattr(CudaTransport, method, cut)
-    texts = found(world_of(2, "chunked"), calls([problem], backward=False))
-    assert any("too early" in text or "race" in text for text in texts), texts
-
-
 def test_memory_that_nobody_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     send = CudaTransport.send
 
@@ -194,31 +161,6 @@ def test_memory_that_nobody_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(CudaTransport, "send", drops)
     texts = found(world_of(2, "chunked"), calls(PROBLEMS[:1], backward=False))
     assert texts and all("memory is used again too early" in text for text in texts)
-
-
-def test_record_stream_holds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = CudaTransport.send
-
-    def records(self: Any, round: Any, dst_rank: int, chunk: torch.Tensor) -> None:
-        send(self, round, dst_rank, chunk)
-        if dst_rank != round.workspace.rank:
-            chunk.record_stream(self.sends)
-        self.staging.clear()
-        self.copied.clear()
-
-    monkeypatch.setattr(CudaTransport, "send", records)
-    assert not found(world_of(2, "chunked"), calls(PROBLEMS[:1], backward=False))
-
-
-def test_memory_of_another_stream_needs_an_edge() -> None:
-    def program(recorder: Any) -> None:
-        side = torch.cuda.Stream()
-        x = recorder.tensor(64, 64)
-        with torch.cuda.stream(side):
-            x.zero_()
-        side.synchronize()
-
-    assert any("used too early" in text for text in found(world_of(2, "chunked"), program))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

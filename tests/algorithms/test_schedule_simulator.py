@@ -92,46 +92,20 @@ def test_a_wait_for_what_finds_no_room_never_ends(monkeypatch: pytest.MonkeyPatc
         simulate(recordings, H200)
 
 
-def test_small_calls_take_the_host_s_time() -> None:
-    recordings = World(2, 1 << 20, "chunked").record(calls([Problem("tiny", (64, 64), 64, 0, 1)], backward=False))
-    enqueued = [each for each in recordings[0].operations if each.kind not in (Kind.ALLOC, Kind.FREE)]
-    assert simulate(recordings, H200).total >= len(enqueued) * H200.host
-
-
-def pushed(behind: bool) -> float:
-    """The forward of one pair by hand: all but the last unpack run beside matmuls, on half of their SMs.
-
-    Behind matmuls of cuBLAS that fill the GPU, a kernel that signals holds up the copies behind it by a matmul.
-    """
-    chunk = H200.matmul((2, 16192, 4096, 2048), 1)
-    unpack = 3 * CHUNK_BYTES / H200.memory  # the own chunk lies where it belongs
-    beside = (ROUNDS - 1) * unpack / 2
-    return ROUNDS * 4 * chunk + beside + unpack + behind * (ROUNDS - 1) * CHUNK_BYTES / H200.link
-
-
 @cache
-def forward(writes_words: bool) -> list[Recording]:
+def forward() -> list[Recording]:
     """One pair of the start program."""
-    world = World(4, start_program.SLOT_BYTES, "chunked", writes_words=writes_words)
-
-    def program(recorder: Recorder) -> None:
-        start_program.pair(recorder, backward=False)
-
-    return world.record(program)
+    world = World(4, start_program.SLOT_BYTES, "chunked", writes_words=True)
+    return world.record(lambda recorder: start_program.pair(recorder, backward=False))
 
 
 @pytest.mark.parametrize("rates", [H200, H200_WITH_ROOM])
 def test_signals_by_stream_writes_need_no_room(rates: Rates) -> None:
-    """Each takes the time of a signal that finds room, also if cuBLAS fills the SMs."""
-    assert simulate(forward(True), rates).total == pytest.approx(pushed(behind=False), rel=0.015)
-
-
-def test_signals_behind_persistent_kernels_take_longer() -> None:
-    beside, behind = (simulate(forward(False), rates) for rates in (H200_WITH_ROOM, H200))
-    print(beside.total, behind.total, pushed(False), pushed(True))
-    assert beside.total == pytest.approx(pushed(behind=False), rel=0.015)
-    assert behind.total > 1.01 * beside.total
-    assert any("signal_kernel without room" in name for name in behind.stalls(0))
+    """By hand, also if cuBLAS fills the SMs: all but the last unpack run beside matmuls, on half of their SMs."""
+    chunk = H200.matmul((2, 16192, 4096, 2048), 1)
+    unpack = 3 * CHUNK_BYTES / H200.memory  # the own chunk lies where it belongs
+    by_hand = ROUNDS * 4 * chunk + (ROUNDS - 1) * unpack / 2 + unpack
+    assert simulate(forward(), rates).total == pytest.approx(by_hand, rel=0.015)
 
 
 GATHERED = {  # microseconds, and with the own chunk in the slot

@@ -121,7 +121,7 @@ def goes_wrong(name: str) -> bool:
     return False
 
 
-def moved_on(parts: Sequence[Part], *fields: str) -> list[Part]:
+def of_the_next(parts: Sequence[Part], *fields: str) -> list[Part]:
     """Each row has these fields of the next rank's."""
     return [
         part._replace(**{field: getattr(parts[(i + 1) % len(parts)], field) for field in fields})
@@ -129,26 +129,25 @@ def moved_on(parts: Sequence[Part], *fields: str) -> list[Part]:
     ]
 
 
+def one_fewer(parts: Sequence[Part]) -> list[Part]:
+    return [part._replace(num=part.num - 1) for part in parts]
+
+
 OWN_SPAN = Part._fields[:4]
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"), [("heads", OWN_SPAN), ("heads", ("num_before",)), ("gathered", OWN_SPAN)], ids=str
+    ("name", "plant"),
+    [
+        ("heads", lambda parts: of_the_next(parts, *OWN_SPAN)),
+        ("heads", lambda parts: of_the_next(parts, "num_before")),
+        ("gathered", lambda parts: of_the_next(parts, *OWN_SPAN)),
+        ("heads", one_fewer),  # a tile that is not counted
+    ],
 )
-def test_rows_of_another_rank_are_found(name: str, fields: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    def moved(*args: Any) -> list[Part]:
-        return moved_on(part_table.matmul_parts(*args), *fields)
-
-    monkeypatch.setattr(kernel_launch, "matmul_parts", moved)
+def test_wrong_rows_are_found(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_launch, "matmul_parts", lambda *args: plant(part_table.matmul_parts(*args)))
     assert goes_wrong(name)
-
-
-def test_a_tile_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fewer(*args: Any) -> list[Part]:
-        return [part._replace(num=part.num - 1) for part in part_table.matmul_parts(*args)]
-
-    monkeypatch.setattr(kernel_launch, "matmul_parts", fewer)
-    assert goes_wrong("heads")
 
 
 def test_chunks_that_lie_as_far_apart_as_they_are_long_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

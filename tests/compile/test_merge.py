@@ -314,20 +314,6 @@ def passed(module: Any, **settings: Any) -> CompileReport:
     return report
 
 
-def test_the_report(cube: World) -> None:
-    calls = Calls(cube)
-    program: Callable[[Tensor], Any] = lambda x: (calls.ar(calls.ar(x, 0), 1), calls.ar(x, 2))  # noqa: E731
-    report = passed(traced(program, (4, 6)), merge=(cube.flat,))
-    assert [(line.node, line.status, line.reason) for line in report.collectives] == [
-        ("all_reduce", "merged", "into all_reduce_default"),
-        ("all_reduce_1", "merged", "into all_reduce_default"),
-        ("all_reduce_default", "exposed", report.collectives[2].reason),
-        ("all_reduce_2", "exposed", report.collectives[3].reason),
-    ]
-    assert "merge: what arrives goes to the caller" in report.collectives[3].reason
-    assert "merged" in str(report) and "into all_reduce_default" in str(report)
-
-
 def product_scattered(calls: Calls, first: int, x: Tensor, w: Tensor) -> Tensor:
     return calls.rs(calls.rs(x @ w, first), 1 - first)
 

@@ -100,21 +100,6 @@ def test_what_stays_exposed_is_fused(ranks: Any) -> None:
     assert first == second and "fused" in first
 
 
-def check_different_estimates(rank: int) -> list[str]:
-    """Each rank has its own estimate of what takes long."""
-    program, args = start_program()
-    times = {f"bmm{'' if i == 0 else f'_{i}'}": 1.0 + (rank + i) % 3 for i in range(PAIRS)}
-    with fusedcomm.compile.enabled(fuse=(), overlap=True, estimator=Estimator("cpu", times=times)):
-        _, (code,) = codes_of(lambda compiled: compiled(*args), program)
-    return calls(code)
-
-
-@pytest.mark.thorough
-def test_different_estimates_end_in_the_same_code(ranks: Any) -> None:
-    first, second = ranks(2).run(check_different_estimates)
-    assert first == second
-
-
 def test_an_estimator_alone_does_nothing() -> None:
     with pytest.raises(ValueError, match="estimator must come with overlap=True"):
         fusedcomm.compile.enable(estimator=Estimator("cpu"))

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Node
 
 import fusedcomm  # noqa: F401
-from fusedcomm.compile.overlap import timeline
 from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.simulator import Clock, simulate
 from fusedcomm.compile.overlap.timeline import Timeline
@@ -190,15 +189,6 @@ def test_trace_has_the_numbers_of_the_timeline(shown: Timeline, tmp_path: Path) 
     for lane in lanes.values():  # nothing in a lane overlaps
         own = sorted(each[2:] for each in slices if each[0] == lane)
         assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(own))
-
-
-def test_plots_are_not_blank(shown: Timeline, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    shown.plot(tmp_path / "one.svg")
-    text = (tmp_path / "one.svg").read_text()
-    assert all(colour in text for colour in timeline.COLOURS.values())
-    timeline.plot_both(shown, Timeline(0.0, 0.0, 0.0, [], 0), tmp_path / "both.svg")
-    assert all(colour in (tmp_path / "both.svg").read_text() for colour in timeline.COLOURS.values())
 
 
 def test_without_matplotlib_it_says_what_to_install(shown: Timeline, monkeypatch: pytest.MonkeyPatch) -> None:

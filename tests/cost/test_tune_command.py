@@ -81,17 +81,6 @@ def test_the_command_measures_writes_shows_and_resets(
     assert f"default numbers: nothing usable in {file}" in capsys.readouterr().out
 
 
-def test_wrong_arguments_are_refused(cache: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for args, text in (
-        (["--world-size", "1"], "--world-size must be at least 2, for one rank exchanges nothing, got 1"),
-        (["--json", str(tmp_path)], f"--json {tmp_path}: Is a directory"),
-    ):
-        assert main(["tune", "--device", "cpu", *args]) == 2
-        assert capsys.readouterr().err == f"fusedcomm tune: {text}\n"
-    with pytest.raises(SystemExit):
-        main(["tune", "--show", "--reset"])
-
-
 def tune_without_workspace(rank: int, directory: str) -> tuple[int, str, str]:
     ours = members.member(resolve(None)[1], CPU)
     ours.unavailable = "rank 1 has no memory to give"

@@ -12,38 +12,7 @@ from fusedcomm.algorithms.chunk_matmul import PushedMatmul
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.spans import Range, Span, block_shape, span
 from tests.helpers.op_problems import ALL_PROBLEMS
-from tests.helpers.problems import PROBLEMS, Problem, expected, integers
-
-
-def run_virtual(problem: Problem, group_size: int, max_chunk_numel: int) -> tuple[list[torch.Tensor], int]:
-    """What a group computes when every rank keeps its promises, and the number of rounds it takes."""
-    inputs = [integers(problem, rank, group_size) for rank in range(group_size)]
-    exchanges = [problem.exchange(x, w, group_size) for x, w, _ in inputs]
-    outs = [torch.full(e.out_shape, float("nan")) for e in exchanges]
-    num_rounds = 0
-    for spans in exchanges[0].rounds(max_chunk_numel):
-        num_rounds += 1
-        assert spans.chunk_numel <= max_chunk_numel
-        slots = torch.full((group_size, group_size, spans.chunk_numel), float("nan"))  # [dst_rank, src_rank, chunk]
-        for src_rank, dst_rank in itertools.product(range(group_size), repeat=2):
-            x, w, bias = inputs[src_rank]
-            PushedMatmul(x, w, bias, exchanges[src_rank])(spans, dst_rank, slots[dst_rank, src_rank])
-        for dst_rank, src_rank in itertools.product(range(group_size), repeat=2):
-            target = spans.unpack.view(outs[dst_rank].view(-1), 0, src_rank)
-            target.copy_(slots[dst_rank, src_rank].view(target.shape))
-    return outs, num_rounds
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_chunks_land_where_the_reference_puts_them(problem: Problem) -> None:
-    for group_size, divisor in ((1, 3), (2, 1), (2, 7), (3, 1), (3, 3)):
-        want = expected(problem, group_size)
-        exchange = problem.exchange(*integers(problem, 0, group_size)[:2], group_size)
-        max_chunk_numel = max(exchange.row_numel, exchange.chunk_numel // divisor, 1)
-        outs, num_rounds = run_virtual(problem, group_size, max_chunk_numel)
-        for got, wanted in zip(outs, want, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-        assert num_rounds == 1 or exchange.chunk_numel > max_chunk_numel
+from tests.helpers.problems import Problem, integers
 
 
 def test_span_of_every_small_tensor() -> None:

@@ -76,12 +76,8 @@ def test_from_linear_of_more_than_a_linear(rank: int) -> None:
         linears[name] = nn.Linear(12, 12)
         change(linears[name])
     for name, linear in linears.items():
-        for kind, heads in (
-            (UlyssesOut, [HEADS]),
-            (UlyssesQKV, [2, 1]),
-            (ColumnParallelLinear, []),
-            (RowParallelLinear, []),
-        ):
+        kinds = {UlyssesOut: [HEADS], UlyssesQKV: [2, 1], ColumnParallelLinear: [], RowParallelLinear: []}
+        for kind, heads in kinds.items():
             with pytest.raises(TypeError, match=rf"linear must be a plain nn.Linear, got a {type(linear).__name__} of"):
                 kind.from_linear(linear, *heads)
                 pytest.fail(name)
@@ -233,14 +229,8 @@ def test_random_changes(rank: int) -> None:
         try:
             plain, layer = plain_and_layer(lambda each, names=names: [MAKERS[n](each) for n in names][-1])
             plain(torch.ones(1, HEADS * DIM))
-        except (
-            RuntimeError,
-            ValueError,
-            AttributeError,
-            KeyError,
-            TypeError,
-        ):  # torch does not take the one on the other
-            continue
+        except (RuntimeError, ValueError, AttributeError, KeyError, TypeError):
+            continue  # torch does not take the one on the other
         x = torch.randn(2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(case.randrange(99)))
         plain(x).square().sum().backward()
         layer(torch.ones(1, 4, HEADS // 4, DIM))  # makes its weight as often

@@ -186,16 +186,6 @@ def check_reads(size: int, kv_heads: int, heads: int) -> None:
         assert torch.equal(as_read, read)
 
 
-def test_numbers_of_heads_that_models_have() -> None:
-    for size in (4, 8):
-        for kv_heads in (1, 2):
-            ranges = kv_ranges(8, kv_heads, size)
-            assert ranges == fusedcomm.replica_ranges(kv_heads, size, size // kv_heads)
-            assert all(repeats(8, kv_heads, size, rank) is None for rank in range(size))
-    assert kv_ranges(20, 4, 8) == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 1)]
-    assert [repeats(20, 4, 8, rank) for rank in range(8)] == [None, [2, 1], None, [1, 2], None, None, None, None]
-
-
 @on_ranks(2)
 def test_the_plain_case_is_as_before(rank: int) -> None:
     """Numbers that R divides say nothing of parts: their calls are those of a layer that knows only such."""
@@ -204,23 +194,6 @@ def test_the_plain_case_is_as_before(rank: int) -> None:
             UlyssesQKV(HIDDEN, 4, HEAD_DIM, kv_heads)(torch.ones(BATCH, 3, HIDDEN))
         pushes = [args for name, args in spy.calls if name == "fusedcomm::matmul_all_to_all"]
         assert [args[6:11] for args in pushes] == [(None,) * 5] * calls
-
-
-@on_ranks(2)
-def test_compiled(rank: int) -> None:
-    torch.manual_seed(1)
-    qkv, out = UlyssesQKV(HIDDEN, 6, HEAD_DIM, 3), UlyssesOut(6, HEAD_DIM, HIDDEN)
-    torch._dynamo.reset()
-
-    def program(x: Tensor) -> Tensor:
-        return out(attention(*qkv(x, 7)), 7)
-
-    x = shard_tokens(torch.randn(BATCH, 7, HIDDEN)).clone().requires_grad_()
-    answers = []
-    for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
-        y = run(x)
-        answers.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, qkv.weight, out.weight))])
-    torch.testing.assert_close(*answers)
 
 
 @on_ranks()

@@ -93,14 +93,6 @@ def test_gradcheck(rank: int, name: str) -> None:
 
 
 @pytest.mark.nightly
-@on_ranks(3)
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_gradcheck_with_frozen_inputs(rank: int, name: str) -> None:
-    for frozen in ("w", "b", "xb", "wb"):
-        check(NAMED[name], frozen)
-
-
-@pytest.mark.nightly
 @on_ranks(2)
 @pytest.mark.parametrize("op", OPS)
 def test_gradcheck_of_every_problem(rank: int, op: str) -> None:

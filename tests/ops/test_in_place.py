@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor
 
 import fusedcomm
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
-from tests.helpers.heaps import in_child
 from tests.helpers.in_place import (
     ALL_REDUCE,
     EACH_SOURCE,
@@ -35,7 +33,6 @@ from tests.helpers.in_place import (
 )
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import Problem, integers
-from tests.helpers.symmetric_memory import footprint
 from tests.helpers.tiers import nightly_but
 
 MOST_LATE_S = 0.005
@@ -240,18 +237,6 @@ def test_settings(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_heap_that_is_full(rank: int) -> None:
-    """What does not fit goes to ordinary memory, and comes through slots."""
-    with chunked_group(RESULTS_BYTES="8192") as group:
-        warm_up(group, TO_ALL)
-        held = [results_of(group, TO_ALL, seed) for seed in range(5)]
-        places = [member_of(group).workspace.results.place(result) for (result,) in held]
-        assert sorted(place for place in places if place is not None) in ([0], [0, 4096])
-        for seed, results in enumerate(held):
-            assert_exact(results, wanted(group, TO_ALL, seed))
-
-
-@on_ranks(2)
 def test_a_rank_without_memory_for_them(rank: int) -> None:
     """One rank cannot make its heap: all copy their results out."""
     allocate = symm_mem._SymmetricMemory.empty_strided_p2p
@@ -270,52 +255,7 @@ def test_a_rank_without_memory_for_them(rank: int) -> None:
         warm_up(group, TO_ALL)
 
 
-def blocks_of(segment: Tensor) -> int:
-    """The memory behind this rank's part of a mapping, in bytes."""
-    start = f"{segment.data_ptr():x}-"
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith(start))
-    return next(int(line.split()[1]) << 10 for line in lines[at:] if line.startswith("Rss:"))
-
-
-@on_ranks(2)
-def test_memory_is_given_back(rank: int) -> None:
-    """Blocks are used again, and after `close` the heap is gone, or goes with the last result in it."""
-    before = footprint()
-    with chunked_group() as group:
-        for _ in range(10):
-            warm_up(group, TO_ALL, EACH_SOURCE)
-        results = member_of(group).workspace.results
-        assert results.heap.live_bytes == 0 and results.heap.warm_bytes < 1 << 20
-        assert blocks_of(results.buffers[rank]) <= 1 << 20
-        held = results_of(group, TO_ALL)
-        assert results.place(held[0]) is not None
-        del results
-        dist.barrier(group)
-        fusedcomm.close(group)
-        assert footprint() != before
-        assert_exact(held, wanted(group, TO_ALL))
-        del held
-        assert footprint() == before
-        warm_up(group, TO_ALL)
-        fusedcomm.close(group)
-        assert footprint() == before
-
-
 # other processes, and other uses
-
-
-@on_ranks(2)
-def test_a_child_writes_into_results_of_its_own(rank: int) -> None:
-    with chunked_group() as group:
-        warm_up(group, TO_ALL)
-        (result,) = results_of(group, TO_ALL)
-        assert member_of(group).workspace.results.place(result) is not None
-        (want,) = wanted(group, TO_ALL)
-        assert in_child(lambda: torch.equal(result, want) and not torch.equal(result.add_(1), want)) == 0
-        assert_exact([result], [want])
-        warm_up(group, TO_ALL)
-        assert_exact([result], [want])
 
 
 @on_ranks(2)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,31 +135,6 @@ def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, tapes: boo
         results_of(group, (SMALL, LARGE)[rank])
         dist.barrier(group)
         assert all((t == 7).all() for t in around)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("after_s", [0.005, 0.3])
-def test_ctrl_c_in_a_prepared_call(rank: int, after_s: float) -> None:
-    """Rank 0 waits in a prepared call for rank 1, which comes later. It is interrupted, and both hear of it."""
-    with chunked_group(TIMEOUT_S="20") as group:
-        warm_up(group, TO_ALL)
-        results = member_of(group).workspace.results
-        dist.barrier(group)
-        if rank == 0:
-            ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
-            timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                results_of(group, TO_ALL, 1)
-            timer.join()
-            signal.signal(signal.SIGINT, ignored)
-            assert results.place(results.empty([6, 7], torch.float32)) is None  # no block is used again
-        dist.barrier(group)
-        with suppress(fusedcomm.PeerError) if rank == 1 else pytest.raises(fusedcomm.PeerError):
-            results_of(group, TO_ALL, 1)
-        dist.barrier(group)
-        fusedcomm.reset(group)
-        warm_up(group, TO_ALL)
 
 
 @on_ranks(2)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,19 +71,6 @@ def check_decided(rank: int, names: list[str], num_ranks: int, padded: bool) -> 
 def test_either_way_gives_the_same(ranks: Any, num_ranks: int, padded: bool) -> None:
     names = [name for name, (size, _) in CASES.items() if size == num_ranks]
     ranks(num_ranks).run(check_decided, names, num_ranks, padded)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_blocks_are_multiples_of_16_bytes(rank: int, dtype: torch.dtype) -> None:
-    for tokens, heads in ((5, 3), (16, 5), (0, 3)):
-        largest = 2 * 3 * -(-tokens // 2) * -(-heads // 2)
-        with fusedcomm.force_algorithm("unfused", strict=True), decided(True) as spy:
-            case = replace(into_attention(tokens, heads), dtype=dtype)
-            case.call(case.inputs(2)[rank], None, 2)
-        _, (flat, receives, sends, _) = spy.calls[0]
-        step = math.ceil(max(largest, 1) * dtype.itemsize / 16) * 16 // dtype.itemsize
-        assert receives == sends == [step, step] and flat.numel() == 2 * step
 
 
 @on_ranks(3)

@@ -16,7 +16,6 @@ import torch
 from tests.helpers.tiers import nightly_but
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 SINGLE = "train_gqa_single"
 COMPARED = ["tensor_parallel_mlp", "ulysses_attention"]  # with a single process, by themselves
 TIMEOUT_S = 120
@@ -39,10 +38,6 @@ def torchrun(name: str, world_size: int, *arguments: str) -> subprocess.Complete
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def test_examples_are_there() -> None:
-    assert EXAMPLES == ["tensor_parallel_mlp", "train_gqa", SINGLE, "train_tp", "ulysses_attention"]
 
 
 @pytest.mark.thorough

@@ -16,7 +16,6 @@ import torch
 import fusedcomm
 from docs.generate import api
 from docs.generate.__main__ import main
-from docs.generate.docstrings import markdown, summary
 from fusedcomm.launch.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -126,17 +125,3 @@ def test_examples_in_docstrings_run(ranks: Callable[[int], RankPool]) -> None:
     found = examples()
     assert len(found) > 10
     ranks(2).run(run_examples, found)
-
-
-def test_docstrings_become_markdown() -> None:
-    docstring = (
-        "Do `f` as ``g()`` does::\n\n    f(1)\n\n    f(2)\n\nArgs:\n    x: [K],\n        wrapped: so.\n    y: `z`.\n\n"
-        "Returns:\n    A tensor [K]: new."
-    )
-    expected = (
-        "Do [`f`](#f) as `g()` does:\n\n```python\nf(1)\n\nf(2)\n```\n\n"
-        "**Parameters**\n\n- `x`: [K],\n  wrapped: so.\n- `y`: `z`.\n\n**Returns**\n\nA tensor [K]: new."
-    )
-    link = {"f": "#f"}.get
-    assert markdown(docstring, link) == expected
-    assert summary(docstring, link) == "Do [`f`](#f) as `g()` does."

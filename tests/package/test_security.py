@@ -11,13 +11,11 @@ import json
 import os
 import pickle
 import re
-import socket
 import stat
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,15 +204,6 @@ def test_a_segment_has_no_name_and_is_its_users_and_keeps_its_size(ranks: Ranks)
     assert [value[1] for value in values] == [7, 7]
 
 
-def test_memory_that_is_not_sealed_changes_its_size() -> None:
-    """Negative control: memory that is not sealed changes its size."""
-    with open(os.memfd_create("test", os.MFD_ALLOW_SEALING), "r+b") as file:
-        path = f"/proc/self/fd/{file.fileno()}"
-        assert resized(path, 4096) and resized(path, 0)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
-        assert not resized(path, 4096)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user_cannot_open_a_segment(ranks: Ranks) -> None:
     pids = ranks(2).run(attach)
@@ -258,25 +247,6 @@ def test_ranks_and_who_starts_them_listen_on_loopback(who: str, ranks: Ranks) ->
     addresses = listening([ranks(2).pid(rank) for rank in range(2)] if who == "ranks" else [os.getpid()])
     assert addresses  # those of gloo and of the store
     assert not reachable(addresses)
-
-
-ADDRESSES = {"0.0.0.0": True, "::": True, "127.0.0.1": False, "::1": False, "::ffff:127.0.0.1": False}
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
-@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["TCP", "UDP"])
-def test_a_socket_that_listens_is_found(address: str, kind: int) -> None:
-    expected = ipaddress.ip_address(address)
-    try:
-        made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
-        made.bind((address, 0))
-    except OSError:
-        pytest.skip("this host has no IPv6")
-    with made:
-        if kind == socket.SOCK_STREAM:
-            made.listen()
-        assert expected in listening([os.getpid()])
-    assert (expected in reachable({expected})) == ADDRESSES[address]
 
 
 # What the ranks of a group tell each other. Posts of others: tests/runtime/test_vote.py
@@ -334,24 +304,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_crash_before_the_file_is_replaced_leaves_the_old_one(cache: Path) -> None:
-    file = tuned.write(NUMBERS, CPU, 2)
-    old = file.read_bytes()
-    child = os.fork()
-    if child == 0:
-        os.replace = lambda *args: os._exit(9)  # type: ignore[assignment]
-        try:
-            tuned.write(OTHER_NUMBERS, CPU, 2)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    (left,) = set(cache.iterdir()) - {file}
-    assert stat.S_IMODE(left.stat().st_mode) == 0o600
-    assert json.loads(left.read_text())["constants"] == OTHER_NUMBERS.to_json()  # it is whole, but not in its place
-    assert file.read_bytes() == old
-    assert tuned.read(CPU, 2) == NUMBERS
-
-
 def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) -> None:
     """A link of somebody else, in a directory that all can write to, must not lead a write elsewhere."""
     victim = tmp_path / "victim"
@@ -370,35 +322,6 @@ def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) 
 
 
 # Bounds of every peer index
-
-OUTSIDE = (-1, 2, 2**31 - 1, -(2**31))  # peers of a group of two
-
-
-def call_with_ranks_outside(rank: int) -> tuple[dict[str, list[str]], list[int], int]:
-    """The errors of every function of a handle that takes a rank, then this rank's memory and its signals."""
-    t, handle = make(4)
-    t.fill_(rank)
-    handle.barrier()
-    calls: dict[str, Callable[[int], Any]] = {
-        "put_signal": lambda peer: handle.put_signal(peer, timeout_ms=50),
-        "wait_signal": lambda peer: handle.wait_signal(peer, timeout_ms=50),
-        "get_buffer": lambda peer: handle.get_buffer(peer, (1,), torch.int64).fill_(9),
-        "get_remote_tensor": lambda peer: handle.get_remote_tensor(peer, (1,), torch.int64).fill_(9),
-    }
-    errors = {name: [error_of(partial(call, peer)) for peer in OUTSIDE] for name, call in calls.items()}
-    handle.get_buffer(1 - rank, (1,), torch.int64).fill_(5)  # negative control
-    handle.barrier()
-    return errors, t.tolist(), int(handle.get_signal_pad(rank).to(torch.int64).sum())
-
-
-def test_a_handle_refuses_ranks_outside_the_group(ranks: Ranks) -> None:
-    for rank, (errors, memory, sent) in enumerate(ranks(2).run(call_with_ranks_outside)):
-        for name, argument in (("put_signal", "dst_rank"), ("wait_signal", "src_rank")):
-            assert errors[name] == [f"ValueError: {argument} must be in [0, 2), got {peer}" for peer in OUTSIDE]
-        for name in ("get_buffer", "get_remote_tensor"):  # torch's own functions
-            assert all(error.startswith("RuntimeError: ") for error in errors[name]), errors[name]
-        assert memory == [5, rank, rank, rank]
-        assert sent == 0
 
 
 def virtual_round() -> tuple[list[Tensor], dict[str, Callable[[int], Any]]]:
@@ -423,16 +346,6 @@ def test_a_round_refuses_ranks_outside_the_group() -> None:
         with pytest.raises(AssertionError, match=r"must be in \[0, 2\), got"):
             function(peer)
         assert all(map(torch.equal, segments, before))
-
-
-def test_a_round_takes_the_ranks_of_the_group() -> None:
-    segments, functions = virtual_round()
-    for peer in range(2):
-        assert functions["part"](peer).shape == functions["received"](peer).shape == (8,)
-        before = segments[peer].clone()
-        functions["signal"](peer)
-        assert not torch.equal(segments[peer], before)
-    functions["wait"](0)
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 72])

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.tensor.parallel as torch_parallel
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -72,18 +70,6 @@ def test_blocks(rank: int, enabled: bool) -> None:
         run = train(model)
         assert difference(run, plain()) <= CLOSE
         agree(run)
-
-
-@on_ranks(4)
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["torch", "ours"])
-def test_whole_model_under_fully_shard_fails_with_torchs_styles_too(rank: int, name: str) -> None:
-    """FSDP2's hooks break the graph; blocks are what can be compiled."""
-    with meshes(2, 2) as (data, tensor), compiling(enabled=False):
-        styles = {"torch": torch_parallel, "ours": fusedcomm.parallel}[name]
-        model = shard(parallelize(llama(), tensor, styles), data)
-        with pytest.raises(BackendCompilerFailed, match="Mixing fake modes NYI"):
-            train(model, called=torch.compile(model, backend="aot_eager"), data=data)
 
 
 @on_ranks(4)

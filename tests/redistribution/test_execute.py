@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.launch.ranks import RankPool
-from fusedcomm.redistribution import even, execute, reductions, steps, uneven
+from fusedcomm.redistribution import execute, reductions, steps, uneven
 from fusedcomm.redistribution.steps import Step
 from tests.helpers import redistribution_world as world
 from tests.helpers.on_ranks import on_ranks
@@ -105,47 +105,6 @@ def test_padding_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     check_plan(plan)  # needs none
     with pytest.raises((AssertionError, RuntimeError)):
         check_plan(uneven_plan)
-
-
-@pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [("unpack", (0,), (None,)), ("pack", (0,), (1,)), ("unpack", (0,), (1,)), ("pack", ("sum",), (1,))],
-)
-def test_ranks_in_another_order_are_seen(
-    monkeypatch: pytest.MonkeyPatch, name: str, before: Placed, after: Placed
-) -> None:
-    plan = plan_of((7, 9), (4,), before, after)
-    check_plan(plan)
-    original = getattr(execute, name)
-
-    def in_order(step: Step, coordinate: Any, order: Any, tensor: Tensor) -> Any:
-        return original(step, coordinate, tuple(range(len(order))), tensor)
-
-    monkeypatch.setattr(execute, name, in_order)
-    world.check(plan, random.Random(0), shuffle=False)
-    with pytest.raises((AssertionError, RuntimeError)):
-        check_plan(plan)
-
-
-def test_misplaced_blocks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of((4, 4), (2, 2), (0, 1), (None, None))
-    check_plan(plan)
-    monkeypatch.setattr(even, "_keeps_order", lambda permuted, sizes: True)
-    even.arriving.cache_clear()
-    with pytest.raises(AssertionError):
-        check_plan(plan)
-    even.arriving.cache_clear()
-
-
-def test_traffic_is_compared() -> None:
-    step = one(plan_of((5, 3), (3,), (0,), (1,)))
-    object.__setattr__(step, "traffic", (1.0, 1.0))
-    held = {rank: torch.zeros(step.before.local_shape(rank)) for rank in world.coordinates((3,))}
-    try:
-        with pytest.raises(AssertionError, match="sent"):
-            world.carry_out(step, held, random.Random(0), shuffle=False)
-    finally:
-        del step.__dict__["traffic"]  # steps are cached
 
 
 # On real ranks

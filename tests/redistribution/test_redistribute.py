@@ -111,24 +111,6 @@ def test_lazy_conjugates_and_negatives(rank: int, seeds: range) -> None:
             assert torch.equal(y, torch.complex(want, 2 * want) if y.is_complex() else want), (case, y, want)
 
 
-def torch_bug(rank: int) -> tuple[bool, bool]:
-    mesh = mesh_of((2, 2), named=True)
-    mesh["dim0", "dim1"]._flatten("flat")
-    case = Case(0, (2, 2), (5, 3), (S0, S0), (R, R))
-    x = held(case, mesh)
-    check(fusedcomm.redistribute(x, placements=[R, R]), case)
-    want = case.wanted(mesh.get_coordinate() or ())
-    theirs = x.redistribute(placements=[R, R]).to_local()
-    return torch.equal(theirs, want), sorted(theirs.flatten().tolist()) == sorted(want.flatten().tolist())
-
-
-def test_uneven_gather_over_a_flattened_mesh_which_torch_gets_wrong(ranks: Ranks) -> None:
-    """pytorch#194457: torch gives rows of the padding instead of the last ones, without an error."""
-    found = ranks(4).run(torch_bug)
-    if torch.__version__ < "2.16":  # known of 2.11 to 2.15
-        assert found == [(False, False)] * 4
-
-
 @on_ranks(4)
 def test_gradients_are_those_of_torch(rank: int) -> None:
     for seed in range(40):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import os
-import threading
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,6 @@ Ranks = Callable[[int], RankPool]
 
 PROC = Path("/proc/self")
 LEEWAY_BYTES = 4 << 20  # what the allocators of C, torch and gloo may keep
-LEAK_BYTES = 2 * LEEWAY_BYTES
 
 
 @dataclass(frozen=True)
@@ -118,26 +115,3 @@ def test_groups_leave_nothing_behind(ranks: Ranks, num_groups: int) -> None:
     for use in (left_open, closed):
         for growth, torch_alone in zip(ranks(2).run(groups, num_groups, use), alone, strict=True):
             check_back(growth, torch_alone)
-
-
-def leaking(rank: int) -> Held:
-    before, ended = Held.now(), threading.Event()
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    descriptor = os.memfd_create("segment")
-    os.truncate(descriptor, LEAK_BYTES)
-    with mmap.mmap(descriptor, LEAK_BYTES) as segment:
-        segment.write(bytes([1]) * LEAK_BYTES)
-        growth = Held.now() - before
-    os.close(descriptor)
-    ended.set()
-    thread.join()
-    return growth
-
-
-@pytest.mark.thorough
-def test_what_is_left_behind_is_seen(ranks: Ranks) -> None:
-    for growth in ranks(2).run(leaking):
-        for name, value in asdict(growth).items():
-            with pytest.raises(AssertionError):
-                check_back(replace(NOTHING, **{name: value}))

@@ -104,7 +104,8 @@ def test_signal_timeouts_name_rank_peer_and_channel(rank: int) -> None:
 
 @on_ranks(2)
 def test_bounds_are_checked(rank: int) -> None:
-    _, handle = make(1)
+    t, handle = make(4)
+    t.fill_(rank)
     num_channels = _SymmetricMemory.signal_pad_size // 4 // handle.world_size
     handle.barrier(channel=num_channels - 1)
     channel = f"ValueError: channel must be in [0, {num_channels}) for a group of 2, got "
@@ -112,9 +113,16 @@ def test_bounds_are_checked(rank: int) -> None:
     assert error_of(lambda: handle.barrier(channel=num_channels)) == channel + str(num_channels)
     assert error_of(lambda: handle.put_signal(0, channel=num_channels)) == channel + str(num_channels)
     assert error_of(lambda: handle.wait_signal(0, channel=-1)) == channel + "-1"
-    assert error_of(lambda: handle.put_signal(2)) == "ValueError: dst_rank must be in [0, 2), got 2"
-    assert error_of(lambda: handle.wait_signal(-1)) == "ValueError: src_rank must be in [0, 2), got -1"
-    assert "exceeds the allocated size" in error_of(lambda: handle.get_buffer(1, (2,), torch.int64))
+    for peer in (-1, 2, 2**31 - 1, -(2**31)):
+        for name, call in (("dst_rank", handle.put_signal), ("src_rank", handle.wait_signal)):
+            assert error_of(partial(call, peer, timeout_ms=50)) == f"ValueError: {name} must be in [0, 2), got {peer}"
+        for buffer in (handle.get_buffer, handle.get_remote_tensor):  # torch's own functions
+            assert error_of(partial(buffer, peer, (1,), torch.int64)).startswith("RuntimeError: ")
+    assert "exceeds the allocated size" in error_of(lambda: handle.get_buffer(1, (5,), torch.int64))
+    handle.get_buffer(1 - rank, (1,), torch.int64).fill_(5)
+    handle.barrier()
+    assert t.tolist() == [5, rank, rank, rank] and not handle.get_signal_pad(rank).to(torch.int64).any()
+    handle.barrier()
 
 
 # Groups and buffers

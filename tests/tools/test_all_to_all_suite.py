@@ -18,11 +18,10 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.bench import all_to_all
-from fusedcomm.bench.all_to_all import command, suite
+from fusedcomm.bench.all_to_all import suite
 from fusedcomm.bench.all_to_all.cases import CASES, VARIANTS
 from fusedcomm.bench.all_to_all.data import LARGEST, SuiteData, SuiteSize, moduli
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.launch import world
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.testing import RankPool
 
@@ -114,37 +113,3 @@ def test_a_wrong_element_in_a_timed_round_is_caught_too(ranks: Callable[[int], R
     num_checks = 4 * len(moduli(2 * NUMEL))  # calls of produce before timing: case and compute, twice per modulus
     with pytest.raises(RankError, match=r"wrong values: rank 0: 'sync' in round 1: 2 elements are not in their place"):
         ranks(2).run(measure_with_two_elements_swapped, "sync", 1, num_checks)
-
-
-@pytest.mark.usefixtures("shared_ranks")
-def test_wrong_values_give_code_1_and_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "suite.json"
-    monkeypatch.setattr(command, "measure_suite", measure_async_with_two_elements_swapped)
-    assert run_suite("--case", "async", "--json", str(file)) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("fusedcomm bench all-to-all: ") and "'async' gave wrong values: rank 0: 2 of" in error
-    assert not file.read_text()
-
-
-def measure_async_with_two_elements_swapped(rank: int, *args: Any) -> None:
-    measure_with_two_elements_swapped(rank, "async", 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--world-size", "1"), "--world-size must be at least 2, got 1"),
-        (
-            ("--world-size", "5", "--oversubscribe"),
-            "16 times --dim must be divisible by the number of ranks, 5, got --dim 6",
-        ),
-    ],
-)
-def test_wrong_arguments_give_code_2_before_any_rank_starts(
-    arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(world, "ranks", None)
-    assert run_suite(*arguments) == 2
-    assert text in capsys.readouterr().err

@@ -18,9 +18,7 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.bench.op_programs import PROGRAMS, MatmulAllToAll
 from fusedcomm.bench.overhead import call_clock
-from fusedcomm.bench.overhead.call_clock import CallClock, CallTimes, TimedCall
-from fusedcomm.bench.overhead.op_overhead import CPU, OpOverhead, measure_overhead
-from fusedcomm.bench.rank_barrier import rank_barrier
+from fusedcomm.bench.overhead.op_overhead import OpOverhead, measure_overhead
 from fusedcomm.cli import main
 from fusedcomm.testing import RankPool
 
@@ -58,34 +56,6 @@ def test_every_figure_follows_from_the_times(tmp_path: Path, capsys: pytest.Capt
     assert any(f"{OP}: chunked (forced)" in line for line in lines)
 
 
-def measured(rank: int, call: Callable[[], Any], **settings: Any) -> CallTimes:
-    """One call, in a few rounds. In every rank."""
-    with mock.patch.dict(vars(call_clock), FEW_CALLS | settings):
-        clock = CallClock(rank_barrier(CPU))
-        return clock.measure({"planted": TimedCall(call)}, 1, 0, lambda done: None)["planted"]
-
-
-def measure_where_rank_1_is_slow(rank: int, late: float) -> CallTimes:
-    """Ranks that meet in a call; rank 1 comes later because it has more to do."""
-    barrier = rank_barrier(CPU)
-
-    def call() -> None:
-        time.sleep(PLANTED_S * rank)
-        barrier()
-
-    return measured(rank, call, LATE=late)
-
-
-def test_the_last_rank_waits_for_nobody(ranks: Callable[[int], RankPool]) -> None:
-    times, same = ranks(2).run(measure_where_rank_1_is_slow, 2.0)
-    assert times == same
-    assert times.hot.p10 >= PLANTED_S and times.cold.p10 >= PLANTED_S  # the slowest rank's
-    assert times.last.p10 < PLANTED_S / 2  # rank 0, when rank 1 has slept
-    assert times.last.p90 >= PLANTED_S  # rank 1
-    times, _ = ranks(2).run(measure_where_rank_1_is_slow, 0.0)
-    assert times.last.p10 > PLANTED_S / 2  # the control: rank 0 does not come last
-
-
 class SlowBaseline(MatmulAllToAll):
     def baseline(self, x: Tensor, w: Tensor) -> Tensor:
         time.sleep(PLANTED_S)
@@ -118,16 +88,3 @@ def test_a_planted_delay_of_the_op_is_neither_its_entry_nor_its_matmuls(ranks: C
         assert max(parts.matmuls, parts.entry, parts.waits) < PLANTED_S
         above = found.above_matmuls(chunked)
         assert above is not None and above < PLANTED_S  # asleep
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--world-size", "1"], "--world-size must be at least 2, got 1"),
-        (["--world-size", "4096"], "--world-size must be at most "),
-        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
-    ],
-)
-def test_wrong_arguments(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "overhead", *options]) == 2
-    assert capsys.readouterr().err.startswith(f"fusedcomm bench overhead: {text}")

@@ -19,8 +19,6 @@ from torch.fx import GraphModule
 from benchmarks import overlap, overlap_graphs, overlap_torch
 from benchmarks.overlap import OURS, TORCH, TRACED, GraphCase, OverlapRow
 from benchmarks.overlap_graphs import GroupNames, build
-from fusedcomm.compile.overlap.estimator import Estimator
-from fusedcomm.compile.overlap.simulator import simulate
 from tests.helpers.tiers import nightly_but
 
 aten = torch.ops.aten
@@ -85,32 +83,14 @@ def test_a_graph_has_the_matmuls_and_collectives_of_its_model(model: str, groups
         assert matmul_flops(gm) == 2 * 2 * weights * matmuls
 
 
-def test_torch_plans_a_copy_with_our_numbers(groups: GroupNames) -> None:
-    from torch._inductor.fx_passes import overlap_scheduling
-
-    if not hasattr(overlap_scheduling, "estimate_roofline_runtime_ms"):
-        pytest.skip("torch 2.11's scheduler takes no estimate of a matmul")
-    gm, estimator = build(overlap_graphs.llama(), groups, 2), Estimator("cuda")
-    before, roofline = [node.name for node in gm.graph.nodes], overlap_scheduling.estimate_roofline_runtime_ms
-    found = overlap_torch.schedule(gm, estimator, bucket=False)
-    assert [node.name for node in gm.graph.nodes] == before
-    assert overlap_scheduling.estimate_roofline_runtime_ms is roofline
-    traced, after = simulate(gm, estimator), simulate(found.gm, estimator)
-    assert after.exposed_ms < traced.exposed_ms and after.compute_ms == pytest.approx(traced.compute_ms)
-    assert sum(line.hidden for line in after.collectives) >= 10
-
-
 def test_the_bench_writes_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: GroupNames
 ) -> None:
     file = tmp_path / "bench.json"
     options = ["--models", "llama-8b", "--parts", "forward", "--layers", "2", "--json", str(file)]
 
-    def fail(gm: GraphModule, estimator: Estimator, *, bucket: bool, memory_ratio: float) -> Any:
-        raise AttributeError("no such thing\nand more")
-
     in_world = mock.patch.object(overlap_graphs, "world", lambda: mock.MagicMock(__enter__=lambda _: groups))
-    with in_world, mock.patch.object(overlap_torch, "schedule", fail):
+    with in_world, mock.patch.object(overlap_torch, "schedule", side_effect=AttributeError("no such thing\nand more")):
         assert overlap.main(options) == 0
     report = json.loads(file.read_text())
     jsonschema.validate(report, json.loads((Path(__file__).parents[1] / "schemas" / "bench_overlap.json").read_text()))
@@ -118,7 +98,6 @@ def test_the_bench_writes_what_it_prints(
     rows = [OverlapRow(**row | {"case": GraphCase(**row["case"])}) for row in report["rows"]]
     for row in rows:
         assert row.error or re.search(rf"^{row.variant} .* {row.exposed_ms:.2f} +{row.total_ms:.2f} ", printed, re.M)
-    assert f"{TORCH}: failed: AttributeError: no such thing\n" in printed
     by_variant = {row.variant: row for row in rows}
     assert by_variant[TORCH].error == "failed: AttributeError: no such thing"
     traced, ours, bound = by_variant[TRACED], by_variant[OURS], by_variant["bound"]
@@ -126,9 +105,7 @@ def test_the_bench_writes_what_it_prints(
     assert traced.collectives == 20 and traced.hidden == 0 and traced.hideable == 11 == bound.hidden
     assert bound.total_ms <= traced.total_ms and bound.over_bound_percent == 0
     assert ours.over_bound_percent == pytest.approx(100 * (ours.total_ms / bound.total_ms - 1))
-    assert [row["budget_percent"] for row in report["budgets"]] == [0, 5, 20]
     goals = {goal["name"]: goal for goal in report["goals"]}
     share = goals["exposed, % of communication, fusedcomm, llama forward, largest"]
     assert share["value"] == pytest.approx(100 * ours.exposed_ms / traced.comm_ms)
-    assert share["met"] == (share["value"] <= 5)
     assert not [name for name in goals if "torch" in name]

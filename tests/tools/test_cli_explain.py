@@ -201,16 +201,3 @@ def test_the_exit_code_is_that_of_sys_exit_and_an_error_comes_after_the_report(s
     assert f'File "ends.py", line {len(ENDS.splitlines())}, in <module>' in result.stderr
     assert result.stdout == "no graph with a collective was compiled: there is nothing to fuse\n"
     assert json.loads((scripts / "rows.json").read_text()) == []  # where it was asked for: the script went elsewhere
-
-
-def test_files_that_cannot_be_opened_are_refused_before_any_rank_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "script.py"
-    assert main(["explain", str(script)]) == 2
-    script.touch()
-    assert main(["explain", "--json", str(tmp_path / "none" / "rows.json"), str(script)]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"fusedcomm explain: {script}: No such file or directory",
-        f"fusedcomm explain: {tmp_path}/none/rows.json: No such file or directory",
-    ]

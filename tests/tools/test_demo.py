@@ -5,17 +5,13 @@ import importlib.metadata
 import io
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
-import numpy
 import pytest
 import torch
-from matplotlib.image import imread
 from torch import Tensor
 
 import fusedcomm
@@ -24,11 +20,6 @@ from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
 from fusedcomm.testing import RankPool
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "demo.json").read_text())
-
-
-def run_demo(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fusedcomm", "demo", "--device", "cpu", *args]
-    return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=120)
 
 
 def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None, *options: str) -> tuple[int, str, str]:
@@ -53,18 +44,6 @@ def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None, *option
     finally:
         demo.start_program, fusedcomm.matmul_all_to_all = start_program, ours
     return code, out.getvalue(), err.getvalue()
-
-
-@pytest.mark.nightly
-def test_demo_prints_a_plain_table_and_writes_json(tmp_path: Path) -> None:
-    file, plot = tmp_path / "demo.json", tmp_path / "lanes.png"
-    result = run_demo("--rounds", "1", "--json", str(file), "--plot", str(plot))
-    assert result.returncode == 0, result.stderr
-    assert not set("\x1b\r") & set(result.stdout + result.stderr)
-    assert "alltoall" not in result.stderr  # torch's words about DTensor on a CPU mesh
-    pixels = (imread(plot) * 255).round().astype("uint8").view("uint32")  # RGBA
-    assert len(numpy.unique(pixels)) > 3
-    jsonschema.validate(json.loads(file.read_text()), SCHEMA)
 
 
 def test_wrong_values_on_one_rank_end_every_rank_with_code_1(
@@ -101,21 +80,3 @@ def test_in_ranks_of_torchrun_rank_0_prints_a_table_and_writes_json(
         unfused["median"] / ours["median"]
     )
     assert ours["p10"] <= ours["median"] <= ours["p90"]
-
-
-def test_one_rank_has_no_speed_up_to_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = demo.DemoResult("x 2x9x16", 1, demo.CPU, 2, "unfused", "unfused", False, {})
-    demo._print(found)
-    out = capsys.readouterr().out
-    assert "values are right; one rank exchanges nothing" in out and "x vs" not in out
-    jsonschema.validate(json.loads(json.dumps(demo.report(found))), SCHEMA)
-    assert main(["demo", "--device", "cpu", "--world-size", "1", "--plot", str(tmp_path / "x.png")]) == 2
-    assert "--plot needs at least 2 ranks" in capsys.readouterr().err
-
-
-@pytest.mark.nightly
-def test_an_error_in_a_rank_is_shown_and_gives_code_1() -> None:
-    result = run_demo("--rounds", "1", FUSEDCOMM_ALGORITHM="quick")
-    assert result.returncode == 1
-    assert "FUSEDCOMM_ALGORITHM must be one of unfused, chunked, fused, pipelined, got 'quick'" in result.stderr
-    assert not result.stdout

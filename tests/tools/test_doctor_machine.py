@@ -13,7 +13,7 @@ import pytest
 from fusedcomm import env
 from fusedcomm.doctor import gpus, host
 from fusedcomm.doctor.across_ranks import AlgorithmVerdict, GroupAnswer, find_differences, find_proofs, find_verdicts
-from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, told_once
+from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING
 from fusedcomm.machine import RELEVANT
 from tests.helpers.doctor_machines import UUID, fake_nvml, rank_facts
 
@@ -172,11 +172,3 @@ def test_what_is_on_record_of_proofs_is_shown() -> None:
     wrong, right = find_proofs(GroupAnswer([], [], {"fused bfloat16": "it failed", "fused float32": ""}))
     assert (wrong.level, wrong.text, right.level, right.name) == (WARNING, "it failed", OK, "proof fused float32")
     assert find_proofs(GroupAnswer([], [])) == []
-
-
-def test_equal_findings_are_one_line() -> None:
-    mig = [Finding("gpus", f"GPU {index}", WARNING if index else ERROR, "MIG is on") for index in range(3)]
-    shown = [(each.name, each.level) for each in told_once([*mig, Finding("versions", "torch", OK, "MIG is on")])]
-    assert shown == [("torch", OK), ("GPU 0, 1, 2", ERROR)]
-    assert by_value({0: "a", 1: None, 2: "a", 3: "b"}) == "ranks 0 and 2: a, rank 1: not set, rank 3: b"
-    assert by_value({**dict.fromkeys(range(62), 1), 62: 2, 63: 1}) == "ranks 0 to 61 and 63: 1, rank 62: 2"

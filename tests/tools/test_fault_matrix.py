@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from fusedcomm import cli
 from fusedcomm.cli import faults
-from fusedcomm.testing.faults import CELLS, Cell, Verdict, matrix, run_cells, select
+from fusedcomm.testing.faults import CELLS, Cell, Verdict, run_cells, select
 from fusedcomm.testing.faults.injections import LATE
 from fusedcomm.testing.faults.judge import SLACK_S, judge
 from fusedcomm.testing.faults.rank_reports import (
@@ -102,33 +98,6 @@ def test_cells_are_found_by_whole_parts() -> None:
     ):
         assert {getattr(cell, part) for cell in select([pattern])} == {value}
     assert [select([pattern]) for pattern in ("no such cell", "kil", "push/kill")] == [[]] * 3
-
-
-class NoRanks:
-    """Stands for ranks in a matrix that runs nothing."""
-
-    def __init__(self, num_ranks: int, cache: str) -> None:
-        self.pool = MagicMock(dead=False)
-        self.pool.__enter__.return_value = self.pool
-        self.living = range(num_ranks)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_error_ends_the_matrix(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
-    begun: list[Cell] = []
-
-    def run_cell(ranks: NoRanks, cell: Cell, *args: object) -> Verdict:
-        begun.append(cell)
-        if cell == CELLS[1]:
-            raise error
-        time.sleep(0.05)
-        return Verdict(str(cell), survived=True)
-
-    monkeypatch.setattr(matrix, "_Ranks", NoRanks)
-    monkeypatch.setattr(matrix, "_run_cell", run_cell)
-    with pytest.raises(error):
-        run_cells(CELLS, workers=2)
-    assert len(begun) < len(CELLS) / 2
 
 
 TIMED_OUT = CallOutcome(
@@ -272,22 +241,6 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
     monkeypatch.setattr(faults, "select", lambda patterns, quick: list(CELLS[:3]))
     monkeypatch.setattr(faults, "run_cells", lambda cells, **options: [options["on_verdict"](v) or v for v in made])
     return made
-
-
-def test_the_command_prints_a_table_and_writes_json(
-    made_up: list[Verdict], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "faults.json"
-    assert cli.main(["faults", "--json", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 100 and "It survives if" in printed
-    assert "3 of 3 cells survived, 0 wrong numbers, 0 hangs, worst time to an error 1.02 time-outs" in printed
-    written = json.loads(file.read_text())
-    assert [each["cell"] for each in written["cells"]] == [verdict.cell for verdict in made_up]
-    assert sum(row["tried"] for row in written["rows"]) == 3
-    assert {row["fault"] for row in written["rows"]} == {cell.fault for cell in CELLS[:3]}
-    assert all(row["fault"] in printed for row in written["rows"])
-    assert {"command", "date", "commit", "versions"} <= set(written)
 
 
 def test_the_command_fails_with_what_was_found(made_up: list[Verdict], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,23 +15,18 @@ from fusedcomm import cli
 COMMANDS = [each.stem for each in Path(cli.__path__[0]).glob("*.py") if "def add_parser(" in each.read_text()]
 
 
-def parsers() -> Iterator[argparse.ArgumentParser]:
-    root = argparse.ArgumentParser(prog="fusedcomm")
-    commands = root.add_subparsers()
-    for name in COMMANDS:
-        importlib.import_module(f"fusedcomm.cli.{name}").add_parser(commands)
-    left = list(commands.choices.values())
-    while left:
-        parser = left.pop()
-        yield parser
-        left += [each for action in nested(parser) for each in action.choices.values()]
+def below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    for action in parser._actions:
+        for each in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield each
+            yield from below(each)
 
 
-def nested(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersAction[argparse.ArgumentParser]]:
-    yield from (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-
-
-PARSERS = {parser.prog: parser for parser in parsers()}
+ROOT = argparse.ArgumentParser(prog="fusedcomm")
+ADDED = ROOT.add_subparsers()
+for command in COMMANDS:
+    importlib.import_module(f"fusedcomm.cli.{command}").add_parser(ADDED)
+PARSERS = {parser.prog: parser for parser in below(ROOT)}
 
 
 @pytest.mark.parametrize("prog", PARSERS)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks.host_cost import __main__ as host_cost
-from benchmarks.host_cost import build
 from benchmarks.host_cost.traces import (
     READS,
     WRITES,
@@ -66,23 +62,3 @@ def test_copies_signals_and_streams() -> None:
     assert not [*foreign_streams([copy, signal], 0, [SIDE])]
     assert len([*foreign_streams([copy], 1, [SIDE])]) == len([*foreign_streams([copy], 0, [MAIN])]) == 1
     assert counts([at("matmul", MAIN, READS), WRITE, READ, copy, OPERAND, USE]) == {"copy": 1, "matmul": 1}
-
-
-def test_rows_are_multiples_of_torch_mm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["torch.mm", "torch.mm, forward and backward", *list(host_cost.MOST)[:4]]
-    for i, name in enumerate(names):
-        text = f"desc: Trigger: Client Request: {name}\ntotals: {(i + 1) * 1000 * host_cost.CALLS}\n"
-        (tmp_path / f"callgrind.{i}").write_text(text)
-    found = host_cost.rows(8, host_cost.instructions(tmp_path), dict.fromkeys(names, 1.0))
-    assert [row["over_mm"] for row in found] == [1, 1, 3, 4, 5, 3]
-    host_cost.print_table(found)
-    assert [line.endswith("2 (no)     1.0") for line in capsys.readouterr().out.splitlines()].count(True) == 1
-
-
-def test_what_is_missing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert host_cost.main([]) == 1
-    assert "apt-get install binutils g++ gcc valgrind" in capsys.readouterr().out
-    assert build.missing() == ["binutils", "g++", "gcc", "valgrind"]

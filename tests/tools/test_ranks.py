@@ -3,8 +3,6 @@
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -150,32 +148,6 @@ def test_killing_rank_0_on_purpose_leaves_the_others_and_the_store() -> None:
         pool.kill(0)
         assert pool.join() == [KILLED, 1]
         assert pool.run(use_the_store_in_rank_1) == [KILLED, 1]
-
-
-PARENT = """
-from fusedcomm.testing import RankPool
-import os, signal, sys, time
-if __name__ == "__main__":
-    pool = RankPool(2)
-    print(pool.pid(0), pool.pid(1), flush=True)
-    {end}
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("end", ["time.sleep(60)", "pool.start(time.sleep)"])
-def test_ranks_end_with_their_parent(end: str, tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(end=end))
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        if end == "time.sleep(60)":
-            parent.kill()
-        assert parent.wait(30) == (-signal.SIGKILL if end == "time.sleep(60)" else 0)
-    wait_until_dead(pids)
 
 
 def test_ranks_outlive_the_thread_that_asked_for_them() -> None:

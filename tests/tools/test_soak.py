@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from tests.soak.random_call import OPS, draw
 from tests.soak.random_program import draw_program
 from tests.soak.shrink import shrink
 from tests.soak.uneven_call import UnevenValues
-from tests.soak.worker import run_program
 
 pytestmark = pytest.mark.thorough
 
@@ -148,53 +146,6 @@ def test_a_failure_is_told_shrunk_and_can_be_had_again(
     assert f"step {steps}: matmul_reduce_scatter(float16" in capsys.readouterr().out
 
 
-def run_dying(rank: int, *program: Any) -> SoakOutcome:
-    """Run a program, except that the rank dies the first time."""
-    try:
-        Path(os.environ["FUSEDCOMM_CACHE_DIR"], f"died {rank}").touch(exist_ok=False)
-    except FileExistsError:
-        return run_program(rank, *program)
-    os._exit(3)
-
-
-@pytest.mark.nightly
-def test_a_rank_that_dies_is_told_with_the_program(
-    shared_ranks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(soak_ranks, "run_program", run_dying)
-    assert main(["--ranks", "2", "--device", "cpu", "--seed", "5", "--calls", "150"]) == 1
-    told = capsys.readouterr().out
-    assert "died: exit code 3" in told
-    assert "again: python -m tests.soak --device cpu --ranks 2 --seed 5 --program 0" in told
-    assert "not in every run: not shrunk" in told
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("--steps 3", "--steps must not be given without --program"),
-        ("--seed 1 --program 0 --json soak.json", "--json must not be given with --program"),
-        ("--program 0", "--seed must be given with --program and under torchrun"),
-        ("--ranks 4 --device cuda", "--device cuda: each rank needs a GPU of its own, got 4 ranks and 3 GPUs"),
-    ],
-)
-def test_wrong_arguments(
-    arguments: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert main(arguments.split()) == 2
-    assert capsys.readouterr().err == f"tests.soak: {text}\n"
-
-
-def test_wrong_arguments_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, {"RANK": "0"}.get(name, "8"))
-    assert main(["--seconds", "600"]) == 2
-    assert "--seed must be given" in capsys.readouterr().err
-    assert main(["--seed", "1", "--ranks", "4"]) == 2
-    assert "--ranks must be that of torchrun, 8, got 4" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("needed", "most"), [({17}, 40), ({3, 90}, 60), ({0, 1, 2, 99}, 120), (set(range(0, 100, 20)), 150)]
 )
@@ -207,12 +158,6 @@ def test_shrinking_leaves_what_is_needed(needed: set[int], most: int) -> None:
 
     assert shrink(range(100), fails, most) == sorted(needed)
     assert len(tries) <= most
-
-
-def test_shrinking_is_bounded() -> None:
-    tries: list[list[int]] = []
-    assert shrink(range(100), lambda steps: bool(tries.append(steps)), most_tries=7) == list(range(100))  # type: ignore[func-returns-value]
-    assert len(tries) == 7
 
 
 # What is drawn.

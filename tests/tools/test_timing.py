@@ -7,40 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.bench.timing import Timing, ValuesDiffer, all_gather_bytes, check_values, measure
+from fusedcomm.bench.timing import Timing, all_gather_bytes, measure
 from fusedcomm.testing import RankPool
 
 CPU = torch.device("cpu")
-
-
-def check_rank_1_wrong(rank: int) -> str:
-    def check(name: str, result: Tensor) -> str | None:
-        return f"{name} is {result.item()}" if rank == 1 and name == "bad" else None
-
-    variants = {"good": lambda: torch.zeros(1), "bad": lambda: torch.ones(1)}
-    try:
-        check_values(variants, check)
-    except ValuesDiffer as error:
-        return str(error)
-    return "passed"
-
-
-def check_wrong_from_the_second_call_on(rank: int) -> str:
-    calls: list[int] = []
-
-    def variant() -> Tensor:
-        calls.append(1)
-        return torch.tensor(len(calls))
-
-    try:
-        check_values({"loads first": variant}, lambda name, result: "wrong" if result.item() > 1 else None)
-    except ValuesDiffer as error:
-        return str(error)
-    return "passed"
-
-
-def test_a_first_call_may_run_another_way_than_the_next(ranks: Callable[[int], RankPool]) -> None:
-    assert "rank 0: wrong" in ranks(2).run(check_wrong_from_the_second_call_on)[0]
 
 
 def measure_slow_rank_1(rank: int) -> tuple[dict[str, Timing], list[str], list[int]]:
@@ -58,11 +28,6 @@ def measure_slow_rank_1(rank: int) -> tuple[dict[str, Timing], list[str], list[i
     variants = {name: variant(name) for name in ("slow", "quick", "third")}
     times = measure(variants, CPU, rounds=4, warmup=1, on_round=done.append)
     return times, called, done
-
-
-def test_values_wrong_on_one_rank_stop_all(ranks: Callable[[int], RankPool]) -> None:
-    expected = "'bad' gave wrong values: rank 1: bad is 1.0"
-    assert ranks(2).run(check_rank_1_wrong) == [expected, expected]
 
 
 def test_times_are_the_slowest_ranks_and_variants_take_turns(

@@ -45,6 +45,36 @@ def test_worlds_are_bounded_by_the_cpus(
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["bench", "all-to-all", "--world-size", "1"], "--world-size must be at least 2, got 1"),
+        (["bench", "overhead", "--world-size", "1"], "--world-size must be at least 2, got 1"),
+        (["tune", "--device", "cpu", "--world-size", "1"], "--world-size must be at least 2, for one rank exchanges"),
+        (["bench", "all-to-all", "--world-size", "5", "--oversubscribe"], "16 times --dim must be divisible by the nu"),
+        (["demo", "--device", "cpu", "--world-size", "1", "--plot", "x.png"], "--plot needs at least 2 ranks"),
+        (["selftest", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
+        (["explain", "/nowhere/x.py"], "/nowhere/x.py: No such file or directory"),
+        (["explain", "--json", "/nowhere/x.json", __file__], "fusedcomm explain: /nowhere/x.json: No such file or dir"),
+        (["selftest", "--device", "cuda"], "each rank needs a GPU of its own, got 2 ranks and 1 GPUs"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_any_rank_starts(
+    command: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(world, "ranks", None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(command) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_size_must_be_that_of_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["selftest", "--device", "cpu", "--world-size", "4"]) == 2
+    assert "--world-size must be that of torchrun, 2, got 4" in capsys.readouterr().err
+
+
 def test_two_ranks_are_never_too_many_and_oversubscribe_allows_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "available_cpus", lambda: 1)
     assert world.cannot_start("cpu", 2, False) is None
