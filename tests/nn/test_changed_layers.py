@@ -76,8 +76,8 @@ def test_from_linear_of_more_than_a_linear(rank: int) -> None:
         linears[name] = nn.Linear(12, 12)
         change(linears[name])
     for name, linear in linears.items():
-        kinds = {UlyssesOut: [HEADS], UlyssesQKV: [2, 1], ColumnParallelLinear: [], RowParallelLinear: []}
-        for kind, heads in kinds.items():
+        for kind in (UlyssesOut, UlyssesQKV, ColumnParallelLinear, RowParallelLinear):
+            heads = {UlyssesOut: [HEADS], UlyssesQKV: [2, 1]}.get(kind, [])
             with pytest.raises(TypeError, match=rf"linear must be a plain nn.Linear, got a {type(linear).__name__} of"):
                 kind.from_linear(linear, *heads)
                 pytest.fail(name)

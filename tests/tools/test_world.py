@@ -51,12 +51,12 @@ def test_worlds_are_bounded_by_the_cpus(
         (["bench", "all-to-all", "--world-size", "1"], "--world-size must be at least 2, got 1"),
         (["bench", "overhead", "--world-size", "1"], "--world-size must be at least 2, got 1"),
         (["tune", "--device", "cpu", "--world-size", "1"], "--world-size must be at least 2, for one rank exchanges"),
-        (["bench", "all-to-all", "--world-size", "5", "--oversubscribe"], "16 times --dim must be divisible by the nu"),
+        (["bench", "all-to-all", "--world-size", "5", "--oversubscribe", "--dim", "6"], "16 times --dim must be divis"),
         (["demo", "--device", "cpu", "--world-size", "1", "--plot", "x.png"], "--plot needs at least 2 ranks"),
         (["selftest", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
         (["explain", "/nowhere/x.py"], "/nowhere/x.py: No such file or directory"),
         (["explain", "--json", "/nowhere/x.json", __file__], "fusedcomm explain: /nowhere/x.json: No such file or dir"),
-        (["selftest", "--device", "cuda"], "each rank needs a GPU of its own, got 2 ranks and 1 GPUs"),
+        (["selftest", "--device", "cuda", "--world-size", "2"], "a GPU of its own, got 2 ranks and 1 GPUs"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_rank_starts(
