@@ -145,8 +145,7 @@ def test_every_module_is_in_the_wheel_and_imports_there(installed: Path) -> None
 def test_the_metadata_of_the_wheel(installed: Path) -> None:
     (folder,) = installed.glob("*.dist-info")
     metadata = email.message_from_string((folder / "METADATA").read_text())
-    assert metadata["Name"] == "fusedcomm"
-    assert metadata["Version"] == fusedcomm.__version__
+    assert (metadata["Name"], metadata["Version"]) == ("fusedcomm", fusedcomm.__version__)
     assert metadata["Requires-Python"] == "<3.14,>=3.10"
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,12 @@ def test_wrong_arguments(options: list[str], text: str, capsys: pytest.CaptureFi
     assert main(["bench", *options]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(f"fusedcomm bench: {text}")
+
+
+def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "ops", "--plot", "plots"]) == 2
+    assert "--plot: plots need matplotlib" in capsys.readouterr().err
 
 
 def test_a_backward_alone_is_not_captured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

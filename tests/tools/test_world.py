@@ -69,8 +69,8 @@ def test_wrong_arguments_are_refused_before_any_rank_starts(
 
 
 def test_the_size_must_be_that_of_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, text in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, text)
     assert main(["selftest", "--device", "cpu", "--world-size", "4"]) == 2
     assert "--world-size must be that of torchrun, 2, got 4" in capsys.readouterr().err
 
