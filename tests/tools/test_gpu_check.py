@@ -6,11 +6,15 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from benchmarks.gpu_check.__main__ import main
 from benchmarks.gpu_check.cases import OPS, SMALL
 from benchmarks.gpu_check.driver import Part, PartResult, run_parts
 from benchmarks.gpu_check.parts import PARTS, ROWS, Evidence, proved
+from fusedcomm.algorithms import kernel_launch
 from fusedcomm.launch.ranks import RankError, RankFailure
 from tests.helpers.broken_parts import FAULTS
 from tests.helpers.tiers import nightly_but
@@ -276,6 +281,13 @@ def test_kernels_of_several_ranks_are_timed_with_right_values(name: str) -> None
     assert kernel_speed.cases(CPU)[name]()["ratio"] > 0
 
 
+def test_wrong_values_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = kernel_launch.unpack
+    monkeypatch.setattr(kernel_launch, "unpack", lambda out, *args: (unpack(out, *args), out[0, 0].zero_()))
+    with pytest.raises(AssertionError, match="wrong values"):
+        kernel_speed.cases(CPU)["unpack"]()
+
+
 COUNT_JOBS = """
 import json
 from collections import Counter
@@ -372,3 +384,43 @@ def test_the_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     assert all(row.name in said for row in speeds.TABLE if row.name != "beside a cuBLAS matmul")
     (recorded,) = tmp_path.glob("gpu-none-*.json")
     assert len(json.loads(recorded.read_text())["cases"]) == sum("case" in line for line in lines)
+
+
+def bare_clone(folder: Path) -> Path:
+    """The checkout's sources alone; a link to kernels/ is not among them."""
+
+    def others(at: str, names: list[str]) -> list[str]:
+        left_out = ("build", "dist", "__pycache__")
+        return [
+            name
+            for name in names
+            if name.startswith(".") or name in left_out or name.endswith(".so") or (Path(at) / name).is_symlink()
+        ]
+
+    return Path(shutil.copytree(ROOT, folder, ignore=others))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("install", [(), (".",), ("--editable", ".")], ids=["no install", "install", "editable"])
+def test_a_new_user_has_it(install: tuple[str, ...], tmp_path: Path) -> None:
+    """A venv that has torch, without a C++ compiler; what needs the native part or an installed command is skipped."""
+    clone, there = bare_clone(tmp_path / "clone"), tmp_path / "venv"
+    venv.create(there)
+    (purelib,) = there.glob("lib/python*/site-packages")
+    (purelib / "torch.pth").write_text(sysconfig.get_path("purelib"))  # torch and setuptools, but not this checkout
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    run = partial(subprocess.run, cwd=clone, capture_output=True, text=True, timeout=800)
+    if install:
+        pip = [sys.executable, "-m", "pip", "--python", str(there / "bin/python"), "install"]
+        done = run([*pip, "--no-build-isolation", "--no-deps", "--no-index", *install], env={**env, "CXX": "none"})
+        assert done.returncode == 0, done.stderr
+    arguments = f"PYTHON={there / 'bin/python'}", "GPU_CHECK_ARGS=--device cpu --only machine smoke processes commands"
+    done = run(["make", "gpu-check", *arguments], env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (clone / "build/gpu-check.jsonl").read_text().splitlines()]
+    cases = {f"{line['part']}/{line['case']}": line for line in lines if "case" in line}
+    unfused = [case for name, case in cases.items() if name.startswith("processes/2 ranks unfused")]
+    assert len(unfused) == len(SMALL) and all(case["found"]["calls"] for case in unfused)
+    assert "(it was not built)" in cases[f"processes/2 ranks chunked: {SMALL[0]}"]["skipped"]
+    assert ("is not installed" in cases["commands/doctor"].get("skipped", "")) == (not install)
