@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from fusedcomm.parallel.unwritten import counts_of
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.view_as.default, _aten.detach.default)
@@ -31,16 +30,12 @@ def whole_of(x: DTensor, whole: Tensor, gather_dim: int | None) -> DTensor:
     return _Whole.apply(x, [whole], gather_dim)  # type: ignore[no-any-return]
 
 
-def product(grad: Tensor, weight: Tensor, parameter: Tensor | None, node: Any) -> Tensor:
+def product(grad: Tensor, weight: Tensor, node: Any) -> Tensor:
     """``grad @ weight``, the gradient that goes on to ``node``: when it is read, if this backward comes to a
-    `whole_of`. ``parameter``: what ``weight`` is the local tensor of, if optimizers may write it in the backward."""
+    `whole_of`. The weight is copied, as any hook may write it until then: optimizers do, some by its data."""
     if torch.is_grad_enabled() or not any(map(torch._C._will_engine_execute_node, _wholes(node))):
         return grad @ weight
-    if parameter is not None and (parameter._post_accumulate_grad_hooks or parameter._backward_hooks):
-        weight = weight.clone()  # such hooks run optimizers, some as soon as the weight has its gradient
-        parameter = None
-    counts = [] if parameter is None else counts_of(parameter)
-    factor = _Factor(grad.flatten(0, -2), weight, counts, [each._version for each in counts])
+    factor = _Factor(grad.flatten(0, -2), weight.clone())
     return WhenRead((*grad.shape[:-1], weight.shape[-1]), _Sum([factor], None, []))
 
 
@@ -70,7 +65,7 @@ class _Whole(torch.autograd.Function):
         factors, rest = local.terms.parts()
         found = [] if rest is None else [_redistributed(rest.view(local.shape), ctx)]
         if factors:
-            grads, weights = zip(*(each.tensors() for each in factors), strict=True)
+            grads, weights = zip(*factors, strict=True)
             joined, weight = (grads[0], weights[0]) if len(factors) == 1 else (torch.cat(grads, -1), torch.cat(weights))
             joined = joined.view(*local.shape[:-1], -1)
             if ctx.gather_dim is None:
@@ -98,16 +93,6 @@ def _read_what_is_kept(sums: list[weakref.ref[_Sum]]) -> None:
 class _Factor(NamedTuple):
     grad: Tensor  # [M, N]
     weight: Tensor  # [N, K]
-    counts: list[Tensor]
-    versions: list[int]
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        if [each._version for each in self.counts] != self.versions:
-            raise RuntimeError(
-                "a weight was written before its layers' gradient of x was read: write it after the backward, or in "
-                "a hook of the weight"
-            )
-        return self.grad, self.weight
 
 
 class _Sum:
@@ -120,7 +105,7 @@ class _Sum:
 
     def read(self) -> Tensor:
         if self.value is None:
-            products = [torch.matmul(*each.tensors()) for each in self.factors]
+            products = [torch.matmul(*each) for each in self.factors]
             self.value = sum(products[1:], products[0]) if self.rest is None else sum(products, self.rest)
         return self.value
 

@@ -23,8 +23,7 @@ def linear_of_whole(linear: Any, x: DTensor, made: Tensor | None) -> Tensor:
     weight, bias = shards(linear)
     local = shard_of(x, (Partial(),))
     refuse_outside_ops("parallel.ColwiseParallel", local, weight, bias)
-    parameter = linear.weight if linear.weight.is_leaf else None
-    y = _LinearOfWhole.apply([made, parameter], *autocast(local, weight, bias))
+    y = _LinearOfWhole.apply([made], *autocast(local, weight, bias))
     return unwritten(y, x, linear.weight)
 
 
@@ -32,7 +31,7 @@ class _LinearOfWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: list[Tensor | None], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _, needs_x, needs_weight, _ = ctx.needs_input_grad
-        made, ctx.parameter = given
+        made = given[0]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.layout = gradients.layout_of(weight)
         return F.linear(x, weight, bias) if made is None else made
@@ -41,6 +40,6 @@ class _LinearOfWhole(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_x = product(grad, weight, ctx.parameter, ctx.next_functions[0][0]) if needs_x else None
+        grad_x = product(grad, weight, ctx.next_functions[0][0]) if needs_x else None
         grad_weight = gradients.of_w(grad, x, ctx.layout) if needs_weight else None
         return None, grad_x, grad_weight, gradients.of_bias(grad) if needs_bias else None

@@ -94,11 +94,17 @@ def _why_not_parameters(linear: nn.Linear) -> str | None:
     for name, parameter in linear._parameters.items():
         if parameter is None:
             continue
-        if is_traceable_wrapper_subclass(parameter):
+        if is_traceable_wrapper_subclass(parameter) or _computes_otherwise(type(parameter)):
             return f"its {name} is a {type(parameter).__name__}"
         if tuple(parameter.shape) != shapes[name]:
             return f"its {name} has shape {tuple(parameter.shape)}"
     return None if linear._parameters.get("weight") is not None else "it has no weight"
+
+
+def _computes_otherwise(cls: Any) -> bool:
+    function = cls.__torch_function__
+    plain = torch._C._disabled_torch_function_impl, torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    return getattr(function, "__func__", function) not in plain
 
 
 def _first(names: Iterable[str], found: Iterable[str]) -> str | None:

@@ -27,6 +27,13 @@ class Adapted(nn.Linear):
         return super().forward(x) * 2
 
 
+class Twice(Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs)
+        return 2 * result if function is nn.functional.linear else result
+
+
 class Doubled(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         return 2 * t
@@ -70,8 +77,9 @@ MORE: dict[str, Callable[[Any], Any]] = {
 
 @on_ranks(2)
 def test_from_linear_of_more_than_a_linear(rank: int) -> None:
-    linears = {"subclass": Adapted(12, 12), "shape": nn.Linear(12, 12)}
+    linears = {"subclass": Adapted(12, 12), "shape": nn.Linear(12, 12), "tensor": nn.Linear(12, 12)}
     linears["shape"].weight = nn.Parameter(torch.ones(12, 6))
+    linears["tensor"].weight = nn.Parameter(torch.ones(12, 12).as_subclass(Twice))
     for name, change in (MAKERS | MORE).items():
         linears[name] = nn.Linear(12, 12)
         change(linears[name])
@@ -183,7 +191,8 @@ def check_sums(rank: int, grads: list[list[Tensor | None]]) -> None:
     parameters = [nn.Parameter(torch.zeros(3 + i % 2, 2)) for i in range(len(grads))]
     for parameter, given in zip(parameters, grads, strict=True):
         parameter.grad = None if given[rank] is None else given[rank].clone()
-    sum_replicated_gradients(nn.Module(), also=parameters)
+    with torch.device("meta"):
+        sum_replicated_gradients(nn.Module(), also=parameters)
     for parameter, given in zip(parameters, grads, strict=True):
         there = [each for each in given if each is not None]
         assert (parameter.grad is None) == (not there)

@@ -15,6 +15,7 @@ import torch.distributed.tensor.parallel as torch_parallel
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.modules import module as every
+from torch.nn.utils import parametrize
 
 import fusedcomm.parallel as our_parallel
 from tests.helpers.on_ranks import on_ranks
@@ -192,21 +193,44 @@ def test_gradients_that_a_hook_changes(rank: int, of: str) -> None:
     assert results[1][1:] == ran.get(of, ([GATHER, SCATTER], [REDUCED] if of == "layer" else []))
 
 
+class OneView(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+
+# where an optimizer steps in the backward
+STEPS: dict[str, Callable[[Any, Callable[..., Any]], Any]] = {
+    "hooks of parameters": lambda m, write: [p.register_post_accumulate_grad_hook(write) for p in m.parameters()],
+    "hooks of nodes": lambda m, write: [
+        p.view_as(p).grad_fn.next_functions[0][0].register_hook(lambda *_, p=p: write(p)) for p in m.parameters()
+    ],
+    "another weight's": lambda m, write: m.q.bias.register_post_accumulate_grad_hook(lambda _: write(m.q.weight)),
+    "a module's": lambda m, write: m.k.register_full_backward_hook(lambda *_: write(m.k.weight)),
+    "hooks of what a weight is a view of": lambda m, write: [
+        parametrize.register_parametrization(m.k, "weight", OneView()),
+        m.k.parametrizations.weight.original.register_post_accumulate_grad_hook(write),
+    ],
+}
+
+
 @on_ranks(2)
+@pytest.mark.parametrize("by_data", [False, True])
 @pytest.mark.parametrize("layout", [Shard(1), Replicate()], ids=str)
-def test_an_optimizer_in_the_backward(rank: int, layout: Any) -> None:
+def test_an_optimizer_in_the_backward(rank: int, layout: Any, by_data: bool) -> None:
     """It writes a weight as soon as that has its gradient: x's is that of the weight before."""
 
-    def stepped(p: Tensor) -> None:
-        torch.optim.SGD([p], lr=1.0).step()
+    def write(p: Tensor) -> None:
+        with torch.no_grad():
+            (p.data if by_data else p).mul_(0.5)
 
-    results = []
-    for styles in (torch_parallel, our_parallel):
-        module = attention(styles, each_once, layout)
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(stepped)
-        results.append(step(module, inputs(rank, sharded=layout == Shard(1)), module)[0])
-    assert_close(results[1], results[0])
+    for name, add in STEPS.items():
+        results = []
+        for styles in (torch_parallel, our_parallel):
+            module = attention(styles, each_once, layout)
+            nodes = add(module, write)  # a node lives as long as its hook's handle
+            results.append(step(module, inputs(rank, sharded=layout == Shard(1)), module)[0])
+            del nodes
+        assert_close(results[1], results[0]), name
 
 
 @on_ranks(2)
