@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,11 +41,31 @@ def same_call(
     if plan.has_workspace:
         ours.enter(record.op, fingerprint)  # raises here if this rank knows of an error: it does not come to the vote
     record.state = flight_recorder.CHECKING
-    facts = {"call": facts_of(record, plan, bias, by_product)}
+    calls = _all_calls(ours, record.op, facts_of(record, plan, bias, by_product))
+    for rank, call in enumerate(calls):
+        if "error" in call:
+            text = f"rank {rank} found its input wrong: {call['error']}"
+            raise PeerMismatchError(text, peers=[rank], op=record.op, epoch=0, differs="error")
+    compare(calls, ours.rank, record.op, f"call {record.number} on group {record.group_name!r}")
+
+
+@contextmanager
+def own_input(op: str, group_name: str, x: Tensor) -> Iterator[None]:
+    """With FUSEDCOMM_CHECK, peers hear in `same_call` of the ValueError or TypeError that this rank raises here."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        alone = is_traced(x) or group.find(group_name).size() == 1
+        if not alone and (ours := member(group_name, x.device)).topology.check:
+            with ours.lock:
+                _all_calls(ours, op, {"op": op, "error": str(error)[:_MOST_LETTERS]})
+        raise
+
+
+def _all_calls(ours: Member, op: str, call: dict[str, Any]) -> list[dict[str, Any]]:
     store = PrefixStore("check", ours.store)
-    found = agree(store, ours.rank, ours.group_size, facts, what=record.op, departures=ours.departures)
-    where = f"call {record.number} on group {record.group_name!r}"
-    compare([each["call"] for each in found], ours.rank, record.op, where)
+    found = agree(store, ours.rank, ours.group_size, {"call": call}, what=op, departures=ours.departures)
+    return [each["call"] for each in found]
 
 
 def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: bool) -> dict[str, Any]:
@@ -104,14 +124,8 @@ def same_collective(op: str, group_name: str, t: Tensor, **arguments: Any) -> It
         yield
         return
 
-    own = {"dtype": t.dtype, **arguments}
-
-    def vote(call: dict[str, Any]) -> list[dict[str, Any]]:
-        store = PrefixStore("check", ours.store)
-        found = agree(store, ours.rank, ours.group_size, {"call": call}, what=op, departures=ours.departures)
-        return [each["call"] for each in found]
-
-    with same_arguments(op, group_name, ours.rank, vote, {key: str(value) for key, value in own.items()}):
+    own = {key: str(value) for key, value in {"dtype": t.dtype, **arguments}.items()}
+    with same_arguments(op, group_name, ours.rank, partial(_all_calls, ours, op), own):
         yield
 
 

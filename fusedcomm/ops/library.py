@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from fusedcomm.geometry.shapes import check_out
-from fusedcomm.ops import prepared
+from fusedcomm.ops import call_check, prepared
 from fusedcomm.ops.formula import Formula
 from fusedcomm.runtime.native_part import native
 
@@ -28,12 +28,18 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def register_kernel(op: str, kernel: Callable[..., Any]) -> None:
     """Make ``kernel`` the op's on CPU and CUDA. ``op``: with its overload, if that is not the default one."""
-    lib.impl(op, kernel, "CUDA")
+    name, _, overload = op.partition(".")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        *_, group_name = args
+        with call_check.own_input(name, group_name, args[0]):
+            return kernel(*args, **kwargs)
+
+    lib.impl(op, call, "CUDA")
     if native is None:
-        lib.impl(op, kernel, "CPU")
+        lib.impl(op, call, "CPU")
     else:
-        name, _, overload = op.partition(".")
-        _native_kernels.append(native.register_cpu_kernel(f"fusedcomm::{name}", overload, kernel, prepared.record))
+        _native_kernels.append(native.register_cpu_kernel(f"fusedcomm::{name}", overload, call, prepared.record))
 
 
 def register_autograd_kernel(op: str, kernel: Callable[..., Any], formula: Formula, with_keyset: bool = False) -> None:

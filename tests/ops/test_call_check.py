@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 from unittest import mock
@@ -354,3 +355,16 @@ def test_every_collective_is_compared(rank: int, world_size: int, seed: int) -> 
             )
             assert own == (name == "num_placements" and rank == odd)
             getattr(Differs(rank, group, -1, rng), name)()  # nothing was sent, and ranks that agree go on
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["chunked", "unfused"])
+def test_what_one_rank_finds_wrong_all_raise(rank: int, algorithm: str) -> None:
+    with fresh_group(CHECK="1") as group, fusedcomm.force_algorithm(algorithm):
+        w = torch.ones(8, 6)
+        for call in (fusedcomm.matmul_all_reduce, partial(fusedcomm.matmul_all_to_all, gather_dim=0, scatter_dim=1)):
+            for wrong in (torch.ones(4, 8 + rank), torch.ones(4, 8, dtype=torch.int32 if rank else None)):
+                expected = (ValueError, TypeError) if rank == 1 else fusedcomm.PeerMismatchError
+                with pytest.raises(expected, match="" if rank else "rank 1 found its input wrong: "):
+                    call(wrong, w, group=group)
+            assert (call(torch.ones(4, 8), w, group=group) > 0).all()
