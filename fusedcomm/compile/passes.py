@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 from fusedcomm import files
 from fusedcomm.compile.commute import digests
@@ -21,7 +22,6 @@ from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.reader import Digest
 from fusedcomm.compile.graph.sequence import Sequence, communicating
 from fusedcomm.compile.graph.strides import settle
-from fusedcomm.compile.graph.views import value
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
 from fusedcomm.compile.merge.sums import SumMerger
@@ -145,7 +145,8 @@ class _Run:
         else:
             answer = sequence.ask(*digest)
             if answer.kind == YES:
-                device_type = next(value(node).device.type for node in communicating(graph))
+                results = pytree.tree_leaves([node.meta["val"] for node in communicating(graph)])  # some have several
+                device_type = next(each.device.type for each in results if isinstance(each, torch.Tensor))
                 return [Check(digest[0], device_type, digest[1])] if sequence.has_peers(digest[1]) else []
             why_not = [f"{'overlap' if self.scheduled else 'merge'}: {answer}"]
         if why_not:

@@ -279,11 +279,18 @@ def without_degrees_of_freedom(v: Values) -> Any:
     return to_heads(product(v) * mean.view(-1, 1, 1))
 
 
+def scaled_by_amax(v: Values) -> Tensor:
+    y = to_tokens(v["y"]).flatten(1)
+    return (y / y.abs().amax().clamp(min=0.1)) @ v["w"]
+
+
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("program", [of_an_integer, of_two_dtypes, square, without_degrees_of_freedom])
+@pytest.mark.parametrize("program", [of_an_integer, of_two_dtypes, square, without_degrees_of_freedom, scaled_by_amax])
 def test_programs_that_broke_a_pass(rank: int, program: Program) -> None:
-    """Operands of two dtypes, a permute that is no transpose, a variance of as many numbers as its correction."""
+    """Operands of two dtypes, a permute that is no transpose, a variance of as many numbers as its correction, an amax
+    that names no dim.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="fusedcomm.compile")  # a pass that fails says so
         check(program)

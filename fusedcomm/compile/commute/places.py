@@ -225,6 +225,8 @@ _DIM_ARGUMENT: dict[Any, tuple[int, Any]] = {
     aten.slice_scatter.default: (2, 0),
     aten.sum.default: (1, None),
     aten.mean.default: (1, None),
+    aten.amax.default: (1, None),
+    aten.amin.default: (1, None),
 }
 _RULES: tuple[tuple[Iterable[Any], Callable[[Node, Node], Dims | Reshape]], ...] = (
     (VIEWS, lambda node, operand: Reshape(shape(operand), shape(node))),
