@@ -250,15 +250,22 @@ def matmul_reduce_scatter(
     group_name: str,
     cut: Cut | None = None,
     padded: bool = False,
+    partial_bias: Tensor | None = None,
 ) -> Tensor:
-    total = reduce_scatter(torch.matmul(x, w), reduce_op, scatter_dim, group_size, group_name, cut, padded)
+    total = reduce_scatter(matmul(x, w, partial_bias), reduce_op, scatter_dim, group_size, group_name, cut, padded)
     return total if bias is None else total + bias
 
 
 def matmul_all_reduce(
-    x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int, group_name: str
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    reduce_op: str,
+    group_size: int,
+    group_name: str,
+    partial_bias: Tensor | None = None,
 ) -> Tensor:
-    total = all_reduce(torch.matmul(x, w), reduce_op, group_size, group_name)
+    total = all_reduce(matmul(x, w, partial_bias), reduce_op, group_size, group_name)
     return total if bias is None else total + bias
 
 

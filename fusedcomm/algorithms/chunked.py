@@ -35,11 +35,17 @@ def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tens
 
 
 def push_reduce(
-    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+    call: Call,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    partial_bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
     transport = transport_of(call.workspace)
-    matmul = PushedMatmul(x, w, None, call.exchange)
+    matmul = PushedMatmul(x, w, partial_bias, call.exchange)
     out = transport.result(x, call.exchange.out_shape, out, posted=False)  # sums are made of slots
     with _running(call, transport):
         for round in call.workspace.rounds(call, x.dtype):
@@ -49,11 +55,19 @@ def push_reduce(
 
 
 def push_reduce_gather(
-    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+    call: Call,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    partial_bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``all_reduce(x @ w) * scale + bias``: two rounds for each part, as the second sends what the first has added."""
+    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds for each part, as the second sends what the first
+    has added.
+    """
     workspace, transport = call.workspace, transport_of(call.workspace)
-    matmul = PushedMatmul(x, w, None, call.exchange)
+    matmul = PushedMatmul(x, w, partial_bias, call.exchange)
     out = transport.result(x, call.exchange.out_shape, out)
     reduced = transport.own_block(call.exchange, out)
     with _running(call, transport):

@@ -43,10 +43,16 @@ def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tens
 
 
 def push_reduce(
-    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+    call: Call,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    partial_bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
-    push = _pushes(call, x, w, None)
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
+    push = _pushes(call, x, w, partial_bias)
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
@@ -59,9 +65,17 @@ def push_reduce(
 
 
 def push_reduce_gather(
-    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+    call: Call,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    partial_bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``all_reduce(x @ w) * scale + bias``: two rounds for each part, as the second sends what the first has added."""
+    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds for each part, as the second sends what the first
+    has added.
+    """
     workspace, fingerprint = call.workspace, call.fingerprint
     x, w = x.contiguous(), kernel_launch.loadable(w)
     out = x.new_empty(call.exchange.out_shape) if out is None else out
@@ -69,7 +83,7 @@ def push_reduce_gather(
     with _kernels(call):
         for spans in _rounds(call, x):
             with lane("matmul"):
-                kernel_launch.push(x, w, None, spans, workspace, fingerprint)
+                kernel_launch.push(x, w, partial_bias, spans, workspace, fingerprint)
             with lane("copy"):
                 kernel_launch.reduce(reduced, spans, bias, scale, workspace, fingerprint)
             _launched(call)

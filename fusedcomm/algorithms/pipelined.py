@@ -46,11 +46,17 @@ def push_matmul(call: GroupCall, x: Tensor, w: Tensor, bias: Tensor | None, out:
 
 
 def push_reduce(
-    call: GroupCall, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+    call: GroupCall,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    partial_bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``reduce_scatter(x @ w) * scale + bias``; ``bias`` is the part of this rank's block."""
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
     out = x.new_empty(call.exchange.out_shape) if out is None else out
-    matmul = PushedMatmul(x, w, None, call.exchange)
+    matmul = PushedMatmul(x, w, partial_bias, call.exchange)
 
     def multiply(piece: Piece) -> None:
         piece.push_sum(matmul, scale)
@@ -64,12 +70,18 @@ def push_reduce(
 
 
 def push_reduce_gather(
-    call: GroupCall, x: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+    call: GroupCall,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    partial_bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``all_reduce(x @ w) * scale + bias``: an all_to_all of what is added, then an all_gather of the sums."""
+    """``all_reduce(x @ w + partial_bias) * scale + bias``: an all_to_all of terms, then an all_gather of sums."""
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     reduced = x.new_empty(call.exchange.block)
-    matmul = PushedMatmul(x, w, None, call.exchange)
+    matmul = PushedMatmul(x, w, partial_bias, call.exchange)
 
     def multiply(piece: Piece) -> None:
         piece.push_sum(matmul, scale)

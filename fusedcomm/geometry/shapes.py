@@ -234,13 +234,15 @@ def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
     return exchange
 
 
-def check_tensors(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+def check_tensors(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], partial_bias: Tensor | None = None
+) -> None:
     """Checks of dtype and device that all ops share."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         raise ValueError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if len(biases) != len(ws):
         raise ValueError(f"bias must have one entry per w, {len(ws)}, got {len(biases)}")
-    for name, tensors in (("w", ws), ("bias", biases)):
+    for name, tensors in (("w", ws), ("bias", biases), ("partial_bias", [partial_bias])):
         for t in tensors:
             if t is None:
                 continue
@@ -250,9 +252,9 @@ def check_tensors(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | Non
                 raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
 
 
-def check_bias(bias: Tensor | None, n: int, name: str = "N") -> None:
+def check_bias(bias: Tensor | None, n: int, name: str = "N", argument: str = "bias") -> None:
     if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"bias must have shape [{name}] = [{n}], got {list(bias.shape)}")
+        raise ValueError(f"{argument} must have shape [{name}] = [{n}], got {list(bias.shape)}")
 
 
 def check_out(out: Tensor, x: Tensor, shape: Shape) -> None:

@@ -94,7 +94,7 @@ def _check_ranges(name: str, ranges: Any) -> None:
 
 
 _DIMS = ("gather_dim", "scatter_dim")  # which are no options of a call
-_CHECKS = {**dict.fromkeys(_DIMS, check_int), "out_shape": _check_sizes}
+_CHECKS = {**dict.fromkeys(_DIMS, check_int), "out_shape": _check_sizes, "partial_bias": check_tensor}
 
 
 def _short(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,10 +86,15 @@ def algorithms_of(op: str) -> Mapping[str, Callable[..., Any]]:
     return _OPS[op].ALGORITHMS
 
 
+def by_name(op: str, args: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of ``torch.ops.fusedcomm.<op>(*args)``, with those that have defaults."""
+    arguments = getattr(torch.ops.fusedcomm, op).default._schema.arguments
+    return {each.name: args[i] if i < len(args) else each.default_value for i, each in enumerate(arguments)}
+
+
 def exchange_of(op: str, *args: Any) -> Exchange:
     """The geometry of ``torch.ops.fusedcomm.<op>(*args)``."""
-    schema = getattr(torch.ops.fusedcomm, op).default._schema
-    named = dict(zip((arg.name for arg in schema.arguments), args, strict=True))
+    named = by_name(op, args)
     named |= {"w": named.get("ws", named.get("w")), "bias": named.get("biases", named.get("bias"))}
     check = _OPS[op].exchange_of
     return check(*(named[name] for name in inspect.signature(check).parameters))

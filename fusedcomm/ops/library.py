@@ -92,9 +92,11 @@ def register_autograd(op: str, backward: Callable[..., Any], setup_context: Call
     info = torch_autograd.Info(backward, setup_context)
     differentiable = torch_autograd.make_autograd_impl(getattr(torch.ops.fusedcomm, op).default, info)
 
+    defaults = [each.default_value for each in getattr(torch.ops.fusedcomm, op).default._schema.arguments]
+
     def kernel(keyset: Any, *args: Any) -> Any:
         refuse_tangents(op, *args)
-        return differentiable(keyset, *args)
+        return differentiable(keyset, *args, *defaults[len(args) :])  # torch leaves out those at the end
 
     register_autograd_kernel(op, kernel, Formula(setup_context, backward), with_keyset=True)
 

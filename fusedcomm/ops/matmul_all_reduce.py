@@ -35,17 +35,24 @@ ALGORITHMS: Algorithms = {
 }
 
 lib.define(
-    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str reduce_op, int group_size, str group_name) -> Tensor",
+    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str reduce_op, int group_size, str group_name, "
+    "Tensor? partial_bias=None) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
 
 def matmul_all_reduce(
-    x: Tensor, w: Tensor, group: Group = None, *, reduce_op: str | ReduceOp = "sum", bias: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    group: Group = None,
+    *,
+    reduce_op: str | ReduceOp = "sum",
+    bias: Tensor | None = None,
+    partial_bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply x by w and reduce the result over the ranks to all of them, overlapped. It equals, for R ranks::
 
-        y = sum(every_ranks_x @ every_ranks_w)  # over ranks, in rank order; "avg": divided by R
+        y = sum(every_ranks_x @ every_ranks_w + every_ranks_partial_bias)  # in rank order; "avg": divided by R
         return y + bias
 
     Args:
@@ -54,6 +61,7 @@ def matmul_all_reduce(
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: "sum" or "avg", or torch.distributed.ReduceOp.SUM or AVG.
         bias: [N], of x's dtype and device, added once, to the sum; the same on every rank.
+        partial_bias: [N], likewise, or None: this rank's own, added to its product. Ranks may differ in it.
 
     Returns:
         A contiguous tensor of y's shape [..., N], the same on every rank.
@@ -66,7 +74,8 @@ def matmul_all_reduce(
     the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
 
     Reverse-mode autograd communicates nothing: the result's gradient g is taken to be the same on all ranks, as in
-    tensor parallelism, so that grad x is ``g @ w.mT`` and grad w ``x.mT @ g``, divided by R for "avg".
+    tensor parallelism, so that grad x is ``g @ w.mT``, grad w ``x.mT @ g`` and grad partial_bias g's sum over rows, all
+    divided by R for "avg".
     Derivatives of these by g are added up over the ranks, by a plain collective.
 
     Raises:
@@ -88,17 +97,20 @@ def matmul_all_reduce(
         y = fusedcomm.matmul_all_reduce(x, w)
         assert y.shape == (2, 8, 5) and (y == 6).all()  # [batch, tokens, N], summed over K
     """
-    check_types(x, w, bias)
+    check_types(x, w, bias, partial_bias=partial_bias)
     reduce_op = reduce_op_name(reduce_op)
     group_size, group_name = resolve(group)
-    return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name)
+    return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, partial_bias)
 
 
-def exchange_of(x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int) -> Exchange:
+def exchange_of(
+    x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int, partial_bias: Tensor | None
+) -> Exchange:
     """Check a call and work out its geometry, with a few more rows of x where R divides no dim. Raises ValueError."""
-    check_tensors(x, [w], [bias])
+    check_tensors(x, [w], [bias], partial_bias)
     exchange = shapes.of(shapes.matmul_all_reduce, x.shape, w.shape, reduce_op, group_size)
     check_bias(bias, w.shape[-1])
+    check_bias(partial_bias, w.shape[-1], argument="partial_bias")
     return exchange
 
 
@@ -109,14 +121,15 @@ def _kernel(
     reduce_op: str,
     group_size: int,
     group_name: str,
+    partial_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    exchange = exchange_of(x, w, bias, reduce_op, group_size)
+    exchange = exchange_of(x, w, bias, reduce_op, group_size, partial_bias)
 
     def unfused() -> Tensor:
-        return reference.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name)
+        return reference.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, partial_bias)
 
-    scale = 1 / group_size if reduce_op == "avg" else 1.0
+    options = {"scale": 1 / group_size if reduce_op == "avg" else 1.0, "partial_bias": partial_bias}
     num_rows = x.shape[-2]
     padding = exchange.shape[x.ndim - 2] - num_rows
     padded = torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
@@ -127,8 +140,8 @@ def _kernel(
         check_out(out, x, [*x.shape[:-1], w.shape[-1]])
     call = (OP, ALGORITHMS, exchange, group_name, padded, w, own_bias)
     if not padding:
-        return run(*call, unfused=unfused, out=out, scale=scale)
-    result = run(*call, unfused=unfused, scale=scale).narrow(-2, 0, num_rows)
+        return run(*call, unfused=unfused, out=out, **options)
+    result = run(*call, unfused=unfused, **options).narrow(-2, 0, num_rows)
     return result.contiguous() if out is None else out.copy_(result)
 
 
@@ -143,11 +156,13 @@ def _fake(
     reduce_op: str,
     group_size: int,
     group_name: str,
+    partial_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    check_tensors(x, [w], [bias])
+    check_tensors(x, [w], [bias], partial_bias)
     shapes.check_all_reduce(x.shape, w.shape, reduce_op, group_size)  # a graph does not depend on which dim is cut
     check_bias(bias, w.shape[-1])
+    check_bias(partial_bias, w.shape[-1], argument="partial_bias")
     return new_or_given(x, [*x.shape[:-1], w.shape[-1]], out)
 
 
@@ -156,19 +171,20 @@ register_modes(OP)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _bias, reduce_op, group_size, group_name = inputs
+    x, w, _bias, reduce_op, group_size, group_name, _partial_bias = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
     ctx.w_layout, ctx.reduce_op, ctx.group = gradients.layout_of(w), reduce_op, (group_size, group_name)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
-    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    needs_x, needs_w, needs_bias, *_, needs_partial = ctx.needs_input_grad
     part = reference.averaged(gradients.same_on_all_ranks(grad, ctx.group), ctx.reduce_op, ctx.group[0])
     grad_x = torch.matmul(part, w.mT) if needs_x else None
     grad_w = gradients.of_w(x, part, ctx.w_layout) if needs_w else None
     grad_bias = gradients.of_bias(grad) if needs_bias else None
-    return grad_x, grad_w, grad_bias, None, None, None
+    grad_partial = gradients.of_bias(part) if needs_partial else None
+    return grad_x, grad_w, grad_bias, None, None, None, grad_partial
 
 
 register_autograd(OP, _backward, _setup_context)

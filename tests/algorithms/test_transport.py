@@ -40,8 +40,9 @@ ROWS = Problem("rows", (3, 5), (4, 3), 0, op="all_gather_matmul", bias=(True, Fa
 COLUMNS = Problem("columns", (3, 5), 4, 1, op="all_gather_matmul", bias=True)
 SCATTER = Problem("rows", (3, 5), 4, scatter_dim=0, op="matmul_reduce_scatter", bias=True, reduce_op="avg")
 SUM = Problem("sum", (12, 5), 3, op="matmul_all_reduce", bias=True)
+PARTIAL = Problem("partial bias", (12, 5), 3, op="matmul_all_reduce", bias=True, partial=True)
 WHOLE_ROUNDS = Exchange.rounds
-PROBLEMS = [PUSH, TO_SLOT, BATCHED, EXCHANGE, ROWS, COLUMNS, SCATTER, SUM]
+PROBLEMS = [PUSH, TO_SLOT, BATCHED, EXCHANGE, ROWS, COLUMNS, SCATTER, SUM, PARTIAL]
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,7 @@ def call(
         outs, arrived = algorithm.gather_matmul(made, x, ws, biases, by_product)
         return (outs if isinstance(w, list) else outs[0]), arrived
     push = algorithm.push_reduce if problem.op == "matmul_reduce_scatter" else algorithm.push_reduce_gather
-    return push(made, x, w, bias, scale), None
+    return push(made, x, w, *((None, scale, bias) if problem.partial else (bias, scale))), None
 
 
 class Run:

@@ -23,7 +23,6 @@ from tests.helpers.program_parts import (
     T,
     all_gather,
     heads_first,
-    reduce_scatter,
     tokens_first,
     world,
 )
@@ -146,11 +145,6 @@ NEAR_MISSES: dict[str, tuple[Program, list[tuple[int, ...]], str]] = {
         lambda x, w: heads_first((x @ w + 2.0).view(B, T, HEADS, DIM), R),
         [X, W],
         "matmul_all_to_all: what is exchanged is not the result of a matmul but of add",
-    ),
-    "bias before the sum": (
-        lambda x, w, bias: reduce_scatter(torch.addmm(bias, x, w), "sum", 0, world()),
-        [(T * R, K), W, (N,)],
-        "matmul_reduce_scatter: every rank adds its bias before the reduction",
     ),
     "maximum": (
         lambda x, w: funcol.all_reduce(x @ w, "max", world()),

@@ -94,7 +94,8 @@ def check_bad_input(rank: int, op: str, arguments: dict[str, Any], message: str)
     texts = set()
     for device in ("cpu", "meta"):
         given = {
-            name: tensors(value, device) if name in ("x", "w", "bias") else value for name, value in arguments.items()
+            name: tensors(value, device) if name in ("x", "w", "bias", "partial_bias") else value
+            for name, value in arguments.items()
         }
         with pushed() as sent, Dispatched() as plain, pytest.raises(ValueError, match=message) as caught:
             getattr(fusedcomm, op)(**given)

@@ -79,7 +79,8 @@ def _pushed(
 ) -> Iterator[None]:
     x, w, bias = inputs
     scale = 1 / rank.group_size if problem.reduce_op == "avg" else 1.0
-    kernel_launch.push(x, w, bias if problem.op == "matmul_all_to_all" else None, spans, rank, FINGERPRINT)
+    partial, bias = (bias, None) if problem.partial or problem.op == "matmul_all_to_all" else (None, bias)
+    kernel_launch.push(x, w, partial, spans, rank, FINGERPRINT)
     yield
     if problem.op == "matmul_all_to_all":
         kernel_launch.unpack(out, spans, rank, FINGERPRINT)

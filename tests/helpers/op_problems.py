@@ -78,6 +78,9 @@ MATMUL_REDUCE_SCATTER = [
     _scatter("ragged-columns", (37, 29), 25, scatter_dim=1, bias=True),
     _scatter("zero-rows", (0, 5), 4, scatter_dim=1),
     _scatter("zero-k", (4, 0), 6, scatter_dim=0, bias=True),
+    _scatter("partial-bias-batched-w", (2, 3, 5), 6, scatter_dim=0, batched=True, bias=True, partial=True),
+    _scatter("partial-bias-columns", (3, 5), 4, scatter_dim=1, bias=True, partial=True),
+    _scatter("partial-bias", (2, 3, 5), 7, scatter_dim=1, bias=True, partial=True, reduce_op="avg"),
 ]
 MATMUL_ALL_REDUCE = [
     _reduce("rows-divide", (12, 5), 7),
@@ -97,6 +100,9 @@ MATMUL_ALL_REDUCE = [
     _reduce("ragged", (37, 29), 50),
     _reduce("zero-rows", (0, 5), 4),
     _reduce("zero-k", (5, 0), 7, bias=True),
+    _reduce("partial-bias-batched-w", (12, 5, 3), 7, batched=True, bias=True, partial=True),
+    _reduce("partial-bias-columns", (5, 7), 24, bias=True, partial=True),
+    _reduce("partial-bias", (2, 5, 3), 31, bias=True, partial=True, reduce_op="avg"),
 ]
 TABLES = {
     "matmul_all_to_all": PROBLEMS,

@@ -45,6 +45,7 @@ class Problem:
     op: str = "matmul_all_to_all"
     k_dims: int = 1  # dims of the exchanged x that all_to_all_matmul flattens
     reduce_op: str = "sum"
+    partial: bool = False  # the bias is a partial_bias, and rank 1 has none
 
     def __str__(self) -> str:
         return self.name if self.op == "matmul_all_to_all" else f"{self.op}-{self.name}"
@@ -82,7 +83,7 @@ class Problem:
     def bias_sizes(self, group_size: int) -> list[int | None]:
         """[N] for each w, or [N / R] where N is scattered."""
         x, ws, _ = self.sizes(group_size)
-        own_part = self.op == "matmul_reduce_scatter" and self.scatter_dim % len(x) == len(x) - 1
+        own_part = self.op == "matmul_reduce_scatter" and not self.partial and self.scatter_dim % len(x) == len(x) - 1
         flags = self.bias if isinstance(self.bias, tuple) else (self.bias,) * len(ws)
         return [w[-1] // (group_size if own_part else 1) if flag else None for w, flag in zip(ws, flags, strict=True)]
 
@@ -116,7 +117,7 @@ class Problem:
     def _user_arguments(self, inputs: Inputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
         x, w, bias = inputs
         dims = [dim for dim in (self.gather_dim, self.scatter_dim) if dim is not None]
-        options: dict[str, Any] = {"bias": bias}
+        options: dict[str, Any] = {"partial_bias" if self.partial else "bias": bias}
         if self.op == "matmul_all_to_all":
             options["out_shape"] = self.sizes(dist.get_world_size(group))[2]
         if self.op in ("matmul_reduce_scatter", "matmul_all_reduce"):
@@ -133,7 +134,8 @@ class Problem:
             w, bias = [w], [bias]
         asked = [by_product] if self.op in GATHERS else []
         group = dist.group.WORLD
-        return x, w, bias, *self.arguments(group.size()), *asked, *EVEN[self.op], group.size(), group.group_name
+        where = *self.arguments(group.size()), *asked, *EVEN[self.op], group.size(), group.group_name
+        return (x, w, None, *where, bias) if self.partial else (x, w, bias, *where)
 
 
 GATHERS = ("all_to_all_matmul", "all_gather_matmul")
@@ -177,9 +179,12 @@ def integers(problem: Problem, rank: int, group_size: int, dtype: torch.dtype = 
     ws = [_integers(shape, 1000 * seed + 100 + 10 * i + rank).to(dtype) for i, shape in enumerate(w_shapes)]
     if problem.transposed:
         ws = [w.mT.contiguous().mT for w in ws]
-    bias_seed = 1000 * seed + 200 + (0 if problem.op == "matmul_all_reduce" else rank)  # or one on all ranks
+    bias_seed = 1000 * seed + 200 + (0 if problem.op == "matmul_all_reduce" and not problem.partial else rank)
     sizes = problem.bias_sizes(group_size)
     biases = [None if size is None else _integers([size], bias_seed + 10 * i).to(dtype) for i, size in enumerate(sizes)]
+    if problem.partial:
+        scale = group_size if problem.reduce_op == "avg" else 1
+        biases = [None if rank == 1 or each is None else each * scale for each in biases]
     return (x.to(dtype), ws, biases) if isinstance(problem.n, tuple) else (x.to(dtype), ws[0], biases[0])
 
 
@@ -236,10 +241,15 @@ def whole_group(
     if problem.op == "all_gather_matmul":
         gathered = torch.cat(xs, problem.gather_dim)
         return [matmul(gathered, rank) for rank in range(group_size)], [gathered] * group_size
-    total = torch.stack([x @ w[0] for x, w in zip(xs, ws, strict=True)]).sum(0)
+    ys = (
+        [matmul(x, rank)[0] for rank, x in enumerate(xs)]
+        if problem.partial
+        else [x @ w[0] for x, w in zip(xs, ws, strict=True)]
+    )
+    total = torch.stack(ys).sum(0)
     total = total / group_size if problem.reduce_op == "avg" else total
     parts = cut(total) if problem.op == "matmul_reduce_scatter" else [total] * group_size
-    return [[y if b[0] is None else y + b[0]] for y, b in zip(parts, biases, strict=True)], None
+    return [[y if problem.partial or b[0] is None else y + b[0]] for y, b in zip(parts, biases, strict=True)], None
 
 
 def expected(problem: Problem, group_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Any]:

@@ -39,6 +39,7 @@ class Uneven:
     gather: Sizes | None = None
     scatter: Sizes | Ranges | None = None
     bias: bool = False
+    partial: bool = False  # the bias is a partial_bias, and rank 1 has none
     batched: bool = False
     other: int = 5  # K of a push, N of a gather
     dtype: torch.dtype = torch.float32
@@ -113,15 +114,22 @@ class Uneven:
                 k, batch = math.prod(arrived[lead:]), arrived[: lead - 1]
             w = integers(*(batch if self.batched else []), k, n)
             size = n
-            if self.op == "matmul_reduce_scatter" and self.scatter_dim in (-1, len(self.shape) - 1):
+            if (
+                self.op == "matmul_reduce_scatter"
+                and not self.partial
+                and self.scatter_dim in (-1, len(self.shape) - 1)
+            ):
                 size = self.intervals(num_ranks)[rank][1]
-            found.append((integers(*x_shape), w, integers(size) if self.bias else None))
+            found.append(
+                (integers(*x_shape), w, integers(size) if self.bias and not (self.partial and rank == 1) else None)
+            )
         return found
 
     def call(self, inputs: tuple[Tensor, Tensor, Tensor | None], group: Any, num_ranks: int, **more: Any) -> Tensor:
         x, w, bias = inputs
         options = self.arguments(dist.get_rank(group), num_ranks) | more
-        return getattr(fusedcomm, self.op)(x, w, group=group, bias=bias, **options)  # type: ignore[no-any-return]
+        options["partial_bias" if self.partial else "bias"] = bias
+        return getattr(fusedcomm, self.op)(x, w, group=group, **options)  # type: ignore[no-any-return]
 
     def splits(self, rank: int, num_ranks: int) -> Splits:
         """The arguments that say who has which part, as the ops' schemas have them."""
@@ -178,14 +186,17 @@ class Uneven:
         """Every rank's result, differentiable."""
         num_ranks = len(inputs)
         if self.pushes:
-            with_bias = self.op == "matmul_all_to_all"
+            with_bias = self.partial or self.op == "matmul_all_to_all"
             ys = [self._matmul(x, w, bias if with_bias else None) for x, w, bias in inputs]
             ys = [y.unflatten(-1, self._columns(rank, num_ranks)) for rank, y in enumerate(ys)]
-            if with_bias:
+            if self.op == "matmul_all_to_all":
                 return self._exchanged(ys)
             total = torch.stack(ys).sum(0)
             parts = [total.narrow(self._dim(self.scatter_dim), *each) for each in self.intervals(num_ranks)]
-            return [part if bias is None else part + bias for part, (_, _, bias) in zip(parts, inputs, strict=True)]
+            return [
+                part if self.partial or bias is None else part + bias
+                for part, (_, _, bias) in zip(parts, inputs, strict=True)
+            ]
         lead = len(self.shape) - self.num_columns
         arrived = self.arrived(inputs)
         return [self._matmul(a.flatten(lead), w, bias) for a, (_, w, bias) in zip(arrived, inputs, strict=True)]

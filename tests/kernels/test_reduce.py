@@ -37,12 +37,13 @@ CASES = by_name(  # at sizes that no tile divides
         _scatter("batched, batches", (2, 9, 17), 10, scatter_dim=0, batched=True, bias=True),
         _scatter("average", (41, 13), 50, scatter_dim=0, reduce_op="avg"),
         _scatter("average, bias", (41, 13), 50, scatter_dim=1, reduce_op="avg", bias=True),
+        _scatter("average, partial bias", (41, 13), 50, scatter_dim=1, reduce_op="avg", bias=True, partial=True),
         _scatter("no rows", (0, 8), 4, scatter_dim=1),
         _scatter("no depth", (3, 2, 0), 5, scatter_dim=0, bias=True),
         _scatter("no columns", (4, 8), 0, scatter_dim=0, bias=True),
     ]
 )
-ON_THREE = ["rows", "columns", "batched, batches", "average, bias", "no rows"]
+ON_THREE = ["rows", "columns", "batched, batches", "average, bias", "average, partial bias", "no rows"]
 
 
 @pytest.mark.parametrize(("group_size", "name"), sizes_and_names(CASES, ON_THREE))

@@ -93,6 +93,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {  # what is changed, and the
         ({"bias": (3,)}, r"bias must have shape \[N\] = \[6\], got \[3\]"),
         ({"bias": (1, 6)}, r"bias must have shape \[N\] = \[6\], got \[1, 6\]"),
         ({"bias": (6,), "scatter_dim": 1}, r"bias must have shape \[N / R\] = \[3\], got \[6\]"),
+        ({"partial_bias": (3,), "scatter_dim": 1}, r"partial_bias must have shape \[N\] = \[6\], got \[3\]"),
     ],
     "matmul_all_reduce": [
         ({"x": (8,)}, "x must have at least 2 dims"),
@@ -103,6 +104,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {  # what is changed, and the
         ({"reduce_op": "mean"}, "reduce_op must be one of sum, avg, got 'mean'"),
         ({"bias": (3,)}, r"bias must have shape \[N\] = \[6\], got \[3\]"),
         ({"bias": (1, 6)}, r"bias must have shape \[N\] = \[6\], got \[1, 6\]"),
+        ({"partial_bias": (3,)}, r"partial_bias must have shape \[N\] = \[6\], got \[3\]"),
     ],
 }
 

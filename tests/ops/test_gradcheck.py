@@ -18,6 +18,7 @@ from tests.helpers.problems import GATHERS, OPS, Problem, flat, integers, unflat
 
 ONE_EACH = ["batched-w-heads", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
 ONE_EACH += ["matmul_reduce_scatter-batched-w-batch-scattered", "matmul_all_reduce-nothing-divides-wide"]
+ONE_EACH += ["matmul_reduce_scatter-partial-bias", "matmul_all_reduce-partial-bias"]
 
 
 class Mine(torch.autograd.Function):
@@ -55,7 +56,7 @@ def group_program(problem: Problem, frozen: str, options: dict[str, Any]) -> tup
     size = dist.get_world_size()
     everyone = [flat(integers(problem, r, size)) for r in range(size)]
     kinds = "x" + "w" * len(problem.ns) + "b" * len(problem.ns)
-    replicated = [problem.op == "matmul_all_reduce" and kind == "b" for kind in kinds]
+    replicated = [problem.op == "matmul_all_reduce" and not problem.partial and kind == "b" for kind in kinds]
     torch.manual_seed(0)
     leaves: list[Tensor | None] = []
     for i, kind in enumerate(kinds):
@@ -87,7 +88,7 @@ def check(problem: Problem, frozen: str = "", **options: Any) -> None:
 def test_gradcheck(rank: int, name: str) -> None:
     problem = NAMED[name]
     check(problem)
-    check(problem, frozen="x")
+    check(problem, frozen="xw" if problem.partial else "x")
     if problem.op in GATHERS:
         check(problem, **{"save_exchanged" if problem.op == "all_to_all_matmul" else "save_gathered": False})
 

@@ -30,7 +30,7 @@ def arguments(problem: Problem, rank: int, seed: int = 0) -> tuple[Any, ...]:
 @pytest.mark.parametrize("algorithm", nightly_but(["unfused", "chunked", "pipelined"], ALGORITHMS))
 @pytest.mark.parametrize("op", OPS)
 def test_values(rank: int, op: str, algorithm: str) -> None:
-    for problem in TABLES[op][:5]:
+    for problem in [*TABLES[op][:5], TABLES[op][-1]]:
         with fusedcomm.force_algorithm(algorithm, strict=True):
             for seed in range(4):  # the last two are prepared calls
                 args = arguments(problem, rank, seed)

@@ -25,6 +25,7 @@ from tests.ops.test_call_check import ONE_EACH
 PREPARED = ["unfused", "chunked"]
 LIST = NAMED["all_gather_matmul-list-qkv"]
 KINDS = [*ONE_EACH.values(), LIST]
+PARTIAL = [NAMED["matmul_reduce_scatter-partial-bias"], NAMED["matmul_all_reduce-partial-bias"]]
 
 
 def check_steps(rank: int, problem: Problem, algorithm: str, frozen: str = "", **options: Any) -> None:
@@ -48,7 +49,7 @@ def check_steps(rank: int, problem: Problem, algorithm: str, frozen: str = "", *
 
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", PREPARED)
-@pytest.mark.parametrize("problem", KINDS, ids=str)
+@pytest.mark.parametrize("problem", [*KINDS, *PARTIAL], ids=str)
 def test_from_the_third_step_on_no_python_runs(rank: int, problem: Problem, algorithm: str) -> None:
     check_steps(rank, problem, algorithm)
 

@@ -58,6 +58,8 @@ CASES: dict[str, tuple[int, Uneven]] = {
     "reduce-rows": (3, Uneven(REDUCE, (7, 4), 1, scatter_dim=0, bias=True)),
     "reduce-columns": (3, Uneven(REDUCE, (4, 11), 1, scatter_dim=1, bias=True)),
     "reduce-ranges": (2, Uneven(REDUCE, (7, 4), 1, scatter_dim=0, scatter=((0, 5), (2, 5)))),
+    "partial-columns": (3, Uneven(REDUCE, (4, 11), 1, scatter_dim=1, bias=True, partial=True)),
+    "partial-ranges": (2, Uneven(REDUCE, (7, 4), scatter_dim=0, scatter=((0, 5), (2, 4)), bias=True, partial=True)),
 }
 
 

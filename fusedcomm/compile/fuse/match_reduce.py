@@ -40,8 +40,6 @@ def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
     received, blocks = sent, Factor(1)
     if collective.kind == "reduce_scatter":
         received, blocks, _ = collective.received(sent)
-    if product.bias is not None:
-        raise CannotFuse("every rank adds its bias before the reduction")
     return Reduced(collective, product), follow(collective.wait, received), blocks
 
 

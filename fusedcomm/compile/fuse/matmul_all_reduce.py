@@ -51,6 +51,7 @@ def rewrite(rewriter: Rewriter, match: MatmulAllReduceMatch) -> Node:
             collective.reduce_op,
             collective.group_size,
             collective.group_name,
+            product.per_column(rewriter, product.bias),
         )
         out = rewriter.result(rewriter.arrange(y, product.y.order, match.layout), collective.wait)
     replace_node(collective.wait, out)

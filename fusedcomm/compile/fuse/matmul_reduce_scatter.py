@@ -68,6 +68,7 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             *EVEN.to_scatter,
             collective.group_size,
             collective.group_name,
+            product.per_column(rewriter, product.bias),
         )
         order = [f for f in y_order if f is not match.blocks]
         out = rewriter.result(rewriter.arrange(y, order, match.layout), match.target)

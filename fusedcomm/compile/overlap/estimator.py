@@ -52,7 +52,7 @@ from fusedcomm.cost.model import (
     estimate,
 )
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.ops.explain import exchange_of
+from fusedcomm.ops.explain import by_name, exchange_of
 from fusedcomm.runtime import group, members
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.vote import agree
@@ -204,7 +204,7 @@ class Estimator:
     def fused(self, op: str, args: Sequence[Any]) -> NodeCost:
         """What ``torch.ops.fusedcomm.<op>(*args)`` takes; tensors can be fake."""
         plain = pytree.tree_map(node_work.stand_in, list(args))
-        group_name = plain[-1]
+        group_name = by_name(op, plain)["group_name"]
         try:
             exchange = exchange_of(op, *plain).for_all
             dtype = planner.dtype_name(plain[0].dtype, self.tf32)
@@ -254,11 +254,12 @@ class Estimator:
         """An estimate from the numbers of elements alone."""
         kind, (x, ws) = KINDS[op], args[:2]
         num_columns = sum(w.shape[-1] for w in pytree.tree_leaves(ws) if isinstance(w, Tensor))
-        numel = x.numel() * (args[-2] if kind == "all_gather" else 1)  # elements of the matmul's input
+        named = by_name(op, args)
+        numel = x.numel() * (named["group_size"] if kind == "all_gather" else 1)  # elements of the matmul's input
         compute_ms = 1e3 * self._roofline(2.0 * numel * num_columns, 0, x.dtype)
         out_bytes = numel // max(1, x.shape[-1]) * num_columns * x.dtype.itemsize
         sent_bytes = out_bytes if op.startswith("matmul") else node_work.num_bytes(x)
-        transfer = self.transfer(kind, sent_bytes, args[-1])
+        transfer = self.transfer(kind, sent_bytes, named["group_name"])
         return NodeCost(compute_ms, transfer, compute_ms + transfer.ms)
 
     def _compute_ms(self, node: Node, kind: Work) -> float:
