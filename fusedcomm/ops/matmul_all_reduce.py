@@ -129,7 +129,7 @@ def _kernel(
     def unfused() -> Tensor:
         return reference.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, partial_bias)
 
-    options = {"scale": 1 / group_size if reduce_op == "avg" else 1.0, "partial_bias": partial_bias}
+    options: dict[str, Any] = {"scale": 1 / group_size if reduce_op == "avg" else 1.0, "partial_bias": partial_bias}
     num_rows = x.shape[-2]
     padding = exchange.shape[x.ndim - 2] - num_rows
     padded = torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x

@@ -159,7 +159,7 @@ def _kernel(
         parts = exchange.cut, splits.pads(OP, exchange, x), partial_bias
         return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name, *parts)
 
-    options = {"scale": 1 / group_size if reduce_op == "avg" else 1.0, "partial_bias": partial_bias}
+    options: dict[str, Any] = {"scale": 1 / group_size if reduce_op == "avg" else 1.0, "partial_bias": partial_bias}
     return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out, **options)
 
 

@@ -197,6 +197,8 @@ def test_it_is_on_for_all_ranks_if_one_asks(rank: int) -> None:
     with fresh_group(**({"CHECK": "1"} if rank == 1 else {})) as group:
         check(group, HEADS, call(group, HEADS))
         assert member_of(group).topology.check
+        for op in ("matmul_reduce_scatter", "matmul_all_reduce"):  # a partial bias, which rank 1 has not
+            check(group, NAMED[f"{op}-partial-bias"], call(group, NAMED[f"{op}-partial-bias"]))
         with pytest.raises(fusedcomm.PeerMismatchError, match="calls must be equal on all ranks"):
             DIFFERENCES["bias"].call(group, rank)
     with fresh_group() as group:
