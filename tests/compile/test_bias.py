@@ -40,6 +40,8 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "addmm": lambda x, w, b: exchange(torch.addmm(b, x, w)),
     "gather": lambda x, w, b: all_gather(x, 1, world()) @ w.repeat(dist.get_world_size(), 1) + b,
     "reduce-scatter": lambda x, w, b: reduce_scatter(x @ w + b / dist.get_world_size(), "sum", 0, world()),
+    "reduce-scatter-of-columns": lambda x, w, b: reduce_scatter(x @ w + b, "sum", 1, world()),
+    "all-reduce-of-addmm": lambda x, w, b: funcol.all_reduce(torch.addmm(b, x, w), "avg", world()),
     "all-reduce": lambda x, w, b: funcol.all_reduce(x @ w + b / dist.get_world_size(), "sum", world()),
 }
 
@@ -52,7 +54,7 @@ def test_graphs_and_values(rank: int, kind: str) -> None:
     for name, (shape, same_in_rows) in SHAPES.items():
         sizes = (T, K), (K, N), shape
         x, w, bias = (torch.randint(-3, 4, size, generator=generator).float() for size in sizes)
-        bias *= 2 * (rank + 1) if "reduce" in kind else 1
+        bias *= 2 * (rank + 1) if "reduce" in kind else 1  # each rank's own is added before the sum
         args, report = [x * (rank + 1), w, bias], CompileReport()
         gm = aten_graph(program, args)
         with warnings.catch_warnings():

@@ -11,11 +11,11 @@ MIRRORED: Mirrors = {
         "fusedcomm/runtime/workspace.py:Round": ("_chunk", "376bae364b30"),
         "fusedcomm/algorithms/chunked.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _push _chunk_from",
-            "2b1afc322eff",
+            "6d9d74c11bd7",
         ),
         "fusedcomm/algorithms/fused.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _pushes _launched _beside _copy",
-            "02fef031068f",
+            "b8f06d9cdc00",
         ),
         "fusedcomm/runtime/launch_order.py": ("ordered", "c5d19c3f0e01"),
         "fusedcomm/algorithms/planner.py": ("_reject_reason", "7769dad0fef4"),
