@@ -68,7 +68,7 @@ def random_program(seed: int, kind: str, r: int) -> tuple[Callable[..., Any], li
         draw = random.Random(seed + 1)
         add = bias if with_bias else None
         if kind in ("push", "reduce_scatter", "all_reduce"):
-            y = matmul(x, w, add if kind == "push" else None)
+            y = matmul(x, w, add)
             y = rearranged(draw, y, steps)
             if kind == "all_reduce":
                 return rearranged(draw, funcol.all_reduce(y, "sum", world()), 2)
