@@ -29,10 +29,11 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 def register_kernel(op: str, kernel: Callable[..., Any]) -> None:
     """Make ``kernel`` the op's on CPU and CUDA. ``op``: with its overload, if that is not the default one."""
     name, _, overload = op.partition(".")
+    schema = getattr(getattr(torch.ops.fusedcomm, name), overload or "default")._schema
+    group_at = [each.name for each in schema.arguments].index("group_name")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        *_, group_name = args
-        with call_check.own_input(name, group_name, args[0]):
+        with call_check.own_input(name, args[group_at], args[0]):
             return kernel(*args, **kwargs)
 
     lib.impl(op, call, "CUDA")
