@@ -230,7 +230,7 @@ def test_an_optimizer_in_the_backward(rank: int, layout: Any, by_data: bool) -> 
             nodes = add(module, write)  # a node lives as long as its hook's handle
             results.append(step(module, inputs(rank, sharded=layout == Shard(1)), module)[0])
             del nodes
-        assert_close(results[1], results[0]), name
+        assert_close(results[1], results[0], msg=name)
 
 
 @on_ranks(2)
