@@ -42,9 +42,9 @@ def enable(
     """Add the passes to torch.compile's (Inductor's), after those that are there, and begin a new `report()`.
 
     Graphs compiled until `disable()` have, forward and backward, each collective that stands beside a matmul fused with
-    it where an op of fusedcomm has the same result. Reductions that are added to each other become one of their sum,
-    and custom ops that `register_collective` knows are written out before. Nothing else changes: a collective that
-    cannot be fused stays as it was, and `report()` says why. Call it alike on every rank.
+    it where an op of fusedcomm has the same result. Reductions that are added to each other become one of their sum if
+    an op makes that too, and custom ops that `register_collective` knows are written out before. Nothing else changes:
+    a collective that cannot be fused stays as it was, and `report()` says why. Call it alike on every rank.
 
     Args:
         fuse: the ops to use, of "matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter"

@@ -114,7 +114,8 @@ class _Run:
     def _begin(self) -> None:
         self.fuser = Fuser(self.graph)
         self.merger = Merger(self.graph, self.settings.fuse)
-        self.sums = SumMerger(self.graph, self.settings.fuse)
+        plain = bool(self.settings.overlap or self.settings.merge)
+        self.sums = SumMerger(self.graph, self.settings.fuse, plain)
         self.scheduled: OverlapReport | None = None
         self.before = self.starts = self._starts()
 

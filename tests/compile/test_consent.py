@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -100,13 +102,14 @@ def test_values_of_each_rank_s_own_program(rank: int, overlap: bool) -> None:
 @on_ranks(2)
 def test_what_ranks_share_is_rewritten_and_what_they_do_not_has_a_reason(rank: int) -> None:
     def statuses(me: int) -> list[str]:
-        return [line.status for line in run(logged, False, me).collectives]
+        return [line.status for line in run(logged, True, me).collectives]
 
-    assert statuses(1).count("merged") == 2
-    mixed = run(logged, False, rank)
-    assert not any(line.status == "merged" for line in mixed.collectives)
-    assert not rank or any("rank 0 compiled another one" in line.reason for line in mixed.collectives), str(mixed)
-    assert statuses(1).count("merged") == 2
+    with mock.patch.dict(os.environ, FUSEDCOMM_TIMEOUT_S="300"):  # a slow rank is not given up
+        assert statuses(1).count("merged") == 2
+        mixed = run(logged, True, rank)
+        assert not any(line.status == "merged" for line in mixed.collectives)
+        assert not rank or any("rank 0 compiled another one" in line.reason for line in mixed.collectives), str(mixed)
+        assert statuses(1).count("merged") == 2
 
 
 def drawn(rng: random.Random) -> Program:

@@ -52,10 +52,14 @@ class Term:
 
 
 class SumMerger:
-    """Merges the reductions that are terms of one sum. ``into`` has the merged one's name for each that is gone."""
+    """Merges the reductions that are terms of one sum. ``into`` has the merged one's name for each that is gone.
 
-    def __init__(self, graph: Graph, fuse_ops: Sequence[str] = ()) -> None:
-        self.graph, self.fuse_ops = graph, fuse_ops
+    ``plain``: whether also those that no op fuses. An op tells a peer that runs another graph, as one rank that
+    compiles its function anew does; a plain reduction would take the peer's numbers.
+    """
+
+    def __init__(self, graph: Graph, fuse_ops: Sequence[str] = (), plain: bool = True) -> None:
+        self.graph, self.fuse_ops, self.plain = graph, fuse_ops, plain
         self.rewriter = Rewriter(graph)
         self.into: dict[str, str] = {}
 
@@ -84,7 +88,7 @@ class SumMerger:
         with self.rewriter.before(max(starts), like=starts[0]):
             x, start = self._emit(a, b)
             wait = self.rewriter.call(functional.wait_tensor.default, start)
-            if all_fused:
+            if all_fused or not self.plain:
                 self._check_fused(wait, a, b)
         (parent,) = b.node.users
         (other,) = (each for each in parent.args if each is not b.node)
