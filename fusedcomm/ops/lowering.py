@@ -57,9 +57,12 @@ def _lower_plain(overload: torch._ops.OpOverload, otherwise: Callable[..., Any])
 
 
 def _lower_tensor(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    defaults = [each.default_value for each in overload._schema.arguments]
+
     def lower(*args: Any) -> Any:
         create: Any = ir._CollectiveKernel.create_out_of_place  # the op allocates its result, which peers may write
-        return ir.TensorBox.create(create(overload, *args))
+        every = *args, *defaults[len(args) :]  # a C++ wrapper fills in none
+        return ir.TensorBox.create(create(overload, *every))
 
     return lower
 

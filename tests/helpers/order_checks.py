@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
+from fusedcomm.ops.explain import by_name
 from tests.helpers.random_graphs import RANDOM_OPS, Peers, functional
 
 WAIT = functional.wait_tensor.default
@@ -165,7 +166,8 @@ class _OneOfEqualRanks(Interpreter):
             result, operand = self.under_way.pop(id(args[0]), (None, None))
             return args[0] if result is None else result.copy_(operand())
         if str(target).startswith("fusedcomm."):
-            return fused(target._opname, args, self.groups[args[-1]])
+            named = by_name(target._opname, args)
+            return fused(target._opname, args, self.groups[named["group_name"]], named.get("partial_bias"))
         if not str(target).startswith("_c10d_functional."):
             return super().call_function(target, args, kwargs)
         name, group = str(target).split(".")[1], self.groups[args[-1]]
@@ -205,13 +207,13 @@ def received(name: str, x: Tensor, args: Sequence[Any], group: Peers) -> Tensor:
     return torch.cat([x.chunk(r)[group.rank]] * r) if even else x.clone()
 
 
-def fused(name: str, args: Sequence[Any], group: Peers) -> Any:
+def fused(name: str, args: Sequence[Any], group: Peers, partial_bias: Tensor | None = None) -> Any:
     """What an op of fusedcomm returns, if all peers hold the same."""
     x, w, bias, r = args[0], args[1], args[2], group.size
     if name == "matmul_all_reduce":
-        return _plus(received("all_reduce", x @ w, args[3:4], group), bias)
+        return _plus(received("all_reduce", _plus(x @ w, partial_bias), args[3:4], group), bias)
     if name == "matmul_reduce_scatter":
-        y = x @ w
+        y = _plus(x @ w, partial_bias)
         return _plus(y.chunk(r, args[4])[group.rank] * (r if args[3] == "sum" else 1), bias)
     if name == "all_gather_matmul":
         gathered = torch.cat([x] * r, args[3])
