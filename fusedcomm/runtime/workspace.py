@@ -66,8 +66,7 @@ class Call:
 class Workspace:
     """One segment per rank, mapped by all ranks, and this rank's place in the protocol.
 
-    ``segments`` are uint8 tensors over every rank's segment, in symmetric memory or, for virtual groups, in one
-    process.
+    ``segments`` are uint8 tensors over every rank's segment, in symmetric memory or in one process.
     """
 
     least_copied = LEAST_COPIED  # bytes of a run of a `fused` gather that copy engines send
@@ -445,7 +444,6 @@ class Round:
         return sources_of(self.workspace.rank, self.workspace.group_size)
 
     def part(self, dst_rank: int) -> Tensor:
-        """The place of this rank's chunk in the slot of dst_rank, flat."""
         return self._chunk(dst_rank, self.workspace.rank, self.spans.at(dst_rank).pack.size)
 
     def received(self, src_rank: int) -> Tensor:
@@ -478,11 +476,9 @@ class Round:
         return None if found is None else found.view(self.dtype)
 
     def mark_in_place(self, dst_rank: int) -> None:
-        """Say to dst_rank, before the signal, that this round's chunk is in its result."""
         self.workspace.posts.mark(dst_rank, self.epoch)
 
     def is_in_place(self, src_rank: int) -> bool:
-        """Whether src_rank, which has signalled, has written its chunk of this round into the result."""
         return self.workspace.posts.is_marked(src_rank, self.epoch)
 
     @property
