@@ -81,7 +81,7 @@ def run(folder: Path, environment: dict[str, str], ranks: int) -> dict[str, Any]
 
 
 def instructions(folder: Path) -> dict[str, int]:
-    """Of one call, by row: callgrind writes a file for each."""
+    """Instructions of one call, by row: callgrind writes a file for each."""
     found = {}
     for file in folder.glob("callgrind.*"):
         text = file.read_text()

@@ -1,4 +1,4 @@
-"""What the streams are given by each op and algorithm, on a device that is not the current one, on a user's stream."""
+"""Work given to streams by each op and algorithm, on a device that is not the current one, on a user's stream."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cases(group_size: int) -> Iterator[tuple[str, Call, list[Tensor]]]:
 
 
 def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:
-    """Of each case: how often the driver was called for what, and what was wrong."""
+    """Calls of the driver by kind, and faults, of each case."""
     workspace = join(group_size, SLOT_BYTES, DEVICE)
     user = torch.cuda.Stream(DEVICE)
     before = torch.cuda.current_device()

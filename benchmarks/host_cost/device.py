@@ -73,7 +73,7 @@ class Driver(FakeDriver):
 
     @contextmanager
     def hears(self, inputs: Sequence[Tensor]) -> Iterator[list[Access]]:
-        """What streams are given, by a device that is as late as it can be. Launches read ``inputs``, and write other
+        """Work given to streams, by a device that is as late as it can be. Launches read ``inputs``, and write other
         memory that was not there before; in the workspace they keep to the protocol, which is proved elsewhere.
         """
         self.trace, self._inputs, self._lasting = [], [*map(place, inputs)], blocks()

@@ -1,4 +1,4 @@
-"""What one rank gives to the streams of its pretended GPUs, in the host's order, and what is wrong with it.
+"""Work that one rank gives to the streams of its pretended GPUs, in the host's order, and its faults.
 
 A device may run its streams as far apart as events let it. So accesses to the same bytes, one of which writes, need
 an order; and memory that torch's allocator gives away again has the same bytes as before.
@@ -86,7 +86,7 @@ def early_signals(trace: Trace, segments: Sequence[tuple[int, int]]) -> Iterator
 
 
 def foreign_streams(trace: Trace, device: int, streams: Sequence[int]) -> Iterator[str]:
-    """What is enqueued with another device current, or on a stream that is not the caller's or the workspace's."""
+    """Work enqueued with another device current, or on a stream that is not the caller's or the workspace's."""
     for i, each in enumerate(trace):
         if each.device != device:
             yield f"device {device} must be current, is {each.device}: {_named(trace, i)}"

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask_torchrun() -> GroupAnswer | Exception | None:
-    """What torchrun's ranks answer, about GPUs too if each has one, or the error; None in ranks other than 0."""
+    """Answers of torchrun's ranks, about GPUs too if each has one, or the error; None in ranks other than 0."""
     try:
         with world.ranks("cpu", 0, GPU_S) as call:  # by gloo: a rank does not know yet whether the others have GPUs
             return call(across_ranks.ask, ["cpu", "cuda"])

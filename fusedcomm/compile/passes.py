@@ -136,7 +136,7 @@ class _Run:
         ]
 
     def _change_together(self) -> list[Check]:
-        """What changes the sequence of collectives, if all ranks do it; returns what they agreed to."""
+        """Change the sequence of collectives, if all ranks do; returns the digests that they agreed to."""
         graph, stock, sequence = self.graph, copied(self.graph), Sequence(self.graph)
         self._begin()
         why_not: list[str] = []

@@ -134,7 +134,7 @@ def find_verdicts(group: GroupAnswer, primary: str | None) -> list[Finding]:
 
 
 def find_proofs(group: GroupAnswer) -> list[Finding]:
-    """What is on record of the algorithms that GPUs use only after a proof, which is made at their first use."""
+    """Records of the algorithms that GPUs use only after a proof, which is made at their first use."""
     advice = "please report it; without the proofs-*.json of the cache directory it is proved again"
     return [
         Finding("algorithms", f"proof {name}", WARNING if wrong else OK, wrong or "right on record", advice)

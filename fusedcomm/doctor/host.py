@@ -52,7 +52,7 @@ def versions(driver: str | None, cuda_driver: str | None) -> dict[str, str | Non
 
 
 def find_versions(found: dict[str, str | None], num_gpus: int) -> list[Finding]:
-    """What is wrong with versions; the range of torch is that of this package's metadata."""
+    """Faults of versions; the range of torch is that of this package's metadata."""
     wrong = []
     if found["triton"] is None:
         text = "Triton is not installed: everything on a GPU runs unfused"
@@ -69,7 +69,7 @@ def find_versions(found: dict[str, str | None], num_gpus: int) -> list[Finding]:
 
 
 def sees_no_gpu(torch_gpus: int, nvml_gpus: int) -> list[Finding]:
-    """What is wrong where NVML has GPUs that torch does not see."""
+    """Faults where NVML has GPUs that torch does not see."""
     if torch_gpus >= nvml_gpus or (torch.version.cuda is not None and "CUDA_VISIBLE_DEVICES" in os.environ):
         return []
     advice = "compare the versions of the driver and of torch's CUDA; in a container pass all GPUs (--gpus all)"
@@ -79,7 +79,7 @@ def sees_no_gpu(torch_gpus: int, nvml_gpus: int) -> list[Finding]:
 
 
 def find_settings(num_gpus: int) -> list[Finding]:
-    """What is wrong with environment variables, and with the cache directory, which one of them may name."""
+    """Faults of environment variables, and of the cache directory, which one of them may name."""
     found = []
     for name, value in sorted(os.environ.items()):
         bad, level, text = RULES.get(name, (bool, OK, ""))

@@ -167,7 +167,7 @@ def _same_memory(x: DTensor, whole: DTensor) -> bool:
 
 
 def _state(linear: SharingLinear, whole: DTensor) -> tuple[object, ...]:
-    """What a result depends on besides the tensors themselves: writes to them, and modes."""
+    """Facts on which a result depends besides the tensors: writes to them, and modes."""
     tensors = [t for t in (whole, linear.weight, linear.bias) if t is not None]
     counts = [each for t in tensors for each in counts_of(t)]
     device_type = whole.device.type

@@ -14,7 +14,7 @@ UUID = "0badcafe-0000-4000-8000-00000000000"
 
 
 class NvmlError(Exception):
-    """Of pynvml: its arguments are a text and the error's number."""
+    """pynvml's error: its arguments are a text and a number."""
 
     value = property(lambda self: self.args[1])
 

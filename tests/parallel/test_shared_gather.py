@@ -106,7 +106,7 @@ def test_a_module(rank: int, use: Callable[..., Tensor]) -> None:
 
 @on_ranks(2)
 def test_who_shares(rank: int) -> None:
-    """What no rank has called with x in the first call is left out of the others."""
+    """Layers that no rank has called with x in the first call are left out of the others."""
     module = attention(our_parallel, only_two)
     layers = {"q": module.q, "k": module.k, "v": module.v}
 

@@ -34,7 +34,7 @@ FEW = ("--rounds", "2")
 
 
 def report_of(bench: Any, options: Sequence[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """What a bench writes. All its goals are printed."""
+    """A bench's file. All its goals are printed."""
     file = folder / "bench.json"
     assert bench.main([*options, "--json", str(file)]) == 0
     report, printed = json.loads(file.read_text()), capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What the doctor reads, of GPUs, settings, versions and other ranks. Each planted fault is found, and no other."""
+"""Facts that the doctor reads of GPUs, settings, versions and ranks. Each planted fault is found, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make host-cost` makes of a trace, without the torch that it needs; `make nightly PART=cuda` runs it."""
+"""Findings of `make host-cost` in a trace, without the torch that it needs; `make nightly PART=cuda` runs it."""
 
 from __future__ import annotations
 

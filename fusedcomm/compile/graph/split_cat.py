@@ -59,7 +59,7 @@ def part(node: Any) -> Part | None:
 
 
 def filled(fill: Node) -> Part | None:
-    """Where a ``slice_scatter`` or ``select_scatter`` writes."""
+    """The place that a ``slice_scatter`` or ``select_scatter`` writes."""
     origin, source, *args = args_of(fill)
     return _cut(origin, args, shape_of(source), fill.target is aten.select_scatter.default)
 
@@ -76,7 +76,7 @@ def _cut(origin: Node, args: Sequence[Any], size: Sequence[Size], picked: bool) 
 
 
 def operands_of(node: Node) -> tuple[list[tuple[Node, bool]], int] | None:
-    """What a cat joins, or fills a tensor, in order, each with whether it lacks the dim; and the dim."""
+    """The parts that a cat joins or that fill a tensor, in order, each with whether it lacks the dim; and the dim."""
     if node.target is aten.cat.default:
         parts, *given = args_of(node)
         if isinstance(parts, (list, tuple)) and parts and all(isinstance(each, Node) for each in parts):
@@ -107,7 +107,7 @@ def operands_of(node: Node) -> tuple[list[tuple[Node, bool]], int] | None:
 
 
 def _next_fill(node: Node) -> Node | None:
-    """What fills another part of node's result, if nothing else reads it."""
+    """The node that fills another part of node's result, if nothing else reads it."""
     readers = [user for user in node.users if not _is_named(user)]
     return readers[0] if len(readers) == 1 and readers[0].target in FILLS and readers[0].args[0] is node else None
 
@@ -121,7 +121,7 @@ def _is_named(cut: Node) -> bool:
 
 
 def joined_by(user: Node, rearranges: Any) -> Node | None:
-    """What all that a cut leads to is joined by; ``rearranges``: the ops that parts may pass on the way."""
+    """The node that joins all that a cut leads to; ``rearranges``: the ops that parts may pass on the way."""
     if user.target not in CUTS:
         return None
     joins, stack = set(), [user]

@@ -105,7 +105,7 @@ class Join:
 
 
 def join_of(node: Node) -> Join | None:
-    """What node joins, if that is every part of one tensor, in order."""
+    """The tensor of which node joins every part, in order."""
     operands = split_cat.operands_of(node)
     if operands is None:
         return None
