@@ -148,7 +148,7 @@ def test_to_linear_of_more_than_a_linear(rank: int) -> None:
 
 @on_ranks(2)
 def test_parameters_elsewhere(rank: int) -> None:
-    """An adapter's gradients inside a layer are summed; a weight made of others' is refused, and so are plain parameters
+    """An adapter's gradients inside a layer are summed; a weight made of others' is refused, so are plain parameters
     of a tensor-parallel layer, unless they are named."""
     torch.manual_seed(0)
     layer = Adapter(HEADS, DIM, 5).add()
