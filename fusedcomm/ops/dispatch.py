@@ -25,7 +25,7 @@ from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.workspace import Call
 
 Algorithms = Mapping[str, Callable[..., Any]]  # by name, those of an op
-PREPARED = ("chunked", "unfused")  # the algorithms that tapes can hold
+PREPARED = ("unfused",)  # the algorithms that tapes can hold
 
 
 def prepare(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.geometry.exchange import LEAST_COPIED, Exchange, RoundSpans
+from fusedcomm.plan.builder import Device, Memory
 from fusedcomm.runtime import canaries, tape, topology
 from fusedcomm.runtime.beside_kernels import beside_kernels
 from fusedcomm.runtime.captures import is_capturing
@@ -101,6 +102,7 @@ class Workspace:
         self.results: Results | DeviceResults | None = None  # the group's, where peers may write results in place
         self.posted_result: Tensor | None = None  # this round's, if guard bytes are around it
         self.error: PeerError | None = None
+        self.schedules: dict[Any, Any] = {}  # of `fusedcomm.run.calls`
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()
         self._side_stream: torch.cuda.Stream | None = None
@@ -164,6 +166,57 @@ class Workspace:
 
     def max_chunk_numel(self, itemsize: int) -> int:
         return min(self.usable_bytes, MOST_SLOT_BYTES) // self.group_size // itemsize
+
+    def memory_facts(self) -> Memory:
+        limit = min(self.usable_bytes, MOST_SLOT_BYTES) // self.group_size
+        return Memory(self.rank, self.group_size, self.usable_bytes, self.slot_bytes, limit)
+
+    def device_facts(self) -> Device:
+        return Device(self.device.type == "cuda", has_heap=self.results is not None)
+
+    def slot_start(self, epoch: int) -> int:
+        return self.layout.slot(epoch, self.slot_bytes)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, *, posted: bool) -> Tensor:
+        """Memory for a result; where peers can write it, if they may."""
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if posted and self.results is not None:
+            return self.results.empty(shape, dtype)
+        out = torch.empty(shape, dtype=dtype, device="cpu")
+        loaded().prefer_huge_pages(out.data_ptr(), out.nbytes)
+        return out
+
+    def post(self, result: Tensor, fingerprint: int) -> bool:
+        """Tell every peer where this round's result is, if they can write it there."""
+        place = None if self.results is None else self.results.place(result)
+        if place is None:
+            return False
+        if self.layout.guard_bytes:
+            self.posted_result = result
+        for peer in peers_of(self.rank, self.group_size)[:-1]:
+            self.posts.post(peer, place, result.nbytes, self._stamp(fingerprint))
+        return True
+
+    def all_have_posted(self, fingerprint: int) -> bool:
+        peers = peers_of(self.rank, self.group_size)[:-1]
+        return all(self.posts.has_come(peer, self._stamp(fingerprint)) for peer in peers)
+
+    def posted(self, dst_rank: int, num_bytes: int, fingerprint: int) -> Tensor | None:
+        """dst_rank's result of this round as bytes, if this rank may write it."""
+        place, results = self.posts.find(dst_rank, num_bytes, self._stamp(fingerprint)), self.results
+        return None if place is None or not isinstance(results, Results) else results.at_peer(dst_rank, place, num_bytes)
+
+    def _stamp(self, fingerprint: int) -> int:
+        return (self.epoch + 1) << FINGERPRINT_BITS | fingerprint
+
+    def end_round(self, op: str, fingerprint: int) -> None:
+        """Count a round that this rank has completed, or launched; on a CPU look whether a peer has given up by it."""
+        self.epoch += 1
+        if self.device.type == "cpu":
+            self._epoch_word().fill_(self.epoch)
+            self.check_peers(op, fingerprint, self.epoch)
+            self.posted_result = None
 
     def check(self, op: str) -> None:
         """Raise what a wait of this rank has found, on the host or in a kernel, or what its guard bytes show."""

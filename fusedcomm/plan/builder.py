@@ -1,0 +1,232 @@
+"""A schedule in the making. An algorithm is a program that runs once, on tensors without memory.
+
+The tensors are on torch's meta device: views of them cost nothing, and each knows its storage and offset, from which
+its Place follows. So algorithms cut operands by torch's own views, and see no address.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.plan.schedule import (
+    Await,
+    Base,
+    Condition,
+    Copy,
+    EndRound,
+    Multiply,
+    Place,
+    Record,
+    Reduce,
+    Result,
+    Schedule,
+    Step,
+    Stream,
+    Work,
+)
+
+_ALIGNMENT = 256  # bytes: temporaries begin at multiples
+_LANES = "fusedcomm."
+
+
+class Layout(NamedTuple):
+    """A tensor argument without its memory."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    alignment: int = 0  # the address modulo 16
+
+
+def layout_of(t: Tensor) -> Layout:
+    return Layout(tuple(t.shape), tuple(t.stride()), t.dtype, t.data_ptr() % 16)
+
+
+class Device(NamedTuple):
+    """The facts of a group's devices that schedules depend on."""
+
+    is_gpu: bool = False
+    architecture: int = 0  # 10 * major + minor of the compute capability; 0 for the interpreter
+    num_sms: int = 1
+    shares_gpu: bool = False
+    writes_by_stream: bool = False  # whether a stream sets flags without a kernel
+    allow_tf32: bool = False
+    has_heap: bool = False  # of results that peers write
+
+
+class Memory(NamedTuple):
+    """The facts of a rank's segment that schedules depend on."""
+
+    rank: int
+    group_size: int
+    usable_bytes: int  # of a slot
+    slot_bytes: int  # from one slot to the next
+    max_chunk_bytes: int
+
+
+class Builder:
+    """``inputs``: a stand-in for each tensor argument, None where there is none."""
+
+    def __init__(self, memory: Memory, device: Device, inputs: Sequence[Layout | None]) -> None:
+        self.memory, self.device = memory, device
+        self.rank, self.group_size = memory.rank, memory.group_size
+        self.alignments = [0 if each is None else each.alignment for each in inputs]
+        self._bases: dict[int, tuple[Base, int]] = {}  # by storage
+        self._kept: list[Tensor] = []  # their storages' numbers are not given out again
+        self.inputs = [None if each is None else self._input(i, each) for i, each in enumerate(inputs)]
+        slots = range(self.group_size)
+        self._slots = [self._base(Base.SLOT, owner, memory.usable_bytes) for owner in slots]
+        self._posted = [self._base(Base.POSTED, owner, 1 << 50) for owner in slots]
+        self._steps: list[Step] = []
+        self._results: list[Result] = []
+        self._temporaries: list[int] = []
+        self._temporary_bytes = 0
+        self._last: dict[Stream, int] = {}  # by stream: the event that covers all that is on it
+        self._num_events = 0
+        self._stream, self._lane, self._when = Stream.MAIN, "", None
+
+    # ---- memory
+
+    def _input(self, index: int, layout: Layout) -> Tensor:
+        t = torch.empty_strided(layout.sizes, layout.strides, dtype=layout.dtype, device="meta")
+        return self._know(t, Base.INPUT, index)
+
+    def _base(self, base: Base, index: int, num_bytes: int) -> Tensor:
+        return self._know(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), base, index)
+
+    def _know(self, t: Tensor, base: Base, index: int) -> Tensor:
+        self._kept.append(t)
+        self._bases[t.untyped_storage()._cdata] = base, index
+        return t
+
+    def result(self, shape: Sequence[int], dtype: torch.dtype, *, posted: bool = False) -> Tensor:
+        """``posted``: peers may write it."""
+        self._results.append(Result(tuple(shape), dtype, posted))
+        return self._know(torch.empty(shape, dtype=dtype, device="meta"), Base.RESULT, len(self._results) - 1)
+
+    def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._temporaries.append(self._temporary_bytes)
+        self._temporary_bytes += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return self._know(torch.empty(shape, dtype=dtype, device="meta"), Base.TEMPORARY, len(self._temporaries) - 1)
+
+    def max_chunk_numel(self, dtype: torch.dtype) -> int:
+        return self.memory.max_chunk_bytes // dtype.itemsize
+
+    def chunk(self, owner: int, src_rank: int, spans: RoundSpans, dtype: torch.dtype) -> Tensor:
+        """src_rank's chunk in a rank's slot, flat."""
+        peer, of_peer = (owner, "pack") if src_rank == self.rank else (src_rank, "unpack")
+        numel = getattr(spans.at(peer), of_peer).size
+        start = src_rank * spans.chunk_numel * dtype.itemsize
+        return self._slots[owner][start : start + numel * dtype.itemsize].view(dtype)
+
+    def posted(self, dst_rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """The result of dst_rank in its heap, flat: there if `Test.POSTED` says so."""
+        return self._posted[dst_rank][: numel * dtype.itemsize].view(dtype)
+
+    def place(self, t: Tensor) -> Place:
+        base, index = self._bases[t.untyped_storage()._cdata]
+        return Place(base, index, t.storage_offset() * t.itemsize, tuple(t.shape), tuple(t.stride()), t.dtype)
+
+    def is_at(self, t: Tensor, other: Tensor) -> bool:
+        """Whether both begin at one place."""
+        return self.place(t)[:3] == self.place(other)[:3]
+
+    def address_mod_16(self, t: Tensor) -> int:
+        place = self.place(t)
+        return (place.offset + (self.alignments[place.index] if place.base == Base.INPUT else 0)) % 16
+
+    def contiguous(self, t: Tensor) -> Tensor:
+        if t.is_contiguous():
+            return t
+        made = self.temporary(t.shape, t.dtype)
+        self.copy(made, t)
+        return made
+
+    def reshape(self, t: Tensor, *shape: int) -> Tensor:
+        try:
+            return t.view(shape)
+        except RuntimeError:  # of a tensor that only a copy can have in this shape
+            return self.contiguous(t).view(shape)
+
+    # ---- steps
+
+    def add(self, work: Work) -> None:
+        if not isinstance(work, EndRound):  # the host's alone
+            self._last.pop(self._stream, None)
+        self._steps.append(Step(work, self._stream, self._lane, self._when))
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        if source.numel():
+            self.add(Copy(self.place(to), self.place(source)))
+
+    def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool = False) -> None:
+        """``out[b, m, n] = x[b, m, k] @ w[b, k, n] + bias[n]``."""
+        if out.numel() == 0:
+            return
+        if out.shape[0] == 1:
+            x, w, out = x[0], w[0], out[0]
+        self.add(Multiply(self.place(out), self.place(x), self.place(w), self._optional(bias), adds))
+
+    def reduce(self, out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scale: float) -> None:
+        """``out = sum(parts) * scale + bias``, flat; bias [N] repeats."""
+        if out.numel():
+            self.add(Reduce(self.place(out), tuple(map(self.place, parts)), self._optional(bias), scale))
+
+    def _optional(self, t: Tensor | None) -> Place | None:
+        return None if t is None else self.place(t)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        yield
+        self._stream = before
+
+    @contextmanager
+    def lane(self, name: str, peer: int | None = None) -> Iterator[None]:
+        before, self._lane = self._lane, f"{_LANES}{name}" + ("" if peer is None else f" rank {peer}")
+        yield
+        self._lane = before
+
+    @contextmanager
+    def when(self, condition: Condition | None) -> Iterator[None]:
+        assert self._when is None or condition is None, "steps have one condition"
+        before, self._when = self._when, condition or self._when
+        yield
+        self._when = before
+
+    # ---- order between streams; none on CPUs, which have one
+
+    def event(self, stream: Stream) -> int:
+        """All that is on the stream so far. Events for which nothing waits leave the schedule in `finish`."""
+        if stream not in self._last:
+            self._steps.append(Step(Record(self._num_events), stream))
+            self._last[stream], self._num_events = self._num_events, self._num_events + 1
+        return self._last[stream]
+
+    def after(self, stream: Stream, event: int) -> None:
+        """What follows on the stream comes after the event."""
+        with self.on(stream):
+            self.add(Await(event))
+
+    def join(self, stream: Stream, other: Stream) -> None:
+        """What follows on ``stream`` comes after all that is on ``other``."""
+        self.after(stream, self.event(other))
+
+    def finish(self, *returned: Tensor) -> Schedule:
+        awaited = {step.work.event for step in self._steps if isinstance(step.work, Await)}
+        steps = (step for step in self._steps if not isinstance(step.work, Record) or step.work.event in awaited)
+        return Schedule(
+            tuple(steps),
+            tuple(self._results),
+            self._temporary_bytes,
+            tuple(self._temporaries),
+            self._num_events,
+            tuple(map(self.place, returned)),
+        )

@@ -1,0 +1,232 @@
+"""Matmuls on the parts of tensors that Spans describe. An operand is copied only if runs are short or rows few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.spans import ChunkSpans, RoundSpans, Span
+
+_MIN_PIECE = 128  # interleaved runs this long or longer are multiplied in place, shorter ones are gathered first
+
+
+class Arithmetic(Protocol):
+    """The doer of what these matmuls consist of: `Builder` plans it, `fusedcomm.run.now.Now` does it at once."""
+
+    def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool = False) -> None: ...
+    def copy(self, to: Tensor, source: Tensor) -> None: ...
+    def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+    def reshape(self, t: Tensor, *shape: int) -> Tensor: ...
+    def is_at(self, t: Tensor, other: Tensor) -> bool: ...
+    def lane(self, name: str, peer: int | None = None) -> AbstractContextManager[None]: ...
+
+
+class PushedMatmul:
+    """Computes any chunk of ``x @ w + bias`` into a given place."""
+
+    def __init__(self, s: Arithmetic, x: Tensor, w: Tensor, bias: Tensor | None, exchange: Exchange) -> None:
+        self.s = s
+        self.x = s.reshape(x, exchange.num_batches, exchange.num_rows, exchange.k)
+        self.w = s.reshape(w, exchange.num_batches, exchange.k, w.shape[-1])
+        self.bias = bias
+        self.y: Tensor | None = None
+        self.products: dict[int, Tensor] = {}  # by dst_rank: the chunk, flat, where several ranks get it
+        self.makers: set[int] = set()  # with whose chunks these are multiplied
+        self.shared: list[list[int]] = []  # the ranks that get one chunk, in rank order
+        scattered = None if exchange.cut is None else exchange.cut.scattered
+        overlaps = scattered is not None and scattered.overlaps
+        if exchange.few_rows or overlaps:  # one per chunk would read w, or multiply what two have, again and again
+            self.y = s.temporary((exchange.num_batches, exchange.num_rows, w.shape[-1]), x.dtype)
+            with s.lane("matmul"):
+                s.multiply(self.x, self.w, bias, self.y)
+        elif scattered is not None:
+            self.shared = [ranks for ranks in scattered.receivers.values() if len(ranks) > 1]
+
+    def begin(self, spans: RoundSpans, rank: int) -> None:
+        """Begin a round of ``rank``, which sends its own chunk last, or first where a peer is late.
+
+        So what is its own too is multiplied here, and other products with the chunk of their first receiver.
+        """
+        for receivers in self.shared:
+            at = spans.at(receivers[0])
+            product = self.s.temporary((at.batches.size * at.rows.size * at.columns.size,), self.x.dtype)
+            self.products |= dict.fromkeys(receivers, product)
+            if rank in receivers:
+                with self.s.lane("matmul", rank):
+                    self._multiply(at, rank, at.rows, product)
+            else:
+                self.makers.add(next((dst for dst in receivers if dst > rank), receivers[0]))
+
+    def __call__(self, spans: ChunkSpans, dst_rank: int, chunk: Tensor) -> None:
+        """``chunk`` is flat [batches * rows * columns], or [runs, rows in a run * columns] if `fills_runs` allows."""
+        batches, rows, columns = spans.batches, spans.rows, spans.columns
+        if chunk.ndim == 2 and batches.size == 1:
+            rows_in_run = rows.size // chunk.shape[0]
+            rows = Span(rows.size, rows.start, rows_in_run, rows_in_run, rows.peer_stride)
+        if self.y is not None:
+            y = columns.view(rows.view(batches.view(self.y, 0, dst_rank), 2, dst_rank), 4, dst_rank)
+            self.s.copy(chunk.view(y.shape), y)
+        elif dst_rank in self.products:
+            product = self.products[dst_rank]
+            if dst_rank in self.makers:
+                self._multiply(spans, dst_rank, spans.rows, product)
+            self.s.copy(chunk, product.view(chunk.shape))
+        else:
+            self._multiply(spans, dst_rank, rows, chunk)
+
+    def _multiply(self, spans: ChunkSpans, dst_rank: int, rows: Span, chunk: Tensor) -> None:
+        batches, columns = spans.batches, spans.columns
+        _matmul(
+            self.s,
+            rows.view(batches.view(self.x, 0, dst_rank), 2, dst_rank),  # [bo, bi, ro, ri, K]
+            columns.view(batches.view(self.w, 0, dst_rank), 3, dst_rank),  # [bo, bi, K, co, ci]
+            None if self.bias is None else columns.view(self.bias, 0, dst_rank),  # [co, ci]
+            chunk.view(*_split(batches), *_split(rows), *_split(columns)),
+        )
+
+
+class GatheredMatmul:
+    """Multiplies what has arrived by w, into its place in the result."""
+
+    def __init__(self, s: Arithmetic, out: Tensor, w: Tensor, bias: Tensor | None, exchange: Exchange) -> None:
+        self.s = s
+        self.out = out.view(exchange.num_batches, exchange.num_rows, w.shape[-1])
+        self.w = s.reshape(w, exchange.num_batches, exchange.k, w.shape[-1])
+        self.bias = None if bias is None else bias.unsqueeze(0)  # [1, N]
+        self.adds = exchange.splits_columns and adds_up(exchange, out.dtype)
+
+    def multiply(
+        self, spans: RoundSpans, src_rank: int, chunk: Tensor, gathered: Tensor | None, *, first: bool
+    ) -> None:
+        """Add src_rank's part of K to the sums where K is gathered, or compute the rows that come from it."""
+        at = spans.at(src_rank)
+        if self.adds:
+            self.add(at, src_rank, self.part(at, src_rank, chunk, gathered), first)
+        else:
+            self.chunk(at, src_rank, chunk)
+
+    def chunk(self, spans: ChunkSpans, src_rank: int, chunk: Tensor) -> None:
+        """Compute the rows that come from src_rank alone. ``chunk`` [batches * rows * K] is flat, or a Span's runs."""
+        batches, rows = spans.batches, spans.rows
+        _matmul(
+            self.s,
+            self.s.reshape(chunk, *_split(batches), *_split(rows), self.w.shape[1]),  # [bo, bi, ro, ri, K]
+            batches.view(self.w, 0, src_rank).unsqueeze(3),  # [bo, bi, K, 1, N]
+            self.bias,
+            rows.view(batches.view(self.out, 0, src_rank), 2, src_rank).unsqueeze(4),  # [bo, bi, ro, ri, 1, N]
+        )
+
+    def part(self, spans: ChunkSpans, src_rank: int, chunk: Tensor, gathered: Tensor | None) -> Tensor:
+        """src_rank's columns as [b, m, ko, ki]: from ``gathered`` if the chunk is copied there, or from ``chunk``."""
+        columns = spans.columns
+        if gathered is None:
+            return self.s.reshape(chunk, spans.batches.size, spans.rows.size, *_split(columns))
+        return columns.view(self._of_round(gathered.view(*self.out.shape[:2], self.w.shape[1]), spans), 2, src_rank)
+
+    def add(self, spans: ChunkSpans, src_rank: int, x: Tensor, first: bool) -> None:
+        """``out = bias`` if ``first``, then ``out += x @ w`` for src_rank's ``part`` of K; out must hold the sums."""
+        w = spans.columns.view(self._batches(self.w, spans), 1, src_rank)  # [b, ko, ki, N]
+        out = self._of_round(self.out, spans)
+        if first and spans.columns.size == 0:  # the bias alone
+            x, w = x.as_strided((*x.shape[:2], 1, 0), (0, 0, 0, 1)), w.as_strided((w.shape[0], 1, 0, w.shape[-1]), (0, 0, 1, 0))
+        for part in range(w.shape[1]):
+            bias = None if self.bias is None or part > 0 or not first else self.bias[0]
+            self.s.multiply(x[:, :, part], w[:, part], bias, out, adds=not first or part > 0)
+
+    def round(self, spans: ChunkSpans, gathered: Tensor) -> None:
+        """Compute the rows of a round whose chunks are all in ``gathered``."""
+        x = self._of_round(gathered.view(*self.out.shape[:2], self.w.shape[1]), spans)
+        out = self._of_round(self.out, spans)
+        self.s.multiply(x, self._batches(self.w, spans), None if self.bias is None else self.bias[0], out)
+
+    def all(self, gathered: Tensor) -> None:
+        """Compute all rows at once."""
+        x = gathered.view(*self.out.shape[:2], self.w.shape[1])
+        self.s.multiply(x, self.w, None if self.bias is None else self.bias[0], self.out)
+
+    @staticmethod
+    def _batches(t: Tensor, spans: ChunkSpans) -> Tensor:
+        """The batches of a round; where K is gathered, no rank has batches to itself."""
+        return _narrow(t, 0, spans.batches)
+
+    @classmethod
+    def _of_round(cls, t: Tensor, spans: ChunkSpans) -> Tensor:
+        """The batches and rows of a round, in a tensor [B, M, ...]."""
+        return _narrow(cls._batches(t, spans), 1, spans.rows)
+
+
+def adds_up(exchange: Exchange, dtype: torch.dtype) -> bool:
+    """Whether `GatheredMatmul.add` can be used where K is gathered.
+
+    The result itself must hold the sums over sources, which must stay in float32, and a source's part of K should be
+    long runs.
+    """
+    return dtype == torch.float32 and exchange.for_all.column_run >= _MIN_PIECE
+
+
+def takes_all(exchange: Exchange, dtype: torch.dtype) -> bool:
+    """Whether the matmul of a gather must wait for all sources, as its result cannot hold their sums."""
+    return exchange.gathers and exchange.splits_columns and not adds_up(exchange, dtype)
+
+
+def fills_runs(spans: ChunkSpans, place: Span) -> bool:
+    """Whether the matmul can write a chunk to ``place``, where it ends up: long runs of consecutive rows."""
+    run, row = place.inner, spans.columns.size
+    if place.size == 0 or spans.rows.outer != 1 or run % row != 0 or run < _MIN_PIECE * row:
+        return False
+    return spans.batches.size == 1 or run == spans.rows.size * row  # a run is a batch
+
+
+def fits(spans: RoundSpans, rank: int, dst_rank: int) -> bool:
+    """Whether the matmul of ``rank``, the own one, can write dst_rank's chunk where it ends up."""
+    place = spans.landing(rank, dst_rank)
+    return place.outer == 1 or fills_runs(spans.at(dst_rank), place)
+
+
+def landing(spans: RoundSpans, rank: int, dst_rank: int, result: Tensor) -> Tensor:
+    """Where the own chunk ends up in dst_rank's result: a flat tensor, or its runs."""
+    place = spans.landing(rank, dst_rank).view(result.view(-1), 0, dst_rank)
+    return place[0] if place.shape[0] == 1 else place
+
+
+def own_place(spans: RoundSpans, rank: int, out: Tensor | None) -> Tensor | None:
+    """Where in the result the matmul can write the own chunk: a flat tensor, or its runs; None if nowhere."""
+    return None if out is None or not fits(spans, rank, rank) else landing(spans, rank, rank, out)
+
+
+def _narrow(t: Tensor, dim: int, span: Span) -> Tensor:
+    """The consecutive indices of a Span; a Span of none, as of a rank without rows, may begin anywhere."""
+    return t.narrow(dim, span.start if span.size else 0, span.size)
+
+
+def _split(span: Span) -> tuple[int, int]:
+    return span.outer, span.inner
+
+
+def _matmul(s: Arithmetic, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [bo, bi, ro, ri, co, ci] = x [bo, bi, ro, ri, K] @ w [bo, bi, K, co, ci] + bias [co, ci]."""
+    if out.numel() == 0:
+        return
+    shape = list(out.shape)
+    if shape[2] > 1 and shape[3] < _MIN_PIECE:
+        shape[2:4] = [1, shape[2] * shape[3]]
+        x = s.reshape(x, *x.shape[:2], *shape[2:4], x.shape[4])
+    if shape[4] > 1 and shape[5] < _MIN_PIECE:
+        shape[4:6] = [1, shape[4] * shape[5]]
+        w = s.reshape(w, *w.shape[:3], *shape[4:6])
+        bias = None if bias is None else s.reshape(bias, 1, shape[5])
+    try:
+        dense = out.view(shape)
+    except RuntimeError:
+        dense = s.temporary(shape, out.dtype)
+    for b in range(shape[0]):
+        for r in range(shape[2]):
+            for c in range(shape[4]):
+                s.multiply(x[b, :, r], w[b, :, :, c], None if bias is None else bias[c], dense[b, :, r, :, c])
+    if not s.is_at(dense, out):
+        s.copy(out, dense.view(out.shape))

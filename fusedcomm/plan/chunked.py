@@ -1,0 +1,167 @@
+"""`chunked`: a chunk is moved while the next one is computed.
+
+A push makes one matmul per peer, the next peer's first and the own chunk last. A gather makes one per source, own data
+first. Both make one matmul for all chunks where rows are few. Where the sums of a gather need float32, it makes one for
+each round, whose chunks come beside the matmul of the round before.
+
+On a CPU a matmul writes into the peer's slot, or into the result that the peer has posted. On a GPU it writes staging
+memory, which copy engines send: see `Moves`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul, takes_all
+from fusedcomm.plan.copies import copy_between
+from fusedcomm.plan.moves import Arrival, Moves
+from fusedcomm.runtime.rank_order import sources_of
+
+
+def push_matmul(
+    s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
+    matmul = PushedMatmul(s, x, w, bias, exchange)
+    moves = Moves(s, x.dtype)
+    out = moves.result(exchange.out_shape, out)
+    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+        moves.push(spans, matmul, out)
+        moves.unpack(spans, out)
+    moves.end()
+    return out
+
+
+def push_reduce(
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    partial_bias: Tensor | None,
+    out: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
+    matmul = PushedMatmul(s, x, w, partial_bias, exchange)
+    moves = Moves(s, x.dtype)
+    out = s.result(exchange.out_shape, x.dtype) if out is None else out  # not posted: sums are made of slots
+    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+        moves.push(spans, matmul)
+        moves.reduce(spans, out, bias, scale)
+    moves.end()
+    return out
+
+
+def push_reduce_gather(
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    partial_bias: Tensor | None,
+    out: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds for each part, as the second sends what the first
+    has added.
+    """
+    matmul = PushedMatmul(s, x, w, partial_bias, exchange)
+    moves = Moves(s, x.dtype)
+    out = moves.result(exchange.out_shape, out)
+    reduced = _own_block(s, exchange, out)
+    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+        moves.push(spans, matmul)
+        moves.reduce(spans, reduced, bias, scale)
+        moves.begin(out)
+        moves.pack(spans, reduced, out)
+        moves.unpack(spans, out, own=reduced)
+    moves.end()
+    return out
+
+
+def gather_matmul(
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    return_gathered: bool,
+) -> list[Tensor]:
+    """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x behind it if asked for."""
+    x = s.contiguous(x)
+    outs = [s.result(shape, x.dtype) for shape in exchange.out_shapes]
+    matmuls = [GatheredMatmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
+    moves = Moves(s, x.dtype)
+    # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.
+    by_round, at_end = takes_all(exchange, x.dtype), exchange.few_rows
+    gathered = moves.result(exchange.shape) if return_gathered or by_round or at_end else None
+    max_numel = s.max_chunk_numel(x.dtype)
+    if by_round and s.device.is_gpu:  # small enough to hide one piece behind another
+        max_numel = exchange.piece_numel(x.dtype.itemsize, max_numel)
+    for spans in exchange.rounds(max_numel):
+        moves.begin(gathered)
+        moves.pack(spans, x, gathered)
+        if gathered is not None and (by_round or at_end):
+            moves.unpack(spans, gathered, own=x)
+            if by_round:
+                _multiply_round(s, moves, matmuls, spans, gathered)
+        else:
+            for src_rank in sources_of(s.rank, s.group_size):
+                _multiply_from(src_rank, spans, moves, matmuls, x, gathered)
+            moves.finish(outs if gathered is None else [*outs, gathered])
+    moves.end()
+    if at_end:
+        for matmul in matmuls:
+            with s.lane("matmul"):
+                matmul.all(gathered)
+    return [*outs, gathered] if return_gathered and gathered is not None else outs
+
+
+def _multiply_round(
+    s: Builder, moves: Moves, matmuls: Sequence[GatheredMatmul], spans: RoundSpans, gathered: Tensor
+) -> None:
+    moves.arrived()
+    for matmul in matmuls:
+        with s.lane("matmul"):
+            matmul.round(spans.at(s.rank), gathered)
+
+
+def _multiply_from(
+    src_rank: int,
+    spans: RoundSpans,
+    moves: Moves,
+    matmuls: Sequence[GatheredMatmul],
+    x: Tensor,
+    gathered: Tensor | None,
+) -> None:
+    """Multiply src_rank's chunk once it is in ``gathered`` too. This rank's own is taken from x."""
+    s, at = moves.s, spans.at(src_rank)
+    if src_rank == s.rank:
+        arrivals: Sequence[Arrival] = [Arrival(at.pack.view(x.view(-1), 0, src_rank))]
+    else:
+        moves.wait(src_rank)
+        arrivals = moves.arrivals(spans, src_rank, gathered)
+    for chunk, condition, is_in_place in arrivals:
+        with s.when(condition):
+            if gathered is not None and not is_in_place:
+                with s.lane("copy", src_rank):
+                    copy_between(s, at.unpack.view(gathered.view(-1), 0, src_rank), chunk)
+            for matmul in matmuls:
+                with s.lane("matmul", src_rank):
+                    matmul.multiply(spans, src_rank, chunk, gathered, first=src_rank == s.rank)
+
+
+def _own_block(s: Builder, exchange: Exchange, out: Tensor) -> Tensor:
+    """Memory for this rank's block of ``out``, which the others get too: on a CPU in ``out``, if it is one run there."""
+    shape, dim = exchange.unpacked
+    if s.device.is_gpu or dim is None or math.prod(shape[:dim]) != 1:
+        return s.temporary(exchange.block, out.dtype)
+    numel = math.prod(exchange.block)
+    return out.view(-1).narrow(0, s.rank * numel, numel).view(exchange.block)

@@ -1,0 +1,283 @@
+"""The chunks of `chunked` on their way: sends, signals, waits and copies out.
+
+A CPU has one stream. A matmul writes a chunk into the peer's slot, or into the result that the peer has posted. The
+peers come first; where one is late with its post, the own chunk does, and the peers get another look.
+
+A GPU has three streams, which meet by events only, so that a round's copies run beside the matmuls of the next one:
+
+    MAIN    the matmuls; and the waits before those that read a slot themselves
+    SENDS   copies to the peers by the copy engines, each with its signal behind it
+    READS   kernels that wait for peers, read the own slot, and end the round
+
+Failures of waits are found by kernels there, and poison the results with NaN. A round's sends begin when READS has
+ended the round before. So this rank has every peer's signal of that round before it writes to a peer, and all its reads
+of that round come before its signals of this one: two slots are enough. The own signal is the last one, and what ends a
+round waits for it: so none ends before all are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.plan import launches
+from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.chunk_matmul import PushedMatmul, fits, landing, own_place
+from fusedcomm.plan.copies import copy_between, copy_runs
+from fusedcomm.plan.schedule import Ask, Condition, EndRound, Mark, Post, Reduce, Signal, Stream, Test, Wait
+from fusedcomm.runtime.rank_order import peers_of, sources_of
+from fusedcomm.runtime.segment import NUM_SLOTS
+
+MAIN, SENDS, READS = Stream
+
+
+class Arrival(NamedTuple):
+    """A chunk that has come: flat, or as the runs of the result that it is in place in."""
+
+    chunk: Tensor
+    condition: Condition | None = None
+    is_in_place: bool = False
+
+
+class Moves:
+    """The moves of one call."""
+
+    def __init__(self, s: Builder, dtype: torch.dtype) -> None:
+        self.s, self.dtype, self.rank = s, dtype, s.rank
+        self.peers, self.sources = peers_of(s.rank, s.group_size), sources_of(s.rank, s.group_size)
+        self.posted: Tensor | None = None  # the result that peers may write, in its memory of this call
+        self.staging: dict[int, Tensor] = {}  # by dst_rank: what a matmul makes and a copy sends, in every round
+        self.copied: dict[int, int] = {}  # by dst_rank: the event after which it may be written again
+        self.ended: list[int] = []  # the ends of the last rounds of both slots: then MAIN may write there again
+        if s.device.is_gpu:
+            s.join(SENDS, MAIN)
+            s.join(READS, MAIN)
+
+    def end(self) -> None:
+        """What follows the call comes after all of it."""
+        if self.s.device.is_gpu:
+            self.s.join(MAIN, SENDS)
+            self.s.join(MAIN, READS)
+
+    def result(self, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """``out``, which may be anyone's memory, or a result that peers may write."""
+        if out is not None:
+            return out
+        is_posted = self.s.device.has_heap
+        made = self.s.result(shape, self.dtype, posted=is_posted)
+        if is_posted:
+            self.posted = made
+        return made
+
+    def begin(self, out: Tensor | None = None) -> None:
+        """Begin a round, before its first chunk is sent. ``out``: the tensor that its chunks are unpacked to."""
+        s = self.s
+        if s.device.is_gpu:
+            with s.on(READS):  # where SMs have just become free, and before the first matmul: none holds it up
+                launches.begin_push(s)
+            s.join(SENDS, READS)
+            if len(self.ended) == NUM_SLOTS:
+                s.after(MAIN, self.ended[0])
+        elif out is not None and out is self.posted:
+            s.add(Post(s.place(out)))
+
+    def push(self, spans: RoundSpans, matmul: PushedMatmul, out: Tensor | None = None) -> None:
+        """Compute and send every dst_rank's chunk, the next rank's first."""
+        s = self.s
+        self.begin(out)
+        matmul.begin(spans, self.rank)
+        if s.device.is_gpu:
+            self._push_staged(spans, matmul, out)
+            return
+        own = own_place(spans, self.rank, out)
+        own = self._chunk(spans, self.rank) if own is None else own
+        late = None
+        if out is not None and out is self.posted:
+            s.add(Ask(Test.LATE))
+            late = Condition(Test.LATE, 0, True)
+            self._multiply(matmul, spans, self.rank, own, late)
+        for dst_rank in self.peers[:-1]:
+            fitting = out if out is not None and fits(spans, self.rank, dst_rank) else None
+            if (place := self._ask(spans, dst_rank, fitting)) is not None:
+                posted = Condition(Test.POSTED, dst_rank, True)
+                self._multiply(matmul, spans, dst_rank, landing(spans, self.rank, dst_rank, place), posted)
+                with s.when(posted):
+                    s.add(Mark(dst_rank))
+                self._multiply(matmul, spans, dst_rank, self._chunk(spans, dst_rank), posted._replace(answer=False))
+            else:
+                self._multiply(matmul, spans, dst_rank, self._chunk(spans, dst_rank))
+            self._signal(dst_rank)
+        self._multiply(matmul, spans, self.rank, own, late and late._replace(answer=False))
+
+    def _push_staged(self, spans: RoundSpans, matmul: PushedMatmul, out: Tensor | None) -> None:
+        s = self.s
+        for dst_rank in self.peers:
+            part = self._chunk(spans, dst_rank)
+            if dst_rank == self.rank:
+                own = own_place(spans, self.rank, out)
+                self._multiply(matmul, spans, dst_rank, part if own is None else own)
+                s.join(SENDS, MAIN)
+            else:
+                if dst_rank in self.copied:
+                    s.after(MAIN, self.copied[dst_rank])
+                else:  # the first round's chunks are the largest
+                    self.staging[dst_rank] = s.temporary(part.shape, self.dtype)
+                chunk = self.staging[dst_rank][: part.numel()]
+                self._multiply(matmul, spans, dst_rank, chunk)
+                s.join(SENDS, MAIN)
+                with s.on(SENDS), s.lane("push", dst_rank):
+                    s.copy(part, chunk)
+                self.copied[dst_rank] = s.event(SENDS)
+            self._signal(dst_rank)
+
+    def _multiply(
+        self, matmul: PushedMatmul, spans: RoundSpans, dst_rank: int, to: Tensor, when: Condition | None = None
+    ) -> None:
+        with self.s.when(when), self.s.lane("matmul", dst_rank):
+            matmul(spans.at(dst_rank), dst_rank, to)
+
+    def pack(self, spans: RoundSpans, packed: Tensor, out: Tensor | None) -> None:
+        """Send every peer its chunk of ``packed``. This rank's own chunk stays where it is."""
+        s = self.s
+        for dst_rank in self.peers[:-1]:
+            chunk, part = spans.at(dst_rank).pack.view(packed.view(-1), 0, dst_rank), self._chunk(spans, dst_rank)
+            with s.lane("push", dst_rank):
+                if s.device.is_gpu:
+                    with s.on(SENDS):
+                        copy_runs(s, part, chunk)
+                elif (place := self._ask(spans, dst_rank, out)) is not None:
+                    posted = Condition(Test.POSTED, dst_rank, True)
+                    with s.when(posted):
+                        copy_between(s, spans.landing(self.rank, dst_rank).view(place, 0, dst_rank), chunk)
+                        s.add(Mark(dst_rank))
+                    with s.when(posted._replace(answer=False)):
+                        s.copy(part.view(chunk.shape), chunk)
+                else:
+                    s.copy(part.view(chunk.shape), chunk)
+            self._signal(dst_rank)
+        if s.device.is_gpu:
+            self._signal(self.rank)
+
+    def _ask(self, spans: RoundSpans, dst_rank: int, out: Tensor | None) -> Tensor | None:
+        """The result that dst_rank may have posted in place of ``out``, flat."""
+        if out is None or out is not self.posted:
+            return None
+        numel = spans.unpacked_numel(dst_rank, out.numel())
+        self.s.add(Ask(Test.POSTED, dst_rank, numel * self.dtype.itemsize))
+        return self.s.posted(dst_rank, numel, self.dtype)
+
+    def _signal(self, dst_rank: int) -> None:
+        s = self.s
+        with s.lane("push", dst_rank), s.on(SENDS if s.device.is_gpu else MAIN):
+            if s.device.is_gpu and not s.device.writes_by_stream:
+                launches.signal(s, dst_rank)
+            else:
+                s.add(Signal(dst_rank))
+
+    def arrivals(self, spans: RoundSpans, src_rank: int, out: Tensor | None) -> list[Arrival]:
+        """The chunk from src_rank: in its place in ``out``, in the slot, or as a run finds it."""
+        slot = self.s.chunk(self.rank, src_rank, spans, self.dtype)
+        if out is None or out is not self.posted:
+            return [Arrival(slot)]
+        self.s.add(Ask(Test.MARKED, src_rank))
+        marked = Condition(Test.MARKED, src_rank, True)
+        return [
+            Arrival(_in_result(spans, src_rank, out), marked, is_in_place=True),
+            Arrival(slot, marked._replace(answer=False)),
+        ]
+
+    def wait(self, src_rank: int) -> None:
+        """Wait for src_rank's chunk; it may be read only after this."""
+        with self.s.lane("wait", src_rank):
+            if self.s.device.is_gpu:
+                launches.wait_source(self.s, src_rank)
+            else:
+                self.s.add(Wait(src_rank))
+
+    def unpack(self, spans: RoundSpans, out: Tensor, own: Tensor | None = None) -> None:
+        """Wait for all chunks, copy them to their places, and end the round. ``own``: what was packed, if anything."""
+        s, rank = self.s, self.rank
+        packed = None if own is None else spans.at(rank).pack.view(own.view(-1), 0, rank)
+        if s.device.is_gpu:
+            self._unpack_by_kernel(spans, out, packed)
+            return
+        place = _in_result(spans, rank, out)
+        with s.lane("copy", rank):
+            if packed is not None:
+                if not s.is_at(packed, place):
+                    copy_between(s, place, packed)
+            elif own_place(spans, rank, out) is None:
+                copy_between(s, place, self._chunk(spans, rank))
+        for src_rank in self.sources[1:]:
+            self.wait(src_rank)
+            for chunk, condition, is_in_place in self.arrivals(spans, src_rank, out):
+                if not is_in_place:
+                    with s.when(condition), s.lane("copy", src_rank):
+                        copy_between(s, _in_result(spans, src_rank, out), chunk)
+        s.add(EndRound())
+
+    def _unpack_by_kernel(self, spans: RoundSpans, out: Tensor, packed: Tensor | None) -> None:
+        s, rank = self.s, self.rank
+        if packed is None:
+            s.join(READS, MAIN)
+        with s.on(READS), s.lane("copy"):
+            if packed is not None:
+                for src_rank in self.sources[1:]:  # on one SM, and not on half of those that a matmul needs
+                    self.wait(src_rank)
+                copy_between(s, _in_result(spans, rank, out), packed)
+            is_there = packed is not None or own_place(spans, rank, out) is not None
+            launches.unpack(s, out, spans, own=not is_there)
+        self._end_round()
+
+    def reduce(self, spans: RoundSpans, out: Tensor, bias: Tensor | None, scale: float) -> None:
+        """Wait for all chunks, add them in rank order in float32, round once, and end the round."""
+        s = self.s
+        if s.device.is_gpu:
+            s.join(READS, MAIN)
+            with s.on(READS), s.lane("copy"):
+                launches.reduce(s, out, spans, bias, scale)
+            self._end_round()
+            return
+        for src_rank in self.sources[1:]:
+            self.wait(src_rank)
+        parts = [self.s.chunk(self.rank, src_rank, spans, self.dtype) for src_rank in range(s.group_size)]
+        total = spans.at(self.rank).pack.view(out.view(-1), 0, self.rank).view(-1)
+        with s.lane("copy"):
+            s.reduce(total, parts, bias, scale)
+        s.add(EndRound())
+
+    def arrived(self) -> None:
+        """The matmuls that follow take what has been unpacked."""
+        if self.s.device.is_gpu:
+            self.s.join(MAIN, READS)
+
+    def finish(self, outs: Sequence[Tensor]) -> None:
+        """End a round whose chunks have been read; ``outs`` hold what was made of them."""
+        s = self.s
+        if not s.device.is_gpu:
+            s.add(EndRound())
+            return
+        s.join(READS, MAIN)
+        with s.on(READS):
+            for i, out in enumerate(outs):
+                launches.finish(s, out, end_round=i == len(outs) - 1)
+        self._end_round()
+        s.join(MAIN, READS)  # the waits of the next round count from the end of this one
+
+    def _end_round(self) -> None:
+        s = self.s
+        self.ended = [*self.ended, s.event(READS)][-NUM_SLOTS:]
+        s.add(EndRound())
+
+    def _chunk(self, spans: RoundSpans, dst_rank: int) -> Tensor:
+        """The own chunk in dst_rank's slot."""
+        return self.s.chunk(dst_rank, self.rank, spans, self.dtype)
+
+
+def _in_result(spans: RoundSpans, src_rank: int, out: Tensor) -> Tensor:
+    """Where src_rank's chunk belongs in the result, as runs (outer, inner)."""
+    return spans.at(src_rank).unpack.view(out.view(-1), 0, src_rank)

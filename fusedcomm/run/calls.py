@@ -1,0 +1,65 @@
+"""A call of an algorithm: its schedule, made once for all calls of a kind, and the run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from torch import Tensor
+
+from fusedcomm.plan.builder import Builder, Layout, layout_of
+from fusedcomm.plan.schedule import Schedule
+from fusedcomm.run import python_executor
+from fusedcomm.runtime.launch_order import ordered
+from fusedcomm.runtime.outside_modes import outside_modes
+from fusedcomm.runtime.workspace import Call
+
+Program = Callable[..., Any]  # of fusedcomm.plan: it emits the steps of a call
+Operand = Tensor | None | Sequence[Tensor | None]
+_MOST_KEPT = 1024  # schedules of a workspace; one with more, whose sizes change all the time, begins anew
+
+
+def run(call: Call, program: Program, *operands: Operand, **facts: Hashable) -> list[Tensor]:
+    """Run ``program(builder, exchange, *operands, **facts)`` on the call's workspace; the tensors that it returns.
+
+    A round that is left half way breaks the workspace: the peers have seen its signals.
+    """
+    workspace, schedule = call.workspace, schedule_of(call, program, *operands, **facts)
+    workspace.enter(call.op, call.fingerprint)
+    with ordered(workspace), workspace.guarded(call.op):
+        return python_executor.run(schedule, workspace, call.op, call.fingerprint, _flat(operands))
+
+
+def schedule_of(call: Call, program: Program, *operands: Operand, **facts: Hashable) -> Schedule:
+    """The schedule of all calls of this kind, made by the first."""
+    kept: dict[Hashable, tuple[Schedule, object]] = call.workspace.schedules
+    layouts = tuple(None if t is None else layout_of(t) for t in _flat(operands))
+    key = program, id(call.exchange), layouts, call.workspace.device_facts(), tuple(facts.values())
+    if key not in kept:
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+        kept[key] = _build(call, program, layouts, operands, facts), call.exchange  # which keeps its id
+    return kept[key][0]
+
+
+@outside_modes()
+def _build(
+    call: Call,
+    program: Program,
+    layouts: Sequence[Layout | None],
+    operands: Sequence[Operand],
+    facts: Mapping[str, Hashable],
+) -> Schedule:
+    builder = Builder(call.workspace.memory_facts(), call.workspace.device_facts(), layouts)
+    inputs = iter(builder.inputs)
+    stand_ins = [next(inputs) if _is_one(each) else [next(inputs) for _ in each] for each in operands]
+    returned = program(builder, call.exchange, *stand_ins, **facts)
+    return builder.finish(*([returned] if isinstance(returned, Tensor) else returned))
+
+
+def _flat(operands: Sequence[Operand]) -> list[Tensor | None]:
+    return [t for each in operands for t in ([each] if _is_one(each) else each)]
+
+
+def _is_one(operand: Operand) -> TypeGuard[Tensor | None]:
+    return operand is None or isinstance(operand, Tensor)

@@ -1,0 +1,178 @@
+"""The steps of a schedule one by one: the reference for the native executor, and its stand-in where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from fusedcomm.plan.schedule import (
+    Ask,
+    Await,
+    Base,
+    Copy,
+    EndRound,
+    Launch,
+    Mark,
+    Multiply,
+    Place,
+    Post,
+    Record,
+    Reduce,
+    Schedule,
+    Signal,
+    Stream,
+    Test,
+    Wait,
+)
+from fusedcomm.run.launching import launch
+from fusedcomm.run.sums import add_in_order
+from fusedcomm.runtime import stream_writes
+from fusedcomm.runtime.workspace import Workspace
+
+
+def run(
+    schedule: Schedule, workspace: Workspace, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """The tensors that the call returns. A round that fails or is left half way breaks the workspace."""
+    execution = _Execution(schedule, workspace, op, fingerprint, inputs)
+    execution.steps()
+    return [execution.tensor(place) for place in schedule.returned]
+
+
+class _Execution:
+    """One run."""
+
+    def __init__(
+        self, schedule: Schedule, workspace: Workspace, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
+    ) -> None:
+        self.schedule, self.workspace, self.inputs = schedule, workspace, inputs
+        self.op, self.fingerprint = op, fingerprint
+        self.results = [self._result(*each) for each in schedule.results]
+        device = workspace.device
+        self.temporaries = torch.empty(schedule.temporary_bytes, dtype=torch.uint8, device=device)
+        self.answers: dict[tuple[Test, int], bool] = {}
+        self.posted: dict[int, Tensor] = {}  # by rank: the result that it has posted in this round
+        self.has_posted = False
+        self.events: dict[int, torch.cuda.Event] = {}
+        self.streams: list[torch.cuda.Stream] = []
+        if device.type == "cuda":
+            main = torch.cuda.current_stream(device)
+            self.streams = [main, workspace.side_stream(), workspace.reading_stream()]
+
+    @property
+    def epoch(self) -> int:
+        return self.workspace.epoch + 1
+
+    def steps(self) -> None:
+        with ExitStack() as lane:
+            name = ""
+            for step in self.schedule.steps:
+                if step.when is not None and self.answers[step.when[:2]] != step.when.answer:
+                    continue
+                if step.lane != name:
+                    lane.close()
+                    name = step.lane
+                    lane.enter_context(_range(name))
+                with self._on(step.stream):
+                    self.step(step.work, step.stream)
+
+    def step(self, work: Any, stream: Stream) -> None:
+        match work:
+            case Multiply():
+                self._multiply(work)
+            case Copy():
+                self.tensor(work.to).copy_(self.tensor(work.source))
+            case Reduce():
+                bias = None if work.bias is None else self.tensor(work.bias)
+                add_in_order(self.tensor(work.out), [self.tensor(each) for each in work.parts], bias, work.scale)
+            case Signal():
+                self._signal(work.dst_rank, stream)
+            case Wait():
+                self.workspace.wait(work.src_rank, self.epoch, self.op, self.fingerprint)
+            case Post():
+                self.has_posted = self.workspace.post(self.tensor(work.result), self.fingerprint)
+            case Ask():
+                self.answers[work.test, work.rank] = self._answer(work)
+            case Mark():
+                self.workspace.posts.mark(work.dst_rank, self.epoch)
+            case Launch():
+                launch(work, self.workspace, self.fingerprint, self.tensor)
+            case Record():
+                self.events[work.event] = self.streams[stream].record_event()
+            case Await():
+                self.streams[stream].wait_event(self.events[work.event])
+            case EndRound():
+                self.workspace.end_round(self.op, self.fingerprint)
+                self.has_posted = False
+
+    def tensor(self, place: Place) -> Tensor:
+        """A Place's tensor in this run and round."""
+        base, start = self._base(place), place.offset
+        if place.base == Base.TEMPORARY:
+            start += self.schedule.temporaries[place.index]
+        start += base.storage_offset() * base.itemsize
+        made = torch.empty(0, dtype=place.dtype, device=base.device)
+        return made.set_(base.untyped_storage(), start // place.dtype.itemsize, place.sizes, place.strides)
+
+    def _base(self, place: Place) -> Tensor:
+        match place.base:
+            case Base.INPUT:
+                found = self.inputs[place.index]
+                assert found is not None
+                return found
+            case Base.RESULT:
+                return self.results[place.index]
+            case Base.TEMPORARY:
+                return self.temporaries
+            case Base.POSTED:
+                return self.posted[place.index]
+            case Base.SLOT:
+                return self.workspace.buffers[place.index][self.workspace.slot_start(self.epoch) :]
+            case Base.SEGMENT:
+                return self.workspace.buffers[place.index]
+
+    def _multiply(self, work: Multiply) -> None:
+        out, x, w = self.tensor(work.out), self.tensor(work.x), self.tensor(work.w)
+        batched = out.dim() == 3
+        if work.adds:
+            (torch.baddbmm if batched else torch.addmm)(out, x, w, out=out)
+        elif work.bias is not None:
+            (torch.baddbmm if batched else torch.addmm)(self.tensor(work.bias), x, w, out=out)
+        else:
+            (torch.bmm if batched else torch.mm)(x, w, out=out)
+
+    def _signal(self, dst_rank: int, stream: Stream) -> None:
+        if self.streams:
+            stream_writes.write(
+                self.streams[stream], *self.workspace.flag(dst_rank, self.epoch, self.fingerprint)
+            )
+        else:
+            self.workspace.signal(dst_rank, self.epoch, self.fingerprint)
+
+    def _answer(self, ask: Ask) -> bool:
+        workspace = self.workspace
+        match ask.test:
+            case Test.LATE:
+                return self.has_posted and not workspace.all_have_posted(self.fingerprint)
+            case Test.POSTED:
+                found = workspace.posted(ask.rank, ask.num_bytes, self.fingerprint)
+                if found is not None:
+                    self.posted[ask.rank] = found
+                return found is not None
+            case Test.MARKED:
+                return workspace.posts.is_marked(ask.rank, self.epoch)
+
+    def _result(self, shape: Sequence[int], dtype: torch.dtype, posted: bool) -> Tensor:
+        return self.workspace.empty(shape, dtype, posted=posted)
+
+    def _on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.streams[stream]) if self.streams and stream != Stream.MAIN else nullcontext()
+
+
+def _range(name: str) -> AbstractContextManager[Any]:
+    return profiler.record_function(name) if name and profiler._is_profiler_enabled else nullcontext()
