@@ -7,6 +7,7 @@
 
 #include <map>
 
+#include "plan_bindings.h"
 #include "prepared_calls.h"
 #include "training_calls.h"
 
@@ -273,6 +274,21 @@ void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, Tape& tape,
   calls.add(Key(key.begin(), key.end()), std::move(call));
 }
 
+void add_planned_call(PreparedCalls& calls, const std::vector<int64_t>& key, std::shared_ptr<Plan> plan,
+                      std::vector<Output> outputs, int64_t fingerprint, py::object record, py::object workspace,
+                      py::object rescue) {
+  auto call = std::make_shared<PreparedCall>();
+  call->plan = std::move(plan);
+  call->outputs = std::move(outputs);
+  call->generation = key.front();
+  call->has_rounds = true;
+  call->fingerprint = fingerprint;
+  call->record = std::make_shared<PythonObject>(std::move(record));
+  call->workspace = std::make_shared<PythonObject>(std::move(workspace));
+  call->rescue = std::make_unique<PythonObject>(std::move(rescue));
+  calls.add(Key(key.begin(), key.end()), std::move(call));
+}
+
 // What `fusedcomm.runtime.workspace.Workspace.for_tapes` gives.
 void begin_calls(PreparedCalls& calls, int64_t resets, int64_t rank, const std::vector<at::Tensor>& segments,
                  const std::array<int64_t, 6>& offsets, int64_t slot_bytes, uintptr_t epoch, uintptr_t error_record,
@@ -326,6 +342,8 @@ void bind_op_kernels(py::module_& m) {
   m.attr("NUM_SLOTS") = kNumSlots;
   m.attr("POST_BYTES") = kPostBytes;
 
+  bind_plans(m);
+
   py::class_<Tape>(m, "Tape", "What a call did.")
       .def(py::init<>())
       .def("new_register", &Tape::new_register)
@@ -356,6 +374,7 @@ void bind_op_kernels(py::module_& m) {
            [](PreparedCalls& calls, int64_t resets) { calls.clear(nullptr, resets); })
       .def("begin", &begin_calls)
       .def("add", &add_call)
+      .def("add_plan", &add_planned_call)
       .def("refuse", [](PreparedCalls& calls, const std::vector<int64_t>& key) {
         calls.add(Key(key.begin(), key.end()), nullptr);
       })

@@ -20,6 +20,24 @@ Known& known() {
   return *all;
 }
 
+std::vector<c10::IValue> run_plan(PreparedCall& call, const std::vector<at::Tensor>& inputs, Rounds& rounds) {
+  const std::vector<at::Tensor> made = call.plan->run(inputs, rounds);
+  const auto one = [&](int64_t index) {
+    return index == kEmpty ? at::empty({0}, inputs.front().options()) : made[static_cast<size_t>(index)];
+  };
+  std::vector<c10::IValue> results;
+  for (const Output& each : call.outputs) {
+    if (const auto* index = std::get_if<int64_t>(&each)) {
+      results.emplace_back(one(*index));
+    } else {
+      c10::List<at::Tensor> list;
+      for (const int64_t index : std::get<std::vector<int64_t>>(each)) list.push_back(one(index));
+      results.emplace_back(std::move(list));
+    }
+  }
+  return results;
+}
+
 }  // namespace
 
 void PreparedCalls::enlist(const std::shared_ptr<PreparedCalls>& calls) {
@@ -109,7 +127,7 @@ void PreparedCalls::run_rounds(PreparedCall& call, const CallContext& context, c
       },
       [&](int64_t epoch) { with_gil([&] { rescue.get().attr("check")(epoch); }); });
   try {
-    results = call.tape.run(tensors, &rounds);
+    results = call.plan ? run_plan(call, tensors, rounds) : call.tape.run(tensors, &rounds);
   } catch (const std::exception&) {
     // A wait that fails has told the peers what they must know. Ctrl-C may come before it begins.
     if (!context.is_broken()) with_gil([&] { rescue.get().attr("abandon")(as_python(std::current_exception())); });

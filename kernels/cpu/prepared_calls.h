@@ -13,6 +13,7 @@
 #include "call_lock.h"
 #include "call_ring.h"
 #include "key_table.h"
+#include "plan.h"
 #include "rounds.h"
 #include "tape.h"
 
@@ -60,8 +61,14 @@ inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tenso
   return true;
 }
 
+// What an op returns of a plan's tensors: one, or a list. kEmpty: a tensor without elements.
+using Output = std::variant<int64_t, std::vector<int64_t>>;
+constexpr int64_t kEmpty = -1;
+
 struct PreparedCall {
   Tape tape;
+  std::shared_ptr<Plan> plan;  // null: the tape runs
+  std::vector<Output> outputs;
   int64_t generation;
   bool has_rounds;  // whether it signals and waits, on its group's workspace
   int64_t fingerprint;

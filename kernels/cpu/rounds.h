@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "flags.h"
@@ -107,6 +108,13 @@ class Rounds {
   bool is_in_place(int64_t src_rank) const { return load_word(mark(segments_.rank, src_rank)) == *epoch_ + 1; }
 
   void signal(int64_t dst_rank) const { signal_word(flag(dst_rank, segments_.rank), flag_value()); }
+
+  // The address and the value of a signal that a stream writes.
+  std::pair<uintptr_t, uint64_t> signal_to(int64_t dst_rank) const {
+    return {flag(dst_rank, segments_.rank), static_cast<uint64_t>(flag_value())};
+  }
+  // Counts a round whose work is launched; the device ends it.
+  void count() { ++*epoch_; }
 
   void wait(int64_t src_rank) const {
     const uintptr_t own = segments_.address(segments_.rank);

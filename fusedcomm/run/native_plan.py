@@ -1,0 +1,99 @@
+"""A schedule as the native executor takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fusedcomm.plan.schedule import (
+    Ask,
+    Await,
+    Base,
+    Copy,
+    EndRound,
+    Mark,
+    Multiply,
+    Place,
+    Post,
+    Record,
+    Reduce,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+)
+from fusedcomm.runtime.native_part import loaded
+from fusedcomm.runtime.workspace import Workspace
+
+_ALWAYS = (0, 0, -1)
+
+
+class Source(NamedTuple):
+    """The tensor argument of an op that an input of a schedule is, or is a view of."""
+
+    argument: int
+    offset: int  # bytes
+
+
+def load(schedule: Schedule, workspace: Workspace, sources: Sequence[Source | None]) -> Any:
+    """``sources``: of each input, None for one that is not there."""
+    plan = loaded().Plan(
+        workspace.group_size,
+        workspace.device,
+        workspace.streams(),
+        None,
+        list(schedule.results),
+        schedule.temporary_bytes,
+        list(schedule.temporaries),
+        schedule.num_events,
+    )
+    for step in schedule.steps:
+        _append(plan, step, sources)
+    plan.finish(_places(schedule.returned, sources))
+    return plan
+
+
+def _append(plan: Any, step: Step, sources: Sequence[Source | None]) -> None:
+    native, work = loaded(), step.work
+    when = _ALWAYS if step.when is None else (int(step.when.test), step.when.rank, int(step.when.answer))
+    facts = step.lane, int(step.stream), when
+
+    def places(*given: Place | None) -> list[Any]:
+        return _places([each for each in given if each is not None], sources)
+
+    match work:
+        case Multiply():
+            plan.multiply(facts, places(work.out, work.x, work.w, work.bias), work.bias is not None, work.adds)
+        case Copy():
+            plan.copy(facts, places(work.to, work.source))
+        case Reduce():
+            plan.reduce(facts, places(work.out, *work.parts, work.bias), work.bias is not None, work.scale != 1)
+        case Post():
+            plan.post(facts, places(work.result))
+        case Ask():
+            plan.ask(facts, int(work.test), work.rank, work.num_bytes)
+        case Signal():
+            plan.with_number(facts, native.SIGNAL, work.dst_rank)
+        case Wait():
+            plan.with_number(facts, native.WAIT, work.src_rank)
+        case Mark():
+            plan.with_number(facts, native.MARK, work.dst_rank)
+        case Record():
+            plan.with_number(facts, native.RECORD, work.event)
+        case Await():
+            plan.with_number(facts, native.AWAIT, work.event)
+        case EndRound():
+            plan.with_number(facts, native.END_ROUND, 0)
+
+
+def _places(places: Sequence[Place], sources: Sequence[Source | None]) -> list[Any]:
+    return [loaded().Place(int(base), *rest) for base, *rest in (_of_argument(each, sources) for each in places)]
+
+
+def _of_argument(place: Place, sources: Sequence[Source | None]) -> Place:
+    """The place as one of the op's tensor arguments."""
+    if place.base != Base.INPUT:
+        return place
+    source = sources[place.index]
+    assert source is not None
+    return place._replace(index=source.argument, offset=place.offset + source.offset)

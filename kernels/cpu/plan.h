@@ -1,0 +1,98 @@
+// A schedule (fusedcomm/plan/schedule.py) bound to a device: steps that run without Python.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernel_launch.h"
+#include "rounds.h"
+#include "streams.h"
+
+namespace fusedcomm {
+
+// A tensor by where it lies.
+struct Place {
+  enum Base { kInput, kResult, kTemporary, kSlot, kPosted, kSegment };
+
+  Base base;
+  int64_t index;   // of an input, result or temporary, or the rank that owns the memory
+  int64_t offset;  // bytes
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  at::ScalarType dtype;
+  std::array<at::Tensor, kNumSlots> in_slots;  // for kSlot: views that are made once
+};
+
+struct Step {
+  enum Kind { kMultiply, kCopy, kReduce, kSignal, kWait, kPost, kAsk, kMark, kEndRound, kLaunch, kRecord, kAwait };
+  enum Test { kLate, kPosted, kMarked };
+
+  Kind kind;
+  std::vector<Place> places;  // the one that is written first
+  int64_t rank = 0;
+  int64_t num_bytes = 0;   // for kAsk: of the result
+  Test test = kLate;       // for kAsk
+  bool has_bias = false;   // the last of the places
+  bool adds = false;       // for kMultiply: to what is there
+  bool averages = false;   // for kReduce: the sum is divided by the number of parts
+  int64_t condition = -1;  // an answer's index: the step runs if that is `if_so`
+  bool if_so = false;
+  size_t lane = 0;
+  size_t stream = 0;
+  bool is_one_run = false;  // for kCopy: both places are
+  int64_t event = 0;
+  std::shared_ptr<KernelLaunch> launch;
+};
+
+struct Result {
+  std::vector<int64_t> shape;
+  at::ScalarType dtype;
+  bool posted;
+};
+
+// The device of a plan, and on a GPU its streams beside the caller's, and the order that its launches are in.
+struct PlanDevice {
+  c10::Device device{c10::kCPU};
+  std::vector<c10::Stream> streams;
+  std::shared_ptr<LaunchOrder> order;
+};
+
+class Plan {
+ public:
+  Plan(int64_t group_size, PlanDevice device, std::vector<Result> results, int64_t temporary_bytes,
+       std::vector<int64_t> temporaries, int64_t num_events)
+      : group_size_(group_size), device_(std::move(device)), results_(std::move(results)),
+        temporary_bytes_(temporary_bytes), temporaries_(std::move(temporaries)) {
+    for (int64_t i = 0; i < num_events; ++i) events_.emplace_back(device_.device.type());
+  }
+
+  // `answer` < 0: whatever the answers are.
+  void append(Step step, const std::string& lane, int64_t test, int64_t rank, int64_t answer);
+  void finish(std::vector<Place> returned) { returned_ = std::move(returned); }
+  size_t num_steps() const { return steps_.size(); }
+
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, Rounds& rounds);
+
+ private:
+  class Run;
+
+  int64_t group_size_;
+  PlanDevice device_;
+  std::vector<c10::Event> events_;  // recorded anew by each run
+  std::vector<Step> steps_;
+  std::vector<Result> results_;
+  int64_t temporary_bytes_;
+  std::vector<int64_t> temporaries_;  // by index: where each begins in the one block of temporary_bytes_
+  std::vector<Place> returned_;
+  std::vector<std::string> lanes_{""};
+};
+
+}  // namespace fusedcomm
