@@ -43,11 +43,10 @@ def can_describe_w(w: Tensor) -> bool:
 
 def can_describe_slots(spans: RoundSpans, group_size: int) -> bool:
     """Whether a tensor descriptor can load every source's chunk [batches * rows, columns] in whole blocks of K."""
-    num_columns, *others = {each.columns.size for each in spans.each}
-    if others or any(each.columns.inner % tiles.BLOCK_K for each in spans.each):
+    num_columns = spans.columns.size
+    if spans.columns.inner % tiles.BLOCK_K:
         return False
-    num_rows, rest = divmod(spans.chunk_numel, num_columns)
-    return rest == 0 and max(group_size * num_rows, num_columns) <= _INT32_MAX
+    return max(group_size * (spans.chunk_numel // num_columns), num_columns) <= _INT32_MAX
 
 
 def column_shift(w: Tensor, columns: Span) -> int:
@@ -78,7 +77,7 @@ def describe_slots(workspace: Segments, spans: RoundSpans, dtype: torch.dtype, c
     """Both slots of this rank [num_slots, rows of all chunks, columns]: the kernel takes that of its epoch."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    start, num_columns = workspace.segment_layout.header_bytes, spans.at(workspace.rank).columns.size
+    start, num_columns = workspace.segment_layout.header_bytes, spans.columns.size
     slots = workspace.segment[start : start + workspace.segment_layout.num_slots * workspace.slot_bytes].view(dtype)
     num_rows = workspace.group_size * (spans.chunk_numel // num_columns)
     return TensorDescriptor(

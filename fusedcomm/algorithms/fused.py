@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fusedcomm import reference
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul
 from fusedcomm.algorithms.in_place import FusedResult
@@ -158,15 +157,8 @@ def _multiply_own(
 def _pushes(
     call: Call, x: Tensor, w: Tensor, bias: Tensor | None, result: FusedResult | None = None
 ) -> Callable[[RoundSpans], None]:
-    """What computes and sends all chunks of a round; those of ``result`` in place, where peers have posted theirs.
-
-    Where several ranks get the same, the product is made first, and copied from there: nothing is multiplied twice.
-    """
+    """What computes and sends all chunks of a round; those of ``result`` in place, where peers have posted theirs."""
     workspace, fingerprint = call.workspace, call.fingerprint
-    if call.exchange.is_shared:
-        with lane("matmul"):
-            product = reference.matmul(x, w, bias).contiguous()
-        return lambda spans: kernel_launch.pack(product, spans.of_product(), workspace, fingerprint, all_sms=True)
     x, w = x.contiguous(), kernel_launch.loadable(w)
 
     def push(spans: RoundSpans) -> None:

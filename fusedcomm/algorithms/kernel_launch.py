@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,10 @@ from fusedcomm.algorithms.descriptors import (
     describe_x,
     row_step,
 )
-from fusedcomm.algorithms.part_table import NO_SPAN, are_aligned, matmul_parts, own_span, shared_spans, upload
 from fusedcomm.geometry.exchange import RoundSpans
-from fusedcomm.geometry.spans import ChunkSpans, Span
-from fusedcomm.kernels.triton.bundles import CopyConfig, InPlace, Part, Reduced, Sizes, Traits, Unpacked
+from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.bundles import CopyConfig, InPlace, Reduced, Sizes, Traits, Unpacked
 from fusedcomm.runtime.launches import Launch, of_kind
-from fusedcomm.runtime.rank_order import peers_of, sources_of
 from fusedcomm.runtime.signals import Segments, signal, wait
 from fusedcomm.runtime.topology import tf32_allowed
 
@@ -72,7 +70,7 @@ def _push(
     num_m = x.shape[-2]  # rows per batch; unused where w has no batches
     x, w = _operands(x, w)
     num_k = w.shape[1]
-    describable = can_describe_x(x) and can_describe_w(w) and not spans.by_peer
+    describable = can_describe_x(x) and can_describe_w(w)
     shift = column_shift(w, spans.columns)
     shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, workspace.group_size)
     if describable and _has_tma(x):
@@ -88,23 +86,16 @@ def _push(
         tf32_allowed(),
         shift=shape.shift if use_tma else 0,
     )
-    parts: list[Part] = []
-    num_tiles = tiles.num_tiles(config, shape) * shape.count
-    if spans.by_peer:
-        order = peers_of(workspace.rank, workspace.group_size)
-        parts = matmul_parts(spans, order, lambda chunk: _num_tiles(chunk, chunk.columns, config, traits))
-        num_tiles = sum(part.num for part in parts)
-    if num_tiles == 0:
-        return None
     in_place = None if results is None else tuple(results)
-    constants = _matmul_constants(w, num_m, spans, parts, workspace, fingerprint, config, traits)
+    constants = _matmul_constants(w, num_m, spans, workspace, fingerprint, config, traits)
 
     def arguments(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         x, w = _operands(x, w)
         return in_place, describe_x(x, config) if use_tma else x, *_weights(w, bias, config, use_tma), *constants
 
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(config, x, use_tma)}
-    return Launch(push_matmul_kernel, _grid("push", workspace, num_tiles), arguments, **options)
+    grid = _grid("push", workspace, tiles.num_tiles(config, shape) * shape.count)
+    return Launch(push_matmul_kernel, grid, arguments, **options)
 
 
 def pack(
@@ -120,12 +111,12 @@ def pack(
     assert t.is_contiguous()
 
     def plan() -> Launch | None:
-        config, num_tiles, parts = _copies(t, spans.pack, [each.pack for each in spans.by_peer])
-        if num_tiles == 0:
+        if spans.pack.size == 0:
             return None
         from fusedcomm.kernels.triton.copy import pack_kernel
 
-        constants = _copy_constants(spans.pack, parts, spans, workspace, fingerprint, config)
+        config, num_tiles = _copies(t, spans.pack)
+        constants = _copy_constants(spans.pack, workspace, fingerprint, config)
         grid = _grid("push" if all_sms else "pack", workspace, num_tiles)
         return Launch(pack_kernel, grid, lambda t: (t, *constants, own), num_warps=config.num_warps)
 
@@ -179,12 +170,12 @@ def _gather(
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
     w = _matrices(w)
     _, num_k, num_n = w.shape
-    split_k = spans.differs == "columns" if spans.by_peer else spans.columns.size != num_k
+    split_k = spans.columns.size != num_k
     kind = "gather alone" if all_sms else "gather"
     assert own or not split_k
     shape = _gather_shape(spans, num_n, 1 if split_k else workspace.group_size - (not own))
     describable = can_describe_slots(spans, workspace.group_size) and can_describe_w(w)
-    aligned = are_multiples_of_16(*(each.columns.size * w.itemsize for each in spans.each), row_step(w) * w.itemsize)
+    aligned = are_multiples_of_16(spans.columns.size * w.itemsize, row_step(w) * w.itemsize)
     config = _matmul_config(out, shape, workspace.num_programs(kind), describable, aligned)
     use_tma = _has_tma(out) and describable
     in_runs = tiles.in_runs(spans.columns, config.block_k)
@@ -193,15 +184,13 @@ def _gather(
         w.stride(2) != 1,
         tiles.in_runs(spans.rows, config.block_m),
         in_runs,
-        all(_in_whole_blocks(each.columns, config.block_k, in_runs) for each in spans.each),
+        _in_whole_blocks(spans.columns, config.block_k, in_runs),
         tf32_allowed(),
         split_k,
         own,
         end_round,
     )
-    parts, num_tiles = list[Part](), tiles.num_tiles(config, shape) * shape.count
-    if spans.by_peer:
-        parts, num_tiles = _gather_parts(spans, shape, workspace, config, traits)
+    num_tiles = tiles.num_tiles(config, shape) * shape.count
     if num_tiles == 0:
         return None
     if not own:  # after a failure the kernel counts this rank's tiles too
@@ -209,7 +198,7 @@ def _gather(
     from fusedcomm.kernels.triton.gather_matmul import gather_matmul_kernel
 
     slots = describe_slots(workspace, spans, out.dtype, config) if use_tma else None
-    constants = _matmul_constants(w, num_m, spans, parts, workspace, fingerprint, config, traits)
+    constants = _matmul_constants(w, num_m, spans, workspace, fingerprint, config, traits)
 
     def arguments(out: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         return out, slots, *_weights(_matrices(w), bias, config, use_tma), *constants
@@ -235,12 +224,12 @@ def unpack(
     assert out.is_contiguous()
 
     def plan() -> Launch | None:
-        config, num_tiles, parts = _copies(out, spans.unpack, [each.unpack for each in spans.by_peer])
-        if num_tiles == 0:
+        if spans.unpack.size == 0:
             return None
         from fusedcomm.kernels.triton.copy import unpack_kernel
 
-        constants = _copy_constants(spans.unpack, parts, spans, workspace, fingerprint, config)
+        config, num_tiles = _copies(out, spans.unpack)
+        constants = _copy_constants(spans.unpack, workspace, fingerprint, config)
         unpacked, grid = Unpacked(end_round, own, posted), _grid("unpack", workspace, num_tiles)
         return Launch(unpack_kernel, grid, lambda out: (out, *constants, unpacked), num_warps=config.num_warps)
 
@@ -271,7 +260,7 @@ def reduce(
         block, num_warps = tiles.reduce_block(tiles.architecture(out.device))
         constants = (
             workspace.segments,
-            Reduced(span.size, span.start, spans.chunk_numel if spans.by_peer else None),
+            Reduced(span.size, span.start, spans.chunk_numel),
             1 if bias is None else bias.numel(),
             workspace.slot_bytes,
             fingerprint,
@@ -297,9 +286,7 @@ def _of_kind(
     workspace: Segments,
     *facts: Hashable,
 ) -> Launch | None:
-    """The plan of launches like this one. Where parts differ in size, it has a table of them, and is not kept."""
-    if spans.by_peer:
-        return plan()
+    """The plan of launches like this one."""
     facts = (*facts, workspace.num_programs(name), tf32_allowed())
     return of_kind(workspace, plan, name, *facts, tensors=tensors, by=spans)
 
@@ -323,7 +310,6 @@ def _matmul_constants(
     w: Tensor,
     num_m: int,
     spans: RoundSpans,
-    parts: Sequence[Part],
     workspace: Segments,
     fingerprint: int,
     config: tiles.TileConfig,
@@ -331,16 +317,15 @@ def _matmul_constants(
 ) -> tuple[Any, ...]:
     """What push_matmul_kernel and gather_matmul_kernel take alike, behind their tensors."""
     _, num_k, num_n = w.shape
-    own_parts = {"differs": spans.differs, "aligned": are_aligned(parts)} if parts else {}
     return (
         workspace.segments,
-        shared_spans(spans, workspace.rank, upload(parts, w.device) if parts else None),
+        (tuple(spans.batches), tuple(spans.rows), tuple(spans.columns)),  # Triton takes three times as long for named
         Sizes(num_m, num_n, num_k, *w.stride(), spans.chunk_numel, workspace.slot_bytes),
         fingerprint,
         workspace.rank,
         workspace.segment_layout,
         config,
-        traits._replace(**own_parts),
+        traits,
     )
 
 
@@ -359,61 +344,21 @@ def _matrices(w: Tensor) -> Tensor:
     return loadable(w).unsqueeze(0).flatten(0, -3)
 
 
-def _copies(t: Tensor, shared: Span, by_peer: Sequence[Span]) -> tuple[CopyConfig, int, list[Part]]:
-    """Tile sizes, the most tiles that a chunk has, and the rows of a table if peers have Spans of their own."""
-    parts = [own_span(each) for each in by_peer]
-    largest = max(by_peer, key=lambda each: each.size, default=shared)
-    aligned = are_aligned(parts) if parts else None
-    config = tiles.copy_config(tiles.architecture(t.device), largest, t.itemsize, aligned)
-    return config, max(tiles.num_copies(config, each) for each in by_peer or [shared]), parts
+def _copies(t: Tensor, span: Span) -> tuple[CopyConfig, int]:
+    """Tile sizes, and the number of tiles of a chunk."""
+    config = tiles.copy_config(tiles.architecture(t.device), span, t.itemsize)
+    return config, tiles.num_copies(config, span)
 
 
-def _copy_constants(
-    shared: Span,
-    parts: Sequence[Part],
-    spans: RoundSpans,
-    workspace: Segments,
-    fingerprint: int,
-    config: CopyConfig,
-) -> tuple[Any, ...]:
-    """What pack_kernel and unpack_kernel take alike, behind their tensor: where they find the chunks of all peers."""
-    places: tuple[Any, ...] = tuple(shared), None, None
-    if parts:
-        places = tuple(NO_SPAN), upload(parts, workspace.segments.device), spans.chunk_numel
+def _copy_constants(span: Span, workspace: Segments, fingerprint: int, config: CopyConfig) -> tuple[Any, ...]:
+    """What pack_kernel and unpack_kernel take alike, behind their tensor."""
     ranks = workspace.rank, workspace.segment_layout
-    return workspace.segments, *places, workspace.slot_bytes, fingerprint, *ranks, config
-
-
-def _gather_parts(
-    spans: RoundSpans, shape: tiles.Shape, workspace: Segments, config: tiles.TileConfig, traits: Traits
-) -> tuple[list[Part], int]:
-    """The rows of a gather's table, and the tiles of the result that are left to the kernel."""
-    order = sources_of(workspace.rank, workspace.group_size)
-
-    def tiles_of(chunk: ChunkSpans) -> int:
-        return _num_tiles(chunk, shape.columns, config, traits)
-
-    def blocks_of(chunk: ChunkSpans) -> int:
-        return tiles.num_cuts(chunk.columns, config.block_k, traits.columns_in_runs)
-
-    own = spans.at(workspace.rank)
-    parts = matmul_parts(spans, order, blocks_of if traits.split_k else tiles_of)
-    if traits.by_tma:
-        parts = [part._replace(slot_row=i * (spans.chunk_numel // own.columns.size)) for i, part in enumerate(parts)]
-    if traits.split_k:
-        return parts, tiles_of(own)
-    return parts, sum(part.num for part in parts) - (0 if traits.own else parts[workspace.rank].num)
+    return workspace.segments, tuple(span), workspace.slot_bytes, fingerprint, *ranks, config
 
 
 def _in_whole_blocks(columns: Span, block_k: int, in_runs: bool) -> bool:
     """Whether no block of K ends early."""
     return columns.size == 0 or columns.inner % block_k == 0 or (not in_runs and columns.size % block_k == 0)
-
-
-def _num_tiles(chunk: ChunkSpans, columns: Span, config: tiles.TileConfig, traits: Traits) -> int:
-    """Tiles of a peer's chunk, as the kernels count them."""
-    num_m = tiles.num_cuts(chunk.rows, config.block_m, traits.rows_in_runs)
-    return chunk.batches.size * num_m * tiles.num_cuts(columns, config.block_n, traits.columns_in_runs)
 
 
 def _matmul_config(

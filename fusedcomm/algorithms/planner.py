@@ -7,7 +7,7 @@ Rules say what cannot run, each with its reason:
     no workspace (host, native, peers, memory, Triton)  neither chunked nor fused  voted: of all ranks, or of none
     one row does not fit a slot                         likewise    rounds are cut between rows
     K or N above 2^30                                   not fused   its kernels count them in 32 bits
-    parts of different sizes in a CUDA graph            unfused     it would keep the table of the sizes
+    parts of different sizes                            not fused   its kernels take chunks of one size
     a part of K that is empty on a rank                 unfused     it cannot tell which dims make up K
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
@@ -224,6 +224,9 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> 
     if why := model.decode_reason(exchange.for_all, exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
     for_capture = is_for_capture(member.device)
+    if exchange.cut is not None:
+        name, why = _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
+        return name, f"{why}; parts of different sizes: not fused"
     usable = ("fused", "unfused") if for_capture else ("fused", "chunked", "unfused")
     if why := _too_wide(exchange.for_all):
         if for_capture:
@@ -261,8 +264,10 @@ def _reject_uneven(name: str | None, exchange: Exchange, member: Member) -> str 
         return None
     if not exchange.tells_k:
         return f"{exchange.cut}: a rank whose part of K is empty cannot tell which dims make up K"
+    if name == "fused":
+        return f"parts of different sizes, {exchange.cut}: the kernels of fused take chunks of one size"
     if is_for_capture(member.device):
-        return f"parts of different sizes, {exchange.cut}: a CUDA graph would keep the host's table of them"
+        return f"parts of different sizes, {exchange.cut}: not fused, and a CUDA graph would fix the slots of chunked"
     return None
 
 

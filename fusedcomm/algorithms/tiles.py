@@ -117,15 +117,11 @@ def boxes(config: TileConfig, shape: Shape) -> bool:
     return in_runs(shape.rows, config.block_m) and in_runs(shape.columns, config.block_n)
 
 
-def copy_config(arch: int, span: Span, itemsize: int, aligned: bool | None = None) -> CopyConfig:
-    """Sizes for 32 KiB at a time, which is 8 loads of 16 bytes in flight per thread; 2 KiB where runs are unaligned.
-
-    ``aligned``: whether all runs are, where peers have Spans of their own, of which ``span`` is the largest.
-    """
-    in_vectors = span.inner % 16 == 0 if aligned is None else aligned
-    numel = 1024 if arch == INTERPRETER else (32768 if in_vectors else 2048) // itemsize
+def copy_config(arch: int, span: Span, itemsize: int) -> CopyConfig:
+    """Sizes for 32 KiB at a time, which is 8 loads of 16 bytes in flight per thread; 2 KiB where runs are unaligned."""
+    numel = 1024 if arch == INTERPRETER else (2048 if span.inner % 16 else 32768) // itemsize
     block_inner = min(numel, _fitting(span.inner, numel))
-    return CopyConfig(numel // block_inner, block_inner, 8, bool(aligned))
+    return CopyConfig(numel // block_inner, block_inner, 8)
 
 
 def num_copies(config: CopyConfig, span: Span) -> int:

@@ -285,6 +285,8 @@ class CudaTransport:
     def place(self, round: Round, dst_rank: int, out: Tensor | None) -> Tensor:
         if dst_rank == round.workspace.rank:
             own = own_place(round.spans, dst_rank, out)
+            if round.spans.by_peer and self.ended:  # _unpack_parts of the round before may write all of out
+                self.main.wait_event(self.ended[-1])
             return round.part(dst_rank) if own is None else own
         if dst_rank in self.copied:
             self.main.wait_event(self.copied[dst_rank])
@@ -318,14 +320,26 @@ class CudaTransport:
         rank = round.workspace.rank
         if own is None:
             self.reads.wait_stream(self.main)
+        there = own is not None or own_place(round.spans, rank, out) is not None
         with torch.cuda.stream(self.reads), lane("copy"):
             if own is not None:
                 for src_rank in round.sources()[1:]:  # on one SM, and not on half of those that a matmul needs
                     self.wait(round, src_rank)
                 copy_between(_in_result(round, rank, out), round.spans.at(rank).pack.view(own.view(-1), 0, rank))
-            there = own is not None or own_place(round.spans, rank, out) is not None
-            kernel_launch.unpack(out, round.spans, round.workspace, round.fingerprint, own=not there)
+            if round.spans.by_peer:
+                self._unpack_parts(round, out, round.sources()[there:], waits=own is None)
+            else:
+                kernel_launch.unpack(out, round.spans, round.workspace, round.fingerprint, own=not there)
         self._end()
+
+    def _unpack_parts(self, round: Round, out: Tensor, sources: Sequence[int], waits: bool) -> None:
+        """The work of unpack_kernel, which takes chunks of one size alone."""
+        for src_rank in sources:
+            if waits and src_rank != round.workspace.rank:
+                self.wait(round, src_rank)
+            copy_between(_in_result(round, src_rank, out), round.received(src_rank))
+        self.reads.wait_stream(self.main)  # a failure makes all of out NaN, also what main reads
+        signals.finish(out, round.workspace, round.fingerprint, end_round=True)
 
     def reduce(self, round: Round, out: Tensor, bias: Tensor | None, scale: float) -> None:
         self.reads.wait_stream(self.main)

@@ -44,11 +44,6 @@ class Parts(NamedTuple):
         return found
 
     @property
-    def is_shared(self) -> bool:
-        """Whether several ranks have the same element."""
-        return self.overlaps or any(len(ranks) > 1 for ranks in self.receivers.values())
-
-    @property
     def overlaps(self) -> bool:
         """Whether two distinct parts have elements in common."""
         return any(start + size > after for (start, size), (after, _) in itertools.pairwise(sorted(self.receivers)))

@@ -102,18 +102,9 @@ class Exchange:
 
     @cached_property
     def sent_run(self) -> int:
-        """The least number of consecutive elements that go to one rank, if any do, where a tensor is sent as it is."""
+        """The number of consecutive elements that go to one rank where a tensor is sent as it is, in blocks."""
         sizes, split_dim = self.packed
-        if split_dim is None:
-            return self.chunk_numel
-        if self.cut is None or self.cut.scattered is None:
-            return math.prod(sizes[split_dim:]) // self.group_size
-        return min((size for size in self.cut.scattered.sizes if size), default=0) * math.prod(sizes[split_dim + 1 :])
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether some of what is scattered goes to several ranks."""
-        return self.cut is not None and self.cut.scattered is not None and self.cut.scattered.is_shared
+        return self.chunk_numel if split_dim is None else math.prod(sizes[split_dim:]) // self.group_size
 
     @property
     def tells_k(self) -> bool:
@@ -249,5 +240,4 @@ class Exchange:
             unpack=span(unpacked, dim, 0, moved(received, dim, first_from)),
             landing=span(theirs, dim, 0, moved(sent, dim, own_first)),
             unpacked_numel=math.prod(theirs),
-            product=span(self.shape, self.split_dim, 0, block),
         )

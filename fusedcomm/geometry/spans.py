@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -65,7 +65,6 @@ class PeerSpans(ChunkSpans):
 
     landing: Span  # where the chunk for the peer ends up in what that one unpacks to
     unpacked_numel: int  # elements in what the peer unpacks to
-    product: Span  # where a push has the chunk for the peer in the product of all of x and w
 
 
 @dataclass(frozen=True)
@@ -82,23 +81,6 @@ class RoundSpans(ChunkSpans):
     def at(self, peer: int) -> ChunkSpans:
         """The Spans that hold for a peer."""
         return self.by_peer[peer] if self.by_peer else self
-
-    @property
-    def each(self) -> Sequence[ChunkSpans]:
-        """The Spans of every peer, once if all have the same."""
-        return self.by_peer or (self,)
-
-    @property
-    def differs(self) -> str:
-        """Which of the three Spans of a matmul each peer has of its own: the one with the dim that is split."""
-        if not self.by_peer:
-            return ""
-        own = {name: {getattr(each, name) for each in self.by_peer} for name in ("batches", "rows")}
-        return next((name for name, found in own.items() if len(found) > 1), "columns")
-
-    def of_product(self) -> RoundSpans:
-        """With chunks that are packed from the product of all of x and w, of which each peer has Spans."""
-        return replace(self, by_peer=tuple(replace(each, pack=each.product) for each in self.by_peer))
 
     def landing(self, rank: int, dst_rank: int) -> Span:
         """Where the chunk of ``rank``, the own one, ends up in what dst_rank unpacks to."""

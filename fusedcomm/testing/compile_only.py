@@ -28,7 +28,6 @@ from torch import Tensor
 from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.algorithms.in_place import landing_of
 from fusedcomm.geometry import shapes
-from fusedcomm.geometry.cut import EVEN, Splits
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.kernels.triton.bundles import InPlace
 from fusedcomm.runtime import signals
@@ -148,7 +147,6 @@ class PushRound:
     transposed: bool = False
     bias: bool = False
     dtype: torch.dtype = torch.bfloat16
-    splits: Splits = EVEN
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         def meta(*shape: int) -> Tensor:
@@ -181,7 +179,7 @@ class PushRound:
     def _exchange(self) -> Exchange:
         x, w, _ = self.tensors()
         dims = self.gather_dim, self.scatter_dim
-        return shapes.matmul_all_to_all(x.shape, w.shape, self.out_shape, *dims, GROUP_SIZE, self.splits)
+        return shapes.matmul_all_to_all(x.shape, w.shape, self.out_shape, *dims, GROUP_SIZE)
 
     def _spans(self) -> Any:
         return self._exchange().rounds(1 << 62)[0]
@@ -200,7 +198,6 @@ class GatherRound:
     bias: bool = False
     dtype: torch.dtype = torch.bfloat16
     end_round: bool = True
-    splits: Splits = EVEN
 
     def pack(self) -> None:
         x, exchange = self._meta(*self.shape), self._exchange()
@@ -224,19 +221,17 @@ class GatherRound:
     def _w_shape(self) -> tuple[int, ...]:
         """w's shape. K is what is left of x's last dims after a leading dim for the batches, and one for the rows."""
         shape = list(self.shape)
-        shape[self.gather_dim] = sum(self.splits.gather_splits or [shape[self.gather_dim]] * GROUP_SIZE)
-        if self.splits.scatter_lengths is not None and self.scatter_dim is not None:
-            shape[self.scatter_dim] = self.splits.scatter_lengths[RANK]
-        elif self.scatter_dim is not None:
+        shape[self.gather_dim] *= GROUP_SIZE
+        if self.scatter_dim is not None:
             shape[self.scatter_dim] //= GROUP_SIZE
         num_lead = 2 if len(shape) > 2 else 1
         return (*(shape[: num_lead - 1] if self.batched else ()), math.prod(shape[num_lead:]), self.n)
 
     def _exchange(self) -> Exchange:
         if self.scatter_dim is None:
-            return shapes.all_gather_matmul(self.shape, [self._w_shape()], self.gather_dim, GROUP_SIZE, self.splits)
+            return shapes.all_gather_matmul(self.shape, [self._w_shape()], self.gather_dim, GROUP_SIZE)
         dims = self.gather_dim, self.scatter_dim
-        return shapes.all_to_all_matmul(self.shape, self._w_shape(), *dims, GROUP_SIZE, self.splits)
+        return shapes.all_to_all_matmul(self.shape, self._w_shape(), *dims, GROUP_SIZE)
 
 
 def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> None:
@@ -278,7 +273,6 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "unpack", START.unpack
     yield "unpack fp32", dataclasses.replace(LINEAR, dtype=torch.float32).unpack
     yield from gathers()
-    yield from uneven()
     yield "pack", ULYSSES.pack
     yield "pack fp32", dataclasses.replace(TOKENS, dtype=torch.float32).pack
     yield "reduce", lambda: reduce(torch.bfloat16)
@@ -323,30 +317,6 @@ def gathers() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "gather fp32", single.gather
     yield "gather tf32", lambda: with_tf32(single.gather)
     yield "gather K fp32", dataclasses.replace(ULYSSES, dtype=torch.float32).gather
-
-
-CHUNKS = Splits(rank=RANK)  # parts as torch.chunk makes them
-WIDE = Splits(scatter_lengths=(3072, 2048, 2048, 1024), rank=RANK)
-TOKENS_LEFT = Splits(gather_splits=(4096, 4096, 4096, 3001), rank=RANK)
-HEADS_LEFT = Splits(gather_splits=(8, 8, 8, 4), rank=RANK)
-
-
-def uneven() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Launches with a table, where it takes most: chunks of different columns or rows, and parts of K, which are of one
-    size if only the rows are not.
-    """
-    wide = dataclasses.replace(LINEAR, splits=WIDE)
-    yield "push uneven", wide.push
-    yield "push uneven pointers", dataclasses.replace(wide, k=4100, transposed=False).push
-    yield "push uneven rows", PushRound((16381,), 4096, 8192, 1, 0, bias=True, splits=CHUNKS).push
-    yield "unpack uneven", wide.unpack
-    tokens = dataclasses.replace(TOKENS, bias=True, splits=TOKENS_LEFT)
-    yield "gather uneven", dataclasses.replace(tokens, transposed=True).gather
-    yield "gather uneven ragged", dataclasses.replace(tokens, shape=(4096, 4100), n=8200).gather
-    of_tokens = dataclasses.replace(ULYSSES, shape=(4, 16381, 8, 128), bias=True, splits=CHUNKS)
-    yield "gather K uneven", dataclasses.replace(ULYSSES, bias=True, splits=HEADS_LEFT).gather
-    yield "gather K uneven rows", of_tokens.gather
-    yield "pack uneven", of_tokens.pack
 
 
 def with_tf32(start: Callable[[], None]) -> None:

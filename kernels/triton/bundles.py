@@ -25,25 +25,12 @@ class SegmentLayout(NamedTuple):
     header_bytes: int
 
 
-class Part(NamedTuple):
-    """A row of the table for chunks of different sizes [R, fields], in int64: the Span that is a peer's own."""
-
-    size: int
-    start: int
-    inner: int
-    outer_stride: int
-    num_before: int = 0  # what the loop goes through before it comes to this peer: tiles, or blocks of K if it is split
-    num: int = 0  # how many of these are the peer's
-    slot_row: int = 0  # where the chunk begins in the descriptor of the slots, if there is one
-
-
 class Spans(NamedTuple):
     """Which batches, rows and columns a peer's chunk has (fusedcomm.geometry.exchange.RoundSpans)."""
 
     batches: Span
     rows: Span
     columns: Span
-    parts: Any = 0  # [R] Parts, if one of the three differs from peer to peer (TRAITS.differs)
 
 
 class InPlace(NamedTuple):
@@ -61,7 +48,7 @@ class Reduced(NamedTuple):
 
     size: int
     start: int
-    chunk_numel: int | None  # how far apart chunks lie in a slot; None: as far as they are long
+    chunk_numel: int  # how far apart chunks lie in a slot
 
 
 class Sizes(NamedTuple):
@@ -98,7 +85,6 @@ class CopyConfig(NamedTuple):
     block_runs: int
     block_inner: int
     num_warps: int
-    aligned: bool = False  # as Traits.aligned
 
 
 class Unpacked(NamedTuple):
@@ -121,8 +107,6 @@ class Traits(NamedTuple):
     split_k: bool = False  # the ranks' chunks are parts of K, not of the rows
     own: bool = True  # a gather takes this rank's chunk too; otherwise its rows of the result are there
     end_round: bool = False  # no kernel of this round follows
-    differs: str = ""  # which of the Spans each peer has of its own: "batches", "rows" or "columns"
-    aligned: bool = False  # all numbers of these are multiples of 16, as the host's numbers are known to be without it
     shift: int = 0  # the first tile of a run of columns begins up to so many before it, at a multiple of shift + 1 in w
 
 

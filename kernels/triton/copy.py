@@ -5,7 +5,6 @@ import triton.language as tl
 
 from fusedcomm.geometry.spans import Span
 from fusedcomm.kernels.triton.in_place import is_in_place
-from fusedcomm.kernels.triton.parts import span_of
 from fusedcomm.kernels.triton.primitives import span_index
 from fusedcomm.kernels.triton.rounds import (
     end_round,
@@ -53,23 +52,11 @@ def _copy(
             tl.store(in_tensor, tl.load(in_chunk, mask), mask)
 
 
-@triton.jit
-def _chunk(slot, src_rank, span, chunk_numel):
-    """Where src_rank's chunk begins in a slot, whose chunks lie ``chunk_numel`` apart, or as far as they are long."""
-    if chunk_numel is None:
-        first = tl.cast(src_rank, tl.int64) * span.size
-    else:
-        first = tl.cast(src_rank, tl.int64) * chunk_numel
-    return slot + first
-
-
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
 def pack_kernel(
     tensor,  # contiguous
     segments_ptr,  # [R] addresses of the ranks' segments
     pack,  # Span over dst_rank
-    parts,  # [R] Parts: each dst_rank's own Span; or None
-    chunk_numel,  # how far apart chunks lie in a slot; None: as far as they are long
     slot_bytes,
     fingerprint,
     rank,
@@ -90,9 +77,8 @@ def pack_kernel(
         dst_rank = (rank + step) % LAYOUT.group_size
         segment = tl.load(segments_ptr + dst_rank)
         slot = slot_of(segment, round.epoch, slot_bytes, LAYOUT, tensor.dtype.element_ty)
-        chunk = _chunk(slot, rank, pack, chunk_numel)
         if (step > 0) | OWN:
-            _copy(chunk, tensor, dst_rank, span_of(pack, parts, dst_rank, TILE.aligned), True, False, TILE)
+            _copy(slot + tl.cast(rank, tl.int64) * pack.size, tensor, dst_rank, pack, True, False, TILE)
         report(round, dst_rank, 1, tl.num_programs(0), LAYOUT)
 
 
@@ -101,8 +87,6 @@ def unpack_kernel(
     out_ptr,  # contiguous
     segments_ptr,  # [R] addresses of the ranks' segments
     unpack,  # Span over src_rank
-    parts,  # [R] Parts: each src_rank's own Span; or None
-    chunk_numel,  # how far apart chunks lie in a slot; None: as far as they are long
     slot_bytes,
     fingerprint,
     rank,
@@ -127,10 +111,9 @@ def unpack_kernel(
         if TRAITS.posted:
             must_copy = must_copy & (is_in_place(round, src_rank, LAYOUT) == 0)
         if must_copy & ((step > 0) | TRAITS.own):
-            chunk = _chunk(slot, src_rank, unpack, chunk_numel)
-            _copy(chunk, out_ptr, src_rank, span_of(unpack, parts, src_rank, TILE.aligned), False, False, TILE)
+            _copy(slot + tl.cast(src_rank, tl.int64) * unpack.size, out_ptr, src_rank, unpack, False, False, TILE)
     if must_poison(round, failed, LAYOUT):
         for src_rank in range(LAYOUT.group_size):
-            _copy(slot, out_ptr, src_rank, span_of(unpack, parts, src_rank, TILE.aligned), False, True, TILE)
+            _copy(slot, out_ptr, src_rank, unpack, False, True, TILE)
     if TRAITS.end_round:
         end_round(round)

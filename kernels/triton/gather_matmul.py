@@ -17,7 +17,6 @@ from fusedcomm.kernels.triton.matmul import (
     tile_of_chunk,
     tile_range,
 )
-from fusedcomm.kernels.triton.parts import find, num_before, num_of, slot_row, spans_of
 from fusedcomm.kernels.triton.primitives import fence_generic_writes, named, span_index
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, slot_of, source_rank, wait_source
 
@@ -53,16 +52,9 @@ def _poison(
     """NaN in every tile that this program has, or would have, stored."""
     nan = tl.full((TILE.block_m, TILE.block_n), float("nan"), tl.float32)
     for tile in range(tl.program_id(0), num_all, tl.num_programs(0)):
-        if TRAITS.differs == "" or TRAITS.split_k:
-            step, in_chunk = tile // tiles_in_chunk, tile % tiles_in_chunk
-        else:
-            step, in_chunk = find(tile, spans.parts, LAYOUT)
-        src_rank = source_rank(step, rank, LAYOUT)
-        theirs = spans_of(spans, src_rank, TRAITS)
-        if TRAITS.differs != "":
-            num_m = num_tiles(theirs.rows, TILE.block_m, TRAITS.rows_in_runs)
-        at = tile_of_chunk(in_chunk, num_m, num_n, TILE.group_m)
-        _store(nan, out_ptr, None, at, src_rank, theirs, sizes, TILE, TRAITS)
+        src_rank = source_rank(tile // tiles_in_chunk, rank, LAYOUT)
+        at = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE.group_m)
+        _store(nan, out_ptr, None, at, src_rank, spans, sizes, TILE, TRAITS)
 
 
 @triton.jit
@@ -77,13 +69,7 @@ def _operands(x, slot, w, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAI
     w_mask = w_columns < sizes.N
     w_row = 0
     if TRAITS.by_tma:
-        if TRAITS.differs == "":
-            x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)
-        else:
-            row = b * spans.rows.size + i
-            if not TRAITS.split_k:  # otherwise the loop through the sources adds each one's
-                row += slot_row(spans.parts, src_rank)
-            x_rows = (slot, row)
+        x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)
         w_columns = tile_n * TILE.block_n
         w_row = (batch * (sizes.N if TRAITS.w_transposed else sizes.K)).to(tl.int32)
     else:
@@ -93,15 +79,6 @@ def _operands(x, slot, w, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAI
         if TRAITS.w_transposed:  # otherwise they lie side by side, and 32 bits spare registers
             w_columns = w_columns.to(tl.int64)
     return Operands(x, x_rows, x_mask, w, w_row, w_columns, w_mask)
-
-
-@triton.jit
-def _source_at(block, rank, spans, LAYOUT: tl.constexpr, TRAITS: tl.constexpr):
-    """Whose a block of K is, at which block that source begins, its columns, and its first row in the slots."""
-    step, in_source = find(block, spans.parts, LAYOUT)
-    src_rank = source_rank(step, rank, LAYOUT)
-    columns = spans_of(spans, src_rank, TRAITS).columns
-    return src_rank, block - in_source, columns, slot_row(spans.parts, src_rank)
 
 
 @triton.jit
@@ -120,27 +97,13 @@ def _add_sources(
     """acc + the products of some sources; one loop, so that loads stay in flight from source to source."""
     x, x_rows, x_mask, w, w_row, w_columns, w_mask = operands
     columns = spans.columns
-    if TRAITS.differs == "":
-        in_chunk = num_tiles(columns, TILE.block_k, TRAITS.columns_in_runs)
-    else:
-        src_rank, begins, columns, x_row = _source_at(first, rank, spans, LAYOUT, TRAITS)
-        ends = begins + num_of(spans.parts, src_rank)
+    in_chunk = num_tiles(columns, TILE.block_k, TRAITS.columns_in_runs)
     offsets = tl.arange(0, TILE.block_k)
     for block in range(first, end):
-        if TRAITS.differs == "":
-            src_rank = source_rank(block // in_chunk, rank, LAYOUT)
-            in_source = block % in_chunk
-        else:
-            if block >= ends:  # only here is the table read
-                src_rank, begins, columns, x_row = _source_at(block, rank, spans, LAYOUT, TRAITS)
-                ends = begins + num_of(spans.parts, src_rank)
-            in_source = block - begins
-        k, k_end = tile_range(in_source, columns, TILE.block_k, TRAITS.columns_in_runs)
+        src_rank = source_rank(block // in_chunk, rank, LAYOUT)
+        k, k_end = tile_range(block % in_chunk, columns, TILE.block_k, TRAITS.columns_in_runs)
         if TRAITS.by_tma:
-            if TRAITS.differs == "":
-                row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)
-            else:
-                row = x_rows[1] + x_row
+            row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)
             a = load_x_box(x, (x_rows[0], row), k)
             b = load_box(w, w_row, span_index(k, src_rank, columns).to(tl.int32), w_columns, TRAITS.w_transposed)
         else:
@@ -152,13 +115,6 @@ def _add_sources(
             b = load_block(w, w_rows, sizes.w_stride_k, w_columns, sizes.w_stride_n, mask)
         acc = multiply(a, b, acc, TRAITS.allow_tf32)
     return acc
-
-
-@triton.jit
-def _end_of_all(rank, spans, LAYOUT: tl.constexpr):
-    """Where the last source ends, whose parts differ in size: all tiles, or all blocks of K."""
-    last = source_rank(LAYOUT.group_size - 1, rank, LAYOUT)
-    return num_before(spans.parts, last) + num_of(spans.parts, last)
 
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
@@ -190,7 +146,7 @@ def gather_matmul_kernel(
     stored: Triton joins the loop over K with the one around it, as it is sure to turn (`tl.assume`). TMA loads belong
     to the async proxy, so a fence follows each wait (`fence_generic_writes`).
     """
-    spans = named(spans, TRAITS)
+    spans = named(spans)
     round = next_round(segments_ptr, rank, fingerprint)
     failed = round.epoch < 0
     if TRAITS.by_tma:
@@ -204,11 +160,8 @@ def gather_matmul_kernel(
 
     if TRAITS.split_k:
         num_all = tiles_in_chunk
-        if TRAITS.differs == "":
-            in_chunk = num_tiles(spans.columns, TILE.block_k, TRAITS.columns_in_runs)
-            num_blocks = in_chunk * LAYOUT.group_size
-        else:
-            num_blocks = _end_of_all(rank, spans, LAYOUT)
+        in_chunk = num_tiles(spans.columns, TILE.block_k, TRAITS.columns_in_runs)
+        num_blocks = in_chunk * LAYOUT.group_size
         if TRAITS.by_tma:
             tl.assume(num_blocks > 0)
         # The first tile takes the sources as they arrive; after it, all are there.
@@ -220,12 +173,7 @@ def gather_matmul_kernel(
             failed = wait_source(source_rank(step, rank, LAYOUT), round, failed, LAYOUT)
             if TRAITS.by_tma:
                 fence_generic_writes()
-            if TRAITS.differs == "":
-                first, end = step * in_chunk, tl.where(failed, step, step + 1) * in_chunk
-            else:
-                src_rank = source_rank(step, rank, LAYOUT)
-                first = num_before(spans.parts, src_rank)
-                end = first + tl.where(failed, 0, num_of(spans.parts, src_rank))
+            first, end = step * in_chunk, tl.where(failed, step, step + 1) * in_chunk
             acc = _add_sources(acc, first, end, operands, rank, spans, sizes, LAYOUT, TILE, TRAITS)
         _store(acc, out_ptr, bias_ptr, at, 0, spans, sizes, TILE, TRAITS)
         num_left = tl.where(failed, 0, num_all)
@@ -236,7 +184,7 @@ def gather_matmul_kernel(
             acc = _add_sources(acc, 0, num_blocks, operands, rank, spans, sizes, LAYOUT, TILE, TRAITS)
             _store(acc, out_ptr, bias_ptr, at, 0, spans, sizes, TILE, TRAITS)
     else:
-        num_all = tiles_in_chunk * LAYOUT.group_size if TRAITS.differs == "" else _end_of_all(rank, spans, LAYOUT)
+        num_all = tiles_in_chunk * LAYOUT.group_size
         if TRAITS.by_tma:
             tl.assume(spans.columns.size > 0)
         step = program * 0
@@ -247,20 +195,15 @@ def gather_matmul_kernel(
             failed = wait_source(src_rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)
             if TRAITS.by_tma:
                 fence_generic_writes()
-            theirs = spans_of(spans, src_rank, TRAITS)
-            if TRAITS.differs == "":
-                chunk_m, before, num_own = num_m, step * tiles_in_chunk, tiles_in_chunk
-            else:
-                chunk_m = num_tiles(theirs.rows, TILE.block_m, TRAITS.rows_in_runs)
-                before, num_own = num_before(spans.parts, src_rank), num_of(spans.parts, src_rank)
             # Tiles are dealt out through all chunks, so that no program is the first in each of them.
+            before = step * tiles_in_chunk
             first = (program + num_programs - before % num_programs) % num_programs
-            num_left = tl.where(failed, 0, num_own)
+            num_left = tl.where(failed, 0, tiles_in_chunk)
             for tile in tl.range(first, num_left, num_programs, flatten=TRAITS.by_tma):
-                at = tile_of_chunk(tile, chunk_m, num_n, TILE.group_m)
-                operands = _operands(x, slot, w, at, src_rank, theirs, sizes, TILE, TRAITS)
-                acc = matmul_tile(operands, theirs.columns.size, sizes.w_stride_k, sizes.w_stride_n, TILE, TRAITS)
-                _store(acc, out_ptr, bias_ptr, at, src_rank, theirs, sizes, TILE, TRAITS)
+                at = tile_of_chunk(tile, num_m, num_n, TILE.group_m)
+                operands = _operands(x, slot, w, at, src_rank, spans, sizes, TILE, TRAITS)
+                acc = matmul_tile(operands, spans.columns.size, sizes.w_stride_k, sizes.w_stride_n, TILE, TRAITS)
+                _store(acc, out_ptr, bias_ptr, at, src_rank, spans, sizes, TILE, TRAITS)
             step += 1
         if not TRAITS.own:  # behind the loop, where it takes no registers from it
             failed = wait_source(rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)

@@ -61,10 +61,9 @@ def tile_coords(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def named(spans, TRAITS: tl.constexpr):
+def named(spans):
     """The host's tuples of numbers as Spans. Triton 3.6 loses constants in tuples of tuples that are not made anew."""
-    parts = spans[3] if TRAITS.differs != "" else 0
-    return Spans(Span(*spans[0]), Span(*spans[1]), Span(*spans[2]), parts)
+    return Spans(Span(*spans[0]), Span(*spans[1]), Span(*spans[2]))
 
 
 @triton.jit

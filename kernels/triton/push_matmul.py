@@ -15,42 +15,22 @@ from fusedcomm.kernels.triton.matmul import (
     tile_of_chunk,
     tile_range,
 )
-from fusedcomm.kernels.triton.parts import find, num_before, num_of, spans_of
 from fusedcomm.kernels.triton.primitives import named, span_index
-from fusedcomm.kernels.triton.rounds import next_push, report, signal_peer, slot_of
+from fusedcomm.kernels.triton.rounds import next_push, report, slot_of
 
 
 @triton.jit
-def _find(
-    tile, rank, spans, num_m, num_n, tiles_in_chunk, LAYOUT: tl.constexpr, TILE: tl.constexpr, TRAITS: tl.constexpr
-):
-    """dst_rank, batch, tile row and column: destination by destination, from rank + 1 to rank. And dst_rank's Spans."""
-    if TRAITS.differs == "":
-        dst_rank = (rank + 1 + tile // tiles_in_chunk) % LAYOUT.group_size
-        in_chunk = tile % tiles_in_chunk
-    else:
-        step, in_chunk = find(tile, spans.parts, LAYOUT)
-        dst_rank = (rank + 1 + step) % LAYOUT.group_size
-    theirs = spans_of(spans, dst_rank, TRAITS)
-    if TRAITS.differs != "":
-        num_m = num_tiles(theirs.rows, TILE.block_m, TRAITS.rows_in_runs)
-        num_n = num_tiles(theirs.columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
-    batch, tile_m, tile_n = tile_of_chunk(in_chunk, num_m, num_n, TILE.group_m)
-    return (dst_rank, batch, tile_m, tile_n), theirs
-
-
-@triton.jit
-def _signal_who_get_nothing(round, parts, LAYOUT: tl.constexpr):
-    """Every rank signals every peer in every round, and no tile tells that an empty chunk is complete."""
-    for dst_rank in range(LAYOUT.group_size):
-        if num_of(parts, dst_rank) == 0:
-            signal_peer(round, dst_rank, LAYOUT)
+def _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+    """dst_rank, batch, tile row and column: destination by destination, from rank + 1 to rank."""
+    dst_rank = (rank + 1 + tile // tiles_in_chunk) % LAYOUT.group_size
+    batch, tile_m, tile_n = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE.group_m)
+    return dst_rank, batch, tile_m, tile_n
 
 
 @triton.jit
 def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """The tile of dst_rank's chunk in fp32 [BLOCK_M, BLOCK_N], without the bias; ``tile`` and Spans from _find."""
-    _, rows, columns, _ = spans
+    """A tile of a chunk in fp32 [BLOCK_M, BLOCK_N], without the bias; ``tile`` is from _find."""
+    _, rows, columns = spans
     dst_rank, b, tile_m, tile_n = tile
     batch = span_index(b, dst_rank, spans.batches)
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
@@ -72,11 +52,11 @@ def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
 
 @triton.jit
 def _epilogue(acc, chunk, bias_ptr, tile, spans, results, decision, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """Store a tile, with the bias, to its place in the chunk; ``tile`` and Spans from _find.
+    """Store a tile, with the bias, to its place in the chunk; ``tile`` is from _find.
 
     Without ``results`` the chunk is contiguous.
     """
-    _, rows, columns, _ = spans
+    _, rows, columns = spans
     dst_rank, b, tile_m, tile_n = tile
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
     j, j_begin, j_end = column_range(tile_n, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
@@ -92,11 +72,6 @@ def _epilogue(acc, chunk, bias_ptr, tile, spans, results, decision, TILE: tl.con
     in_runs: tl.constexpr = TRAITS.columns_in_runs
     shift: tl.constexpr = TRAITS.shift
     store_tile(acc, part, at, mask, j, j_begin, j_end, bias_ptr, dst_rank, columns, in_runs, TILE.halves, shift)
-
-
-@triton.jit
-def _tiles_of(dst_rank, spans, tiles_in_chunk, TRAITS: tl.constexpr):
-    return tiles_in_chunk if TRAITS.differs == "" else num_of(spans.parts, dst_rank)
 
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
@@ -120,11 +95,10 @@ def push_matmul_kernel(
     stores a tile of it.
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol. It reads the epoch on the device, so that a
-    replayed graph moves on. Programs share the tiles of all chunks, of which there must be one. Who gets nothing is
-    signalled by the first program, before all else.
+    replayed graph moves on. Programs share the tiles of all chunks, of which there must be one.
     """
     tl.assume(sizes.K > 0)
-    spans = named(spans, TRAITS)
+    spans = named(spans)
     if results is not None:
         results = InPlace(*results)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
@@ -132,10 +106,6 @@ def push_matmul_kernel(
     num_n = num_tiles(spans.columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
     tiles_in_chunk = spans.batches.size * num_m * num_n
     num_all = tiles_in_chunk * LAYOUT.group_size
-    if TRAITS.differs != "":
-        num_all = num_before(spans.parts, rank) + num_of(spans.parts, rank)  # the own chunk is the last one
-        if tl.program_id(0) == 0:
-            _signal_who_get_nothing(round, spans.parts, LAYOUT)
     num_programs = tl.num_programs(0)
     DTYPE: tl.constexpr = x.dtype if TRAITS.by_tma else x.dtype.element_ty
 
@@ -145,19 +115,18 @@ def push_matmul_kernel(
     decision = None if results is None else tl.cast(SLOT, tl.int64)  # where stored_rank's chunk is stored
     # The loop is flattened: the loads of a tile are under way while the tile before it is stored.
     for tile in tl.range(tl.program_id(0), num_all, num_programs, flatten=TRAITS.by_tma):
-        computed, theirs = _find(tile, rank, spans, num_m, num_n, tiles_in_chunk, LAYOUT, TILE, TRAITS)
-        acc = _multiply(x, w, computed, theirs, sizes, TILE, TRAITS)
+        computed = _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE)
+        acc = _multiply(x, w, computed, spans, sizes, TILE, TRAITS)
 
         # The stored tile is found again from a counter of its own, so that the next tile's loads do not depend on this
         # tile's store.
         stored_tile += num_programs
-        stored, theirs = _find(stored_tile, rank, spans, num_m, num_n, tiles_in_chunk, LAYOUT, TILE, TRAITS)
+        stored = _find(stored_tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE)
         dst_rank = stored[0]
         # A finished chunk is reported one tile late: its stores have landed by now, so the release
         # does not stall.
         if (dst_rank != stored_rank) & (num_stored > 0):
-            num_parts = _tiles_of(stored_rank, spans, tiles_in_chunk, TRAITS)
-            report(round, stored_rank, num_stored, num_parts, LAYOUT, decision)
+            report(round, stored_rank, num_stored, tiles_in_chunk, LAYOUT, decision)
             num_stored = 0
         slot = slot_of(tl.load(segments_ptr + dst_rank), round.epoch, sizes.slot_bytes, LAYOUT, DTYPE)
         chunk = slot + tl.cast(rank, tl.int64) * sizes.chunk_numel
@@ -165,9 +134,8 @@ def push_matmul_kernel(
             if num_stored == 0:
                 decision = decide(round, dst_rank, results.num_bytes, LAYOUT)
             chunk = chunk_at(decision, dst_rank, chunk, results, DTYPE)
-        _epilogue(acc, chunk, bias_ptr, stored, theirs, results, decision, TILE, TRAITS)
+        _epilogue(acc, chunk, bias_ptr, stored, spans, results, decision, TILE, TRAITS)
         num_stored += 1
         stored_rank = dst_rank
     if num_stored > 0:
-        num_parts = _tiles_of(stored_rank, spans, tiles_in_chunk, TRAITS)
-        report(round, stored_rank, num_stored, num_parts, LAYOUT, decision)
+        report(round, stored_rank, num_stored, tiles_in_chunk, LAYOUT, decision)

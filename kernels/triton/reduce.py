@@ -36,7 +36,6 @@ def reduce_kernel(
     round. On failure each program writes NaN where it would have written data.
     """
     size, start, chunk_numel = run
-    step = size if chunk_numel is None else chunk_numel
     round = next_round(segments_ptr, rank, fingerprint)
     dtype = out_ptr.dtype.element_ty
     slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, dtype)
@@ -47,7 +46,7 @@ def reduce_kernel(
         for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
             first = tl.cast(tile, tl.int64) * BLOCK
             mask = offsets < size - first
-            total = _sum(slot, first, offsets, mask, step, LAYOUT.group_size)
+            total = _sum(slot, first, offsets, mask, chunk_numel, LAYOUT.group_size)
             if AVERAGE:
                 total = tl.div_rn(total, tl.full((BLOCK,), LAYOUT.group_size, tl.float32))
             if bias_ptr is not None:

@@ -85,7 +85,7 @@ ESTIMATED = "estimated "
         (OP, SMALL, BF16, member(verdict=NO_PEERS), False, "unfused", "rank 1 is on another host"),
         (OP, HUGE_ROW, BF16, member(), False, "unfused", "one row for every peer takes"),
         (OP, SMALL, BF16, None, False, "unfused", "one rank"),
-        (OP, UNEVEN, BF16, member(), False, "fused", ESTIMATED),
+        (OP, UNEVEN, BF16, member(), False, "chunked", ESTIMATED),
         (OP, UNEVEN, BF16, member("cpu"), False, "chunked", ESTIMATED),
         (OP, UNEVEN, BF16, member(), True, "unfused", "parts of different sizes, gather_splits=[1024, 1023], scatter_"),
         (OP, DECODE, BF16, member(), False, "unfused", "16 KiB per peer, less than 64"),
@@ -116,15 +116,27 @@ def test_each_rule(
     assert plan.reason.startswith(reason)
 
 
-@pytest.mark.parametrize("name", [None, "chunked", "fused"])
+@pytest.mark.parametrize("name", [None, "chunked"])
 def test_parts_of_different_sizes_are_in_no_cuda_graph(capturing: list[bool], name: str | None) -> None:
     """Before a capture neither, so that what has run then is what the graph holds."""
     capturing.append(False)
     with planner.force_algorithm(name):
-        assert planner.plan(OP, UNEVEN, BF16, member()).algorithm == (name or "fused")
+        assert planner.plan(OP, UNEVEN, BF16, member()).algorithm == "chunked"
         with fusedcomm.before_capture():
             plan = planner.plan(OP, UNEVEN, BF16, member())
-    assert plan.algorithm == "unfused" and plan.reason.endswith(": a CUDA graph would keep the host's table of them")
+    assert plan.algorithm == "unfused" and plan.reason.endswith("a CUDA graph would fix the slots of chunked")
+
+
+def test_parts_of_different_sizes_are_not_fused(capturing: list[bool]) -> None:
+    capturing.append(False)
+    assert planner.plan(OP, UNEVEN, BF16, member()).reason.endswith("; parts of different sizes: not fused")
+    reason = "the kernels of fused take chunks of one size"
+    for device in ("cpu", "cuda"):
+        with planner.force_algorithm("fused"):
+            plan = planner.plan(OP, UNEVEN, BF16, member(device))
+        assert plan.algorithm == "unfused" and plan.reason.endswith(reason)
+        with planner.force_algorithm("fused", strict=True), pytest.raises(RuntimeError, match=reason):
+            planner.plan(OP, UNEVEN, BF16, member(device))
 
 
 ACROSS = replace(NO_PEERS, backend="nccl", across=Reach(INTER, 2, 1, 1))

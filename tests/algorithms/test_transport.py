@@ -164,7 +164,7 @@ class LeftError(Exception):
     pass
 
 
-def left_half_way(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Run:
+def left_half_way(problem: Any, monkeypatch: pytest.MonkeyPatch, run: type[Run] = Run) -> Run:
     """Rank 0 raises at a signal of its second round, when its streams have begun it."""
     signal = CudaTransport._signal
 
@@ -175,7 +175,7 @@ def left_half_way(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     with monkeypatch.context() as patch:
         patch.setattr(CudaTransport, "_signal", leaves)
-        return Run(problem, num_calls=1, leaves=LeftError)
+        return run(problem, num_calls=1, leaves=LeftError)
 
 
 @pytest.mark.parametrize("problem", thorough_but([PUSH, COLUMNS], [PUSH, COLUMNS, SUM]), ids=str)

@@ -1,11 +1,10 @@
-"""Parts of different sizes by CudaTransport and by `fused`, as on GPUs, without one, in random orders.
+"""Parts of different sizes by CudaTransport, as on GPUs, without one, in random orders.
 
 tests/helpers/schedule/random_orders.py runs them. Integers are exact, and all begins as NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import chunk_matmul, chunked, fused, kernel_launch, part_table
+from fusedcomm.algorithms import chunk_matmul, chunked, kernel_launch, transport
 from fusedcomm.errors import PeerError
 from fusedcomm.geometry import exchange
-from fusedcomm.kernels.triton.bundles import Part
 from fusedcomm.runtime.workspace import Call, Workspace
-from tests.algorithms.test_transport import FINGERPRINT, Run, cut_in
+from tests.algorithms.test_transport import FINGERPRINT, Run, cut_in, left_half_way
 from tests.helpers.schedule.random_orders import NoProgressError
 from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
@@ -42,7 +40,6 @@ CASES = {
     "summed-for-both": Uneven(REDUCE, (7, 4), scatter_dim=0, scatter=((0, 5), (2, 5))),
 }
 QUICK = ["heads", "heads-back", "summed-for-one"]
-BY_ALGORITHM = {"chunked": chunked, "fused": fused}
 
 
 class UnevenRun(Run):
@@ -88,66 +85,28 @@ def pieces_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_in(2, monkeypatch)
 
 
-def check(name: str, algorithm: str, seed: int = 0, group_size: int = 2, num_calls: int = 1, **options: Any) -> None:
+def check(name: str, seed: int = 0, group_size: int = 2, num_calls: int = 1, **options: Any) -> None:
     case: Any = CASES[name]
-    UnevenRun(
-        case, group_size, torch.float32, num_calls=num_calls, algorithm=BY_ALGORITHM[algorithm], **options
-    ).finish(seed)
+    UnevenRun(case, group_size, torch.float32, num_calls=num_calls, algorithm=chunked, **options).finish(seed)
 
 
-@pytest.mark.parametrize("algorithm", BY_ALGORITHM)
 @pytest.mark.parametrize("name", thorough_but(QUICK, CASES))
-def test_parts_of_different_sizes_are_right_in_a_random_order(name: str, algorithm: str) -> None:
-    check(name, algorithm, by_product=name.startswith("gathered") or name in QUICK)
+def test_parts_of_different_sizes_are_right_in_a_random_order(name: str) -> None:
+    check(name, by_product=name.startswith("gathered") or name in QUICK)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("algorithm", BY_ALGORITHM)
 @pytest.mark.parametrize("name", ["heads", "gathered", "summed"])
-def test_three_ranks_are_right(name: str, algorithm: str) -> None:
-    check(name, algorithm, 1, 3, num_calls=2)
-
-
-def test_a_gather_by_copy_engines_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Workspace, "least_copied", 0)
-    check("rows-back", "fused", by_product=True)
+def test_three_ranks_are_right(name: str) -> None:
+    check(name, 1, 3, num_calls=2)
 
 
 def goes_wrong(name: str) -> bool:
     try:
-        check(name, "fused")
+        check(name)
     except (AssertionError, NoProgressError, PeerError):
         return True
     return False
-
-
-def of_the_next(parts: Sequence[Part], *fields: str) -> list[Part]:
-    """Each row has these fields of the next rank's."""
-    return [
-        part._replace(**{field: getattr(parts[(i + 1) % len(parts)], field) for field in fields})
-        for i, part in enumerate(parts)
-    ]
-
-
-def one_fewer(parts: Sequence[Part]) -> list[Part]:
-    return [part._replace(num=part.num - 1) for part in parts]
-
-
-OWN_SPAN = Part._fields[:4]
-
-
-@pytest.mark.parametrize(
-    ("name", "plant"),
-    [
-        ("heads", lambda parts: of_the_next(parts, *OWN_SPAN)),
-        ("heads", lambda parts: of_the_next(parts, "num_before")),
-        ("gathered", lambda parts: of_the_next(parts, *OWN_SPAN)),
-        ("heads", one_fewer),  # a tile that is not counted
-    ],
-)
-def test_wrong_rows_are_found(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_launch, "matmul_parts", lambda *args: plant(part_table.matmul_parts(*args)))
-    assert goes_wrong(name)
 
 
 def test_chunks_that_lie_as_far_apart_as_they_are_long_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +115,14 @@ def test_chunks_that_lie_as_far_apart_as_they_are_long_are_found(monkeypatch: py
     assert goes_wrong("summed")
 
 
-def test_an_empty_part_that_nobody_signals_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusedcomm.kernels.triton import push_matmul
+def test_a_call_that_a_peer_leaves_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = left_half_way(CASES["heads"], monkeypatch, UnevenRun)
+    run.gpus.run_all(0)
+    with pytest.raises(PeerError) as found:
+        run.workspaces[1].check(A2A)
+    assert found.value.peers == [0] and run.results[1][0][0].isnan().all()
 
-    monkeypatch.setattr(push_matmul, "signal_peer", lambda *args: None)
-    assert goes_wrong("summed-for-one")
+
+def test_a_chunk_that_is_copied_before_it_comes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport.CudaTransport, "wait", lambda *args: None)
+    assert goes_wrong("heads")

@@ -188,12 +188,10 @@ def ops(path: LaunchPath, problems: Sequence[Problem], dtypes: Sequence[str]) ->
 
 
 def uneven(path: LaunchPath) -> Iterator[dict[str, Any]]:
-    """As `ops`, with the tables of the peers' own Spans."""
-    for case, algorithm in itertools.product(UNEVEN, ("chunked", "fused")):
-        with member(path) as workspace, fusedcomm.force_algorithm(algorithm, strict=True):
+    for case in UNEVEN:
+        with member(path) as workspace, fusedcomm.force_algorithm("chunked", strict=True):
             found = path.case(f"ragged {case}", partial(uneven_call, replace(case, dtype=torch.bfloat16)))
-            facts = _facts(case.op, "bfloat16", algorithm, False, 1, workspace)
-            yield found | facts | {"overlaps": case.overlaps(GROUP_SIZE)}
+            yield found | _facts(case.op, "bfloat16", "chunked", False, 1, workspace) | {"is_uneven": True}
 
 
 def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, workspace: Workspace) -> dict[str, Any]:

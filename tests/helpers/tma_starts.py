@@ -31,14 +31,13 @@ def _push_starts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         yield "x", k
     if not traits.w_transposed:
         for peer in range(arguments["LAYOUT"].group_size):
-            for start in _cut_starts(_columns(arguments, peer), peer, tile.block_n, traits.shift):
+            for start in _cut_starts(Span(*arguments["spans"][2]), peer, tile.block_n, traits.shift):
                 yield "w", start
 
 
 def _gather_starts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    tile, traits = arguments["TILE"], arguments["TRAITS"]
+    tile, traits, columns = arguments["TILE"], arguments["TRAITS"], Span(*arguments["spans"][2])
     for peer in range(arguments["LAYOUT"].group_size):
-        columns = _columns(arguments, peer)
         for k in range(0, columns.size, tile.block_k):
             yield "slots", k
             if traits.w_transposed and not traits.split_k:
@@ -48,14 +47,6 @@ def _gather_starts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
                 yield "w", start
     if not traits.w_transposed:
         yield "w", tile.block_n  # columns of w are not split
-
-
-def _columns(arguments: Mapping[str, Any], peer: int) -> Span:
-    spans = arguments["spans"]
-    if arguments["TRAITS"].differs == "columns":
-        size, start, inner, outer_stride = spans[3][peer, :4].tolist()
-        return Span(size, start, inner, outer_stride, 0)
-    return Span(*spans[2])
 
 
 def _cut_starts(span: Span, peer: int, block: int, shift: int) -> Iterator[int]:

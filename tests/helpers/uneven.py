@@ -70,10 +70,6 @@ class Uneven:
         starts = [sum(given[:rank]) for rank in range(num_ranks)]  # type: ignore[arg-type]
         return list(zip(starts, given, strict=True))  # type: ignore[arg-type]
 
-    def overlaps(self, num_ranks: int) -> bool:
-        intervals = [] if self.scatter_dim is None else sorted(each for each in self.intervals(num_ranks) if each[1])
-        return any(start + size > then for (start, size), (then, _) in itertools.pairwise(intervals))
-
     def options(self, num_ranks: int) -> dict[str, Any]:
         """The arguments that say who has which part, as users write them."""
         found: dict[str, Any] = {}

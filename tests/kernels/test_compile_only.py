@@ -33,12 +33,9 @@ BOUNDED_PRODUCTS = {
     "copy.py: for tile in range(tl.program_id(0), tl.cdiv(num_runs, BLOCK_RUNS) * tiles_in_run, tl.num_programs(0)):": (
         "the tiles of a chunk"
     ),
-    "gather_matmul.py: chunk_m, before, num_own = num_m, step * tiles_in_chunk, tiles_in_chunk": (
-        "the tiles of all chunks: kernel_launch._MOST_TILES"
-    ),
+    "gather_matmul.py: before = step * tiles_in_chunk": ("the tiles of all chunks: kernel_launch._MOST_TILES"),
     "gather_matmul.py: first, end = step * in_chunk, tl.where(failed, step, step + 1) * in_chunk": "the blocks of K",
     "gather_matmul.py: row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)": "can_describe_slots",
-    "gather_matmul.py: row = b * spans.rows.size + i": "can_describe_slots",
     "gather_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "kernel_launch._MOST_TILES",
     "gather_matmul.py: x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)": (
         "can_describe_slots"
@@ -89,21 +86,13 @@ def test_loads_are_tma_where_a_tile_is_a_box(compiled: Compiled, target: Target)
     leaves out their fence, nor where rows begin on less than 16 bytes in a gather: then single elements are loaded.
     """
     by_pointer = {"push pointers", "push batched ragged", "push rows scattered", "gather ragged", "gather K short runs"}
-    by_pointer |= {
-        "push in place pointers",
-        "push uneven pointers",
-        "gather uneven ragged",
-        "gather K uneven",
-        "push uneven",
-        "push uneven rows",
-    }  # rows of different lengths
-    ragged = ("gather ragged", "gather uneven ragged")
+    by_pointer.add("push in place pointers")
     fenced = target.arch < 90 or target.triton != "3.6"
     for name, counts in (pushes(compiled) | gathers(compiled)).items():
         by_tma = target.arch >= 90 and name not in by_pointer
         # both operands, in the prologue for num_stages - 1 tiles and in the loop
         assert counts["tma_loads"] >= 6 if by_tma else counts["tma_loads"] == 0, name
-        assert (counts["cp_async"] > 0) == (not by_tma and fenced and name not in ragged), name
+        assert (counts["cp_async"] > 0) == (not by_tma and fenced and name != "gather ragged"), name
 
 
 def test_loads_of_a_tile_fly_while_the_one_before_is_stored(compiled: Compiled, arch: int) -> None:
@@ -118,20 +107,10 @@ def test_results_leave_in_whole_vectors(compiled: Compiled) -> None:
     at_least = {"push_matmul_kernel": 4, "unpack_kernel": 4, "pack_kernel": 4, "finish_kernel": 4}
     at_least |= {"gather_matmul_kernel": 8, "reduce_kernel": 2}  # one half of those poisons
     for name, kernel in compiled.items():
-        by_element = ("push cut anywhere", "gather ragged", "gather uneven ragged")
-        if kernel["kernel"] in at_least and name not in (*by_element, "wait"):
+        if kernel["kernel"] in at_least and name not in ("push cut anywhere", "gather ragged", "wait"):
             assert kernel["counts"]["vector_stores"] >= at_least[kernel["kernel"]], name
         assert kernel["counts"]["tma_stores"] == 0, name  # signal() would have to wait for them
-    for name in (
-        "unpack",
-        "unpack posted",
-        "unpack uneven",
-        "pack",
-        "pack uneven",
-        "reduce",
-        "reduce average bias",
-        "reduce fp32 bias",
-    ):
+    for name in ("unpack", "unpack posted", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
         assert compiled[name]["counts"]["vector_loads"] >= 4, name
 
 

@@ -15,7 +15,7 @@ import fusedcomm
 from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import EVEN, Splits, chunk_parts
-from tests.helpers.groups import ALGORITHMS, empty_is_nan, fresh_group, member_of
+from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.in_place import after_peers, chunked_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tiers import nightly_but
@@ -101,14 +101,6 @@ def test_values_and_gradients(ranks: Any, name: str, algorithm: str) -> None:
     ranks(num_ranks).run(check_case, case, num_ranks, algorithm)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", nightly_but(["back-ranges", "reduce-ranges"], CASES))
-def test_values_and_gradients_by_kernels(ranks: Any, name: str) -> None:
-    """Triton's interpreter is slow. More cases: tests/kernels/test_parts.py."""
-    num_ranks, case = CASES[name]
-    ranks(num_ranks).run(check_case, case, num_ranks, "fused", 2)
-
-
 @pytest.mark.parametrize("name", ["kv-2-of-4", "back-splits", "gather-splits", "reduce-rows"])
 def test_narrow_dtypes(ranks: Any, name: str) -> None:
     num_ranks, case = CASES[name]
@@ -127,7 +119,7 @@ def test_nothing_is_kept_for_the_backward(rank: int, op: str) -> None:
 
 
 RANDOM = [(3, 100, algorithm) for algorithm in ("unfused", "chunked", "pipelined")]
-MANY_RANDOM = [(size, 300 if name == "fused" else 3000, name) for size in (2, 3, 4, 5) for name in ALGORITHMS]
+MANY_RANDOM = [(size, 3000, name) for size in (2, 3, 4, 5) for _, _, name in RANDOM]
 
 
 @on_ranks()

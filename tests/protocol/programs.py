@@ -3,8 +3,7 @@
 There are two ranks without faults. A kernel that sends stores a part per program into each chunk. The program that
 completes a chunk, by the counter, signals it. A kernel that receives waits for every source, the own one too; the last
 program that arrives counts the epoch. The pack of a gather runs beside its matmul. Where rows are gathered, the matmul
-leaves its own chunk out, and waits for the own signal last. Where a push has nothing for the peer, the first program
-signals it before all else, and nobody counts.
+leaves its own chunk out, and waits for the own signal last.
 
 This mirrors kernels/triton/rounds.py, copy.py and fusedcomm/algorithms/fused.py (tests/protocol/mirrored.py).
 """
@@ -25,7 +24,6 @@ class ProgramRules:
     num_programs: tuple[int, int] = (2, 1)  # programs of each kernel, by rank: more of both would be too many states
     last_signals: bool = True  # the last program, not the first that has stored
     clears_counter: bool = True
-    signals_empty: bool = True  # the first program signals a peer that gets nothing
     waits_for_own: bool = True
     last_counts_epoch: bool = True  # the last program, not the first that arrives
     joins: bool = True  # the pack ends before the next round
@@ -36,7 +34,6 @@ class Kernel(NamedTuple):
     takes_own: bool  # reads its own chunk like the others
     epoch: int  # the round that its programs must find in the header
     after: tuple[int, ...]  # kernels of this rank that come before it
-    empty: bool = False  # the chunks for and from the peer have no elements
 
 
 class State(NamedTuple):
@@ -56,14 +53,12 @@ class State(NamedTuple):
 # steps for each chunk; "signal" also clears the counter first, and a program that has not completed the chunk skips it
 SEND = ("epoch", *(f"{what} {step}" for step in range(2) for what in ("store", "count", "signal")))
 RECEIVE = ("epoch", *(f"{what} {step}" for step in range(2) for what in ("wait", "read")), "arrive", "count epoch")
-SEND_OWN = ("epoch", "store 0", "count 0", "signal 0")
-RECEIVE_OWN = ("epoch", "wait 0", "read 0", "wait 1", "arrive", "count epoch")
 RECEIVE_OTHERS = ("epoch", "wait 1", "read 1", "wait 0", "arrive", "count epoch")
 
 
 class ProgramModel:
     def __init__(self, rounds: tuple[str, ...], rules: ProgramRules) -> None:
-        """``rounds``: "push", "push nothing" to the peer, "gather", or "gather rows"."""
+        """``rounds``: "push", "gather", or "gather rows"."""
         self.rules, self.kernels = rules, [*_kernels(rounds, rules)]
 
     def initial(self) -> State:
@@ -80,25 +75,21 @@ class ProgramModel:
             for k, kernel in enumerate(self.kernels):
                 if all(self._over(state, r, before) for before in kernel.after):
                     for p in range(self.rules.num_programs[r]):
-                        if state.steps[r][k][p] < len(self._names(k, p)):
+                        if state.steps[r][k][p] < len(self._names(k)):
                             moves += self._step(state, r, k, p)
         return moves, []
 
-    def _names(self, k: int, p: int) -> tuple[str, ...]:
+    def _names(self, k: int) -> tuple[str, ...]:
         kernel = self.kernels[k]
-        if kernel.sends and kernel.empty and p == 0 and self.rules.signals_empty:
-            return (SEND_OWN[0], "signal 1", *SEND_OWN[1:])
         if kernel.sends:
-            return SEND_OWN if kernel.empty else SEND
-        if kernel.empty:
-            return RECEIVE_OWN
+            return SEND
         return RECEIVE if kernel.takes_own else RECEIVE_OTHERS
 
     def _over(self, state: State, r: int, k: int) -> bool:
-        return all(done == len(self._names(k, p)) for p, done in enumerate(state.steps[r][k]))
+        return all(done == len(self._names(k)) for done in state.steps[r][k])
 
     def _step(self, state: State, r: int, k: int, p: int) -> list[tuple[str, State]]:
-        what, _, step = self._names(k, p)[state.steps[r][k][p]].partition(" ")
+        what, _, step = self._names(k)[state.steps[r][k][p]].partition(" ")
         label = f"rank {r}: program {p}, round {self.kernels[k].epoch}: {what} {step}"
         after = getattr(self, "_" + what)(state, r, k, p, step)
         return [] if after is None else [(label, after)]
@@ -158,9 +149,8 @@ def _kernels(rounds: tuple[str, ...], rules: ProgramRules) -> list[Kernel]:
     before: tuple[int, ...] = ()
     for i, kind in enumerate(rounds):
         send, receive = len(kernels), len(kernels) + 1
-        empty, pushes = kind == "push nothing", kind.startswith("push")
-        kernels.append(Kernel(True, True, i + 1, before, empty))
-        kernels.append(Kernel(False, kind != "gather rows", i + 1, (send,) if pushes else before, empty))
+        kernels.append(Kernel(True, True, i + 1, before))
+        kernels.append(Kernel(False, kind != "gather rows", i + 1, (send,) if kind == "push" else before))
         before = (send, receive) if rules.joins else (receive,)
     return kernels
 

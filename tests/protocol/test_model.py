@@ -235,7 +235,6 @@ def test_in_a_new_segment_late_writes_do_no_harm() -> None:
 
 ROUNDS = [
     ("push", "push", "push"),
-    ("push", "push nothing", "push"),
     ("push", "gather"),
     ("gather", "push"),
     ("gather rows", "push"),
@@ -254,7 +253,6 @@ def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ..
     [
         (("push", "push"), ProgramRules(last_signals=False), "wrong data"),
         (("push", "push"), ProgramRules(clears_counter=False), DEADLOCK),
-        (("push nothing", "push"), ProgramRules(signals_empty=False), DEADLOCK),
         (("gather", "push"), ProgramRules(waits_for_own=False), "wrong epoch"),
         (("gather rows", "push"), ProgramRules(waits_for_own=False), "wrong epoch"),
         (("push", "push"), ProgramRules(last_counts_epoch=False), "wrong epoch"),
@@ -263,7 +261,6 @@ def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ..
     ids=[
         "first-signals",
         "counter-not-cleared",
-        "empty-chunk-not-signalled",
         "own-chunk-not-awaited",
         "own-signal-not-awaited",
         "first-counts-epoch",

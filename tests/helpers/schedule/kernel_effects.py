@@ -55,36 +55,14 @@ class Launch:
         self.ends_round = False
 
     @property
-    def parts(self) -> Tensor | None:
-        """The table of a kernel whose peers have Spans of their own."""
-        return self.args["spans"][3] if "spans" in self.args else self.args.get("parts")
+    def spans(self) -> Spans:
+        return Spans(*(Span(*each) for each in self.args["spans"]))
 
-    def own_span(self, peer: int) -> Span:
-        assert self.parts is not None
-        memory = self.memories.find(self.parts)
-        assert memory is not None
-        size, start, inner, outer_stride, *_ = memory.rows[peer]
-        return Span(size, start, inner, outer_stride, 0)
-
-    def spans(self, peer: int) -> Spans:
-        """Those of a matmul's chunk to or from a peer."""
-        own = Spans(*(Span(*each) for each in self.args["spans"][:3]))
-        if self.parts is None:
-            return own
-        return own._replace(**{self.args["TRAITS"].differs: self.own_span(peer)})
-
-    def numel(self, peer: int) -> int:
+    @property
+    def numel(self) -> int:
         """The elements of a matmul's chunk."""
-        batches, rows, columns, _ = self.spans(peer)
+        batches, rows, columns = self.spans
         return batches.size * rows.size * columns.size
-
-    def span_of(self, name: str, peer: int) -> Span:
-        """That of a copy."""
-        return Span(*self.args[name]) if self.parts is None else self.own_span(peer)
-
-    def table(self) -> list[Region]:
-        found = None if self.parts is None else self.memories.region(self.parts)
-        return [] if found is None else [found]
 
     def word(self, offset: int, rank: int | None = None) -> Region:
         return Region(self.group.segment(self.rank if rank is None else rank), offset, WORD)
@@ -102,12 +80,10 @@ class Launch:
 
     def part(self, owner: int, src_rank: int, numel: int, itemsize: int) -> Region:
         """src_rank's part of a slot of ``owner``, of which its chunk has ``numel`` elements."""
-        apart = self.args["sizes"].chunk_numel if "sizes" in self.args else self.args.get("chunk_numel")
-        if "run" in self.args:
-            apart = self.args["run"].chunk_numel
+        apart = self.args["run"].chunk_numel if "run" in self.args else numel
         slot_bytes = self.args["sizes"].slot_bytes if "sizes" in self.args else self.args["slot_bytes"]
         slot = self.layout.header_bytes + self.epoch % self.layout.num_slots * slot_bytes
-        start = slot + src_rank * itemsize * (numel if apart is None else apart)
+        start = slot + src_rank * itemsize * apart
         return Region(self.group.segment(owner), start, numel * itemsize)
 
     def counter(self, dst_rank: int) -> Region:
@@ -115,7 +91,7 @@ class Launch:
 
     def span(self, name: str, tensor: str, peer: int) -> list[Region]:
         """The elements of a tensor that a Span of the arguments describes."""
-        span = self.span_of(name, peer)
+        span = Span(*self.args[name])
         base, itemsize = self.memories.region(self.args[tensor]), self.itemsize(tensor)
         if base is None or span.size == 0:
             return []
@@ -150,7 +126,7 @@ class Launch:
         """Where a push writes its chunk in dst_rank's result."""
         results = self.args["results"]
         _, _, first, rows_in_run, run_stride = results
-        num_columns = self.spans(dst_rank).columns.size
+        num_columns = self.spans.columns.size
         inner = min(rows_in_run * num_columns, numel)
         assert self.place is not None
         sizes, strides = (numel // inner, inner), (run_stride, 1)
@@ -175,14 +151,12 @@ class Launch:
 
 
 def push(launch: Launch) -> Iterator[Step]:
-    sizes, itemsize = launch.args["sizes"], launch.itemsize("x")
-    yield Step(reads=[launch.word(EPOCH), *launch.table()])
-    order = peers_of(launch.rank, launch.group_size)
-    for dst_rank in sorted(order, key=lambda peer: launch.numel(peer) > 0):  # who get nothing are signalled first
-        numel = launch.numel(dst_rank)
+    sizes, itemsize, numel = launch.args["sizes"], launch.itemsize("x"), launch.numel
+    yield Step(reads=[launch.word(EPOCH)])
+    for dst_rank in peers_of(launch.rank, launch.group_size):
         work = launch.store(Work(flops=2 * numel * sizes.K), dst_rank, numel * itemsize)
         step = Step(reads=[*launch.tensor("x"), *launch.tensor("w"), *launch.tensor("bias_ptr")], work=work)
-        if launch.args["results"] is not None and launch.place is not None and numel > 0:
+        if launch.args["results"] is not None and launch.place is not None:
             step.waits.append(launch.posted(step, dst_rank, launch.rank))
             step.writes += [launch.in_result(dst_rank, numel, itemsize), launch.mark(dst_rank, launch.rank)]
         else:
@@ -200,12 +174,11 @@ def post(launch: Launch) -> Iterator[Step]:
 
 
 def pack(launch: Launch) -> Iterator[Step]:
-    itemsize = launch.itemsize("tensor")
-    yield Step(reads=[launch.word(EPOCH), *launch.table()])
+    itemsize, numel = launch.itemsize("tensor"), Span(*launch.args["pack"]).size
+    yield Step(reads=[launch.word(EPOCH)])
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
         step = Step(writes=[launch.counter(dst_rank)])
         if dst_rank != launch.rank or launch.args["OWN"]:
-            numel = launch.span_of("pack", dst_rank).size
             step.reads = launch.span("pack", "tensor", dst_rank)
             step.work = launch.store(step.work, dst_rank, numel * itemsize)
             step.writes.append(launch.part(dst_rank, launch.rank, numel, itemsize))
@@ -213,19 +186,19 @@ def pack(launch: Launch) -> Iterator[Step]:
 
 
 def gather_matmul(launch: Launch) -> Iterator[Step]:
-    args, spans, sizes, tile = launch.args, launch.spans(launch.rank), launch.args["sizes"], launch.args["TILE"]
+    args, spans, sizes, tile = launch.args, launch.spans, launch.args["sizes"], launch.args["TILE"]
     num_tiles = spans.batches.size * -(-spans.rows.size // tile.block_m) * -(-sizes.N // tile.block_n)
     split_k = args["TRAITS"].split_k
     first = min(1.0, args["grid"] / num_tiles) if split_k and num_tiles else 1.0  # the tiles that do not wait for all
     parts, total = list[Region](), 0
     for src_rank in sources_of(launch.rank, launch.group_size):
         if src_rank == launch.rank and not args["TRAITS"].own:
-            yield launch.wait(Step(reads=launch.table()), src_rank)
+            yield launch.wait(Step(), src_rank)
             continue
-        part = launch.part(launch.rank, src_rank, launch.numel(src_rank), launch.itemsize("out_ptr"))
-        flops = 2 * launch.numel(src_rank) * sizes.N
+        part = launch.part(launch.rank, src_rank, launch.numel, launch.itemsize("out_ptr"))
+        flops = 2 * launch.numel * sizes.N
         total += flops
-        step = launch.wait(Step(reads=[part, *launch.table()], work=Work(flops=first * flops)), src_rank)
+        step = launch.wait(Step(reads=[part], work=Work(flops=first * flops)), src_rank)
         step.reads += [*launch.tensor("w"), *launch.tensor("bias_ptr")]
         if not split_k:
             step.writes += _rows(launch, src_rank)
@@ -239,13 +212,12 @@ def gather_matmul(launch: Launch) -> Iterator[Step]:
 
 
 def unpack(launch: Launch) -> Iterator[Step]:
-    itemsize = launch.itemsize("out_ptr")
+    itemsize, numel = launch.itemsize("out_ptr"), Span(*launch.args["unpack"]).size
     for src_rank in sources_of(launch.rank, launch.group_size):
-        step = Step(reads=launch.table())
+        step = Step()
         if launch.args["TRAITS"].posted:
             step.reads.append(launch.mark(launch.rank, src_rank))
         elif src_rank != launch.rank or launch.args["TRAITS"].own:
-            numel = launch.span_of("unpack", src_rank).size
             step.reads.append(launch.part(launch.rank, src_rank, numel, itemsize))
             step.writes = launch.span("unpack", "out_ptr", src_rank)
             step.work = Work(copied=numel * itemsize)
@@ -304,7 +276,7 @@ EFFECTS: dict[str, Callable[[Launch], Iterator[Step]]] = {
 def _rows(launch: Launch, src_rank: int) -> list[Region]:
     """The rows of the result that a round makes from src_rank's chunk."""
     out: Tensor = launch.args["out_ptr"]
-    spans, num_m, num_n = launch.spans(src_rank), launch.args["sizes"].M, launch.args["sizes"].N
+    spans, num_m, num_n = launch.spans, launch.args["sizes"].M, launch.args["sizes"].N
     base = launch.memories.region(out)
     if base is None:
         return []

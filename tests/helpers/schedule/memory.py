@@ -25,7 +25,6 @@ class Memory:
     stream: int | None = None
     start: int = 0
     used_on: set[int] = field(default_factory=set)
-    rows: list[list[int]] = field(default_factory=list)  # those of a table, as the host has copied them
 
 
 class Memories:

@@ -222,10 +222,6 @@ class Recorder(TorchDispatchMode):
             self._to_host(used)
         if torch_ops.makes_memory_alone(func) or not (made or written):
             return
-        if torch_ops.name_of(func) == "copy_" and not _on_gpu(args[1]):  # a table of the host's, which kernels read
-            memory = self.memories.find(written[0])
-            assert memory is not None
-            memory.rows = args[1].tolist()
         written += made
         read = [t for t in used if all(t is not each for each in written)]
         step = Step(reads=self._regions(read), writes=self._regions(written))
