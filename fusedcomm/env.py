@@ -21,11 +21,11 @@ def workspace_bytes() -> int:
     return int(_positive("FUSEDCOMM_WORKSPACE_BYTES", float(1 << 30)))
 
 
-def results_bytes(device_type: str = "cpu") -> int:
-    """``FUSEDCOMM_RESULTS_BYTES``: the most memory for results that peers write in place, per group, device and rank
-    (default 2 GiB on CPUs, 0 on GPUs; 0 switches it off).
+def results_bytes() -> int:
+    """``FUSEDCOMM_RESULTS_BYTES``: the most memory for results that peers write in place, per group and rank, on CPUs
+    (default 2 GiB; 0 switches it off).
     """
-    text = os.environ.get("FUSEDCOMM_RESULTS_BYTES") or str(2 << 30 if device_type == "cpu" else 0)
+    text = os.environ.get("FUSEDCOMM_RESULTS_BYTES") or str(2 << 30)
     if not text.isdecimal():
         raise ValueError(f"FUSEDCOMM_RESULTS_BYTES must be a number of bytes, got {text!r}")
     return int(text)

@@ -14,7 +14,6 @@ import fusedcomm
 from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime.device_results import ALIGNMENT
 from fusedcomm.runtime.workspace import Call, Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
@@ -321,27 +320,20 @@ def first_of(op: str, cuda: bool) -> GpuCase:
 
 
 class GpuCall(NamedTuple):
-    """A case in a virtual group whose slots hold one of ``num_rounds`` equal rounds.
-
-    ``in_place``: results are in heaps, where peers may write them.
-    """
+    """A case in a virtual group whose slots hold one of ``num_rounds`` equal rounds."""
 
     group_size: int
     dtype: torch.dtype
     case: GpuCase
     num_rounds: int = 1
-    in_place: bool = False
 
     def __str__(self) -> str:
-        name = f"{self.case} {str(self.dtype).removeprefix('torch.')} R={self.group_size}"
-        return f"{name} in place" if self.in_place else name
+        return f"{self.case} {str(self.dtype).removeprefix('torch.')} R={self.group_size}"
 
     def group(self, algorithm: str, device: torch.device) -> VirtualGroup:
         """A group in which each rank has run the case once."""
         chunk_bytes = self.case.exchange(self.group_size).chunk_numel * self.dtype.itemsize
         group = VirtualGroup(self.group_size, max(128, chunk_bytes * self.group_size // self.num_rounds), device)
-        if self.in_place:
-            group.give_heaps(2 * (chunk_bytes * self.group_size + ALIGNMENT))
         inputs = self.inputs(0, device, 0)
         group.load(lambda workspace: self.case.run(workspace, algorithm, inputs), FINGERPRINT)
         return group
@@ -358,8 +350,7 @@ class GpuCall(NamedTuple):
             group.check(case.op)
             for rank, expected in enumerate(case.expected(self.group_size, self.dtype, device, seed)):
                 assert_equal(results[rank], expected, f"{self} {algorithm} rank {rank} call {seed}")
-        in_place = {"in_place": group.chunks_in_place(1)} if self.in_place else {}
-        return {"calls": times * self.group_size} | in_place
+        return {"calls": times * self.group_size}
 
 
 def assert_equal(outs: list[Tensor], expected: list[Tensor], where: str) -> None:

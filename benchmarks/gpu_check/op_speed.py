@@ -12,7 +12,6 @@ from torch import Tensor
 from benchmarks.gpu_check import child
 from benchmarks.gpu_check.cases import ALGORITHMS, OPS, GpuCall, GpuCase, GpuInputs
 from benchmarks.gpu_check.timing import Variants, interleaved
-from fusedcomm.runtime.segment import NUM_SLOTS
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
@@ -43,7 +42,7 @@ def compare(call: GpuCall, device: torch.device) -> dict[str, Any]:
     """Times of all ranks together: the matmuls alone, the program without communication, and each algorithm."""
     case = call.case
     every = [call.inputs(rank, device, 0) for rank in range(call.group_size)]
-    algorithms = ALGORITHMS if device.type == "cuda" and not call.in_place else ("fused",)
+    algorithms = ALGORITHMS if device.type == "cuda" else ("fused",)
     groups = {name: call.group(name, device) for name in algorithms}
     _check(case, groups, every)
     for inputs in every:  # GPUs draw less power on integers, and so run faster
@@ -59,12 +58,7 @@ def compare(call: GpuCall, device: torch.device) -> dict[str, Any]:
     for group in groups.values():
         group.check(case.op)
     ratios = {f"{name} over roof": ms / times["roof"] for name, ms in times.items() if name != "roof"}
-    found = {"rounds": call.num_rounds, **{f"{name}_ms": ms for name, ms in times.items()}, **ratios}
-    if not call.in_place:
-        return found
-    rounds = min(call.num_rounds, NUM_SLOTS)
-    places = groups["fused"].chunks_in_place(rounds)
-    return {**found, f"chunks in place in the last {rounds} rounds, by rank": places}
+    return {"rounds": call.num_rounds, **{f"{name}_ms": ms for name, ms in times.items()}, **ratios}
 
 
 def _check(case: GpuCase, groups: dict[str, VirtualGroup], every: list[GpuInputs]) -> None:

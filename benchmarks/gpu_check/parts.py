@@ -88,10 +88,6 @@ ROWS = {  # by the first cell of the row in the table "By part"
         "first calls of 2 and 4 processes on one GPU succeed; no failure was provoked",
         ("processes/2 ranks planned*", "4 processes/4 ranks planned*"),
     ),
-    "results in place, on GPUs (`FUSEDCOMM_RESULTS_BYTES`, off by default)": Evidence(
-        "right values of virtual ranks on one GPU; the JSON says how many chunks came in place",
-        ("values/*in place*",),
-    ),
     "backward of the five ops": Evidence(
         "gradients of 2 and 4 processes on one GPU are near those of one process",
         ("processes/2 ranks backward*", "4 processes/4 ranks backward*"),

@@ -20,14 +20,11 @@ NUM_ROUNDS = 2
 
 def calls(cuda: bool) -> list[GpuCall]:
     of = partial(GpuCall, GROUP_SIZE if cuda else 1, DTYPE)
-    return [of(forward(cuda), NUM_ROUNDS), of(backward(cuda), NUM_ROUNDS), of(forward(cuda), NUM_ROUNDS, in_place=True)]
+    return [of(forward(cuda), NUM_ROUNDS), of(backward(cuda), NUM_ROUNDS)]
 
 
 def cases(device: torch.device) -> child.Cases:
-    return {
-        call.case.name + " in place" * call.in_place: partial(compare, call, device)
-        for call in calls(device.type == "cuda")
-    }
+    return {call.case.name: partial(compare, call, device) for call in calls(device.type == "cuda")}
 
 
 def forward(cuda: bool) -> GpuCase:

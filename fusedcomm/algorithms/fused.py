@@ -8,7 +8,7 @@ rank's own chunk where it lies in x, if its rows are complete without the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fusedcomm.algorithms import kernel_launch
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul
-from fusedcomm.algorithms.in_place import FusedResult
 from fusedcomm.algorithms.transport import copy_between, copy_runs
 from fusedcomm.geometry.spans import ChunkSpans, RoundSpans
 from fusedcomm.runtime import signals, stream_writes
@@ -28,17 +27,16 @@ from fusedcomm.runtime.workspace import Call, Round, Workspace
 
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    result = FusedResult(call, x, out)
-    push = _pushes(call, x, w, bias, result)
+    x, w = x.contiguous(), kernel_launch.loadable(w)
+    out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
-            posted = result.post(spans)
             with lane("matmul"):
-                push(spans)
+                kernel_launch.push(x, w, bias, spans, call.workspace, call.fingerprint)
             with lane("copy"):
-                kernel_launch.unpack(result.tensor, spans, call.workspace, call.fingerprint, posted=posted)
+                kernel_launch.unpack(out, spans, call.workspace, call.fingerprint)
             _launched(call)
-    return result.tensor
+    return out
 
 
 def push_reduce(
@@ -51,12 +49,12 @@ def push_reduce(
     out: Tensor | None = None,
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
-    push = _pushes(call, x, w, partial_bias)
+    x, w = x.contiguous(), kernel_launch.loadable(w)
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     with _kernels(call):
         for spans in _rounds(call, x):
             with lane("matmul"):
-                push(spans)
+                kernel_launch.push(x, w, partial_bias, spans, call.workspace, call.fingerprint)
             with lane("copy"):
                 kernel_launch.reduce(out, spans, bias, scale, call.workspace, call.fingerprint)
             _launched(call)
@@ -152,20 +150,6 @@ def _multiply_own(
     if gathered is not None:
         with lane("copy", rank):
             copy_between(spans.unpack.view(gathered.view(-1), 0, rank), chunk)
-
-
-def _pushes(
-    call: Call, x: Tensor, w: Tensor, bias: Tensor | None, result: FusedResult | None = None
-) -> Callable[[RoundSpans], None]:
-    """What computes and sends all chunks of a round; those of ``result`` in place, where peers have posted theirs."""
-    workspace, fingerprint = call.workspace, call.fingerprint
-    x, w = x.contiguous(), kernel_launch.loadable(w)
-
-    def push(spans: RoundSpans) -> None:
-        in_place = None if result is None else result.at_peers(spans)
-        kernel_launch.push(x, w, bias, spans, workspace, fingerprint, in_place)
-
-    return push
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from fusedcomm.algorithms.descriptors import (
 )
 from fusedcomm.geometry.exchange import RoundSpans
 from fusedcomm.geometry.spans import Span
-from fusedcomm.kernels.triton.bundles import CopyConfig, InPlace, Reduced, Sizes, Traits, Unpacked
+from fusedcomm.kernels.triton.bundles import CopyConfig, Reduced, Sizes, Traits, Unpacked
 from fusedcomm.runtime.launches import Launch, of_kind
 from fusedcomm.runtime.signals import Segments, signal, wait
 from fusedcomm.runtime.topology import tf32_allowed
@@ -41,27 +41,23 @@ def push(
     spans: RoundSpans,
     workspace: Segments,
     fingerprint: int,
-    results: InPlace | None = None,
 ) -> None:
     """Compute every dst_rank's chunk of x @ w + bias into its slot, and signal it.
 
-    x [..., K]; w [K, N] or [..., K, N]. With ``results`` a chunk goes into the result of a dst_rank that has posted it.
+    x [..., K]; w [K, N] or [..., K, N].
     """
 
     def plan() -> Launch | None:
-        return _push(x, w, spans, workspace, fingerprint, results)
+        return _push(x, w, spans, workspace, fingerprint)
 
-    landing = None if results is None else (results.heaps_ptr.data_ptr(), *results[1:])
-    launch = _of_kind("push", plan, (x, w, bias), spans, workspace, fingerprint, landing)
+    launch = _of_kind("push", plan, (x, w, bias), spans, workspace, fingerprint)
     if launch is None:
         signal(workspace, None, fingerprint)
     else:
         launch(x, w, bias)
 
 
-def _push(
-    x: Tensor, w: Tensor, spans: RoundSpans, workspace: Segments, fingerprint: int, results: InPlace | None
-) -> Launch | None:
+def _push(x: Tensor, w: Tensor, spans: RoundSpans, workspace: Segments, fingerprint: int) -> Launch | None:
     """What such launches have in common; None if the chunks are empty."""
     if spans.chunk_numel == 0:
         return None
@@ -86,12 +82,11 @@ def _push(
         tf32_allowed(),
         shift=shape.shift if use_tma else 0,
     )
-    in_place = None if results is None else tuple(results)
     constants = _matmul_constants(w, num_m, spans, workspace, fingerprint, config, traits)
 
     def arguments(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         x, w = _operands(x, w)
-        return in_place, describe_x(x, config) if use_tma else x, *_weights(w, bias, config, use_tma), *constants
+        return describe_x(x, config) if use_tma else x, *_weights(w, bias, config, use_tma), *constants
 
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(config, x, use_tma)}
     grid = _grid("push", workspace, tiles.num_tiles(config, shape) * shape.count)
@@ -215,12 +210,8 @@ def unpack(
     *,
     end_round: bool = True,
     own: bool = True,
-    posted: bool = False,
 ) -> None:
-    """Wait for every src_rank's chunk and copy it to its place in ``out``.
-
-    Without ``own`` this rank's is there. With ``posted`` those are that are marked so.
-    """
+    """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there."""
     assert out.is_contiguous()
 
     def plan() -> Launch | None:
@@ -230,10 +221,10 @@ def unpack(
 
         config, num_tiles = _copies(out, spans.unpack)
         constants = _copy_constants(spans.unpack, workspace, fingerprint, config)
-        unpacked, grid = Unpacked(end_round, own, posted), _grid("unpack", workspace, num_tiles)
+        unpacked, grid = Unpacked(end_round, own), _grid("unpack", workspace, num_tiles)
         return Launch(unpack_kernel, grid, lambda out: (out, *constants, unpacked), num_warps=config.num_warps)
 
-    launch = _of_kind("unpack", plan, (out,), spans, workspace, fingerprint, end_round, own, posted)
+    launch = _of_kind("unpack", plan, (out,), spans, workspace, fingerprint, end_round, own)
     if launch is not None:
         launch(out)
     elif end_round:

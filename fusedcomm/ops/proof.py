@@ -4,7 +4,7 @@ At the first call that is planned so, small exact problems run through the algor
 Every rank compares what it gets, bit by bit, with the result of the whole group's program, computed on the host, and
 the ranks vote. An algorithm that was wrong, late or raised on any rank is off for the group: its calls run unfused.
 Where it was late, or had no memory, a reset lets it try again. Calls whose parts differ in size are told from others:
-they have kernels of their own. If the group has a heap of results, such results are proved with it, in place and not.
+they have code of their own.
 
 The proof has a workspace of its own, small and with guard bytes. What fails there breaks nothing of the group's, and
 nothing of the group's grows. It runs on the current stream, which the host then waits for. That of `pipelined` needs no
@@ -33,7 +33,6 @@ from fusedcomm.algorithms.planner import Plan
 from fusedcomm.cost import tuned
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.ops.exact_problem import ExactProblem, difference
-from fusedcomm.ops.proof_heap import ProofHeap, finish, heap_bytes
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.runtime import group, proof_file
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
@@ -75,20 +74,16 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
         )
     name = ours.topology.name_of_proof(op, algorithm, dtype, uneven)
     problems = [_problem(op, size, ours.group_size, uneven) for size in SIZES]
-    in_place = ours.topology.proves_in_place(op, algorithm, uneven)
-    own, run = _apart(ours, problems, dtype, in_place), algorithms[algorithm]
+    own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
+    run = algorithms[algorithm]
     try:
         if algorithm == "pipelined":
             cause, wrong = _try(lambda: _by_group(ours, run, problems, dtype), ours.rank, dtype)
         else:
             own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
-            if in_place and own.results is None:  # on all ranks, which have warned of it
-                ours.give_up_results()
-                name = ours.topology.name_of_proof(op, algorithm, dtype, uneven)
             cause, wrong = _try(lambda: _by_workspace(own, op, run, problems, dtype), ours.rank, dtype)
         parts = " in parts of different sizes" if uneven else ""
-        heap = " with results in place" if own.results is not None else ""
-        what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}{heap}"
+        what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
         cause, wrong = _voted(own, op, what, cause, wrong)
         ours.outcomes[name] = wrong
         if cause != _WRONG:
@@ -115,13 +110,6 @@ def _problem(op: str, size: MatmulSize, num_ranks: int, uneven: bool) -> ExactPr
     if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
         size = replace(size, rows=size.rows * num_ranks)
     return ExactProblem(program, size, num_ranks, seed=0, bias=True, uneven=uneven)
-
-
-def _apart(ours: Member, problems: list[ExactProblem], dtype: torch.dtype, in_place: bool) -> Member:
-    """A Member for the problems alone. It has a heap for their results if they are written in place."""
-    slot_bytes = max(_slot_bytes(problem, dtype) for problem in problems)
-    shapes = [problem.exchange(0).out_shape for problem in problems]
-    return ours.for_proof(slot_bytes, heap_bytes(shapes, dtype) if in_place else 0)
 
 
 def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
@@ -158,14 +146,14 @@ def _by_workspace(
     problems: list[ExactProblem],
     dtype: torch.dtype,
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
-    """What this rank gets from the problems, also in place if it has a heap."""
+    """What this rank gets from the problems."""
     workspace = own.workspace
     assert workspace is not None
     workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
     workspace.arm()
 
-    def result(problem: ExactProblem, posted: Callable[[], None] | None = None) -> tuple[ExactProblem, list[Tensor]]:
-        call = Call(op, _fingerprint(op), problem.exchange(workspace.rank), workspace, posted)
+    def result(problem: ExactProblem) -> tuple[ExactProblem, list[Tensor]]:
+        call = Call(op, _fingerprint(op), problem.exchange(workspace.rank), workspace)
         return problem, _run(problem, run, call, workspace.rank, workspace.device, dtype)
 
     with workspace.guarded(op):
@@ -173,12 +161,7 @@ def _by_workspace(
         if problems[-1].program.gathers:  # its chunks by copy engines too, which larger ones take
             workspace.least_copied = 0
             results.append(result(problems[-1]))
-        if own.results is not None:
-            heap = ProofHeap(own, op, dtype)
-            for problem in problems:
-                results.append(result(problem, heap.meet))
-                heap.check(results[-1][1][0])
-        finish(workspace.device)
+        _synchronize(workspace.device)
     workspace.check(op)
     return results
 
@@ -191,8 +174,13 @@ def _by_group(
     for problem in problems:
         call = GroupCall(problem.exchange(ours.rank), pg, NUM_ROUNDS, ours.topology.backend_sums)
         results.append((problem, _run(problem, run, call, ours.rank, ours.device, dtype)))
-    finish(ours.device)
+    _synchronize(ours.device)
     return results
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _run(
@@ -210,8 +198,6 @@ def _run(
         (out,), gathered = run(call, x, [w], [bias], return_gathered=True)
         return [out, gathered]
     options = {} if program.kind == "all_to_all" else {"scale": 1.0}
-    if isinstance(call, Call) and call.posted is not None:
-        return [run(call, x, w, bias, **options)]
     out = x.new_full(exchange.out_shape, math.nan)
     return [run(call, x, w, bias, out=out, **options)]
 

@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from array import array
-from collections.abc import Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,6 @@ from fusedcomm.runtime import flight_recorder, on_thread, proof_file, segment, s
 from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
 from fusedcomm.runtime.departures import Departures
-from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.native_part import native
 from fusedcomm.runtime.outside_modes import outside_modes
@@ -62,7 +60,7 @@ class Member:
     counters: array[int] = field(default_factory=lambda: array("q", [0]))  # num_calls, which prepared calls count too
     resets: int = 0  # the group's; counts closes too
     workspace: Workspace | None = None
-    results: Results | DeviceResults | None = None
+    results: Results | None = None
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
@@ -102,13 +100,10 @@ class Member:
     def max_slot_bytes(self) -> int:
         return slot_bytes_within(self.topology.workspace_bytes, self.group_size, self.guard_bytes)
 
-    def for_proof(self, slot_bytes: int, results_bytes: int) -> Member:
-        """A Member with a guarded workspace of its own, whose failure spoils nothing of this one.
-
-        ``results_bytes``: the size of its heap of results, 0 for none.
-        """
+    def for_proof(self, slot_bytes: int) -> Member:
+        """A Member with a guarded workspace of its own, without a heap of results. Its failure spoils nothing here."""
         size = Workspace.num_bytes(self.group_size, slot_bytes, GUARD_BYTES)
-        small = replace(self.topology, workspace_bytes=size, check=True, results_bytes=results_bytes)
+        small = replace(self.topology, workspace_bytes=size, check=True, results_bytes=0)
         facts = (self.rank, self.group_size, self.group_name, self.device, self.store)
         return Member(*facts, small, self.ranks, self.departures)
 
@@ -243,38 +238,18 @@ class Member:
         segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
         return segments, self.group_name, (segment, handle)
 
-    def _make_results(self, op: str, fingerprint: int) -> Results | DeviceResults | None:
+    def _make_results(self, op: str, fingerprint: int) -> Results | None:
         """The heaps of results, which outlive a workspace that grows; None where a rank cannot have one."""
         size = self.topology.results_bytes
         if self.results is None and size > 0:
             made = self._share(size, op, fingerprint, of="results ")
             if isinstance(made, str):
                 log.warning("results are copied out, and not written in place: %s", made)
-                self.give_up_results()
+                self.topology = replace(self.topology, results_bytes=0)
             else:
-                self.results = self._results_in(*made)
+                segments, _, owner = made
+                self.results = Results(segments, segment=owner[0], owner=owner, guarded=self.topology.check)
         return self.results
-
-    def _results_in(self, segments: list[torch.Tensor], _: str, owner: Any) -> Results | DeviceResults:
-        if self.device.type == "cuda":
-            return self._device_results(segments, owner)
-        return Results(segments, segment=owner[0], owner=owner, guarded=self.topology.check)
-
-    def _device_results(self, segments: list[torch.Tensor], owner: Any) -> DeviceResults:
-        rank, handle = self.rank, owner[1]
-
-        def tensor_at(offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            made: torch.Tensor = handle.get_buffer(rank, list(shape), dtype, offset // dtype.itemsize)
-            return made
-
-        return DeviceResults(segments, rank, tensor_at, owner)
-
-    def give_up_results(self) -> None:
-        """Have no heap from here on; all ranks must."""
-        self._drop_results()
-        if self.workspace is not None:
-            self.workspace.results = None
-        self.topology = replace(self.topology, results_bytes=0)
 
     def _drop_results(self) -> None:
         """Tensors in the heap stay valid; its memory goes with the last of them."""

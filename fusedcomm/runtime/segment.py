@@ -61,17 +61,12 @@ class HeaderLayout:
         return _aligned(self.posts + POST_BYTES * self.group_size)
 
     @cached_property
-    def decisions(self) -> int:
-        """decisions[dst_rank]: where the running push kernel stores the chunk; 0 before it knows, and afterwards."""
-        return _aligned(self.marks + 8 * NUM_SLOTS * self.group_size)
-
-    @cached_property
     def header_bytes(self) -> int:
         return self.last_words(self.group_size) + self.guard_bytes
 
     def last_words(self, src_rank: int) -> int:
         """last_words[src_rank]: why a rank that has ended did so, in UTF-8, padded with zeros."""
-        return _aligned(self.decisions + 8 * self.group_size) + LAST_WORDS_BYTES * src_rank
+        return _aligned(self.marks + 8 * NUM_SLOTS * self.group_size) + LAST_WORDS_BYTES * src_rank
 
     def post(self, src_rank: int) -> int:
         return self.posts + POST_BYTES * src_rank
@@ -84,8 +79,7 @@ class HeaderLayout:
 
     @property
     def for_kernels(self) -> SegmentLayout:
-        offsets = self.tiles_done, self.flags, self.posts, self.marks, self.decisions, self.header_bytes
-        return SegmentLayout(self.group_size, NUM_SLOTS, *offsets)
+        return SegmentLayout(self.group_size, NUM_SLOTS, self.tiles_done, self.flags, self.header_bytes)
 
     def segment_bytes(self, slot_bytes: int) -> int:
         """The size of a segment whose slots hold ``slot_bytes`` beside their guards."""

@@ -1,4 +1,4 @@
-"""Signals, waits and posts as launches of small kernels: for data that are copied or computed elsewhere, and for rounds
+"""Signals and waits as launches of small kernels: for data that are copied or computed elsewhere, and for rounds
 without data.
 
 The first of them that is used imports Triton.
@@ -51,16 +51,6 @@ def signal(workspace: Segments, dst_rank: int | None, fingerprint: int) -> None:
     _launch("signal", signal_kernel, workspace, first, group_size if dst_rank is None else 1, fingerprint)
 
 
-def post(place: int, num_bytes: int, workspace: Segments, fingerprint: int) -> None:
-    """Tell every rank where its chunk of the next round belongs: ``place`` bytes into this rank's heap of results."""
-    from fusedcomm.kernels.triton.handshake import post_kernel
-    from fusedcomm.kernels.triton.in_place import PLACE_UNIT
-
-    units, rest = divmod(place, PLACE_UNIT.value)
-    assert rest == 0, f"place must be a multiple of {PLACE_UNIT.value}, got {place}"
-    _launch("post", post_kernel, workspace, num_bytes, fingerprint, first=(units,))
-
-
 def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
     """Wait for one rank's signal, so that the stream may read its chunk. ``finish`` must follow the reads."""
     from fusedcomm.kernels.triton.handshake import wait_source_kernel
@@ -69,16 +59,16 @@ def wait_source(src_rank: int, workspace: Segments, fingerprint: int) -> None:
     _launch("wait source", wait_source_kernel, workspace, src_rank, fingerprint)
 
 
-def _launch(name: str, kernel: Any, workspace: Segments, *facts: int, first: tuple[int, ...] = ()) -> None:
-    """Launch one program, which takes no tensors but the segments. ``first``: what differs in launches of a kind."""
-    segments, common = workspace.segments, (*facts, *_ranks(workspace))
+def _launch(name: str, kernel: Any, workspace: Segments, *facts: int) -> None:
+    """Launch one program, which takes no tensors but the segments."""
+    arguments = (workspace.segments, *facts, *_ranks(workspace))
 
     def plan() -> Launch:
-        return Launch(kernel, (1,), lambda *first: (segments, *first, *common), num_warps=1)
+        return Launch(kernel, (1,), lambda: arguments, num_warps=1)
 
     launch = of_kind(workspace, plan, name, *facts)
     assert launch is not None
-    launch(*first)
+    launch()
 
 
 def wait(workspace: Segments, fingerprint: int) -> None:

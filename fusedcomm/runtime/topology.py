@@ -39,7 +39,7 @@ class Topology:
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
     prove: bool = False  # whether an algorithm must be proved before it is used
     outcomes: Mapping[str, str] = field(default_factory=dict)  # what proofs have found, as `proof_file` names them
-    results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks
+    results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
     backend: str = ""  # what runs the group's own collectives on this device type
     across: Reach | None = None  # what the group spans, where it has several hosts
     num_hosts: int = 1
@@ -50,12 +50,7 @@ class Topology:
         name = proof_file.name_of(op, algorithm, dtype, uneven)
         if algorithm == "pipelined" and self.backend_sums:
             return f"{name} with sums of the backend"
-        return f"{name} with results in place" if self.proves_in_place(op, algorithm, uneven) else name
-
-    def proves_in_place(self, op: str, algorithm: str, uneven: bool) -> bool:
-        """Whether kernels of such calls may write results of the peers in place, which a proof must cover."""
-        has_heap = self.prove and self.results_bytes > 0  # that of CPUs is not proved
-        return has_heap and (op, algorithm, uneven) == ("matmul_all_to_all", "fused", False)
+        return name
 
 
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
@@ -139,7 +134,7 @@ def no_native() -> str | None:
 def _settings(device: torch.device) -> dict[str, Any]:
     return {
         "workspace_bytes": env.workspace_bytes(),
-        "results_bytes": env.results_bytes(device.type),
+        "results_bytes": env.results_bytes() if device.type == "cpu" else 0,
         "algorithm": env.algorithm(),
         "check": env.check(),
         "backend_sums": env.backend_sums(),

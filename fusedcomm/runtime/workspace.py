@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,6 @@ from fusedcomm.runtime import canaries, tape, topology
 from fusedcomm.runtime.beside_kernels import beside_kernels
 from fusedcomm.runtime.captures import is_capturing
 from fusedcomm.runtime.departures import KILLED, Departures
-from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.patience import Patience
@@ -61,7 +60,6 @@ class Call:
     fingerprint: int
     exchange: Exchange
     workspace: Workspace
-    posted: Callable[[], None] | None = None  # called behind each post on a GPU, before the round's push
 
 
 class Workspace:
@@ -99,7 +97,7 @@ class Workspace:
         self.call_number = 0
         self.departures: Departures | None = None
         self.posts = Posts(rank, self.addresses, self.layout)
-        self.results: Results | DeviceResults | None = None  # the group's, where peers may write results in place
+        self.results: Results | None = None  # the group's, where peers may write results in place
         self.posted_result: Tensor | None = None  # this round's, if guard bytes are around it
         self.error: PeerError | None = None
         self.schedules: dict[Any, Any] = {}  # of `fusedcomm.run.calls`
@@ -138,7 +136,7 @@ class Workspace:
         """What prepared calls must know of it; they count its rounds too."""
         layout, results = self.layout, self.results
         offsets = layout.flags, layout.broken, layout.epoch, layout.posts, layout.marks, layout.header_bytes
-        heap = results.for_tapes() if isinstance(results, Results) else (None, [], 0)
+        heap = (None, [], 0) if results is None else results.for_tapes()
         counted, record = self.counters.buffer_info()[0], self.record.words.data_ptr()
         return self.rank, self.buffers, offsets, self.slot_bytes, counted, record, *heap
 
@@ -523,7 +521,7 @@ class Round:
     def posted(self, dst_rank: int, num_bytes: int) -> Tensor | None:
         """dst_rank's result of this round, flat, if this rank may write it."""
         place, results = self.workspace.posts.find(dst_rank, num_bytes, self.flag_value), self.workspace.results
-        if place is None or not isinstance(results, Results):
+        if place is None or results is None:
             return None
         found = results.at_peer(dst_rank, place, num_bytes)
         return None if found is None else found.view(self.dtype)

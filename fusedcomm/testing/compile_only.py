@@ -26,10 +26,8 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import kernel_launch, tiles
-from fusedcomm.algorithms.in_place import landing_of
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.kernels.triton.bundles import InPlace
 from fusedcomm.runtime import signals
 from fusedcomm.runtime.segment import HeaderLayout
 from fusedcomm.testing import ptx_order
@@ -158,23 +156,12 @@ class PushRound:
         return meta(*self.lead, self.k), w, meta(self.n) if self.bias else None
 
     def push(self) -> None:
-        self._push(None)
-
-    def push_in_place(self) -> None:
-        heaps, num_bytes = torch.empty(GROUP_SIZE, dtype=torch.int64, device="meta"), self._out().nbytes
-        results = landing_of(self._spans(), RANK, heaps, num_bytes)
-        assert results is not None
-        self._push(results)
-
-    def _push(self, results: InPlace | None) -> None:
         x, w, bias = self.tensors()
-        kernel_launch.push(x, w, bias, self._spans(), MetaWorkspace(), 1, results)
+        kernel_launch.push(x, w, bias, self._spans(), MetaWorkspace(), 1)
 
-    def unpack(self, posted: bool = False) -> None:
-        kernel_launch.unpack(self._out(), self._spans(), MetaWorkspace(), 1, posted=posted)
-
-    def _out(self) -> Tensor:
-        return torch.empty(self._exchange().out_shape, dtype=self.dtype, device="meta")
+    def unpack(self) -> None:
+        out = torch.empty(self._exchange().out_shape, dtype=self.dtype, device="meta")
+        kernel_launch.unpack(out, self._spans(), MetaWorkspace(), 1)
 
     def _exchange(self) -> Exchange:
         x, w, _ = self.tensors()
@@ -269,7 +256,6 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     single = PushRound((4096,), 1024, 4096, 0, 1, bias=True, dtype=torch.float32)
     yield "push fp32", single.push
     yield "push tf32", lambda: with_tf32(single.push)
-    yield from in_place()
     yield "unpack", START.unpack
     yield "unpack fp32", dataclasses.replace(LINEAR, dtype=torch.float32).unpack
     yield from gathers()
@@ -283,21 +269,6 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "begin push", lambda: signals.begin_push(MetaWorkspace())
     yield "signal", lambda: signals.signal(MetaWorkspace(), None, 1)
     yield "wait", lambda: signals.wait(MetaWorkspace(), 1)
-
-
-def in_place() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Pushes that may write the peers' results, with every way to load and with long and short runs of rows there."""
-    yield "push in place", START.push_in_place
-    yield "push in place transposed bias", LINEAR.push_in_place
-    yield "push in place fp16 packed bias", dataclasses.replace(PACKED_QKV, dtype=torch.float16).push_in_place
-    yield "push in place back", PushRound((4, 16384), 4096, 4096, 2, 1, (32, 128), bias=True).push_in_place
-    yield "push in place pointers", PushRound((16384,), 4100, 8192, 0, 1, bias=True).push_in_place
-    single = PushRound((4096,), 1024, 4096, 0, 1, bias=True, dtype=torch.float32)
-    yield "push in place 256 rows", PushRound((256,), 4096, 1024, 0, 1, bias=True).push_in_place
-    yield "push in place fp32", single.push_in_place
-    yield "push in place tf32", lambda: with_tf32(single.push_in_place)
-    yield "unpack posted", lambda: START.unpack(posted=True)
-    yield "post", lambda: signals.post(0, 1 << 20, MetaWorkspace(), 1)
 
 
 def gathers() -> Iterator[tuple[str, Callable[[], None]]]:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.runtime.beside_kernels import beside_kernels
-from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
 from fusedcomm.runtime.workspace import Workspace
 
@@ -86,35 +80,6 @@ class VirtualGroup:
         self._synchronize()
         for workspace in self.workspaces:
             workspace.check(op)
-
-    def give_heaps(self, num_bytes: int) -> None:
-        """Give each rank a heap of results of this size, where the peers' pushes may write.
-
-        A result has a storage of its own, whose end gives its block back. A view of the heap would keep the block for
-        good, and once a heap is full its rank's results come through the slots.
-        """
-
-        def tensor_at(own: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-            part = own[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-            return from_dlpack(to_dlpack(part))
-
-        with self._on_device():
-            heaps = [torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in self.workspaces]
-            for workspace, own in zip(self.workspaces, heaps, strict=True):
-                results = DeviceResults(heaps, workspace.rank, partial(tensor_at, own), owner=heaps, least_bytes=1)
-                workspace.results = results
-
-    def chunks_in_place(self, num_rounds: int) -> list[int]:
-        """How many chunks of each rank's last call have come in place, of R in each of its rounds, which are 1 or 2.
-
-        Waits for the device.
-        """
-        assert 1 <= num_rounds <= NUM_SLOTS, f"the marks of {NUM_SLOTS} rounds are kept, got {num_rounds}"
-        self._synchronize()
-        return [
-            sum(len(in_place_from(workspace, workspace.epoch - i)) for i in range(num_rounds))
-            for workspace in self.workspaces
-        ]
 
     def on_stream(self, rank: int) -> AbstractContextManager[Any]:
         stream = self.streams[rank]

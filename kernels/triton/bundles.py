@@ -19,9 +19,6 @@ class SegmentLayout(NamedTuple):
     num_slots: int
     counters: int  # [R] words: parts of each dst_rank's chunk that are stored
     flags: int  # [num_slots, R] words
-    posts: int  # [R, 3] words
-    marks: int  # [num_slots, R] words
-    decisions: int  # [R] words: where the running push stores each dst_rank's chunk
     header_bytes: int
 
 
@@ -31,16 +28,6 @@ class Spans(NamedTuple):
     batches: Span
     rows: Span
     columns: Span
-
-
-class InPlace(NamedTuple):
-    """What a push must know to store rows of its chunk where they belong in the results of the peers."""
-
-    heaps_ptr: Any  # [R] addresses of the ranks' heaps of results
-    num_bytes: int  # the size of a result
-    start: int  # where the chunk begins in a result, in elements
-    rows_in_run: int  # so many rows of the chunk follow each other there
-    run_stride: int  # from the first element of such a run to that of the next
 
 
 class Reduced(NamedTuple):
@@ -92,7 +79,6 @@ class Unpacked(NamedTuple):
 
     end_round: bool  # no kernel of this round follows
     own: bool  # this rank's chunk is in the slot too; otherwise it is in its place
-    posted: bool  # a chunk may be in its place already, and is if it is marked so
 
 
 class Traits(NamedTuple):

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from fusedcomm.geometry.spans import Span
-from fusedcomm.kernels.triton.in_place import is_in_place
 from fusedcomm.kernels.triton.primitives import span_index
 from fusedcomm.kernels.triton.rounds import (
     end_round,
@@ -107,10 +106,7 @@ def unpack_kernel(
     for step in range(LAYOUT.group_size):
         src_rank = source_rank(step, rank, LAYOUT)
         failed = wait_source(src_rank, round, failed, LAYOUT)
-        must_copy = failed == 0
-        if TRAITS.posted:
-            must_copy = must_copy & (is_in_place(round, src_rank, LAYOUT) == 0)
-        if must_copy & ((step > 0) | TRAITS.own):
+        if (failed == 0) & ((step > 0) | TRAITS.own):
             _copy(slot + tl.cast(src_rank, tl.int64) * unpack.size, out_ptr, src_rank, unpack, False, False, TILE)
     if must_poison(round, failed, LAYOUT):
         for src_rank in range(LAYOUT.group_size):

@@ -1,12 +1,9 @@
-"""Signal, wait and post as kernels of one program: for what is copied or computed elsewhere, and for rounds without
-data.
-"""
+"""Signal and wait as kernels of one program: for data that are copied or computed elsewhere, and for empty rounds."""
 
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.in_place import PLACE_UNIT, POST_BYTES
-from fusedcomm.kernels.triton.primitives import block_barrier, flag_value, flags_of, signal, word
+from fusedcomm.kernels.triton.primitives import flag_value, flags_of, signal
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, wait_all, wait_source
 
 
@@ -18,33 +15,6 @@ def begin_push_kernel(
 ):
     """Run before the first copy of a round to a peer: copies cannot tell the peers what a failure means for them."""
     next_push(segments_ptr, rank, 0, LAYOUT)
-
-
-@triton.jit(do_not_specialize=["place", "num_bytes", "fingerprint", "rank"])
-def post_kernel(
-    segments_ptr,  # [R] addresses of the ranks' segments
-    place,  # in this rank's heap of results, in PLACE_UNITs
-    num_bytes,
-    fingerprint,
-    rank,
-    LAYOUT: tl.constexpr,
-):
-    """Tell every rank, this one too, where it may store its chunk of the next round: in a result of ``num_bytes``.
-
-    Run behind the last read of the round before, and behind all that used the memory of the result before. The stamp
-    comes last (release). Nobody waits for it.
-    """
-    round = next_round(segments_ptr, rank, fingerprint)
-    ranks = tl.arange(0, triton.next_power_of_2(LAYOUT.group_size))
-    mask = ranks < LAYOUT.group_size
-    posts = word(tl.load(segments_ptr + ranks, mask, other=0), LAYOUT.posts + POST_BYTES * rank)
-    nothing = tl.zeros_like(ranks).to(tl.int64)
-    tl.store(posts, nothing + tl.cast(place, tl.int64) * PLACE_UNIT, mask)
-    tl.store(posts + 1, nothing + num_bytes, mask)
-    block_barrier()  # the stores of all threads come before the release of one
-    tl.atomic_xchg(
-        posts + 2, nothing + flag_value(round.epoch, round.fingerprint), mask=mask, sem="release", scope="sys"
-    )
 
 
 @triton.jit(do_not_specialize=["first", "count", "fingerprint", "rank"])

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.bundles import InPlace, Operands
-from fusedcomm.kernels.triton.in_place import SLOT, chunk_at, decide, rows_at
+from fusedcomm.kernels.triton.bundles import Operands
 from fusedcomm.kernels.triton.matmul import (
     column_index,
     column_range,
@@ -51,24 +50,16 @@ def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
 
 
 @triton.jit
-def _epilogue(acc, chunk, bias_ptr, tile, spans, results, decision, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """Store a tile, with the bias, to its place in the chunk; ``tile`` is from _find.
-
-    Without ``results`` the chunk is contiguous.
-    """
+def _epilogue(acc, chunk, bias_ptr, tile, spans, TILE: tl.constexpr, TRAITS: tl.constexpr):
+    """Store a tile, with the bias, to its place in the contiguous chunk; ``tile`` is from _find."""
     _, rows, columns = spans
     dst_rank, b, tile_m, tile_n = tile
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
     j, j_begin, j_end = column_range(tile_n, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
-    part = chunk
-    if results is None:
-        part += (tl.cast(b, tl.int64) * rows.size + i) * columns.size
+    part = chunk + (tl.cast(b, tl.int64) * rows.size + i) * columns.size
     offsets = tl.arange(0, TILE.block_m)
     mask = offsets < i_end - i
-    if results is None:
-        at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap
-    else:
-        at = rows_at(decision, b * rows.size + i, columns.size, results, TILE.block_m)
+    at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap
     in_runs: tl.constexpr = TRAITS.columns_in_runs
     shift: tl.constexpr = TRAITS.shift
     store_tile(acc, part, at, mask, j, j_begin, j_end, bias_ptr, dst_rank, columns, in_runs, TILE.halves, shift)
@@ -76,7 +67,6 @@ def _epilogue(acc, chunk, bias_ptr, tile, spans, results, decision, TILE: tl.con
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
 def push_matmul_kernel(
-    results,  # InPlace; None: all chunks go to slots
     x,  # descriptor or pointer, as in Operands
     w,
     bias_ptr,  # [N], or None
@@ -91,16 +81,11 @@ def push_matmul_kernel(
 ):
     """slot[rank] of each dst_rank = x[batches, rows] @ w[batches][:, columns] + bias; signal it.
 
-    With ``results`` a chunk goes to its place in dst_rank's result if that has been posted when the first program
-    stores a tile of it.
-
     The kernel waits for nothing: a slot is free by rule 1 of the protocol. It reads the epoch on the device, so that a
     replayed graph moves on. Programs share the tiles of all chunks, of which there must be one.
     """
     tl.assume(sizes.K > 0)
     spans = named(spans)
-    if results is not None:
-        results = InPlace(*results)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     num_m = num_tiles(spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     num_n = num_tiles(spans.columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
@@ -112,7 +97,6 @@ def push_matmul_kernel(
     stored_tile = tl.program_id(0) - num_programs
     num_stored = 0  # tiles of stored_rank's chunk that are stored but not reported
     stored_rank = rank
-    decision = None if results is None else tl.cast(SLOT, tl.int64)  # where stored_rank's chunk is stored
     # The loop is flattened: the loads of a tile are under way while the tile before it is stored.
     for tile in tl.range(tl.program_id(0), num_all, num_programs, flatten=TRAITS.by_tma):
         computed = _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE)
@@ -126,16 +110,12 @@ def push_matmul_kernel(
         # A finished chunk is reported one tile late: its stores have landed by now, so the release
         # does not stall.
         if (dst_rank != stored_rank) & (num_stored > 0):
-            report(round, stored_rank, num_stored, tiles_in_chunk, LAYOUT, decision)
+            report(round, stored_rank, num_stored, tiles_in_chunk, LAYOUT)
             num_stored = 0
         slot = slot_of(tl.load(segments_ptr + dst_rank), round.epoch, sizes.slot_bytes, LAYOUT, DTYPE)
         chunk = slot + tl.cast(rank, tl.int64) * sizes.chunk_numel
-        if results is not None:
-            if num_stored == 0:
-                decision = decide(round, dst_rank, results.num_bytes, LAYOUT)
-            chunk = chunk_at(decision, dst_rank, chunk, results, DTYPE)
-        _epilogue(acc, chunk, bias_ptr, stored, spans, results, decision, TILE, TRAITS)
+        _epilogue(acc, chunk, bias_ptr, stored, spans, TILE, TRAITS)
         num_stored += 1
         stored_rank = dst_rank
     if num_stored > 0:
-        report(round, stored_rank, num_stored, tiles_in_chunk, LAYOUT, decision)
+        report(round, stored_rank, num_stored, tiles_in_chunk, LAYOUT)

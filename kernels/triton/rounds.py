@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from fusedcomm.kernels.triton.bundles import Round
-from fusedcomm.kernels.triton.in_place import end_decision
 from fusedcomm.kernels.triton.primitives import (
     ARRIVALS,
     EPOCH,
@@ -53,19 +52,17 @@ def signal_peer(round, dst_rank, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def report(round, dst_rank, num_stored, num_parts, LAYOUT: tl.constexpr, decision=None):
+def report(round, dst_rank, num_stored, num_parts, LAYOUT: tl.constexpr):
     """Count parts of dst_rank's chunk that this program has stored. The program that completes the chunk signals it.
 
     Each program's release and the last one's acquire are on the same word, so that the signal
-    covers the stores of all. ``decision``: where they are stored, if that had to be decided.
+    covers the stores of all.
     """
     counter = word(tl.load(round.segments_ptr + round.rank), LAYOUT.counters) + dst_rank
     block_barrier()  # the stores of all threads come before the release of one
     before = tl.atomic_add(counter, tl.cast(num_stored, tl.int64), sem="acq_rel", scope="gpu")
     if before + num_stored == num_parts:
         tl.store(counter, 0)  # for the next round, a later kernel
-        if decision is not None:
-            end_decision(round, dst_rank, decision, LAYOUT)
         signal_peer(round, dst_rank, LAYOUT)
 
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.algorithms import chunk_matmul
-from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.runtime.workspace import Round
 from tests.helpers.groups import fresh_group, member_of
-from tests.helpers.in_place import after_peers, without_tapes
+from tests.helpers.in_place import after_peers, in_place_from, without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Ranges, Uneven
 

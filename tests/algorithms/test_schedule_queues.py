@@ -32,12 +32,10 @@ class Way:
 
     algorithm: str
     writes_words: bool = True
-    results_bytes: int = 0
     least_copied: int = Workspace.least_copied
 
     def world(self, group_size: int, slot_bytes: int, num_groups: int = 1) -> World:
-        memory = slot_bytes * group_size, self.algorithm, num_groups, self.writes_words, self.results_bytes
-        return World(group_size, *memory)
+        return World(group_size, slot_bytes * group_size, self.algorithm, num_groups, self.writes_words)
 
 
 WAYS = {
@@ -46,7 +44,6 @@ WAYS = {
     "fused": Way("fused"),
     "fused, by copy engines": Way("fused", least_copied=0),
     "fused, by kernels": Way("fused", least_copied=1 << 62),
-    "fused, in place": Way("fused", results_bytes=1 << 20),
     "pipelined": Way("pipelined"),
     "unfused": Way("unfused"),
 }

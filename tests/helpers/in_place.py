@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fusedcomm
-from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.runtime import members
+from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.faults.cells import MEET_S
 from fusedcomm.testing.faults.tape_steps import until_signalled
 from tests.helpers.groups import fresh_group, member_of
@@ -90,3 +90,10 @@ def after_peers(group: Any, late: int) -> None:
 
 def arrived(group: Any) -> list[int]:
     return in_place_from(member_of(group).workspace)
+
+
+def in_place_from(workspace: Workspace) -> list[int]:
+    """The ranks whose chunks of the last round have come in place."""
+    words = workspace.segment[: workspace.layout.header_bytes].view(torch.int64).tolist()
+    marks = [words[workspace.layout.mark(workspace.epoch, src) // 8] for src in range(workspace.group_size)]
+    return [src for src, mark in enumerate(marks) if mark == workspace.epoch > 0]

@@ -30,27 +30,20 @@ Calls = list[tuple[str, Callable[[], Any]]]  # by name
 
 
 def kept(path: LaunchPath, *left_out: str) -> Iterator[dict[str, Any]]:
-    """Calls on one workspace, each twice, then such on one with a heap of results, where each has another place.
+    """Calls on one workspace, each twice.
 
     What a kept launch gives the device must be what a new one would, and the kernel the one that Triton finds for it.
     ``left_out``: of what launches are kept by, for negative controls.
     """
-    problems, results = [*RAGGED, *ALIGNED], list[Any]()
-    inputs: Calls = [(str(each), partial(call, each, torch.bfloat16, False)) for each in problems]
-    in_place: Calls = [
-        (f"{each} in place", lambda each=each: results.append(call(each, torch.bfloat16, False)))  # type: ignore[misc]
-        for each in problems
-        if each.op == "matmul_all_to_all"
-    ]
+    inputs: Calls = [(str(each), partial(call, each, torch.bfloat16, False)) for each in [*RAGGED, *ALIGNED]]
     with path.gpu.kept(), fusedcomm.force_algorithm("fused", strict=True), _by_less(left_out):
         views: Calls = list(calls_of_views())  # which alone differ in what can be left out
-        for calls, heap_bytes in [(views, 0)] if left_out else [([*inputs, *views], 0), (in_place, 1 << 24)]:
-            with member(path, heap_bytes):
-                for turn, (name, start) in itertools.product(range(2), calls):
-                    with _compared(path) as found:
-                        case = path.case(name, start)
-                    launched = [each["kernel"] for each in case["launches"]]
-                    yield {"case": name, "turn": turn, "refused": case["refused"], "launched": launched, **found}
+        with member(path):
+            for turn, (name, start) in itertools.product(range(2), views if left_out else [*inputs, *views]):
+                with _compared(path) as found:
+                    case = path.case(name, start)
+                launched = [each["kernel"] for each in case["launches"]]
+                yield {"case": name, "turn": turn, "refused": case["refused"], "launched": launched, **found}
 
 
 def _by_less(left_out: Sequence[str]) -> AbstractContextManager[Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import statistics
 import sys
 import time
@@ -28,18 +27,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import triton
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime.jit import JITFunction
 
 import fusedcomm
 from fusedcomm.algorithms import kernel_launch
-from fusedcomm.algorithms.in_place import landing_of
 from fusedcomm.geometry import shapes
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime import signals, stream_writes
-from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.workspace import Workspace
@@ -251,31 +247,17 @@ def uneven_call(case: Uneven) -> Any:
 
 
 @contextmanager
-def member(path: LaunchPath, heap_bytes: int = 0) -> Iterator[Workspace]:
+def member(path: LaunchPath) -> Iterator[Workspace]:
     """This rank has a part in WORLD, without a vote: its workspace is one of a virtual group's.
 
     Each case has one of its own, because a call that is refused half way breaks it.
     """
     group = VirtualGroup(GROUP_SIZE, SLOT_BYTES, "cuda")
-    if heap_bytes:
-        give_heaps(group, heap_bytes)
     workspace = group.workspaces[RANK]
     topology = Topology(None, None, Workspace.num_bytes(GROUP_SIZE, SLOT_BYTES), None)
     ours = Member(RANK, GROUP_SIZE, dist.group.WORLD.group_name, DEVICE, None, topology, workspace=workspace)
     with mock.patch.object(dispatch, "member", lambda *args: ours), path.gpu.kept():
         yield workspace
-
-
-def give_heaps(group: VirtualGroup, num_bytes: int) -> None:
-    """Heaps whose results are views: no other storage is a tensor of the pretended GPU. Blocks do not come back."""
-    buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=group.device) for _ in group.workspaces]
-
-    def tensor_at(own: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return own[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-
-    for workspace, own in zip(group.workspaces, buffers, strict=True):
-        at = partial(tensor_at, own)
-        workspace.results = DeviceResults(buffers, workspace.rank, at, owner=buffers, least_bytes=1)
 
 
 def planted(path: LaunchPath) -> Iterator[dict[str, Any]]:
@@ -420,13 +402,11 @@ def _launches() -> dict[str, Callable[[], None]]:
     workspace, made = compile_only.MetaWorkspace(), partial(torch.empty, dtype=torch.bfloat16)
     x, w, bias, out = made(512, 256), made(256, 1024), made(1024), made(4 * 512, 256)
     (push,) = shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, GROUP_SIZE).rounds(1 << 62)
-    results = landing_of(push, RANK, torch.empty(GROUP_SIZE, dtype=torch.int64), out.nbytes)
     gathered = made(4 * 512, 1024)
     (gather,) = shapes.all_gather_matmul(x.shape, [w.shape], 0, GROUP_SIZE).rounds(1 << 62)
     return {
         "empty": lambda: empty_kernel[(1,)](),
         "push": lambda: kernel_launch.push(x, w, bias, push, workspace, 1),
-        "push in place": lambda: kernel_launch.push(x, w, bias, push, workspace, 1, results),
         "unpack": lambda: kernel_launch.unpack(out, push, workspace, 1),
         "pack": lambda: kernel_launch.pack(x, gather, workspace, 1, own=False),
         "gather": lambda: kernel_launch.gather_matmul(
@@ -434,7 +414,6 @@ def _launches() -> dict[str, Callable[[], None]]:
         ),
         "signal": lambda: signals.signal(workspace, None, 1),
         "wait": lambda: signals.wait_source(0, workspace, 1),
-        "post": lambda: signals.post(0, out.nbytes, workspace, 1),
     }
 
 

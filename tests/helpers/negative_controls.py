@@ -18,10 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.helpers.controls import of_calls, of_cpus, of_decisions, of_gpus
+from tests.helpers.controls import of_calls, of_cpus, of_decisions
 from tests.helpers.controls.control import Control, Sources
 
-CONTROLS: dict[str, Control] = {**of_calls.CONTROLS, **of_decisions.CONTROLS, **of_cpus.CONTROLS, **of_gpus.CONTROLS}
+CONTROLS: dict[str, Control] = {**of_calls.CONTROLS, **of_decisions.CONTROLS, **of_cpus.CONTROLS}
 
 
 def main(names: list[str]) -> int:

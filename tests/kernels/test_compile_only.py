@@ -24,7 +24,7 @@ SHARED_BYTES = {
     100: 227 << 10,
 }  # sm_80's kernels run on sm_86, 89 and 120 too
 REGISTERS = 64 << 10  # how many a multiprocessor has
-SENDS = {"push_matmul_kernel", "pack_kernel", "begin_push_kernel", "signal_kernel", "post_kernel"}
+SENDS = {"push_matmul_kernel", "pack_kernel", "begin_push_kernel", "signal_kernel"}
 
 
 # Every 32-bit product of run-time values in a kernel, and what bounds it: fusedcomm/runtime/segment.py:MOST_SLOT_BYTES
@@ -40,9 +40,6 @@ BOUNDED_PRODUCTS = {
     "gather_matmul.py: x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)": (
         "can_describe_slots"
     ),
-    "in_place.py: return run.to(tl.int64) * step + (rows - run * results.rows_in_run).to(tl.int64) * num_columns": (
-        "the row itself"
-    ),
     "matmul.py: begin = (tile // tiles_in_run) * span.inner": "the columns of a chunk",
     "matmul.py: return tl.cdiv(span.size, span.inner) * tl.cdiv(span.inner + SHIFT, BLOCK) if IN_RUNS"
     " else tl.cdiv(span.size, BLOCK)": "the tiles of a chunk",
@@ -50,9 +47,6 @@ BOUNDED_PRODUCTS = {
     "matmul.py: tile_m, tile_n = tile_coords(tile % (num_m * num_n), num_m, num_n, GROUP_M)": "the tiles of a batch",
     "primitives.py: return first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)": "i itself",
     "push_matmul.py: at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap": "a chunk",
-    "push_matmul.py: at = rows_at(decision, b * rows.size + i, columns.size, results, TILE.block_m)": (
-        "the rows of a chunk"
-    ),
     "push_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "the tiles of a chunk",
 }
 
@@ -86,7 +80,6 @@ def test_loads_are_tma_where_a_tile_is_a_box(compiled: Compiled, target: Target)
     leaves out their fence, nor where rows begin on less than 16 bytes in a gather: then single elements are loaded.
     """
     by_pointer = {"push pointers", "push batched ragged", "push rows scattered", "gather ragged", "gather K short runs"}
-    by_pointer.add("push in place pointers")
     fenced = target.arch < 90 or target.triton != "3.6"
     for name, counts in (pushes(compiled) | gathers(compiled)).items():
         by_tma = target.arch >= 90 and name not in by_pointer
@@ -110,7 +103,7 @@ def test_results_leave_in_whole_vectors(compiled: Compiled) -> None:
         if kernel["kernel"] in at_least and name not in ("push cut anywhere", "gather ragged", "wait"):
             assert kernel["counts"]["vector_stores"] >= at_least[kernel["kernel"]], name
         assert kernel["counts"]["tma_stores"] == 0, name  # signal() would have to wait for them
-    for name in ("unpack", "unpack posted", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
+    for name in ("unpack", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
         assert compiled[name]["counts"]["vector_loads"] >= 4, name
 
 
@@ -141,23 +134,6 @@ def test_data_end_in_count_and_signal(compiled: Compiled, target: Target, folder
     counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)
     assert ptx.index("bar.sync", last_store) < counter
     assert ptx.index("atom.global.sys.release.exch", counter)
-
-
-def test_a_chunk_in_place_is_marked_between_its_counter_and_its_flag(
-    compiled: Compiled, target: Target, folder: Path
-) -> None:
-    """The program that has found it complete says where it is."""
-    ptx = (folder / f"push_in_place.{target.arch}.ptx").read_text()
-    counter = ptx.index("atom.global.gpu.acq_rel.add", ptx.rindex("st.global.v4"))
-    flag = ptx.index("atom.global.sys.release.exch", counter)
-    words = re.findall(r"st\.global\.b64", ptx[counter:flag])
-    assert len(words) >= 3  # the counter and the decision are cleared, the mark is set
-    assert "bar.sync" in ptx[ptx.rindex("st.global.b64", counter, flag) : flag]
-
-
-def test_pushes_without_a_heap_have_nothing_of_it(compiled: Compiled, target: Target, folder: Path) -> None:
-    for name, has_heap in (("push", False), ("push_in_place", True)):
-        assert ("cas.b64" in (folder / f"{name}.{target.arch}.ptx").read_text()) == has_heap
 
 
 def test_only_the_last_kernel_of_a_round_counts_arrivals(compiled: Compiled, target: Target, folder: Path) -> None:

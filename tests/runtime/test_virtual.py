@@ -8,13 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from fusedcomm.algorithms import fused
 from fusedcomm.runtime.beside_kernels import _stream, beside_kernels
 from fusedcomm.runtime.segment import FINGERPRINT_BITS
-from fusedcomm.runtime.workspace import Call
 from fusedcomm.testing.virtual import VirtualGroup, _streams, answer_later_rounds
-from tests.helpers.kernel_calls import exchange_of
-from tests.helpers.problems import Problem
 from tests.helpers.schedule.streams import DEVICE, Streams
 
 FINGERPRINT, NUM_ROUNDS = 7, 6
@@ -65,19 +61,3 @@ def test_ranks_and_the_host_have_the_same_streams_in_all_groups() -> None:
         for cached in (_streams, _stream):
             cached.cache_clear()
     assert Counter(each.priority for each in streams.made[1:]) == {0: 8, -1: 16, -2: 1}  # the first one is torch's own
-
-
-def test_results_of_a_heap_come_in_place_in_every_call() -> None:
-    """The heap has room for two results. One whose blocks did not come back would have none from the third call on."""
-    pytest.importorskip("triton")
-    x, w = torch.ones(32, 16), torch.ones(16, 16)
-    exchange = exchange_of(Problem("two rounds", (32, 16), 16, 0, 1), 1)
-    group = VirtualGroup(1, exchange.chunk_numel * 4 // 2, "cpu")
-    counts = []
-    for _ in range(4):
-        group.run(lambda workspace: fused.push_matmul(Call("op", FINGERPRINT, exchange, workspace), x, w, None))
-        counts.append(group.chunks_in_place(2))
-        if group.workspaces[0].results is None:
-            group.give_heaps(2 * exchange.chunk_numel * 4)
-    assert group.workspaces[0].epoch == 8
-    assert counts == [[0], [2], [2], [2]]

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.algorithms.in_place import in_place_from
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.ops.exact_problem import difference
 from fusedcomm.runtime import group_member, results
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.testing.selftest import settings
+from tests.helpers.in_place import in_place_from
 from tests.soak import invoke
 from tests.soak.jitter import jitter
 from tests.soak.known_values import KnownValues

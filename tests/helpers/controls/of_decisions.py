@@ -179,4 +179,11 @@ CONTROLS: dict[str, Control] = {
         "    if False:",
         "tests/runtime/test_gloo.py::test_no_collective_that_ends_the_process_gets_cuda_tensors",
     ),
+    "Dynamo sees no event": Control(
+        "fusedcomm/runtime/device_to_host.py",
+        "self._has_event:\n            return _outside_graphs(DeviceToHost.wait, self)",
+        "False:\n            return _outside_graphs(DeviceToHost.wait, self)",
+        "tests/runtime/test_device_to_host.py::"
+        "test_compiled_code_waits_in_every_call_and_dynamo_does_not_see_the_event",
+    ),
 }

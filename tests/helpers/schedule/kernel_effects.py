@@ -15,13 +15,11 @@ from torch import Tensor
 from fusedcomm.geometry.spans import Span
 from fusedcomm.kernels.triton.bundles import Spans
 from fusedcomm.runtime.rank_order import peers_of, sources_of
-from fusedcomm.runtime.segment import POST_BYTES
 from tests.helpers.schedule.memory import Memories
 from tests.helpers.schedule.operations import Flag, Step, Work
 from tests.helpers.schedule.region import Region, region
 
 EPOCH, ARRIVALS, WORD = 0, 8, 8  # bytes: fusedcomm.runtime.segment.HeaderLayout
-PLACE_UNIT = 128  # bytes: kernels/triton/in_place.py
 
 
 @dataclass(frozen=True)
@@ -34,21 +32,11 @@ class Group:
     def segment(self, rank: int) -> str:
         return f"segment of rank {rank} in {self.name}"
 
-    def heap(self, rank: int) -> str:
-        return f"heap of rank {rank} in {self.name}"
-
 
 class Launch:
-    """One launch: its arguments, and the round that it belongs to.
+    """One launch: its arguments, and the round that it belongs to."""
 
-    ``place``: where the ranks have their results of the round in their heaps, if they have posted them. They run the
-    same program, so it is the same in all of them. Every post is found: that only adds accesses.
-    """
-
-    def __init__(
-        self, args: Mapping[str, Any], group: Group, epoch: int, memories: Memories, place: int | None = None
-    ) -> None:
-        self.place = place
+    def __init__(self, args: Mapping[str, Any], group: Group, epoch: int, memories: Memories) -> None:
         self.args, self.group, self.epoch, self.memories = args, group, epoch, memories
         self.rank, self.layout = args["rank"], args["LAYOUT"]
         self.group_size = self.layout.group_size
@@ -112,31 +100,8 @@ class Launch:
     def wait_all(self) -> list[Step]:
         return [self.wait(Step(), src_rank) for src_rank in sources_of(self.rank, self.group_size)]
 
-    def posted(self, step: Step, src_rank: int, dst_rank: int) -> Flag:
-        """What a post orders: who finds it comes after the post. ``step`` accesses its words."""
-        words = Region(self.group.segment(dst_rank), self.layout.posts + POST_BYTES * src_rank, POST_BYTES)
-        (step.writes if src_rank == self.rank else step.reads).append(words)
-        return Flag(f"posts of {self.group.name}", dst_rank, src_rank, self.epoch)
-
-    def mark(self, owner: int, src_rank: int) -> Region:
-        at = self.epoch % self.layout.num_slots * self.group_size + src_rank
-        return self.word(self.layout.marks + WORD * at, owner)
-
-    def in_result(self, dst_rank: int, numel: int, itemsize: int) -> Region:
-        """Where a push writes its chunk in dst_rank's result."""
-        results = self.args["results"]
-        _, _, first, rows_in_run, run_stride = results
-        num_columns = self.spans.columns.size
-        inner = min(rows_in_run * num_columns, numel)
-        assert self.place is not None
-        sizes, strides = (numel // inner, inner), (run_stride, 1)
-        found = region(self.group.heap(dst_rank), self.place + first * itemsize, sizes, strides, itemsize)
-        assert found is not None
-        return found
-
     def end_round(self) -> Step:
         self.ends_round = True
-        self.place = None
         return Step(writes=[self.word(ARRIVALS), self.word(EPOCH)])
 
     def store(self, work: Work, dst_rank: int, num_bytes: int) -> Work:
@@ -156,21 +121,8 @@ def push(launch: Launch) -> Iterator[Step]:
     for dst_rank in peers_of(launch.rank, launch.group_size):
         work = launch.store(Work(flops=2 * numel * sizes.K), dst_rank, numel * itemsize)
         step = Step(reads=[*launch.tensor("x"), *launch.tensor("w"), *launch.tensor("bias_ptr")], work=work)
-        if launch.args["results"] is not None and launch.place is not None:
-            step.waits.append(launch.posted(step, dst_rank, launch.rank))
-            step.writes += [launch.in_result(dst_rank, numel, itemsize), launch.mark(dst_rank, launch.rank)]
-        else:
-            step.writes.append(launch.part(dst_rank, launch.rank, numel, itemsize))
-        step.writes.append(launch.counter(dst_rank))
+        step.writes += [launch.part(dst_rank, launch.rank, numel, itemsize), launch.counter(dst_rank)]
         yield launch.signal(step, dst_rank)
-
-
-def post(launch: Launch) -> Iterator[Step]:
-    launch.place = launch.args["place"] * PLACE_UNIT
-    step = Step(reads=[launch.word(EPOCH)])
-    for dst_rank in range(launch.group_size):
-        step.signals.append(launch.posted(step, launch.rank, dst_rank))
-    yield step
 
 
 def pack(launch: Launch) -> Iterator[Step]:
@@ -215,9 +167,7 @@ def unpack(launch: Launch) -> Iterator[Step]:
     itemsize, numel = launch.itemsize("out_ptr"), Span(*launch.args["unpack"]).size
     for src_rank in sources_of(launch.rank, launch.group_size):
         step = Step()
-        if launch.args["TRAITS"].posted:
-            step.reads.append(launch.mark(launch.rank, src_rank))
-        elif src_rank != launch.rank or launch.args["TRAITS"].own:
+        if src_rank != launch.rank or launch.args["TRAITS"].own:
             step.reads.append(launch.part(launch.rank, src_rank, numel, itemsize))
             step.writes = launch.span("unpack", "out_ptr", src_rank)
             step.work = Work(copied=numel * itemsize)
@@ -261,7 +211,6 @@ def finish(launch: Launch) -> Iterator[Step]:
 
 EFFECTS: dict[str, Callable[[Launch], Iterator[Step]]] = {
     "push_matmul_kernel": push,
-    "post_kernel": post,
     "pack_kernel": pack,
     "gather_matmul_kernel": gather_matmul,
     "unpack_kernel": unpack,

@@ -34,7 +34,6 @@ class Footprint:
 KERNELS = {
     "push_matmul_kernel": Footprint(8, 222, 229_408),
     "gather_matmul_kernel": Footprint(8, 217, 229_408),
-    "post_kernel": Footprint(1, 15, 0),
     "pack_kernel": Footprint(8, 79, 8),
     "unpack_kernel": Footprint(8, 84, 32),
     "reduce_kernel": Footprint(8, 59, 32),

@@ -23,8 +23,7 @@ Program = Callable[[Recorder], None]
 class World:
     """``group_size`` ranks, each on a GPU of its own, and all of them in every group.
 
-    Without ``writes_words`` the GPUs' streams cannot write words, and each signal is a kernel. ``results_bytes``: of
-    each heap of results.
+    Without ``writes_words`` the GPUs' streams cannot write words, and each signal is a kernel.
     """
 
     group_size: int
@@ -32,7 +31,6 @@ class World:
     algorithm: str
     num_groups: int = 1
     writes_words: bool = True
-    results_bytes: int = 0
 
     @property
     def groups(self) -> list[Group]:
@@ -42,8 +40,8 @@ class World:
         """What each rank enqueues. They all run the same program."""
         recordings = []
         for rank in range(self.group_size):
-            memory = self.slot_bytes, self.algorithm, self.writes_words, self.results_bytes
-            recorder = Recorder(rank, [group for group in self.groups if rank in group.ranks], *memory)
+            groups = [group for group in self.groups if rank in group.ranks]
+            recorder = Recorder(rank, groups, self.slot_bytes, self.algorithm, self.writes_words)
             with recorder.records() as recording:
                 program(recorder)
             recordings.append(recording)

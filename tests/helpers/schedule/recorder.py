@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm import reference
 from fusedcomm.ops import (
@@ -31,7 +31,6 @@ from fusedcomm.ops import (
 )
 from fusedcomm.ops.dispatch import fingerprint_of
 from fusedcomm.runtime import launch_order, stream_writes
-from fusedcomm.runtime.device_results import DeviceResults
 from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
 from fusedcomm.runtime.workspace import Call, Workspace
 from tests.helpers.schedule import async_collectives, torch_ops
@@ -54,7 +53,7 @@ _ADDRESSES = 1 << 44  # bytes for the tensors of a rank, or for one segment
 
 class Recorder(TorchDispatchMode):
     """One rank. ``groups`` has this rank in each; a call on one of them runs by ``algorithm`` in slots of
-    ``slot_bytes``. ``writes_words``: whether streams can write words. ``results_bytes``: of a heap of results.
+    ``slot_bytes``. ``writes_words``: whether streams can write words.
     """
 
     def __init__(
@@ -64,11 +63,8 @@ class Recorder(TorchDispatchMode):
         slot_bytes: int,
         algorithm: str,
         writes_words: bool = True,
-        results_bytes: int = 0,
     ) -> None:
         super().__init__()
-        self.results_bytes = results_bytes
-        self.places: dict[str, int | None] = {}  # by group: where the result of the round is that has been posted
         self.rank, self.algorithm, self.writes_words = rank, algorithm, writes_words
         self.groups = {group.name: group for group in groups}
         self.slot_bytes = slot_bytes
@@ -138,23 +134,6 @@ class Recorder(TorchDispatchMode):
         memory.name = f"addresses of {group.name} on rank {self.rank}"
         self._group_of[memory.name] = group
         self.workspaces[group.name] = workspace
-        if self.results_bytes:
-            workspace.results = self._heap(index, group)
-
-    def _heap(self, index: int, group: Group) -> DeviceResults:
-        buffers = [torch.empty(self.results_bytes, dtype=torch.uint8, device="meta") for _ in group.ranks]
-        own = group.ranks.index(self.rank)
-        for member, buffer in enumerate(buffers):
-            self.memories.add(buffer, group.heap(member), address=_ADDRESSES * (1024 + 64 * index + member))
-
-        def tensor_at(offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-            with _disable_current_modes():
-                t = torch.empty(shape, dtype=dtype, device="meta")
-            address = self.memories.address(buffers[own]) + offset
-            self.memories.add(t, group.heap(own), address=address, start=offset)
-            return t
-
-        return DeviceResults(buffers, own, tensor_at, least_bytes=1)
 
     def _call(
         self,
@@ -301,12 +280,10 @@ class Recorder(TorchDispatchMode):
         memory = self.memories.find(bound.arguments["segments_ptr"])
         assert memory is not None
         group, name = self._group_of[memory.name], function.fn.__name__
-        epoch, place = self.epochs[group.name] + 1, self.places.get(group.name)
-        launch = Launch({**bound.arguments, "grid": grid[0]}, group, epoch, self.memories, place)
+        launch = Launch({**bound.arguments, "grid": grid[0]}, group, self.epochs[group.name] + 1, self.memories)
         steps = list(EFFECTS[name](launch))
         self._enqueue(Kind.LAUNCH, name, steps, num_programs=grid[0], num_warps=num_warps)
         self.epochs[group.name] += launch.ends_round
-        self.places[group.name] = launch.place
 
     def stream_write(self, stream: Stream | int, address: int, value: int) -> None:
         """cuStreamWriteValue64: a release of all that the stream, or its handle, did before."""
