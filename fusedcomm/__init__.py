@@ -13,7 +13,7 @@ if not Path(__file__).with_name("kernels").exists() and Path(__file__).parents[1
 
 from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.ops import import_hooks, same_moves  # noqa: F401 same_moves registers its op
+from fusedcomm.ops import import_hooks, register, same_moves  # noqa: F401 the last two register ops
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.explain import explain

@@ -1,4 +1,4 @@
-"""Each op as the plain program: its contract, the oracle of its tests, and the `unfused` algorithm.
+"""The matmul and the collectives of the ops as plain programs: the parts of the `unfused` algorithm.
 
 ``cut``: where parts differ in size. ``padded``: whether these are then padded to blocks of one size, for the backend's
 own collective; otherwise an all_to_all takes them as they are. All ranks must say the same: `cost` decides.
@@ -188,85 +188,6 @@ def matmul(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if w.ndim == 2:
         return torch.nn.functional.linear(x, w.mT, bias)
     return torch.baddbmm(bias, x.flatten(0, -3), w.flatten(0, -3)).unflatten(0, x.shape[:-2])
-
-
-def matmul_all_to_all(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    out_shape: Sequence[int] | None,
-    gather_dim: int,
-    scatter_dim: int,
-    group_size: int,
-    group_name: str,
-    cut: Cut | None = None,
-    padded: bool = False,
-) -> Tensor:
-    y = matmul(x, w, bias)
-    if out_shape is not None:
-        y = y.unflatten(-1, tuple(out_shape))
-    return exchange(y, gather_dim, scatter_dim, group_size, group_name, cut, padded)
-
-
-def all_to_all_matmul(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    gather_dim: int,
-    scatter_dim: int,
-    num_lead: int,
-    group_size: int,
-    group_name: str,
-    cut: Cut | None = None,
-    padded: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The result and the exchanged x. ``num_lead``: how many of its leading dims are not K."""
-    exchanged = exchange(x, gather_dim, scatter_dim, group_size, group_name, cut, padded)
-    return matmul(exchanged.flatten(num_lead), w, bias), exchanged
-
-
-def all_gather_matmul(
-    x: Tensor,
-    ws: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    gather_dim: int,
-    group_size: int,
-    group_name: str,
-    cut: Cut | None = None,
-    padded: bool = False,
-) -> tuple[list[Tensor], Tensor]:
-    """The results and the gathered x."""
-    gathered = all_gather(x, gather_dim, group_size, group_name, cut, padded)
-    return [matmul(gathered, w, bias) for w, bias in zip(ws, biases, strict=True)], gathered
-
-
-def matmul_reduce_scatter(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    reduce_op: str,
-    scatter_dim: int,
-    group_size: int,
-    group_name: str,
-    cut: Cut | None = None,
-    padded: bool = False,
-    partial_bias: Tensor | None = None,
-) -> Tensor:
-    total = reduce_scatter(matmul(x, w, partial_bias), reduce_op, scatter_dim, group_size, group_name, cut, padded)
-    return total if bias is None else total + bias
-
-
-def matmul_all_reduce(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    reduce_op: str,
-    group_size: int,
-    group_name: str,
-    partial_bias: Tensor | None = None,
-) -> Tensor:
-    total = all_reduce(matmul(x, w, partial_bias), reduce_op, group_size, group_name)
-    return total if bias is None else total + bias
 
 
 def all_gather_into_tensor(t: Tensor, group_size: int, group_name: str) -> Tensor:

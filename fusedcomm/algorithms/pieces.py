@@ -5,32 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul, own_place
 from fusedcomm.algorithms.transport import add_in_order, copy_between
-from fusedcomm.geometry.exchange import ALIGNED, Exchange, aligned_numel
+from fusedcomm.geometry.exchange import ALIGNED, aligned_numel
 from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.runtime.group import find
 from fusedcomm.runtime.profiler import lane
 from fusedcomm.runtime.rank_order import peers_of, sources_of
+from fusedcomm.runtime.workspace import Call
 
 _c10d = torch.ops._c10d_functional
-
-
-@dataclass(frozen=True)
-class GroupCall:
-    """One use of an op by the collectives of its process group, in pieces that all ranks cut alike."""
-
-    exchange: Exchange
-    group: ProcessGroup
-    num_pieces: int
-    backend_sums: bool = False  # whether the backend adds, in its own order and precision
 
 
 class Buffers:
@@ -73,10 +63,10 @@ class Buffers:
 class Piece:
     """The same rows of every rank's chunk, on their way."""
 
-    def __init__(self, call: GroupCall, spans: RoundSpans, buffers: Buffers) -> None:
-        self.group, self.exchange, self.spans, self.buffers = call.group, call.exchange, spans, buffers
+    def __init__(self, call: Call, spans: RoundSpans, buffers: Buffers) -> None:
+        self.group, self.exchange, self.spans, self.buffers = find(call.group_name), call.exchange, spans, buffers
         self.backend_sums = call.backend_sums
-        self.rank, self.group_size = call.group.rank(), call.exchange.group_size
+        self.rank, self.group_size = buffers.rank, call.exchange.group_size
         self.step = aligned_numel(spans.chunk_numel, buffers.like.itemsize)
         self.wait_for: Callable[[], object] | None = None  # the collective that is under way
         self.own_is_there = False  # whether the own chunk has been multiplied into its place in the result
@@ -205,18 +195,18 @@ class Piece:
         return self.buffers.own[: self.spans.at(self.rank).unpack.size]
 
 
-def run(call: GroupCall, like: Tensor, stages: Sequence[Callable[[Piece], None]]) -> None:
+def run(call: Call, like: Tensor, stages: Sequence[Callable[[Piece], None]]) -> None:
     """Let every piece pass the stages, each stage behind the one before it of the next piece.
 
     So many pieces are under way as there are stages, and they take turns in the same buffers.
     """
     exchange = call.exchange
-    rounds = exchange.pieces(call.num_pieces)
+    rounds = exchange.pieces(call.num_rounds)
     step = max(aligned_numel(spans.chunk_numel, like.itemsize) for spans in rounds)
     padded = exchange.cut is not None or any(
         aligned_numel(r.chunk_numel, like.itemsize) > r.chunk_numel for r in rounds
     )
-    facts = like, call.group.rank(), exchange.group_size, step, padded
+    facts = like, find(call.group_name).rank(), exchange.group_size, step, padded
     turns = itertools.cycle([Buffers(*facts) for _ in stages[: len(rounds)]])
     pieces = [Piece(call, spans, buffers) for spans, buffers in zip(rounds, turns, strict=False)]
     for number in range(len(pieces) + len(stages) - 1):

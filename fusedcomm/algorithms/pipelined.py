@@ -24,11 +24,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul
-from fusedcomm.algorithms.pieces import GroupCall, Piece, run
+from fusedcomm.algorithms.pieces import Piece, run
 from fusedcomm.runtime.profiler import lane
+from fusedcomm.runtime.workspace import Call
 
 
-def push_matmul(call: GroupCall, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     matmul = PushedMatmul(x, w, bias, call.exchange)
@@ -46,7 +47,7 @@ def push_matmul(call: GroupCall, x: Tensor, w: Tensor, bias: Tensor | None, out:
 
 
 def push_reduce(
-    call: GroupCall,
+    call: Call,
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
@@ -70,7 +71,7 @@ def push_reduce(
 
 
 def push_reduce_gather(
-    call: GroupCall,
+    call: Call,
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
@@ -101,7 +102,7 @@ def push_reduce_gather(
 
 
 def gather_matmul(
-    call: GroupCall, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], return_gathered: bool
+    call: Call, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], return_gathered: bool
 ) -> tuple[list[Tensor], Tensor | None]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x itself if asked for."""
     exchange, x = call.exchange, x.contiguous()

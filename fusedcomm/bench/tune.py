@@ -35,7 +35,6 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm import env, reference
 from fusedcomm.algorithms import pipelined
-from fusedcomm.algorithms.pieces import GroupCall
 from fusedcomm.algorithms.planner import force_algorithm
 from fusedcomm.bench.estimates import estimates, exchange_of, names_of
 from fusedcomm.bench.fits import LEAST_S, Unreliable, affine, line
@@ -50,6 +49,7 @@ from fusedcomm.runtime import group
 from fusedcomm.runtime.group import resolve
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
 from fusedcomm.runtime.vote import agree
+from fusedcomm.runtime.workspace import Call
 
 REPEAT = 20  # calls in a measurement, where one takes less time than the start of a measurement differs by
 MEASUREMENT_S = 0.02  # how long repeated calls take together: the longer they are, the fewer
@@ -420,7 +420,7 @@ def _of_a_piece(bench: _Bench, constants: Constants) -> float:
 
 
 def _in_pieces(exchange: Exchange, num_pieces: int, x: Tensor, w: Tensor) -> Callable[[], Any]:
-    call = GroupCall(exchange, group.find(resolve(None)[1]), num_pieces)
+    call = Call("matmul_all_to_all", 0, exchange, group_name=resolve(None)[1], num_rounds=num_pieces)
     return lambda: pipelined.push_matmul(call, x, w, None)
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm import redistribution
 from fusedcomm.algorithms import planner
-from fusedcomm.ops.explain import by_name, exchange_of
+from fusedcomm.ops.table import OPS
 from fusedcomm.runtime import members
 
 _BELOW = tuple(os.path.join(os.path.dirname(str(each.__file__)), "") for each in (torch, redistribution))
@@ -37,11 +37,11 @@ class FusedCall:
 
     def plan(self) -> str:
         """The planner's choice, once the group has come together at its first call."""
-        x, group_name = self.args[0], by_name(self.op, self.args)["group_name"]
+        x, group_name = self.args[0], OPS[self.op].by_name(self.args)["group_name"]
         member = members.known_member(group_name, x.device)
         if member is not None:
             symbolic = any(isinstance(size, torch.SymInt) for size in pytree.tree_leaves([self.args, x.shape]))
-            exchange = None if symbolic else exchange_of(self.op, *self.args)
+            exchange = None if symbolic else OPS[self.op].exchange_of(OPS[self.op].bind(self.args))
             self.last = "by size" if exchange is None else planner.plan(self.op, exchange, x.dtype, member).algorithm
         return self.last
 

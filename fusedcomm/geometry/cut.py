@@ -99,6 +99,10 @@ class Splits(NamedTuple):
     rank: int | None = None  # this process' rank in the group
 
     @property
+    def hashable(self) -> Splits:
+        return Splits._make(tuple(each) if isinstance(each, list) else each for each in self)
+
+    @property
     def to_gather(self) -> tuple[Any, ...]:
         """What an op takes that only gathers."""
         return self.gather_splits, self.gather_size, self.rank

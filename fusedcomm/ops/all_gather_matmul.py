@@ -8,41 +8,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused, pipelined
-from fusedcomm.geometry import shapes
 from fusedcomm.geometry.cut import Splits
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import LISTS, check_types
-from fusedcomm.ops.dispatch import Algorithms, by_product, run
-from fusedcomm.ops.formula import Formula
-from fusedcomm.ops.library import (
-    lib,
-    refuse_tangents,
-    register_autograd_kernel,
-    register_fake,
-    register_kernel,
-    register_modes,
-)
+from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.runtime.group import Group, resolve
 
-OP = "all_gather_matmul"
-ALGORITHMS: Algorithms = {
-    "chunked": chunked.gather_matmul,
-    "fused": fused.gather_matmul,
-    "pipelined": pipelined.gather_matmul,
-}
-NUM_OPTIONS = 7  # the arguments behind x, ws and biases
 Biases = Sequence[Tensor | None] | Tensor | None
-
-_ARGS = (
-    f"(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, {splits.GATHER}, {splits.RANK}, "
-    "int group_size, str group_name)"
-)
-lib.define(f"all_gather_matmul{_ARGS} -> (Tensor[], Tensor)", tags=[torch.Tag.pt2_compliant_tag])
-lib.define(f"all_gather_matmul.flat{_ARGS} -> Tensor[]", tags=[torch.Tag.pt2_compliant_tag])
 
 
 @overload
@@ -129,7 +101,7 @@ def all_gather_matmul(
     """
     check_types(x, w, bias, lists=True, gather_dim=gather_dim)
     group_size, group_name = resolve(group)
-    ws, biases = _lists(w, bias)
+    ws, biases = lists_of(w, bias)
     keep = bool(save_gathered) and torch.is_grad_enabled() and any(each.requires_grad for each in ws)
     parts = splits.splits_of(gather_splits, gather_size, None, None, True, group_name).to_gather
     outs = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, gather_dim, keep, *parts, group_size, group_name)[0]
@@ -141,13 +113,13 @@ def matmul_and_gathered(
 ) -> tuple[list[Tensor], Tensor]:
     """`all_gather_matmul` of a list, and the gathered x, in autocast's dtype as the results are."""
     group_size, group_name = resolve(group)
-    ws, biases = _lists(ws, biases)
+    ws, biases = lists_of(ws, biases)
     parts = splits.splits_of(None, gather_size, None, None, True, group_name).to_gather
     options = (gather_dim, True, *parts, group_size, group_name)
     return torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, *options)  # type: ignore[no-any-return]
 
 
-def _lists(w: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+def lists_of(w: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     if not isinstance(w, LISTS):
         if isinstance(bias, LISTS):
             raise ValueError("bias must be a tensor or None beside one w, got a list")
@@ -157,120 +129,31 @@ def _lists(w: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     return list(w), [None] * len(w) if bias is None else list(bias)
 
 
-def exchange_of(
-    x: Tensor,
-    w: Tensor | Sequence[Tensor],
-    bias: Biases,
-    gather_dim: int,
-    gather_splits: Sequence[int] | None,
-    gather_size: int | None,
-    rank: int | None,
-    group_size: int,
-) -> Exchange:
-    """Check a call and work out its geometry. Raises ValueError."""
-    ws, biases = _lists(w, bias)
-    check_tensors(x, ws, biases)
-    w_shapes = tuple(w.shape for w in ws)
-    parts = splits.hashable(Splits(gather_splits, gather_size, rank=rank))
-    where = (gather_dim, group_size, parts)
-    exchange = shapes.of(shapes.all_gather_matmul, x.shape, w_shapes, *where)
-    for w, bias in zip(ws, biases, strict=True):
-        check_bias(bias, w.shape[-1])
-    return exchange
+def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    saved_x = None
+    if any(needs.ws):
+        saved_x = results[-1] if args.return_gathered else args.x
+    ctx.save_for_backward(saved_x, *(args.ws if needs.x else []))
+    ctx.saved_gathered, ctx.w_layouts = args.return_gathered, [gradients.layout_of(w) for w in args.ws]
+    ctx.gather_dim, ctx.group, ctx.splits = args.gather_dim % args.x.ndim, args.group, args.splits
 
 
-def _kernel(
-    x: Tensor,
-    ws: list[Tensor],
-    biases: list[Tensor | None],
-    gather_dim: int,
-    return_gathered: bool,
-    gather_splits: list[int] | None,
-    gather_size: int | None,
-    rank: int | None,
-    group_size: int,
-    group_name: str,
-) -> tuple[list[Tensor], Tensor]:
-    exchange = exchange_of(x, ws, biases, gather_dim, gather_splits, gather_size, rank, group_size)
-
-    def unfused() -> tuple[list[Tensor], Tensor | None]:
-        parts = exchange.cut, splits.pads(OP, exchange, x)
-        outs, gathered = reference.all_gather_matmul(x, ws, biases, gather_dim, group_size, group_name, *parts)
-        return outs, gathered if return_gathered else None
-
-    call = (OP, ALGORITHMS, exchange, group_name, x, ws, biases)
-    outs, gathered = run(*call, unfused=unfused, return_gathered=return_gathered)
-    return outs, by_product(gathered, x)
-
-
-register_kernel(OP, _kernel)
-
-
-@register_fake(OP)
-def _fake(
-    x: Tensor,
-    ws: list[Tensor],
-    biases: list[Tensor | None],
-    gather_dim: int,
-    return_gathered: bool,
-    gather_splits: list[int] | None,
-    gather_size: int | None,
-    rank: int | None,
-    group_size: int,
-    group_name: str,
-) -> tuple[list[Tensor], Tensor]:
-    exchange = exchange_of(x, ws, biases, gather_dim, gather_splits, gather_size, rank, group_size)
-    return [x.new_empty(s) for s in exchange.out_shapes], x.new_empty(exchange.shape if return_gathered else 0)
-
-
-register_modes(OP)
-
-
-class _AllGatherMatmul(torch.autograd.Function):
-    """register_autograd gives no gradients for Tensor?[], so here the tensors are arguments of their own."""
-
-    @staticmethod
-    def forward(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        tensors, options = args[:-NUM_OPTIONS], args[-NUM_OPTIONS:]
-        ws, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        with torch._C._AutoDispatchBelowAutograd():
-            outs, gathered = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, *options)
-        return *outs, gathered
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, *tensors = inputs[:-NUM_OPTIONS]
-        gather_dim, return_gathered, gather_splits, gather_size, rank, group_size, group_name = inputs[-NUM_OPTIONS:]
-        num_ws = len(tensors) // 2
-        ws = tensors[:num_ws]
-        ctx.set_materialize_grads(False)
-        needed = ctx.needs_input_grad[1:-NUM_OPTIONS]
-        ctx.needs_w, ctx.needs_bias = needed[:num_ws], needed[num_ws:]
-        saved_x = None
-        if any(ctx.needs_w):
-            saved_x = output[-1] if return_gathered else x
-        ctx.save_for_backward(saved_x, *(ws if ctx.needs_input_grad[0] else []))
-        ctx.saved_gathered, ctx.w_layouts = return_gathered, [gradients.layout_of(w) for w in ws]
-        ctx.gather_dim, ctx.group = gather_dim % x.ndim, (group_size, group_name)
-        ctx.splits = Splits(gather_splits, gather_size, rank=rank)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved_x, *ws = ctx.saved_tensors
-        *grad_outs, grad_gathered = grads
-        grad_x = _grad_x(ctx, grad_outs, ws, grad_gathered) if ctx.needs_input_grad[0] else None
-        x = saved_x
-        if x is not None and not ctx.saved_gathered and any(g is not None for g in grad_outs):
-            x = splits.all_gather(x, ctx.gather_dim, ctx.splits, *ctx.group)
-        grad_ws = [
-            gradients.of_w(x, g, w) if needed and g is not None else None
-            for g, w, needed in zip(grad_outs, ctx.w_layouts, ctx.needs_w, strict=True)
-        ]
-        grad_biases = [
-            gradients.of_bias(g) if needed and g is not None else None
-            for g, needed in zip(grad_outs, ctx.needs_bias, strict=True)
-        ]
-        return grad_x, *grad_ws, *grad_biases, *[None] * NUM_OPTIONS
+def backward(ctx: Any, needs: PerTensor, *grads: Tensor | None) -> PerTensor:
+    x, *ws = ctx.saved_tensors
+    *grad_outs, grad_gathered = grads
+    grad_x = _grad_x(ctx, grad_outs, ws, grad_gathered) if needs.x else None
+    if x is not None and not ctx.saved_gathered and any(g is not None for g in grad_outs):
+        x = splits.all_gather(x, ctx.gather_dim, ctx.splits, *ctx.group)
+    grad_ws = [
+        gradients.of_w(x, g, w) if needed and g is not None else None
+        for g, w, needed in zip(grad_outs, ctx.w_layouts, needs.ws, strict=True)
+    ]
+    grad_biases = [
+        gradients.of_bias(g) if needed and g is not None else None
+        for g, needed in zip(grad_outs, needs.biases, strict=True)
+    ]
+    return PerTensor(grad_x, grad_ws, grad_biases)
 
 
 def _grad_x(
@@ -288,33 +171,3 @@ def _grad_x(
         part = splits.reduce_scatter(grad_gathered, ctx.gather_dim, back, *ctx.group)
         grad_x = part if grad_x is None else grad_x + part
     return grad_x
-
-
-def _autograd(
-    x: Tensor,
-    ws: list[Tensor],
-    biases: list[Tensor | None],
-    gather_dim: int,
-    return_gathered: bool,
-    gather_splits: list[int] | None,
-    gather_size: int | None,
-    rank: int | None,
-    group_size: int,
-    group_name: str,
-) -> tuple[list[Tensor], Tensor]:
-    refuse_tangents(OP, x, ws, biases)
-    check_tensors(x, ws, biases)  # there are as many biases as weights: below they are one list
-    tensors = (x, *ws, *biases)
-    options = (gather_dim, return_gathered, gather_splits, gather_size, rank, group_size, group_name)
-    *outs, gathered = _AllGatherMatmul.apply(*tensors, *options)
-    return outs, gathered
-
-
-register_autograd_kernel(OP, _autograd, Formula(_AllGatherMatmul.setup_context, _AllGatherMatmul.backward))
-
-
-@torch.library.impl(lib, f"{OP}.flat", "CompositeImplicitAutograd")
-def _flat(*args: Any) -> list[Tensor]:
-    """The results and the gathered x in one list, as Inductor's C++ wrapper has no lists in tuples."""
-    outs, gathered = torch.ops.fusedcomm.all_gather_matmul.default(*args)
-    return [*outs, gathered]

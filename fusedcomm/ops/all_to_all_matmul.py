@@ -8,30 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused, pipelined
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.cut import Splits
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.shapes import check_bias, check_tensors
-from fusedcomm.ops import gradients, splits
+from fusedcomm.ops import exchanges, gradients, splits
 from fusedcomm.ops.arguments import check_types
-from fusedcomm.ops.dispatch import Algorithms, by_product, run
-from fusedcomm.ops.library import lib, register_autograd, register_fake, register_kernel, register_modes
+from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.runtime.group import Group, resolve
-
-OP = "all_to_all_matmul"
-ALGORITHMS: Algorithms = {
-    "chunked": chunked.gather_matmul,
-    "fused": fused.gather_matmul,
-    "pipelined": pipelined.gather_matmul,
-}
-
-lib.define(
-    "all_to_all_matmul(Tensor x, Tensor w, Tensor? bias, int gather_dim, int scatter_dim, bool return_exchanged, "
-    f"{splits.GATHER}, {splits.SCATTER}, {splits.RANK}, int group_size, str group_name) -> (Tensor, Tensor)",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
 
 
 def all_to_all_matmul(
@@ -110,125 +90,44 @@ def all_to_all_matmul(
     return call(x, w, bias, gather_dim, scatter_dim, keep, *parts, group_size, group_name)[0]
 
 
-def exchange_of(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    gather_dim: int,
-    scatter_dim: int,
-    gather_splits: Sequence[int] | None,
-    gather_size: int | None,
-    scatter_starts: Sequence[int] | None,
-    scatter_lengths: Sequence[int] | None,
-    rank: int | None,
-    group_size: int,
-) -> Exchange:
-    """Check a call and work out its geometry. Raises ValueError."""
-    check_tensors(x, [w], [bias])
-    parts = splits.hashable(Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank))
-    dims = (gather_dim, scatter_dim)
-    exchange = shapes.of(shapes.all_to_all_matmul, x.shape, w.shape, *dims, group_size, parts)
-    check_bias(bias, w.shape[-1])
-    return exchange
-
-
-def _kernel(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    gather_dim: int,
-    scatter_dim: int,
-    return_exchanged: bool,
-    gather_splits: list[int] | None,
-    gather_size: int | None,
-    scatter_starts: list[int] | None,
-    scatter_lengths: list[int] | None,
-    rank: int | None,
-    group_size: int,
-    group_name: str,
-) -> tuple[Tensor, Tensor]:
-    given = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
-    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *given, group_size)
-
-    def unfused() -> tuple[list[Tensor], Tensor | None]:
-        dims, parts = (gather_dim, scatter_dim, exchange.num_lead), (exchange.cut, splits.pads(OP, exchange, x))
-        out, exchanged = reference.all_to_all_matmul(x, w, bias, *dims, group_size, group_name, *parts)
-        return [out], exchanged if return_exchanged else None
-
-    call = (OP, ALGORITHMS, exchange, group_name, x, [w], [bias])
-    (out,), exchanged = run(*call, unfused=unfused, return_gathered=return_exchanged)
-    return out, by_product(exchanged, x)
-
-
-register_kernel(OP, _kernel)
-
-
-@register_fake(OP)
-def _fake(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    gather_dim: int,
-    scatter_dim: int,
-    return_exchanged: bool,
-    gather_splits: list[int] | None,
-    gather_size: int | None,
-    scatter_starts: list[int] | None,
-    scatter_lengths: list[int] | None,
-    rank: int | None,
-    group_size: int,
-    group_name: str,
-) -> tuple[Tensor, Tensor]:
-    parts = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
-    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size)
-    return x.new_empty(exchange.out_shape), x.new_empty(exchange.shape if return_exchanged else 0)
-
-
-register_modes(OP)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, bias, gather_dim, scatter_dim, return_exchanged, *given, group_size, group_name = inputs
+def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor]) -> None:
+    x, w = args.x, args.w
     ctx.set_materialize_grads(False)
     saved_x = None
-    if ctx.needs_input_grad[1]:
-        saved_x = output[1] if return_exchanged else x
-    ctx.save_for_backward(saved_x, w if ctx.needs_input_grad[0] else None)
-    ctx.saved_exchanged, ctx.splits, ctx.scattered = return_exchanged, Splits(*given), x.shape[scatter_dim]
-    parts: Splits = ctx.splits
-    exchange = exchange_of(x, w, bias, gather_dim, scatter_dim, *parts, group_size)
+    if needs.ws[0]:
+        saved_x = results[1] if args.return_gathered else x
+    ctx.save_for_backward(saved_x, w if needs.x else None)
+    ctx.saved_exchanged, ctx.splits, ctx.scattered = args.return_gathered, args.splits, x.shape[args.scatter_dim]
+    exchange = exchanges.all_to_all_matmul(args)
     ctx.columns, ctx.w_layout = exchange.shape[exchange.num_lead :], gradients.layout_of(w)
     ctx.tells_k = exchange.tells_k
-    ctx.dims, ctx.group = (gather_dim % x.ndim, scatter_dim % x.ndim), (group_size, group_name)
+    ctx.dims, ctx.group = (args.gather_dim % x.ndim, args.scatter_dim % x.ndim), args.group
 
 
-def _backward(ctx: Any, grad: Tensor | None, grad_exchanged: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, needs: PerTensor, grad: Tensor | None, grad_exchanged: Tensor | None) -> PerTensor:
     x, w = ctx.saved_tensors
     gather_dim, scatter_dim = ctx.dims
     num_columns = len(ctx.columns)
     back = splits.reversed_splits(ctx.splits, ctx.scattered, ctx.group[0])
     joined = grad_w = grad_bias = None  # joined: the gradients of what ranks have got, one after the other
     if grad is not None:
-        if ctx.needs_input_grad[0] and ctx.tells_k:
+        if needs.x and ctx.tells_k:
             joined = torch.ops.fusedcomm.matmul_all_to_all(
                 grad, w.mT, None, ctx.columns, scatter_dim, gather_dim, *back, *ctx.group
             )
-        elif ctx.needs_input_grad[0]:  # rows and columns may be other dims on each rank
+        elif needs.x:  # rows and columns may be other dims on each rank
             part = torch.matmul(grad, w.mT).unflatten(-1, ctx.columns)
             joined = splits.exchange(part, scatter_dim, gather_dim, back, *ctx.group)
-        if ctx.needs_input_grad[1]:
+        if needs.ws[0]:
             if not ctx.saved_exchanged:
                 x = splits.exchange(x, gather_dim, scatter_dim, ctx.splits, *ctx.group)
             grad_w = gradients.of_w(x.flatten(-num_columns), grad, ctx.w_layout)
-        if ctx.needs_input_grad[2]:
+        if needs.biases[0]:
             grad_bias = gradients.of_bias(grad)
-    if grad_exchanged is not None and ctx.saved_exchanged and ctx.needs_input_grad[0]:  # or it is empty, and constant
+    if grad_exchanged is not None and ctx.saved_exchanged and needs.x:  # or it is empty, and constant
         part = splits.exchange(grad_exchanged, scatter_dim, gather_dim, back, *ctx.group)
         joined = part if joined is None else joined + part
     grad_x = joined
     if joined is not None and splits.adds_back(ctx.splits, ctx.scattered):
         grad_x = splits.add_back(joined, scatter_dim, ctx.splits, ctx.scattered)
-    return grad_x, grad_w, grad_bias, *[None] * 10
-
-
-register_autograd(OP, _backward, _setup_context)
+    return PerTensor(grad_x, [grad_w], [grad_bias])

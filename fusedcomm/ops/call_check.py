@@ -49,17 +49,13 @@ def same_call(
     compare(calls, ours.rank, record.op, f"call {record.number} on group {record.group_name!r}")
 
 
-@contextmanager
-def own_input(op: str, group_name: str, x: Tensor) -> Iterator[None]:
-    """With FUSEDCOMM_CHECK, peers hear in `same_call` of the ValueError or TypeError that this rank raises here."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        alone = is_traced(x) or group.find(group_name).size() == 1
-        if not alone and (ours := member(group_name, x.device)).topology.check:
-            with ours.lock:
-                _all_calls(ours, op, {"op": op, "error": str(error)[:_MOST_LETTERS]})
-        raise
+def tell_peers(op: str, group_name: str, x: Tensor, error: Exception) -> None:
+    """With FUSEDCOMM_CHECK, peers hear in `same_call` of the error that this rank has found its input to be."""
+    if is_traced(x) or group.find(group_name).size() == 1:
+        return
+    if (ours := member(group_name, x.device)).topology.check:
+        with ours.lock:
+            _all_calls(ours, op, {"op": op, "error": str(error)[:_MOST_LETTERS]})
 
 
 def _all_calls(ours: Member, op: str, call: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,10 +1,8 @@
-"""From a checked call to an algorithm: what the ops have in common."""
+"""From the arguments of a call to its algorithm."""
 
 from __future__ import annotations
 
-import functools
 import zlib
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +10,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fusedcomm.algorithms import fused, planner
-from fusedcomm.algorithms.pieces import GroupCall
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_out
 from fusedcomm.ops import call_check, proof
+from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.ops.table import OpSpec
 from fusedcomm.runtime import dumps, exits, flight_recorder, group, tape
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable, on_device
@@ -24,7 +23,6 @@ from fusedcomm.runtime.members import member
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.workspace import Call
 
-Algorithms = Mapping[str, Callable[..., Any]]  # by name, those of an op
 PREPARED = ("unfused",)  # the algorithms that tapes can hold
 
 
@@ -44,95 +42,75 @@ def prepare(
     return planner.plan(op, exchange, dtype, ours), ours
 
 
-def run(
-    op: str,
-    algorithms: Algorithms,
-    exchange: Exchange,
-    group_name: str,
-    x: Tensor,
-    w: Any,
-    bias: Any,
-    *,
-    unfused: Callable[[], Any],
-    out: Tensor | None = None,
-    **options: Any,
-) -> Any:
-    """Plan a call and run it: ``algorithms[name](call, x, w, bias, **options)``, or on all ranks alike ``unfused()``.
-
-    ``w`` and ``bias`` are a tensor each, or lists. ``out`` is where an algorithm that takes it puts the result.
-    """
-    if out is not None:
-        check_out(out, x, exchange.out_shape)
-        options["out"], unfused = out, functools.partial(_copied, unfused, out)
+def run(spec: OpSpec, args: Arguments) -> list[Tensor]:
+    """Check a call, plan it, meet the other ranks, and run its algorithm. The exchanged x of a gather comes last."""
+    exchange, operands, x = spec.exchange_of(args), spec.operands(args), args.x
+    if args.out is not None:
+        check_out(args.out, x, spec.result_shapes(args)[0])
+    call = Call(spec.name, 0, exchange, group_name=args.group_name)
     with on_device(x.device):
         if exchange.group_size == 1:
-            group.check_size(1, group_name)
-            return unfused()
+            group.check_size(1, args.group_name)
+            return results(spec, x, spec.algorithms["unfused"](call, *operands))
         dumps.arm()
         exits.arm()
-        with dumps.on_failure(), flight_recorder.Record(op, group_name, x.device, exchange, x.dtype) as record:
-            plan, ours = prepare(op, exchange, x.dtype, x.device, group_name, record)
+        about = spec.name, args.group_name, x.device, exchange, x.dtype
+        with dumps.on_failure(), flight_recorder.Record(*about) as record:
+            plan, ours = prepare(spec.name, exchange, x.dtype, x.device, args.group_name, record)
             assert ours is not None
-            fingerprint = fingerprint_of(op, exchange.key, x.dtype, plan.num_rounds) if plan.has_workspace else 0
+            if plan.has_workspace:
+                call.fingerprint = fingerprint_of(spec.name, exchange.key, x.dtype, plan.num_rounds)
+            call.num_rounds, call.backend_sums = plan.num_rounds, ours.topology.backend_sums
             kernels = None
             if x.is_cuda and plan.algorithm == "fused":
-                kernels = (op, exchange.key, x.dtype, tf32_allowed(), *_layouts(x, w, bias, *options.values()))
+                kernels = (spec.name, exchange.key, x.dtype, tf32_allowed(), *_layouts(operands))
             with ours.lock:
-                gathers = options.get("return_gathered", False)
-                name = _begin(record, plan, ours, algorithms, fingerprint, kernels, bias=bias, by_product=gathers)
-                if (recorder := tape.recorder()) is not None:
-                    if name in PREPARED:
-                        recorder.planned(record, record.workspace, fingerprint)
-                    else:
-                        recorder.give_up(f"{name} has no tape")
-                if record.workspace is not None:
-                    call = Call(op, fingerprint, exchange, record.workspace)
-                    result = algorithms[name](call, x, w, bias, **options)
+                name = _begin(spec, args, call, plan, ours, record, kernels)
+                _tell_tape(name, call, record)
+                if call.memory is not None:
+                    made = spec.algorithms[name](call, *operands)
                     if kernels is not None and fused.loads_for_capture(call, x.dtype.itemsize):
-                        ours.loaded.add((kernels, record.workspace.slot_bytes))
-                    return result
-            if name == "pipelined":  # without the lock, as gloo's waits may be long
-                pieces = GroupCall(exchange, group.find(group_name), plan.num_rounds, ours.topology.backend_sums)
-                return algorithms[name](pieces, x, w, bias, **options)
-            return unfused()  # likewise
+                        ours.loaded.add((kernels, call.memory.slot_bytes))
+                    return results(spec, x, made)
+            # without the lock, as gloo's waits may be long
+            return results(spec, x, spec.algorithms[name](call, *operands))
 
 
 def _begin(
-    record: flight_recorder.Record,
+    spec: OpSpec,
+    args: Arguments,
+    call: Call,
     plan: Plan,
     ours: Member,
-    algorithms: Algorithms,
-    fingerprint: int,
+    record: flight_recorder.Record,
     kernels: tuple[Any, ...] | None,
-    *,
-    bias: Any,
-    by_product: bool,
 ) -> str:
-    """What ranks do together before a call: with FUSEDCOMM_CHECK they compare it, they prove its algorithm where it is
-    new, and make its workspace, which the record has if the algorithm needs one.
+    """The collective prologue of a call: compare it, prove its algorithm, allocate. Returns the algorithm's name.
 
-    ``kernels``: what the kernels of a fused call on a GPU are specialised on, beside the size of a slot. Returns the
-    algorithm's name. A call that fails here has sent nothing, so the next one takes its number.
+    ``kernels``: the key of a fused call's kernels on a GPU, beside the size of a slot. Call and record get the
+    workspace. A call that fails here has sent nothing, so the next one takes its number.
     """
     assert record.dtype is not None and record.exchange is not None  # it is that of an op
     ours.count(record, plan.algorithm)
     try:
         if ours.topology.check:
-            call_check.same_call(record, plan, ours, fingerprint, bias=bias, by_product=by_product)
+            bias = args.biases if spec.takes_lists else args.bias
+            call_check.same_call(record, plan, ours, call.fingerprint, bias=bias, by_product=args.return_gathered)
         record.state = flight_recorder.RUNNING
         uneven = record.exchange.cut is not None
         if proof.is_unproved(plan, record.dtype, ours, uneven):
-            ours.enter(record.op, fingerprint)
-            proof.prove(record.op, plan.algorithm, algorithms, record.dtype, ours, uneven)
+            ours.enter(spec.name, call.fingerprint)
+            proof.prove(record.op, plan.algorithm, spec.algorithms, record.dtype, ours, uneven)
             plan = planner.plan(record.op, record.exchange, record.dtype, ours)  # which a failed proof has changed
             record.algorithm = plan.algorithm
         if not plan.has_workspace:
             return plan.algorithm
         by_host = plan.algorithm == "chunked"
-        workspace = ours.workspace_for(plan.slot_bytes, record.op, fingerprint, by_host=by_host)
+        workspace = ours.workspace_for(plan.slot_bytes, spec.name, call.fingerprint, by_host=by_host)
         if is_capturing(ours.device) and (kernels, workspace.slot_bytes) not in ours.loaded:
             raise RuntimeError(f"{record.op}: its kernels cannot be loaded while a CUDA graph is captured; {WARM_UP}")
         record.runs_on(workspace)
+        call.memory = workspace
         return plan.algorithm
     except WorkspaceUnavailable as error:
         record.algorithm = "unfused"
@@ -143,20 +121,27 @@ def _begin(
         raise
 
 
-def _copied(unfused: Callable[[], Tensor], out: Tensor) -> Tensor:
-    return out.copy_(unfused())
+def _tell_tape(name: str, call: Call, record: flight_recorder.Record) -> None:
+    if (recorder := tape.recorder()) is not None:
+        if name in PREPARED:
+            recorder.planned(record, call.memory, call.fingerprint)
+        else:
+            recorder.give_up(f"{name} has no tape")
 
 
-def by_product(gathered: Tensor | None, x: Tensor) -> Tensor:
-    """The second result of a gather op: an empty tensor where it was not asked for, and never x itself."""
+def results(spec: OpSpec, x: Tensor, made: Any) -> list[Tensor]:
+    """The results in a row. The exchanged x is empty where it was not asked for, and never x itself."""
+    if not spec.gathers:
+        return [made]
+    outs, gathered = made
     if gathered is None:
-        return x.new_empty(0)
-    return gathered.clone() if gathered.data_ptr() == x.data_ptr() else gathered
+        return [*outs, x.new_empty(0)]
+    return [*outs, gathered.clone() if gathered.data_ptr() == x.data_ptr() else gathered]
 
 
-def _layouts(*args: Any) -> list[Any]:
-    """What kernels are specialised on: shape, strides and alignment of tensors, and other options."""
-    leaves = pytree.tree_leaves(args)
+def _layouts(operands: tuple[Any, ...]) -> list[Any]:
+    """The facts that kernels are specialised on: shape, strides and alignment of tensors, and other options."""
+    leaves = pytree.tree_leaves(operands)
     return [(t.shape, t.stride(), t.data_ptr() % 16) if isinstance(t, Tensor) else t for t in leaves]
 
 

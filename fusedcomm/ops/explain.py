@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fusedcomm.algorithms.planner import Plan
-from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops import (
     all_gather_matmul,
     all_to_all_matmul,
@@ -18,21 +16,23 @@ from fusedcomm.ops import (
     matmul_all_to_all,
     matmul_reduce_scatter,
 )
+from fusedcomm.ops.all_gather_matmul import lists_of
 from fusedcomm.ops.arguments import check_types, reduce_op_name
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.dispatch import prepare
 from fusedcomm.ops.splits import splits_of
+from fusedcomm.ops.table import OPS
 from fusedcomm.runtime.group import resolve
 
-_OPS = {
-    module.OP: module
-    for module in (
-        matmul_all_to_all,
-        all_to_all_matmul,
-        all_gather_matmul,
-        matmul_reduce_scatter,
-        matmul_all_reduce,
-    )
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "matmul_all_to_all": matmul_all_to_all.matmul_all_to_all,
+    "all_to_all_matmul": all_to_all_matmul.all_to_all_matmul,
+    "all_gather_matmul": all_gather_matmul.all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter.matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce.matmul_all_reduce,
 }
+_OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias")
+_SPLITS = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
@@ -60,41 +60,21 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
         plan = fusedcomm.explain("matmul_all_reduce", x, w)
         assert plan.algorithm in ("unfused", "chunked", "fused", "pipelined") and plan.reason
     """
-    if op not in _OPS:
-        raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
-    module = _OPS[op]
-    bound = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    spec, bound = OPS[op], inspect.signature(_FUNCTIONS[op]).bind(*args, **kwargs)
     bound.apply_defaults()
     named = bound.arguments
-    x: Tensor = named["x"]
-    check_types(**named, lists=module is all_gather_matmul)
-    if "reduce_op" in named:
-        named["reduce_op"] = reduce_op_name(named["reduce_op"])
-    named["group_size"], group_name = resolve(named["group"])
-    names = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
-    given: tuple[Any, Any, Any, Any] = tuple(named.get(name) for name in names)  # type: ignore[assignment]
-    named |= splits_of(*given, False, group_name)._asdict()
-    exchange: Exchange = module.exchange_of(*(named[name] for name in inspect.signature(module.exchange_of).parameters))
+    check_types(**named, lists=spec.takes_lists)
+    x, w, bias, (group_size, group_name) = named["x"], named["w"], named["bias"], resolve(named["group"])
+    ws, biases = lists_of(w, bias) if spec.takes_lists else ([w], [bias])
+    gather_splits, gather_size, scatter_splits, scatter_ranges = (named.get(name) for name in _SPLITS)
+    splits = splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, False, group_name).hashable
+    options = {name: named[name] for name in _OPTIONS if name in named}
+    options["reduce_op"] = reduce_op_name(named.get("reduce_op", "sum"))
+    exchange = spec.exchange_of(Arguments(x, ws, biases, group_size, group_name, splits, **options))
     device = x.device
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan, _ = prepare(op, exchange, x.dtype, device, group_name)
     return plan
-
-
-def algorithms_of(op: str) -> Mapping[str, Callable[..., Any]]:
-    return _OPS[op].ALGORITHMS
-
-
-def by_name(op: str, args: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of ``torch.ops.fusedcomm.<op>(*args)``, with those that have defaults."""
-    arguments = getattr(torch.ops.fusedcomm, op).default._schema.arguments
-    return {each.name: args[i] if i < len(args) else each.default_value for i, each in enumerate(arguments)}
-
-
-def exchange_of(op: str, *args: Any) -> Exchange:
-    """The geometry of ``torch.ops.fusedcomm.<op>(*args)``."""
-    named = by_name(op, args)
-    named |= {"w": named.get("ws", named.get("w")), "bias": named.get("biases", named.get("bias"))}
-    check = _OPS[op].exchange_of
-    return check(*(named[name] for name in inspect.signature(check).parameters))

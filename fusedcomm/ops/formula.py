@@ -1,23 +1,26 @@
-"""The formula of an op's gradients as the native part uses it, for training calls that are prepared.
+"""The gradients of an op as a node of autograd, in Python or in the native part.
 
-An op says what its backward needs in ``setup_context`` and what that does in ``backward``, in Python and as
-`torch.library.register_autograd` takes them. Where calls of a group are prepared, the native part
-(`kernels/cpu/training_calls.cpp`) makes the node of autograd, and asks once for a kind of call what is saved. The
-second backward of a kind is recorded, as calls are (`fusedcomm.ops.prepared`); from the third on no Python runs.
-Second derivatives, and backwards inside a mode that looks at ops, run ``backward`` itself.
+Where calls of a group are prepared, the native part (`kernels/cpu/training_calls.cpp`) makes the node, and asks once
+for a kind of call what is saved. The second backward of a kind is recorded, as calls are (`fusedcomm.ops.prepared`);
+from the third on no Python runs. Second derivatives, and backwards inside a mode that looks at ops, run `backward`.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fusedcomm.geometry.shapes import check_tensors
+from fusedcomm.ops.call_arguments import PerTensor
+from fusedcomm.ops.table import OpSpec
 from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.tape import Recorder
 
@@ -26,7 +29,7 @@ Tensors = Sequence[Tensor | None]
 
 
 class Context:
-    """``ctx`` of a formula, for all calls of a kind: it keeps no tensor."""
+    """``ctx`` of a node in the native part, for all calls of a kind: it keeps no tensor."""
 
     saved_tensors: tuple[Tensor | None, ...]  # in a backward
 
@@ -47,20 +50,49 @@ class Context:
 
 @dataclass(frozen=True)
 class Formula:
-    setup_context: Callable[..., None]
-    backward: Callable[..., Any]
+    """The gradients of an op, of which each tensor is an argument by itself: x, ws, biases and options in a row."""
+
+    spec: OpSpec
+
+    @cached_property
+    def function(self) -> type[torch.autograd.Function]:
+        """`torch.library.register_autograd` gives no gradients for Tensor?[]."""
+        functions = {"forward": staticmethod(self.forward), "backward": staticmethod(self.backward)}
+        return type(f"{self.spec.name}_", (torch.autograd.Function,), functions)
+
+    def flat(self, args: Sequence[Any]) -> list[Any]:
+        if not self.spec.takes_lists:
+            return [*args]
+        x, ws, biases, *options = args
+        check_tensors(x, ws, biases)  # there are as many biases as weights: in a row nothing tells them apart
+        return [x, *ws, *biases, *options]
+
+    def forward(self, ctx: Any, *flat: Any) -> tuple[Tensor, ...]:
+        """The op, of which ``ctx`` keeps what `backward` needs."""
+        args = self._nested(flat)
+        with torch._C._AutoDispatchBelowAutograd():
+            results = pytree.tree_leaves(self.spec.op(*args))
+        self.save(ctx, flat, results)
+        return tuple(results)
+
+    def save(self, ctx: Any, flat: Sequence[Any], results: Sequence[Tensor]) -> None:
+        self.spec.save(ctx, self.spec.bind(self._nested(flat)), self._per_tensor(ctx.needs_input_grad), results)
+
+    def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = self.spec.backward(ctx, self._per_tensor(ctx.needs_input_grad), *grads)
+        *options, last = [None] * self._num_options
+        last = found.partial_bias if self._has_partial_bias else last
+        return found.x, *found.ws, *found.biases, *options, last
 
     def describe(
         self, args: Sequence[Any], results: list[Tensor], needs_grad: Sequence[bool]
     ) -> tuple[Context, list[int], bool]:
-        """What a call leaves to its backward, where what is saved lies among its tensors and, behind them, its results,
-        and whether gradients that are not there become zeros.
-        """
+        """Returns (ctx, indices of saved tensors in [*input tensors, *results] or -1, materialize_grads)."""
         args, results = pytree.tree_map_only(Tensor, loaded().alias, (list(args), results))  # x may be w
-        inputs = [each for arg in args for each in (arg if _is_tensor_list(arg) else [arg])]
-        ctx = Context(inputs, needs_grad)
-        self.setup_context(ctx=ctx, inputs=tuple(inputs), output=tuple(results) if len(results) > 1 else results[0])
-        tensors = [*(inputs[i] for i in ctx.tensors), *results]
+        flat = self.flat(args)
+        ctx = Context(flat, needs_grad)
+        self.save(ctx, flat, results)
+        tensors = [*(flat[i] for i in ctx.tensors), *results]
         saved = [-1 if t is None else next(i for i, each in enumerate(tensors) if each is t) for t in ctx.to_save]
         ctx.to_save = ()
         assert not any(isinstance(each, Tensor) for each in pytree.tree_leaves(vars(ctx)))
@@ -86,6 +118,23 @@ class Formula:
         kind.add(key, recorder.tape if recorder.is_usable else None)
         return found
 
+    @cached_property
+    def _num_options(self) -> int:
+        return len(self.spec.options)
 
-def _is_tensor_list(arg: Any) -> bool:
-    return isinstance(arg, list) and bool(arg) and all(each is None or isinstance(each, Tensor) for each in arg)
+    @cached_property
+    def _has_partial_bias(self) -> bool:
+        return self.spec.options[-1] == "partial_bias"
+
+    def _nested(self, flat: Sequence[Any]) -> Sequence[Any]:
+        """The inverse of `flat`."""
+        if not self.spec.takes_lists:
+            return flat
+        x, *tensors = flat[: -self._num_options]
+        num_ws = len(tensors) // 2
+        return x, tensors[:num_ws], tensors[num_ws:], *flat[-self._num_options :]
+
+    def _per_tensor(self, flat: Sequence[bool]) -> PerTensor:
+        x, *tensors = flat[: -self._num_options]
+        num_ws = len(tensors) // 2
+        return PerTensor(x, tensors[:num_ws], tensors[num_ws:], self._has_partial_bias and flat[-1])

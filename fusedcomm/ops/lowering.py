@@ -17,9 +17,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fusedcomm.ops.library import lib
+from fusedcomm.ops.table import OPS
 
-TENSOR_OPS = ("matmul_all_to_all", "matmul_reduce_scatter", "matmul_all_reduce")  # one result
-PAIR_OPS = ("all_to_all_matmul", "all_gather_matmul")  # a result, or a list of them, and the by-product
 _PLAIN = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")  # as backwards make them
 
 
@@ -27,11 +26,10 @@ def _register() -> None:
     """Tell Inductor how to lower the five ops. Graphs that it has lowered before stay as they are."""
     if not hasattr(ir, "_CollectiveKernel"):  # it is private; without it ops are plain fallbacks, in no fixed order
         return
-    for ops, lower in ((TENSOR_OPS, _lower_tensor), (PAIR_OPS, _lower_pair)):
-        for op in ops:
-            overload = getattr(torch.ops.fusedcomm, op).default
-            lowering.add_layout_constraint(overload, _constrain)
-            lowering.register_lowering(overload, type_promotion_kind=None)(lower(overload))
+    for spec in OPS.values():
+        lower = _lower_pair if spec.gathers else _lower_tensor
+        lowering.add_layout_constraint(spec.op, _constrain)
+        lowering.register_lowering(spec.op, type_promotion_kind=None)(lower(spec.op))
     for op in _PLAIN:
         overload = getattr(torch.ops._c10d_functional, op).default
         if overload in lowering.lowerings:

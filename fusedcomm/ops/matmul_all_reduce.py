@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,36 +10,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused, pipelined
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.shapes import check_bias, check_out, check_tensors
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types, reduce_op_name
-from fusedcomm.ops.dispatch import Algorithms, run
-from fusedcomm.ops.library import (
-    define_out,
-    lib,
-    new_or_given,
-    register_autograd,
-    register_fake,
-    register_kernel,
-    register_modes,
-)
-from fusedcomm.runtime.group import Group, check_size, resolve
-
-OP = "matmul_all_reduce"
-ALGORITHMS: Algorithms = {
-    "chunked": chunked.push_reduce_gather,
-    "fused": fused.push_reduce_gather,
-    "pipelined": pipelined.push_reduce_gather,
-}
-
-lib.define(
-    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, str reduce_op, int group_size, str group_name, "
-    "Tensor? partial_bias=None) -> Tensor",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
+from fusedcomm.ops.call_arguments import Arguments, PerTensor
+from fusedcomm.runtime.group import Group, resolve
 
 
 def matmul_all_reduce(
@@ -103,88 +78,16 @@ def matmul_all_reduce(
     return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, partial_bias)
 
 
-def exchange_of(
-    x: Tensor, w: Tensor, bias: Tensor | None, reduce_op: str, group_size: int, partial_bias: Tensor | None
-) -> Exchange:
-    """Check a call and work out its geometry, with a few more rows of x where R divides no dim. Raises ValueError."""
-    check_tensors(x, [w], [bias], partial_bias)
-    exchange = shapes.of(shapes.matmul_all_reduce, x.shape, w.shape, reduce_op, group_size)
-    check_bias(bias, w.shape[-1])
-    check_bias(partial_bias, w.shape[-1], argument="partial_bias")
-    return exchange
+def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor]) -> None:
+    ctx.save_for_backward(args.x if needs.ws[0] else None, args.w if needs.x else None)
+    ctx.w_layout, ctx.reduce_op, ctx.group = gradients.layout_of(args.w), args.reduce_op, args.group
 
 
-def _kernel(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    reduce_op: str,
-    group_size: int,
-    group_name: str,
-    partial_bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    exchange = exchange_of(x, w, bias, reduce_op, group_size, partial_bias)
-
-    def unfused() -> Tensor:
-        return reference.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, partial_bias)
-
-    options: dict[str, Any] = {"scale": 1 / group_size if reduce_op == "avg" else 1.0, "partial_bias": partial_bias}
-    num_rows = x.shape[-2]
-    padding = exchange.shape[x.ndim - 2] - num_rows
-    padded = torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
-    own_bias = bias
-    if bias is not None and exchange.splits_columns:
-        own_bias = bias.chunk(group_size)[check_size(group_size, group_name).rank()]
-    if out is not None:
-        check_out(out, x, [*x.shape[:-1], w.shape[-1]])
-    call = (OP, ALGORITHMS, exchange, group_name, padded, w, own_bias)
-    if not padding:
-        return run(*call, unfused=unfused, out=out, **options)
-    result = run(*call, unfused=unfused, **options).narrow(-2, 0, num_rows)
-    return result.contiguous() if out is None else out.copy_(result)
-
-
-register_kernel(OP, _kernel)
-
-
-@register_fake(OP)
-def _fake(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    reduce_op: str,
-    group_size: int,
-    group_name: str,
-    partial_bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    check_tensors(x, [w], [bias], partial_bias)
-    shapes.check_all_reduce(x.shape, w.shape, reduce_op, group_size)  # a graph does not depend on which dim is cut
-    check_bias(bias, w.shape[-1])
-    check_bias(partial_bias, w.shape[-1], argument="partial_bias")
-    return new_or_given(x, [*x.shape[:-1], w.shape[-1]], out)
-
-
-define_out(OP, _kernel, _fake)
-register_modes(OP)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _bias, reduce_op, group_size, group_name, _partial_bias = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
-    ctx.w_layout, ctx.reduce_op, ctx.group = gradients.layout_of(w), reduce_op, (group_size, group_name)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
     x, w = ctx.saved_tensors
-    needs_x, needs_w, needs_bias, *_, needs_partial = ctx.needs_input_grad
     part = reference.averaged(gradients.same_on_all_ranks(grad, ctx.group), ctx.reduce_op, ctx.group[0])
-    grad_x = torch.matmul(part, w.mT) if needs_x else None
-    grad_w = gradients.of_w(x, part, ctx.w_layout) if needs_w else None
-    grad_bias = gradients.of_bias(grad) if needs_bias else None
-    grad_partial = gradients.of_bias(part) if needs_partial else None
-    return grad_x, grad_w, grad_bias, None, None, None, grad_partial
-
-
-register_autograd(OP, _backward, _setup_context)
+    grad_x = torch.matmul(part, w.mT) if needs.x else None
+    grad_w = gradients.of_w(x, part, ctx.w_layout) if needs.ws[0] else None
+    grad_bias = gradients.of_bias(grad) if needs.biases[0] else None
+    grad_partial = gradients.of_bias(part) if needs.partial_bias else None
+    return PerTensor(grad_x, [grad_w], [grad_bias], grad_partial)

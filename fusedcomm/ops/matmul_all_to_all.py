@@ -8,38 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused, pipelined
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.cut import Splits
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types
-from fusedcomm.ops.dispatch import Algorithms, run
-from fusedcomm.ops.library import (
-    define_out,
-    lib,
-    new_or_given,
-    register_autograd,
-    register_fake,
-    register_kernel,
-    register_modes,
-)
+from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.runtime.group import Group, resolve
-
-OP = "matmul_all_to_all"
-ALGORITHMS: Algorithms = {
-    "chunked": chunked.push_matmul,
-    "fused": fused.push_matmul,
-    "pipelined": pipelined.push_matmul,
-}
-
-lib.define(
-    "matmul_all_to_all(Tensor x, Tensor w, Tensor? bias, SymInt[]? out_shape, int gather_dim, int scatter_dim, "
-    f"{splits.GATHER}, {splits.SCATTER}, {splits.RANK}, int group_size, str group_name) -> Tensor",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
 
 
 def matmul_all_to_all(
@@ -115,107 +87,27 @@ def matmul_all_to_all(
     return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, *dims, *parts, group_size, group_name)
 
 
-def exchange_of(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    out_shape: Sequence[int] | None,
-    gather_dim: int,
-    scatter_dim: int,
-    gather_splits: Sequence[int] | None,
-    gather_size: int | None,
-    scatter_starts: Sequence[int] | None,
-    scatter_lengths: Sequence[int] | None,
-    rank: int | None,
-    group_size: int,
-) -> Exchange:
-    """Check a call and work out its geometry. Raises ValueError."""
-    check_tensors(x, [w], [bias])
-    shape = None if out_shape is None else tuple(out_shape)
-    parts = splits.hashable(Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank))
-    dims = (gather_dim, scatter_dim)
-    exchange = shapes.of(shapes.matmul_all_to_all, x.shape, w.shape, shape, *dims, group_size, parts)
-    check_bias(bias, w.shape[-1])
-    return exchange
-
-
-def _kernel(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    out_shape: list[int] | None,
-    gather_dim: int,
-    scatter_dim: int,
-    gather_splits: list[int] | None,
-    gather_size: int | None,
-    scatter_starts: list[int] | None,
-    scatter_lengths: list[int] | None,
-    rank: int | None,
-    group_size: int,
-    group_name: str,
-    out: Tensor | None = None,
-) -> Tensor:
-    given = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
-    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *given, group_size)
-
-    def unfused() -> Tensor:
-        dims, parts = (gather_dim, scatter_dim), (exchange.cut, splits.pads(OP, exchange, x))
-        return reference.matmul_all_to_all(x, w, bias, out_shape, *dims, group_size, group_name, *parts)
-
-    return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out)
-
-
-register_kernel(OP, _kernel)
-
-
-@register_fake(OP)
-def _fake(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    out_shape: list[int] | None,
-    gather_dim: int,
-    scatter_dim: int,
-    gather_splits: list[int] | None,
-    gather_size: int | None,
-    scatter_starts: list[int] | None,
-    scatter_lengths: list[int] | None,
-    rank: int | None,
-    group_size: int,
-    group_name: str,
-    out: Tensor | None = None,
-) -> Tensor:
-    parts = Splits(gather_splits, gather_size, scatter_starts, scatter_lengths, rank)
-    exchange = exchange_of(x, w, bias, out_shape, gather_dim, scatter_dim, *parts, group_size)
-    return new_or_given(x, exchange.out_shape, out)
-
-
-define_out(OP, _kernel, _fake)
-register_modes(OP)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _bias, out_shape, gather_dim, scatter_dim, *given, group_size, group_name = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
-    columns = [w.shape[-1]] if out_shape is None else out_shape
+def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor]) -> None:
+    x, w = args.x, args.w
+    ctx.save_for_backward(x if needs.ws[0] else None, w if needs.x else None)
+    columns = [w.shape[-1]] if args.out_shape is None else args.out_shape
     y_shape = [*x.shape[:-1], *columns]
     ctx.num_columns = len(columns)
     ctx.x_shape, ctx.w_layout = x.shape, gradients.layout_of(w)
-    ctx.splits, ctx.scattered = Splits(*given), y_shape[scatter_dim]
+    ctx.splits, ctx.scattered = args.splits, y_shape[args.scatter_dim]
     # a rank with one part of K, or none, would find other dims than the other ranks to make up K in the exchange back
-    column_dim = gather_dim % len(y_shape) - x.ndim + 1
-    ctx.tells_k = (column_dim < 0 or splits.all_have_several(ctx.splits, group_size)) and w.shape[-1] > 0
-    back = splits.reversed_splits(ctx.splits, ctx.scattered, group_size)
-    ctx.exchange = (scatter_dim % len(y_shape), gather_dim % len(y_shape), back, group_size, group_name)
+    column_dim = args.gather_dim % len(y_shape) - x.ndim + 1
+    ctx.tells_k = (column_dim < 0 or splits.all_have_several(args.splits, args.group_size)) and w.shape[-1] > 0
+    back = splits.reversed_splits(args.splits, ctx.scattered, args.group_size)
+    ctx.exchange = (args.scatter_dim % len(y_shape), args.gather_dim % len(y_shape), back, *args.group)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
     x, w = ctx.saved_tensors
-    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    grad_w = grad_bias = None
+    [needs_w], [needs_bias] = needs.ws, needs.biases
     gather_dim, scatter_dim, back, *group = ctx.exchange
     adds = splits.adds_back(ctx.splits, ctx.scattered)
-    if needs_x and ctx.tells_k and not adds:
+    if needs.x and ctx.tells_k and not adds:
         flat_x, grad_y = torch.ops.fusedcomm.all_to_all_matmul(
             grad, w.mT, None, gather_dim, scatter_dim, needs_w or needs_bias, *back, *group
         )
@@ -224,12 +116,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_y = splits.exchange(grad, *ctx.exchange)
         if adds:
             grad_y = splits.add_back(grad_y, gather_dim, ctx.splits, ctx.scattered)
-        grad_x = torch.matmul(grad_y.flatten(-ctx.num_columns), w.mT) if needs_x else None
-    if needs_w:
-        grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_layout)
-    if needs_bias:
-        grad_bias = gradients.of_bias(grad_y.flatten(-ctx.num_columns))
-    return grad_x, grad_w, grad_bias, *[None] * 10
-
-
-register_autograd(OP, _backward, _setup_context)
+        grad_x = torch.matmul(grad_y.flatten(-ctx.num_columns), w.mT) if needs.x else None
+    grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_layout) if needs_w else None
+    grad_bias = gradients.of_bias(grad_y.flatten(-ctx.num_columns)) if needs_bias else None
+    return PerTensor(grad_x, [grad_w], [grad_bias])

@@ -10,37 +10,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from fusedcomm import reference
-from fusedcomm.algorithms import chunked, fused, pipelined
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.cut import Splits
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types, reduce_op_name
-from fusedcomm.ops.dispatch import Algorithms, run
-from fusedcomm.ops.library import (
-    define_out,
-    lib,
-    new_or_given,
-    register_autograd,
-    register_fake,
-    register_kernel,
-    register_modes,
-)
+from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.runtime.group import Group, resolve
-
-OP = "matmul_reduce_scatter"
-ALGORITHMS: Algorithms = {
-    "chunked": chunked.push_reduce,
-    "fused": fused.push_reduce,
-    "pipelined": pipelined.push_reduce,
-}
-
-lib.define(
-    f"matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, {splits.SCATTER}, "
-    f"{splits.RANK}, int group_size, str group_name, Tensor? partial_bias=None) -> Tensor",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
 
 
 def matmul_reduce_scatter(
@@ -116,111 +89,31 @@ def matmul_reduce_scatter(
     return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, *where, partial_bias)
 
 
-def exchange_of(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    reduce_op: str,
-    scatter_dim: int,
-    scatter_starts: Sequence[int] | None,
-    scatter_lengths: Sequence[int] | None,
-    rank: int | None,
-    group_size: int,
-    partial_bias: Tensor | None,
-) -> Exchange:
-    """Check a call and work out its geometry. Raises ValueError."""
-    check_tensors(x, [w], [bias], partial_bias)
-    parts = splits.hashable(Splits(None, None, scatter_starts, scatter_lengths, rank))
-    where = (scatter_dim, group_size, parts)
-    exchange: Exchange = shapes.of(shapes.matmul_reduce_scatter, x.shape, w.shape, reduce_op, *where)
-    check_bias(bias, exchange.out_shape[-1], "N / R" if exchange.splits_columns else "N")
-    check_bias(partial_bias, w.shape[-1], argument="partial_bias")
-    return exchange
+def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor]) -> None:
+    x, w = args.x, args.w
+    ctx.save_for_backward(x if needs.ws[0] else None, w if needs.x else None)
+    ctx.w_layout, ctx.reduce_op = gradients.layout_of(w), args.reduce_op
+    ctx.scatter_dim, ctx.group, ctx.splits = args.scatter_dim % x.ndim, args.group, args.splits
+    ctx.scattered = (*x.shape[:-1], w.shape[-1])[args.scatter_dim]
 
 
-def _kernel(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    reduce_op: str,
-    scatter_dim: int,
-    scatter_starts: list[int] | None,
-    scatter_lengths: list[int] | None,
-    rank: int | None,
-    group_size: int,
-    group_name: str,
-    partial_bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    where = (scatter_dim, scatter_starts, scatter_lengths, rank, group_size)
-    exchange = exchange_of(x, w, bias, reduce_op, *where, partial_bias)
-
-    def unfused() -> Tensor:
-        parts = exchange.cut, splits.pads(OP, exchange, x), partial_bias
-        return reference.matmul_reduce_scatter(x, w, bias, reduce_op, scatter_dim, group_size, group_name, *parts)
-
-    options: dict[str, Any] = {"scale": 1 / group_size if reduce_op == "avg" else 1.0, "partial_bias": partial_bias}
-    return run(OP, ALGORITHMS, exchange, group_name, x, w, bias, unfused=unfused, out=out, **options)
-
-
-register_kernel(OP, _kernel)
-
-
-@register_fake(OP)
-def _fake(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    reduce_op: str,
-    scatter_dim: int,
-    scatter_starts: list[int] | None,
-    scatter_lengths: list[int] | None,
-    rank: int | None,
-    group_size: int,
-    group_name: str,
-    partial_bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    where = (scatter_dim, scatter_starts, scatter_lengths, rank, group_size)
-    exchange = exchange_of(x, w, bias, reduce_op, *where, partial_bias)
-    return new_or_given(x, exchange.out_shape, out)
-
-
-define_out(OP, _kernel, _fake)
-register_modes(OP)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _bias, reduce_op, scatter_dim, starts, lengths, rank, group_size, group_name, _partial_bias = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
-    ctx.w_layout, ctx.reduce_op = gradients.layout_of(w), reduce_op
-    ctx.scatter_dim, ctx.group = scatter_dim % x.ndim, (group_size, group_name)
-    ctx.splits = Splits(None, None, starts, lengths, rank)
-    ctx.scattered = (*x.shape[:-1], w.shape[-1])[scatter_dim]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
     x, w = ctx.saved_tensors
-    needs_x, needs_w, needs_bias, *_, needs_partial = ctx.needs_input_grad
-    grad_x = grad_w = grad_partial = None
+    [needs_w], [needs_bias] = needs.ws, needs.biases
+    grad_x: Tensor | None = None
     part = reference.averaged(grad, ctx.reduce_op, ctx.group[0])
     back = splits.reversed_splits(ctx.splits, ctx.scattered, ctx.group[0])
     adds = splits.adds_back(ctx.splits, ctx.scattered)
-    if needs_x and not adds:
+    if needs.x and not adds:
         (grad_x,), gathered = torch.ops.fusedcomm.all_gather_matmul(
-            part, [w.mT], [None], ctx.scatter_dim, needs_w or needs_partial, *back.to_gather, *ctx.group
+            part, [w.mT], [None], ctx.scatter_dim, needs_w or needs.partial_bias, *back.to_gather, *ctx.group
         )
-    elif needs_x or needs_w or needs_partial:
+    elif needs.x or needs_w or needs.partial_bias:
         gathered = splits.all_gather(part, ctx.scatter_dim, back, *ctx.group)
         if adds:
             gathered = splits.add_back(gathered, ctx.scatter_dim, ctx.splits, ctx.scattered)
-        grad_x = torch.matmul(gathered, w.mT) if needs_x else None
-    if needs_w:
-        grad_w = gradients.of_w(x, gathered, ctx.w_layout)
-    if needs_partial:
-        grad_partial = gradients.of_bias(gathered)
+        grad_x = torch.matmul(gathered, w.mT) if needs.x else None
+    grad_w = gradients.of_w(x, gathered, ctx.w_layout) if needs_w else None
     grad_bias = gradients.of_bias(grad) if needs_bias else None
-    return grad_x, grad_w, grad_bias, *[None] * 7, grad_partial
-
-
-register_autograd(OP, _backward, _setup_context)
+    grad_partial = gradients.of_bias(gathered) if needs.partial_bias else None
+    return PerTensor(grad_x, [grad_w], [grad_bias], grad_partial)

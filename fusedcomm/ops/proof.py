@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,21 +28,19 @@ from torch.distributed import PrefixStore
 
 from fusedcomm import env
 from fusedcomm.algorithms import planner
-from fusedcomm.algorithms.pieces import GroupCall
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.cost import tuned
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.ops.exact_problem import ExactProblem, difference
+from fusedcomm.ops.table import Algorithms
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
-from fusedcomm.runtime import group, proof_file
+from fusedcomm.runtime import proof_file
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
 from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.segment import FINGERPRINT
 from fusedcomm.runtime.vote import agree
 from fusedcomm.runtime.workspace import Call
-
-Algorithms = Mapping[str, Callable[..., Any]]  # by name, those of an op
 
 # Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
 SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
@@ -78,7 +76,7 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
     run = algorithms[algorithm]
     try:
         if algorithm == "pipelined":
-            cause, wrong = _try(lambda: _by_group(ours, run, problems, dtype), ours.rank, dtype)
+            cause, wrong = _try(lambda: _by_group(ours, op, run, problems, dtype), ours.rank, dtype)
         else:
             own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
             cause, wrong = _try(lambda: _by_workspace(own, op, run, problems, dtype), ours.rank, dtype)
@@ -153,7 +151,7 @@ def _by_workspace(
     workspace.arm()
 
     def result(problem: ExactProblem) -> tuple[ExactProblem, list[Tensor]]:
-        call = Call(op, _fingerprint(op), problem.exchange(workspace.rank), workspace)
+        call = Call(op, _fingerprint(op), problem.exchange(workspace.rank), workspace, own.group_name)
         return problem, _run(problem, run, call, workspace.rank, workspace.device, dtype)
 
     with workspace.guarded(op):
@@ -167,12 +165,13 @@ def _by_workspace(
 
 
 def _by_group(
-    ours: Member, run: Callable[..., Any], problems: list[ExactProblem], dtype: torch.dtype
+    ours: Member, op: str, run: Callable[..., Any], problems: list[ExactProblem], dtype: torch.dtype
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
     """Likewise, by the group's own collectives."""
-    pg, results = group.find(ours.group_name), []
+    results = []
     for problem in problems:
-        call = GroupCall(problem.exchange(ours.rank), pg, NUM_ROUNDS, ours.topology.backend_sums)
+        exchange, sums = problem.exchange(ours.rank), ours.topology.backend_sums
+        call = Call(op, 0, exchange, group_name=ours.group_name, num_rounds=NUM_ROUNDS, backend_sums=sums)
         results.append((problem, _run(problem, run, call, ours.rank, ours.device, dtype)))
     _synchronize(ours.device)
     return results
@@ -186,7 +185,7 @@ def _synchronize(device: torch.device) -> None:
 def _run(
     problem: ExactProblem,
     run: Callable[..., Any],
-    call: Call | GroupCall,
+    call: Call,
     rank: int,
     device: torch.device,
     dtype: torch.dtype,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedcomm import env
 from fusedcomm.errors import PeerMismatchError, PeerTimeoutError
-from fusedcomm.ops.library import lib, register_fake
+from fusedcomm.ops.library import lib
 from fusedcomm.runtime import consent, dumps, flight_recorder, group
 from fusedcomm.runtime.consent import ABSENT, YES
 
@@ -35,7 +35,7 @@ def same_moves(digest: str, sizes: Sequence[int], device_type: str, group_size: 
     return torch.empty(0, device=device_type)
 
 
-@register_fake(OP)
+@torch.library.register_fake(f"fusedcomm::{OP}", lib=lib)
 def _(digest: str, sizes: Sequence[int], device_type: str, group_size: int, group_name: str) -> Tensor:
     return torch.empty(0, device=device_type)
 

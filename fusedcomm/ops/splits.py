@@ -9,18 +9,13 @@ import torch
 from torch import Tensor
 
 from fusedcomm import reference
-from fusedcomm.cost import model
-from fusedcomm.geometry.cut import EVEN, Cut, Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
-from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.algorithms.unfused import pads
+from fusedcomm.geometry.cut import EVEN, Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
 from fusedcomm.ops.arguments import check_splits
 from fusedcomm.runtime.group import rank_of
 
 Sizes = Sequence[int]
 Ranges = Sequence[tuple[int, int]]
-
-GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
-SCATTER = "SymInt[]? scatter_starts, SymInt[]? scatter_lengths"
-RANK = "int? rank"
 
 
 def splits_of(
@@ -79,15 +74,6 @@ def replica_ranges(size: int, group_size: int, replicas: int) -> list[tuple[int,
     return [(rank // replicas * length, length) for rank in range(group_size)]
 
 
-def hashable(splits: Splits) -> Splits:
-    """As what geometry is cached by."""
-    gather_splits, starts, lengths = (
-        None if each is None else tuple(each)
-        for each in (splits.gather_splits, splits.scatter_starts, splits.scatter_lengths)
-    )
-    return splits._replace(gather_splits=gather_splits, scatter_starts=starts, scatter_lengths=lengths)
-
-
 def reversed_splits(splits: Splits, scattered: int, group_size: int) -> Splits:
     """The Splits of the exchange back, of the parts one after the other. ``scattered``: the size at scatter_dim."""
     sizes, total = splits.scatter_lengths, None
@@ -96,34 +82,23 @@ def reversed_splits(splits: Splits, scattered: int, group_size: int) -> Splits:
     return Splits(sizes, total, None, splits.gather_splits, splits.rank)
 
 
-def pads(op: str, exchange: Exchange, t: Tensor) -> bool:
-    """Whether ``unfused`` pads the parts of a call; the same on all ranks."""
-    return _pads(model.KINDS[op], exchange.cut, exchange.outer_numel, t)
-
-
-def _pads(kind: str, cut: Cut | None, outer_numel: int, t: Tensor) -> bool:
-    if cut is None or cut.is_symbolic or isinstance(outer_numel, torch.SymInt):
-        return False  # a graph that is for many sizes gets no guard of its own for them
-    return model.pads(kind, cut, outer_numel * t.element_size(), t.device.type)
-
-
 def exchange(t: Tensor, gather_dim: int, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
     """The plain exchange of a backward."""
     gather_dim, scatter_dim = gather_dim % t.ndim, scatter_dim % t.ndim
     cut = cut_of(splits, t.shape[gather_dim], t.shape[scatter_dim], group_size)
-    padded = _pads("all_to_all", cut, _outer_numel(t, gather_dim, scatter_dim), t)
+    padded = pads("all_to_all", cut, _outer_numel(t, gather_dim, scatter_dim), t)
     return reference.exchange(t, gather_dim, scatter_dim, group_size, group_name, cut, padded)
 
 
 def all_gather(t: Tensor, gather_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
     cut = cut_of(splits, t.shape[gather_dim], None, group_size)
-    padded = _pads("all_gather", cut, _outer_numel(t, gather_dim % t.ndim), t)
+    padded = pads("all_gather", cut, _outer_numel(t, gather_dim % t.ndim), t)
     return reference.all_gather(t, gather_dim, group_size, group_name, cut, padded)
 
 
 def reduce_scatter(t: Tensor, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
     cut = cut_of(splits, None, t.shape[scatter_dim], group_size)
-    padded = _pads("reduce_scatter", cut, _outer_numel(t, scatter_dim % t.ndim), t)
+    padded = pads("reduce_scatter", cut, _outer_numel(t, scatter_dim % t.ndim), t)
     return reference.reduce_scatter(t, "sum", scatter_dim, group_size, group_name, cut, padded)
 
 

@@ -52,14 +52,22 @@ from fusedcomm.runtime.segment import (
 LOOK_S = 1.0  # how often a rank that waits looks whether its peers' processes are there
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """One use of an op, as the algorithms run it."""
 
     op: str
     fingerprint: int
     exchange: Exchange
-    workspace: Workspace
+    memory: Workspace | None = None  # None where the process group's own collectives move the chunks
+    group_name: str = ""
+    num_rounds: int = 0
+    backend_sums: bool = False  # whether the backend adds, in its own order and precision
+
+    @property
+    def workspace(self) -> Workspace:
+        assert self.memory is not None
+        return self.memory
 
 
 class Workspace:

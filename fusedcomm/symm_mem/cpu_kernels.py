@@ -14,7 +14,6 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from fusedcomm.geometry.cut import EVEN
-from fusedcomm.ops import all_gather_matmul, matmul_reduce_scatter  # noqa: F401  they define the ops used here
 from fusedcomm.runtime.group import resolve
 from fusedcomm.symm_mem.meeting import is_symmetric, same_call
 from fusedcomm.symm_mem.peers import Peers, total

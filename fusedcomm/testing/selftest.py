@@ -25,8 +25,9 @@ import fusedcomm
 from fusedcomm.bench.op_bench import OpBench
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.env import ALGORITHMS, WITH_WORKSPACE
-from fusedcomm.ops import explain, proof
+from fusedcomm.ops import proof
 from fusedcomm.ops.exact_problem import ExactProblem, difference
+from fusedcomm.ops.table import OPS
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.members import member
@@ -186,7 +187,7 @@ def _check_proofs(device: torch.device) -> str:
         ours = member(group.group_name, device)
         cases = list(itertools.product(PROGRAMS, algorithms, DTYPES, (False, True)))
         found = [
-            proof.prove(op, name, explain.algorithms_of(op), dtype, ours, uneven)
+            proof.prove(op, name, OPS[op].algorithms, dtype, ours, uneven)
             for op, name, dtype, uneven in cases
             if not uneven or PROGRAMS[op].can_be_uneven
         ]

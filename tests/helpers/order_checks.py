@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm.ops.explain import by_name
+from fusedcomm.ops.table import OPS
 from tests.helpers.random_graphs import RANDOM_OPS, Peers, functional
 
 WAIT = functional.wait_tensor.default
@@ -166,7 +166,7 @@ class _OneOfEqualRanks(Interpreter):
             result, operand = self.under_way.pop(id(args[0]), (None, None))
             return args[0] if result is None else result.copy_(operand())
         if str(target).startswith("fusedcomm."):
-            named = by_name(target._opname, args)
+            named = OPS[target._opname].by_name(args)
             return fused(target._opname, args, self.groups[named["group_name"]], named.get("partial_bias"))
         if not str(target).startswith("_c10d_functional."):
             return super().call_function(target, args, kwargs)

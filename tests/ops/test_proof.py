@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedcomm
 from fusedcomm.algorithms import chunked, planner
 from fusedcomm.algorithms.planner import Plan
-from fusedcomm.ops import explain, proof
+from fusedcomm.ops import proof, table
 from fusedcomm.ops.whole_group import PROGRAMS
 from fusedcomm.runtime import proof_file, topology
 from fusedcomm.runtime.group_member import Member
@@ -61,7 +61,7 @@ def proving(folder: Path | str, plant: Callable[..., Any] | None = None, **env: 
         stack.enter_context(mock.patch.object(proof, "prove", counted))
         stack.enter_context(mock.patch.object(planner, "_logged", set()))
         for op in OPS if plant is not None else ():
-            algorithms = explain.algorithms_of(op)
+            algorithms = table.OPS[op].algorithms
             planted = planted_in(algorithms["chunked"], plant)
             stack.enter_context(mock.patch.dict(algorithms, chunked=planted))
         group = stack.enter_context(fresh_group(CACHE_DIR=str(folder), **env))
@@ -324,7 +324,7 @@ def test_a_rank_that_leaves_a_proof_leaves_an_error_until_a_reset(rank: int, tmp
             call(group, PUSH)
         dist.barrier(group)
         fusedcomm.reset(group)
-        with mock.patch.dict(explain.algorithms_of(PUSH.op), chunked=chunked.push_matmul):
+        with mock.patch.dict(table.OPS[PUSH.op].algorithms, chunked=chunked.push_matmul):
             check(group, PUSH, call(group, PUSH))
         assert len(made) == 2 and plan_of_all(group, PUSH).algorithm == "chunked"
 

@@ -24,7 +24,7 @@ from fusedcomm.cli import main
 from fusedcomm.cli import selftest as cli_selftest
 from fusedcomm.launch import console, world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
-from fusedcomm.ops import explain
+from fusedcomm.ops import table
 from fusedcomm.runtime import topology
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing import selftest
@@ -102,7 +102,7 @@ def no_native_part(rank: int) -> Any:
 
 def wrong_chunked(rank: int) -> Any:
     """One element of what chunked makes, on one rank, is wrong, in one dtype."""
-    algorithms = explain.algorithms_of("matmul_reduce_scatter")
+    algorithms = table.OPS["matmul_reduce_scatter"].algorithms
     ours = algorithms["chunked"]
 
     def wrong(call: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:

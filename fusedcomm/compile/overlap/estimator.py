@@ -52,7 +52,7 @@ from fusedcomm.cost.model import (
     estimate,
 )
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.ops.explain import by_name, exchange_of
+from fusedcomm.ops.table import OPS
 from fusedcomm.runtime import group, members
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.vote import agree
@@ -204,9 +204,9 @@ class Estimator:
     def fused(self, op: str, args: Sequence[Any]) -> NodeCost:
         """What ``torch.ops.fusedcomm.<op>(*args)`` takes; tensors can be fake."""
         plain = pytree.tree_map(node_work.stand_in, list(args))
-        group_name = by_name(op, plain)["group_name"]
+        group_name = OPS[op].by_name(plain)["group_name"]
         try:
-            exchange = exchange_of(op, *plain).for_all
+            exchange = OPS[op].exchange_of(OPS[op].bind(plain)).for_all
             dtype = planner.dtype_name(plain[0].dtype, self.tf32)
         except (ValueError, KeyError):  # sizes are not known, or the op would not take the dtype
             return self._unknown_fused(op, plain)
@@ -254,7 +254,7 @@ class Estimator:
         """An estimate from the numbers of elements alone."""
         kind, (x, ws) = KINDS[op], args[:2]
         num_columns = sum(w.shape[-1] for w in pytree.tree_leaves(ws) if isinstance(w, Tensor))
-        named = by_name(op, args)
+        named = OPS[op].by_name(args)
         numel = x.numel() * (named["group_size"] if kind == "all_gather" else 1)  # elements of the matmul's input
         compute_ms = 1e3 * self._roofline(2.0 * numel * num_columns, 0, x.dtype)
         out_bytes = numel // max(1, x.shape[-1]) * num_columns * x.dtype.itemsize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from unittest import mock
 from torch import Tensor
 
 from fusedcomm.algorithms import pieces
-from fusedcomm.algorithms.pieces import GroupCall
 from tests.helpers.schedule.kernel_effects import Group
 from tests.helpers.schedule.streams import Event, Streams
 
@@ -38,12 +37,8 @@ class PretendedGroup:
         return len(self.group.ranks)
 
 
-def call_of(exchange: Any, group: Group, global_rank: int) -> GroupCall:
-    return GroupCall(exchange, PretendedGroup(group, global_rank), NUM_PIECES)  # type: ignore[arg-type]
-
-
 @contextmanager
-def in_place_of_torchs(begin: Begin, streams: Streams) -> Iterator[None]:
+def in_place_of_torchs(begin: Begin, streams: Streams, groups: Mapping[str, PretendedGroup]) -> Iterator[None]:
     """The stream that waits is the current one; the host goes on."""
     gathered: dict[int, list[Event]] = defaultdict(list)  # by the address of what is received
 
@@ -61,4 +56,5 @@ def in_place_of_torchs(begin: Begin, streams: Streams) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(pieces.dist, "all_to_all_single", all_to_all))
         stack.enter_context(mock.patch.object(pieces, "_c10d", functions))
+        stack.enter_context(mock.patch.object(pieces, "find", groups.__getitem__))
         yield

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -22,31 +22,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm import reference
-from fusedcomm.ops import (
-    all_gather_matmul,
-    all_to_all_matmul,
-    matmul_all_reduce,
-    matmul_all_to_all,
-    matmul_reduce_scatter,
-)
+from fusedcomm.env import WITH_WORKSPACE
+from fusedcomm.ops import dispatch
 from fusedcomm.ops.dispatch import fingerprint_of
+from fusedcomm.ops.table import OPS
 from fusedcomm.runtime import launch_order, stream_writes
 from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
 from fusedcomm.runtime.workspace import Call, Workspace
 from tests.helpers.schedule import async_collectives, torch_ops
+from tests.helpers.schedule.async_collectives import PretendedGroup
 from tests.helpers.schedule.kernel_effects import EFFECTS, EPOCH, WORD, Group, Launch
 from tests.helpers.schedule.memory import Memories, Memory
 from tests.helpers.schedule.operations import Flag, Kind, Operation, Recording, Step, Work
 from tests.helpers.schedule.region import Region
 from tests.helpers.schedule.streams import DEVICE, Event, Stream, Streams
 
-OPS = {
-    "matmul_all_to_all": matmul_all_to_all,
-    "all_to_all_matmul": all_to_all_matmul,
-    "all_gather_matmul": all_gather_matmul,
-    "matmul_reduce_scatter": matmul_reduce_scatter,
-    "matmul_all_reduce": matmul_all_reduce,
-}
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like")
 _ADDRESSES = 1 << 44  # bytes for the tensors of a rank, or for one segment
 
@@ -92,12 +82,11 @@ class Recorder(TorchDispatchMode):
                 enter(mock.patch.object(torch.Tensor, name, value))
             for function in torch_ops.launchers():
                 enter(mock.patch.object(function, "run", self._run()))
-            for op in OPS.values():
-                enter(mock.patch.object(op, "run", self._call))
             enter(mock.patch.object(stream_writes, "available", lambda device: self.writes_words))
             enter(mock.patch.object(stream_writes, "write", self.stream_write))
             enter(mock.patch.object(reference, "_is_gloo", lambda group_name: False))
-            enter(async_collectives.in_place_of_torchs(self._begin_async, self.streams))
+            groups = {name: PretendedGroup(group, self.rank) for name, group in self.groups.items()}
+            enter(async_collectives.in_place_of_torchs(self._begin_async, self.streams, groups))
             enter(mock.patch.dict(launch_order._last, clear=True))
             enter(self)
             self._pretends = True
@@ -135,29 +124,17 @@ class Recorder(TorchDispatchMode):
         self._group_of[memory.name] = group
         self.workspaces[group.name] = workspace
 
-    def _call(
-        self,
-        op: str,
-        algorithms: Mapping[str, Callable[..., Any]],
-        exchange: Any,
-        group_name: str,
-        x: Tensor,
-        w: Any,
-        bias: Any,
-        *,
-        unfused: Callable[[], Any],
-        **options: Any,
-    ) -> Any:
+    def _call(self, op: str, args: Sequence[Any]) -> Any:
         """`fusedcomm.ops.dispatch.run` behind its votes and its plan."""
-        if self.algorithm == "unfused":
-            return unfused()
-        options = {name: value for name, value in options.items() if value is not None}
-        if self.algorithm == "pipelined":
-            pieces = async_collectives.call_of(exchange, self.groups[group_name], self.rank)
-            return algorithms["pipelined"](pieces, x, w, bias, **options)
-        fingerprint = fingerprint_of(op, exchange.key, x.dtype)
-        call = Call(op, fingerprint, exchange, self.workspaces[group_name])
-        return algorithms[self.algorithm](call, x, w, bias, **options)
+        spec = OPS[op]
+        bound = spec.bind(args)
+        exchange = spec.exchange_of(bound)
+        call = Call(op, fingerprint_of(op, exchange.key, bound.x.dtype), exchange, group_name=bound.group_name)
+        call.num_rounds = async_collectives.NUM_PIECES
+        if self.algorithm in WITH_WORKSPACE:
+            call.memory = self.workspaces[bound.group_name]
+        made = spec.algorithms[self.algorithm](call, *spec.operands(bound))
+        return spec.returned(dispatch.results(spec, bound.x, made))
 
     # ---- what torch does
 
@@ -165,7 +142,7 @@ class Recorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func.namespace == "fusedcomm":
             with self:
-                return OPS[torch_ops.name_of(func)]._kernel(*args, **kwargs)
+                return self._call(torch_ops.name_of(func), args)
         if func.namespace == "profiler" or func.is_view:
             return func(*args, **kwargs)
         self._collect()

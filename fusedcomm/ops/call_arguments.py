@@ -1,0 +1,53 @@
+"""The arguments of a call under the same names in all ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fusedcomm.geometry.cut import EVEN, Splits
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call. The names are those of the schemas; an op without an argument leaves its default."""
+
+    x: Tensor
+    ws: Sequence[Tensor]  # one, but in all_gather_matmul
+    biases: Sequence[Tensor | None]  # likewise
+    group_size: int
+    group_name: str
+    splits: Splits = EVEN
+    out_shape: Sequence[int] | None = None
+    gather_dim: int = 0
+    scatter_dim: int = 0
+    reduce_op: str = "sum"
+    return_gathered: bool = False  # return_exchanged in all_to_all_matmul
+    partial_bias: Tensor | None = None
+    out: Tensor | None = None
+
+    @property
+    def w(self) -> Tensor:
+        return self.ws[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.biases[0]
+
+    @property
+    def scale(self) -> float:
+        return 1 / self.group_size if self.reduce_op == "avg" else 1.0
+
+    @property
+    def group(self) -> tuple[int, str]:
+        return self.group_size, self.group_name
+
+
+class PerTensor(NamedTuple):
+    """A value for each tensor of a call: its gradient, or whether one is needed."""
+
+    x: Any
+    ws: Sequence[Any]
+    biases: Sequence[Any]
+    partial_bias: Any = None

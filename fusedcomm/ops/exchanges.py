@@ -1,0 +1,38 @@
+"""The Exchange of each op's arguments, of which shapes and dims are checked."""
+
+from __future__ import annotations
+
+from fusedcomm.geometry import shapes
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.ops.call_arguments import Arguments
+
+
+def matmul_all_to_all(args: Arguments) -> Exchange:
+    out_shape = None if args.out_shape is None else tuple(args.out_shape)
+    where = (out_shape, args.gather_dim, args.scatter_dim, args.group_size, args.splits)
+    return shapes.of(shapes.matmul_all_to_all, args.x.shape, args.w.shape, *where)
+
+
+def all_to_all_matmul(args: Arguments) -> Exchange:
+    where = (args.gather_dim, args.scatter_dim, args.group_size, args.splits)
+    return shapes.of(shapes.all_to_all_matmul, args.x.shape, args.w.shape, *where)
+
+
+def all_gather_matmul(args: Arguments) -> Exchange:
+    where = (args.gather_dim, args.group_size, args.splits)
+    return shapes.of(shapes.all_gather_matmul, args.x.shape, tuple(w.shape for w in args.ws), *where)
+
+
+def matmul_reduce_scatter(args: Arguments) -> Exchange:
+    where = (args.reduce_op, args.scatter_dim, args.group_size, args.splits)
+    return shapes.of(shapes.matmul_reduce_scatter, args.x.shape, args.w.shape, *where)
+
+
+def matmul_all_reduce(args: Arguments) -> Exchange:
+    return shapes.of(shapes.matmul_all_reduce, args.x.shape, args.w.shape, args.reduce_op, args.group_size)
+
+
+def all_reduced(args: Arguments) -> list[int]:
+    """The shape of the result, where a graph must not depend on which dim is cut."""
+    shapes.check_all_reduce(args.x.shape, args.w.shape, args.reduce_op, args.group_size)
+    return [*args.x.shape[:-1], args.w.shape[-1]]

@@ -1,0 +1,129 @@
+"""Registers the ops of the table with torch: kernels, fakes, autograd, autocast, and `.out` overloads."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fusedcomm.geometry.shapes import check_out
+from fusedcomm.ops import call_check, prepared
+from fusedcomm.ops.dispatch import run
+from fusedcomm.ops.formula import Formula
+from fusedcomm.ops.library import lib, refuse_tangents, refuse_transforms
+from fusedcomm.ops.table import OPS, OpSpec
+from fusedcomm.runtime.native_part import native
+
+_PT2 = torch.Tag.pt2_compliant_tag
+_native_kernels: list[Any] = []  # registered as long as they are here
+
+
+def _register(spec: OpSpec) -> None:
+    lib.define(spec.name + spec.schema, tags=[_PT2])
+    _register_kernel(spec, "")
+    formula = Formula(spec)
+    if native is None:
+        lib.impl(spec.name, partial(_autograd, formula), "Autograd")
+    else:
+        made = native.register_autograd_kernel(f"fusedcomm::{spec.name}", partial(_autograd, formula), False, formula)
+        _native_kernels.append(made)
+    for device_type in ("CPU", "CUDA"):
+        lib.impl(spec.name, partial(_autocast, spec, device_type), f"Autocast{device_type}")
+    names = [spec.name]
+    if spec.takes_lists:
+        names.append(f"{spec.name}.flat")
+        lib.define(names[-1] + spec.schema.replace("(Tensor[], Tensor)", "Tensor[]"), tags=[_PT2])
+        lib.impl(names[-1], partial(_flat, spec), "CompositeImplicitAutograd")
+    if not spec.gathers:
+        names.append(f"{spec.name}.out")
+        _define_out(spec)
+    for name in names:
+        for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+            lib.impl(name, partial(refuse_transforms, spec.name), key)
+
+
+def _define_out(spec: OpSpec) -> None:
+    # Inductor's fallbacks, if they find an `.out` with arguments of the same names, cut a list into its elements for it
+    schema = spec.schema.replace("out_shape", "view_shape").replace(") -> Tensor", ", *, Tensor(a!) out) -> Tensor(a!)")
+    tags = [getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "out") if hasattr(torch.Tag, name)]
+    lib.define(f"{spec.name}.out{schema}", tags=tags)
+    _register_kernel(spec, "out")
+    lib.impl(f"{spec.name}.out", partial(_out_below_autograd, spec), "Autograd")
+
+
+def _register_kernel(spec: OpSpec, overload: str) -> None:
+    name, kernel = f"{spec.name}.{overload}".removesuffix("."), partial(_kernel, spec)
+    torch.library.register_fake(f"fusedcomm::{name}", partial(_fake, spec), lib=lib)
+    lib.impl(name, kernel, "CUDA")
+    if native is None:
+        lib.impl(name, kernel, "CPU")
+    else:
+        made = native.register_cpu_kernel(f"fusedcomm::{spec.name}", overload, kernel, prepared.record)
+        _native_kernels.append(made)
+
+
+def _kernel(spec: OpSpec, *args: Any, out: Tensor | None = None) -> Any:
+    call = spec.bind(args, out)
+    try:
+        return spec.returned(run(spec, call))
+    except (ValueError, TypeError) as error:
+        call_check.tell_peers(spec.name, call.group_name, call.x, error)
+        raise
+
+
+def _fake(spec: OpSpec, *args: Any, out: Tensor | None = None) -> Any:
+    call = spec.bind(args, out)
+    shapes = spec.result_shapes(call)
+    if out is None:
+        return spec.returned([call.x.new_empty(shape) for shape in shapes])
+    check_out(out, call.x, shapes[0])
+    return out
+
+
+def _autograd(formula: Formula, *args: Any) -> Any:
+    """Where an argument requires grad or has a tangent, and, without the native part, everywhere."""
+    spec = formula.spec
+    refuse_tangents(spec.name, *args)
+    args = *args, *[*spec.arguments.values()][len(args) :]  # torch leaves out defaults at the end
+    flat = formula.flat(args)
+    if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in flat):
+        return spec.returned(formula.function.apply(*flat))
+    with torch._C._AutoDispatchBelowAutograd():
+        return spec.op(*args)
+
+
+def _out_below_autograd(spec: OpSpec, *args: Any, out: Tensor) -> Tensor:
+    refuse_tangents(spec.name, *args)
+    tensors = [t for t in (*args, out) if isinstance(t, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(f"fusedcomm::{spec.name}.out has no gradients: no tensor may require grad, or use no_grad()")
+    with torch._C._AutoDispatchBelowAutograd():
+        getattr(torch.ops.fusedcomm, spec.name).out(*args, out=out)
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _autocast(spec: OpSpec, device_type: str, *args: Any) -> Any:
+    """The op takes its tensors in autocast's dtype, as torch.matmul does."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type}"))
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        return spec.op(*pytree.tree_map(partial(_cast, torch.get_autocast_dtype(device_type.lower())), args))
+
+
+def _cast(dtype: torch.dtype, arg: Any) -> Any:
+    if isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64:
+        return arg.to(dtype)
+    return arg
+
+
+def _flat(spec: OpSpec, *args: Any) -> list[Any]:
+    """The results and the gathered x in one list, as Inductor's C++ wrapper has no lists in tuples."""
+    outs, gathered = spec.op(*args)
+    return [*outs, gathered]
+
+
+for _spec in OPS.values():
+    _register(_spec)

@@ -1,0 +1,221 @@
+"""The five ops as a table: schema, checks and geometry, algorithms, and gradients of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm.algorithms import chunked, fused, padded_rows, pipelined, unfused
+from fusedcomm.geometry.cut import Splits
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.shapes import check_bias, check_tensors
+from fusedcomm.ops import (
+    all_gather_matmul,
+    all_to_all_matmul,
+    exchanges,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+)
+from fusedcomm.ops.call_arguments import Arguments, PerTensor
+
+Algorithms = Mapping[str, Callable[..., Any]]  # by name: algorithm(call, *operands)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One op.
+
+    Attributes:
+        geometry: the Exchange of a call, of which shapes and dims are checked.
+        operands: the arguments of the op's algorithms behind the call.
+        save: keeps on ctx what the backward needs: ``save(ctx, arguments, needs, results)``.
+        backward: the gradients, ``backward(ctx, needs, *gradients of results)``.
+        gathers: whether the collective comes first. Then the exchanged x is the last result.
+        bias_is_scattered: whether bias is of this rank's part of N, where N is scattered.
+        result_shape: the shape of the result, where a graph must not depend on which dim the Exchange cuts.
+    """
+
+    name: str
+    schema: str
+    geometry: Callable[[Arguments], Exchange]
+    operands: Callable[[Arguments], tuple[Any, ...]]
+    algorithms: Algorithms
+    save: Callable[[Any, Arguments, PerTensor, Sequence[Tensor]], None]
+    backward: Callable[..., PerTensor]
+    gathers: bool = False
+    bias_is_scattered: bool = False
+    result_shape: Callable[[Arguments], list[int]] | None = None
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The names in the schema, with the defaults."""
+        return {each.name: each.default_value for each in torch._C.parse_schema(self.name + self.schema).arguments}
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """The names behind x, w and bias, as those of `Arguments` and `Splits`."""
+        return tuple("return_gathered" if name == "return_exchanged" else name for name in (*self.arguments,)[3:])
+
+    @property
+    def takes_lists(self) -> bool:
+        return "ws" in self.arguments
+
+    @property
+    def op(self) -> Any:
+        return getattr(torch.ops.fusedcomm, self.name).default
+
+    def by_name(self, args: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of ``torch.ops.fusedcomm.<op>(*args)``, with those that have defaults."""
+        return self.arguments | dict(zip(self.arguments, args, strict=False))
+
+    def bind(self, args: Sequence[Any], out: Tensor | None = None) -> Arguments:
+        """``args``: those of the schema; the last ones may be missing."""
+        x, ws, biases, *options = args
+        if not self.takes_lists:
+            ws, biases = [ws], [biases]
+        named = dict(zip(self.options, options, strict=False))
+        splits = [named.pop(name, None) for name in Splits._fields]
+        if splits != [None] * len(splits):
+            named["splits"] = Splits(*splits).hashable
+        return Arguments(x, ws, biases, out=out, **named)
+
+    def exchange_of(self, args: Arguments) -> Exchange:
+        """Check a call and work out its geometry. Raises ValueError."""
+        check_tensors(args.x, args.ws, args.biases, args.partial_bias)
+        exchange = self.geometry(args)
+        if self.bias_is_scattered and exchange.splits_columns:
+            check_bias(args.bias, exchange.out_shape[-1], "N / R")
+        else:
+            _check_biases(args)
+        check_bias(args.partial_bias, args.w.shape[-1], argument="partial_bias")
+        return exchange
+
+    def result_shapes(self, args: Arguments) -> list[Sequence[int]]:
+        """The shapes of the results, after the same checks."""
+        if self.result_shape is not None:
+            check_tensors(args.x, args.ws, args.biases, args.partial_bias)
+            shape = self.result_shape(args)
+            _check_biases(args)
+            check_bias(args.partial_bias, args.w.shape[-1], argument="partial_bias")
+            return [shape]
+        exchange = self.exchange_of(args)
+        gathered = [exchange.shape if args.return_gathered else [0]] if self.gathers else []
+        return [*exchange.out_shapes, *gathered]
+
+    def returned(self, results: Sequence[Tensor]) -> Any:
+        """The results as the schema has them."""
+        if not self.gathers:
+            return results[0]
+        *outs, gathered = results
+        return (outs if self.takes_lists else outs[0]), gathered
+
+
+def _check_biases(args: Arguments) -> None:
+    for w, bias in zip(args.ws, args.biases, strict=True):
+        check_bias(bias, w.shape[-1])
+
+
+def _pushed(args: Arguments) -> tuple[Any, ...]:
+    return args.x, args.w, args.bias, args.out
+
+
+def _reduced(args: Arguments) -> tuple[Any, ...]:
+    return args.x, args.w, args.bias, args.scale, args.partial_bias, args.out
+
+
+def _gathered(args: Arguments) -> tuple[Any, ...]:
+    return args.x, args.ws, args.biases, args.return_gathered
+
+
+GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
+SCATTER = "SymInt[]? scatter_starts, SymInt[]? scatter_lengths"
+GROUP = "int group_size, str group_name"
+
+MATMUL_ALL_TO_ALL = OpSpec(
+    name="matmul_all_to_all",
+    schema="(Tensor x, Tensor w, Tensor? bias, SymInt[]? out_shape, int gather_dim, int scatter_dim, "
+    f"{GATHER}, {SCATTER}, int? rank, {GROUP}) -> Tensor",
+    geometry=exchanges.matmul_all_to_all,
+    operands=_pushed,
+    algorithms={
+        "unfused": unfused.push_matmul,
+        "chunked": chunked.push_matmul,
+        "fused": fused.push_matmul,
+        "pipelined": pipelined.push_matmul,
+    },
+    save=matmul_all_to_all.save,
+    backward=matmul_all_to_all.backward,
+)
+ALL_TO_ALL_MATMUL = OpSpec(
+    name="all_to_all_matmul",
+    schema="(Tensor x, Tensor w, Tensor? bias, int gather_dim, int scatter_dim, bool return_exchanged, "
+    f"{GATHER}, {SCATTER}, int? rank, {GROUP}) -> (Tensor, Tensor)",
+    geometry=exchanges.all_to_all_matmul,
+    operands=_gathered,
+    algorithms={
+        "unfused": unfused.gather_matmul,
+        "chunked": chunked.gather_matmul,
+        "fused": fused.gather_matmul,
+        "pipelined": pipelined.gather_matmul,
+    },
+    save=all_to_all_matmul.save,
+    backward=all_to_all_matmul.backward,
+    gathers=True,
+)
+ALL_GATHER_MATMUL = OpSpec(
+    name="all_gather_matmul",
+    schema="(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, "
+    f"{GATHER}, int? rank, {GROUP}) -> (Tensor[], Tensor)",
+    geometry=exchanges.all_gather_matmul,
+    operands=_gathered,
+    algorithms={
+        "unfused": unfused.gather_matmul,
+        "chunked": chunked.gather_matmul,
+        "fused": fused.gather_matmul,
+        "pipelined": pipelined.gather_matmul,
+    },
+    save=all_gather_matmul.save,
+    backward=all_gather_matmul.backward,
+    gathers=True,
+)
+MATMUL_REDUCE_SCATTER = OpSpec(
+    name="matmul_reduce_scatter",
+    schema=f"(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, {SCATTER}, int? rank, {GROUP}, "
+    "Tensor? partial_bias=None) -> Tensor",
+    geometry=exchanges.matmul_reduce_scatter,
+    operands=_reduced,
+    algorithms={
+        "unfused": unfused.push_reduce,
+        "chunked": chunked.push_reduce,
+        "fused": fused.push_reduce,
+        "pipelined": pipelined.push_reduce,
+    },
+    save=matmul_reduce_scatter.save,
+    backward=matmul_reduce_scatter.backward,
+    bias_is_scattered=True,
+)
+MATMUL_ALL_REDUCE = OpSpec(
+    name="matmul_all_reduce",
+    schema=f"(Tensor x, Tensor w, Tensor? bias, str reduce_op, {GROUP}, Tensor? partial_bias=None) -> Tensor",
+    geometry=exchanges.matmul_all_reduce,
+    result_shape=exchanges.all_reduced,
+    operands=_reduced,
+    algorithms={
+        "unfused": unfused.push_reduce_gather,
+        "chunked": partial(padded_rows.push_reduce_gather, chunked.push_reduce_gather),
+        "fused": partial(padded_rows.push_reduce_gather, fused.push_reduce_gather),
+        "pipelined": partial(padded_rows.push_reduce_gather, pipelined.push_reduce_gather),
+    },
+    save=matmul_all_reduce.save,
+    backward=matmul_all_reduce.backward,
+)
+OPS = {
+    spec.name: spec
+    for spec in (MATMUL_ALL_TO_ALL, ALL_TO_ALL_MATMUL, ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE)
+}
