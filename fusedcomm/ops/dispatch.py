@@ -15,15 +15,14 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_out
 from fusedcomm.ops import call_check, proof
 from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.ops.prepared import Seen
 from fusedcomm.ops.table import OpSpec
-from fusedcomm.runtime import dumps, exits, flight_recorder, group, tape
+from fusedcomm.runtime import dumps, exits, flight_recorder, group
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable, on_device
 from fusedcomm.runtime.members import member
 from fusedcomm.runtime.topology import tf32_allowed
 from fusedcomm.runtime.workspace import Call
-
-PREPARED = ("unfused",)  # the algorithms that tapes can hold
 
 
 def prepare(
@@ -42,8 +41,11 @@ def prepare(
     return planner.plan(op, exchange, dtype, ours), ours
 
 
-def run(spec: OpSpec, args: Arguments) -> list[Tensor]:
-    """Check a call, plan it, meet the other ranks, and run its algorithm. The exchanged x of a gather comes last."""
+def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]:
+    """Check a call, plan it, meet the other ranks, and run its algorithm. The exchanged x of a gather comes last.
+
+    ``seen`` gets the call, for one that is made again.
+    """
     exchange, operands, x = spec.exchange_of(args), spec.operands(args), args.x
     if args.out is not None:
         check_out(args.out, x, spec.result_shapes(args)[0])
@@ -66,9 +68,10 @@ def run(spec: OpSpec, args: Arguments) -> list[Tensor]:
                 kernels = (spec.name, exchange.key, x.dtype, tf32_allowed(), *_layouts(operands))
             with ours.lock:
                 name = _begin(spec, args, call, plan, ours, record, kernels)
-                _tell_tape(name, call, record)
                 if call.memory is not None:
                     made = spec.algorithms[name](call, *operands)
+                    if seen is not None:
+                        seen.call, seen.kind = call, record.kind()
                     if kernels is not None and fused.loads_for_capture(call, x.dtype.itemsize):
                         ours.loaded.add((kernels, call.memory.slot_bytes))
                     return results(spec, x, made)
@@ -119,14 +122,6 @@ def _begin(
     except RuntimeError:  # a PeerError among others
         ours.num_calls -= 1
         raise
-
-
-def _tell_tape(name: str, call: Call, record: flight_recorder.Record) -> None:
-    if (recorder := tape.recorder()) is not None:
-        if name in PREPARED:
-            recorder.planned(record, call.memory, call.fingerprint)
-        else:
-            recorder.give_up(f"{name} has no tape")
 
 
 def results(spec: OpSpec, x: Tensor, made: Any) -> list[Tensor]:

@@ -1,18 +1,17 @@
-"""Prepared calls: the second call of a kind on CPU tensors is recorded, and from the third on no Python runs.
+"""Prepared calls: the second call of a kind on CPU tensors is kept with its plan, and from the third on no Python runs.
 
 A kind is what decides how a call runs: op, sizes, strides, dtypes, other arguments, group, and what `force_algorithm`
-says. The Python algorithm stays the only statement of what is done. `fusedcomm.runtime.tape` records it while it runs,
-and `kernels/cpu/prepared_calls.cpp` runs the tape, with the same signals, waits, records and lanes. Whatever takes long
-or fails comes back to Python, to `Rescue`. A new workspace, `reset` and `close` drop all tapes of a group.
+says. The native part (`kernels/cpu/prepared_calls.cpp`) has a table of them. Whatever takes long or fails comes back to
+Python, to `Rescue`. A new workspace, `reset` and `close` drop all plans of a group.
 
-The first call is not recorded: it may make the group, vote, or grow the workspace, which drops its tape, and in a
-program whose sizes never come again all calls are first ones, which a recording makes slower.
+The first call is not kept: it may make the group, vote, or grow the workspace, and in a program whose sizes never come
+again all calls are first ones.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,41 +20,68 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fusedcomm.errors import text_of
+from fusedcomm.run.native_plan import Source, load
 from fusedcomm.runtime import dumps
 from fusedcomm.runtime.members import known_member
-from fusedcomm.runtime.native_part import native
-from fusedcomm.runtime.tape import Recorder
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.runtime.native_part import loaded
+from fusedcomm.runtime.workspace import Call, Workspace
 
 log = logging.getLogger("fusedcomm")
+_STEP_BYTES = 2 << 10  # of a plan, with the views that it keeps of slots
+
+Kernel = Callable[..., Any]  # kernel(*args, **kwargs, seen=Seen)
 
 
-def record(
-    kernel: Callable[..., Any], calls: Any, key: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a call by its kernel, and put its tape into ``calls`` under ``key``."""
-    assert native is not None
-    if _get_current_dispatch_mode() is not None:  # it would see the ops of the recorder
+def record(kernel: Kernel, calls: Any, key: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call by its kernel, and put its plan into ``calls`` under ``key``."""
+    if _get_current_dispatch_mode() is not None:  # it would see no op in later calls
         return kernel(*args, **kwargs)
     out = kwargs.get("out")
-    args, kwargs = pytree.tree_map_only(Tensor, native.alias, (args, kwargs))
-    with Recorder([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]) as recorder:
-        result = kernel(*args, **kwargs)
-    found = recorder.record
-    if found is None:
-        recorder.reasons.append("its algorithm has no tapes")
-    recorder.finish(result if isinstance(result, tuple) else (result,))
-    if not recorder.is_usable:
-        log.debug("a call is not prepared: %s", "; ".join(recorder.reasons))
-        calls.refuse(key)
-        return result if out is None else out
-    assert found is not None
-    rescue = Rescue(found.op, recorder.fingerprint, recorder.workspace)
-    has_rounds = recorder.workspace is not None
-    calls.add(key, recorder.tape, has_rounds, recorder.fingerprint, found.kind(), recorder.workspace, rescue)
-    if (ours := known_member(found.group_name, found.device)) is not None:
-        ours.count_tape(recorder.num_bytes)
+    args, kwargs = pytree.tree_map_only(Tensor, loaded().alias, (args, kwargs))  # x may be w
+    seen = Seen()
+    result = kernel(*args, **kwargs, seen=seen)
+    seen.keep(calls, key, [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)], result)
     return result if out is None else out
+
+
+class Seen:
+    """The plan that a call ran by, if it had one."""
+
+    call: Call | None = None
+    kind: Any = None  # the flight recorder's record of all such calls
+
+    def keep(self, calls: Any, key: list[int], arguments: Sequence[Tensor], result: Any) -> None:
+        ran = None if self.call is None else self.call.ran
+        if ran is None or self.call is None:
+            calls.refuse(key)
+            return
+        sources = [None if t is None else _source(t, arguments) for t in ran.inputs]
+        if any(t is not None and source is None for t, source in zip(ran.inputs, sources, strict=True)):
+            log.debug("a call of %s is not prepared: an input is no argument, nor a part of one", self.call.op)
+            calls.refuse(key)
+            return
+        workspace, fingerprint = self.call.workspace, self.call.fingerprint
+        plan = load(ran.schedule, workspace, sources)
+        outputs = [_output(each, ran.returned) for each in (result if isinstance(result, tuple) else (result,))]
+        rescue = Rescue(self.call.op, fingerprint, workspace)
+        calls.add_plan(key, plan, outputs, fingerprint, self.kind, workspace, rescue)
+        if (ours := known_member(self.kind.group_name, self.kind.device)) is not None:
+            ours.count_tape(len(ran.schedule.steps) * _STEP_BYTES)
+
+
+def _source(t: Tensor, arguments: Sequence[Tensor]) -> Source | None:
+    for index, argument in enumerate(arguments):
+        if argument.untyped_storage()._cdata == t.untyped_storage()._cdata:
+            first = int(argument.storage_offset()) * argument.itemsize
+            return Source(index, int(t.storage_offset()) * t.itemsize - first)
+    return None
+
+
+def _output(result: Any, returned: Sequence[Tensor]) -> int | list[int]:
+    """The index among what the plan returns; -1 for a tensor without elements, which no plan has."""
+    if isinstance(result, list):
+        return [_output(each, returned) for each in result]  # type: ignore[misc]
+    return next((i for i, each in enumerate(returned) if each is result), -1)
 
 
 @dataclass

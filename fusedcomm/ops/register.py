@@ -65,10 +65,10 @@ def _register_kernel(spec: OpSpec, overload: str) -> None:
         _native_kernels.append(made)
 
 
-def _kernel(spec: OpSpec, *args: Any, out: Tensor | None = None) -> Any:
+def _kernel(spec: OpSpec, *args: Any, out: Tensor | None = None, seen: prepared.Seen | None = None) -> Any:
     call = spec.bind(args, out)
     try:
-        return spec.returned(run(spec, call))
+        return spec.returned(run(spec, call, seen))
     except (ValueError, TypeError) as error:
         call_check.tell_peers(spec.name, call.group_name, call.x, error)
         raise

@@ -90,7 +90,8 @@ class Builder:
         self._temporary_bytes = 0
         self._last: dict[Stream, int] = {}  # by stream: the event that covers all that is on it
         self._num_events = 0
-        self._stream, self._lane, self._when = Stream.MAIN, "", None
+        self._stream, self._lane = Stream.MAIN, ""
+        self._when: Condition | None = None
 
     # ---- memory
 
@@ -132,7 +133,7 @@ class Builder:
 
     def place(self, t: Tensor) -> Place:
         base, index = self._bases[t.untyped_storage()._cdata]
-        return Place(base, index, t.storage_offset() * t.itemsize, tuple(t.shape), tuple(t.stride()), t.dtype)
+        return Place(base, index, int(t.storage_offset()) * t.itemsize, tuple(t.shape), tuple(t.stride()), t.dtype)
 
     def is_at(self, t: Tensor, other: Tensor) -> bool:
         """Whether both begin at one place."""
@@ -140,7 +141,7 @@ class Builder:
 
     def address_mod_16(self, t: Tensor) -> int:
         place = self.place(t)
-        return (place.offset + (self.alignments[place.index] if place.base == Base.INPUT else 0)) % 16
+        return (place.offset + (self.alignments[place.number] if place.base == Base.INPUT else 0)) % 16
 
     def contiguous(self, t: Tensor) -> Tensor:
         if t.is_contiguous():

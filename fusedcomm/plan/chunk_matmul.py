@@ -133,7 +133,10 @@ class GatheredMatmul:
         w = spans.columns.view(self._batches(self.w, spans), 1, src_rank)  # [b, ko, ki, N]
         out = self._of_round(self.out, spans)
         if first and spans.columns.size == 0:  # the bias alone
-            x, w = x.as_strided((*x.shape[:2], 1, 0), (0, 0, 0, 1)), w.as_strided((w.shape[0], 1, 0, w.shape[-1]), (0, 0, 1, 0))
+            x, w = (
+                x.as_strided((*x.shape[:2], 1, 0), (0, 0, 0, 1)),
+                w.as_strided((w.shape[0], 1, 0, w.shape[-1]), (0, 0, 1, 0)),
+            )
         for part in range(w.shape[1]):
             bias = None if self.bias is None or part > 0 or not first else self.bias[0]
             self.s.multiply(x[:, :, part], w[:, part], bias, out, adds=not first or part > 0)

@@ -94,7 +94,7 @@ def gather_matmul(
     biases: Sequence[Tensor | None],
     return_gathered: bool,
 ) -> list[Tensor]:
-    """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x behind it if asked for."""
+    """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and behind them gathered x if asked for."""
     x = s.contiguous(x)
     outs = [s.result(shape, x.dtype) for shape in exchange.out_shapes]
     matmuls = [GatheredMatmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
@@ -117,7 +117,7 @@ def gather_matmul(
                 _multiply_from(src_rank, spans, moves, matmuls, x, gathered)
             moves.finish(outs if gathered is None else [*outs, gathered])
     moves.end()
-    if at_end:
+    if at_end and gathered is not None:
         for matmul in matmuls:
             with s.lane("matmul"):
                 matmul.all(gathered)
@@ -159,7 +159,7 @@ def _multiply_from(
 
 
 def _own_block(s: Builder, exchange: Exchange, out: Tensor) -> Tensor:
-    """Memory for this rank's block of ``out``, which the others get too: on a CPU in ``out``, if it is one run there."""
+    """Memory for this rank's block of ``out``, which the others get too: on a CPU, if it is one run there, in ``out``."""
     shape, dim = exchange.unpacked
     if s.device.is_gpu or dim is None or math.prod(shape[:dim]) != 1:
         return s.temporary(exchange.block, out.dtype)

@@ -28,7 +28,7 @@ from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import PushedMatmul, fits, landing, own_place
 from fusedcomm.plan.copies import copy_between, copy_runs
-from fusedcomm.plan.schedule import Ask, Condition, EndRound, Mark, Post, Reduce, Signal, Stream, Test, Wait
+from fusedcomm.plan.schedule import Ask, Condition, EndRound, Mark, Post, Signal, Stream, Test, Wait
 from fusedcomm.runtime.rank_order import peers_of, sources_of
 from fusedcomm.runtime.segment import NUM_SLOTS
 

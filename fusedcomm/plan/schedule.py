@@ -32,10 +32,10 @@ class Stream(IntEnum):
 
 
 class Place(NamedTuple):
-    """A tensor by where it lies. ``index``: of an input, result or temporary, or the rank that owns the memory."""
+    """A tensor by where it lies. ``number``: of an input, result or temporary, or the rank that owns the memory."""
 
     base: Base
-    index: int
+    number: int
     offset: int  # bytes
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.sizes))
-        return f"{self.base.name.lower()} {self.index}+{self.offset}[{shape}]"
+        return f"{self.base.name.lower()} {self.number}+{self.offset}[{shape}]"
 
 
 class Test(IntEnum):
@@ -185,7 +185,11 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         parts = [f"{each.name}={_text(getattr(self.work, each.name))}" for each in fields(self.work)]
-        when = "" if self.when is None else f"  if {'' if self.when.answer else 'not '}{self.when.test.name} {self.when.rank}"
+        when = (
+            ""
+            if self.when is None
+            else f"  if {'' if self.when.answer else 'not '}{self.when.test.name} {self.when.rank}"
+        )
         return f"{self.stream.name:5}  {type(self.work).__name__:8}  {', '.join(parts)}{when}"
 
 
@@ -199,7 +203,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """All steps of a call. ``results``: the memory to make; ``returned``: the Places that the call returns, in order."""
+    """All steps of a call. ``results``: memory to make; ``returned``: the Places of the call's results, in order."""
 
     steps: tuple[Step, ...]
     results: tuple[Result, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,14 @@ Operand = Tensor | None | Sequence[Tensor | None]
 _MOST_KEPT = 1024  # schedules of a workspace; one with more, whose sizes change all the time, begins anew
 
 
+class Ran(NamedTuple):
+    """A call as it ran."""
+
+    schedule: Schedule
+    inputs: Sequence[Tensor | None]
+    returned: Sequence[Tensor]
+
+
 def run(call: Call, program: Program, *operands: Operand, **facts: Hashable) -> list[Tensor]:
     """Run ``program(builder, exchange, *operands, **facts)`` on the call's workspace; the tensors that it returns.
 
@@ -26,8 +34,11 @@ def run(call: Call, program: Program, *operands: Operand, **facts: Hashable) -> 
     """
     workspace, schedule = call.workspace, schedule_of(call, program, *operands, **facts)
     workspace.enter(call.op, call.fingerprint)
+    inputs = _flat(operands)
     with ordered(workspace), workspace.guarded(call.op):
-        return python_executor.run(schedule, workspace, call.op, call.fingerprint, _flat(operands))
+        returned = python_executor.run(schedule, workspace, call.op, call.fingerprint, inputs)
+    call.ran = Ran(schedule, inputs, returned)
+    return returned
 
 
 def schedule_of(call: Call, program: Program, *operands: Operand, **facts: Hashable) -> Schedule:
@@ -52,14 +63,14 @@ def _build(
 ) -> Schedule:
     builder = Builder(call.workspace.memory_facts(), call.workspace.device_facts(), layouts)
     inputs = iter(builder.inputs)
-    stand_ins = [next(inputs) if _is_one(each) else [next(inputs) for _ in each] for each in operands]
+    stand_ins = [[next(inputs) for _ in each] if isinstance(each, (list, tuple)) else next(inputs) for each in operands]
     returned = program(builder, call.exchange, *stand_ins, **facts)
     return builder.finish(*([returned] if isinstance(returned, Tensor) else returned))
 
 
 def _flat(operands: Sequence[Operand]) -> list[Tensor | None]:
-    return [t for each in operands for t in ([each] if _is_one(each) else each)]
+    return [t for each in operands for t in _each(each)]
 
 
-def _is_one(operand: Operand) -> TypeGuard[Tensor | None]:
-    return operand is None or isinstance(operand, Tensor)
+def _each(operand: Operand) -> Sequence[Tensor | None]:
+    return [operand] if operand is None or isinstance(operand, Tensor) else operand

@@ -94,6 +94,6 @@ def _of_argument(place: Place, sources: Sequence[Source | None]) -> Place:
     """The place as one of the op's tensor arguments."""
     if place.base != Base.INPUT:
         return place
-    source = sources[place.index]
+    source = sources[place.number]
     assert source is not None
-    return place._replace(index=source.argument, offset=place.offset + source.offset)
+    return place._replace(number=source.argument, offset=place.offset + source.offset)

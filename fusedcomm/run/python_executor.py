@@ -114,27 +114,27 @@ class _Execution:
         """A Place's tensor in this run and round."""
         base, start = self._base(place), place.offset
         if place.base == Base.TEMPORARY:
-            start += self.schedule.temporaries[place.index]
-        start += base.storage_offset() * base.itemsize
+            start += self.schedule.temporaries[place.number]
+        start += int(base.storage_offset()) * base.itemsize
         made = torch.empty(0, dtype=place.dtype, device=base.device)
         return made.set_(base.untyped_storage(), start // place.dtype.itemsize, place.sizes, place.strides)
 
     def _base(self, place: Place) -> Tensor:
         match place.base:
             case Base.INPUT:
-                found = self.inputs[place.index]
+                found = self.inputs[place.number]
                 assert found is not None
                 return found
             case Base.RESULT:
-                return self.results[place.index]
+                return self.results[place.number]
             case Base.TEMPORARY:
                 return self.temporaries
             case Base.POSTED:
-                return self.posted[place.index]
+                return self.posted[place.number]
             case Base.SLOT:
-                return self.workspace.buffers[place.index][self.workspace.slot_start(self.epoch) :]
+                return self.workspace.buffers[place.number][self.workspace.slot_start(self.epoch) :]
             case Base.SEGMENT:
-                return self.workspace.buffers[place.index]
+                return self.workspace.buffers[place.number]
 
     def _multiply(self, work: Multiply) -> None:
         out, x, w = self.tensor(work.out), self.tensor(work.x), self.tensor(work.w)
@@ -148,9 +148,7 @@ class _Execution:
 
     def _signal(self, dst_rank: int, stream: Stream) -> None:
         if self.streams:
-            stream_writes.write(
-                self.streams[stream], *self.workspace.flag(dst_rank, self.epoch, self.fingerprint)
-            )
+            stream_writes.write(self.streams[stream], *self.workspace.flag(dst_rank, self.epoch, self.fingerprint))
         else:
             self.workspace.signal(dst_rank, self.epoch, self.fingerprint)
 

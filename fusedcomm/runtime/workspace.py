@@ -63,6 +63,7 @@ class Call:
     group_name: str = ""
     num_rounds: int = 0
     backend_sums: bool = False  # whether the backend adds, in its own order and precision
+    ran: Any = None  # fusedcomm.run.calls.Ran, once it has
 
     @property
     def workspace(self) -> Workspace:
@@ -180,6 +181,10 @@ class Workspace:
     def device_facts(self) -> Device:
         return Device(self.device.type == "cuda", has_heap=self.results is not None)
 
+    def streams(self) -> list[torch.cuda.Stream]:
+        """The streams of its own, SENDS and READS of `fusedcomm.plan.schedule.Stream`; none on a CPU."""
+        return [] if self.device.type == "cpu" else [self.side_stream(), self.reading_stream()]
+
     def slot_start(self, epoch: int) -> int:
         return self.layout.slot(epoch, self.slot_bytes)
 
@@ -211,7 +216,7 @@ class Workspace:
     def posted(self, dst_rank: int, num_bytes: int, fingerprint: int) -> Tensor | None:
         """dst_rank's result of this round as bytes, if this rank may write it."""
         place, results = self.posts.find(dst_rank, num_bytes, self._stamp(fingerprint)), self.results
-        return None if place is None or not isinstance(results, Results) else results.at_peer(dst_rank, place, num_bytes)
+        return None if place is None or results is None else results.at_peer(dst_rank, place, num_bytes)
 
     def _stamp(self, fingerprint: int) -> int:
         return (self.epoch + 1) << FINGERPRINT_BITS | fingerprint
