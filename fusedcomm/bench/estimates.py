@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.cost import in_pieces, model
 from fusedcomm.cost.model import KINDS, Constants
-from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize
 
@@ -65,12 +63,5 @@ def crossovers(constants: Constants, num_ranks: int, apart: bool = False) -> lis
 
 def exchange_of(op: str, size: MatmulSize, num_ranks: int) -> Exchange:
     """The geometry of a bench's call."""
-    program = PROGRAMS[op]
-    x, w = program.x_shape(size, num_ranks), (size.k, size.n)
-    between: dict[str, list[Any]] = {
-        "matmul_all_to_all": [None],
-        "matmul_reduce_scatter": ["sum"],
-        "matmul_all_reduce": ["sum"],
-    }
-    dims = program.dims(torch.empty(x, device="meta"))
-    return getattr(shapes, op)(x, (w,) if op == "all_gather_matmul" else w, *between.get(op, []), *dims, num_ranks)
+    x, w = torch.empty(PROGRAMS[op].x_shape(size, num_ranks), device="meta"), torch.empty(size.k, size.n, device="meta")
+    return PROGRAMS[op].exchange(x, w, num_ranks)

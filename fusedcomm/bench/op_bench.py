@@ -25,7 +25,7 @@ RESULTS = {
 MATMULS = {"forward": 1, "backward": 2, "both": 3}  # how many of one size a pass has
 
 
-class OpBench(WholeGroup):
+class OpBench(WholeGroup, abc.ABC):
     """One op, and the program of today that it equals."""
 
     @property

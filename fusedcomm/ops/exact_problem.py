@@ -35,11 +35,11 @@ class ExactProblem:
         k, n = size.k, size.n
         if uneven:
             for rank, shape in enumerate(shapes):
-                shape[-2] -= program.scatters == "rows"
+                shape[-2] -= program.scatter_dim == -2
                 if program.gather_dim is not None:
                     shape[program.gather_dim] += rank
             k += sum(range(num_ranks)) if program.gather_dim == -1 else 0
-            n -= program.scatters == "columns"
+            n -= program.scatter_dim == -1
         self.xs = [self.integers(tuple(shape), 0, rank) for rank, shape in enumerate(shapes)]
         if program.kind in ("reduce_scatter", "all_reduce"):
             step = -(-num_ranks // _MOST_SUMMED)

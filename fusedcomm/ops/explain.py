@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fusedcomm.algorithms.planner import Plan
-from fusedcomm.ops import (
-    all_gather_matmul,
-    all_to_all_matmul,
-    matmul_all_reduce,
-    matmul_all_to_all,
-    matmul_reduce_scatter,
-)
 from fusedcomm.ops.all_gather_matmul import lists_of
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.call_arguments import Arguments
@@ -24,13 +16,6 @@ from fusedcomm.ops.splits import splits_of
 from fusedcomm.ops.table import OPS
 from fusedcomm.runtime.group import resolve
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "matmul_all_to_all": matmul_all_to_all.matmul_all_to_all,
-    "all_to_all_matmul": all_to_all_matmul.all_to_all_matmul,
-    "all_gather_matmul": all_gather_matmul.all_gather_matmul,
-    "matmul_reduce_scatter": matmul_reduce_scatter.matmul_reduce_scatter,
-    "matmul_all_reduce": matmul_all_reduce.matmul_all_reduce,
-}
 _OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias")
 _SPLITS = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
 
@@ -62,7 +47,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
-    spec, bound = OPS[op], inspect.signature(_FUNCTIONS[op]).bind(*args, **kwargs)
+    spec, bound = OPS[op], inspect.signature(OPS[op].function).bind(*args, **kwargs)
     bound.apply_defaults()
     named = bound.arguments
     check_types(**named, lists=spec.takes_lists)

@@ -34,6 +34,7 @@ class OpSpec:
     Attributes:
         geometry: the Exchange of a call, of which shapes and dims are checked.
         operands: the arguments of the op's algorithms behind the call.
+        function: the public one.
         save: keeps on ctx what the backward needs: ``save(ctx, arguments, needs, results)``.
         backward: the gradients, ``backward(ctx, needs, *gradients of results)``.
         gathers: whether the collective comes first. Then the exchanged x is the last result.
@@ -46,6 +47,7 @@ class OpSpec:
     geometry: Callable[[Arguments], Exchange]
     operands: Callable[[Arguments], tuple[Any, ...]]
     algorithms: Algorithms
+    function: Callable[..., Any]
     save: Callable[[Any, Arguments, PerTensor, Sequence[Tensor]], None]
     backward: Callable[..., PerTensor]
     gathers: bool = False
@@ -149,6 +151,7 @@ MATMUL_ALL_TO_ALL = OpSpec(
         "fused": fused.push_matmul,
         "pipelined": pipelined.push_matmul,
     },
+    function=matmul_all_to_all.matmul_all_to_all,
     save=matmul_all_to_all.save,
     backward=matmul_all_to_all.backward,
 )
@@ -164,6 +167,7 @@ ALL_TO_ALL_MATMUL = OpSpec(
         "fused": fused.gather_matmul,
         "pipelined": pipelined.gather_matmul,
     },
+    function=all_to_all_matmul.all_to_all_matmul,
     save=all_to_all_matmul.save,
     backward=all_to_all_matmul.backward,
     gathers=True,
@@ -180,6 +184,7 @@ ALL_GATHER_MATMUL = OpSpec(
         "fused": fused.gather_matmul,
         "pipelined": pipelined.gather_matmul,
     },
+    function=all_gather_matmul.all_gather_matmul,
     save=all_gather_matmul.save,
     backward=all_gather_matmul.backward,
     gathers=True,
@@ -196,6 +201,7 @@ MATMUL_REDUCE_SCATTER = OpSpec(
         "fused": fused.push_reduce,
         "pipelined": pipelined.push_reduce,
     },
+    function=matmul_reduce_scatter.matmul_reduce_scatter,
     save=matmul_reduce_scatter.save,
     backward=matmul_reduce_scatter.backward,
     bias_is_scattered=True,
@@ -212,6 +218,7 @@ MATMUL_ALL_REDUCE = OpSpec(
         "fused": partial(padded_rows.push_reduce_gather, fused.push_reduce_gather),
         "pipelined": partial(padded_rows.push_reduce_gather, pipelined.push_reduce_gather),
     },
+    function=matmul_all_reduce.matmul_all_reduce,
     save=matmul_all_reduce.save,
     backward=matmul_all_reduce.backward,
 )
