@@ -217,7 +217,10 @@ def check_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Non
 
 def of(make: Callable[..., Any], *args: Any) -> Any:
     """``make(*args)``, cached where the sizes are plain ints, because geometry costs more than a small matmul."""
-    return make(*args) if _is_symbolic(args) else _cached(make, *args)
+    try:
+        return _cached(make, *args)
+    except TypeError:  # a SymInt has no hash
+        return make(*args)
 
 
 def _is_symbolic(arg: Any) -> bool:

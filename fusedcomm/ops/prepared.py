@@ -27,7 +27,7 @@ from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.workspace import Call, Workspace
 
 log = logging.getLogger("fusedcomm")
-_STEP_BYTES = 2 << 10  # of a plan, with the views that it keeps of slots
+STEP_BYTES = 2 << 10  # of a plan, with the views that it keeps of slots
 
 Kernel = Callable[..., Any]  # kernel(*args, **kwargs, seen=Seen)
 
@@ -66,7 +66,7 @@ class Seen:
         rescue = Rescue(self.call.op, fingerprint, workspace)
         calls.add_plan(key, plan, outputs, fingerprint, self.kind, workspace, rescue)
         if (ours := known_member(self.kind.group_name, self.kind.device)) is not None:
-            ours.count_tape(len(ran.schedule.steps) * _STEP_BYTES)
+            ours.count_plan(len(ran.schedule.steps) * STEP_BYTES)
 
 
 def _source(t: Tensor, arguments: Sequence[Tensor]) -> Source | None:
@@ -78,10 +78,13 @@ def _source(t: Tensor, arguments: Sequence[Tensor]) -> Source | None:
 
 
 def _output(result: Any, returned: Sequence[Tensor]) -> int | list[int]:
-    """The index among what the plan returns; -1 for a tensor without elements, which no plan has."""
+    """The index among what the plan returns; -1 for a tensor of shape [0], which no plan has."""
     if isinstance(result, list):
         return [_output(each, returned) for each in result]  # type: ignore[misc]
-    return next((i for i, each in enumerate(returned) if each is result), -1)
+    same = (
+        i for i, each in enumerate(returned) if each is result or (result.numel() == 0 and each.shape == result.shape)
+    )
+    return next(same, -1)
 
 
 @dataclass

@@ -31,8 +31,9 @@ from fusedcomm.algorithms import planner
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.cost import tuned
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.exact_problem import ExactProblem, difference
-from fusedcomm.ops.table import Algorithms
+from fusedcomm.ops.table import OPS, Algorithms
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.runtime import proof_file
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
@@ -190,15 +191,14 @@ def _run(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """What one rank gets: its result, and from a gather what was gathered."""
-    program, exchange = problem.program, call.exchange
+    """The result of one rank, and of a gather the exchanged x."""
+    program = problem.program
     x, w, bias = (ts[rank].to(device, dtype) for ts in (problem.xs, problem.ws, problem.biases))
-    if program.gathers:
-        (out,), gathered = run(call, x, [w], [bias], return_gathered=True)
-        return [out, gathered]
-    options = {} if program.kind == "all_to_all" else {"scale": 1.0}
-    out = x.new_full(exchange.out_shape, math.nan)
-    return [run(call, x, w, bias, out=out, **options)]
+    args = Arguments(x, [w], [bias], problem.num_ranks, call.group_name, return_gathered=True)
+    if not program.gathers:
+        args = args._replace(out=x.new_full(call.exchange.out_shape, math.nan))
+    made = run(call, *OPS[program.op].operands(args))
+    return [*made[0], made[1]] if program.gathers else [made]
 
 
 def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:

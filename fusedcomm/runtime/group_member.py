@@ -38,7 +38,7 @@ from fusedcomm.runtime.workspace import LOOK_S, Workspace
 log = logging.getLogger("fusedcomm")
 
 _MIN_SLOT_BYTES = 1 << 20
-MOST_TAPE_BYTES = 256 << 20  # of a group
+MOST_PLAN_BYTES = 256 << 20  # of all plans of a group
 
 
 class WorkspaceUnavailable(Exception):
@@ -72,7 +72,7 @@ class Member:
         default_factory=lambda: native.CallLock() if native else threading.RLock()
     )
     prepared: Any = None  # native.PreparedCalls of a group on CPUs
-    tape_bytes: int = 0  # of all tapes
+    plan_bytes: int = 0  # of all plans
 
     @property
     def num_calls(self) -> int:
@@ -269,17 +269,17 @@ class Member:
         """Drop the tapes of earlier calls, which stand for another workspace or another plan, or take too much."""
         if self.prepared is None:
             return
-        self.tape_bytes = 0
+        self.plan_bytes = 0
         with self.lock:  # a thread may be in a call
             if self.workspace is None:
                 self.prepared.clear(self.resets)
             else:
                 self.prepared.begin(self.resets, *self.workspace.for_tapes())
 
-    def count_tape(self, num_bytes: int) -> None:
-        """Count a new tape; where all are too large together, all go, and later calls are recorded anew."""
-        self.tape_bytes += num_bytes
-        if self.tape_bytes > MOST_TAPE_BYTES:
+    def count_plan(self, num_bytes: int) -> None:
+        """Count a new plan. Where all are too large together, all go, and later calls are planned anew."""
+        self.plan_bytes += num_bytes
+        if self.plan_bytes > MOST_PLAN_BYTES:
             self.prepare_anew()
 
     def _allocate(self, size: int, *, initialise: bool) -> tuple[torch.Tensor | None, str]:

@@ -12,7 +12,7 @@ import torch
 
 import fusedcomm
 from fusedcomm.ops import prepared
-from fusedcomm.runtime import flight_recorder, group_member, segment, tape
+from fusedcomm.runtime import flight_recorder, group_member, segment
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES
@@ -28,7 +28,7 @@ from tests.helpers.problems import OPS, PROBLEMS, Problem, integers
 from tests.helpers.spies import Dispatched
 from tests.ops.test_call_check import ONE_EACH
 
-PREPARED = ["unfused", "chunked"]
+PREPARED = ["chunked"]
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
 
@@ -143,7 +143,7 @@ def test_calls_that_are_compared_are_not_prepared(rank: int) -> None:
 @on_ranks(2)
 def test_tapes_that_take_too_much_are_dropped(rank: int) -> None:
     x, most = torch.ones(12, 8), 3
-    with started_group("chunked") as group, mock.patch.object(group_member, "MOST_TAPE_BYTES", most * tape.ROUND_BYTES):
+    with started_group("chunked") as group, mock.patch.object(group_member, "MOST_PLAN_BYTES", most * 20 * prepared.STEP_BYTES):
         for rows in (*range(1, 10), *range(1, 10)):
             for _ in range(3):
                 y = fusedcomm.matmul_all_reduce(x[: 2 * rows], torch.ones(8, 6), group)
@@ -152,20 +152,19 @@ def test_tapes_that_take_too_much_are_dropped(rank: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["reset", "close", "growth", "algorithm"])
+@pytest.mark.parametrize("how", ["reset", "close", "growth"])
 def test_what_drops_tapes(rank: int, how: str) -> None:
     with started_group("chunked") as group:
         check_prepared(group, HEADS, torch.float32)
         if how == "growth":
             check(group, LARGER, call(group, LARGER))
-        elif how != "algorithm":
+        else:
             getattr(fusedcomm, how)(group)
-        assert num_prepared(group) == (1 if how == "algorithm" else 0)
-        with fusedcomm.force_algorithm("unfused" if how == "algorithm" else "chunked"), python_calls() as ran:
+        assert num_prepared(group) == 0
+        with fusedcomm.force_algorithm("chunked"), python_calls() as ran:
             for seed in range(CALLS):
                 check(group, HEADS, call(group, HEADS, seed), seed)
         assert len(ran) == IN_PYTHON + (how == "close")  # whose first call makes the workspace
-    assert flight_recorder.last()[-1].algorithm == ("unfused" if how == "algorithm" else "chunked")
 
 
 @on_ranks(2)
@@ -295,7 +294,7 @@ def test_threads(rank: int, algorithm: str) -> None:
         def many() -> None:
             outs.extend(fusedcomm.matmul_all_reduce(x, w, group) for _ in range(50))
 
-        threads = [threading.Thread(target=many) for _ in range(1 if algorithm == "unfused" else 3)]
+        threads = [threading.Thread(target=many) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -129,8 +129,8 @@ def never_waits(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
         return right(*args, **options)
 
 
-def forgets_the_bias(rank: int, right: Algorithm, call: Any, x: Any, w: Any, bias: Any, **options: Any) -> Any:
-    return right(call, x, w, [None] if isinstance(bias, list) else None, **options)
+def forgets_the_bias(rank: int, right: Algorithm, call: Any, x: Any, w: Any, bias: Any, *args: Any) -> Any:
+    return right(call, x, w, [None] if isinstance(bias, list) else None, *args)
 
 
 def writes_past_its_slot(rank: int, right: Algorithm, call: Any, *args: Any, **options: Any) -> Any:

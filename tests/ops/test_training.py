@@ -22,7 +22,7 @@ from tests.helpers.tiers import nightly_but
 from tests.helpers.training import NATIVE_NODE, STEPS, Step, error_of, formula_runs, same_in_python
 from tests.ops.test_call_check import ONE_EACH
 
-PREPARED = ["unfused", "chunked"]
+PREPARED = ["chunked"]
 LIST = NAMED["all_gather_matmul-list-qkv"]
 KINDS = [*ONE_EACH.values(), LIST]
 PARTIAL = [NAMED["matmul_reduce_scatter-partial-bias"], NAMED["matmul_all_reduce-partial-bias"]]
