@@ -1,4 +1,4 @@
-"""The Exchange of each op's arguments, of which shapes and dims are checked."""
+"""From each op's arguments to its Exchange. Shapes and dims are checked."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def matmul_all_reduce(args: Arguments) -> Exchange:
 
 
 def all_reduced(args: Arguments) -> list[int]:
-    """The shape of the result, where a graph must not depend on which dim is cut."""
+    """The shape of the result of matmul_all_reduce."""
     shapes.check_all_reduce(args.x.shape, args.w.shape, args.reduce_op, args.group_size)
     return [*args.x.shape[:-1], args.w.shape[-1]]

@@ -68,7 +68,7 @@ class Formula:
         return [x, *ws, *biases, *options]
 
     def forward(self, ctx: Any, *flat: Any) -> tuple[Tensor, ...]:
-        """The op, of which ``ctx`` keeps what `backward` needs."""
+        """Run the op and save for `backward`."""
         args = self._nested(flat)
         with torch._C._AutoDispatchBelowAutograd():
             results = pytree.tree_leaves(self.spec.op(*args))

@@ -32,14 +32,14 @@ class OpSpec:
     """One op.
 
     Attributes:
-        geometry: the Exchange of a call, of which shapes and dims are checked.
+        geometry: checks shapes and dims, and returns the Exchange.
         operands: the arguments of the op's algorithms behind the call.
         function: the public one.
-        save: keeps on ctx what the backward needs: ``save(ctx, arguments, needs, results)``.
-        backward: the gradients, ``backward(ctx, needs, *gradients of results)``.
+        save: fills ctx for the backward: ``save(ctx, arguments, needs, results)``.
+        backward: ``backward(ctx, needs, *gradients of results)`` returns the gradients of the tensors.
         gathers: whether the collective comes first. Then the exchanged x is the last result.
-        bias_is_scattered: whether bias is of this rank's part of N, where N is scattered.
-        result_shape: the shape of the result, where a graph must not depend on which dim the Exchange cuts.
+        bias_is_scattered: whether bias has the size of this rank's part of N, where N is scattered.
+        result_shape: in fakes, in place of the Exchange, if a graph must not depend on the dim that is cut.
     """
 
     name: str
@@ -83,32 +83,33 @@ class OpSpec:
             ws, biases = [ws], [biases]
         named = dict(zip(self.options, options, strict=False))
         splits = [named.pop(name, None) for name in Splits._fields]
-        if splits != [None] * len(splits):
+        if any(each is not None for each in splits):
             named["splits"] = Splits(*splits).hashable
         return Arguments(x, ws, biases, out=out, **named)
 
     def exchange_of(self, args: Arguments) -> Exchange:
         """Check a call and work out its geometry. Raises ValueError."""
-        check_tensors(args.x, args.ws, args.biases, args.partial_bias)
-        exchange = self.geometry(args)
-        if self.bias_is_scattered and exchange.splits_columns:
-            check_bias(args.bias, exchange.out_shape[-1], "N / R")
-        else:
-            _check_biases(args)
-        check_bias(args.partial_bias, args.w.shape[-1], argument="partial_bias")
+        exchange: Exchange = self._checked(args, self.geometry)
         return exchange
 
     def result_shapes(self, args: Arguments) -> list[Sequence[int]]:
         """The shapes of the results, after the same checks."""
         if self.result_shape is not None:
-            check_tensors(args.x, args.ws, args.biases, args.partial_bias)
-            shape = self.result_shape(args)
-            _check_biases(args)
-            check_bias(args.partial_bias, args.w.shape[-1], argument="partial_bias")
-            return [shape]
+            return [self._checked(args, self.result_shape)]
         exchange = self.exchange_of(args)
         gathered = [exchange.shape if args.return_gathered else [0]] if self.gathers else []
         return [*exchange.out_shapes, *gathered]
+
+    def _checked(self, args: Arguments, geometry: Callable[[Arguments], Any]) -> Any:
+        check_tensors(args.x, args.ws, args.biases, args.partial_bias)
+        found = geometry(args)
+        if self.bias_is_scattered and found.splits_columns:
+            check_bias(args.bias, found.out_shape[-1], "N / R")
+        else:
+            for w, bias in zip(args.ws, args.biases, strict=True):
+                check_bias(bias, w.shape[-1])
+        check_bias(args.partial_bias, args.w.shape[-1], argument="partial_bias")
+        return found
 
     def returned(self, results: Sequence[Tensor]) -> Any:
         """The results as the schema has them."""
@@ -116,11 +117,6 @@ class OpSpec:
             return results[0]
         *outs, gathered = results
         return (outs if self.takes_lists else outs[0]), gathered
-
-
-def _check_biases(args: Arguments) -> None:
-    for w, bias in zip(args.ws, args.biases, strict=True):
-        check_bias(bias, w.shape[-1])
 
 
 def _pushed(args: Arguments) -> tuple[Any, ...]:
