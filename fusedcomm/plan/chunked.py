@@ -159,7 +159,7 @@ def _multiply_from(
 
 
 def _own_block(s: Builder, exchange: Exchange, out: Tensor) -> Tensor:
-    """Memory for this rank's block of ``out``, which the others get too: on a CPU, if it is one run there, in ``out``."""
+    """Memory for this rank's block of ``out``, which the others get too: on a CPU in ``out``, if it is a run."""
     shape, dim = exchange.unpacked
     if s.device.is_gpu or dim is None or math.prod(shape[:dim]) != 1:
         return s.temporary(exchange.block, out.dtype)

@@ -30,6 +30,7 @@ from fusedcomm.plan.schedule import (
     Wait,
 )
 from fusedcomm.run.launching import launch
+from fusedcomm.run.now import multiply
 from fusedcomm.run.sums import add_in_order
 from fusedcomm.runtime import stream_writes
 from fusedcomm.runtime.workspace import Workspace
@@ -39,12 +40,12 @@ def run(
     schedule: Schedule, workspace: Workspace, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """The tensors that the call returns. A round that fails or is left half way breaks the workspace."""
-    execution = _Execution(schedule, workspace, op, fingerprint, inputs)
+    execution = Execution(schedule, workspace, op, fingerprint, inputs)
     execution.steps()
     return [execution.tensor(place) for place in schedule.returned]
 
 
-class _Execution:
+class Execution:
     """One run."""
 
     def __init__(
@@ -137,14 +138,8 @@ class _Execution:
                 return self.workspace.buffers[place.number]
 
     def _multiply(self, work: Multiply) -> None:
-        out, x, w = self.tensor(work.out), self.tensor(work.x), self.tensor(work.w)
-        batched = out.dim() == 3
-        if work.adds:
-            (torch.baddbmm if batched else torch.addmm)(out, x, w, out=out)
-        elif work.bias is not None:
-            (torch.baddbmm if batched else torch.addmm)(self.tensor(work.bias), x, w, out=out)
-        else:
-            (torch.bmm if batched else torch.mm)(x, w, out=out)
+        bias = None if work.bias is None else self.tensor(work.bias)
+        multiply(self.tensor(work.x), self.tensor(work.w), bias, self.tensor(work.out), adds=work.adds)
 
     def _signal(self, dst_rank: int, stream: Stream) -> None:
         if self.streams:

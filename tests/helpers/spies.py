@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.parallel.gradient_when_read import WhenRead
+from fusedcomm.plan.schedule import Base, Signal
+from fusedcomm.run import python_executor
 from fusedcomm.runtime import members, workspace
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
@@ -78,32 +81,29 @@ SENTINEL = 0xA7  # in every byte: what no test sends
 
 @contextmanager
 def pushed() -> Iterator[Pushed]:
-    """Fill each part of a peer's slot with a sentinel when it is asked for. What differs at the signal was sent.
+    """Fill each part of a peer's slot with a sentinel before it is written. What differs at the signal was sent.
 
     Calls run in Python, and through slots alone.
     """
-    seen, filled = Pushed(), []
-    part, signal = workspace.Round.part, workspace.Round.signal
+    seen, step = Pushed(), python_executor.Execution.step
+    written: dict[int, list[Tensor]] = defaultdict(list)  # by dst_rank, in this round
 
-    def filling_part(self: workspace.Round, dst_rank: int) -> Tensor:
-        chunk = part(self, dst_rank)
-        if dst_rank != self.workspace.rank and dst_rank not in filled:
-            filled.append(dst_rank)
-            chunk.view(torch.uint8).fill_(SENTINEL)
-        return chunk
-
-    def counting_signal(self: workspace.Round, dst_rank: int) -> None:
-        if dst_rank in filled:
-            filled.remove(dst_rank)
-            chunk = part(self, dst_rank)
-            unsent = (chunk.view(torch.uint8).view(-1, chunk.itemsize) == SENTINEL).all(1)
-            seen.chunks.append((dst_rank, int((~unsent).sum()) * chunk.itemsize))
-        signal(self, dst_rank)
+    def spying(self: python_executor.Execution, work: Any, stream: Any) -> None:
+        to = getattr(work, "out", None) or getattr(work, "to", None)
+        if to is not None and to.base == Base.SLOT and to.number != self.workspace.rank:
+            written[to.number].append(self.tensor(to))
+            written[to.number][-1].view(torch.uint8).fill_(SENTINEL)
+        if isinstance(work, Signal):
+            parts = [t.reshape(-1) for t in written.pop(work.dst_rank, [])]
+            unsent = sum(
+                int((t.view(torch.uint8).view(-1, t.itemsize) == SENTINEL).all(1).sum()) * t.itemsize for t in parts
+            )
+            seen.chunks.append((work.dst_rank, sum(t.nbytes for t in parts) - unsent))
+        step(self, work, stream)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workspace.Round, "part", filling_part)
-        patch.setattr(workspace.Round, "signal", counting_signal)
-        patch.setattr(workspace.Round, "posted", lambda *args: None)
+        patch.setattr(python_executor.Execution, "step", spying)
+        patch.setattr(workspace.Workspace, "posted", lambda *args: None)
         drop_tapes()
         yield seen
     drop_tapes()

@@ -143,7 +143,10 @@ def test_calls_that_are_compared_are_not_prepared(rank: int) -> None:
 @on_ranks(2)
 def test_tapes_that_take_too_much_are_dropped(rank: int) -> None:
     x, most = torch.ones(12, 8), 3
-    with started_group("chunked") as group, mock.patch.object(group_member, "MOST_PLAN_BYTES", most * 20 * prepared.STEP_BYTES):
+    with (
+        started_group("chunked") as group,
+        mock.patch.object(group_member, "MOST_PLAN_BYTES", most * 20 * prepared.STEP_BYTES),
+    ):
         for rows in (*range(1, 10), *range(1, 10)):
             for _ in range(3):
                 y = fusedcomm.matmul_all_reduce(x[: 2 * rows], torch.ones(8, 6), group)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm.run import python_executor
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import OPS, Problem, flat, integers, unflat
@@ -120,18 +121,16 @@ def test_bytes_sent(rank: int, op: str) -> None:
 @on_ranks(2)
 def test_what_is_not_written_is_not_counted(rank: int) -> None:
     """Negative control: a chunk that is not written counts as nothing, and is wrong."""
-    from fusedcomm.algorithms import chunk_matmul
-
     problem, size = PROBLEMS["matmul_all_to_all"], dist.get_world_size()
-    multiply = chunk_matmul.PushedMatmul.__call__
+    multiply = python_executor.multiply
 
-    def half(self: Any, spans: Any, dst_rank: int, chunk: torch.Tensor) -> None:
-        before = chunk.clone()
-        multiply(self, spans, dst_rank, chunk)
-        chunk[chunk.numel() // 2 :] = before[chunk.numel() // 2 :]
+    def half(x: torch.Tensor, w: torch.Tensor, bias: Any, out: torch.Tensor, *, adds: bool) -> None:
+        before = out.clone()
+        multiply(x, w, bias, out, adds=adds)
+        out[len(out) // 2 :] = before[len(out) // 2 :]
 
     with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True), pushed() as fused:
-        patch.setattr(chunk_matmul.PushedMatmul, "__call__", half)
+        patch.setattr(python_executor, "multiply", half)
         problem.call(integers(problem, rank, size))
     assert fused.num_bytes == largest(problem, size) * (size - 1) / size / 2
 
