@@ -20,7 +20,6 @@ from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_va
 from fusedcomm.machine import version
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime.group import store
-from fusedcomm.runtime.members import known_member
 from fusedcomm.runtime.vote import agree
 
 ASK_S = 90.0  # until all ranks have answered; on GPUs CUDA starts
@@ -46,7 +45,6 @@ class GroupAnswer:
 
     ranks: list[dict[str, Any]]  # every rank's facts
     verdicts: list[AlgorithmVerdict]
-    proofs: dict[str, str] | None = None  # by op, algorithm and dtype: what is wrong, if anything; None: none are made
 
     def ranks_by(self, fact: str) -> list[list[int]]:
         """The ranks with an equal boot id (of a machine), or host (that of ranks which share memory)."""
@@ -64,14 +62,11 @@ def ask(rank: int, device_types: list[str]) -> GroupAnswer:
     world = checks.world()
     own, bound = _facts("cuda" in device_types), min(env.timeout_s(), ASK_S)
     ranks = agree(store(world, "doctor"), rank, world.size(), own, what="fusedcomm doctor", timeout_s=bound)
-    verdicts, proofs = [], None
+    verdicts = []
     for device_type in device_types:
         if device_type == "cpu" or all(fact["gpu"] for fact in ranks):  # alike on all ranks: a vote follows
             verdicts += _verdicts(device_type, world.size())
-            known = known_member(world.group_name, torch.device(device_type))
-            if known is not None and known.topology.prove:
-                proofs = dict(known.outcomes)
-    return GroupAnswer(ranks, verdicts, proofs)
+    return GroupAnswer(ranks, verdicts)
 
 
 def find_differences(group: GroupAnswer) -> list[Finding]:
@@ -131,15 +126,6 @@ def find_verdicts(group: GroupAnswer, primary: str | None) -> list[Finding]:
         name = f"{verdict.device} {verdict.algorithm}"
         findings.append(Finding("algorithms", name, level, verdict.reason, advice))
     return findings
-
-
-def find_proofs(group: GroupAnswer) -> list[Finding]:
-    """Records of the algorithms that GPUs use only after a proof, which is made at their first use."""
-    advice = "please report it; without the proofs-*.json of the cache directory it is proved again"
-    return [
-        Finding("algorithms", f"proof {name}", WARNING if wrong else OK, wrong or "right on record", advice)
-        for name, wrong in (group.proofs or {}).items()
-    ]
 
 
 def _facts(with_gpus: bool) -> dict[str, Any]:

@@ -122,4 +122,4 @@ def _judge(report: DoctorReport, machine: Machine, num_gpus: int) -> None:
     report.findings += gpus.find(ours)
     primary = "cpu" if num_gpus < 2 else None if gpus.no_nvlink(ours) else "cuda"
     for each in report.groups:
-        report.findings += across_ranks.find_verdicts(each, primary) + across_ranks.find_proofs(each)
+        report.findings += across_ranks.find_verdicts(each, primary)

@@ -2,16 +2,14 @@
 
 At the first call that is planned so, small exact problems run through the algorithm, with a bias, in several rounds.
 Every rank compares what it gets, bit by bit, with the result of the whole group's program, computed on the host, and
-the ranks vote. An algorithm that was wrong, late or raised on any rank is off for the group: its calls run unfused.
-Where it was late, or had no memory, a reset lets it try again. Calls whose parts differ in size are told from others:
-they have code of their own.
+the ranks vote. An algorithm that was wrong, late or raised on any rank is off for the group, until a reset lets it try
+again: its calls run unfused. Calls whose parts differ in size have a proof of their own.
 
 The proof has a workspace of its own, small and with guard bytes. What fails there breaks nothing of the group's, and
 nothing of the group's grows. It runs on the current stream, which the host then waits for. That of `pipelined` needs no
 workspace: it runs by the group's own collectives, within the group's own time-out.
 
-Other outcomes are kept in a file (`fusedcomm.runtime.proof_file`), and the topology vote says which of them hold for
-all ranks. A forced algorithm runs without a proof, and although its proof has failed: whoever forces it looks at it.
+A forced algorithm runs without a proof, and although its proof has failed: whoever forces it looks at it.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.table import OPS, Algorithms
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
-from fusedcomm.runtime import proof_file
 from fusedcomm.runtime.captures import WARM_UP, is_capturing
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
 from fusedcomm.runtime.outside_modes import outside_modes
@@ -83,15 +80,9 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
             cause, wrong = _try(lambda: _by_workspace(own, op, run, problems, dtype), ours.rank, dtype)
         parts = " in parts of different sizes" if uneven else ""
         what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
-        cause, wrong = _voted(own, op, what, cause, wrong)
-        ours.outcomes[name] = wrong
-        if cause != _WRONG:
-            ours.passing.add(name)
-        elif ours.topology.prove:
-            proof_file.add(ours.device, ours.group_size, {name: wrong})
+        ours.outcomes[name] = wrong = _voted(own, op, what, cause, wrong)
     except WorkspaceUnavailable as unavailable:
         ours.outcomes[name] = wrong = f"{algorithm} could not be proved: {unavailable}"
-        ours.passing.add(name)
     except PeerError as failed:
         ours.error = own.error or failed.until_reset()
         raise ours.error.again() from failed
@@ -206,8 +197,8 @@ def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:
     return [problem.results()[rank], *gathered]
 
 
-def _voted(own: Member, op: str, what: str, cause: int, wrong: str) -> tuple[int, str]:
-    """The first cause of all ranks, what it says and where that was; an empty text if all were right."""
+def _voted(own: Member, op: str, what: str, cause: int, wrong: str) -> str:
+    """The first cause of all ranks and where that was; an empty text if all were right."""
     key = tuned.key(own.device, own.group_size)
     versions = [f"{name} {key[name]}" for name in ("driver", "torch", "triton", "fusedcomm") if key[name]]
     where = f"{key['device']} ({', '.join(versions)})"
@@ -216,8 +207,7 @@ def _voted(own: Member, op: str, what: str, cause: int, wrong: str) -> tuple[int
     store = PrefixStore("proof", own.store)
     votes = agree(store, own.rank, own.group_size, facts, what=f"{op}, proof of {what}", departures=own.departures)
     failed = [(vote["cause"], rank, vote["wrong"]) for rank, vote in enumerate(votes) if vote["wrong"]]
-    first, _, text = min(failed, default=(_WRONG, 0, ""))
-    return first, text
+    return str(min(failed, default=(_WRONG, 0, ""))[2])
 
 
 def _first_line(error: BaseException) -> str:

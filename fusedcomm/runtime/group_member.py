@@ -22,7 +22,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.runtime import flight_recorder, on_thread, proof_file, segment, signals, tape
+from fusedcomm.runtime import flight_recorder, on_thread, segment, signals, tape
 from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
 from fusedcomm.runtime.departures import Departures
@@ -66,8 +66,7 @@ class Member:
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
     for_graphs: Workspace | None = None  # the one of them that later captures use too
     loaded: LoadedCalls = field(default_factory=LoadedCalls)  # calls that have run fused: a capture loads no kernels
-    outcomes: proof_file.Outcomes = field(default_factory=dict)  # what proofs have found; equal on all ranks
-    passing: set[str] = field(default_factory=set)  # outcomes that may be others after a reset
+    outcomes: dict[str, str] = field(default_factory=dict)  # by name of proof: empty, or what was wrong on any rank
     lock: AbstractContextManager[Any] = field(
         default_factory=lambda: native.CallLock() if native else threading.RLock()
     )
@@ -106,10 +105,6 @@ class Member:
         small = replace(self.topology, workspace_bytes=size, check=True, results_bytes=0)
         facts = (self.rank, self.group_size, self.group_name, self.device, self.store)
         return Member(*facts, small, self.ranks, self.departures)
-
-    def lasting_outcomes(self) -> proof_file.Outcomes:
-        """Those that a reset leaves as they are."""
-        return {name: wrong for name, wrong in self.outcomes.items() if name not in self.passing}
 
     def count(self, record: flight_recorder.Record, algorithm: str | None = None) -> None:
         self.num_calls += 1

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedcomm.errors import PeerError
-from fusedcomm.runtime import dumps, flight_recorder, proof_file, topology
+from fusedcomm.runtime import dumps, flight_recorder, topology
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.departures import announce, farewell, leaving_by
 from fusedcomm.runtime.group import Group
@@ -68,7 +68,6 @@ def _voted(pg: ProcessGroup, device: torch.device, resets: int) -> Member:
     store = groups.store(pg, f"workspace/{device.type}")
     ranks = tuple(dist.get_process_group_ranks(pg))
     made = Member(pg.rank(), pg.size(), pg.group_name, device, store, voted, ranks, departures, resets=resets)
-    made.outcomes.update(voted.outcomes)
     made.prepare_calls()
     return made
 
@@ -198,8 +197,7 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
             record = records.enter_context(flight_recorder.Record(op, each.group_name, each.device))
             record.resets, record.ranks, record.state = known.resets + 1, each.ranks, flight_recorder.RUNNING
         slots = {device.type: each.slot_bytes for device, each in known.members.items()}
-        outcomes = {device.type: each.lasting_outcomes() for device, each in known.members.items()}
-        own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots, "outcomes": outcomes}
+        own = {"op": op, "fingerprint": 0, "stage": "members", "slots": slots}
         departures = next((each.departures for each in known.members.values()), None)
         facts = agree(groups.store(pg, "members"), pg.rank(), pg.size(), own, what=op, departures=departures)
         check_same_call(facts, pg.rank(), op, pg.group_name)
@@ -209,9 +207,8 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
             for device, each in known.members.items()
             if device.type in shared and each.topology.no_workspace is None
         }
-        for device, each in known.members.items():  # a failure may have left ranks with other ones
-            each.outcomes = proof_file.of_all([fact["outcomes"][device.type] for fact in facts])
-            each.passing.clear()
+        for each in known.members.values():
+            each.outcomes.clear()  # a failure may have left ranks with different ones
         known.errors.clear()
         devices = sorted(known.members, key=str)
         yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]

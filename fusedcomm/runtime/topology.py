@@ -6,8 +6,7 @@ import importlib.util
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from fusedcomm import env
 from fusedcomm.cost import tuned
 from fusedcomm.cost.links import INTER, Reach
 from fusedcomm.cost.model import Constants
-from fusedcomm.runtime import group, native_part, proof_file, triton_probe
+from fusedcomm.runtime import group, native_part, triton_probe
 from fusedcomm.runtime.departures import Departures, own_life
 from fusedcomm.runtime.vote import agree
 
@@ -38,7 +37,6 @@ class Topology:
     ranks_per_gpu: int = 1  # the most that share one; each rank's kernels get their part of its multiprocessors
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
     prove: bool = False  # whether an algorithm must be proved before it is used
-    outcomes: Mapping[str, str] = field(default_factory=dict)  # what proofs have found, as `proof_file` names them
     results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
     backend: str = ""  # what runs the group's own collectives on this device type
     across: Reach | None = None  # what the group spans, where it has several hosts
@@ -47,7 +45,8 @@ class Topology:
     backend_sums: bool = False  # FUSEDCOMM_BACKEND_SUMS of all ranks
 
     def name_of_proof(self, op: str, algorithm: str, dtype: torch.dtype, uneven: bool) -> str:
-        name = proof_file.name_of(op, algorithm, dtype, uneven)
+        """``uneven``: with parts of different sizes, for which algorithms have code of their own."""
+        name = f"{op} {algorithm} {str(dtype).removeprefix('torch.')}{' uneven' if uneven else ''}"
         if algorithm == "pipelined" and self.backend_sums:
             return f"{name} with sums of the backend"
         return name
@@ -69,10 +68,9 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
     try:
         constants = tuned.read(device, group_size)
         own |= _found(device) | {"constants": constants.digest if constants else None}
-        own["outcomes"] = proof_file.read(device, group_size) if own["prove"] else {}
     except OSError as error:  # without descriptors, say; the peers wait to hear of it
         reason = f"it cannot find out what it can do ({error})"
-        own |= {"host": "", "no_fused": None, "no_workspace": reason, "uuid": "", "constants": None, "outcomes": {}}
+        own |= {"host": "", "no_fused": None, "no_workspace": reason, "uuid": "", "constants": None}
     facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
     no_workspace = _no_workspace(facts)
     if no_workspace is None and device.type == "cuda":
@@ -95,7 +93,6 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
         tf32=all(fact["tf32"] for fact in facts),
         prove=any(fact["prove"] for fact in facts),
-        outcomes=proof_file.of_all([fact["outcomes"] for fact in facts]),
         backend=_backend(pg, device),
         across=_across([fact["host"] for fact in facts]),
         num_hosts=num_hosts,

@@ -91,7 +91,7 @@ def launches(random: Random) -> Iterator[tuple[str, dict[str, Any]]]:
     numel = max(call.exchange.row_numel, call.exchange.chunk_numel // random.choice([1, 1, 2, 5]))
     for spans in call.exchange.rounds(numel):
         if call.is_push:
-            launch = kernel_launch._push(call.x, call.w, spans, rank, FINGERPRINT, None)
+            launch = kernel_launch._push(call.x, call.w, spans, rank, FINGERPRINT)
         else:
             launch = kernel_launch._gather(call.x, call.w, spans, rank, FINGERPRINT, True, False, True)
         if launch is not None:

@@ -70,7 +70,7 @@ MIRRORED: Mirrors = {
     "model.ProtocolModel: failures and resets": {
         "fusedcomm/runtime/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "8b9300a69f20"),
         "kernels/triton/primitives.py": ("fail", "5ef040b57d7d"),
-        "fusedcomm/runtime/members.py": ("_all_members reset", "0978e55e5540"),
+        "fusedcomm/runtime/members.py": ("_all_members reset", "6bdd0ab135ed"),
         "fusedcomm/runtime/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
             "d7efa8cc38c2",

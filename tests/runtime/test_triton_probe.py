@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.cost import tuned
-from fusedcomm.runtime import proof_file, signals, topology, triton_probe
+from fusedcomm.runtime import signals, topology, triton_probe
 from tests.helpers.groups import fresh_group
 from tests.helpers.on_ranks import on_ranks
 
@@ -77,7 +77,6 @@ def test_one_rank_whose_kernels_do_not_run_makes_all_unfused(rank: int) -> None:
         fresh_group() as group,
         mock.patch("torch.cuda.get_device_properties", lambda device: gpu),
         mock.patch.object(tuned, "read", lambda *args: None),
-        mock.patch.object(proof_file, "read", lambda device, group_size: {}),
         mock.patch.object(triton_probe, "cannot_launch", lambda device: reason),
     ):
         voted, _ = topology.probe(group, GPU)

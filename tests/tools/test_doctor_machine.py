@@ -12,7 +12,7 @@ import pytest
 
 from fusedcomm import env
 from fusedcomm.doctor import gpus, host
-from fusedcomm.doctor.across_ranks import AlgorithmVerdict, GroupAnswer, find_differences, find_proofs, find_verdicts
+from fusedcomm.doctor.across_ranks import AlgorithmVerdict, GroupAnswer, find_differences, find_verdicts
 from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING
 from fusedcomm.machine import RELEVANT
 from tests.helpers.doctor_machines import UUID, fake_nvml, rank_facts
@@ -166,9 +166,3 @@ def test_ranks_that_share_no_memory() -> None:
     cannot = AlgorithmVerdict("cuda", "chunked", False, False, "rank 1 is on another host than rank 0")
     (finding,) = find_verdicts(GroupAnswer([rank_facts(), rank_facts(boot="other")], [cannot]), "cuda")
     assert finding.level == ABSENT and finding.advice
-
-
-def test_what_is_on_record_of_proofs_is_shown() -> None:
-    wrong, right = find_proofs(GroupAnswer([], [], {"fused bfloat16": "it failed", "fused float32": ""}))
-    assert (wrong.level, wrong.text, right.level, right.name) == (WARNING, "it failed", OK, "proof fused float32")
-    assert find_proofs(GroupAnswer([], [])) == []

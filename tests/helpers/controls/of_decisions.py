@@ -83,15 +83,9 @@ CONTROLS: dict[str, Control] = {
     ),
     "all ranks vote on a proof": Control(
         "fusedcomm/ops/proof.py",
-        'first, _, text = min(failed, default=(_WRONG, 0, ""))',
-        "first = cause",
+        'return str(min(failed, default=(_WRONG, 0, ""))[2])',
+        "return text",
         "tests/ops/test_proof.py::test_what_fails_its_proof_is_off_for_all_ranks[wrong-packed-qkv]",
-    ),
-    "a success that one rank lacks is proved again": Control(
-        "fusedcomm/runtime/proof_file.py",
-        "if wrong[name] or None not in texts}",
-        "}",
-        "tests/ops/test_proof.py::test_what_one_rank_has_on_record_holds_only_if_it_is_a_failure",
     ),
     "a proof is bounded": Control(
         "fusedcomm/ops/proof.py",
