@@ -161,6 +161,7 @@ def _kernels(call: Call) -> Iterator[None]:
 
 
 def _rounds(call: Call, x: Tensor) -> list[RoundSpans]:
+    assert call.exchange.cut is None, "kernels take chunks of one size"
     return call.exchange.rounds(call.workspace.max_chunk_numel(x.itemsize))
 
 

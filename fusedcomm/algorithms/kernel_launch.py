@@ -23,25 +23,17 @@ from fusedcomm.algorithms.descriptors import (
 )
 from fusedcomm.geometry.exchange import RoundSpans
 from fusedcomm.geometry.spans import Span
-from fusedcomm.kernels.triton.bundles import CopyConfig, Reduced, Sizes, Traits, Unpacked
+from fusedcomm.kernels.triton.bundles import Reduced, Sizes, Traits, Unpacked
 from fusedcomm.runtime.launches import Launch, of_kind
 from fusedcomm.runtime.signals import Segments, signal, wait
 from fusedcomm.runtime.topology import tf32_allowed
 
-_ALL_REGISTERS = (
-    255  # otherwise ptxas spills, to fit a second block per multiprocessor, which persistent grids never have
-)
+# Otherwise ptxas spills, to fit a second block per multiprocessor, which persistent grids never have.
+_ALL_REGISTERS = 255
 _MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
 
 
-def push(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    spans: RoundSpans,
-    workspace: Segments,
-    fingerprint: int,
-) -> None:
+def push(x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans, workspace: Segments, fingerprint: int) -> None:
     """Compute every dst_rank's chunk of x @ w + bias into its slot, and signal it.
 
     x [..., K]; w [K, N] or [..., K, N].
@@ -58,7 +50,7 @@ def push(
 
 
 def _push(x: Tensor, w: Tensor, spans: RoundSpans, workspace: Segments, fingerprint: int) -> Launch | None:
-    """What such launches have in common; None if the chunks are empty."""
+    """The launch; None if the chunks are empty."""
     if spans.chunk_numel == 0:
         return None
     from fusedcomm.kernels.triton.push_matmul import push_matmul_kernel
@@ -110,10 +102,7 @@ def pack(
             return None
         from fusedcomm.kernels.triton.copy import pack_kernel
 
-        config, num_tiles = _copies(t, spans.pack)
-        constants = _copy_constants(spans.pack, workspace, fingerprint, config)
-        grid = _grid("push" if all_sms else "pack", workspace, num_tiles)
-        return Launch(pack_kernel, grid, lambda t: (t, *constants, own), num_warps=config.num_warps)
+        return _copies(pack_kernel, t, spans.pack, "push" if all_sms else "pack", workspace, fingerprint, own)
 
     launch = _of_kind("pack", plan, (t,), spans, workspace, fingerprint, own, all_sms)
     if launch is None:
@@ -161,7 +150,7 @@ def _gather(
     all_sms: bool,
     own: bool,
 ) -> Launch | None:
-    """What such launches have in common; None if there is nothing to multiply."""
+    """The launch; None if there is nothing to multiply."""
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
     w = _matrices(w)
     _, num_k, num_n = w.shape
@@ -203,13 +192,7 @@ def _gather(
 
 
 def unpack(
-    out: Tensor,
-    spans: RoundSpans,
-    workspace: Segments,
-    fingerprint: int,
-    *,
-    end_round: bool = True,
-    own: bool = True,
+    out: Tensor, spans: RoundSpans, workspace: Segments, fingerprint: int, *, end_round: bool = True, own: bool = True
 ) -> None:
     """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there."""
     assert out.is_contiguous()
@@ -219,10 +202,8 @@ def unpack(
             return None
         from fusedcomm.kernels.triton.copy import unpack_kernel
 
-        config, num_tiles = _copies(out, spans.unpack)
-        constants = _copy_constants(spans.unpack, workspace, fingerprint, config)
-        unpacked, grid = Unpacked(end_round, own), _grid("unpack", workspace, num_tiles)
-        return Launch(unpack_kernel, grid, lambda out: (out, *constants, unpacked), num_warps=config.num_warps)
+        traits = Unpacked(end_round, own)
+        return _copies(unpack_kernel, out, spans.unpack, "unpack", workspace, fingerprint, traits)
 
     launch = _of_kind("unpack", plan, (out,), spans, workspace, fingerprint, end_round, own)
     if launch is not None:
@@ -277,7 +258,6 @@ def _of_kind(
     workspace: Segments,
     *facts: Hashable,
 ) -> Launch | None:
-    """The plan of launches like this one."""
     facts = (*facts, workspace.num_programs(name), tf32_allowed())
     return of_kind(workspace, plan, name, *facts, tensors=tensors, by=spans)
 
@@ -306,7 +286,7 @@ def _matmul_constants(
     config: tiles.TileConfig,
     traits: Traits,
 ) -> tuple[Any, ...]:
-    """What push_matmul_kernel and gather_matmul_kernel take alike, behind their tensors."""
+    """The arguments of push_matmul_kernel and gather_matmul_kernel behind their tensors."""
     _, num_k, num_n = w.shape
     return (
         workspace.segments,
@@ -335,16 +315,15 @@ def _matrices(w: Tensor) -> Tensor:
     return loadable(w).unsqueeze(0).flatten(0, -3)
 
 
-def _copies(t: Tensor, span: Span) -> tuple[CopyConfig, int]:
-    """Tile sizes, and the number of tiles of a chunk."""
+def _copies(
+    kernel: Any, t: Tensor, span: Span, kind: str, workspace: Segments, fingerprint: int, traits: bool | Unpacked
+) -> Launch:
+    """A launch of pack_kernel or unpack_kernel. Its programs share the tiles of one chunk after the other."""
     config = tiles.copy_config(tiles.architecture(t.device), span, t.itemsize)
-    return config, tiles.num_copies(config, span)
-
-
-def _copy_constants(span: Span, workspace: Segments, fingerprint: int, config: CopyConfig) -> tuple[Any, ...]:
-    """What pack_kernel and unpack_kernel take alike, behind their tensor."""
     ranks = workspace.rank, workspace.segment_layout
-    return workspace.segments, tuple(span), workspace.slot_bytes, fingerprint, *ranks, config
+    constants = workspace.segments, tuple(span), workspace.slot_bytes, fingerprint, *ranks, config, traits
+    grid = _grid(kind, workspace, tiles.num_copies(config, span))
+    return Launch(kernel, grid, lambda t: (t, *constants), num_warps=config.num_warps)
 
 
 def _in_whole_blocks(columns: Span, block_k: int, in_runs: bool) -> bool:

@@ -18,10 +18,7 @@ _ALIGNED = 16  # bytes: what Triton compiles for
 
 
 class Launch:
-    """Launches of one kind. ``arguments`` makes all of a kernel's from what one launch has of its own, and keeps none.
-
-    That is its tensors, and numbers for which no kernel is specialised.
-    """
+    """Launches of one kind. ``arguments`` makes all of a kernel's from the tensors of one launch, and keeps none."""
 
     def __init__(
         self, kernel: Any, grid: tuple[int], arguments: Callable[..., tuple[Any, ...]], **options: int
@@ -29,8 +26,8 @@ class Launch:
         self._kernel, self._grid, self._arguments, self._options = kernel, grid, arguments, options
         self._compiled: Any = None
 
-    def __call__(self, *own: Tensor | int | None) -> None:
-        arguments = self._arguments(*own)
+    def __call__(self, *tensors: Tensor | None) -> None:
+        arguments = self._arguments(*tensors)
         if self._compiled is not None:
             self._compiled[(*self._grid, 1, 1)](*arguments)
             return

@@ -33,7 +33,7 @@ MIRRORED: Mirrors = {
             "send pack unpack _unpack_parts reduce finish begin _signal",
             "e8cf6414f6a2",
         ),
-        "fusedcomm/algorithms/kernel_launch.py": ("push pack gather_matmul unpack reduce", "74500b45cee4"),
+        "fusedcomm/algorithms/kernel_launch.py": ("push pack gather_matmul unpack reduce", "95771134a13b"),
         "fusedcomm/runtime/signals.py": ("signal wait", "bee14092dcd9"),
         "kernels/triton/push_matmul.py": ("push_matmul_kernel", "f61d253beedd"),
         "kernels/triton/copy.py": ("pack_kernel unpack_kernel", "87bc39cdc887"),
