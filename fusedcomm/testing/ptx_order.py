@@ -26,7 +26,7 @@ _STRONG_ENOUGH = {  # how words that ranks or programs share may be accessed
     "exch": ({"release", "sys"}, {"acq_rel", "sys"}),  # a flag
     "add": ({"acquire", "sys"}, {"acq_rel", "gpu"}),  # a poll, a counter
     "or": ({"acquire", "sys"},),  # who has given up
-    "cas": ({"acq_rel", "gpu"},),  # the record of this device, a decision of its programs
+    "cas": ({"acq_rel", "gpu"},),  # the record of this device
     "ld": ({"acquire", "sys"},),
     "st": ({"release", "sys"},),
 }

@@ -95,7 +95,6 @@ def test_the_order_checker_can_fail(ptx: str, count: int) -> None:
 COUNTER, FLAG = r"atom\.global\.gpu\.acq_rel\.add", r"atom\.global\.sys\.release\.exch"
 POINTERS = "gather K short runs"  # chunks and w by pointer, on every architecture
 POLL = r"(?:ld|atom)\.global\.sys\.acquire(?:\.add)?\.(?:u|b)64"
-MARK = "st.global.b64 [ %rd1 + 0 ], { %rd1 };"
 STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r1, %r1, %r1 };"
 TMA_STORE = (
     "cp.async.bulk.tensor.2d.global.shared::cta [%rd1, {%r1, %r1}], [%r1]; cp.async.bulk.wait_group.read 0; bar.sync 0;"
@@ -123,14 +122,6 @@ MUTANTS = {
     "record claimed in one block": Mutant("unpack", Rule.STRENGTH, r"acq_rel\.gpu\.cas", "acq_rel.cta.cas", 0),
     "no barriers in a push": Mutant("push", Rule.BARRIER, BARRIERS, ""),
     "no barriers in a gather": Mutant("gather", Rule.READ, BARRIERS, ""),
-    "mark right before the flag": Mutant("push in place", Rule.BARRIER, rf"^.*{FLAG}.*$", rf"{MARK}\n\g<0>", -1),
-    "decision of one block": Mutant("push in place", Rule.STRENGTH, r"acq_rel\.gpu\.cas", "acq_rel.cta.cas", 0),
-    "relaxed decision": Mutant("push in place", Rule.STRENGTH, r"acq_rel\.gpu\.cas", "relaxed.gpu.cas", 0),
-    "decision for a counter": Mutant("push in place", Rule.COUNT, COUNTER, "atom.global.acq_rel.gpu.cas", -1),
-    "relaxed look at a post": Mutant("push in place", Rule.STRENGTH, POLL, "atom.global.sys.relaxed.add.u64", 0),
-    "relaxed post": Mutant("post", Rule.STRENGTH, r"sys\.release", "sys.relaxed", 0),
-    "place behind the post": Mutant("post", Rule.BARRIER, BARRIERS, ""),
-    "relaxed look at a mark": Mutant("unpack posted", Rule.STRENGTH, POLL, "atom.global.sys.relaxed.add.u64", -1),
     "store behind the counter": Mutant("push", Rule.COUNT, rf"^.*{COUNTER}.*$", rf"\g<0>\n{STORE}", -1),
     "store right before the flag": Mutant("pack", Rule.COUNT, rf"^.*{FLAG}.*$", rf"{STORE}\n\g<0>", -1),
     "TMA store that is only read": Mutant("push", Rule.BARRIER, rf"^.*{COUNTER}.*$", rf"{TMA_STORE}\n\g<0>", -1),
