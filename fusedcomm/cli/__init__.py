@@ -30,7 +30,7 @@ fusedcomm COMMAND --help explains a command, its options and its exit codes."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or 1 with a message on stderr (2 for wrong arguments); for `explain` the script's."""
     # These imports stand here because what they import is not needed to import the package
-    from fusedcomm.cli import bench, demo, doctor, explain, faults, postmortem, selftest, tune
+    from fusedcomm.cli import bench, demo, doctor, explain, postmortem, selftest, tune
     from fusedcomm.launch import world
 
     parser = argparse.ArgumentParser(
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = f"fusedcomm {fusedcomm.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for command in (doctor, selftest, demo, bench, tune, explain, postmortem, faults):
+    for command in (doctor, selftest, demo, bench, tune, explain, postmortem):
         command.add_parser(commands)
     args = parser.parse_args(argv)
     if args.command is None:

@@ -57,7 +57,7 @@ def cannot_start(device_type: str, world_size: int, oversubscribe: bool) -> str 
     return None if under_torchrun() or oversubscribe else too_many("--world-size", world_size, 2)
 
 
-def too_many(option: str, asked: int, always: int, what: str = "ranks", device_type: str = "cpu") -> str | None:
+def too_many(option: str, asked: int, always: int, device_type: str = "cpu") -> str | None:
     """Why ``asked`` are more than this process has CPUs or GPUs for, or None; ``always`` are never too many."""
     here = torch.cuda.device_count() if device_type == "cuda" else available_cpus()
     most = max(always, here)
@@ -66,7 +66,7 @@ def too_many(option: str, asked: int, always: int, what: str = "ranks", device_t
     device, then = ("GPU", "refused by NCCL") if device_type == "cuda" else ("CPU", "slow")
     return (
         f"{option} must be at most {most} here, got {asked}: this process may use {here} {device}s, "
-        f"and {what} that share a {device} are {then}; --oversubscribe starts them nevertheless"
+        f"and ranks that share a {device} are {then}; --oversubscribe starts them nevertheless"
     )
 
 

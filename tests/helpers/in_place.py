@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 import fusedcomm
 from fusedcomm.runtime import members
 from fusedcomm.runtime.workspace import Workspace
-from fusedcomm.testing.faults.cells import MEET_S
-from fusedcomm.testing.faults.tape_steps import until_signalled
+from tests.faults.cells import MEET_S
+from tests.faults.tapes import until_signalled
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 

@@ -20,7 +20,7 @@ import fusedcomm
 from fusedcomm.algorithms.chunk_matmul import PushedMatmul
 from fusedcomm.ops import dispatch
 from fusedcomm.runtime.workspace import Workspace
-from fusedcomm.testing.faults.tape_steps import until_posted
+from tests.faults.tapes import until_posted
 from tests.helpers.groups import member_of
 from tests.helpers.heaps import in_child
 from tests.helpers.in_place import (

@@ -1,27 +1,31 @@
-"""Faults in ranks (fusedcomm.testing.faults): a slice of the matrix, controls that must fail, and the command."""
+"""Faults in ranks (tests.faults): a slice of the matrix, controls that must fail, and the command."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusedcomm import cli
-from fusedcomm.cli import faults
-from fusedcomm.testing.faults import CELLS, Cell, Verdict, run_cells, select
-from fusedcomm.testing.faults.injections import LATE
-from fusedcomm.testing.faults.judge import SLACK_S, judge
-from fusedcomm.testing.faults.rank_reports import (
+from tests.faults import __main__ as lab
+from tests.faults.cells import CELLS, Cell, select
+from tests.faults.controls import CONTROLS, NO_DEADLINE, off_in_its_cell
+from tests.faults.injections import LATE
+from tests.faults.judge import (
     INJECTED,
     OTHER_ERROR,
     PEER_ERROR,
     RIGHT,
+    SLACK_S,
     WRONG,
     CallOutcome,
     RankReport,
+    Verdict,
+    judge,
 )
-from tests.helpers.fault_controls import CONTROLS, NO_DEADLINE, off_in_its_cell
+from tests.faults.matrix import run_cells
 from tests.helpers.problems import OPS
 
 pytestmark = pytest.mark.timeout(900)  # the fixture runs all cells of the slice
@@ -37,10 +41,8 @@ SLICE = select(
         "chunked/matmul_all_reduce/memory/grow-allocate",
         "chunked/matmul_all_reduce/one-fewer/first-call",
         "chunked/matmul_all_to_all/one-more/later-call",
-        "chunked/matmul_all_to_all/threads/same-group",
         "chunked/matmul_reduce_scatter/interrupt/vote",
-        "chunked/all_to_all_matmul-uneven/kill/push",
-        "chunked/matmul_reduce_scatter-uneven/another-shape/later-call",
+        "chunked/matmul_reduce_scatter/another-shape/first-call",
         "chunked/matmul_all_reduce-prepared/pause/signal",
         "chunked/all_to_all_matmul-prepared/kill/push",
     )
@@ -73,7 +75,10 @@ def test_the_slice_has_every_fault_op_and_kind_of_call() -> None:
     covered = [*SLICE, *(control.cell for control in CONTROLS.values())]
     for part in ("fault", "op"):
         assert {getattr(cell, part) for cell in CELLS} == {getattr(cell, part) for cell in covered}
-    assert {cell.kind for cell in CELLS} - {cell.kind for cell in covered} == {("unfused", False, True)}
+    missing = {(cell.algorithm, cell.prepared) for cell in CELLS} - {
+        (cell.algorithm, cell.prepared) for cell in covered
+    }
+    assert missing == {("unfused", True)}
 
 
 @pytest.mark.nightly
@@ -233,22 +238,16 @@ def test_a_rank_that_does_not_report_is_missed() -> None:
     assert "must report" in judge(KILLED, {0: REPORT}).found[0]
 
 
-@pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
-    """The command runs nothing: these verdicts stand for those of the first three cells."""
-    names = [str(cell) for cell in CELLS[:3]]
-    made = [Verdict(names[0], True, worst=1.02), Verdict(names[1], True), Verdict(names[2], True, worst=0.4)]
-    monkeypatch.setattr(faults, "select", lambda patterns, quick: list(CELLS[:3]))
-    monkeypatch.setattr(faults, "run_cells", lambda cells, **options: [options["on_verdict"](v) or v for v in made])
-    return made
-
-
-def test_the_command_fails_with_what_was_found(made_up: list[Verdict], capsys: pytest.CaptureFixture[str]) -> None:
-    made_up[1] = Verdict(made_up[1].cell, False, wrong_numbers=1, hung=True, found=("rank 1: call 0 is wrong",))
-    assert cli.main(["faults"]) == 1
-    printed = capsys.readouterr().out
-    assert f"{made_up[1].cell}: rank 1: call 0 is wrong" in printed
-    assert "2 of 3 cells survived, 1 wrong numbers, 1 hangs" in printed
+def test_the_command_fails_with_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = [Verdict("a", True, worst=1.02), Verdict("b", False, wrong_numbers=1, hung=True, found=("call 0 is wrong",))]
+    monkeypatch.setattr(lab, "run_cells", lambda cells, **options: [options["on_verdict"](v) or v for v in made])
+    assert lab.main(["kill", "--json", str(tmp_path / "found.json")]) == 1
+    printed, written = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    assert "FAILED b: call 0 is wrong" in printed
+    assert "1 of 2 cells survived, 1 wrong numbers, 1 hangs, worst time to an error 1.02 time-outs" in printed
+    assert [cell["survived"] for cell in written["cells"]] == [True, False]
 
 
 @pytest.mark.nightly
@@ -260,5 +259,5 @@ def test_a_cell_without_a_deadline_hangs() -> None:
 
 @pytest.mark.nightly
 def test_a_cell_is_replayed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["faults", "--only", "chunked/matmul_all_to_all/kill/signal"]) == 0
+    assert lab.main(["chunked/matmul_all_to_all/kill/signal"]) == 0
     assert "1 of 1 cells survived" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fusedcomm import machine
-from fusedcomm.cli import explain, main
+from fusedcomm.cli import explain, main, postmortem
 from fusedcomm.launch import world
 from tests.helpers.waiting import wait_until
 from tests.tools.test_ranks import wait_until_dead
@@ -27,7 +27,6 @@ COMMANDS = (
     ["selftest", "--world-size"],
     ["tune", "--world-size"],
     ["explain", "--nproc"],
-    ["faults", "--workers"],
 )
 
 
@@ -40,8 +39,7 @@ def test_worlds_are_bounded_by_the_cpus(
     monkeypatch.setattr(world, "ranks", None)
     script = [str(ROOT / "examples/tensor_parallel_mlp.py")] * (command[0] == "explain")
     assert main([*command, "9", *script]) == 2
-    what = "cells" if command[0] == "faults" else "ranks"
-    expected = f"{command[-1]} must be at most 8 here, got 9: this process may use 8 CPUs, and {what} that share a CPU"
+    expected = f"{command[-1]} must be at most 8 here, got 9: this process may use 8 CPUs, and ranks that share a CPU"
     assert expected in capsys.readouterr().err
 
 
@@ -127,8 +125,10 @@ def test_a_rank_without_a_world_size_is_not_torchrun_s(monkeypatch: pytest.Monke
 
 
 def test_a_command_runs_in_any_thread_and_after_any_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postmortem, "run", lambda args: 0)
+
     def command() -> int:
-        return main(["faults", "--list", "--quick"])
+        return main(["postmortem", "folder"])
 
     with ThreadPoolExecutor() as threads:
         assert threads.submit(command).result() == 0

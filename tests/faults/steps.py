@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +13,10 @@ from unittest import mock
 
 GoOn = Callable[[], Any]  # does what the rank would do at the step
 Fault = Callable[[GoOn], Any]  # goes on once, twice or not at all, later, or after something else
+
+STOPPING = ("delay", "gc", "pause", "stop", "kill", "raise", "interrupt")  # faults that may come at any step
+CALLS = ("another-op", "another-shape", "another-dtype", "one-more", "one-fewer")  # what the victim calls instead
+FIRST_CALL, LATER_CALL, CALL = "first-call", "later-call", "call"
 
 FIRST = {  # steps of a group's first call
     "vote": "fusedcomm.runtime.topology:probe",
@@ -36,22 +40,26 @@ IN_PLACE = {  # steps of a call whose results peers can write
     "post": "fusedcomm.runtime.workspace:Round.post",
     "look": "fusedcomm.runtime.workspace:Round.posted",
 }
-LAUNCHES = {  # steps of `fused`, before each kernel
-    f"launch-{name}": f"fusedcomm.algorithms.kernel_launch:{name}"
-    for name in ("push", "pack", "gather_matmul", "reduce", "unpack")
-}
-IN_KERNELS = {
+FUSED = {
+    **ENTER,
+    **{
+        f"launch-{name}": f"fusedcomm.algorithms.kernel_launch:{name}"
+        for name in ("push", "pack", "gather_matmul", "reduce", "unpack")
+    },
     "signal": "fusedcomm.kernels.triton.rounds:signal",
     "wait": "fusedcomm.kernels.triton.rounds:wait",
+    "end": "fusedcomm.runtime.workspace:Workspace.launched",
+    "result": "torch:Tensor.new_empty",
 }
-FUSED = {**ENTER, **LAUNCHES, **IN_KERNELS, "end": "fusedcomm.runtime.workspace:Workspace.launched"}
-# memory for the result of a call
-CHUNKED_RESULT = "fusedcomm.algorithms.transport:CpuTransport.result"
-FUSED_RESULT = "torch:Tensor.new_empty"
-
 BY_ALGORITHM = {
-    "chunked": {**FIRST, **GROWTH, **CHUNKED, **IN_PLACE, "result": CHUNKED_RESULT},
-    "fused": {**FIRST, **GROWTH, **FUSED, "result": FUSED_RESULT},
+    "chunked": {
+        **FIRST,
+        **GROWTH,
+        **CHUNKED,
+        **IN_PLACE,
+        "result": "fusedcomm.algorithms.transport:CpuTransport.result",
+    },
+    "fused": FUSED,
 }
 
 
@@ -63,22 +71,11 @@ class Reached:
 
 
 @contextmanager
-def at(algorithm: str, step: str, fault: Fault) -> Iterator[Reached]:
-    """Inside, the first time that a thread of this process comes to the step, ``fault`` is called in its place."""
-    if algorithm not in BY_ALGORITHM:
-        raise ValueError(f"algorithm must be one that has steps, {' or '.join(BY_ALGORITHM)}, got {algorithm!r}")
-    steps = BY_ALGORITHM[algorithm]
-    if step not in steps:
-        raise ValueError(f"step of {algorithm} must be one of {', '.join(steps)}, got {step!r}")
-    with replaced(steps[step], fault) as reached:
-        yield reached
-
-
-@contextmanager
 def replaced(path: str, fault: Fault) -> Iterator[Reached]:
     """Inside, the first call of ``module:Class.function`` in this process is one of ``fault``."""
     reached, lock = Reached(), threading.Lock()
-    owner, name = _found(path)
+    owner_path, _, name = path.replace(":", ".").rpartition(".")
+    owner = pkgutil.resolve_name(owner_path)
     function = getattr(owner, name)
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
@@ -89,13 +86,3 @@ def replaced(path: str, fault: Fault) -> Iterator[Reached]:
 
     with mock.patch.object(owner, name, faulty):
         yield reached
-
-
-def _found(path: str) -> tuple[Any, str]:
-    """``module:Class.function`` as its owner and its name."""
-    module, _, names = path.partition(":")
-    *owners, name = names.split(".")
-    owner = importlib.import_module(module)
-    for each in owners:
-        owner = getattr(owner, each)
-    return owner, name

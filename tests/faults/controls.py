@@ -1,8 +1,7 @@
-"""Protections switched off inside ranks: the fault matrix must then find what each of them is there for."""
+"""Protections switched off inside ranks, and the cells that must then fail."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from fusedcomm.ops import dispatch, prepared
 from fusedcomm.runtime import members, segment
 from fusedcomm.runtime.workspace import Round, Workspace
-from fusedcomm.testing.faults import Cell, select
+from tests.faults.cells import Cell, select
 
 
 def ignore_broken_words() -> Any:
@@ -89,11 +88,6 @@ def reset_nothing() -> Any:
     return mock.patch.object(members.Member, "reset", lambda self: None)
 
 
-def take_children_for_ranks() -> Any:
-    pid = os.getpid()
-    return mock.patch.object(os, "getpid", lambda: pid)
-
-
 @dataclass(frozen=True)
 class Control:
     """If ``off`` is switched off, the cell must fail and say ``found``."""
@@ -122,7 +116,6 @@ CONTROLS = {
         _control(reset_nothing, "chunked/matmul_all_reduce/raise/signal", "PeerError"),
         _control(leave_prepared_calls_unguarded, "chunked/all_gather_matmul-prepared/raise/read", "is wrong"),
         _control(wait_for_nobody_in_prepared_calls, "chunked/matmul_all_reduce-prepared/delay/call", "must be right"),
-        _control(take_children_for_ranks, "chunked/matmul_all_reduce/fork/enter", "a forked child must be refused"),
     )
 }
 

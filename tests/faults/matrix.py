@@ -16,14 +16,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from fusedcomm.launch.ranks import RankError, RankPool
-from fusedcomm.testing.faults import judge
-from fusedcomm.testing.faults.cells import STOPS, Cell
-from fusedcomm.testing.faults.injections import EARLY_S, LATE
-from fusedcomm.testing.faults.judge import Verdict
-from fusedcomm.testing.faults.rank import Around, run_in_rank
-from fusedcomm.testing.faults.rank_reports import RankReport
+from tests.faults.cells import Cell
+from tests.faults.injections import EARLY_S, LATE
+from tests.faults.judge import RankReport, Verdict, judge
+from tests.faults.rank import Around, run_in_rank
 
 WORKERS = 6
+STOPPED = ("pause", "stop", "kill")  # faults whose victim stops itself, until this process ends it or lets it go on
 MOST_RANKS = 3  # the most that a cell needs
 MOST_KILLS = 3  # kills in a pool, which has as many spare ranks
 CELL_S = 90.0  # bound of a cell: one that takes longer hangs
@@ -97,17 +96,17 @@ class _Ranks:
 def _run_cell(ranks: _Ranks, cell: Cell, around: Around, cell_s: float) -> Verdict:
     members = [*ranks.living[: cell.group_size - 1], ranks.living[-1]]
     ranks.pool.start(run_in_rank, cell, members, around)
-    stopped = cell.fault not in STOPS or _stop(ranks, members[cell.victim], cell)
+    stopped = cell.fault not in STOPPED or _stop(ranks, members[cell.victim], cell)
     try:
         answers = ranks.pool.join(cell_s)
     except RankError as error:
         ranks.pool.close()
         silent = any(failure.kind == "did not answer" for failure in error.failures)
-        return (judge.hung if silent else judge.failed)(cell, str(error))
+        return Verdict(str(cell), survived=False, hung=silent, found=(str(error),))
     if not stopped:
-        return judge.failed(cell, f"the victim did not come to step {cell.step}")
+        return Verdict(str(cell), survived=False, found=(f"the victim did not come to step {cell.step}",))
     reports = [answer for answer in answers if isinstance(answer, RankReport)]
-    return judge.judge(cell, {report.rank: report for report in reports})
+    return judge(cell, {report.rank: report for report in reports})
 
 
 def _stop(ranks: _Ranks, rank: int, cell: Cell) -> bool:

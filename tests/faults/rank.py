@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
-from itertools import product
 from typing import Any, ParamSpec
 from unittest import mock
 
@@ -22,37 +20,18 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.errors import PeerError
-from fusedcomm.ops import dispatch
 from fusedcomm.runtime import group_member, members, results
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.runtime.workspace import Workspace
-from fusedcomm.testing.faults.cells import CALL, MEET_S, OPS, Cell
-from fusedcomm.testing.faults.injections import INJECTIONS, RAISED
-from fusedcomm.testing.faults.known_calls import (
-    LARGE,
-    OTHER,
-    SLOT_BYTES,
-    Guarded,
-    GuardedSegment,
-    KnownCall,
-    warm_results,
-)
-from fusedcomm.testing.faults.protocol_steps import Fault, Reached, at
-from fusedcomm.testing.faults.rank_reports import (
-    INJECTED,
-    OTHER_ERROR,
-    PEER_ERROR,
-    RIGHT,
-    WRONG,
-    CallOutcome,
-    RankReport,
-)
-from fusedcomm.testing.faults.tape_steps import IN_RESULTS, WAIT, at_op, until_posted, until_signalled
 from fusedcomm.testing.selftest import settings
-
-NUM_UNPREPARED = 3  # calls in Python before one is on a tape: the first makes the workspace, the third is recorded
-LATER_S = 0.3  # longer than a wait in C++
+from tests.faults import tapes
+from tests.faults.cells import MEET_S, Cell
+from tests.faults.injections import INJECTIONS, RAISED
+from tests.faults.judge import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, CallOutcome, RankReport
+from tests.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, GuardedSegment, KnownCall, warm_results
+from tests.faults.steps import BY_ALGORITHM, CALL, Fault, Reached, replaced
+from tests.helpers.problems import OPS
 
 Around = Callable[[Cell], AbstractContextManager[object]]
 P = ParamSpec("P")
@@ -71,7 +50,7 @@ def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Aroun
             mock.patch.object(group_member, "_MIN_SLOT_BYTES", SLOT_BYTES),
             mock.patch.object(results, "LEAST_BYTES", 1),
             settings(TIMEOUT_S=str(MEET_S), **({"RESULTS_BYTES": "0"} if cell.prepared and not cell.in_place else {})),
-            _patient_interpreter(cell),
+            _patient_interpreter() if cell.algorithm == "fused" else nullcontext(),
         ):
             return _Rank(cell, group, other).run(around)
     finally:
@@ -79,10 +58,8 @@ def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Aroun
             dist.destroy_process_group(each)
 
 
-def _patient_interpreter(cell: Cell) -> AbstractContextManager[object]:
+def _patient_interpreter() -> AbstractContextManager[object]:
     """Kernels that wait in the interpreter leave the cores to the other cells."""
-    if cell.algorithm != "fused":
-        return nullcontext()
     primitives = importlib.import_module("fusedcomm.kernels.triton.primitives")
 
     def clock_ns() -> int:
@@ -118,14 +95,14 @@ class _Rank:
             return self._faulty(segments)
 
     def _faulty(self, segments: Sequence[GuardedSegment]) -> RankReport:
-        cell = self.cell
-        with self._on_tapes() if cell.prepared else nullcontext():
-            outcomes = list(self._threads() if cell.fault == "threads" else self._calls())
-        self._meet(survivors=cell.fault == "kill")
+        cell, one_is_dead = self.cell, self.cell.fault == "kill"
+        with tapes.noting_python(self._workspaces, self.in_python) if cell.prepared else nullcontext():
+            outcomes = list(self._calls())
+        self._meet(survivors=one_is_dead)
         memory = self._violations(segments)
-        self._meet(survivors=cell.fault == "kill")
+        self._meet(survivors=one_is_dead)
         after = None
-        if cell.fault == "kill":
+        if one_is_dead:
             after = self._closed()
         elif cell.recovers:
             after = self._after_reset()
@@ -133,50 +110,32 @@ class _Rank:
         return RankReport(self.rank, outcomes, self.reached.yes or not self.is_victim, memory, after)
 
     def _known(self, seed: int) -> KnownCall:
-        size = LARGE if self.cell.grows else KnownCall.size
-        return KnownCall(self.cell.op, self.cell.group_size, size, seed=seed, uneven=self.cell.uneven)
+        return KnownCall(self.cell.op, self.cell.group_size, LARGE if self.cell.grows else KnownCall.size, seed=seed)
 
     def _come_together(self) -> list[GuardedSegment]:
         """Give both groups a workspace, unless the fault is in making it, and mark what must not change."""
         with fusedcomm.force_algorithm("chunked"):
-            warm = KnownCall("matmul_all_to_all", self.cell.group_size, seed=50)
-            self._must_be_right(warm, warm.run(*warm.inputs(self.rank), self.other))
-        segments = []
+            self._must_be_right(KnownCall("matmul_all_to_all", self.cell.group_size, seed=50), self.other)
         if not self.cell.first_call:
             self._warm_up()
         for workspace in self._workspaces() if self.cell.in_place else []:
             warm_results(workspace)
         self._meet()
-        used = [] if self.cell.grows else members.members(self.group)  # what is outgrown is unmapped
-        for group_members, idle in ((used, False), (members.members(self.other), self.cell.step != "other-group")):
-            segments += [GuardedSegment(each.workspace, idle) for each in group_members if each.workspace is not None]
+        used = [] if self.cell.grows else self._workspaces()  # what is outgrown is unmapped
+        idle = self._workspaces(self.other)
+        segments = [GuardedSegment(each) for each in used] + [GuardedSegment(each, idle=True) for each in idle]
         self._meet()
         return segments
 
     def _warm_up(self) -> None:
         """Make a call before the faulty one, or as many as it takes to prepare what is called then."""
-        cell, groups = self.cell, [self.group]
-        seeds = range(51, 51 + (NUM_UNPREPARED if cell.prepared else 1))
-        calls = [KnownCall(cell.op, cell.group_size, seed=seed, uneven=cell.uneven) for seed in seeds]
-        if cell.prepared:
+        num_calls = tapes.NUM_UNPREPARED if self.cell.prepared else 1
+        calls = [KnownCall(self.cell.op, self.cell.group_size, seed=51 + i) for i in range(num_calls)]
+        if self.cell.prepared:
             calls += [self._variant(call) for call in calls]
-            groups += [self.other] * (cell.step == "other-group")
-        with fusedcomm.force_algorithm(cell.algorithm):
-            for call, group in product(dict.fromkeys(calls), groups):
-                self._must_be_right(call, call.run(*call.inputs(self.rank), group))
-
-    @contextmanager
-    def _on_tapes(self) -> Iterator[None]:
-        """Notes the calls inside that run in Python, unless a rank has failed before."""
-        prepare = dispatch.prepare
-
-        def noted(op: str, *args: Any, **kwargs: Any) -> Any:
-            if not any(each.breakers(each.epoch + 1) for each in self._workspaces()):
-                self.in_python.append(op)
-            return prepare(op, *args, **kwargs)
-
-        with mock.patch.object(dispatch, "prepare", noted):
-            yield
+        with fusedcomm.force_algorithm(self.cell.algorithm):
+            for call in dict.fromkeys(calls):
+                self._must_be_right(call, self.group)
 
     def _calls(self) -> Iterator[CallOutcome]:
         """The faulty call and the next one, or several back to back where all must succeed."""
@@ -189,18 +148,14 @@ class _Rank:
                     self._meet(survivors=self.cell.fault == "kill")
 
     def _changed(self, call: KnownCall) -> KnownCall | None:
-        """What this rank calls where the others make ``call``, or None if it makes no call."""
-        fault, victim = self.cell.fault, self.is_victim
-        if fault == "one-more":
-            return call if victim else None
-        if not victim:
+        """The call that this rank makes where the others make ``call``, or None."""
+        if self.cell.fault == "one-more":
+            return call if self.is_victim else None
+        if not self.is_victim:
             return call
-        if fault == "one-fewer":
-            return None
-        return self._variant(call)
+        return None if self.cell.fault == "one-fewer" else self._variant(call)
 
     def _variant(self, call: KnownCall) -> KnownCall:
-        """What a rank calls that is in another call."""
         changes: dict[str, dict[str, Any]] = {
             "another-op": {"op": OPS[(OPS.index(call.op) + 1) % len(OPS)]},
             "another-shape": {"size": OTHER},
@@ -213,9 +168,12 @@ class _Rank:
         """One call, with the fault in it if it is the victim's first one."""
         x, w = (self.inputs.copy_of(t) for t in call.inputs(self.rank))
         facts: dict[str, Any] = {"called": call.op, "epoch_before": self._epoch(), "index": index}
+        if self.cell.prepared and index == 0:
+            tapes.line_up(self._workspaces()[0], self.cell.step, self.cell.victim, MEET_S)
+        meets_fault = self.is_victim and index == 0 and self.cell.fault in INJECTIONS
         try:
-            with self._injected(index) as run, fusedcomm.force_algorithm(self.cell.algorithm):
-                result = run(lambda: call.run(x, w, self.group))
+            with fusedcomm.force_algorithm(self.cell.algorithm):
+                result = (self._meeting_fault if meets_fault else _run)(lambda: call.run(x, w, self.group))
         except (Exception, KeyboardInterrupt) as error:
             facts |= {"text": str(error), "error": type(error).__name__}
             if isinstance(error, PeerError):
@@ -226,60 +184,18 @@ class _Rank:
         self.results.append((call, result))
         return CallOutcome(RIGHT, **facts)
 
-    @contextmanager
-    def _injected(self, index: int) -> Iterator[Callable[[Callable[[], Tensor]], Tensor]]:
-        """How a call is run: with the fault at its step, if this is the victim's first call."""
-        if self.cell.prepared and index == 0:
-            self._line_up()
-        if not self.is_victim or index > 0 or self.cell.fault not in INJECTIONS:
-            yield lambda go_on: go_on()
-            return
-        injection, timeout_s = INJECTIONS[self.cell.fault], self.cell.timeout_s
-        if self.cell.step == CALL:
+    def _meeting_fault(self, call: Callable[[], Tensor]) -> Tensor:
+        fault, step = INJECTIONS[self.cell.fault], self.cell.step
+        if step == CALL:
             self.reached.yes = True
-            yield lambda go_on: injection(go_on, timeout_s)
-            return
-        with self._at_step(lambda go_on: injection(go_on, timeout_s)) as self.reached:
-            yield lambda go_on: go_on()
+            return fault(call)
+        with self._at(step, fault) as self.reached:
+            return call()
 
-    def _at_step(self, fault: Fault) -> AbstractContextManager[Reached]:
+    def _at(self, step: str, fault: Fault) -> AbstractContextManager[Reached]:
         if self.cell.prepared:
-            return at_op(self._workspaces()[0], self.cell.step, fault)
-        return at(self.cell.algorithm, self.cell.step, fault)
-
-    def _line_up(self) -> None:
-        """Where a step is only reached if the ranks come in an order, come in this one."""
-        if self.cell.step in IN_RESULTS and self.is_victim:
-            until_posted(self._workspaces()[0], MEET_S)
-        if self.cell.step == WAIT and not self.is_victim:
-            until_signalled(self._workspaces()[0], self.cell.victim, MEET_S)
-            time.sleep(LATER_S)
-
-    def _threads(self) -> list[CallOutcome]:
-        """Calls from two threads at once. On one group their order differs between ranks, so all calls are the same."""
-        groups = (self.group, self.other if self.cell.step == "other-group" else self.group)
-        outcomes: list[CallOutcome] = []
-
-        def work(group: ProcessGroup) -> None:
-            for i in range(self.cell.num_calls):
-                outcomes.append(self._attempt_in_thread(group, i))
-
-        with fusedcomm.force_algorithm(self.cell.algorithm):
-            threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(MEET_S)
-        return outcomes
-
-    @_timed
-    def _attempt_in_thread(self, group: ProcessGroup, index: int) -> CallOutcome:
-        call = self._known(seed=0)
-        try:
-            wrong = call.wrong(call.run(*call.inputs(self.rank), group), self.rank)
-        except Exception as error:
-            return CallOutcome(OTHER_ERROR, str(error), type(error).__name__, index=index)
-        return CallOutcome(WRONG if wrong else RIGHT, wrong or "", index=index)
+            return tapes.at_op(self._workspaces()[0], step, fault)
+        return replaced(BY_ALGORITHM[self.cell.algorithm][step], fault)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
@@ -301,7 +217,7 @@ class _Rank:
         )
         try:
             fusedcomm.reset(self.group)
-            for algorithm, group, call in calls * (NUM_UNPREPARED + 1 if self.cell.prepared else 1):
+            for algorithm, group, call in calls * (tapes.NUM_UNPREPARED + 1 if self.cell.prepared else 1):
                 with fusedcomm.force_algorithm(algorithm, strict=True):
                     result = call.run(*call.inputs(self.rank), group)
                 if wrong := call.wrong(result, self.rank):
@@ -331,15 +247,20 @@ class _Rank:
         """Return when all members, or all but the victim, are here."""
         size = self.group.size() - survivors
         with settings(TIMEOUT_S=str(MEET_S)):
-            agree(store(self.group, f"faults/{size}"), self.rank, size, {}, what="fusedcomm faults")
+            agree(store(self.group, f"faults/{size}"), self.rank, size, {}, what="tests.faults")
 
     def _epoch(self) -> int:
         return next((workspace.epoch for workspace in self._workspaces()), 0)
 
-    def _workspaces(self) -> list[Workspace]:
+    def _workspaces(self, group: ProcessGroup | None = None) -> list[Workspace]:
         """The group's one, if it has one."""
-        return [member.workspace for member in members.members(self.group) if member.workspace is not None]
+        found = [member.workspace for member in members.members(group or self.group)]
+        return [workspace for workspace in found if workspace is not None]
 
-    def _must_be_right(self, call: KnownCall, result: Tensor) -> None:
-        if wrong := call.wrong(result, self.rank):
+    def _must_be_right(self, call: KnownCall, group: ProcessGroup) -> None:
+        if wrong := call.wrong(call.run(*call.inputs(self.rank), group), self.rank):
             raise AssertionError(f"before the fault: {wrong}")
+
+
+def _run(call: Callable[[], Tensor]) -> Tensor:
+    return call()

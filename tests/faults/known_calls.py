@@ -1,4 +1,4 @@
-"""Calls whose right results are known, and memory around them that nobody may write to."""
+"""Calls with known results, and guarded memory around them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-import fusedcomm
-from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.geometry.cut import chunk_parts
 from fusedcomm.ops.exact_problem import difference
-from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime.results import Results
 from fusedcomm.runtime.segment import NUM_SLOTS
 from fusedcomm.runtime.workspace import Workspace
+from tests.helpers.problems import Problem, expected, integers
 
 SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults, so that growth is cheap and guards are quickly checked
-SMALL = MatmulSize(rows=13, k=5, n=7)
-OTHER = MatmulSize(rows=19, k=11, n=8)
-LARGE = MatmulSize(rows=61, k=58, n=59)  # needs more than SLOT_BYTES, whichever part is sent
+SMALL = (13, 5, 7)  # rows, K, N
+OTHER = (11, 8, 9)
+LARGE = (61, 58, 59)  # needs more than SLOT_BYTES, whichever part is sent
+DIMS = {  # gather_dim, scatter_dim
+    "matmul_all_to_all": (0, 1),
+    "all_to_all_matmul": (0, 1),
+    "all_gather_matmul": (0, None),
+    "matmul_reduce_scatter": (None, 0),
+    "matmul_all_reduce": (None, None),
+}
 RESULTS_BYTES = 1 << 16  # more than the results of all calls of a cell
 PATTERN = 0x5A
 BAND = 64  # elements
@@ -32,44 +36,25 @@ class KnownCall:
 
     op: str
     group_size: int
-    size: MatmulSize = SMALL
+    size: tuple[int, int, int] = SMALL
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    uneven: bool = False  # parts are those of torch.chunk, as the program of all ranks cuts them too
+
+    @property
+    def problem(self) -> Problem:
+        rows, k, n = self.size
+        return Problem("known", (rows, k), n, *DIMS[self.op], op=self.op)
 
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
-        bench, size = PROGRAMS[self.op], self.size if self.uneven else self._divisible
-        shape: tuple[int, ...] = self._uneven_shape(rank) if self.uneven else bench.x_shape(size, self.group_size)
-        return self._integers(shape, 2 * rank), self._integers((size.k, size.n), 2 * rank + 1)
+        x, w, _ = integers(self.problem, rank, self.group_size, self.dtype, self.seed)
+        return x, w
 
     def run(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-        options = {"gather_size": self._gathered} if self.uneven and self._gathered else {}
-        return getattr(fusedcomm, self.op)(x, w, *PROGRAMS[self.op].dims(x), group, **options)
-
-    @property
-    def _divisible(self) -> MatmulSize:
-        return PROGRAMS[self.op].divisible(self.size, self.group_size)
-
-    @property
-    def _gathered(self) -> int | None:
-        """The size that ranks have parts of, if the op gathers."""
-        rows, k = self.size.rows, self.size.k
-        return {"matmul_all_to_all": rows, "all_to_all_matmul": k, "all_gather_matmul": rows}.get(self.op)
-
-    def _uneven_shape(self, rank: int) -> tuple[int, int]:
-        rows, k = self.size.rows, self.size.k
-        part = chunk_parts(self._gathered or 0, self.group_size).sizes[rank]
-        return {"all_to_all_matmul": (rows, part), "matmul_reduce_scatter": (rows, k)}.get(self.op, (part, k))
+        return self.problem.call((x, w, None), group)
 
     def wrong(self, result: Tensor, rank: int) -> str | None:
         """Where the result of ``rank`` differs from that of one process that has all ranks' inputs; None if nowhere."""
-        xs, ws = zip(*(self.inputs(r) for r in range(self.group_size)), strict=True)
-        outs = PROGRAMS[self.op].program([x.double() for x in xs], [w.double() for w in ws])
-        return difference(result, outs[rank].to(self.dtype))
-
-    def _integers(self, shape: tuple[int, ...], which: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * self.seed + which)
-        return torch.randint(-2, 3, shape, generator=generator, device="cpu").to(self.dtype)
+        return difference(result, expected(self.problem, self.group_size, self.dtype, self.seed)[rank])
 
 
 def warm_results(workspace: Workspace) -> None:

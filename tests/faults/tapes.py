@@ -1,4 +1,7 @@
-"""Steps of a call that runs on a tape, which calls no function of the package: its ops of torch, by their memory."""
+"""Faults in calls that run on a tape, which call no function of the package: a step is an op of torch, by its memory.
+
+All that the lab knows of tapes is here, but for `Cell.prepared`.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,61 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from fusedcomm.ops import dispatch
 from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.results import Results
 from fusedcomm.runtime.segment import FINGERPRINT_BITS
 from fusedcomm.runtime.workspace import Workspace
-from fusedcomm.testing.faults.protocol_steps import Fault, GoOn, Reached, replaced
+from tests.faults.steps import CALL, CALLS, LATER_CALL, STOPPING, Fault, GoOn, Reached, replaced
 
 SLOTS = ("push", "signal", "read")  # about to write a chunk into a slot, about to signal it, about to read one
 IN_RESULTS = ("place", "mark")  # about to write a chunk into a peer's result, about to say so
 WAIT = "wait"  # a wait that is over soon stays in C++, and a longer one comes to Python
+NUM_UNPREPARED = 3  # calls in Python before one is on a tape: the first makes the workspace, the third is recorded
+LATER_S = 0.3  # longer than a wait in C++
 
 _NO_TENSOR_HAS_IT = "TESTING_ONLY_GenericMode"  # a dispatch key before all others, also in C++
 _WORD = 8
 
 See = Callable[[Any, tuple[Any, ...], dict[str, Any], GoOn], Any]  # op, its arguments, and what runs it
+
+
+def faults_and_steps(op: str) -> Iterator[tuple[str, str]]:
+    # The second round of an all_reduce has the same code in place, and when it begins is not known from outside.
+    in_place = () if op in ("matmul_reduce_scatter", "matmul_all_reduce") else IN_RESULTS
+    for step in (CALL, *SLOTS, *in_place, WAIT):
+        for fault in STOPPING:
+            yield fault, step
+    for fault in CALLS:
+        yield fault, LATER_CALL
+
+
+@contextmanager
+def noting_python(workspaces: Callable[[], list[Workspace]], ops: list[str]) -> Iterator[None]:
+    """Add to ``ops`` the calls inside that run in Python, unless a rank has failed before."""
+    prepare = dispatch.prepare
+
+    def noted(op: str, *args: Any, **kwargs: Any) -> Any:
+        if not any(each.breakers(each.epoch + 1) for each in workspaces()):
+            ops.append(op)
+        return prepare(op, *args, **kwargs)
+
+    with mock.patch.object(dispatch, "prepare", noted):
+        yield
+
+
+def line_up(workspace: Workspace, step: str, victim: int, bound_s: float) -> None:
+    """Where a step is only reached if the ranks come in an order, come in this one."""
+    if step in IN_RESULTS and workspace.rank == victim:
+        until_posted(workspace, bound_s)
+    if step == WAIT and workspace.rank != victim:
+        until_signalled(workspace, victim, bound_s)
+        time.sleep(LATER_S)
 
 
 def at_op(workspace: Workspace, step: str, fault: Fault) -> AbstractContextManager[Reached]:

@@ -1,0 +1,151 @@
+"""The matrix: which fault at which step of which op's call, by which algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from tests.faults import tapes
+from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, IN_PLACE, LATER_CALL, STOPPING
+from tests.helpers.problems import OPS
+
+TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0, "pipelined": 4.0}  # Triton's interpreter is slow
+HARMLESS_S = 12.0  # ends before ranks give up on meeting, where a control lets a harmless fault do harm
+MEET_S = 30.0  # bound of waits that must succeed, however busy the machine
+HARMLESS = ("delay", "pause", "gc", "repeat")  # all results must be right
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rank of a group, the victim, meets ``fault`` at ``step`` of a call."""
+
+    algorithm: str
+    op: str
+    fault: str
+    step: str
+    prepared: bool = False  # the call is on a tape, in all ranks
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}/{self.op}{'-prepared' * self.prepared}/{self.fault}/{self.step}"
+
+    @property
+    def group_size(self) -> int:
+        return 2 if self.algorithm == "fused" else 3
+
+    @property
+    def victim(self) -> int:
+        """The victim's rank in the group."""
+        return self.group_size - 1
+
+    @property
+    def timeout_s(self) -> float:
+        return HARMLESS_S if self.harmless else TIMEOUT_S[self.algorithm]
+
+    @property
+    def harmless(self) -> bool:
+        """``memory`` elsewhere than at ``result`` makes all ranks run unfused until a reset."""
+        return self.fault in HARMLESS or (self.fault == "memory" and self.step != "result")
+
+    @property
+    def by_group(self) -> bool:
+        """Whether ranks exchange by the group's own collectives, so that errors are the backend's."""
+        return self.algorithm in ("unfused", "pipelined")
+
+    @property
+    def first_call(self) -> bool:
+        return self.step in FIRST or self.step == FIRST_CALL
+
+    @property
+    def grows(self) -> bool:
+        return self.step in GROWTH
+
+    @property
+    def in_place(self) -> bool:
+        """Whether peers write results in place. Elsewhere all chunks go through slots."""
+        if self.prepared:
+            return self.algorithm == "chunked" and self.step not in tapes.SLOTS
+        return self.step in IN_PLACE
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls each rank makes, from the faulty one on."""
+        if self.harmless:
+            return 4  # both slots are used again
+        return 1 if self.by_group else 2  # gloo's groups are of no use after an error
+
+    @property
+    def recovers(self) -> bool:
+        """Whether all ranks live, in a group that can be used again."""
+        return self.fault != "kill" and (self.harmless or not self.by_group)
+
+    @property
+    def stops_peers(self) -> bool:
+        """Whether the peers cannot complete the call either, because not all of the victim's signals are sent."""
+        if self.fault in ("drop", "one-more"):
+            return False
+        if self.op == "matmul_all_reduce":  # the second round is still to come
+            return self.step != "launch-unpack"
+        return self.step not in ("wait", "read", "end", "launch-reduce", "launch-unpack", "launch-gather_matmul")
+
+
+def _chunked(op: str) -> Iterator[tuple[str, str]]:
+    in_place = () if op == "matmul_reduce_scatter" else IN_PLACE  # sums are made of slots
+    for step in (*CHUNKED, *in_place, *FIRST, *GROWTH):
+        for fault in STOPPING:
+            yield fault, step
+    for step in ("allocate", "grow-allocate"):
+        yield "memory", step
+    yield from _of_signals_and_calls()
+
+
+def _fused(op: str) -> Iterator[tuple[str, str]]:
+    launches = {
+        "matmul_all_to_all": ("launch-push", "launch-unpack"),
+        "matmul_reduce_scatter": ("launch-push", "launch-reduce"),
+        "matmul_all_reduce": ("launch-push", "launch-reduce", "launch-pack", "launch-unpack"),
+    }.get(op, ("launch-pack", "launch-gather_matmul"))
+    for step in ("enter", *launches, "end"):
+        for fault in STOPPING:
+            if fault != "pause":  # before a launch the same as a delay
+                yield fault, step
+    for step in ("signal", "wait"):  # in the kernels: nothing raises there
+        for fault in ("delay", "pause", "stop", "kill"):
+            yield fault, step
+    yield from _of_signals_and_calls()
+
+
+def _of_signals_and_calls() -> Iterator[tuple[str, str]]:
+    yield "memory", "result"
+    yield "drop", "signal"
+    yield "repeat", "signal"
+    for fault in CALLS:
+        yield fault, LATER_CALL
+    for fault in ("another-op", "another-shape", "one-fewer"):
+        yield fault, FIRST_CALL
+
+
+def _by_group(op: str) -> Iterator[tuple[str, str]]:
+    for fault in ("delay", "pause", "gc", "kill", "raise"):
+        yield fault, CALL
+
+
+_PAIRS = (
+    ("chunked", _chunked, False),
+    ("fused", _fused, False),
+    ("unfused", _by_group, False),
+    ("pipelined", _by_group, False),
+    ("chunked", tapes.faults_and_steps, True),
+    ("unfused", _by_group, True),
+)
+CELLS = tuple(
+    Cell(algorithm, op, fault, step, prepared)
+    for algorithm, pairs, prepared in _PAIRS
+    for op in OPS
+    for fault, step in pairs(op)
+)
+
+
+def select(patterns: Sequence[str] = ()) -> list[Cell]:
+    """The cells of which the whole name, or successive whole parts of it, match one of the shell's ``patterns``."""
+    return [cell for cell in CELLS if not patterns or any(fnmatchcase(f"/{cell}/", f"*/{p}/*") for p in patterns)]
