@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel_mlp.py
 
-A plain MLP has its two linear layers replaced, by a line each, and trains beside the original, which has all tokens.
-All parameters are DTensors, so torch's own clipping sees the whole model.
+A plain MLP gets torch's plan for it, with the styles of fusedcomm.parallel, and trains beside the original, which has
+all tokens. All parameters are DTensors, so torch's own clipping sees the whole model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-import fusedcomm
+from fusedcomm.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 BATCH, TOKENS, HIDDEN, INNER, STEPS, MAX_NORM = 2, 256, 128, 512, 5, 0.1
 
@@ -28,8 +27,8 @@ class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
-        self.up: nn.Module = nn.Linear(HIDDEN, INNER)
-        self.down: nn.Module = nn.Linear(INNER, HIDDEN)
+        self.up = nn.Linear(HIDDEN, INNER)
+        self.down = nn.Linear(INNER, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -51,9 +50,12 @@ def main() -> None:
 
     model = copy.deepcopy(plain)
     mesh = init_device_mesh(device.type, (group_size,))
-    model.up = fusedcomm.nn.ColumnParallelLinear.from_linear(model.up, sequence_dim=1, group=mesh)
-    model.down = fusedcomm.nn.RowParallelLinear.from_linear(model.down, sequence_dim=1, group=mesh)
-    parallelize_module(model, mesh, {"norm": SequenceParallel(sequence_dim=1, use_local_output=True)})
+    plan = {
+        "norm": SequenceParallel(use_local_output=True),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh, plan)
     my_x, my_target = (t.chunk(group_size, 1)[rank] for t in (x, target))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

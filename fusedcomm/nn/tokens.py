@@ -1,7 +1,6 @@
 """Tokens cut between ranks as torch.chunk cuts them, and joined again: inputs, labels, positions, results.
 
-`UlyssesQKV` and `ColumnParallelLinear` with ``sequence_dim`` take such blocks, and are told the number of tokens. The
-last ranks may have none.
+`UlyssesQKV` takes such blocks, and is told the number of tokens. The last ranks may have none.
 """
 
 from __future__ import annotations

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fusedcomm.nn.heads import head_splits, kv_ranges, repeats
-from fusedcomm.nn.parallel_linear import ParallelLinear, as_linear
 from fusedcomm.nn.token_splits import Tokens, gathered, scattered
+from fusedcomm.nn.ulysses_linear import UlyssesLinear, as_linear
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.runtime.group import Group, rank_of
 
 
-class UlyssesQKV(ParallelLinear):
+class UlyssesQKV(UlyssesLinear):
     """Replace the nn.Linear that makes q, k and v, packed as ``[q | k | v]``, and the view into heads. It equals::
 
         y = F.linear(x, weight, bias)                         # [batch, tokens / R, (num_heads + 2 * num_kv_heads) * D]
@@ -112,12 +112,8 @@ class UlyssesQKV(ParallelLinear):
         module = cls(
             linear.in_features, num_heads, head_dim, num_kv_heads, bias, group=group, device="meta", dtype=dtype
         )
-        module._take(linear, group)
+        module._take(linear)
         return module
-
-    @property
-    def partial_gradients(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.named_parameters())
 
     def forward(self, x: Tensor, tokens: Tokens = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each [batch, tokens, heads / R, head_dim], for x [batch, tokens / R, in_features].
@@ -132,7 +128,11 @@ class UlyssesQKV(ParallelLinear):
 
         Raises the errors of `matmul_all_to_all`.
         """
-        self._check_features(x, sharded=False)
+        check_tensor("x", x)
+        if x.ndim < 2 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x must be [..., in_features = {self.in_features}] with at least 2 dims, got shape {tuple(x.shape)}"
+            )
         group = self._group()
         given = gathered(tokens, x.shape[-2], self.group_size, group)
         if self.num_kv_heads == self.num_heads:
@@ -174,7 +174,7 @@ class UlyssesQKV(ParallelLinear):
         return f"{super().extra_repr()}, {heads}"
 
 
-class UlyssesOut(ParallelLinear):
+class UlyssesOut(UlyssesLinear):
     """Replace the nn.Linear behind attention, and the view that joins the heads. It equals::
 
         heads = exchange(x, gather_dim=-2, scatter_dim=1)  # [batch, tokens / R, num_heads, head_dim]
@@ -245,12 +245,8 @@ class UlyssesOut(ParallelLinear):
         head_dim = _head_dim("in_features", linear.in_features, num_heads, "num_heads")
         bias, dtype = linear.bias is not None, linear.weight.dtype
         module = cls(num_heads, head_dim, linear.out_features, bias, group=group, device="meta", dtype=dtype)
-        module._take(linear, group)
+        module._take(linear)
         return module
-
-    @property
-    def partial_gradients(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.named_parameters())
 
     def forward(self, x: Tensor, tokens: Tokens = None) -> Tensor:
         """Return [batch, tokens / R, out_features] for x [batch, tokens, heads / R, head_dim].

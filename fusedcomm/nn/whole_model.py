@@ -1,4 +1,4 @@
-"""What a model with parallel layers needs beside them: the whole state dict, and the sum of partial gradients."""
+"""The whole state dict of a parallel model, and the sum of partial gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fusedcomm.nn.parallel_linear import ParallelLinear, whole
 from fusedcomm.nn.summed_gradients import sum_gradients
+from fusedcomm.nn.ulysses_linear import UlyssesLinear, whole
 from fusedcomm.parallel.plain_modules import PARAMETERS
 from fusedcomm.runtime.group import Group, find, resolve
 
@@ -29,12 +29,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Example, on each of 2 ranks::
 
-        model = torch.nn.Sequential(fusedcomm.nn.ColumnParallelLinear(8, 6), fusedcomm.nn.RowParallelLinear(6, 8))
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        model = torch.nn.Sequential(torch.nn.Linear(8, 6))
+        fusedcomm.parallel.parallelize_module(model, mesh, {"0": fusedcomm.parallel.ColwiseParallel()})
         assert fusedcomm.nn.full_state_dict(model)["0.weight"].shape == (6, 8)
     """
-    for module in model.modules():
-        if isinstance(module, ParallelLinear):
-            module._group()  # its error says more than that of a gather
     state = model.state_dict()
     for name, value in state.items():
         if isinstance(value, DTensor):
@@ -45,15 +44,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] = (), group: Group = None) -> None:
     """Add up, over each layer's group, the gradients that are only this rank's part. Call it once after the backward.
 
-    A replicated parameter that acts on a rank's tokens alone has a gradient of these tokens alone. In this package:
-
-        layer                                       partial             complete on every rank
-        UlyssesQKV, UlyssesOut                      weight, bias
-        ColumnParallelLinear, RowParallelLinear                         weight, bias (DTensors)
-
-    A model's other plain parameters need it too where they act on a rank's tokens alone, for instance those of the
-    norms between these layers under sequence parallelism: name them in ``also``. Those of `SequenceParallel` do not:
-    they are DTensors. Nor is it needed where a wrapper reduces gradients over the same ranks already, as
+    A replicated parameter that acts on a rank's tokens alone has a gradient of these tokens alone, as those of
+    `UlyssesQKV` and `UlyssesOut` have. A model's other plain parameters need it too where they act on a rank's tokens
+    alone, for instance those of norms: name them in ``also``. DTensors, as the styles of `fusedcomm.parallel` make
+    them, do not. Nor is it needed where a wrapper reduces gradients over the same ranks already, as
     DistributedDataParallel and FSDP2 do; their average is 1 / R of this sum. Under FSDP2 over other ranks it adds up
     this rank's shards of the gradients.
 
@@ -72,11 +66,9 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
             WORLD.
 
     Raises:
-        ValueError: a parameter in ``also`` belongs to a layer for which its gradient is complete, or a parameter is a
-            DTensor on a mesh with other ranks of the group, which has reduced its gradient over them; on every rank, if
-            ranks name other parameters, or their gradients have other dtypes.
-        TypeError: a tensor-parallel layer has plain parameters besides its own, which may be either; or the weight of a
-            layer is made of parameters outside of it.
+        ValueError: a parameter is a DTensor on a mesh with other ranks of the group, which has reduced its gradient
+            over them; on every rank, if ranks name other parameters, or their gradients have other dtypes.
+        TypeError: the weight of a layer is made of parameters outside of it.
 
     Example, on each of 2 ranks::
 
@@ -97,31 +89,15 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
 def _partial(model: nn.Module, also: list[nn.Parameter], group: Group) -> dict[nn.Parameter, str]:
     """Each parameter once, with its group's name."""
     partial: dict[nn.Parameter, str] = {}
-    complete: dict[nn.Parameter, str] = {}
     for path, module in model.named_modules():  # a layer inside another one comes after it
-        if not isinstance(module, ParallelLinear):
-            continue
-        of_ranks = set(module.partial_gradients)
-        for name, parameter in module.named_parameters():
-            partial.pop(parameter, None)
-            if name in of_ranks:
-                partial[parameter] = module._group()
-            elif isinstance(parameter, DTensor):
-                complete[parameter] = f"{path}.{name}".lstrip(".")
-            elif parameter.requires_grad and not any(parameter is each for each in also):
-                raise TypeError(
-                    f"the parameters of a {type(module).__name__} must be DTensors, or named in also if their "
-                    f"gradients are partial, got {path}.{name}"
-                )
-        _check_made_of(path, module, [*partial, *also])
-    for parameter in also:
-        if parameter in complete:
-            raise ValueError(f"also must name parameters with partial gradients, got {complete[parameter]}")
+        if isinstance(module, UlyssesLinear):
+            partial |= dict.fromkeys(module.parameters(), module._group())
+            _check_made_of(path, module, [*partial, *also])
     group_name = resolve(group)[1] if also else ""
     return partial | {parameter: group_name for parameter in also if parameter not in partial}
 
 
-def _check_made_of(path: str, layer: ParallelLinear, known: list[nn.Parameter]) -> None:
+def _check_made_of(path: str, layer: UlyssesLinear, known: list[nn.Parameter]) -> None:
     """A weight that is no parameter, as pruning, FSDP1 and users set one, must be made of ``known`` ones."""
     for name in PARAMETERS:
         value = vars(layer).get(name)

@@ -35,10 +35,6 @@ def stop(go_on: GoOn) -> Any:
     return go_on()
 
 
-def drop(go_on: GoOn) -> Any:
-    return None
-
-
 def repeat(go_on: GoOn) -> Any:
     go_on()
     return go_on()
@@ -75,7 +71,7 @@ INJECTIONS: dict[str, Fault] = {
     "pause": stop,
     "stop": stop,
     "kill": stop,
-    "drop": drop,
+    "drop": lambda go_on: None,
     "repeat": repeat,
     "raise": fail,
     "memory": run_out_of_memory,

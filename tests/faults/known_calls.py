@@ -67,38 +67,34 @@ def warm_results(workspace: Workspace) -> None:
 
 
 class Guarded:
-    """Tensors of this rank, each in the middle of a larger one. Neither they nor what is around them may change."""
+    """Memory that may not change, by what it is."""
 
     def __init__(self) -> None:
-        self._whole: list[tuple[Tensor, Tensor]] = []
+        self._regions: list[tuple[str, Tensor, Tensor]] = []
+
+    def watch(self, name: str, region: Tensor) -> None:
+        self._regions.append((name, region, region.clone()))
 
     def copy_of(self, t: Tensor) -> Tensor:
+        """A copy in the middle of a larger tensor, which is watched."""
         whole = torch.full((t.numel() + 2 * BAND,), float(PATTERN), dtype=t.dtype, device=t.device)
         inside = whole[BAND:-BAND].view(t.shape)
         inside.copy_(t)
-        self._whole.append((whole, whole.clone()))
+        self.watch("an input, or what is around it,", whole)
         return inside
 
-    def changed(self) -> bool:
-        return not all(torch.equal(now, before) for now, before in self._whole)
+    def watch_segment(self, workspace: Workspace, idle: bool) -> None:
+        """This rank's segment, filled with a pattern where no call writes: beyond what its slots hold.
 
+        ``idle``: no call is made at all, so the header and all of the slots must stay as they are.
+        """
+        segment, num_bytes = workspace.buffers[workspace.rank], workspace.slot_bytes
+        slots = segment[workspace.layout.header_bytes :].split(num_bytes)[:NUM_SLOTS]
+        unused = [slot if idle else slot[num_bytes // 2 :] for slot in slots]
+        for part in unused:
+            part.fill_(PATTERN)
+        for region in [segment] if idle else unused:
+            self.watch("a segment", region)
 
-class GuardedSegment:
-    """This rank's segment of a workspace, filled with a pattern where no call writes: beyond what its slots hold.
-
-    ``idle``: no call is made at all, so the header and all of the slots must stay as they are.
-    """
-
-    def __init__(self, workspace: Workspace, idle: bool = False) -> None:
-        segment = workspace.buffers[workspace.rank]
-        first = workspace.layout.header_bytes
-        self.regions = [segment] if idle else []
-        for slot in range(NUM_SLOTS):
-            start = first + slot * workspace.slot_bytes
-            tail = segment[start if idle else start + workspace.slot_bytes // 2 : start + workspace.slot_bytes]
-            tail.fill_(PATTERN)
-            self.regions.append(tail)
-        self.before = [region.clone() for region in self.regions]
-
-    def changed(self) -> bool:
-        return not all(torch.equal(now, before) for now, before in zip(self.regions, self.before, strict=True))
+    def changed(self) -> list[str]:
+        return [f"{name} has changed" for name, now, before in self._regions if not torch.equal(now, before)]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
-from typing import Any, ParamSpec
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,12 +29,11 @@ from tests.faults import tapes
 from tests.faults.cells import MEET_S, Cell
 from tests.faults.injections import INJECTIONS, RAISED
 from tests.faults.judge import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, CallOutcome, RankReport
-from tests.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, GuardedSegment, KnownCall, warm_results
+from tests.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, KnownCall, warm_results
 from tests.faults.steps import BY_ALGORITHM, CALL, Fault, Reached, replaced
 from tests.helpers.problems import OPS
 
 Around = Callable[[Cell], AbstractContextManager[object]]
-P = ParamSpec("P")
 
 
 def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Around = nullcontext) -> RankReport | None:
@@ -69,13 +68,9 @@ def _patient_interpreter() -> AbstractContextManager[object]:
     return mock.patch.object(primitives, "clock_ns", clock_ns)
 
 
-def _timed(attempt: Callable[P, CallOutcome]) -> Callable[P, CallOutcome]:
-    @wraps(attempt)
-    def timed(*args: P.args, **kwargs: P.kwargs) -> CallOutcome:
-        start = time.monotonic()
-        return replace(attempt(*args, **kwargs), seconds=time.monotonic() - start)
-
-    return timed
+def _timed(attempt: Callable[[], CallOutcome]) -> CallOutcome:
+    start = time.monotonic()
+    return replace(attempt(), seconds=time.monotonic() - start)
 
 
 class _Rank:
@@ -84,35 +79,35 @@ class _Rank:
         self.rank = group.rank()
         self.is_victim = self.rank == cell.victim
         self.reached = Reached(yes=cell.fault not in INJECTIONS)
-        self.inputs = Guarded()
+        self.guarded = Guarded()
         self.results: list[tuple[KnownCall, Tensor]] = []
         self.in_python: list[str] = []  # the ops of calls that run in Python and must be on tapes
 
     def run(self, around: Around) -> RankReport:
         """``around`` holds from the faulty call on."""
-        segments = self._come_together()
+        self._come_together()
         with around(self.cell):
-            return self._faulty(segments)
+            return self._faulty()
 
-    def _faulty(self, segments: Sequence[GuardedSegment]) -> RankReport:
+    def _faulty(self) -> RankReport:
         cell, one_is_dead = self.cell, self.cell.fault == "kill"
         with tapes.noting_python(self._workspaces, self.in_python) if cell.prepared else nullcontext():
             outcomes = list(self._calls())
         self._meet(survivors=one_is_dead)
-        memory = self._violations(segments)
+        memory = self._violations()
         self._meet(survivors=one_is_dead)
         after = None
         if one_is_dead:
-            after = self._closed()
+            after = _timed(self._closed)
         elif cell.recovers:
-            after = self._after_reset()
+            after = _timed(self._after_reset)
             self._meet()
         return RankReport(self.rank, outcomes, self.reached.yes or not self.is_victim, memory, after)
 
     def _known(self, seed: int) -> KnownCall:
         return KnownCall(self.cell.op, self.cell.group_size, LARGE if self.cell.grows else KnownCall.size, seed=seed)
 
-    def _come_together(self) -> list[GuardedSegment]:
+    def _come_together(self) -> None:
         """Give both groups a workspace, unless the fault is in making it, and mark what must not change."""
         with fusedcomm.force_algorithm("chunked"):
             self._must_be_right(KnownCall("matmul_all_to_all", self.cell.group_size, seed=50), self.other)
@@ -121,11 +116,11 @@ class _Rank:
         for workspace in self._workspaces() if self.cell.in_place else []:
             warm_results(workspace)
         self._meet()
-        used = [] if self.cell.grows else self._workspaces()  # what is outgrown is unmapped
-        idle = self._workspaces(self.other)
-        segments = [GuardedSegment(each) for each in used] + [GuardedSegment(each, idle=True) for each in idle]
+        for workspace in [] if self.cell.grows else self._workspaces():  # what is outgrown is unmapped
+            self.guarded.watch_segment(workspace, idle=False)
+        for workspace in self._workspaces(self.other):
+            self.guarded.watch_segment(workspace, idle=True)
         self._meet()
-        return segments
 
     def _warm_up(self) -> None:
         """Make a call before the faulty one, or as many as it takes to prepare what is called then."""
@@ -143,7 +138,7 @@ class _Rank:
             for i in range(self.cell.num_calls):
                 call = self._changed(self._known(i)) if i == 0 else self._known(i)
                 if call is not None:
-                    yield self._attempt(call, i)
+                    yield _timed(partial(self._attempt, call, i))
                 if not self.cell.harmless:
                     self._meet(survivors=self.cell.fault == "kill")
 
@@ -163,10 +158,9 @@ class _Rank:
         }
         return replace(call, **changes.get(self.cell.fault, {}))
 
-    @_timed
     def _attempt(self, call: KnownCall, index: int) -> CallOutcome:
         """One call, with the fault in it if it is the victim's first one."""
-        x, w = (self.inputs.copy_of(t) for t in call.inputs(self.rank))
+        x, w = (self.guarded.copy_of(t) for t in call.inputs(self.rank))
         facts: dict[str, Any] = {"called": call.op, "epoch_before": self._epoch(), "index": index}
         if self.cell.prepared and index == 0:
             tapes.line_up(self._workspaces()[0], self.cell.step, self.cell.victim, MEET_S)
@@ -206,7 +200,6 @@ class _Rank:
         with settings(TIMEOUT_S=str(self.cell.timeout_s)):
             yield
 
-    @_timed
     def _after_reset(self) -> CallOutcome:
         """A call after ``fusedcomm.reset``, planned as before, or as many as are on a tape again. The other group must
         still work.
@@ -226,7 +219,6 @@ class _Rank:
             return CallOutcome(OTHER_ERROR, str(error), type(error).__name__)
         return CallOutcome(RIGHT)
 
-    @_timed
     def _closed(self) -> CallOutcome:
         """``fusedcomm.close`` without the rank that has died."""
         with settings(TIMEOUT_S=str(self.cell.timeout_s)):
@@ -236,9 +228,8 @@ class _Rank:
                 return CallOutcome(PEER_ERROR, str(error), type(error).__name__, peers=tuple(error.peers))
         return CallOutcome(RIGHT)
 
-    def _violations(self, segments: Sequence[GuardedSegment]) -> list[str]:
-        found = ["the inputs, or what is around them, have changed"] if self.inputs.changed() else []
-        found += ["a segment has changed where no call writes" for each in segments if each.changed()]
+    def _violations(self) -> list[str]:
+        found = self.guarded.changed()
         found += [f"a call of {op} must be on a tape, but ran in Python" for op in self.in_python]
         late = [call for call, result in self.results if call.wrong(result, self.rank)]
         return found + [f"the result of call {call.seed} has changed after it" for call in late]

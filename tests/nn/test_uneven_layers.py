@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 import fusedcomm
 from fusedcomm.nn import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     UlyssesOut,
     UlyssesQKV,
     shard_tokens,
@@ -194,28 +192,6 @@ def test_the_plain_case_is_as_before(rank: int) -> None:
             UlyssesQKV(HIDDEN, 4, HEAD_DIM, kv_heads)(torch.ones(BATCH, 3, HIDDEN))
         pushes = [args for name, args in spy.calls if name == "fusedcomm::matmul_all_to_all"]
         assert [args[6:11] for args in pushes] == [(None,) * 5] * calls
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "splits"), [(2, (0, 7)), (3, None)])
-def test_tensor_parallel_layers(rank: int, world_size: int, splits: tuple[int, ...] | None) -> None:
-    """An MLP whose layers with sequence_dim take tokens that R does not divide."""
-    torch.manual_seed(1)
-    case = Case(world_size, 7, 1, 1, splits)
-    up, down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
-    x, weight = (torch.randn(BATCH, 7, HIDDEN, requires_grad=True) for _ in range(2))
-    want = down(up(x).relu())
-    (want * weight).sum().backward()
-    column = ColumnParallelLinear.from_linear(up, sequence_dim=1)
-    row = RowParallelLinear.from_linear(down, sequence_dim=1)
-    mine = case.mine(x.detach()).clone().requires_grad_()
-    y = row(column(mine, case.given).relu(), case.given)
-    (y * case.mine(weight.detach())).sum().backward()
-    torch.testing.assert_close(y, case.mine(want), **CLOSE)
-    torch.testing.assert_close(mine.grad, case.mine(x.grad), **CLOSE)
-    for layer, plain in ((column, up), (row, down)):
-        for name, parameter in layer.named_parameters():
-            torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, **CLOSE)
 
 
 @on_ranks(2)

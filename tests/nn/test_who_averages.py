@@ -6,29 +6,90 @@ without the row's factor must not.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.nn import sum_replicated_gradients
-from tests.helpers.nn_mlp import (
-    CLOSE,
-    MLP,
-    check_gradients,
-    data,
-    distribute_norm,
-    gradients,
-    mesh_of_pairs,
-    parallel_mlp,
-    plain_mlp,
-)
+from fusedcomm.nn import UlyssesOut, full_state_dict, sum_replicated_gradients
+from fusedcomm.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from tests.helpers.on_ranks import on_ranks
+
+BATCH, TOKENS, HIDDEN, INNER = 4, 8, 6, 12
+# float32 has 1.2e-7; sums of some tens of terms run in another order, of gradients of about 0.1
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up: Any = nn.Linear(HIDDEN, INNER)
+        self.down: Any = nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def plain_mlp(seed: int = 0) -> MLP:
+    torch.manual_seed(seed)
+    return MLP()
+
+
+def data() -> Tensor:
+    return torch.randn(BATCH, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def mesh_of_pairs() -> DeviceMesh:
+    """Two pairs of four ranks: each pair holds one model."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+
+
+def parallel_mlp(plain: MLP, mesh: DeviceMesh, sequence_dim: int | None) -> MLP:
+    """The norm stays plain."""
+    model = copy.deepcopy(plain)
+    tokens = Replicate() if sequence_dim is None else Shard(sequence_dim)
+    plan = {"up": ColwiseParallel(input_layouts=tokens), "down": RowwiseParallel(output_layouts=tokens)}
+    parallelize_module(model, mesh, plan)
+    return model
+
+
+def distribute_norm(model: MLP, mesh: DeviceMesh, sequence_dim: int | None) -> MLP:
+    if sequence_dim is not None:
+        style = SequenceParallel(sequence_dim=sequence_dim, use_local_output=True)
+        parallelize_module(model, mesh, {"norm": style})
+        return model
+    distribute_module(
+        model.norm,
+        mesh,
+        input_fn=lambda module, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),
+        output_fn=lambda module, output, mesh: output.to_local(),
+    )
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        grad = parameter.grad
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad  # a norm's is Partial
+    return found
+
+
+def check_gradients(model: nn.Module, plain: nn.Module) -> None:
+    wants = gradients(plain)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, wants[name], **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+
 
 AXIS = 2  # ranks in each dim of the mesh
 
@@ -94,7 +155,7 @@ def test_a_row(rank: int, row: Row) -> None:
     mask = mask if row.masked else torch.ones_like(mask)
     ((plain(x).square().mean(-1) * mask).sum() / mask.sum()).backward()
     sequence_dim = 1 if row.summed else None
-    model = parallel_mlp(plain, (mesh, "model"), sequence_dim)
+    model = parallel_mlp(plain, mesh["model"], sequence_dim)
     if not row.by_hand:
         distribute_norm(model, mesh["model"], sequence_dim)
     if row.averaged:
@@ -111,3 +172,40 @@ def test_distributed_data_parallel_averages(rank: int) -> None:
     plain(data()).square().mean().backward()
     model(data().chunk(2)[rank]).square().mean().backward()
     check_gradients(model.module, plain)
+
+
+class Attention(nn.Module):
+    """What of Ulysses attention has parameters, with heads that are x itself."""
+
+    def __init__(self, out: nn.Module) -> None:
+        super().__init__()
+        self.out = out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x)
+
+
+@on_ranks(4)
+def test_sum_replicated_gradients_under_fsdp2(rank: int) -> None:
+    """FSDP2 averages over one dim of the mesh, this sums over the other; over the same ranks it is refused."""
+    mesh = mesh_of_pairs()
+    torch.manual_seed(1)
+    plain = nn.Linear(12, 5)  # FSDP2 cuts 5 rows into 3 and 2
+    x = torch.randn(4, 8, 4, 3, generator=torch.Generator().manual_seed(2))  # [batch, tokens, heads, head_dim]
+    plain(x.flatten(-2)).square().mean().backward()
+    layer = UlyssesOut.from_linear(plain, num_heads=4, group=(mesh, "model"))
+    over_the_same = Attention(copy.deepcopy(layer))
+    model = Attention(layer)
+    fully_shard(model, mesh=mesh["data"])
+    mine = x.chunk(2, 0)[rank // 2].chunk(2, 2)[rank % 2]
+    (model(mine).square().mean() / 2).backward()
+    sum_replicated_gradients(model)
+    check_gradients(model.out, plain)
+    whole = full_state_dict(model)
+    assert torch.equal(whole["out.weight"], plain.weight)
+
+    fully_shard(over_the_same, mesh=mesh["model"])
+    over_the_same(mine).square().mean().backward()
+    expected = r"the gradient of out.weight must not have been reduced over the group, .* its ranks \[\d, \d\]$"
+    with pytest.raises(ValueError, match=expected):
+        sum_replicated_gradients(over_the_same)

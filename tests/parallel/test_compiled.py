@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm.compile
-import fusedcomm.nn
 import fusedcomm.parallel
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.small_llama import Llama, agree, difference, llama, meshes, parallelize, plain, shard, train
@@ -111,14 +110,6 @@ def alone(layout: Any) -> nn.Module:
     return p.parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
 
 
-def of_layers(layout: Any) -> nn.Module:
-    model: Any = Shared()
-    options = {} if layout == Replicate() else {"sequence_dim": 1}
-    model.q, model.k = (fusedcomm.nn.ColumnParallelLinear.from_linear(each, **options) for each in (model.q, model.k))
-    model.o = fusedcomm.nn.RowParallelLinear.from_linear(model.o, **options)
-    return model  # type: ignore[no-any-return]
-
-
 MODES = {"grad": nullcontext, "x-without": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
@@ -133,7 +124,7 @@ MODES = {"grad": nullcontext, "x-without": nullcontext, "no_grad": torch.no_grad
 def test_each_mode(rank: int, mode: str, autocast: bool, frozen: bool) -> None:
     """Whole graphs, and the numbers of the plain module."""
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
-    for make, layout in itertools.product((of_styles, alone, of_layers), (Replicate(), Shard(1))):
+    for make, layout in itertools.product((of_styles, alone), (Replicate(), Shard(1))):
         grads = []
         for model, compiled in ((Shared(), False), (make(layout), True)):
             mine = x.chunk(2, 1)[rank] if compiled and layout == Shard(1) else x

@@ -12,8 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -119,6 +121,31 @@ def test_a_layer(rank: int, case: Case) -> None:
     assert tuple(spy.names("fusedcomm")) == case.ops
     assert linear.ran == case.ran
     assert our_parallel.explain_layers(nn.Sequential(linear)) == {"0": case.ran}
+
+
+@on_ranks(2)
+def test_an_x_that_all_ranks_hold(rank: int) -> None:
+    """A frozen x costs no communication, and second derivatives are those of the whole layer."""
+    linear = styled(our_parallel, Case("ColwiseParallel"), init_device_mesh("cpu", (2,)))
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(6))
+    if rank == 0:  # alone: nothing may wait for the other rank
+        linear(x).sum().backward()
+    dist.barrier()
+    x.requires_grad_()
+    weight, bias = (whole(t.detach()) for t in (linear.weight, linear.bias))
+    answers = []
+    for y, leaf in ((linear(x), linear.weight), (nn.functional.linear(x, weight.requires_grad_(), bias), weight)):
+        grads = torch.autograd.grad(y.square().sum(), (x, leaf), create_graph=True)
+        squares = [(g.to_local() if isinstance(g, DTensor) else g).square().sum() for g in grads]
+        answers.append([whole(each) for each in torch.autograd.grad(sum(squares), (x, leaf))])
+    torch.testing.assert_close(*answers, **CLOSE)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == linear.weight.grad.dtype == torch.float32
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"fusedcomm.* has no forward-mode derivatives"):
+        linear(forward_ad.make_dual(x.detach(), x.detach()))
 
 
 @on_ranks(2)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import fusedcomm
 import fusedcomm.parallel as our_parallel
 from tests.helpers.on_ranks import on_ranks
 
@@ -185,13 +184,17 @@ def test_random_programs(rank: int, seed: int) -> None:
     assert outcomes == {"right", "raised"}
 
 
-def layers() -> dict[str, tuple[nn.Module, Tensor]]:
-    column, row, whole = fusedcomm.nn.ColumnParallelLinear, fusedcomm.nn.RowParallelLinear, torch.ones(2, 4, 8)
+def layers() -> dict[str, tuple[Any, Tensor]]:
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.ones(2, 4, 8)
+    column, row, tokens = our_parallel.ColwiseParallel, our_parallel.RowwiseParallel, Shard(1)
+    cases = {
+        "column": (column(), whole),
+        "column of tokens": (column(input_layouts=tokens), whole[:, :2]),
+        "row": (row(), whole[..., :4]),
+        "row to tokens": (row(output_layouts=tokens), whole[..., :4]),
+    }
     return {
-        "column": (column(8, 8), whole),
-        "column of tokens": (column(8, 8, sequence_dim=1), whole[:, :2]),
-        "row": (row(8, 8), whole[..., :4]),
-        "row to tokens": (row(8, 8, sequence_dim=1), whole[..., :4]),
+        name: (our_parallel.parallelize_module(nn.Linear(8, 8), mesh, style), x) for name, (style, x) in cases.items()
     }
 
 
