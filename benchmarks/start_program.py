@@ -46,13 +46,13 @@ from benchmarks.common import (
     tabulated,
 )
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
-from fusedcomm.cli.demo_problem import DTENSOR_LOGGER
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.ops.exact_problem import difference
+from fusedcomm.tools.demo_problem import DTENSOR_LOGGER
 
 EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "exchange", "compiled", "op"
 TIMED = (ROOF, PLAIN, EXCHANGE, COMPILED, OP)

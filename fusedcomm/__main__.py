@@ -2,7 +2,7 @@
 
 import sys
 
-from fusedcomm.cli import main
+from fusedcomm.tools import main
 
 if __name__ == "__main__":  # spawned ranks import this module too
     sys.exit(main())

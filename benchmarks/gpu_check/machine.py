@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import child
-from fusedcomm.doctor import gpus
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.machine import environment
 from fusedcomm.runtime import triton_probe
+from fusedcomm.tools import doctor_gpus
 
 
 def cases(device: torch.device) -> child.Cases:
@@ -18,7 +18,7 @@ def cases(device: torch.device) -> child.Cases:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    survey = gpus.survey()
+    survey = doctor_gpus.survey()
     facts = {
         **{key: value for key, value in run_facts().items() if key != "command"},
         "driver": survey.driver,

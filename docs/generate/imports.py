@@ -14,7 +14,7 @@ LAYERS = (
     *("env", "errors", "files", "machine", "redact", "geometry", "reference"),
     *("kernels", "cost", "runtime", "algorithms", "ops", "symm_mem", "parallel", "nn", "redistribution"),
     "__init__",  # what `import fusedcomm` offers
-    *("launch", "compile", "bench", "testing", "doctor", "cli", "__main__"),
+    *("launch", "compile", "bench", "testing", "tools", "__main__"),
 )
 
 

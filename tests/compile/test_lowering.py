@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.testing.selftest import settings
+from fusedcomm.tools.selftest_checks import settings
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tiers import thorough_but
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from fusedcomm.bench import tune
-from fusedcomm.cli import main
 from fusedcomm.cost import model, tuned
 from fusedcomm.cost.links import INTER, Reach
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.launch import world
 from fusedcomm.runtime import members
 from fusedcomm.runtime.group import resolve
+from fusedcomm.tools import main
 from tests.cost.test_tuned import CPU, own_cache
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "tune.json").read_text())

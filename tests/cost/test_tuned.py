@@ -19,12 +19,12 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm import env
 from fusedcomm.bench import tune
-from fusedcomm.cli import main
 from fusedcomm.cost import in_pieces, model, tuned
 from fusedcomm.cost.links import INTER, Reach
 from fusedcomm.cost.model import DEFAULTS, Constants
 from fusedcomm.geometry import shapes
-from fusedcomm.testing.selftest import settings
+from fusedcomm.tools import main
+from fusedcomm.tools.selftest_checks import settings
 
 CPU = torch.device("cpu")
 FAST = replace(DEFAULTS["cpu"], source=model.TUNED, copy_bandwidth=3e9)

@@ -24,7 +24,7 @@ from fusedcomm.runtime import group_member, members, results
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.runtime.workspace import Workspace
-from fusedcomm.testing.selftest import settings
+from fusedcomm.tools.selftest_checks import settings
 from tests.faults import tapes
 from tests.faults.cells import MEET_S, Cell
 from tests.faults.injections import INJECTIONS, RAISED

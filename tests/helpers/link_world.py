@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.bench import tune
-from fusedcomm.testing.selftest import settings
+from fusedcomm.tools.selftest_checks import settings
 from tests.helpers.groups import call, member_of
 from tests.helpers.hosts import sent_bytes
 from tests.helpers.hosts_world import main

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusedcomm import cli
+from fusedcomm import tools
 from tests.helpers.problems import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 CHANGELOG = ROOT / "CHANGELOG.md"
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-COMMANDS = [path.stem for path in (ROOT / "fusedcomm/cli").glob("*.py") if "def add_parser(" in path.read_text()]
+COMMANDS = [path.stem for path in (ROOT / "fusedcomm/tools").glob("*.py") if "def add_parser(" in path.read_text()]
 FOLDERS = ("fusedcomm", "kernels", "tests", "benchmarks", "examples", "docs")
 PATH = rf"(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w-]+\.(?:py|md|toml|h|cpp)"  # for a file outside of these, the name alone
 HOLE = "\0"  # what stands in a text for what varies
@@ -163,7 +163,7 @@ def raised_texts(tree: ast.AST) -> Iterator[str]:
 def test_every_text_that_is_raised_is_explained() -> None:
     """This holds for what users import. Commands say themselves what is wrong with their arguments."""
     quoted = quoted_texts()
-    own = ("bench", "cli", "doctor", "launch", "testing")
+    own = ("bench", "launch", "testing", "tools")
     files = [path for path in sources() if path.relative_to(ROOT).parts[1] not in own]
     raised = {text for path in files for text in raised_texts(parsed(path))}
     assert len(raised) > 50
@@ -238,7 +238,7 @@ def wrong_name(span: str) -> str | None:
     elif command := re.match(r"fusedcomm ([a-z]+)\b", span):
         if command[1] not in COMMANDS:
             return "no such command"
-        text = (ROOT / "fusedcomm/cli" / f"{command[1]}.py").read_text()
+        text = (ROOT / "fusedcomm/tools" / f"{command[1]}.py").read_text()
         options = re.findall(r"(?<=\s)--?[a-z][\w-]*", span.partition(" && ")[0])
         unknown = [option for option in options if f'"{option}"' not in text]
         return f"no option {unknown}" if unknown else None
@@ -280,13 +280,13 @@ def test_the_readme_shows_every_command_and_targets_of_make_exist() -> None:
 
 def test_commands_can_be_called_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in COMMANDS:
-        monkeypatch.setattr(importlib.import_module(f"fusedcomm.cli.{name}"), "run", lambda args: 0)
+        monkeypatch.setattr(importlib.import_module(f"fusedcomm.tools.{name}"), "run", lambda args: 0)
     lines = command_lines()
     assert len(lines) >= 5
     for line in lines:
-        assert cli.main(line.split()) == 0
+        assert tools.main(line.split()) == 0
     with pytest.raises(SystemExit):
-        cli.main([*lines[0].split(), "--nonsense"])
+        tools.main([*lines[0].split(), "--nonsense"])
 
 
 def test_names_that_do_not_exist_are_found() -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 MOST_ROOMS = 24  # not counting benchmarks/ and tests/
 MOST_FILES_IN_ROOT = 8
-COMMAND_ROOMS = ("cli",)  # a command has the name of what it shows
+COMMAND_ROOMS = ("tools",)  # a command has the name of what it shows
 
 
 def upward(root: Path) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fusedcomm
-from fusedcomm import cli
+from fusedcomm import tools
 
 ROOT = Path(__file__).parents[2]
 NO_COMPILER = "/nonexistent/c++"
@@ -53,7 +53,7 @@ def test_dir_shows_the_public_names_only() -> None:
 
 def test_the_command_tells_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
+        tools.main(["--version"])
     assert (ended.value.code, capsys.readouterr().out) == (0, f"fusedcomm {fusedcomm.__version__}\n")
 
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm.runtime import members
 from fusedcomm.runtime.workspace import Workspace
-from fusedcomm.testing.selftest import settings
+from fusedcomm.tools.selftest_checks import settings
 from tests.soak.random_program import MESH_DIMS, SoakGroup
 
 

@@ -27,7 +27,7 @@ from fusedcomm.ops.exact_problem import difference
 from fusedcomm.runtime import group_member, results
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
-from fusedcomm.testing.selftest import settings
+from fusedcomm.tools.selftest_checks import settings
 from tests.helpers.in_place import in_place_from
 from tests.soak import invoke
 from tests.soak.jitter import jitter

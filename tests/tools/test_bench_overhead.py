@@ -19,8 +19,8 @@ import fusedcomm
 from fusedcomm.bench.op_programs import PROGRAMS, MatmulAllToAll
 from fusedcomm.bench.overhead import call_clock
 from fusedcomm.bench.overhead.op_overhead import OpOverhead, measure_overhead
-from fusedcomm.cli import main
 from fusedcomm.testing import RankPool
+from fusedcomm.tools import main
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench_overhead.json").read_text())
 OP = "matmul_all_to_all"

@@ -18,10 +18,10 @@ from fusedcomm.bench import plain
 from fusedcomm.bench.measure import BUS, Options, measure_op
 from fusedcomm.bench.op_programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.cli import main
 from fusedcomm.launch import world
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.testing import RankPool
+from fusedcomm.tools import main
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench.json").read_text())
 SHAPE = ("--shape", "36", "16", "24")

@@ -22,8 +22,8 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 import fusedcomm.compile
-from fusedcomm.cli import main
 from fusedcomm.launch.ranks import RankPool
+from fusedcomm.tools import main
 from tests.helpers.block_checks import interpreted
 
 COMPILES = """\

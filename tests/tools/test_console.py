@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from fusedcomm.cli import tune
 from fusedcomm.launch import console
 from fusedcomm.launch.console import Column, Table
+from fusedcomm.tools import tune
 
 ROOT = Path(__file__).parents[2]
 

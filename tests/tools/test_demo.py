@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.cli import demo, main
-from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
 from fusedcomm.testing import RankPool
+from fusedcomm.tools import demo, main
+from fusedcomm.tools.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "demo.json").read_text())
 

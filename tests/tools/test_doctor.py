@@ -16,12 +16,11 @@ from unittest import mock
 import jsonschema
 import pytest
 
-from fusedcomm.cli import main
-from fusedcomm.doctor import across_ranks, checks, gpus, report
-from fusedcomm.doctor.across_ranks import AlgorithmVerdict, GroupAnswer
-from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.ops import dispatch
+from fusedcomm.tools import doctor_checks, doctor_gpus, doctor_ranks, doctor_report, main
+from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING
+from fusedcomm.tools.doctor_ranks import AlgorithmVerdict, GroupAnswer
 from tests.helpers.doctor_machines import UUID, canned, fake_nvml, rank_facts, shared
 
 Ranks = Callable[[int], RankPool]
@@ -47,9 +46,9 @@ def levels(file: Path) -> dict[str, dict[str, str]]:
 
 def test_the_command_on_this_machine(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command runs in ranks with Triton's interpreter, so it runs fusedcomm's kernels too."""
-    monkeypatch.setattr(report, "CheckRanks", shared(ranks))
+    monkeypatch.setattr(doctor_report, "CheckRanks", shared(ranks))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr(gpus, "survey", gpus.Machine)
+    monkeypatch.setattr(doctor_gpus, "survey", doctor_gpus.Machine)
     code, out = doctor(0, tmp_path / "x")
     assert code == 0 and not set("\x1b\r") & set(out) and "0 errors" in out and "exit code 0" in out
     found = levels(tmp_path / "x")
@@ -65,17 +64,17 @@ def hang(rank: int) -> str:
 
 
 def test_a_check_that_hangs_is_bounded_and_the_next_one_runs() -> None:
-    with contextlib.closing(checks.CheckRanks(1)) as ranks:
+    with contextlib.closing(doctor_checks.CheckRanks(1)) as ranks:
         hung = ranks.check("x", "help", 0.5, hang)
         assert (hung.level, hung.advice) == (ERROR, "help") and "did not answer: no result within 0.5 s" in hung.text
         assert ranks.check("x", "", 30, str).text == "0"
 
 
 def few_atomics_and_wrong_bytes(rank: int) -> str:
-    ours = checks.pattern
-    with mock.patch.multiple(checks, SIGNALS=6, pattern=lambda seed: ours(seed + (rank == 1))):
-        assert checks.atomics(rank, "cpu") == "6 rounds of signal and wait between 2 ranks"
-        return checks.rendezvous(rank, "cpu")
+    ours = doctor_checks.pattern
+    with mock.patch.multiple(doctor_checks, SIGNALS=6, pattern=lambda seed: ours(seed + (rank == 1))):
+        assert doctor_checks.atomics(rank, "cpu") == "6 rounds of signal and wait between 2 ranks"
+        return doctor_checks.rendezvous(rank, "cpu")
 
 
 def test_wrong_bytes_in_a_peers_memory_are_found(ranks: Ranks) -> None:
@@ -92,18 +91,18 @@ def planted_topology(rank: int, reason: str) -> GroupAnswer:
         return dataclasses.replace(real, topology=dataclasses.replace(real.topology, no_workspace=reason))
 
     with mock.patch.object(dispatch, "member", member):
-        return across_ranks.ask(rank, ["cpu"])
+        return doctor_ranks.ask(rank, ["cpu"])
 
 
 def test_the_verdict_is_the_planners(ranks: Ranks) -> None:
-    good = {each.algorithm: each for each in ranks(2).run(across_ranks.ask, ["cpu"])[0].verdicts}
+    good = {each.algorithm: each for each in ranks(2).run(doctor_ranks.ask, ["cpu"])[0].verdicts}
     assert good["chunked"].can_run and good["unfused"].can_run and good["chunked"].reason.startswith("used for ")
     bad = ranks(2).run(planted_topology, "rank 1: planted")[0]
     reasons = {each.algorithm: each.reason for each in bad.verdicts}
     assert reasons["chunked"] == reasons["fused"] == "not used: rank 1: planted"
     assert {each.algorithm for each in bad.verdicts if each.used} <= {"unfused", "pipelined"}
     for primary, level in (("cpu", ERROR), ("cuda", WARNING)):
-        found = {each.name: each.level for each in across_ranks.find_verdicts(bad, primary)}
+        found = {each.name: each.level for each in doctor_ranks.find_verdicts(bad, primary)}
         assert found == {"cpu unfused": OK, "cpu chunked": level, "cpu fused": ABSENT, "cpu pipelined": OK}
 
 
@@ -120,11 +119,11 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     cpu_group = GroupAnswer([rank_facts()] * 2, [AlgorithmVerdict("cpu", "chunked", True, True, "of a reason")])
     answers: dict[str, Any] = dict.fromkeys(("peer_copies", "rendezvous", "atomics", "op_values"), "works")
     answers |= {"ask ['cpu']": cpu_group, "ask ['cuda']": gpu_group(), "uuids": [f"{UUID}0", f"{UUID}1"]}
-    machine = gpus.survey(fake_nvml())
+    machine = doctor_gpus.survey(fake_nvml())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr(gpus, "survey", lambda: machine)
-    monkeypatch.setattr(report, "CheckRanks", canned(answers))
+    monkeypatch.setattr(doctor_gpus, "survey", lambda: machine)
+    monkeypatch.setattr(doctor_report, "CheckRanks", canned(answers))
     return answers
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fusedcomm import env
-from fusedcomm.doctor import gpus, host
-from fusedcomm.doctor.across_ranks import AlgorithmVerdict, GroupAnswer, find_differences, find_verdicts
-from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING
 from fusedcomm.machine import RELEVANT
+from fusedcomm.tools import doctor_gpus, doctor_host
+from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING
+from fusedcomm.tools.doctor_ranks import AlgorithmVerdict, GroupAnswer, find_differences, find_verdicts
 from tests.helpers.doctor_machines import UUID, fake_nvml, rank_facts
 
 ROOT = Path(__file__).parents[2]
@@ -42,34 +42,35 @@ MACHINES: list[tuple[dict[str, Any], str, str, str]] = [
 
 @pytest.mark.parametrize("machine, name, level, text", MACHINES, ids=str)
 def test_what_keeps_gpus_from_their_peers_is_found(machine: dict[str, Any], name: str, level: str, text: str) -> None:
-    found = gpus.find(gpus.survey(fake_nvml(**machine)))
+    found = doctor_gpus.find(doctor_gpus.survey(fake_nvml(**machine)))
     (finding,) = [each for each in found if each.name == name]
     assert finding.level == level and re.search(text, finding.text)
     assert finding.advice if level in (WARNING, ERROR) else found == [finding]
 
 
 def test_gpus_that_torch_does_not_see_are_not_judged() -> None:
-    bad = gpus.survey(fake_nvml(num_gpus=3, p2p={(0, 2, 2): 5}))
+    bad = doctor_gpus.survey(fake_nvml(num_gpus=3, p2p={(0, 2, 2): 5}))
     assert (bad.driver, bad.cuda_driver) == ("580.65.06", "13.0")
     for visible, level in (({f"{UUID}0", f"{UUID}1"}, OK), (set(), ABSENT), (None, ERROR)):
-        assert [each.level for each in gpus.find(gpus.of(bad, visible))] == [level]
-    part = gpus.of(gpus.survey(fake_nvml(mig=1)), {"0badcafe-0000-5000-8000-00000000000a"})  # torch sees parts of these
+        assert [each.level for each in doctor_gpus.find(doctor_gpus.of(bad, visible))] == [level]
+    survey = doctor_gpus.survey(fake_nvml(mig=1))
+    part = doctor_gpus.of(survey, {"0badcafe-0000-5000-8000-00000000000a"})  # torch sees parts of these
     assert len(part.gpus) == 2
 
 
 def test_nvml_or_torch_that_does_not_fit_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for trace, level in ((tmp_path / "none", ABSENT), (tmp_path, ERROR)):
-        monkeypatch.setattr(gpus, "DRIVER_TRACES", (str(trace),))
-        (finding,) = gpus.find(gpus.survey())
+        monkeypatch.setattr(doctor_gpus, "DRIVER_TRACES", (str(trace),))
+        (finding,) = doctor_gpus.find(doctor_gpus.survey())
         assert finding.level == level and "ModuleNotFoundError" in finding.text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert not host.sees_no_gpu(0, 2)
+    assert not doctor_host.sees_no_gpu(0, 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert host.sees_no_gpu(0, 2)[0].level == ERROR and not host.sees_no_gpu(2, 2)
+    assert doctor_host.sees_no_gpu(0, 2)[0].level == ERROR and not doctor_host.sees_no_gpu(2, 2)
     monkeypatch.setattr("torch.version.cuda", None)
-    assert "for CPUs" in host.sees_no_gpu(0, 2)[0].advice
+    assert "for CPUs" in doctor_host.sees_no_gpu(0, 2)[0].advice
 
 
 # Each: a value that is bad, how bad it is with GPUs and without, and a value that is good
@@ -99,12 +100,12 @@ def test_a_setting_that_breaks_things_is_found(
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/proc")  # root may write anywhere
     monkeypatch.setenv(name, bad)
     for num_gpus, level in ((2, with_gpus), (0, alone)):
-        (finding,) = host.find_settings(num_gpus)
+        (finding,) = doctor_host.find_settings(num_gpus)
         assert finding.level == level and finding.advice and "hunter2" not in str(finding)
         assert finding.name == name or name == "FUSEDCOMM_CACHE_DIR"
     if good is not None:
         monkeypatch.setenv(name, good)
-        assert [each.level for each in host.find_settings(2)] == [OK]
+        assert [each.level for each in doctor_host.find_settings(2)] == [OK]
     else:
         assert finding.advice == "did you mean FUSEDCOMM_WORKSPACE_BYTES?"
 
@@ -133,8 +134,8 @@ def test_versions_outside_of_the_range_are_found(
 ) -> None:
     reason = "cannot be loaded" if name == "native part" else None
     monkeypatch.setattr("fusedcomm.runtime.topology.no_native", lambda: reason)
-    versions = host.versions(None, None) | {"triton": "3.9", "torch": "2.13.0", "linux": "6.8"} | {name: changed}
-    assert [(each.name, each.level) for each in host.find_versions(versions, num_gpus)] == [(name, level)]
+    versions = doctor_host.versions(None, None) | {"triton": "3.9", "torch": "2.13.0", "linux": "6.8"} | {name: changed}
+    assert [(each.name, each.level) for each in doctor_host.find_versions(versions, num_gpus)] == [(name, level)]
 
 
 DIFFERENCES: list[tuple[dict[str, Any], str, str]] = [

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fusedcomm import cli
+from fusedcomm import tools
 
-COMMANDS = [each.stem for each in Path(cli.__path__[0]).glob("*.py") if "def add_parser(" in each.read_text()]
+COMMANDS = [each.stem for each in Path(tools.__path__[0]).glob("*.py") if "def add_parser(" in each.read_text()]
 
 
 def below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -25,7 +25,7 @@ def below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 ROOT = argparse.ArgumentParser(prog="fusedcomm")
 ADDED = ROOT.add_subparsers()
 for command in COMMANDS:
-    importlib.import_module(f"fusedcomm.cli.{command}").add_parser(ADDED)
+    importlib.import_module(f"fusedcomm.tools.{command}").add_parser(ADDED)
 PARSERS = {parser.prog: parser for parser in below(ROOT)}
 
 
@@ -34,6 +34,6 @@ def test_the_example_of_every_command_can_be_called(prog: str, monkeypatch: pyte
     example = str(PARSERS[prog].epilog)
     assert example.startswith(f"example: {prog}")
     for name in COMMANDS:
-        monkeypatch.setattr(importlib.import_module(f"fusedcomm.cli.{name}"), "run", lambda args: 0)
+        monkeypatch.setattr(importlib.import_module(f"fusedcomm.tools.{name}"), "run", lambda args: 0)
     for command in example.removeprefix("example: ").split(" && "):
-        assert cli.main(shlex.split(command)[1:]) == 0
+        assert tools.main(shlex.split(command)[1:]) == 0

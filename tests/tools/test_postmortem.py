@@ -16,12 +16,12 @@ import pytest
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import cli
-from fusedcomm.doctor import postmortem
-from fusedcomm.doctor.postmortem import Dump, RecordedCall, judge
+from fusedcomm import tools
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.runtime import dumps
 from fusedcomm.runtime.departures import KILLED
+from fusedcomm.tools import dump_verdicts
+from fusedcomm.tools.dump_verdicts import Dump, RecordedCall, judge
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.problems import PROBLEMS
 
@@ -107,12 +107,12 @@ BROKEN = [
 def test_a_file_that_is_no_dump_is_named_and_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
 ) -> None:
-    assert cli.main(["postmortem", str(tmp_path / "nowhere")]) == cli.main(["postmortem", str(tmp_path)]) == 1
+    assert tools.main(["postmortem", str(tmp_path / "nowhere")]) == tools.main(["postmortem", str(tmp_path)]) == 1
     (tmp_path / "rank0.json").write_text(json.dumps(RAW))
     (tmp_path / "rank1.json").write_text(text)
     (tmp_path / "notes.txt").touch()
-    assert cli.main(["postmortem", str(tmp_path), "--json", str(tmp_path / "out" / "x")]) == 2
-    assert cli.main(["postmortem", str(tmp_path), "--json", str(tmp_path / "report")]) == 0
+    assert tools.main(["postmortem", str(tmp_path), "--json", str(tmp_path / "out" / "x")]) == 2
+    assert tools.main(["postmortem", str(tmp_path), "--json", str(tmp_path / "report")]) == 0
     said = capsys.readouterr()
     assert "no dump is there" in said.err and "not read: rank1.json: " in said.err and problem in said.err
     assert "ranks 1 and 2: no dump" in said.out
@@ -156,14 +156,14 @@ def test_a_rank_that_is_late(tmp_path: Path, capsys: pytest.CaptureFixture[str])
                 for rank in WORLD:
                     os.kill(pool.pid(rank), signal.SIGUSR1)
                 time.sleep(0.2)
-                last = [dump.calls[-1] for dump in postmortem.read(tmp_path)[0] if dump.calls]
+                last = [dump.calls[-1] for dump in dump_verdicts.read(tmp_path)[0] if dump.calls]
                 seen = unseen or any(each.waiting_for is not None for each in last[:2])
                 return seen and [(c.number, c.state) for c in last] == [(4, "running"), (4, "running"), (3, "done")]
 
             until((tmp_path / f"{algorithm} ready").exists)
             until(both_wait)
             (tmp_path / f"{algorithm} go").touch()
-            assert cli.main(["postmortem", str(tmp_path)]) == 0
+            assert tools.main(["postmortem", str(tmp_path)]) == 0
             said = " ".join(capsys.readouterr().out.split())
             assert "rank 2 is behind: it has finished call 3 (matmul_all_to_all) and never came to call 4" in said
             assert "for which ranks 0 and 1 wait since" in said and "in a circle" not in said

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from fusedcomm import machine
-from fusedcomm.cli import explain, main, postmortem
 from fusedcomm.launch import world
+from fusedcomm.tools import explain, main, postmortem
 from tests.helpers.waiting import wait_until
 from tests.tools.test_ranks import wait_until_dead
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.text import Text
 
-from fusedcomm.doctor import across_ranks
-from fusedcomm.doctor.across_ranks import GroupAnswer
-from fusedcomm.doctor.findings import ABSENT, ERROR, LEVELS, OK, WARNING, Finding, told_once
-from fusedcomm.doctor.report import GPU_S, STAGES, diagnose
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.redact import redact
+from fusedcomm.tools import doctor_ranks
+from fusedcomm.tools.doctor_findings import ABSENT, ERROR, LEVELS, OK, WARNING, Finding, told_once
+from fusedcomm.tools.doctor_ranks import GroupAnswer
+from fusedcomm.tools.doctor_report import GPU_S, STAGES, diagnose
 
 STYLES = {OK: "green", ABSENT: "dim", WARNING: "yellow", ERROR: "bold red"}
 
@@ -59,7 +59,7 @@ def _ask_torchrun() -> GroupAnswer | Exception | None:
     """Answers of torchrun's ranks, about GPUs too if each has one, or the error; None in ranks other than 0."""
     try:
         with world.ranks("cpu", 0, GPU_S) as call:  # by gloo: a rank does not know yet whether the others have GPUs
-            return call(across_ranks.ask, ["cpu", "cuda"])
+            return call(doctor_ranks.ask, ["cpu", "cuda"])
     except Exception as error:  # a rank that did not come, a wrong setting: the doctor says so
         return error
 

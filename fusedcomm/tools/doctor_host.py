@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 
 from fusedcomm import env
-from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
 from fusedcomm.machine import PACKAGES, version
 from fusedcomm.runtime import topology
 from fusedcomm.runtime.nccl_options import nccl_version_text
+from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding
 
 
 def _on(value: str) -> bool:

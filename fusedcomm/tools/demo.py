@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from fusedcomm.bench import plots, trace
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
-from fusedcomm.cli.demo_problem import DTENSOR, OURS, ROOF, UNFUSED, DemoData, DemoProblem
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
+from fusedcomm.tools.demo_problem import DTENSOR, OURS, ROOF, UNFUSED, DemoData, DemoProblem
 
 VARIANTS = (DTENSOR, UNFUSED, OURS, ROOF)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

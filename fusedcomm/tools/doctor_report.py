@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from fusedcomm import env
-from fusedcomm.doctor import across_ranks, checks, gpus, host
-from fusedcomm.doctor.across_ranks import GroupAnswer
-from fusedcomm.doctor.checks import CheckRanks
-from fusedcomm.doctor.findings import ABSENT, ERROR, Finding
-from fusedcomm.doctor.gpus import Gpu, Machine, Pair
 from fusedcomm.machine import environment
+from fusedcomm.tools import doctor_checks, doctor_gpus, doctor_host, doctor_ranks
+from fusedcomm.tools.doctor_checks import CheckRanks
+from fusedcomm.tools.doctor_findings import ABSENT, ERROR, Finding
+from fusedcomm.tools.doctor_gpus import Gpu, Machine, Pair
+from fusedcomm.tools.doctor_ranks import GroupAnswer
 
 STAGES = 3
 CPU_S, GPU_S = 20.0, 90.0  # limits of a check; on GPUs CUDA starts and Triton compiles
@@ -37,7 +37,7 @@ class DoctorReport:
         if isinstance(answer, GroupAnswer):
             self.groups.append(answer)
         else:
-            text = f"unknown: the ranks could not be asked: {checks.brief(answer)}"
+            text = f"unknown: the ranks could not be asked: {doctor_checks.brief(answer)}"
             advice = "no op on a group works until this does"
             self.findings.append(Finding("algorithms", "group", ERROR, text, advice))
 
@@ -50,16 +50,16 @@ def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Call
 
     ``quick`` leaves the functional checks out.
     """
-    machine, num_gpus = gpus.survey(), torch.cuda.device_count()
-    versions = host.versions(machine.driver, machine.cuda_driver)
+    machine, num_gpus = doctor_gpus.survey(), torch.cuda.device_count()
+    versions = doctor_host.versions(machine.driver, machine.cuda_driver)
     report = DoctorReport(versions, environment(), machine.gpus, machine.pairs)
-    report.findings += host.find_versions(versions, num_gpus) + host.find_settings(num_gpus)
-    report.findings += host.sees_no_gpu(num_gpus, len(machine.gpus))
+    report.findings += doctor_host.find_versions(versions, num_gpus) + doctor_host.find_settings(num_gpus)
+    report.findings += doctor_host.sees_no_gpu(num_gpus, len(machine.gpus))
     on_stage(1)
     if theirs is not None:
         report.heard(theirs)
     if isinstance(theirs, GroupAnswer):
-        report.findings += across_ranks.find_differences(theirs)
+        report.findings += doctor_ranks.find_differences(theirs)
     with closing(CheckRanks(2)) as ranks:
         _look_at_ranks(report, ranks, "cpu", CPU_S, quick, theirs is not None)
     on_stage(2)
@@ -80,7 +80,7 @@ def _look_at_ranks(
     """Hear what the planner says in these ranks, unless torchrun's were asked, and try what can run."""
     if not asked:
         try:
-            report.heard(ranks.run(limit_s, across_ranks.ask, [device_type]))
+            report.heard(ranks.run(limit_s, doctor_ranks.ask, [device_type]))
         except Exception as error:  # whatever happens to the ranks, the doctor goes on
             report.heard(error)
     if quick:
@@ -90,25 +90,25 @@ def _look_at_ranks(
     if not set(env.WITH_WORKSPACE).isdisjoint(can_run):
         advice = "see the findings above, and ptrace_scope, which must be 0 or 1; FUSEDCOMM_ALGORITHM=unfused avoids it"
         name = f"{device_type} symmetric memory"
-        report.findings.append(ranks.check(name, advice, limit_s, checks.rendezvous, device_type))
+        report.findings.append(ranks.check(name, advice, limit_s, doctor_checks.rendezvous, device_type))
         if device_type == "cuda":
-            report.findings.append(ranks.check("cuda atomics", advice, limit_s, checks.atomics, device_type))
+            report.findings.append(ranks.check("cuda atomics", advice, limit_s, doctor_checks.atomics, device_type))
     for algorithm in can_run:
         advice = f"do not use it here: FUSEDCOMM_ALGORITHM must not be {algorithm}; please report this"
         name = f"{device_type} {algorithm}"
-        report.findings.append(ranks.check(name, advice, limit_s, checks.op_values, device_type, algorithm))
+        report.findings.append(ranks.check(name, advice, limit_s, doctor_checks.op_values, device_type, algorithm))
 
 
 def _look_at_gpus(report: DoctorReport, num_gpus: int, quick: bool, asked: bool) -> None:
     with closing(CheckRanks(1)) as alone:
         try:
-            report.uuids = alone.run(GPU_S, checks.uuids)
+            report.uuids = alone.run(GPU_S, doctor_checks.uuids)
         except Exception as error:  # whatever happens to the rank, the doctor goes on
             advice = "python -c 'import torch; torch.cuda.init()' must work first"
-            report.findings.append(Finding("checks", "cuda devices", ERROR, checks.brief(error), advice))
+            report.findings.append(Finding("checks", "cuda devices", ERROR, doctor_checks.brief(error), advice))
         if report.uuids and num_gpus >= 2 and not quick:
             advice = "IOMMU or ACS? NCCL_P2P_DISABLE=1 makes everything go through the host"
-            report.findings.append(alone.check("cuda peer copies", advice, GPU_S, checks.peer_copies))
+            report.findings.append(alone.check("cuda peer copies", advice, GPU_S, doctor_checks.peer_copies))
     if num_gpus > 1:
         with closing(CheckRanks(min(num_gpus, MAX_GPU_RANKS), "cpu:gloo,cuda:nccl")) as ranks:
             _look_at_ranks(report, ranks, "cuda", GPU_S, quick, asked)
@@ -118,8 +118,8 @@ def _judge(report: DoctorReport, machine: Machine, num_gpus: int) -> None:
     """This comes at the end, when it is known which GPUs torch sees: the others do not matter."""
     seen = {uuid for each in report.groups for rank in each.ranks for uuid in rank["gpus"]} | set(report.uuids)
     hidden = num_gpus == 0 and "CUDA_VISIBLE_DEVICES" in os.environ
-    ours = gpus.of(machine, seen if seen or hidden else None)
-    report.findings += gpus.find(ours)
-    primary = "cpu" if num_gpus < 2 else None if gpus.no_nvlink(ours) else "cuda"
+    ours = doctor_gpus.of(machine, seen if seen or hidden else None)
+    report.findings += doctor_gpus.find(ours)
+    primary = "cpu" if num_gpus < 2 else None if doctor_gpus.no_nvlink(ours) else "cuda"
     for each in report.groups:
-        report.findings += across_ranks.find_verdicts(each, primary)
+        report.findings += doctor_ranks.find_verdicts(each, primary)

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm import env
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.doctor import checks
-from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, ranks_text
 from fusedcomm.machine import version
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
+from fusedcomm.tools import doctor_checks
+from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, ranks_text
 
 ASK_S = 90.0  # until all ranks have answered; on GPUs CUDA starts
 DTYPES = (torch.bfloat16, torch.float32)
@@ -59,7 +59,7 @@ def ask(rank: int, device_types: list[str]) -> GroupAnswer:
 
     Raises PeerTimeoutError if a rank does not come, and what a wrong setting raises.
     """
-    world = checks.world()
+    world = doctor_checks.world()
     own, bound = _facts("cuda" in device_types), min(env.timeout_s(), ASK_S)
     ranks = agree(store(world, "doctor"), rank, world.size(), own, what="fusedcomm doctor", timeout_s=bound)
     verdicts = []
@@ -131,7 +131,7 @@ def find_verdicts(group: GroupAnswer, primary: str | None) -> list[Finding]:
 def _facts(with_gpus: bool) -> dict[str, Any]:
     gpus: list[str] = []
     with contextlib.suppress(Exception):  # where CUDA does not start, the check of this host's devices has the reason
-        gpus = checks.uuids(0) if with_gpus else []
+        gpus = doctor_checks.uuids(0) if with_gpus else []
     index = int(os.environ.get("LOCAL_RANK", 0))
     names = sorted(set(env.SETTINGS) - {"FUSEDCOMM_HOST_ID", "FUSEDCOMM_CACHE_DIR"})
     hosts = (env.host_id(), env.host_id().partition(" ")[0])  # the boot id, with the PID namespace and without

@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symm_mem
 
 import fusedcomm
-from fusedcomm.doctor.findings import ERROR, OK, Finding
 from fusedcomm.launch.ranks import RankError, RankPool
 from fusedcomm.runtime import members, signals, topology
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.vote import agree
-from fusedcomm.testing.selftest import small
+from fusedcomm.tools.doctor_findings import ERROR, OK, Finding
+from fusedcomm.tools.selftest_checks import small
 
 START_S = 60.0  # until the ranks have come together
 PATTERN_BYTES = 1 << 20

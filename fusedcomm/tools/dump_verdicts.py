@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusedcomm.doctor.findings import ranks_text
 from fusedcomm.runtime.dumps import ENDED, SCHEMA, SIGUSR1
 from fusedcomm.runtime.flight_recorder import DONE, FAILED
+from fusedcomm.tools.doctor_findings import ranks_text
 
 GroupKey = tuple[str, tuple[int, ...], str]  # name, ranks, device type
 # What follows a rank's last words in errors of waits and of votes, the latter also as they are raised until a reset

@@ -16,7 +16,7 @@ from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
-from fusedcomm.testing.selftest import CHECKS, CheckResult, run_check
+from fusedcomm.tools.selftest_checks import CHECKS, CheckResult, run_check
 
 TIMEOUT_S = 300  # for one check, which ends by itself long before, with what it has found
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}

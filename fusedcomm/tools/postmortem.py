@@ -7,11 +7,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from fusedcomm.doctor import postmortem
-from fusedcomm.doctor.findings import ranks_text
-from fusedcomm.doctor.postmortem import Postmortem, RecordedCall
 from fusedcomm.launch import console
 from fusedcomm.launch.console import Column, Table
+from fusedcomm.tools import dump_verdicts
+from fusedcomm.tools.doctor_findings import ranks_text
+from fusedcomm.tools.dump_verdicts import Postmortem, RecordedCall
 
 
 def add_parser(commands: Any) -> None:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if problem := console.not_writable(args.json):
         return console.fail("postmortem", f"--json {problem}", code=2)
     try:
-        dumps, problems = postmortem.read(Path(args.dir))
+        dumps, problems = dump_verdicts.read(Path(args.dir))
     except OSError as error:
         return console.fail("postmortem", f"{args.dir}: {error.strerror}")
     for problem in problems:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if not dumps:
         text = f"{args.dir}: no dump is there. Ranks need FUSEDCOMM_DUMP_DIR, before they start"
         return console.fail("postmortem", text)
-    report = postmortem.judge(dumps)
+    report = dump_verdicts.judge(dumps)
     _print(report)
     if args.json:
         console.write_json(args.json, {**dataclasses.asdict(report), "problems": problems})

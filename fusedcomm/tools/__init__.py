@@ -30,8 +30,8 @@ fusedcomm COMMAND --help explains a command, its options and its exit codes."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or 1 with a message on stderr (2 for wrong arguments); for `explain` the script's."""
     # These imports stand here because what they import is not needed to import the package
-    from fusedcomm.cli import bench, demo, doctor, explain, postmortem, selftest, tune
     from fusedcomm.launch import world
+    from fusedcomm.tools import bench, demo, doctor, explain, postmortem, selftest, tune
 
     parser = argparse.ArgumentParser(
         prog="fusedcomm",

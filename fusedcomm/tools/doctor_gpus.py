@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fusedcomm.doctor.findings import ABSENT, ERROR, OK, WARNING, Finding
+from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding
 
 CAPS = {"nvlink": 2, "write": 1}  # NVML's numbers of what the vote asks too: runtime/topology.py
 STATUS = ("ok", "chipset not supported", "GPU not supported", "topology not supported", "disabled", "not supported")

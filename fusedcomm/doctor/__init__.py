@@ -1,1 +1,0 @@
-"""What `fusedcomm doctor` finds out: this machine, its settings, what works, and which algorithms will be used."""
