@@ -31,7 +31,7 @@ help:
 	@echo "            heads that the ranks do not divide, BENCH_ARGS= --tokens, --heads, --kv-heads, --ranks, --splits, --backward;"
 	@echo "            OP=hosts: pipelined across two hosts on a throttled link, as root: BENCH_ARGS= --mbit, --rounds;"
 	@echo "            OP=step_memory: what training takes of a host's memory, with results in place and without"
-	@echo "make figures  the figures of docs/benchmark.md and others, into benchmarks/results; 55 minutes of a machine that does nothing else"
+	@echo "make figures  the figures of docs/benchmark.md and others, into bench/results; 55 minutes of a machine that does nothing else"
 	@echo "make host-cost  what a call costs the host of a GPU, in instructions, and what the streams are given; without a GPU,"
 	@echo "            with valgrind: 0.8 GB the first time, and 15 minutes; HOST_COST_ARGS= --ranks, --torch, --json FILE"
 	@echo "make gpu-check  what one GPU can prove, in two halves of 380 s, with a Python that has torch, PYTHON=; what was"
@@ -83,45 +83,45 @@ wheel: $(VENV)/.built
 	@ls dist/*.whl
 
 bench: $(VENV)/.built
-	$(if $(filter $(OPS),$(OP)),$(BIN)/python -m benchmarks.ops $(filter $(OPS),$(OP)) $(BENCH_ARGS))
+	$(if $(filter $(OPS),$(OP)),$(BIN)/python -m fusedcomm.bench.ops $(filter $(OPS),$(OP)) $(BENCH_ARGS))
 	set -e; for bench in $(patsubst compile,start_program,$(filter-out $(OPS),$(OP))); do \
-	  echo "$$bench"; $(BIN)/python -m benchmarks.$$bench $(BENCH_ARGS); done
+	  echo "$$bench"; $(BIN)/python -m fusedcomm.bench.$$bench $(BENCH_ARGS); done
 
 # The figures that the README and docs/ quote, with nothing else running; about 55 minutes. All but the planner's are
 # measured with default numbers, whatever this user has tuned.
-RESULTS := benchmarks/results/cpu-2-ranks
+RESULTS := bench/results/cpu-2-ranks
 figures: export FUSEDCOMM_CACHE_DIR := $(CURDIR)/$(VENV)/figures
 figures: setup
 	rm -rf $(VENV)/figures
 	$(BIN)/fusedcomm bench ops --dtype float32 bfloat16 --json $(RESULTS)-ops.json
 	$(BIN)/fusedcomm bench overhead --json $(RESULTS)-overhead.json
 	set -e; for op in $(OPS); do for mode in ragged decode; do \
-	  $(BIN)/python -m benchmarks.ops $$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
-	$(BIN)/python -m benchmarks.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
-	$(BIN)/python -m benchmarks.start_program --json $(RESULTS)-compile.json
-	$(BIN)/python -m benchmarks.uneven --json $(RESULTS)-uneven.json
-	$(BIN)/python -m benchmarks.model_blocks --json $(RESULTS)-model-blocks.json
-	$(BIN)/python -m benchmarks.parallel_styles --rounds 31 --dtype float32 --json $(RESULTS)-parallel-styles.json
-	$(BIN)/python -m benchmarks.compile_time --rounds 3 --json benchmarks/results/cpu-compile-time.json
-	$(BIN)/python -m benchmarks.overlap --json benchmarks/results/overlap.json --plot benchmarks/results
-	$(BIN)/python -m benchmarks.redistribution --json benchmarks/results/redistribution.json
+	  $(BIN)/python -m fusedcomm.bench.ops $$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
+	$(BIN)/python -m fusedcomm.bench.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
+	$(BIN)/python -m fusedcomm.bench.start_program --json $(RESULTS)-compile.json
+	$(BIN)/python -m fusedcomm.bench.uneven --json $(RESULTS)-uneven.json
+	$(BIN)/python -m fusedcomm.bench.model_blocks --json $(RESULTS)-model-blocks.json
+	$(BIN)/python -m fusedcomm.bench.parallel_styles --rounds 31 --dtype float32 --json $(RESULTS)-parallel-styles.json
+	$(BIN)/python -m fusedcomm.bench.compile_time --rounds 3 --json bench/results/cpu-compile-time.json
+	$(BIN)/python -m fusedcomm.bench.overlap --json bench/results/overlap.json --plot bench/results
+	$(BIN)/python -m fusedcomm.bench.redistribution --json bench/results/redistribution.json
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
-	$(BIN)/python -m benchmarks.planner_choices --quick --json $(RESULTS)-planner.json
+	$(BIN)/python -m fusedcomm.bench.planner_choices --quick --json $(RESULTS)-planner.json
 
 # A CUDA build of torch in a venv of its own, without CUDA.
 HOST_COST_ARGS ?=
 host-cost:
-	$(PYTHON) -m benchmarks.host_cost $(HOST_COST_ARGS)
+	$(PYTHON) bench/host_cost $(HOST_COST_ARGS)
 
 # Without .venv: a machine with a GPU often has torch, and no network. From a bare clone or after README's install.
 GPU_CHECK_ARGS ?=
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check --json build/gpu-check.jsonl $(GPU_CHECK_ARGS)
+	$(PYTHON) -m fusedcomm.bench.gpu_check --json build/gpu-check.jsonl $(GPU_CHECK_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f kernels/cpu/*.so
-	find fusedcomm kernels tests benchmarks docs -name __pycache__ -type d -exec rm -rf {} +
+	find fusedcomm kernels bench tests docs -name __pycache__ -type d -exec rm -rf {} +
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \

@@ -73,5 +73,6 @@ reason = reject_reason()
 if reason is not None and not {"dist_info", "egg_info"} & set(sys.argv):  # pip asks for those first: said once
     left_out(reason)
 packages = find_packages(include=["fusedcomm", "fusedcomm.*"])
-packages += [f"fusedcomm.{name}" for name in find_packages(include=["kernels", "kernels.*"])]  # as package_dir maps it
+beside = find_packages(include=["kernels", "kernels.*", "bench", "bench.*"])
+packages += [f"fusedcomm.{name}" for name in beside]  # as package_dir maps them
 setup(packages=packages, **(native_extension() if reason is None else {}))

@@ -8,8 +8,10 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not Path(__file__).with_name("kernels").exists() and Path(__file__).parents[1].joinpath("kernels/triton").exists():
-    __path__.append(str(Path(__file__).parents[1]))  # a checkout, installed or not, has fusedcomm.kernels beside it
+if not Path(__file__).with_name("bench").joinpath("__init__.py").exists() and (
+    Path(__file__).parents[1].joinpath("kernels/triton").exists()
+):
+    __path__.append(str(Path(__file__).parents[1]))  # a checkout, installed or not, has kernels/ and bench/ beside it
 
 from fusedcomm.algorithms.planner import Plan, force_algorithm
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError

@@ -14,14 +14,14 @@ LAYERS = (
     *("env", "errors", "files", "machine", "redact", "geometry", "reference"),
     *("kernels", "cost", "runtime", "algorithms", "ops", "symm_mem", "parallel", "nn", "redistribution"),
     "__init__",  # what `import fusedcomm` offers
-    *("launch", "compile", "bench", "testing", "tools", "__main__"),
+    *("launch", "compile", "testing", "bench", "tools", "__main__"),
 )
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Files by module name: fusedcomm/, and kernels/ as fusedcomm.kernels."""
+    """Files by module name: fusedcomm/, and kernels/ and bench/ as fusedcomm.kernels and fusedcomm.bench."""
     found = {}
-    for folder, prefix in (("fusedcomm", ""), ("kernels", "fusedcomm.")):
+    for folder, prefix in (("fusedcomm", ""), ("kernels", "fusedcomm."), ("bench", "fusedcomm.")):
         for file in sorted((root / folder).rglob("*.py")):
             if folder == "fusedcomm" and "kernels" in file.relative_to(root).parts:
                 continue  # kernels is a link where sources are used without being installed

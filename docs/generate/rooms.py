@@ -58,8 +58,8 @@ def _id(name: str) -> str:
 
 
 def _path(name: str, root: Path) -> str:
-    if name == "kernels":
-        return "kernels/"
+    if name in ("bench", "kernels"):
+        return f"{name}/"
     return f"fusedcomm/{name}/" if (root / "fusedcomm" / name).is_dir() else f"fusedcomm/{name}.py"
 
 

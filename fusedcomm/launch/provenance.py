@@ -52,7 +52,7 @@ def _commit() -> str | None:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
 
     try:
-        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        changed = git("status", "--porcelain", "--", ".", ":!bench/results")
         return git("rev-parse", "HEAD").strip() + "+" * bool(changed)
     except (OSError, subprocess.SubprocessError):
         return None

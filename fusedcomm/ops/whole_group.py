@@ -6,7 +6,7 @@ They are oracles that trust no communication. [rows, K] @ [K, N] is the matmul o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,16 @@ class WholeGroup:
     @property
     def can_be_uneven(self) -> bool:
         return self.gather_dim is not None or self.scatter_dim is not None
+
+    def row_step(self, size: MatmulSize, num_ranks: int) -> int:
+        return max(size.batch, 1) * (num_ranks if self.cut == "rows" else 1)
+
+    def divisible(self, size: MatmulSize, num_ranks: int) -> MatmulSize:
+        """The size, with what the group or the batch must divide rounded up."""
+        rows = size.rows + -size.rows % self.row_step(size, num_ranks)
+        k = size.k + (-size.k % num_ranks if self.cut == "k" else 0)
+        n = size.n + (-size.n % num_ranks if self.cut == "n" else 0)
+        return replace(size, rows=rows, k=k, n=n)
 
     def x_shape(self, size: MatmulSize, num_ranks: int) -> tuple[int, ...]:
         """The shape of each rank's x; w is [K, N]."""

@@ -261,7 +261,9 @@ def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> l
         return [MatmulSize(rows, k, n, args.batch) for rows, k, n in args.shape]
     if sweep := _sweep(args):
         return [size_of(op, num_bytes, *_k_n(args, op), args.batch, dtype) for num_bytes in sweep]
-    return [MatmulSize(*shape, args.batch) for shape in bench.corners(1 if device_type == "cpu" else GPU_SCALE)]
+    return [
+        MatmulSize(rows, k, n, args.batch) for rows, k, n in bench.corners(1 if device_type == "cpu" else GPU_SCALE)
+    ]
 
 
 GPU_SCALE = 4  # times larger is every side of the default sizes

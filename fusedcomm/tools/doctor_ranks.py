@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.machine import version
-from fusedcomm.ops.whole_group import MatmulSize
+from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.tools import doctor_checks
@@ -173,8 +172,8 @@ def _cannot(algorithm: str, device_type: str) -> str | None:
 
 def _plan(op: str, size: tuple[int, int, int], dtype: torch.dtype, device_type: str) -> fusedcomm.Plan:
     """The plan of this rank's call. On a GPU it is asked for meta tensors, which take no memory."""
-    bench, device, num_ranks = PROGRAMS[op], "meta" if device_type == "cuda" else "cpu", dist.get_world_size()
+    program, device, num_ranks = PROGRAMS[op], "meta" if device_type == "cuda" else "cpu", dist.get_world_size()
     rows, k, n = (each * num_ranks for each in size)
-    x = torch.empty(bench.x_shape(MatmulSize(rows, k, n), num_ranks), dtype=dtype, device=device)
+    x = torch.empty(program.x_shape(MatmulSize(rows, k, n), num_ranks), dtype=dtype, device=device)
     w = torch.empty(k, n, dtype=dtype, device=device)
-    return fusedcomm.explain(op, x, w, *bench.dims(x))
+    return fusedcomm.explain(op, x, w, *program.dims(x))

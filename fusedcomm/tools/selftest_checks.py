@@ -22,8 +22,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm.bench.op_bench import OpBench
-from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.env import ALGORITHMS, WITH_WORKSPACE
 from fusedcomm.ops import proof
 from fusedcomm.ops.exact_problem import ExactProblem, difference
@@ -116,9 +114,11 @@ def own_group(**env: str) -> Iterator[ProcessGroup]:
 class ExactCall(ExactProblem):
     """An exact problem, and this rank's calls of it."""
 
-    def __init__(self, bench: OpBench, size: MatmulSize, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        super().__init__(bench, size, dist.get_world_size(), seed)
-        self.bench, self.dtype, self.device, self.rank = bench, dtype, device, dist.get_rank()
+    def __init__(
+        self, program: WholeGroup, size: MatmulSize, dtype: torch.dtype, device: torch.device, seed: int
+    ) -> None:
+        super().__init__(program, size, dist.get_world_size(), seed)
+        self.dtype, self.device, self.rank = dtype, device, dist.get_rank()
 
     def __str__(self) -> str:
         x, w = (list(ts[self.rank].shape) for ts in (self.xs, self.ws))
@@ -131,16 +131,16 @@ class ExactCall(ExactProblem):
     def call(self, group: ProcessGroup) -> list[Tensor]:
         """The result and the gradients of x and w, by fusedcomm."""
         x, w = self.inputs()
-        y = getattr(fusedcomm, self.bench.op)(x, w, *self.bench.dims(x), group)
+        y = getattr(fusedcomm, self.program.op)(x, w, *self.program.dims(x), group)
         grads = torch.autograd.grad(y, (x, w), self._grad(y.shape, self.rank).to(y))
         return [y.detach(), *grads]
 
     def expected(self) -> list[Tensor]:
         """The same tensors by the program of all ranks, in this process and in float64: no communication to trust."""
         xs, ws = ([t.double().requires_grad_() for t in ts] for ts in (self.xs, self.ws))
-        outs = self.bench.program(xs, ws)
+        outs = self.program.program(xs, ws)
         y = outs[self.rank]
-        if self.bench.same_grad_on_all_ranks:  # one result, which every rank has
+        if self.program.same_grad_on_all_ranks:  # one result, which every rank has
             outs = [y]
         grads = [self._grad(out.shape, rank).double() for rank, out in enumerate(outs)]
         return [y.detach(), *torch.autograd.grad(outs, (xs[self.rank], ws[self.rank]), grads)]
@@ -154,10 +154,10 @@ class ExactCall(ExactProblem):
 
     def plan(self, group: ProcessGroup) -> fusedcomm.Plan:
         x, w = self.inputs()
-        return fusedcomm.explain(self.bench.op, x, w, *self.bench.dims(x), group)
+        return fusedcomm.explain(self.program.op, x, w, *self.program.dims(x), group)
 
     def _grad(self, shape: tuple[int, ...], rank: int) -> Tensor:
-        return self.integers(shape, 2, 0 if self.bench.same_grad_on_all_ranks else rank)
+        return self.integers(shape, 2, 0 if self.program.same_grad_on_all_ranks else rank)
 
 
 def _check_values(op: str, device: torch.device) -> str:
@@ -301,7 +301,7 @@ def _must_hold(group: ProcessGroup, wrong: str | None, algorithm: str) -> None:
 
 def _must_be_right(calls: Sequence[ExactCall], group: ProcessGroup, algorithm: str) -> None:
     """Make all calls back to back, whatever the first ones give, because the peers make them all."""
-    found = [(data.bench.op, data.wrong(group)) for data in calls]
+    found = [(data.program.op, data.wrong(group)) for data in calls]
     _must_hold(group, next((f"{op}: {wrong}" for op, wrong in found if wrong), None), algorithm)
 
 
@@ -315,7 +315,7 @@ def _error_of(data: ExactCall, group: ProcessGroup) -> Exception | None:
     """The PeerError of a call, or None. On a GPU waits report only when the host asks."""
     x, w = (t.detach() for t in data.inputs())
     try:
-        getattr(fusedcomm, data.bench.op)(x, w, *data.bench.dims(x), group)
+        getattr(fusedcomm, data.program.op)(x, w, *data.program.dims(x), group)
         fusedcomm.synchronize(group)
     except fusedcomm.PeerError as error:
         return error

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from benchmarks import ops, planner_choices
 from fusedcomm.algorithms import planner
-from fusedcomm.bench import tune
+from fusedcomm.bench import ops, planner_choices, tune
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.cost import model
 from fusedcomm.cost.links import INTER, Reach

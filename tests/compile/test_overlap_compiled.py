@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm.compile
-from benchmarks.start_program import matmul_and_reshard_heads
+from fusedcomm.bench.start_program import matmul_and_reshard_heads
 from fusedcomm.compile.overlap.estimator import Estimator
 from tests.compile.test_inductor_order import calls, matmuls_between
 from tests.compile.test_lowering import codes_of

@@ -19,7 +19,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 CHANGELOG = ROOT / "CHANGELOG.md"
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 COMMANDS = [path.stem for path in (ROOT / "fusedcomm/tools").glob("*.py") if "def add_parser(" in path.read_text()]
-FOLDERS = ("fusedcomm", "kernels", "tests", "benchmarks", "examples", "docs")
+FOLDERS = ("fusedcomm", "kernels", "bench", "tests", "examples", "docs")
 PATH = rf"(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w-]+\.(?:py|md|toml|h|cpp)"  # for a file outside of these, the name alone
 HOLE = "\0"  # what stands in a text for what varies
 DOTS = r"\.\.\.(?!\.)"  # what stands for it in the docs
@@ -123,7 +123,7 @@ def cpp_templates(source: str) -> Iterator[str]:
 
 
 def sources() -> list[Path]:
-    return [path for folder in ("fusedcomm", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for folder in ("fusedcomm", "kernels", "bench") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def native_sources() -> list[Path]:
@@ -163,8 +163,8 @@ def raised_texts(tree: ast.AST) -> Iterator[str]:
 def test_every_text_that_is_raised_is_explained() -> None:
     """This holds for what users import. Commands say themselves what is wrong with their arguments."""
     quoted = quoted_texts()
-    own = ("bench", "launch", "testing", "tools")
-    files = [path for path in sources() if path.relative_to(ROOT).parts[1] not in own]
+    own = {"bench", "launch", "testing", "tools"}
+    files = [path for path in sources() if not own & set(path.relative_to(ROOT).parts)]
     raised = {text for path in files for text in raised_texts(parsed(path))}
     assert len(raised) > 50
     unexplained = [text for text in raised if not any(in_template(each, text) for each in quoted)]
@@ -219,7 +219,7 @@ def is_public_name(dotted: str) -> bool:
 
 @cache
 def words() -> set[str]:
-    beside = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    beside = list((ROOT / "tests").rglob("*.py"))
     paths = [*sources(), *native_sources(), *(path for path in beside if path.parent != Path(__file__).parent)]
     return {word for path in paths for word in re.findall(r"\w+", path.read_text())}
 
@@ -259,7 +259,7 @@ def test_names_of_files_functions_and_commands_exist(path: Path) -> None:
 
 def test_files_that_the_sources_name_exist() -> None:
     pattern = rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|md|h|cpp)\b"
-    files = [*sources(), *native_sources(), ROOT / "Makefile", *(ROOT / "benchmarks").rglob("*.py")]
+    files = [*sources(), *native_sources(), ROOT / "Makefile"]
     named = {(file, each) for file in files for each in re.findall(pattern, file.read_text())}
     assert len(named) > 10
     assert not [pair for pair in named if not (ROOT / pair[1]).exists()]

@@ -1,4 +1,4 @@
-"""The figures in docs/ are those of the files in benchmarks/results/."""
+"""The figures in docs/ are those of the files in bench/results/."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from tests.package.test_docs import ROOT, page, table_rows
 
 
 def results(name: str) -> Any:
-    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    return json.loads((ROOT / f"bench/results/{name}.json").read_text())
 
 
 def goal(report: Any, name: str) -> float:

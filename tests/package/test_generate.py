@@ -61,7 +61,7 @@ def parameters(of: Any) -> list[str]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "kernels")
-    for folder in ("fusedcomm", "kernels", "docs"):
+    for folder in ("fusedcomm", "kernels", "bench", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     return tmp_path
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import redistribution_torch
+from fusedcomm.bench import redistribution_torch
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.redistribution import search
 from fusedcomm.redistribution.step_time import MeshLinks

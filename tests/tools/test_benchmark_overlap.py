@@ -1,5 +1,5 @@
-"""The graphs of benchmarks.overlap are the programs that they claim to be, and the command reports what variants came
-to.
+"""The graphs of fusedcomm.bench.overlap are the programs that they claim to be, and the command reports what variants
+came to.
 """
 
 import json
@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from benchmarks import overlap, overlap_graphs, overlap_torch
-from benchmarks.overlap import OURS, TORCH, TRACED, GraphCase, OverlapRow
-from benchmarks.overlap_graphs import GroupNames, build
+from fusedcomm.bench import overlap, overlap_graphs, overlap_torch
+from fusedcomm.bench.overlap import OURS, TORCH, TRACED, GraphCase, OverlapRow
+from fusedcomm.bench.overlap_graphs import GroupNames, build
 from tests.helpers.tiers import nightly_but
 
 aten = torch.ops.aten

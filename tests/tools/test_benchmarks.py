@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from benchmarks import (
+from fusedcomm.bench import (
     compile_time,
     model_blocks,
     ops,
@@ -23,7 +23,7 @@ from benchmarks import (
     ulysses_block,
     uneven,
 )
-from benchmarks.common import Goal
+from fusedcomm.bench.common import Goal
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.rank_barrier import rank_barrier
 from fusedcomm.testing import RankPool

@@ -58,6 +58,6 @@ def test_no_command_cuts_lines_of_a_table(monkeypatch: pytest.MonkeyPatch, capsy
     assert "123456789" in capsys.readouterr().out
     tune._stored(Namespace(reset=False, json=None), "cpu", 2)
     assert re.search(r"\nchunk_overhead +2  us", capsys.readouterr().out)
-    files = [*(ROOT / "fusedcomm").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    files = [*(ROOT / "fusedcomm").rglob("*.py"), *(ROOT / "bench").glob("*.py")]
     printed = re.compile(r"print\([^\n]*(table\(|Table\(|tables|Legend\()|crop=", re.IGNORECASE)
     assert [file.name for file in files if printed.search(file.read_text())] == ["console.py"]

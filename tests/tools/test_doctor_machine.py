@@ -111,7 +111,7 @@ def test_a_setting_that_breaks_things_is_found(
 
 
 def test_every_variable_of_fusedcomm_is_known() -> None:
-    files = [path for folder in ("fusedcomm", "kernels") for path in (ROOT / folder).rglob("*.*")]
+    files = [path for folder in ("fusedcomm", "kernels", "bench") for path in (ROOT / folder).rglob("*.*")]
     texts = [path.read_text() for path in files if path.suffix in (".py", ".h", ".cpp")]
     read = {name for text in texts for name in re.findall(r"\"(FUSEDCOMM_[A-Z]+(?:_[A-Z]+)*)\"", text)}
     assert read - {"FUSEDCOMM_CPU"} == set(env.SETTINGS)  # this one is the name of fusedcomm's symmetric memory

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check without a GPU: its driver with parts that go wrong, and the parts in Triton's interpreter."""
+"""bench/gpu_check without a GPU: its driver with parts that go wrong, and the parts in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ import pytest
 import torch
 
 import fusedcomm
-from benchmarks.gpu_check import (
+from fusedcomm.algorithms import kernel_launch
+from fusedcomm.bench.gpu_check import (
+    check_parts,
     child,
     compile_kernels,
     driver,
     kernel_speed,
-    parts,
     pools,
     processes,
     results,
     smoke,
     speeds,
 )
-from benchmarks.gpu_check.__main__ import main
-from benchmarks.gpu_check.cases import OPS, SMALL
-from benchmarks.gpu_check.driver import Part, PartResult, run_parts
-from benchmarks.gpu_check.parts import PARTS, ROWS, Evidence, proved
-from fusedcomm.algorithms import kernel_launch
+from fusedcomm.bench.gpu_check.__main__ import main
+from fusedcomm.bench.gpu_check.check_parts import PARTS, ROWS, Evidence, proved
+from fusedcomm.bench.gpu_check.driver import Part, PartResult, run_parts
+from fusedcomm.bench.gpu_check.gpu_calls import OPS, SMALL
 from fusedcomm.launch.ranks import RankError, RankFailure
 from tests.helpers.broken_parts import FAULTS
 from tests.helpers.tiers import nightly_but
@@ -154,23 +154,24 @@ def test_every_pattern_of_a_row_has_cases() -> None:
     assert len(results[0].names) > 250 and len(set(results[0].names)) == len(results[0].names)
     for evidence in ROWS.values():
         for pattern in evidence.cases:
-            assert any(parts.fnmatchcase(name, pattern) for name in results[0].names), pattern
+            assert any(check_parts.fnmatchcase(name, pattern) for name in results[0].names), pattern
 
 
 def test_the_halves_fit_and_their_parts_are_modules() -> None:
-    assert parts.budget_s(parts.asked(["right", "fast"], "cuda"), "cuda") <= 760
-    for name, half in parts.HALVES.items():
-        assert parts.asked([name], "cuda") == half and parts.budget_s(half, "cuda") == parts.HALF_S == 380
+    assert check_parts.budget_s(check_parts.asked(["right", "fast"], "cuda"), "cuda") <= 760
+    for name, half in check_parts.HALVES.items():
+        assert check_parts.asked([name], "cuda") == half
+        assert check_parts.budget_s(half, "cuda") == check_parts.HALF_S == 380
         assert half[0].name == "machine" and half[1].name == f"compile {name}"
         for part in half:
             assert (ROOT / (part.module.replace(".", "/") + ".py")).exists()
-            assert part.case_s <= part.limit_s < parts.HALF_S
+            assert part.case_s <= part.limit_s < check_parts.HALF_S
 
 
 def test_every_row_of_speeds_has_cases() -> None:
     names = list(names_on_a_gpu())
     for row in speeds.TABLE:
-        assert any(parts.fnmatchcase(name, row.cases) for name in names), row
+        assert any(check_parts.fnmatchcase(name, row.cases) for name in names), row
 
 
 def test_the_committed_result_fills_every_row_of_speeds_and_finds_what_is_worse(tmp_path: Path) -> None:
@@ -262,7 +263,7 @@ def test_the_command_writes_what_it_ran_on(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "new" / "check.jsonl"
     assert main(["--device", "cpu", "--only", "machine", "--json", str(file)]) == 0
     first, case, part, last = map(json.loads, file.read_text().splitlines())
-    command = f"python -m benchmarks.gpu_check --device cpu --only machine --json {file}"
+    command = f"python -m fusedcomm.bench.gpu_check --device cpu --only machine --json {file}"
     assert first["run"]["command"] == last["summary"]["command"] == command
     found = last["summary"]["machine"]
     assert found == case["found"] and found["versions"]["torch"] == torch.__version__
@@ -300,7 +301,7 @@ def count(self, *args, grid, warmup, **kwargs):
     names[self.fn.__name__] += 1
 
 JITFunction.run = count
-from benchmarks.gpu_check.compile_kernels import H100, JOBS, compile_job
+from fusedcomm.bench.gpu_check.compile_kernels import H100, JOBS, compile_job
 
 launches = {name: compile_job(job, H100) for jobs in JOBS.values() for name, job in jobs()}
 print(json.dumps([launches, names]))
@@ -333,8 +334,8 @@ def test_every_call_of_every_part_is_compiled_before() -> None:
 
 SAME_KERNELS = """
 import torch
-from benchmarks.gpu_check.cases import CASES, GpuCall
-from benchmarks.gpu_check.compile_kernels import H100, _tiles_for
+from fusedcomm.bench.gpu_check.gpu_calls import CASES, GpuCall
+from fusedcomm.bench.gpu_check.compile_kernels import H100, _tiles_for
 from fusedcomm.testing import compile_only
 
 def hashes(name, device, target):
@@ -360,7 +361,7 @@ def test_what_is_compiled_without_memory_is_what_tensors_with_memory_launch(tmp_
 def test_the_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     """All parts in their own processes, as far as they run there."""
     file = tmp_path / "check.jsonl"
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--json", str(file)]
+    command = [sys.executable, "-m", "fusedcomm.bench.gpu_check", "--device", "cpu", "--json", str(file)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1150)
     lines = [json.loads(line) for line in file.read_text().splitlines()]

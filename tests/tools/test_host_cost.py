@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.host_cost.traces import (
+from fusedcomm.bench.host_cost.traces import (
     READS,
     WRITES,
     Access,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-COPIED = ("fusedcomm", "kernels", "tests")
+COPIED = ("fusedcomm", "kernels", "bench", "tests")
 LIMIT_S = 240  # a protection against hangs that is off makes a hang
 
 
@@ -70,9 +70,6 @@ def copy_sources(folder: Path) -> None:
             shutil.copytree(each, folder / each.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         elif each.name not in (".git", "build"):
             (folder / each.name).symlink_to(each)
-    kernels = folder / "fusedcomm" / "kernels"
-    kernels.unlink(missing_ok=True)  # some checkouts have one
-    kernels.symlink_to(folder / "kernels")  # as package_dir maps it
 
 
 def run_tests(folder: Path, *tests: str) -> tuple[int | None, str]:

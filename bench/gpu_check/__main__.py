@@ -1,0 +1,119 @@
+"""The command: it runs the parts, prints each result as it comes, and sums up."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fusedcomm.bench.gpu_check
+from fusedcomm.bench.gpu_check import results as committed
+from fusedcomm.bench.gpu_check import speeds
+from fusedcomm.bench.gpu_check.check_parts import HALVES, PARTS, ROWS, asked, budget_s, proved
+from fusedcomm.bench.gpu_check.driver import PartResult, run_parts
+
+MOST_SPOKEN = 300  # characters of a result that the terminal shows; the file has all of it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    parts = asked(args.only, args.device)
+    seconds = args.seconds or budget_s(parts, args.device)
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    with open(args.json or "/dev/null", "w") as file:
+
+        def write(line: dict[str, Any]) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            if (text := spoken(line)) is not None:
+                print(text, flush=True)
+
+        command = shlex.join(["python", "-m", "fusedcomm.bench.gpu_check", *(sys.argv[1:] if argv is None else argv)])
+        run = {"command": command, "date": now, "device": args.device, "budget_s": seconds}
+        write({"run": run})
+        with tempfile.TemporaryDirectory() as cache:  # what is proved here is this run's own
+            os.environ["FUSEDCOMM_CACHE_DIR"] = cache
+            results = run_parts(parts, args.device, seconds, write)
+        write({"summary": summary(results, run)})
+    if args.json:
+        recorded = committed.record(results, run, machine_of(results))
+        args.json.with_name(committed.file_name(recorded)).write_text(committed.text(recorded))
+    return 0 if all(result.status == "passed" for result in results) else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m fusedcomm.bench.gpu_check", description=fusedcomm.bench.gpu_check.__doc__, formatter_class=about
+    )
+    names = [*HALVES, *(part.name for part in PARTS)]
+    written = "write lines of JSON to FILE as they come, and beside it what is to be committed to bench/results"
+    parser.add_argument("--json", metavar="FILE", type=Path, help=written)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--only", metavar="PART", nargs="+", choices=names, default=[*HALVES], help=", ".join(names))
+    parser.add_argument("--seconds", type=float, help="for all parts (default: 380 for each half)")
+    args = parser.parse_args(argv)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def spoken(line: dict[str, Any]) -> str | None:
+    """What the terminal shows of a line."""
+    if "summary" in line:
+        return _closing(line["summary"])
+    if "case" in line:
+        if line.get("skipped"):
+            what = f"skipped: {line['skipped']}"
+        else:
+            what = f"ok {json.dumps(line.get('found'))[:MOST_SPOKEN]}" if line["ok"] else f"FAILED {line.get('error')}"
+        return f"  {line['part']}: {line['case']}: {what}"
+    if "part" in line:
+        return "\n".join([f"{line['part']}: {line['status']} after {line['seconds']} s", *line["problems"]])
+    return None
+
+
+def machine_of(results: Sequence[PartResult]) -> dict[str, Any] | None:
+    found = (result.cases.get("machine", {}).get("found") for result in results if result.part == "machine")
+    return next(found, None)
+
+
+def summary(results: Sequence[PartResult], run: dict[str, Any]) -> dict[str, Any]:
+    """What the run has shown, with the GPU, its driver, versions, commit and command."""
+    on_gpu = run["device"] == "cuda"
+    recorded = committed.record(results, run, machine_of(results))
+    return {
+        "command": run["command"],
+        "machine": recorded["machine"],
+        "parts": recorded["parts"],
+        "failed": [f"{result.part}/{name}" for result in results for name in result.failed],
+        "skipped": [f"{result.part}/{name}" for result in results for name in result.skipped],
+        "not_run": [f"{result.part}/{name}" for result in results for name in result.not_run],
+        "speeds": speeds.lines(committed.found_in(recorded["cases"])),
+        "compared": committed.compared(recorded),
+        "status_rows": {row: each.says for row, each in ROWS.items() if on_gpu and proved(each, results)},
+    }
+
+
+def _closing(found: dict[str, Any]) -> str:
+    lines = ["", *(f"{part:16s}{status}" for part, status in found["parts"].items())]
+    for name in ("failed", "skipped", "not_run"):
+        lines += [f"{name.replace('_', ' ')}: {', '.join(found[name])}"] if found[name] else []
+    lines += ["", *found["speeds"], "", *found["compared"]]
+    lines += [
+        "Rows of docs/status.md that are now true on this GPU:"
+        if found["status_rows"]
+        else "No row of docs/status.md is now true that was not.",
+    ]
+    return "\n".join([*lines, *(f"  {row}: {says}" for row, says in found["status_rows"].items())])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

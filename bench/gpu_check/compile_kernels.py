@@ -1,0 +1,168 @@
+"""Compiles the kernels that later parts launch, on all cores, so that no part spends its time on Triton's compiler.
+
+The parts' own calls run on tensors without memory, under a driver that launches nothing (`compile_only`). What is
+compiled lies in Triton's cache; how many kernels a later case compiled itself is in its result ("compiled").
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedcomm.algorithms import tiles
+from fusedcomm.bench.gpu_check import (
+    child,
+    graphs,
+    host_time,
+    kernel_speed,
+    measurements,
+    op_speed,
+    processes,
+    smoke,
+    start_program,
+    time_outs,
+    values,
+)
+from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
+from fusedcomm.machine import available_cpus
+from fusedcomm.runtime import signals, topology
+from fusedcomm.testing import compile_only
+from fusedcomm.testing.virtual import VirtualGroup
+
+META = torch.device("meta")
+GROUP_SIZES = (1, 2, 4, 8)
+NUM_REHEARSED = 2  # jobs where there is no GPU
+
+Job = Callable[[], Any]
+
+
+class Target(NamedTuple):
+    """What decides how kernels are compiled. ``table`` is the key of the tables of tile sizes."""
+
+    arch: int
+    table: int
+    num_sms: int
+
+
+H100 = Target(90, 90, 132)  # what is compiled for where there is no GPU
+
+
+def cases(device: torch.device, half: str) -> child.Cases:
+    return {f"kernels of {half}": partial(compile_all, device, half)}
+
+
+def compile_all(device: torch.device, half: str) -> dict[str, Any]:
+    """Every process compiles one job at a time; a job is a call, which may launch several kernels."""
+    start, failed, launches = time.monotonic(), {}, 0
+    todo = dict(JOBS[half]() if device.type == "cuda" else list(JOBS[half]())[:NUM_REHEARSED])
+    num_processes = min(available_cpus(), len(todo))
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork")) as pool:
+        pool.submit(int).result()  # all processes are there before this one asks the GPU: none of them has a context
+        target = target_of(device)
+        futures = {pool.submit(compile_job, job, target): name for name, job in todo.items()}
+        for future in as_completed(futures):
+            try:
+                launches += future.result()
+            except Exception as error:
+                failed[futures[future]] = f"{type(error).__name__}: {error}"
+    assert not failed, f"{len(failed)} of {len(todo)} calls: {failed}"
+    seconds = round(time.monotonic() - start, 1)
+    found = {"calls": len(todo), "launches": launches, "processes": num_processes, "seconds": seconds}
+    return {**found, **target._asdict()}
+
+
+def target_of(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return H100
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Target(10 * found.major + found.minor, tiles.architecture(device), found.multi_processor_count)
+
+
+def compile_job(job: Job, target: Target) -> int:
+    """Compile what ``job`` launches. Returns the number of launches."""
+    with compile_only.compiling(target.arch) as compiled, _tiles_for(target):
+        job()
+    return len(compiled)
+
+
+@contextmanager
+def _tiles_for(target: Target) -> Iterator[None]:
+    """Tensors without memory get the tile sizes that the target's get."""
+    saved = tiles.architecture, topology.num_sms
+    tiles.architecture, topology.num_sms = lambda device: target.table, lambda device: target.num_sms
+    try:
+        yield
+    finally:
+        tiles.architecture, topology.num_sms = saved
+
+
+def jobs_of_right() -> Iterator[tuple[str, Job]]:
+    """The launches of the half's parts, by name, in the order in which the parts come."""
+    for size in GROUP_SIZES:
+        yield f"signals R={size}", partial(_signals, size)
+    for kernel in smoke.KERNELS:
+        yield f"smoke {kernel.__name__}", partial(kernel, META)
+    for part in (smoke, processes, values, graphs, time_outs):
+        yield from _calls(part.calls(cuda=True))
+
+
+def jobs_of_fast() -> Iterator[tuple[str, Job]]:
+    yield from ((f"signals R={size}", partial(_signals, size)) for size in GROUP_SIZES)
+    for shape in kernel_speed.SHAPES:
+        for name, kernel in kernel_speed.MATMULS.items():
+            yield f"{name} {shape.name}", partial(_matmul, kernel, shape)
+    yield "unpack", _unpack
+    for size in kernel_speed.REDUCED:
+        for name, block in kernel_speed.REDUCE_BLOCKS.items():
+            yield f"reduce R={size}{name}", partial(_reduce, size, block)
+    for part in (op_speed, host_time, start_program, measurements):
+        yield from _calls(part.calls(cuda=True))
+
+
+JOBS = {"right": jobs_of_right, "fast": jobs_of_fast}
+
+
+def _calls(calls: list[GpuCall]) -> Iterator[tuple[str, Job]]:
+    for call in calls:
+        yield str(call), partial(call.group, "fused", META)
+
+
+def _signals(group_size: int) -> None:
+    """What `chunked` launches beside the kernels of `fused`."""
+    own = VirtualGroup(group_size, 128, META).workspaces[0]
+    signals.begin_push(own)
+    signals.signal(own, None, FINGERPRINT)
+    signals.wait_source(0, own, FINGERPRINT)
+    signals.wait(own, FINGERPRINT)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for end_round in (False, True):
+            out = torch.empty(4096, dtype=dtype, device=META)
+            signals.finish(out, own, FINGERPRINT, end_round=end_round)
+
+
+def _matmul(kernel: Callable[..., kernel_speed.KernelProblem], shape: kernel_speed.MatmulShape) -> None:
+    kernel(*shape.operands(META)).run()
+
+
+def _unpack() -> None:
+    exchange, group_size = kernel_speed.unpack_exchange(cuda=True)
+    problem, _ = kernel_speed.unpack(exchange, group_size, META)
+    problem.run()
+
+
+def _reduce(group_size: int, block: tuple[int, int] | None) -> None:
+    with kernel_speed.blocks_of(block):
+        problem, _ = kernel_speed.reduce(kernel_speed.SHAPES[0], group_size, META)
+        problem.run()
+
+
+if __name__ == "__main__":
+    child.main(partial(cases, half=sys.argv.pop(1)), interpret=False)

@@ -1,0 +1,44 @@
+"""The GPU, its driver, and the versions and the commit that all other results are of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusedcomm.bench.gpu_check import child
+from fusedcomm.launch.provenance import run_facts
+from fusedcomm.machine import environment
+from fusedcomm.runtime import triton_probe
+from fusedcomm.tools import doctor_gpus
+
+
+def cases(device: torch.device) -> child.Cases:
+    return {"machine": lambda: machine(device)}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    survey = doctor_gpus.survey()
+    facts = {
+        **{key: value for key, value in run_facts().items() if key != "command"},
+        "driver": survey.driver,
+        "cuda_driver": survey.cuda_driver,
+        "nvml_failure": survey.failure,
+        "environment": environment(),
+        "triton_cannot_launch": triton_probe.cannot_launch(device),
+    }
+    return {**facts, "gpu": _gpu()} if device.type == "cuda" else facts
+
+
+def _gpu() -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count,
+        "memory_bytes": found.total_memory,
+    }
+
+
+if __name__ == "__main__":
+    child.main(cases)

@@ -1,0 +1,89 @@
+"""Whole ops of virtual ranks that share one GPU, against what users run today. Nothing crosses a wire here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm.bench.gpu_check import child
+from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
+from fusedcomm.bench.gpu_check.gpu_calls import ALGORITHMS, OPS, GpuCall, GpuCase, GpuInputs
+from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.testing.virtual import VirtualGroup
+
+DTYPE = torch.bfloat16
+GROUP_SIZE = 4
+ROWS, COLUMNS, K = 8192, 4096, 4096  # all ranks together
+TINY = 32
+
+
+def calls(cuda: bool) -> list[GpuCall]:
+    return [GpuCall(GROUP_SIZE if cuda else 1, DTYPE, case_of(op, cuda)) for op in OPS]
+
+
+def cases(device: torch.device) -> child.Cases:
+    return {call.case.op: partial(compare, call, device) for call in calls(device.type == "cuda")}
+
+
+def case_of(op: str, cuda: bool) -> GpuCase:
+    """The case in which each rank's matmul has ROWS / R rows; all_to_all_matmul gathers K and scatters rows."""
+    rows, n, k = (ROWS, COLUMNS, K) if cuda else (TINY, TINY, TINY)
+    if op in ("all_to_all_matmul", "all_gather_matmul"):
+        return GpuCase(op, "speed", (rows, k), (n,), gather_dim=int(op == "all_to_all_matmul"))
+    m = rows // GROUP_SIZE
+    return GpuCase(op, "speed", (m, k), (n,), scatter_dim=int(op == "matmul_all_to_all"))
+
+
+def compare(call: GpuCall, device: torch.device) -> dict[str, Any]:
+    """Times of all ranks together: the matmuls alone, the program without communication, and each algorithm."""
+    case = call.case
+    every = [call.inputs(rank, device, 0) for rank in range(call.group_size)]
+    algorithms = ALGORITHMS if device.type == "cuda" else ("fused",)
+    groups = {name: call.group(name, device) for name in algorithms}
+    _check(case, groups, every)
+    for inputs in every:  # GPUs draw less power on integers, and so run faster
+        for t in (inputs.x, *inputs.ws):
+            t.normal_()
+    operands = [_matmul_operands(call, inputs) for inputs in every]
+    variants: Variants = {
+        "unfused": lambda: case.program(every),
+        "roof": lambda: [torch.matmul(x, w) for x, w in operands],
+        **{name: partial(group.run, _calling(case, name), every) for name, group in groups.items()},
+    }
+    times = interleaved(variants, device)
+    for group in groups.values():
+        group.check(case.op)
+    ratios = {f"{name} over roof": ms / times["roof"] for name, ms in times.items() if name != "roof"}
+    return {"rounds": call.num_rounds, **{f"{name}_ms": ms for name, ms in times.items()}, **ratios}
+
+
+def _check(case: GpuCase, groups: dict[str, VirtualGroup], every: list[GpuInputs]) -> None:
+    """Inputs are small integers here; cuBLAS may round partial sums of them, and a reduction rounds every rank's."""
+    want = case.program(every)
+    for name, group in groups.items():
+        outs = group.run(_calling(case, name), every)
+        group.check(case.op)
+        for (out, *_), (wanted, *_) in zip(outs, want, strict=True):
+            right = (out - wanted).abs() <= 4 + 2e-2 * wanted.abs()  # False for NaN
+            assert right.all(), f"{case} {name}: {(~right).sum().item()} of {out.numel()} values are wrong"
+
+
+def _calling(case: GpuCase, algorithm: str) -> Callable[[Workspace, GpuInputs], list[Tensor]]:
+    return lambda workspace, inputs: case.run(workspace, algorithm, inputs)
+
+
+def _matmul_operands(call: GpuCall, inputs: GpuInputs) -> tuple[Tensor, Tensor]:
+    """x and w of a rank's own matmul: where x is gathered, it has the gathered size."""
+    x, w = inputs.x, inputs.ws[0]
+    if call.case.gathers:
+        rows = call.case.exchange(call.group_size).out_shape[:-1]
+        x = torch.randn(*rows, w.shape[-2], dtype=x.dtype, device=x.device)
+    return x, w
+
+
+if __name__ == "__main__":
+    child.main(cases)

@@ -1,0 +1,48 @@
+"""Ranks in processes of their own that share one device, over torch's symmetric memory and gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fusedcomm.bench.gpu_check import child
+from fusedcomm.launch.ranks import RankError, RankPool
+from fusedcomm.runtime import topology
+
+LIMIT_S = {"cuda": 55, "cpu": 200}  # for a call of all ranks; Triton's interpreter is slow
+
+
+class Pools:
+    """One pool of ranks at a time. One that has failed is replaced: a rank may have lost its CUDA context."""
+
+    def __init__(self, device_type: str) -> None:
+        self.limit_s = LIMIT_S[device_type]
+        self.pool: RankPool | None = None
+        self.key: tuple[int, Mapping[str, str]] = (0, {})
+
+    def get(self, size: int, env: Mapping[str, str] | None = None) -> RankPool:
+        key = (size, env or {})
+        if self.pool is None or self.pool.dead or self.key != key:
+            self.close()
+            self.pool, self.key = RankPool(size, timeout_s=self.limit_s, env=env), key
+        return self.pool
+
+    def run(self, size: int, fn: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None) -> Any:
+        """Rank 0's result of ``fn(rank, *args)``, with ``env`` set before torch is imported."""
+        pool = self.get(size, env)
+        try:
+            return pool.run(fn, *args)[0]
+        except RankError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+
+def need_segments(device_type: str) -> None:
+    """Skip what runs in symmetric memory, which CPU tensors have from the native part."""
+    if device_type == "cpu" and (reason := topology.no_native()):
+        raise child.Skipped(reason)

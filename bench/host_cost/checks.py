@@ -1,0 +1,118 @@
+"""Work given to streams by each op and algorithm, on a device that is not the current one, on a user's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fusedcomm import (
+    all_gather_matmul,
+    all_to_all_matmul,
+    force_algorithm,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+)
+from fusedcomm.bench.host_cost.device import Driver, join, made, place
+from fusedcomm.bench.host_cost.traces import (
+    WRITES,
+    Access,
+    Trace,
+    counts,
+    early_signals,
+    foreign_streams,
+    misplaced_copies,
+    races,
+)
+from fusedcomm.ops import dispatch
+from fusedcomm.runtime.workspace import Workspace
+
+SLOT_BYTES = 32 << 20  # most calls below take two rounds or more
+DEVICE = torch.device("cuda", 1)
+CALLS = 3  # of each: the allocator gives away again what the one before has left
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def cases(group_size: int) -> Iterator[tuple[str, Call, list[Tensor]]]:
+    """By op: a call, and x, w and bias."""
+    calls: list[tuple[Call, tuple[int, ...], int]] = [
+        (lambda x, w, bias: matmul_all_to_all(x, w, 0, 1, bias=bias), (4096, 4096), 4096),
+        (lambda x, w, bias: all_to_all_matmul(x, w, 1, 0, bias=bias), (8192, 1024), 1024 * group_size),
+        (lambda x, w, bias: all_to_all_matmul(x, w, 0, 1, bias=bias), (8192, 4096), 4096 // group_size),
+        (lambda x, w, bias: all_gather_matmul(x, w, 0, bias=bias), (1024, 4096), 4096),
+        (lambda x, w, bias: matmul_reduce_scatter(x, w, 0, bias=bias), (4096, 4096), 4096),
+        (lambda x, w, bias: matmul_all_reduce(x, w, bias=bias), (4096, 4096), 4096),
+    ]
+    names = "matmul_all_to_all", "all_to_all_matmul of K", "all_to_all_matmul of rows", "all_gather_matmul"
+    for name, (call, x, k) in zip((*names, "matmul_reduce_scatter", "matmul_all_reduce"), calls, strict=True):
+        yield name, call, [made(*shape, device=DEVICE) for shape in (x, (k, 8192), (8192,))]
+
+
+def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:
+    """Calls of the driver by kind, and faults, of each case."""
+    workspace = join(group_size, SLOT_BYTES, DEVICE)
+    user = torch.cuda.Stream(DEVICE)
+    before = torch.cuda.current_device()
+    for name, call, inputs in cases(group_size):
+        for algorithm in ("fused", "chunked"):
+            with force_algorithm(algorithm, strict=True):
+                torch.cuda.set_stream(user)
+                torch.cuda.set_device(before)  # which set_stream has changed
+                call(*inputs)  # its kernels are loaded
+                trace = trace_of(driver, call, inputs, user)
+                wrong = [*dict.fromkeys(violations(trace, workspace, user))]
+                yield {"case": f"{algorithm} {name}", "counts": counts(trace), "wrong": wrong}
+                missed = [*missed_defects(driver, call, inputs, workspace, user, trace)]
+                yield {"case": f"{algorithm} {name}, with defects planted", "wrong": missed}
+
+
+def trace_of(driver: Driver, call: Call, inputs: list[Tensor], user: torch.cuda.Stream) -> Trace:
+    """The caller writes the inputs before and after each call, and the result after it; then it drops that."""
+    with driver.hears(inputs) as trace:
+        for _ in range(CALLS):
+            trace += [used(each, user) for each in inputs]
+            trace.append(used(call(*inputs), user))
+        trace += [used(each, user) for each in inputs]
+    return trace
+
+
+def used(t: Tensor, user: torch.cuda.Stream) -> Access:
+    start, end = place(t)
+    return Access("use", DEVICE.index, user.cuda_stream, WRITES, start, end - start)
+
+
+def violations(trace: Trace, workspace: Workspace, user: torch.cuda.Stream) -> Iterator[str]:
+    streams = [each.cuda_stream for each in (user, workspace.side_stream(), workspace.reading_stream())]
+    segments = [place(each) for i, each in enumerate(workspace.buffers) if i != workspace.rank]
+    yield from foreign_streams(trace, DEVICE.index, streams)
+    yield from races(trace)
+    yield from early_signals(trace, [*segments, place(workspace.segment)])
+    yield from misplaced_copies(trace, segments, streams[1])
+
+
+def missed_defects(
+    driver: Driver, call: Call, inputs: list[Tensor], workspace: Workspace, user: torch.cuda.Stream, trace: Trace
+) -> Iterator[str]:
+    """Planted defects that nothing above finds."""
+    planted: dict[str, Trace] = {}
+    others = {each.stream for each in trace} - {user.cuda_stream}
+    for name, streams in (("the caller's stream", {user.cuda_stream}), ("the other streams", others)):
+        if others:
+            planted[f"{name} without waits"] = [
+                each for each in trace if each.what != "wait" or each.stream not in streams
+            ]
+    if any(each.what == "copy" for each in trace):  # otherwise torch's kernels copy, of whose operands nothing is known
+        for what in ("copy", "signal"):
+            moved = [replace(each, stream=user.cuda_stream) if each.what == what else each for each in trace]
+            planted[f"each {what} on the caller's stream"] = moved
+    with mock.patch.object(dispatch, "on_device", lambda device: nullcontext()), suppress(RuntimeError):
+        planted["no device guard"] = trace_of(driver, call, inputs, user)  # or an op of torch refuses it
+    for name, bad in planted.items():
+        if not any(violations(bad, workspace, user)):
+            yield name

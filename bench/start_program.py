@@ -1,0 +1,341 @@
+"""The program that fusedcomm began with, unmodified, under torch.compile: with fusedcomm, and without.
+
+    python -m fusedcomm.bench.start_program [--huge-pages] [--quick] [--json FILE] ...      2 CPU ranks of one thread
+    torchrun --nproc-per-node 8 -m fusedcomm.bench.start_program                            GPUs, NCCL
+
+roof      the matmuls alone
+plain     torch.compile(program, fullgraph=True)
+exchange  the same with fusedcomm's `normalize` alone: where DTensor gathers every part to keep one, as it does on CPU,
+          parts are exchanged. What plain / compiled is more than plain / exchange, the fused ops have gained
+compiled  the same as plain, in fusedcomm.compile.enabled()
+op        fusedcomm.matmul_all_to_all, called by hand and not compiled
+
+Each is compiled anew, with caches off. A ratio is the median of the ratios within a round, with their P10 and P90.
+bench/common.py explains the pages; a result is allocated by Inductor in compiled, by fusedcomm in op.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm
+import fusedcomm.compile
+from fusedcomm.bench.common import (
+    DTYPES,
+    Goal,
+    add_common_arguments,
+    at_least,
+    has_huge_pages,
+    listed,
+    ms,
+    pages,
+    refuse_wrong_pages,
+    tabulated,
+)
+from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
+from fusedcomm.compile.reports import CompileReport
+from fusedcomm.launch import console, world
+from fusedcomm.launch.console import Column
+from fusedcomm.launch.provenance import run_facts
+from fusedcomm.launch.ranks import RankError
+from fusedcomm.ops.exact_problem import difference
+from fusedcomm.tools.demo_problem import DTENSOR_LOGGER
+
+EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "exchange", "compiled", "op"
+TIMED = (ROOF, PLAIN, EXCHANGE, COMPILED, OP)
+FASTER = 1.3  # plain / compiled, at least
+NOT_SLOWER = 0.97  # op / compiled, at least: 1 but for the noise of a median
+QUICK_ROUNDS = 9
+TIMEOUT_S = 1800
+
+
+def matmul_and_reshard_heads(
+    xs: list[Tensor], ws: list[Tensor], device_mesh: Any, num_heads: int = 16, async_op: bool = True
+) -> list[Tensor]:
+    from torch.distributed.tensor import DTensor, Shard
+
+    ys = []
+    for x, w in zip(xs, ws):  # noqa: B905  left as it was written
+        y = torch.matmul(x, w)
+        b, t, o = y.shape
+        y = y.view(b, t, num_heads, o // num_heads)
+        d = DTensor.from_local(y, device_mesh=device_mesh, placements=(Shard(1),))
+        d = d.redistribute(device_mesh=device_mesh, placements=(Shard(-2),), async_op=async_op)
+        ys.append(d.to_local())
+    return ys
+
+
+@dataclass(frozen=True)
+class ProgramSizes:
+    """x [batch, tokens, K], w [batch, K, N] on every rank."""
+
+    pairs: int = 4
+    batch: int = 2
+    tokens: int = 2048  # each rank's
+    k: int = 1024
+    n: int = 2048
+    heads: int = 16
+
+    def __str__(self) -> str:
+        b, t, k, n = self.batch, self.tokens, self.k, self.n
+        return f"{self.pairs} pairs, x ({b}, {t}, {k}), w ({b}, {k}, {n}), {self.heads} heads"
+
+
+class ProgramData:
+    """One rank's inputs and the ways to use them.
+
+    The inputs start as integers, small enough for products and sums to be exact in every dtype and order.
+    """
+
+    def __init__(self, sizes: ProgramSizes, dtype: torch.dtype, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.sizes, self.dtype, self.device = sizes, dtype, device
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.mesh = init_device_mesh(device.type, (self.num_ranks,))
+        self.xs, self.ws = self._integers(self.rank)
+        self.num_fused = 0
+
+    def randomize(self) -> None:
+        """Make the inputs random for timing, after the checks: on integers GPUs draw less power, so they run faster."""
+        self.__dict__.pop("_oracle", None)
+        generator = torch.Generator(self.device).manual_seed(self.rank)
+        for t in (*self.xs, *self.ws):
+            t.normal_(generator=generator)
+
+    def variants(self) -> dict[str, Callable[[], list[Tensor]]]:
+        from torch._inductor import config
+
+        from fusedcomm.compile.passes import FusedcommPass, Settings
+
+        normalize = FusedcommPass(Settings(fuse=()), CompileReport())
+        with no_caches():
+            plain = self._compiled()
+            with config.patch(post_grad_custom_pre_pass=normalize):
+                exchange = self._compiled()
+            with fusedcomm.compile.enabled() as report:
+                compiled = self._compiled()
+        self.num_fused = sum(each.status == "fused" for each in report.collectives)
+        return {
+            EAGER: self._calling(matmul_and_reshard_heads),
+            ROOF: lambda: [torch.matmul(x, w) for x, w in self._pairs],
+            PLAIN: plain,
+            EXCHANGE: exchange,
+            COMPILED: compiled,
+            OP: self._op,
+        }
+
+    def check(self, name: str, results: list[Tensor]) -> str | None:
+        expected = [self._product(x, w) for x, w in self._pairs] if name == ROOF else self._oracle
+        for i, (result, must) in enumerate(zip(results, expected, strict=True)):
+            if wrong := difference(result, must):
+                return f"pair {i}: {wrong}"
+        return None
+
+    @property
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.xs, self.ws, strict=True)
+
+    def _compiled(self) -> Callable[[], list[Tensor]]:
+        call = self._calling(torch.compile(same_program(matmul_and_reshard_heads), fullgraph=True))
+        call()
+        return call
+
+    def _calling(self, program: Callable[..., list[Tensor]]) -> Callable[[], list[Tensor]]:
+        def call() -> list[Tensor]:
+            ys = program(self.xs, self.ws, self.mesh, self.sizes.heads)
+            return [y.wait() if hasattr(y, "wait") else y for y in ys]
+
+        return call
+
+    def _op(self) -> list[Tensor]:
+        out_shape = [self.sizes.heads, self.sizes.n // self.sizes.heads]
+        return [fusedcomm.matmul_all_to_all(x, w, 1, 2, self.mesh, out_shape=out_shape) for x, w in self._pairs]
+
+    @cached_property
+    def _oracle(self) -> list[Tensor]:
+        """This rank's results, computed here from all ranks' inputs, so that no communication must be trusted."""
+        parts = []
+        for rank in range(self.num_ranks):
+            ys = [self._product(x, w) for x, w in zip(*self._integers(rank), strict=True)]
+            parts.append([y.unflatten(-1, (self.sizes.heads, -1)).chunk(self.num_ranks, 2)[self.rank] for y in ys])
+        return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
+
+    def _product(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(x.float(), w.float()).to(self.dtype)
+
+    def _integers(self, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        generator, s = torch.Generator(self.device).manual_seed(rank), self.sizes
+        options: dict[str, Any] = {"generator": generator, "device": self.device, "dtype": self.dtype}
+        xs = [torch.randint(-1, 2, (s.batch, s.tokens, s.k), **options) for _ in range(s.pairs)]
+        ws = [torch.randint(-1, 2, (s.batch, s.k, s.n), **options) for _ in range(s.pairs)]
+        return xs, ws
+
+
+def same_program(program: Any) -> Any:
+    """``program`` with a code object of its own: Dynamo keeps what it has compiled by code object."""
+    return types.FunctionType(program.__code__.replace(), program.__globals__, argdefs=program.__defaults__)
+
+
+@contextlib.contextmanager
+def no_caches() -> Iterator[None]:
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
+
+    with warnings.catch_warnings(), fresh_cache(), config.patch(force_disable_caches=True):
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+        yield
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median, P10 and P90 over rounds of the ratios within a round."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @staticmethod
+    def of(a: Tensor, b: Tensor) -> Ratio:
+        low, median, high = (a / b).quantile(a.new_tensor([0.1, 0.5, 0.9])).tolist()
+        return Ratio(median, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.p10:.2f} .. {self.p90:.2f})"
+
+
+@dataclass(frozen=True)
+class ProgramRow:
+    dtype: str
+    fused: int
+    times: dict[str, Timing]
+    plain_over_compiled: Ratio
+    plain_over_exchange: Ratio
+    op_over_compiled: Ratio
+    compiled_over_roof: Ratio
+
+
+TIMES = {
+    ROOF: "the matmuls alone",
+    PLAIN: "the program under torch.compile",
+    EXCHANGE: "so, with parts exchanged where DTensor gathers",
+    COMPILED: "so, in fusedcomm.compile.enabled()",
+    OP: "fusedcomm.matmul_all_to_all, called by hand",
+}
+RATIOS: dict[str, Callable[[ProgramRow], Ratio]] = {
+    "plain /\ncompiled": lambda row: row.plain_over_compiled,
+    "plain /\nexchange": lambda row: row.plain_over_exchange,
+    "op /\ncompiled": lambda row: row.op_over_compiled,
+    "compiled /\nroof": lambda row: row.compiled_over_roof,
+}
+
+
+def _time_column(name: str) -> Column:
+    return Column(f"{name}\nms", TIMES[name], lambda row: ms(row.times[name].median, 1))
+
+
+def _ratio_column(head: str, drop: int) -> Column:
+    about = "median of the ratios within a round (P10 .. P90 of them)"
+    return Column(head, about, lambda row: str(RATIOS[head](row)), drop=drop)
+
+
+COLUMNS = (
+    Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True),
+    Column("fused", "pairs that became fused ops", lambda row: str(row.fused)),
+    *map(_time_column, TIMED),
+    *map(_ratio_column, RATIOS, (0, 2, 1, 3)),
+)
+
+
+def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str, rounds: int) -> ProgramRow:
+    device = world.rank_device(device_type)
+    gathers = "torch.distributed.tensor._collective_utils"  # DTensor says there what the docstring says
+    logging.getLogger(gathers).setLevel(logging.ERROR)
+    data = ProgramData(sizes, DTYPES[dtype], device)
+    variants = data.variants()
+    check_values(variants, data.check)
+    data.randomize()
+    seconds = measure_rounds({name: variants[name] for name in TIMED}, device, rounds=rounds, warmup=2)
+    return ProgramRow(
+        dtype,
+        data.num_fused,
+        {name: Timing.of(each) for name, each in seconds.items()},
+        Ratio.of(seconds[PLAIN], seconds[COMPILED]),
+        Ratio.of(seconds[PLAIN], seconds[EXCHANGE]),
+        Ratio.of(seconds[OP], seconds[COMPILED]),
+        Ratio.of(seconds[COMPILED], seconds[ROOF]),
+    )
+
+
+def summary(rows: Sequence[ProgramRow]) -> list[Goal]:
+    found = []
+    for row in rows:
+        found.append(at_least(f"plain/compiled, {row.dtype}", row.plain_over_compiled.median, FASTER))
+        found.append(at_least(f"op/compiled, {row.dtype}", row.op_over_compiled.median, NOT_SLOWER))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        return _main(args)
+    except (ValuesDiffer, RankError) as error:
+        print(f"start_program: {error}", file=sys.stderr)
+        return 1
+
+
+def _main(args: argparse.Namespace) -> int:
+    device_type = world.default_device_type()
+    sizes = ProgramSizes(**{field.name: getattr(args, field.name) for field in fields(ProgramSizes)})
+    env = world.HUGE_PAGES if args.huge_pages else None
+    rows: list[ProgramRow] = []
+    with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
+        huge_pages = call(has_huge_pages)
+        if world.is_rank_0():
+            print(sizes, *([pages(huge_pages)] if device_type == "cpu" else []), sep="\n", flush=True)
+        with tabulated(COLUMNS, rows, len(args.dtype)) as add:
+            for dtype in args.dtype:
+                row = call(measure_program, sizes, dtype, device_type, args.rounds)
+                if row is not None:
+                    add(row)
+    if not rows:  # torchrun's other ranks
+        return 0
+    goals = summary(rows)
+    print(*goals, sep="\n")
+    if args.json:
+        facts = {"program": "compile", "sizes": asdict(sizes), "rounds": args.rounds, "huge_pages": huge_pages}
+        console.write_json(args.json, run_facts() | facts | listed(rows=rows, goals=goals))
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="fusedcomm.bench.start_program", description="Values are checked before anything is timed."
+    )
+    for field in fields(ProgramSizes):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--quick", action="store_true", help=f"two pairs, {QUICK_ROUNDS} rounds")
+    add_common_arguments(parser, rounds=41)
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.pairs, args.rounds = 2, QUICK_ROUNDS
+    refuse_wrong_pages(parser, args)
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Measurements of fusedcomm, a command a module; ``python -m benchmarks.ops`` has each op beside its baseline."""

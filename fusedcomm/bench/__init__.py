@@ -1,1 +1,0 @@
-"""What `fusedcomm bench` measures, and how; benchmarks/ of the repository measures with the same."""
