@@ -37,7 +37,7 @@ HALVES = {
         _part("kernel speed", "kernel_speed", 90, 30),
         _part("op speed", "op_speed", 60, 30),
         _part("host time", "host_time", 60, 40),
-        _part("start program", "start_program", 60, 40),
+        _part("start program", "whole_program", 60, 40),
         _part("measurements", "measurements", 50, 30),
     ],
 }

@@ -1,6 +1,6 @@
 """Compiles the kernels that later parts launch, on all cores, so that no part spends its time on Triton's compiler.
 
-The parts' own calls run on tensors without memory, under a driver that launches nothing (`compile_only`). What is
+The parts' own calls run on tensors without memory, under a driver that launches nothing (`compiling`). What is
 compiled lies in Triton's cache; how many kernels a later case compiled itself is in its result ("compiled").
 """
 
@@ -27,14 +27,14 @@ from fusedcomm.bench.gpu_check import (
     op_speed,
     processes,
     smoke,
-    start_program,
     time_outs,
     values,
+    whole_program,
 )
+from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
 from fusedcomm.machine import available_cpus
 from fusedcomm.runtime import signals, topology
-from fusedcomm.testing import compile_only
 from fusedcomm.testing.virtual import VirtualGroup
 
 META = torch.device("meta")
@@ -88,7 +88,7 @@ def target_of(device: torch.device) -> Target:
 
 def compile_job(job: Job, target: Target) -> int:
     """Compile what ``job`` launches. Returns the number of launches."""
-    with compile_only.compiling(target.arch) as compiled, _tiles_for(target):
+    with compiling(target.arch) as compiled, _tiles_for(target):
         job()
     return len(compiled)
 
@@ -123,7 +123,7 @@ def jobs_of_fast() -> Iterator[tuple[str, Job]]:
     for size in kernel_speed.REDUCED:
         for name, block in kernel_speed.REDUCE_BLOCKS.items():
             yield f"reduce R={size}{name}", partial(_reduce, size, block)
-    for part in (op_speed, host_time, start_program, measurements):
+    for part in (op_speed, host_time, whole_program, measurements):
         yield from _calls(part.calls(cuda=True))
 
 

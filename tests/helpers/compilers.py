@@ -20,7 +20,7 @@ TRITON_36 = Path(sys.prefix) / "triton-3.6"
 COMPILE = """
 import sys
 from pathlib import Path
-from fusedcomm.testing import compile_only
+from tests.helpers import compile_only
 
 compile_only.ARCHITECTURES = (int(sys.argv[2]),)
 compile_only.main(Path(sys.argv[1]))

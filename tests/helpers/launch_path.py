@@ -2,7 +2,7 @@
 
     python -m tests.helpers.launch_path FOLDER ARCH SUITE...
 
-SUITE: ``kernels``, the launches of fusedcomm/testing/compile_only.py; ``few`` and ``few-float32``, calls of all ops as
+SUITE: ``kernels``, the launches of tests/helpers/compile_only.py; ``few`` and ``few-float32``, calls of all ops as
 users make them; ``all``, all problems in all dtypes; ``uneven``, parts of different sizes; ``views``, parts of tensors;
 ``planted``, launches with a defect each; ``slots``, gathers with a defect of the slots that they load; ``time``,
 microseconds of the host. It prints JSON, one object per case. It must run without TRITON_INTERPRET; the cache of
@@ -39,8 +39,8 @@ from fusedcomm.runtime import signals, stream_writes
 from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.workspace import Workspace
-from fusedcomm.testing import compile_only
 from fusedcomm.testing.virtual import VirtualGroup
+from tests.helpers import compile_only
 from tests.helpers.device_rules import Argument, Launch, Write, argument_violations
 from tests.helpers.fake_driver import FakeDriver, Refused
 from tests.helpers.op_problems import ALL_PROBLEMS

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fusedcomm.testing import compile_only
+from tests.helpers import compile_only
 from tests.helpers.compilers import OTHERS, TARGETS, TRITON_36, Compilers, Target
 from tests.helpers.cubin import CubinKernel
 from tests.helpers.device_rules import (

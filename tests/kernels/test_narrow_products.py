@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedcomm.testing.narrow_products import narrow_products
+from tests.helpers.narrow_products import narrow_products
 
 SOURCE = """
 rows = offsets * stride

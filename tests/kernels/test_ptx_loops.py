@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusedcomm.testing.ptx_loops import MainLoop, main_loops
+from tests.helpers.ptx_loops import MainLoop, main_loops
 
 NESTED = """
 .visible .entry nested() {

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from fusedcomm.testing import ptx_order
-from fusedcomm.testing.ptx_order import Rule
+from tests.helpers import ptx_order
 from tests.helpers.compilers import Target
+from tests.helpers.ptx_order import Rule
 from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fusedcomm.testing.ptx_order import Instruction, parse
+from tests.helpers.ptx_order import Instruction, parse
 
 _MULTIPLIES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "fma.rn.f32")
 _BARRIERS = ("bar.sync", "barrier.sync", "barrier.cta.sync")

@@ -1,6 +1,6 @@
 """Compile the Triton kernels as the host launches them, for architectures that are not here.
 
-    python -m fusedcomm.testing.compile_only FOLDER
+    python -m tests.helpers.compile_only FOLDER
 
 It runs the launch functions on tensors without memory (device "meta") under a driver that names a target and launches
 nothing; so arguments, specialization and tile sizes are those of a real launch. It writes each kernel's PTX to FOLDER
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,14 @@ import torch
 from torch import Tensor
 
 from fusedcomm.algorithms import kernel_launch, tiles
+from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime import signals
 from fusedcomm.runtime.segment import HeaderLayout
-from fusedcomm.testing import ptx_order
-from fusedcomm.testing.narrow_products import narrow_products
-from fusedcomm.testing.ptx_loops import main_loops
+from tests.helpers import ptx_order
+from tests.helpers.narrow_products import narrow_products
+from tests.helpers.ptx_loops import main_loops
 
 RANK, GROUP_SIZE = 1, 4
 NUM_SMS = 132
@@ -78,24 +78,6 @@ class KernelReport:
     products: list[str]
 
 
-class CompilerDriver:
-    """Stands in for a GPU's driver: it names a target, and has no device to launch on."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return self.arch  # one cache of kernels per architecture
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 class MetaWorkspace:
     """A workspace without memory."""
 
@@ -109,26 +91,6 @@ class MetaWorkspace:
 
     def num_programs(self, kind: str) -> int:
         return {"push": NUM_SMS, "pack": NUM_SMS // 8, "gather": NUM_SMS - NUM_SMS // 8}.get(kind, NUM_SMS // 2)
-
-
-@contextmanager
-def compiling(arch: int) -> Iterator[list[Any]]:
-    """Launches inside the block only compile, for ``arch``; gives the list of compiled kernels."""
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
-    compiled: list[Any] = []
-    run, architecture = JITFunction.run, tiles.architecture
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
-
-    driver.set_active(CompilerDriver(arch))
-    JITFunction.run, tiles.architecture = compile_only, lambda device: arch
-    try:
-        yield compiled
-    finally:
-        JITFunction.run, tiles.architecture = run, architecture
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""Launches that compile their kernels for a GPU that need not be here, and launch nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fusedcomm.algorithms import tiles
+
+
+class CompilerDriver:
+    """Stands in for a GPU's driver: it names a target, and has no device to launch on."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # one cache of kernels per architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[list[Any]]:
+    """Launches inside the block only compile, for ``arch``; gives the list of compiled kernels."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[Any] = []
+    run, architecture = JITFunction.run, tiles.architecture
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    driver.set_active(CompilerDriver(arch))
+    JITFunction.run, tiles.architecture = compile_only, lambda device: arch
+    try:
+        yield compiled
+    finally:
+        JITFunction.run, tiles.architecture = run, architecture
