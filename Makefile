@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 OLD_TRITON := $(VENV)/triton-3.6
-OPS := matmul_all_to_all all_to_all_matmul all_gather_matmul matmul_reduce_scatter matmul_all_reduce
-OP ?= $(OPS)
+OP ?= ops
+BLOCKS := ulysses_block start_program hosts
 NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
 # Tests start hundreds of processes, each of which would compile all sources anew.
@@ -22,16 +22,10 @@ help:
 	@echo "make lint   ruff, mypy, codespell, and whether docs/api and the map of the rooms follow the sources"
 	@echo "make docs   docs/api from the docstrings, and the map of the rooms in docs/architecture.md from the imports"
 	@echo "make wheel  dist/*.whl, with the native part for this Python and this release of torch if there is a C++ compiler"
-	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: OP=matmul_all_to_all for one;"
-	@echo "            BENCH_ARGS= --huge-pages, --quick, --backward, --decode, --ragged, --json FILE (with one OP)"
-	@echo "            make bench OP=ulysses_block or OP=tensor_parallel_mlp: whole blocks, forward and backward"
-	@echo "            make bench OP=compile: the start program under torch.compile; OP=compile_time: what the passes cost"
-	@echo "            make bench OP=model_blocks: training steps of blocks of real models under torch.compile;"
-	@echo "            OP=parallel_styles: a Llama layer under torch's tensor parallel styles, and these; OP=uneven: lengths and"
-	@echo "            heads that the ranks do not divide, BENCH_ARGS= --tokens, --heads, --kv-heads, --ranks, --splits, --backward;"
-	@echo "            OP=hosts: pipelined across two hosts on a throttled link, as root: BENCH_ARGS= --mbit, --rounds;"
-	@echo "            OP=step_memory: what training takes of a host's memory, with results in place and without"
-	@echo "make figures  the figures of docs/benchmark.md and others, into bench/results; 55 minutes of a machine that does nothing else"
+	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: fusedcomm bench, OP=matmul_all_to_all"
+	@echo "            for one; OP=ulysses_block, a whole block, forward and backward; OP=start_program, under torch.compile;"
+	@echo "            OP=hosts, pipelined across two hosts on a throttled link, as root; BENCH_ARGS=--help has the options"
+	@echo "make figures  the figures of docs/benchmark.md and others, into bench/results; 20 minutes of a machine that does nothing else"
 	@echo "make host-cost  what a call costs the host of a GPU, in instructions, and what the streams are given; without a GPU,"
 	@echo "            with valgrind: 0.8 GB the first time, and 15 minutes; HOST_COST_ARGS= --ranks, --torch, --json FILE"
 	@echo "make gpu-check  what one GPU can prove, in two halves of 380 s, with a Python that has torch, PYTHON=; what was"
@@ -83,30 +77,19 @@ wheel: $(VENV)/.built
 	@ls dist/*.whl
 
 bench: $(VENV)/.built
-	$(if $(filter $(OPS),$(OP)),$(BIN)/python -m fusedcomm.bench.ops $(filter $(OPS),$(OP)) $(BENCH_ARGS))
-	set -e; for bench in $(patsubst compile,start_program,$(filter-out $(OPS),$(OP))); do \
-	  echo "$$bench"; $(BIN)/python -m fusedcomm.bench.$$bench $(BENCH_ARGS); done
+	$(BIN)/$(if $(filter $(BLOCKS),$(OP)),python -m fusedcomm.bench.$(OP),fusedcomm bench $(OP)) $(BENCH_ARGS)
 
-# The figures that the README and docs/ quote, with nothing else running; about 55 minutes. All but the planner's are
-# measured with default numbers, whatever this user has tuned.
+# The figures that the README and docs/ quote, with nothing else running; about 20 minutes. They are measured with
+# default numbers, whatever this user has tuned.
 RESULTS := bench/results/cpu-2-ranks
 figures: export FUSEDCOMM_CACHE_DIR := $(CURDIR)/$(VENV)/figures
 figures: setup
 	rm -rf $(VENV)/figures
 	$(BIN)/fusedcomm bench ops --dtype float32 bfloat16 --json $(RESULTS)-ops.json
 	$(BIN)/fusedcomm bench overhead --json $(RESULTS)-overhead.json
-	set -e; for op in $(OPS); do for mode in ragged decode; do \
-	  $(BIN)/python -m fusedcomm.bench.ops $$op --$$mode --quick --json $(RESULTS)-$$mode-$$op.json; done; done
 	$(BIN)/python -m fusedcomm.bench.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
 	$(BIN)/python -m fusedcomm.bench.start_program --json $(RESULTS)-compile.json
-	$(BIN)/python -m fusedcomm.bench.uneven --json $(RESULTS)-uneven.json
-	$(BIN)/python -m fusedcomm.bench.model_blocks --json $(RESULTS)-model-blocks.json
-	$(BIN)/python -m fusedcomm.bench.parallel_styles --rounds 31 --dtype float32 --json $(RESULTS)-parallel-styles.json
-	$(BIN)/python -m fusedcomm.bench.compile_time --rounds 3 --json bench/results/cpu-compile-time.json
-	$(BIN)/python -m fusedcomm.bench.overlap --json bench/results/overlap.json --plot bench/results
-	$(BIN)/python -m fusedcomm.bench.redistribution --json bench/results/redistribution.json
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
-	$(BIN)/python -m fusedcomm.bench.planner_choices --quick --json $(RESULTS)-planner.json
 
 # A CUDA build of torch in a venv of its own, without CUDA.
 HOST_COST_ARGS ?=

@@ -10,7 +10,6 @@ import json
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,6 @@ QUIET = {"KINETO_LOG_LEVEL": "99"}  # for ranks that profile: else Kineto prints
 Trace = dict[str, Any]  # as chrome://tracing and Perfetto read it
 PIDS_PER_RANK = 100  # in the merged trace
 ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
-MATMULS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
-COPIES = ("aten::copy_",)
-COPY_KERNELS = ("copy", "catarray", "elementwise")  # parts of the names of torch's copy kernels
 
 
 def record(variants: Mapping[str, Callable[[], Any]], device: torch.device) -> Trace:
@@ -118,72 +114,3 @@ def _lane_of(event: Mapping[str, Any]) -> str | None:
         return None
     found = name.removeprefix(PREFIX).split(" ")[0]
     return found if found in LANES else None
-
-
-@dataclass(frozen=True)
-class TraceRange:
-    """What a rank did for a variant. ``lane`` is one of runtime/profiler.py, or "collective".
-
-    Times are milliseconds since the first rank began the variant.
-    """
-
-    variant: str
-    rank: int
-    lane: str
-    start: float
-    end: float
-    peer: int | None = None  # the rank that a chunk goes to, or comes from
-
-
-def ranges(trace: Trace) -> list[TraceRange]:
-    """The ranges of a merged trace. A matmul or copy inside one of fusedcomm's ranges is part of it."""
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    on_gpu = any(event.get("cat") == "kernel" for event in events)
-    found = []
-    for window in (event for event in events if _is_variant(event)):
-        rank = window["pid"] // PIDS_PER_RANK
-        starts = [e["ts"] for e in events if e["name"] == window["name"] and _is_variant(e)]
-        begin, end = min(starts), window["ts"] + window["dur"]
-        inside = [e for e in events if e["pid"] // PIDS_PER_RANK == rank and window["ts"] <= e["ts"] < end]
-        ours = [e for e in inside if e.get("cat") == "fusedcomm" and (e["tid"] >= len(LANES)) == on_gpu]
-        others = [(e, _kind(e, on_gpu)) for e in inside]
-        kept = [(e, _lane(e), _peer(e)) for e in ours]
-        kept += [(e, kind, None) for e, kind in others if kind and not any(_contains(own, e) for own in ours)]
-        variant = window["name"].removeprefix(VARIANT)
-        found += [
-            TraceRange(variant, rank, kind, (e["ts"] - begin) / 1e3, (e["ts"] + e["dur"] - begin) / 1e3, peer)
-            for e, kind, peer in kept
-        ]
-    return found
-
-
-def _is_variant(event: Mapping[str, Any]) -> bool:
-    return event["name"].startswith(VARIANT) and event.get("cat") == "user_annotation"
-
-
-def _lane(event: Mapping[str, Any]) -> str:
-    return LANES[event["tid"] % len(LANES)]
-
-
-def _peer(event: Mapping[str, Any]) -> int | None:
-    _, _, peer = event["name"].partition(" rank ")
-    return int(peer) if peer else None
-
-
-def _contains(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
-    """Whether inner is a part of outer. The middle of inner decides, because ends can be equal, and are floats."""
-    return outer["ts"] <= inner["ts"] + inner["dur"] / 2 <= outer["ts"] + outer["dur"]
-
-
-def _kind(event: Mapping[str, Any], on_gpu: bool) -> str | None:
-    """The lane of an event that is none of fusedcomm's own ranges, or None."""
-    name, cat = event["name"], event.get("cat")
-    if on_gpu:
-        if cat == "kernel" and name.startswith("nccl"):
-            return "collective"
-        if cat == "kernel":
-            return "copy" if any(part in name.lower() for part in COPY_KERNELS) else "matmul"
-        return "copy" if cat == "gpu_memcpy" else None
-    if cat == "cpu_op":
-        return "matmul" if name in MATMULS else "copy" if name in COPIES else None
-    return "collective" if cat == "user_annotation" and name.startswith(("gloo:", "nccl:")) else None

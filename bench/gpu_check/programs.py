@@ -20,13 +20,13 @@ import fusedcomm.compile
 import fusedcomm.parallel
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.pools import Pools, need_segments
-from fusedcomm.bench.parallel_styles import MODELS, Layer, Sizes, styled
+from fusedcomm.bench.llama_layer import MODELS, Layer, Sizes, styled
 from fusedcomm.bench.start_program import ProgramData, ProgramSizes, matmul_and_reshard_heads, no_caches, same_program
 from fusedcomm.geometry.cut import chunk_parts
 
 GROUP_SIZE = 2
 DTYPE = torch.bfloat16
-TOLERANCE = 3e-2  # share of the norm, as bench/parallel_styles.py has it for bfloat16
+TOLERANCE = 3e-2  # share of the norm
 CHUNKED = {"FUSEDCOMM_ALGORITHM": "chunked"}  # in autograd's threads too
 LAYERS, VOCABULARY, STEPS, LEARNING_RATE = 2, 64, 2, 0.1
 

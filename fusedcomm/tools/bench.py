@@ -6,12 +6,11 @@ import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from fusedcomm.bench import all_to_all, overhead, plots, table, trace
+from fusedcomm.bench import all_to_all, overhead, table, trace
 from fusedcomm.bench.measure import (
     ALGORITHMS,
     DTYPES,
@@ -126,7 +125,6 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
     )
     algorithm = "how the ops run (default: auto, the planner's choice)"
     parser.add_argument("--algorithm", nargs="+", choices=ALGORITHMS, default=[AUTO], help=algorithm)
-    parser.add_argument("--plot", metavar="DIR", help="also draw PNG files: ratio, roofline, and lanes of each op")
     parser.add_argument(
         "--trace", metavar="FILE", help="also write a trace of all ranks for Perfetto: the last size of each op"
     )
@@ -172,8 +170,6 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return problem
     if getattr(args, "shape", None) and args.minbytes:
         return "--shape and --minbytes both say the sizes: give one of them"
-    if getattr(args, "plot", None) and (problem := plots.missing() or plots.not_writable(Path(args.plot))):
-        return f"--plot: {problem}"
     for name in ("json", "csv", "trace") if world.is_rank_0() else ():
         if problem := console.not_writable(getattr(args, name, None)):
             return f"--{name} {problem}"
@@ -222,7 +218,7 @@ def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRan
             found = call(*each) or []
             rows += found
             results.rows += found  # at once: what follows can fail
-        if op in PROGRAMS and (args.plot or args.trace):
+        if op in PROGRAMS and args.trace:
             *_, (_, _, size, dtype, direction, _) = _calls(args, op, dtypes, options)
             traced = call(record_op, op, size, dtype, direction, options)
             results.traces |= {op: traced} if here else {}
@@ -317,11 +313,6 @@ def _write(args: argparse.Namespace, options: Options, results: BenchResults) ->
         table.write_csv(args.csv, results.rows)
     if getattr(args, "trace", None):
         console.write_json(args.trace, trace.joined(list(results.traces.values())))
-    if getattr(args, "plot", None):
-        lanes = {op: trace.ranges(each) for op, each in results.traces.items()}
-        ops = [row for row in results.rows if isinstance(row, OpRow)]
-        for file in plots.write_all(Path(args.plot), ops, lanes):
-            print(file)
 
 
 def report(what: str, options: Options, results: BenchResults) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusedcomm.bench import plots, trace
+from fusedcomm.bench import trace
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
@@ -38,7 +37,7 @@ class DemoResult:
     algorithm: str
     huge_pages: bool  # asked for by torch's own CPU allocations
     times: dict[str, Timing]  # empty for one rank, which exchanges nothing
-    lanes: Sequence[trace.TraceRange] = ()  # ranges of the program by hand and of fusedcomm's, if asked for
+    trace: trace.Trace | None = None  # of the program by hand and of fusedcomm's, if asked for
 
 
 def add_parser(commands: Any) -> None:
@@ -48,10 +47,10 @@ def add_parser(commands: Any) -> None:
         description="Runs a matmul and the all_to_all of its result as users write it today, by DTensor, and as one "
         "op of fusedcomm. Checks all values first, then prints the times side by side, and what the op is faster by. "
         "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments.",
-        epilog="example: fusedcomm demo --rounds 15 --plot lanes.png",
+        epilog="example: fusedcomm demo --rounds 15 --trace lanes.json",
     )
     parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="also draw what every rank does over time, as a PNG file")
+    parser.add_argument("--trace", metavar="FILE", help="also write what every rank does over time, for Perfetto")
     console.add_rank_arguments(parser)
     parser.add_argument(
         "--rounds", type=console.positive, default=7, metavar="N", help="measurements of each variant (default: 7)"
@@ -69,16 +68,16 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("demo", problem, code=2)
     dtype = DTYPES[args.dtype or ("bfloat16" if device_type == "cuda" else "float32")]
     try:
-        with world.ranks(device_type, world_size, TIMEOUT_S, trace.QUIET if args.plot else None) as call:
-            result = call(_measure, device_type, dtype, args.rounds, bool(args.plot))
+        with world.ranks(device_type, world_size, TIMEOUT_S, trace.QUIET if args.trace else None) as call:
+            result = call(_measure, device_type, dtype, args.rounds, bool(args.trace))
     except (ValuesDiffer, RankError) as error:
         return console.fail("demo", world.message(error))
     if result is not None:
         _print(result)
         if args.json:
             console.write_json(args.json, report(result))
-        if args.plot:
-            plots.write(Path(args.plot), plots.lanes_over_time(result.lanes, _title(result)))
+        if args.trace:
+            console.write_json(args.trace, result.trace)
     return 0
 
 
@@ -86,11 +85,9 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
     """What is wrong with the arguments, or None; else it would come up in the ranks, or after all is measured."""
     if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
         return problem
-    if args.plot and world_size == 1:
-        return "--plot needs at least 2 ranks, for one exchanges nothing, got 1"
-    if args.plot and (missing := plots.missing()):
-        return f"--plot: {missing}"
-    for name, file in (("json", args.json), ("plot", args.plot)) if world.is_rank_0() else ():
+    if args.trace and world_size == 1:
+        return "--trace needs at least 2 ranks, for one exchanges nothing, got 1"
+    for name, file in (("json", args.json), ("trace", args.trace)) if world.is_rank_0() else ():
         if problem := console.not_writable(file):
             return f"--{name} {problem}"
     return None
@@ -119,7 +116,7 @@ def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> 
 def report(result: DemoResult) -> dict[str, Any]:
     """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
     facts, times = asdict(result), {name: timing.median for name, timing in result.times.items()}
-    del facts["lanes"]
+    del facts["trace"]
     ratios = {
         name: {
             "faster_than_matmul_and_all_to_all": times[UNFUSED] / time,
@@ -132,7 +129,7 @@ def report(result: DemoResult) -> dict[str, Any]:
     return {**run_facts(), **facts, "ratios": ratios}
 
 
-def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot: bool) -> DemoResult:
+def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, traces: bool) -> DemoResult:
     device = world.rank_device(device_type)
     world_size = dist.get_world_size()
     problem = start_program(device, dtype, world_size)
@@ -143,10 +140,10 @@ def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, plot:
         check_values(variants, data.check)
         data.randomize()
         times = measure(variants, device, rounds=rounds, on_round=on_round) if world_size > 1 else {}
-    lanes = trace.ranges(trace.record({name: variants[name] for name in (UNFUSED, OURS)}, device)) if plot else []
+    traced = trace.record({name: variants[name] for name in (UNFUSED, OURS)}, device) if traces else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
     huge_pages = world.torch_asks_for_huge_pages()
-    return DemoResult(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times, lanes)
+    return DemoResult(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times, traced)
 
 
 def _print(result: DemoResult) -> None:
@@ -163,11 +160,6 @@ def _print(result: DemoResult) -> None:
     if _pages_differ(result):
         out.print(f"exposed can be below 0: the result of {OURS} is in huge pages, torch's in small ones")
     out.print(f"plan of {OURS}: {result.plan}", markup=False)
-
-
-def _title(result: DemoResult) -> str:
-    speed_up = result.times[UNFUSED].median / result.times[OURS].median
-    return f"{result.world_size} ranks, each: {result.problem}; speed-up {speed_up:.2f}"
 
 
 def _pages_differ(result: DemoResult) -> bool:

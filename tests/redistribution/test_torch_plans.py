@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fusedcomm.bench import redistribution_torch
 from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.redistribution import search
 from fusedcomm.redistribution.step_time import MeshLinks
+from tests.helpers import redistribution_torch
 from tests.redistribution.test_search import ROUNDING, Placements, links, pairs, sharding
 
 

@@ -59,13 +59,16 @@ def test_wrong_values_on_one_rank_end_every_rank_with_code_1(
 def test_in_ranks_of_torchrun_rank_0_prints_a_table_and_writes_json(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    file = tmp_path / "demo.json"
-    found = ranks(2).run(small_demo_with_one_wrong_element, None, "--json", str(file))
+    file, trace = tmp_path / "demo.json", tmp_path / "trace.json"
+    files = ["--json", str(file), "--trace", str(trace)]
+    found = ranks(2).run(small_demo_with_one_wrong_element, None, *files)
     (code_0, out_0, _), (code_1, out_1, _) = found
     assert (code_0, code_1, out_1) == (0, 0, "")
     for text in (DTENSOR, UNFUSED, OURS, ROOF, "values equal on all ranks", "plan of fusedcomm"):
         assert text in out_0
 
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {f"variant: {UNFUSED}", f"variant: {OURS}", "fusedcomm.wait rank 0"} <= names
     report = json.loads(file.read_text())
     jsonschema.validate(report, SCHEMA)
     # On the CPU wheel "+cpu" is in the metadata of some installs and missing in others

@@ -50,7 +50,7 @@ def test_worlds_are_bounded_by_the_cpus(
         (["bench", "overhead", "--world-size", "1"], "--world-size must be at least 2, got 1"),
         (["tune", "--device", "cpu", "--world-size", "1"], "--world-size must be at least 2, for one rank exchanges"),
         (["bench", "all-to-all", "--world-size", "5", "--oversubscribe", "--dim", "6"], "16 times --dim must be divis"),
-        (["demo", "--device", "cpu", "--world-size", "1", "--plot", "x.png"], "--plot needs at least 2 ranks"),
+        (["demo", "--device", "cpu", "--world-size", "1", "--trace", "x.json"], "--trace needs at least 2 ranks"),
         (["selftest", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
         (["explain", "/nowhere/x.py"], "/nowhere/x.py: No such file or directory"),
         (["explain", "--json", "/nowhere/x.json", __file__], "fusedcomm explain: /nowhere/x.json: No such file or dir"),
