@@ -248,8 +248,6 @@ def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
     each = group_size if program.cut == "rows" else 1
     k_n = itertools.product((1024, 2048, 4096), repeat=2)
     decode = [(rows * each, k, n) for k, n in k_n for rows in (1, 4, 16, 64)]
-        (rows * each, k, n) for k, n in itertools.product((1024, 2048, 4096), repeat=2) for rows in (1, 4, 16, 64)
-    ]
     for shape, dtype in itertools.product([*forward, *decode], ("float32", "bfloat16")):
         exchange = tune.exchange_of(op, program.divisible(MatmulSize(*shape), group_size), group_size)
         seconds = model.estimate(op, exchange, dtype, model.DEFAULTS["cpu"])
