@@ -116,8 +116,8 @@ ROWS = {  # by the first cell of the row in the table "By part"
         "2 processes on one GPU do not hang with 1, 8 and 32 hardware queues each",
         ("queues/*",),
     ),
-    "`fusedcomm bench all-to-all`, `DeviceToHost`": Evidence(
-        "the tests of `DeviceToHost` that need a GPU pass; the bench never run",
+    "`DeviceToHost`": Evidence(
+        "the tests of `DeviceToHost` that need a GPU pass",
         ("commands/DeviceToHost",),
     ),
     "`fusedcomm doctor`, `selftest`": Evidence(

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fusedcomm.bench import all_to_all, overhead, table, trace
+from fusedcomm.bench import overhead, table, trace
 from fusedcomm.bench.measure import (
     ALGORITHMS,
     DTYPES,
@@ -36,7 +36,7 @@ DTYPE_HELP = "the dtypes of the data (default: bfloat16 on GPUs, float32 on CPUs
 ROUNDS_HELP = "measurements of each variant (default: 9)"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "fusedcomm"
-SUITE, OVERHEAD = "all-to-all", "overhead"
+OVERHEAD = "overhead"
 EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."
 MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
 
@@ -70,9 +70,6 @@ def add_parser(commands: Any) -> None:
         text = "all plain collectives" if name == "collectives" else "a collective of torch.distributed, alone"
         describe = {"help": text, "description": f"Measures {name}, {text}, and prints a table. {EXIT_CODES}"}
         what.add_parser(name, **describe, epilog=f"example: fusedcomm bench {name} -b 1M -e 64M", parents=[common])
-    text = "ways to overlap an all_to_all with other work"
-    describe = {"help": text, "description": f"Measures {text}, and prints a table. {EXIT_CODES}"}
-    all_to_all.add_arguments(what.add_parser(SUITE, **describe, epilog="example: fusedcomm bench all-to-all --dim 512"))
     text = "what a call costs, hot and cold, and its parts, on CPU ranks"
     describe = {"help": text, "description": f"Measures {text}, and prints tables. {EXIT_CODES}"}
     example = "example: fusedcomm bench overhead --op matmul_all_to_all --pass forward both"
@@ -131,8 +128,8 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.what in (SUITE, OVERHEAD):
-        return all_to_all.run(args) if args.what == SUITE else overhead.run(args)
+    if args.what == OVERHEAD:
+        return overhead.run(args)
     device_type = args.device or world.default_device_type()
     world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):

@@ -22,7 +22,6 @@ from tests.tools.test_ranks import wait_until_dead
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
     ["bench", "ops", "--world-size"],
-    ["bench", "all-to-all", "--world-size"],
     ["demo", "--world-size"],
     ["selftest", "--world-size"],
     ["tune", "--world-size"],
@@ -46,10 +45,8 @@ def test_worlds_are_bounded_by_the_cpus(
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        (["bench", "all-to-all", "--world-size", "1"], "--world-size must be at least 2, got 1"),
         (["bench", "overhead", "--world-size", "1"], "--world-size must be at least 2, got 1"),
         (["tune", "--device", "cpu", "--world-size", "1"], "--world-size must be at least 2, for one rank exchanges"),
-        (["bench", "all-to-all", "--world-size", "5", "--oversubscribe", "--dim", "6"], "16 times --dim must be divis"),
         (["demo", "--device", "cpu", "--world-size", "1", "--trace", "x.json"], "--trace needs at least 2 ranks"),
         (["selftest", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
         (["explain", "/nowhere/x.py"], "/nowhere/x.py: No such file or directory"),
