@@ -1,26 +1,32 @@
-"""What the commands of this folder share: goals beside figures, the pages of the ranks, and options.
+"""What the benches of this folder share: options, ratios within rounds, goals, and the run from ranks to JSON.
 
 On a CPU there are two settings, and a figure names its own. By default torch takes memory in 4 KiB pages, while
-fusedcomm's ops ask for huge pages for their results: that is what users get, but part of the speed-up is page faults
-saved, and an op can be faster than its roof. With --huge-pages torch asks for them too (THP_MEM_ALLOC_ENABLE=1), so all
-that is measured gets the same pages, and what is left is what overlap alone gains.
+fusedcomm's ops ask for huge pages for their results: part of the speed-up is page faults saved, and an op can be faster
+than its roof. With --huge-pages torch asks for them too (THP_MEM_ALLOC_ENABLE=1): what is left is the gain of overlap.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
+from fusedcomm.launch.provenance import run_facts
+from fusedcomm.launch.ranks import RankError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPE_COLUMN = Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True)
+TIMEOUT_S = 3600
+DRAWS = 1000
 
 
 @dataclass(frozen=True)
@@ -37,18 +43,51 @@ class Goal:
         return text if self.bound is None else f"{text}   goal on CPU {self.bound}: {'' if self.met else 'not '}met"
 
 
-def at_least(name: str, value: float, bound: float | None) -> Goal:
-    return Goal(name, value) if bound is None else Goal(name, value, f">= {bound}", value >= bound)
+def at_least(name: str, value: float, bound: float) -> Goal:
+    return Goal(name, value, f">= {bound}", value >= bound)
 
 
-def at_most(name: str, value: float, bound: float | None) -> Goal:
-    return Goal(name, value) if bound is None else Goal(name, value, f"<= {bound:g}", value <= bound)
+def at_most(name: str, value: float, bound: float) -> Goal:
+    return Goal(name, value, f"<= {bound:g}", value <= bound)
+
+
+def draws(rounds: int) -> Tensor:
+    """Rounds drawn anew from those of a run, ``DRAWS`` times: how well it knows a statistic of them (the bootstrap)."""
+    return torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of the ratios within a round, and an interval of it."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of_rounds(a: Tensor, b: Tensor) -> Ratio:
+        """With P10 and P90 of single rounds."""
+        low, median, high = (a / b).quantile(a.new_tensor([0.1, 0.5, 0.9])).tolist()
+        return Ratio(median, low, high)
+
+    @staticmethod
+    def of_draws(a: Tensor, b: Tensor) -> Ratio:
+        """With the 95% interval of the median, from rounds drawn anew."""
+        ratios = a / b
+        drawn = ratios[draws(len(ratios))].quantile(0.5, dim=-1)
+        low, high = drawn.quantile(drawn.new_tensor([0.025, 0.975])).tolist()
+        return Ratio(ratios.quantile(0.5).item(), low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} .. {self.high:.2f})"
+
+
+def ms(seconds: float, digits: int = 1) -> str:
+    return f"{seconds * 1e3:.{digits}f}"
 
 
 @contextlib.contextmanager
-def tabulated(
-    columns: Sequence[Column], rows: list[Any], total: int, title: str = ""
-) -> Iterator[Callable[[Any], None]]:
+def tabulated(columns: Sequence[Column], rows: list[Any], total: int) -> Iterator[Callable[[Any], None]]:
     """Print ``rows`` at the end, those before a failure too. Yields a function that adds a row, up to ``total``."""
     with console.progress(world.is_rank_0(), total, "measuring", "measured") as on_done:
 
@@ -60,63 +99,70 @@ def tabulated(
             yield add
         finally:
             if rows:
-                console.show(Table(columns, rows, title))
+                console.show(Table(columns, rows))
 
 
-DRAWS = 1000
-
-
-def draws(rounds: int) -> Tensor:
-    """Rounds drawn anew from those of a run, ``DRAWS`` times: how well it knows a statistic of them (the bootstrap)."""
-    return torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
-
-
-@dataclass(frozen=True)
-class PairedRatio:
-    """The median of the ratios within a round, and its 95% interval, from rounds drawn anew."""
-
-    median: float
-    low: float
-    high: float
-
-    @staticmethod
-    def of(a: Tensor, b: Tensor) -> PairedRatio:
-        ratios = a / b
-        drawn = ratios[draws(len(ratios))].quantile(0.5, dim=-1)
-        low, high = drawn.quantile(drawn.new_tensor([0.025, 0.975])).tolist()
-        return PairedRatio(ratios.quantile(0.5).item(), low, high)
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} .. {self.high:.2f})"
-
-
-def ms(seconds: float, digits: int = 3) -> str:
-    return f"{seconds * 1e3:.{digits}f}"
-
-
-def listed(**lists: Sequence[Any]) -> dict[str, list[dict[str, Any]]]:
-    """The JSON of lists of dataclasses, by name."""
-    return {name: [asdict(each) for each in every] for name, every in lists.items()}
-
-
-def has_huge_pages(rank: int) -> bool:
-    """Whether torch's own allocations ask for huge pages, as this rank's environment has it."""
-    return world.torch_asks_for_huge_pages()
-
-
-def pages(huge_pages: bool) -> str:
-    setting = "huge for all" if huge_pages else "torch's default, huge for the results of fusedcomm's ops"
-    return f"pages: {setting} (transparent_hugepage: {world.system_huge_pages()})"
-
-
-def add_common_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+def parse(argv: Sequence[str] | None, sizes: type, rounds: int) -> argparse.Namespace:
+    """The options of a bench whose sizes are the fields of a dataclass."""
+    parser = argparse.ArgumentParser(description="Values are checked before anything is timed.")
+    for field in fields(sizes):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--huge-pages", action="store_true", help="torch asks for them as fusedcomm does; on CPU")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", metavar="FILE")
-
-
-def refuse_wrong_pages(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    args = parser.parse_args(argv)
     if args.huge_pages and world.default_device_type() == "cuda":
         parser.error("--huge-pages is for CPU ranks, and this bench takes the GPUs")
     if args.huge_pages and world.under_torchrun() and not world.torch_asks_for_huge_pages():
         parser.error("--huge-pages under torchrun: start torchrun with THP_MEM_ALLOC_ENABLE=1")
+    args.sizes = sizes(**{field.name: getattr(args, field.name) for field in fields(sizes)})
+    return args
+
+
+def run(
+    name: str,
+    args: argparse.Namespace,
+    measure: Callable[..., Any],
+    columns: Sequence[Column],
+    goals_of: Callable[[Any], list[Goal]],
+) -> int:
+    """A row for each dtype by ``measure(rank, sizes, dtype, device_type, rounds)`` in all ranks; a table and JSON."""
+    device_type = world.default_device_type()
+    rows: list[Any] = []
+    env = world.HUGE_PAGES if args.huge_pages else None
+    try:
+        with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
+            huge_pages = call(_has_huge_pages)
+            if world.is_rank_0():
+                print(args.sizes, *([_pages(huge_pages)] if device_type == "cpu" else []), sep="\n", flush=True)
+            with tabulated(columns, rows, len(args.dtype)) as add:
+                for dtype in args.dtype:
+                    row = call(measure, args.sizes, dtype, device_type, args.rounds)
+                    if row is not None:
+                        add(row)
+    except (ValuesDiffer, RankError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    if not rows:  # torchrun's other ranks
+        return 0
+    goals = [goal for row in rows for goal in goals_of(row)]
+    print(*goals, sep="\n")
+    if args.json:
+        facts = {"bench": name, "sizes": asdict(args.sizes), "rounds": args.rounds, "huge_pages": huge_pages}
+        console.write_json(args.json, run_facts() | facts | {"rows": _listed(rows), "goals": _listed(goals)})
+    return 0
+
+
+def _listed(every: Sequence[Any]) -> list[dict[str, Any]]:
+    return [asdict(each) for each in every]
+
+
+def _has_huge_pages(rank: int) -> bool:
+    """Whether torch's own allocations ask for huge pages, as this rank's environment has it."""
+    return world.torch_asks_for_huge_pages()
+
+
+def _pages(huge_pages: bool) -> str:
+    setting = "huge for all" if huge_pages else "torch's default, huge for the results of fusedcomm's ops"
+    return f"pages: {setting} (transparent_hugepage: {world.system_huge_pages()})"

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
-from fusedcomm.bench.common import Goal, PairedRatio, at_least, at_most, ms, tabulated
+from fusedcomm.bench.common import Goal, Ratio, at_least, at_most, ms, tabulated
 from fusedcomm.bench.fits import Unreliable
 from fusedcomm.bench.op_bench import AUTO, ROOF, OpBench, OpData
 from fusedcomm.bench.op_programs import PROGRAMS
@@ -69,7 +69,7 @@ class HostsRow:
     num_pieces: int
     least: dict[str, float]
     times: dict[str, Timing]
-    over_unfused: dict[str, PairedRatio]  # unfused / each, the median within a round
+    over_unfused: dict[str, Ratio]  # unfused / each, the median within a round
 
     @property
     def ratio(self) -> float:
@@ -199,7 +199,7 @@ def measure_row(op: str, ratio: float, flops: float, rate: float, rounds: int) -
         plan.num_rounds,
         {name: each.min().item() for name, each in seconds.items()},
         {name: Timing.of(each) for name, each in seconds.items()},
-        {name: PairedRatio.of(seconds[UNFUSED], each) for name, each in seconds.items() if name not in (ROOF, WIRE)},
+        {name: Ratio.of_draws(seconds[UNFUSED], each) for name, each in seconds.items() if name not in (ROOF, WIRE)},
     )
 
 
@@ -266,7 +266,7 @@ def summary(rows: Sequence[HostsRow]) -> list[Goal]:
 
 def row_of(facts: dict[str, Any]) -> HostsRow:
     times = {name: Timing(**each) for name, each in facts.pop("times").items()}
-    ratios = {name: PairedRatio(**each) for name, each in facts.pop("over_unfused").items()}
+    ratios = {name: Ratio(**each) for name, each in facts.pop("over_unfused").items()}
     return HostsRow(**facts, times=times, over_unfused=ratios)
 
 

@@ -1,7 +1,7 @@
 """The program that fusedcomm began with, unmodified, under torch.compile: with fusedcomm, and without.
 
-    python -m fusedcomm.bench.start_program [--huge-pages] [--quick] [--json FILE] ...      2 CPU ranks of one thread
-    torchrun --nproc-per-node 8 -m fusedcomm.bench.start_program                            GPUs, NCCL
+    python -m fusedcomm.bench.start_program [--huge-pages] [--json FILE] ...      2 CPU ranks of one thread
+    torchrun --nproc-per-node 8 -m fusedcomm.bench.start_program                  GPUs, NCCL
 
 roof      the matmuls alone
 plain     torch.compile(program, fullgraph=True)
@@ -16,14 +16,13 @@ bench/common.py explains the pages; a result is allocated by Inductor in compile
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -33,24 +32,12 @@ from torch import Tensor
 
 import fusedcomm
 import fusedcomm.compile
-from fusedcomm.bench.common import (
-    DTYPES,
-    Goal,
-    add_common_arguments,
-    at_least,
-    has_huge_pages,
-    listed,
-    ms,
-    pages,
-    refuse_wrong_pages,
-    tabulated,
-)
-from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure_rounds
+from fusedcomm.bench import common
+from fusedcomm.bench.common import DTYPE_COLUMN, DTYPES, Goal, Ratio, at_least, ms
+from fusedcomm.bench.timing import Timing, check_values, measure_rounds
 from fusedcomm.compile.reports import CompileReport
-from fusedcomm.launch import console, world
+from fusedcomm.launch import world
 from fusedcomm.launch.console import Column
-from fusedcomm.launch.provenance import run_facts
-from fusedcomm.launch.ranks import RankError
 from fusedcomm.ops.exact_problem import difference
 from fusedcomm.tools.demo_problem import DTENSOR_LOGGER
 
@@ -58,8 +45,6 @@ EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "
 TIMED = (ROOF, PLAIN, EXCHANGE, COMPILED, OP)
 FASTER = 1.3  # plain / compiled, at least
 NOT_SLOWER = 0.97  # op / compiled, at least: 1 but for the noise of a median
-QUICK_ROUNDS = 9
-TIMEOUT_S = 1800
 
 
 def matmul_and_reshard_heads(
@@ -201,23 +186,6 @@ def no_caches() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """The median, P10 and P90 over rounds of the ratios within a round."""
-
-    median: float
-    p10: float
-    p90: float
-
-    @staticmethod
-    def of(a: Tensor, b: Tensor) -> Ratio:
-        low, median, high = (a / b).quantile(a.new_tensor([0.1, 0.5, 0.9])).tolist()
-        return Ratio(median, low, high)
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.p10:.2f} .. {self.p90:.2f})"
-
-
-@dataclass(frozen=True)
 class ProgramRow:
     dtype: str
     fused: int
@@ -235,25 +203,20 @@ TIMES = {
     COMPILED: "so, in fusedcomm.compile.enabled()",
     OP: "fusedcomm.matmul_all_to_all, called by hand",
 }
-RATIOS: dict[str, Callable[[ProgramRow], Ratio]] = {
-    "plain /\ncompiled": lambda row: row.plain_over_compiled,
-    "plain /\nexchange": lambda row: row.plain_over_exchange,
-    "op /\ncompiled": lambda row: row.op_over_compiled,
-    "compiled /\nroof": lambda row: row.compiled_over_roof,
-}
+RATIOS = ("plain_over_compiled", "plain_over_exchange", "op_over_compiled", "compiled_over_roof")
+SPREAD = "median of the ratios within a round (P10 .. P90 of them)"
 
 
 def _time_column(name: str) -> Column:
-    return Column(f"{name}\nms", TIMES[name], lambda row: ms(row.times[name].median, 1))
+    return Column(f"{name}\nms", TIMES[name], lambda row: ms(row.times[name].median))
 
 
-def _ratio_column(head: str, drop: int) -> Column:
-    about = "median of the ratios within a round (P10 .. P90 of them)"
-    return Column(head, about, lambda row: str(RATIOS[head](row)), drop=drop)
+def _ratio_column(name: str, drop: int) -> Column:
+    return Column(name.replace("_over_", " /\n"), SPREAD, lambda row: str(getattr(row, name)), drop=drop)
 
 
 COLUMNS = (
-    Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True),
+    DTYPE_COLUMN,
     Column("fused", "pairs that became fused ops", lambda row: str(row.fused)),
     *map(_time_column, TIMED),
     *map(_ratio_column, RATIOS, (0, 2, 1, 3)),
@@ -273,68 +236,22 @@ def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str
         dtype,
         data.num_fused,
         {name: Timing.of(each) for name, each in seconds.items()},
-        Ratio.of(seconds[PLAIN], seconds[COMPILED]),
-        Ratio.of(seconds[PLAIN], seconds[EXCHANGE]),
-        Ratio.of(seconds[OP], seconds[COMPILED]),
-        Ratio.of(seconds[COMPILED], seconds[ROOF]),
+        Ratio.of_rounds(seconds[PLAIN], seconds[COMPILED]),
+        Ratio.of_rounds(seconds[PLAIN], seconds[EXCHANGE]),
+        Ratio.of_rounds(seconds[OP], seconds[COMPILED]),
+        Ratio.of_rounds(seconds[COMPILED], seconds[ROOF]),
     )
 
 
-def summary(rows: Sequence[ProgramRow]) -> list[Goal]:
-    found = []
-    for row in rows:
-        found.append(at_least(f"plain/compiled, {row.dtype}", row.plain_over_compiled.median, FASTER))
-        found.append(at_least(f"op/compiled, {row.dtype}", row.op_over_compiled.median, NOT_SLOWER))
-    return found
+def goals(row: ProgramRow) -> list[Goal]:
+    return [
+        at_least(f"plain/compiled, {row.dtype}", row.plain_over_compiled.median, FASTER),
+        at_least(f"op/compiled, {row.dtype}", row.op_over_compiled.median, NOT_SLOWER),
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    try:
-        return _main(args)
-    except (ValuesDiffer, RankError) as error:
-        print(f"start_program: {error}", file=sys.stderr)
-        return 1
-
-
-def _main(args: argparse.Namespace) -> int:
-    device_type = world.default_device_type()
-    sizes = ProgramSizes(**{field.name: getattr(args, field.name) for field in fields(ProgramSizes)})
-    env = world.HUGE_PAGES if args.huge_pages else None
-    rows: list[ProgramRow] = []
-    with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
-        huge_pages = call(has_huge_pages)
-        if world.is_rank_0():
-            print(sizes, *([pages(huge_pages)] if device_type == "cpu" else []), sep="\n", flush=True)
-        with tabulated(COLUMNS, rows, len(args.dtype)) as add:
-            for dtype in args.dtype:
-                row = call(measure_program, sizes, dtype, device_type, args.rounds)
-                if row is not None:
-                    add(row)
-    if not rows:  # torchrun's other ranks
-        return 0
-    goals = summary(rows)
-    print(*goals, sep="\n")
-    if args.json:
-        facts = {"program": "compile", "sizes": asdict(sizes), "rounds": args.rounds, "huge_pages": huge_pages}
-        console.write_json(args.json, run_facts() | facts | listed(rows=rows, goals=goals))
-    return 0
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="fusedcomm.bench.start_program", description="Values are checked before anything is timed."
-    )
-    for field in fields(ProgramSizes):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--quick", action="store_true", help=f"two pairs, {QUICK_ROUNDS} rounds")
-    add_common_arguments(parser, rounds=41)
-    args = parser.parse_args(argv)
-    if args.quick:
-        args.pairs, args.rounds = 2, QUICK_ROUNDS
-    refuse_wrong_pages(parser, args)
-    return args
+    return common.run("start_program", common.parse(argv, ProgramSizes, rounds=41), measure_program, COLUMNS, goals)
 
 
 if __name__ == "__main__":
